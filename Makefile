@@ -1,0 +1,40 @@
+# `make demo` and `make test` work on a fresh clone with nothing but Python 3.11.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := demo
+
+.PHONY: demo test test-all lint clean
+
+$(VENV)/installed: pyproject.toml setup.py constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("ebbtide needs Python 3.11 or newer: make PYTHON=...") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/tested: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+demo: $(VENV)/installed
+	@rm -rf $(DEMO) && mkdir $(DEMO)
+	@$(BIN)/python -c 'import torch; print("GPU found:", torch.cuda.get_device_name()) if torch.cuda.is_available() else print("No GPU here: the demo takes its default for that, a small GPT that trains on the CPU.")'
+	$(BIN)/ebbtide profile -o $(DEMO)/gpt.ebb -- $(BIN)/python examples/train_gpt.py --steps 12 --accumulate 2
+	$(BIN)/ebbtide summary $(DEMO)/gpt.ebb
+	$(BIN)/ebbtide plot $(DEMO)/gpt.ebb --iterations 3:8 -o $(DEMO)/memory.png
+	@echo "Look at $(DEMO)/memory.png. Then record your own job: $(BIN)/ebbtide profile -- python train.py"
+
+lint: $(VENV)/tested
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) $(DEMO) build *.egg-info

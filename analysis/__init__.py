@@ -1,0 +1,1 @@
+"""Explains a trace: iterations, summaries and plots."""

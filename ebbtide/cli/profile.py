@@ -1,0 +1,80 @@
+"""`ebbtide profile`: record a training job."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebbtide.cli.options import iterations as parse_iterations
+from ebbtide.cli.options import size
+
+
+def profile(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="-- CMD...", help="The job as you start it: python, torchrun, deepspeed, ..."),
+    ],
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="The trace to write; {host} stands for the host's name.",
+            show_default="NAME-TIME.ebb",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option(help="Replace a trace that stands at the output path.")] = False,
+    iterations: Annotated[
+        str | None, typer.Option(help="Record only these iterations, e.g. 10:30.", show_default="all")
+    ] = None,
+    max_size: Annotated[
+        str | None,
+        typer.Option(help="Stop recording (not the job) at this size, e.g. 2GiB.", show_default="none"),
+    ] = None,
+    allocator_iterations: Annotated[
+        int, typer.Option(help="Of how many iterations to take the CUDA allocator's exact history.", min=0)
+    ] = 3,
+    transfers: Annotated[
+        bool,
+        typer.Option("--transfers", help="Record each copy between host and GPU (CUPTI; slows the job a little)."),
+    ] = False,
+    poll: Annotated[
+        float,
+        typer.Option(help="Milliseconds between readings of the job's own memory count; 0: at phases only.", min=0),
+    ] = 10.0,
+) -> None:
+    """Record a training job: its phases, memory and link use.
+
+    The job runs as it is, with its own output; the exit status is the job's (128 + n for signal n).
+    """
+    from ebbtide.profiler.agent.options import Options
+    from ebbtide.profiler.launch import next_commands
+    from ebbtide.profiler.launch import profile as record
+
+    first, last = parse_iterations(iterations) if iterations else (0, None)
+    options = Options(
+        first=first,
+        last=last,
+        max_bytes=size(max_size) if max_size else None,
+        poll_ms=poll,
+        allocator_iterations=allocator_iterations,
+        transfers=transfers,
+    )
+    path = Path((output or _name(command)).replace("{host}", socket.gethostname()))
+    outcome = record(command, path, options, force)
+    for warning in outcome.warnings:
+        typer.echo(f"ebbtide: {warning}", err=True)
+    if outcome.trace is not None:
+        typer.echo(f"ebbtide: {next_commands(outcome.trace)}", err=True)
+    raise typer.Exit(outcome.status)
+
+
+def _name(command: list[str]) -> str:
+    """Named after the script, as people know their job by it."""
+    script = next((Path(word).stem for word in command if word.endswith(".py")), Path(command[0]).name)
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', script)}-{time.strftime('%Y%m%d-%H%M%S')}.ebb"

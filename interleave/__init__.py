@@ -1,0 +1,1 @@
+"""Plans, simulates and runs optimizer updates from what a trace shows."""

@@ -1,0 +1,22 @@
+"""Records what a training job did: `open_trace` reads it, `Tracer` records from inside a script.
+
+Importing this loads nothing: it happens inside other people's jobs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ebbtide.profiler.trace import Trace, TraceBuilder, TraceError, open_trace
+    from ebbtide.profiler.tracer import Tracer
+
+__all__ = ["Trace", "TraceBuilder", "TraceError", "Tracer", "open_trace"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.tracer" if name == "Tracer" else f"{__name__}.trace"), name)

@@ -1,0 +1,171 @@
+"""Where torch is watched: the outermost module calls, the backward engine, and optimizer steps.
+
+Nothing here is registered on a module: a global module hook breaks or slows compiled code, and a module's own hooks
+travel into its pickles and copies. Everything is undone by `Hooks.remove`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Callable
+
+from .recorder import BACKWARD, FORWARD, UPDATE, Recorder
+
+_NAME = "_compiled_call_impl"
+
+
+class OutermostCall:
+    """Stands in for the class attribute `torch.nn.Module._compiled_call_impl`.
+
+    `Module.__call__` reads that attribute of the module and, where it is not None, calls it in place of the
+    module's own call (`Module.compile()` works so). Being a data descriptor, this sees each read with its module:
+    inside a phase it returns what the module itself has there (0.1 us), outside of one a call that is recorded as
+    a forward. Dynamo inlines modules without reading it, and torch keeps it out of pickles.
+    """
+
+    def __init__(self, recorder: Recorder, torch: Any) -> None:
+        self._recorder = recorder
+        self._torch = torch
+        self._grad_enabled = torch.is_grad_enabled
+        self._compiling = torch.compiler.is_compiling
+
+    def __get__(self, module: Any, owner: Any = None) -> Any:
+        if module is None:
+            return None
+        compiled = module.__dict__.get(_NAME)
+        recorder = self._recorder
+        if recorder.busy or not recorder.live or self._compiling() or not self._grad_enabled():
+            return compiled
+        return functools.partial(self._forward, module, compiled)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        module.__dict__[_NAME] = value
+
+    def __delete__(self, module: Any) -> None:
+        module.__dict__.pop(_NAME, None)
+
+    def _forward(self, module: Any, compiled: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = self._recorder
+        call = compiled or module._call_impl
+        if not recorder.enter(FORWARD):
+            return call(*args, **kwargs)
+        trains = True
+        try:
+            result = call(*args, **kwargs)
+            trains = self._trains(module, result)
+            return result
+        finally:
+            recorder.leave(keep=trains)
+
+    def _trains(self, module: Any, result: Any) -> bool:
+        """Whether this was a training forward: its result can be differentiated. Transforms and metrics are
+        modules too."""
+        trains = _requires_grad(result, self._torch.Tensor)
+        if trains is None:
+            trains = any(parameter.requires_grad for parameter in module.parameters())
+        if trains:
+            self._recorder.modules.add(module)
+        return trains
+
+
+def _requires_grad(value: Any, tensor: type, depth: int = 3) -> bool | None:
+    """Whether a tensor in `value` requires a gradient; None where no tensor was found."""
+    if isinstance(value, tensor):
+        return bool(value.requires_grad)  # type: ignore[attr-defined]
+    if isinstance(value, Mapping):
+        parts: Any = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+    answers = [_requires_grad(part, tensor, depth - 1) for part in parts[:64]] if depth else []
+    if any(answers):
+        return True
+    return False if False in answers else None
+
+
+class Hooks:
+    """Watches torch for `recorder` from creation to `remove`."""
+
+    def __init__(self, recorder: Recorder, torch: Any) -> None:
+        self._recorder = recorder
+        self._compiling = torch.compiler.is_compiling
+        self._undo: list[tuple[Any, str, Any]] = []
+        module = torch.nn.Module
+        self._set(module, _NAME, OutermostCall(recorder, torch))
+        # `backward` and `grad` both look this up in torch.autograd; non-strict tracing restores it from graph.
+        run_backward = self._backward(torch.autograd._engine_run_backward)
+        self._set(torch.autograd, "_engine_run_backward", run_backward)
+        self._set(torch.autograd.graph, "_engine_run_backward", run_backward)
+        scaler = torch.amp.GradScaler
+        self._set(scaler, "step", self._update(scaler.step, optimizer_at=1))
+        optimizer = torch.optim.Optimizer
+        self._set(optimizer, "_patch_step_function", self._patching(optimizer._patch_step_function))
+        for existing in _subclasses(optimizer):
+            if getattr(existing.__dict__.get("step"), "hooked", False):
+                self._watch_steps(existing)
+
+    def remove(self) -> None:
+        for owner, name, original in reversed(self._undo):
+            setattr(owner, name, original)
+        self._undo.clear()
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append((owner, name, owner.__dict__[name]))
+        setattr(owner, name, value)
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder, compiling = self._recorder, self._compiling
+
+        @functools.wraps(original)
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            if compiling() or not recorder.enter(BACKWARD):
+                return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                recorder.leave()
+
+        return run_backward
+
+    def _update(self, original: Callable[..., Any], optimizer_at: int) -> Callable[..., Any]:
+        """`original`, a method with the optimizer as its positional argument `optimizer_at`, as an update."""
+        recorder, compiling = self._recorder, self._compiling
+
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if compiling():
+                return original(*args, **kwargs)
+            outermost = recorder.enter(UPDATE)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                # Also where GradScaler found an infinite gradient and skipped: the iteration has ended.
+                optimizer = args[optimizer_at] if len(args) > optimizer_at else kwargs.get("optimizer")
+                if optimizer is not None and recorder.busy:
+                    recorder.stepped.append(optimizer)
+                if outermost:
+                    recorder.leave()
+
+        step._ebbtide_update = True  # type: ignore[attr-defined]
+        return step
+
+    def _patching(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def patch_step_function(optimizer: Any) -> None:
+            original(optimizer)
+            self._watch_steps(type(optimizer))
+
+        return patch_step_function
+
+    def _watch_steps(self, kind: Any) -> None:
+        """Watch `step` of an optimizer class, once, where torch itself hooks it."""
+        if not self._recorder.live or getattr(kind.step, "_ebbtide_update", False):
+            return
+        owner = next(base for base in kind.__mro__ if "step" in base.__dict__)
+        self._set(owner, "step", self._update(owner.__dict__["step"], optimizer_at=0))
+
+
+def _subclasses(kind: Any) -> set[Any]:
+    return {kind}.union(*(_subclasses(sub) for sub in kind.__subclasses__()))

@@ -1,0 +1,107 @@
+"""The spool: what one process has recorded so far, as fixed-size records appended to a file.
+
+Every record is `RECORD` (48 bytes, little endian), so a file cut anywhere is whole up to its last full record.
+`docs/trace-format.md` lists the fields of each kind.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections import deque
+
+MAGIC = b"EBBSPOOL"
+VERSION = 1
+
+#        kind code small a   b   c   w       x       y       z
+RECORD = struct.Struct("<BBHIIIqqqq")
+
+# Kinds. The fields in brackets are those of RECORD that the kind uses.
+HEADER = 1  # [code: version, a: pid, b: rank, c: world size, w: MAGIC, x: monotonic ns, y: wall ns, z: local rank]
+PHASE = 2  # [code: phase, a: sequence, x: start ns, y: end ns]
+GPU_TIMES = 3  # [a: sequence of the phase, x: start ns, y: end ns]
+ITERATION = 4  # [a: iteration, b: sequence of its last phase so far, x: end ns]
+MEMORY = 5  # [code: pool, small: device, x: time ns, y: bytes]
+LINK = 6  # [code: source, small: device, a: generation, b: width, w: window ns, x: time ns, y, z: h2d, d2h B/s]
+START = 7  # [a: iteration about to be recorded, x: its start ns]
+STOPPED = 8  # [code: reason, x: time ns]: nothing more will be recorded
+
+PHASES = ("forward", "backward", "update")
+POOLS = ("device", "reserved", "allocated", "heap", "rss", "pinned", "swap")
+LINK_SOURCES = ("nvml-counters", "gpm", "nvml-throughput")
+STOP_REASONS = ("closed", "max-size", "iterations", "fault")
+
+HOST = 0xFFFF  # the `device` of a record about host memory
+MISSING = -1  # a value that could not be read
+
+# A record cannot wait longer than this for the flusher; it keeps one burst from growing without bound.
+_BURST = 8192
+
+
+class Spool:
+    """Appends records to one file, from any thread; after the first write that fails it drops everything.
+
+    Records are collected by `put` and reach the file at `flush`, which a thread of the recorder's calls several
+    times a second. A forked child must call `abandon`: it shares the file with its parent.
+    """
+
+    def __init__(self, path: str, max_bytes: int | None = None) -> None:
+        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._waiting: deque[bytes] = deque()
+        self._left = max_bytes
+        self.full = False
+
+    def header(self, rank: int, world_size: int, local_rank: int) -> None:
+        """Write the first record: who records, and both clocks read at the same moment."""
+        magic = int.from_bytes(MAGIC, "little")
+        wall, now = time.time_ns(), time.monotonic_ns()
+        self.put(HEADER, VERSION, 0, os.getpid(), rank, world_size, magic, now, wall, local_rank)
+
+    def put(
+        self,
+        kind: int,
+        code: int = 0,
+        small: int = 0,
+        a: int = 0,
+        b: int = 0,
+        c: int = 0,
+        w: int = 0,
+        x: int = 0,
+        y: int = 0,
+        z: int = 0,
+    ) -> None:
+        if self._fd is None:
+            return
+        self._waiting.append(RECORD.pack(kind, code, small, a, b, c, w, x, y, z))
+        if len(self._waiting) >= _BURST:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits. Never raises: a spool that cannot be written is given up, the job goes on."""
+        if self._fd is None:
+            return
+        data = b"".join([self._waiting.popleft() for _ in range(len(self._waiting))])
+        if self._left is not None and not self.full:
+            self._left -= len(data)
+            self.full = self._left <= 0
+        try:
+            if data and os.write(self._fd, data) < len(data):
+                self.abandon()
+        except OSError:
+            self.abandon()
+
+    def close(self) -> None:
+        self.flush()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Give the file up without writing what waits."""
+        fd, self._fd = self._fd, None
+        self._waiting.clear()
+        if fd is not None:
+            os.close(fd)
+
+    @property
+    def alive(self) -> bool:
+        return self._fd is not None

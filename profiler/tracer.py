@@ -1,0 +1,102 @@
+"""Recording from inside a script: `with Tracer("run.ebb"): train()`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from ebbtide.profiler.agent import start
+from ebbtide.profiler.agent.options import Options
+from ebbtide.profiler.agent.spool import PHASES
+from ebbtide.profiler.launch import closing, opening_meta
+from ebbtide.profiler.sampler.sampler import Sampler
+from ebbtide.profiler.trace.errors import TraceError
+from ebbtide.profiler.trace.files import SPOOL, create, write_meta
+from ebbtide.profiler.trace.reader import Trace
+
+
+class Tracer:
+    """Records this process while the `with` block runs, as `ebbtide profile` would.
+
+    path: the trace to write. Under `ebbtide profile` the process is recorded already: then this only adds the
+    phases marked by `phase`, and `path` is not used. The samples come from threads of this process here, so they
+    share its interpreter lock; `ebbtide profile` takes them from outside.
+
+    Raises TraceError where `path` is taken (see `force`) or cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        iterations: tuple[int, int | None] = (0, None),
+        allocator_iterations: int = 3,
+        transfers: bool = False,
+        max_bytes: int | None = None,
+        poll_ms: float = 10.0,
+        force: bool = False,
+    ) -> None:
+        self.path = Path(path)
+        self.trace: Trace | None = None  # what was recorded, after the block
+        self.warnings: list[str] = []
+        self._force = force
+        first, last = iterations
+        self._options = Options(first, last, max_bytes, poll_ms, allocator_iterations, transfers)
+        self._recorder: Any = None
+        self._sampler: Sampler | None = None
+
+    def __enter__(self) -> Tracer:
+        import torch
+
+        self._recorder = start.running()
+        if self._recorder is not None:
+            return self
+        create(self.path, self._force)
+        spools = (self.path / SPOOL).resolve()
+        spools.mkdir()
+        self._sampler = Sampler(spools, max_bytes=self._options.max_bytes)
+        write_meta(self.path, opening_meta(list(sys.argv), self._options, self._sampler.host))
+        self._recorder = start.start(torch, str(spools), self._options)
+        if self._recorder is None:
+            raise TraceError(f"cannot record with torch {torch.__version__}: see docs/recording.md")
+        self._sampler.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sampler, self._sampler = self._sampler, None
+        if sampler is None:
+            return
+        start.stop()
+        sampler.stop()
+        changes = {"host": sampler.host, "ended_wall_ns": time.time_ns(), "notes": list(sampler.notes)}
+        outcome = closing(self.path, changes, list(sampler.notes))
+        self.trace, self.warnings = outcome.trace, outcome.warnings
+
+    @contextlib.contextmanager
+    def phase(self, phase: Literal["forward", "backward", "update"]) -> Iterator[None]:
+        """Mark a phase by hand, where it cannot be found (a step compiled as one function, say).
+
+        What is found inside it belongs to it. An update that follows a backward ends an iteration, as an
+        optimizer's step does.
+        """
+        if phase not in PHASES:
+            raise ValueError(f"{phase!r} is not a phase: forward, backward or update")
+        recorder = self._recorder
+        if recorder is None:
+            raise RuntimeError("phase() was called outside of the tracer's with block")
+        outermost = recorder.enter(PHASES.index(phase))
+        try:
+            yield
+        finally:
+            if outermost:
+                if phase == "update":
+                    recorder.stepped.append(_ByHand)
+                recorder.leave()
+
+
+class _ByHand:
+    """Stands for the optimizer of updates that are marked by hand."""

@@ -1,0 +1,45 @@
+"""Only for the one thing pyproject.toml cannot say: a .pth file that lies beside the package.
+
+It loads the agent at the start of Python where `ebbtide profile` asks for it in the environment, also where
+PYTHONPATH is ignored (`python -I`) or replaced. Otherwise it does nothing.
+"""
+
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+from setuptools.command.editable_wheel import editable_wheel
+
+PTH = Path("profiler/inject/ebbtide-agent.pth")
+
+
+class BuildWithPth(build_py):
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            self.copy_file(str(PTH), str(Path(self.build_lib) / PTH.name), preserve_mode=False)
+
+    def get_outputs(self, include_bytecode=True):
+        return [*super().get_outputs(include_bytecode), str(Path(self.build_lib) / PTH.name)]
+
+
+class EditableWithPth(editable_wheel):
+    def _select_strategy(self, *arguments):
+        strategy = super()._select_strategy(*arguments)
+        write = strategy.__call__
+
+        class WithPth:
+            def __enter__(self):
+                return strategy.__enter__()
+
+            def __exit__(self, *exception):
+                return strategy.__exit__(*exception)
+
+            def __call__(self, wheel, files, mapping):
+                write(wheel, files, mapping)
+                wheel.writestr(PTH.name, PTH.read_bytes())
+
+        return WithPth()
+
+
+setup(cmdclass={"build_py": BuildWithPth, "editable_wheel": EditableWithPth})

@@ -1,0 +1,36 @@
+"""`ebbtide profile` on the example, end to end."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from tests.conftest import ebbtide
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+SMALL = ("--layers", "1", "--width", "32", "--context", "32", "--batch", "2")
+
+
+def test_the_example_is_recorded_summarized_and_drawn(tmp_path: Path) -> None:
+    trace = tmp_path / "run.ebb"
+    profiled = ebbtide(
+        "profile", "-o", trace, "--", sys.executable, EXAMPLE, *SMALL, "--steps", "6", "--accumulate", "2"
+    )
+    assert profiled.returncode == 0, profiled.stderr
+    assert len(re.findall(r"^step ", profiled.stdout, re.MULTILINE)) == 6
+    assert f"trace: {trace}" in profiled.stderr
+
+    summary = json.loads(ebbtide("summary", trace, "--json").stdout)
+    assert summary["iterations"] == 6
+    assert summary["warmup_iterations"] == 2
+    counts = {phase["phase"]: phase["count"] for phase in summary["phases"]}
+    assert counts == {"forward": 12, "backward": 12, "update": 6, "other": 6}
+    assert summary["memory"]["pool"] == "heap"
+    assert summary["memory"]["peak_bytes"] > 0
+    assert summary["transfers"]["h2d"] == {"count": None, "bytes": None, "busy_ms": None}
+
+    picture = tmp_path / "memory.png"
+    assert ebbtide("plot", trace, "--iterations", "2:4", "-o", picture).returncode == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")

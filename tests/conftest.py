@@ -1,0 +1,62 @@
+"""What tests share: running real jobs and real commands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbtide.profiler.trace import Trace, open_trace
+
+Run = subprocess.CompletedProcess[str]
+
+
+def ebbtide(*arguments: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> Run:
+    """Run the command as a user would."""
+    command = [sys.executable, "-m", "ebbtide", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+class Recorded:
+    """A job that was profiled: its process, and the trace where there is one."""
+
+    def __init__(self, run: Run, path: Path) -> None:
+        self.run = run
+        self.path = path
+
+    @property
+    def trace(self) -> Trace:
+        assert self.path.exists(), self.run.stderr
+        return open_trace(self.path)
+
+    def phases(self, rank: int = 0) -> list[list[str]]:
+        """The phases of each finished iteration, in order."""
+        rows = self.trace.phases(rank)
+        return [list(group["phase"]) for _, group in rows[rows["iteration"].notna()].groupby("iteration")]
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Callable[..., Recorded]:
+    """Profile a script given as text; `options` go to `ebbtide profile`, `launcher` before the script."""
+
+    def run(
+        script: str,
+        options: Sequence[str] = (),
+        launcher: Sequence[str] = (sys.executable,),
+        arguments: Sequence[str] = (),
+        **more: Any,
+    ) -> Recorded:
+        file = tmp_path / "job.py"
+        file.write_text(textwrap.dedent(script))
+        path = tmp_path / "run.ebb"
+        job = [*launcher, str(file), *arguments]
+        return Recorded(ebbtide("profile", "-o", path, *options, "--", *job, cwd=tmp_path, **more), path)
+
+    return run
