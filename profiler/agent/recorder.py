@@ -87,6 +87,10 @@ class Recorder:
             self._door.release()
 
     def _left(self, now: int, keep: bool) -> None:
+        iteration = None
+        if self.stepped:
+            iteration = self._rule.stepped(self.stepped, self._backwards)
+            keep = keep and iteration is not None
         if self._recording and self._spool is not None:
             mark, self._start_mark, start_mark = self._gpu.mark(), None, self._start_mark
             self._put_memory(now, self._memory.read())
@@ -98,11 +102,9 @@ class Recorder:
                 self._gpu.drop(start_mark)
                 self._gpu.drop(mark)
             self._put_gpu_times(self._gpu.finished())
-        if self.stepped:
-            iteration = self._rule.stepped(self.stepped, self._backwards)
-            if iteration is not None:
-                self._iteration_ended(iteration, now)
-            self.stepped.clear()
+        if iteration is not None:
+            self._iteration_ended(iteration, now)
+        self.stepped.clear()
 
     def _iteration_ended(self, index: int, now: int) -> None:
         """Iteration `index` ended now, as far as can be told: a second optimizer may still extend it."""
