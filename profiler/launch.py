@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import shutil
@@ -24,6 +25,8 @@ from ebbtide.profiler.trace.reader import Trace, finish, open_trace
 
 # What a scheduler or a person sends to the process it started; SIGINT reaches the job from the terminal itself.
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+
+_NO_SPACE = "no space left on the device: the recording ends where it ran out (the job went on); the trace opens so far"
 
 
 @dataclass
@@ -104,6 +107,9 @@ def closing(output: Path, changes: dict[str, Any], warnings: list[str], status: 
         trace = finish(output, changes)
     except OSError as error:
         trace = open_trace(output)
+        if error.errno == errno.ENOSPC:
+            # Everything else that is not whole about the trace follows from this.
+            return Outcome(status, trace, [_NO_SPACE])
         warnings.append(f"the trace could not be finished ({error.strerror or error}): it opens from its spools")
     warnings += [note for note in trace.notes if note not in warnings]
     if not trace.ranks:

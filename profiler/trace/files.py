@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,13 @@ def write_rank(path: Path, rank: int, tables: Mapping[str, pd.DataFrame]) -> Non
     for table in TABLES:
         rows = pa.Table.from_pandas(tables[table], schema=arrow_schema(table), preserve_index=False)
         pq.write_table(rows.replace_schema_metadata(), folder / f"{table}.parquet", compression="zstd")
+
+
+def drop_ranks(path: Path, ranks: Iterable[int]) -> None:
+    """Remove tables that could not all be written."""
+    for rank in ranks:
+        shutil.rmtree(path / f"rank-{rank}", ignore_errors=True)
+    (path / f"{META}.new").unlink(missing_ok=True)
 
 
 def drop_spools(path: Path) -> None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ebbtide.profiler.trace.errors import TraceError
-from ebbtide.profiler.trace.files import META, SPOOL, drop_spools, write_meta, write_rank
+from ebbtide.profiler.trace.files import META, SPOOL, drop_ranks, drop_spools, write_meta, write_rank
 from ebbtide.profiler.trace.schema import FORMAT, SCHEMA, TABLES, frame
 from ebbtide.profiler.trace.spools import recover
 
@@ -99,10 +99,14 @@ def finish(path: Path, changes: dict[str, Any]) -> Trace:
     """
     meta = _meta(path) | changes
     trace = _recovered(path, meta)
-    for rank in trace.ranks:
-        write_rank(path, rank, {table: trace.table(rank, table) for table in TABLES})
     finished = {**trace.meta, "state": "complete"}
-    write_meta(path, finished)
+    try:
+        for rank in trace.ranks:
+            write_rank(path, rank, {table: trace.table(rank, table) for table in TABLES})
+        write_meta(path, finished)
+    except OSError:
+        drop_ranks(path, trace.ranks)
+        raise
     drop_spools(path)
     return Trace(path, finished, trace.table)
 
