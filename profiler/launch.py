@@ -23,8 +23,10 @@ from ebbtide.profiler.trace.errors import TraceError
 from ebbtide.profiler.trace.files import SPOOL, create, write_meta
 from ebbtide.profiler.trace.reader import Trace, finish, open_trace
 
-# What a scheduler or a person sends to the process it started; SIGINT reaches the job from the terminal itself.
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+# What a scheduler or a person sends to the process it started.
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# A terminal sends these to the job as well; only when they came from elsewhere are they ours to pass on.
+_FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 
 _NO_SPACE = "no space left on the device: the recording ends where it ran out (the job went on); the trace opens so far"
 
@@ -156,15 +158,29 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
     """Wait for the job, passing signals on to it; its return code, negative for a signal."""
 
     def forward(number: int, _: FrameType | None) -> None:
-        process.send_signal(number)
+        if number in _FORWARDED or not _in_foreground():
+            process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in _FORWARDED}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, forward) for number in _FORWARDED + _FROM_TERMINAL}
     try:
         return process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _in_foreground() -> bool:
+    """Whether a key of the controlling terminal reaches this process, and so the job."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
 
 
 def _remove(output: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -75,6 +76,8 @@ class Tracer:
         changes = {"host": sampler.host, "ended_wall_ns": time.time_ns(), "notes": list(sampler.notes)}
         outcome = closing(self.path, changes, list(sampler.notes))
         self.trace, self.warnings = outcome.trace, outcome.warnings
+        for warning in self.warnings:
+            warnings.warn(f"ebbtide: {warning}", stacklevel=2)
 
     @contextlib.contextmanager
     def phase(self, phase: Literal["forward", "backward", "update"]) -> Iterator[None]:

@@ -109,6 +109,8 @@ def _rank(path: Path, records: Records, samples: Records, meta: dict[str, Any], 
         notes += [f"rank {rank}: {text}" for text in trouble]
         data.tables["transfers"] = frame("transfers", rows)
         entry["transfers_recorded"] = True
+    elif meta.get("options", {}).get("transfers"):
+        notes.append(f"rank {rank}: no copies were recorded: {_NO_COPIES[devices[0].get('kind') == 'cuda']}")
     data.tables["phases"] = frame("phases", phases)
     if first or last is not None:
         _trim(data, first, last)
@@ -120,6 +122,9 @@ _STOPS = {
     "max-size": "its recording stopped at --max-size",
     "fault": "its recording ended by a fault of the recorder",
 }
+
+
+_NO_COPIES = {False: "the job did not use a GPU", True: "the profiler for them gave nothing"}
 
 
 def _facts(path: Path) -> dict[str, Any]:

@@ -58,20 +58,23 @@ def test_a_signal_that_ends_the_job_is_passed_on(number: int, record: Record) ->
     assert len(recorded.phases()) == 4
 
 
-def test_a_signal_to_the_profiler_reaches_the_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_the_profiler_reaches_the_job(number: signal.Signals, tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(
         PRELUDE
         + PLAIN
         + "import signal, sys, time\n"
-        + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(21))\n"
+        + f"signal.signal(signal.{number.name}, lambda *_: sys.exit(21))\n"
         + "print('ready', flush=True)\ntime.sleep(60)\n"
     )
     command = [sys.executable, "-m", "ebbtide", "profile", "-o", str(tmp_path / "run.ebb"), "--"]
-    with subprocess.Popen([*command, sys.executable, str(job)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*command, sys.executable, str(job)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert process.wait(60) == 21
 
 

@@ -1,0 +1,130 @@
+"""`with Tracer(...)`: recording from inside a script."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from ebbtide.profiler import open_trace
+from tests.profiler.jobs import PLAIN, PRELUDE, STEPS
+
+
+def run(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
+    job = tmp_path / "job.py"
+    job.write_text(PRELUDE + textwrap.dedent(body))
+    return subprocess.run([sys.executable, str(job)], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+
+LOOP = f"def train():\n{textwrap.indent(PLAIN, '    ')}\n"
+
+
+def test_the_block_is_recorded_and_nothing_around_it(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        LOOP
+        + textwrap.dedent(
+            """
+            from ebbtide.profiler import Tracer
+            step = torch.optim.AdamW.step
+            train()
+            with Tracer("run.ebb") as tracer:
+                train()
+            assert tracer.trace.ranks == [0] and tracer.warnings == []
+            assert torch.nn.Module.__dict__["_compiled_call_impl"] is None
+            assert torch.optim.AdamW.step is step
+            train()
+            with Tracer("second.ebb"):
+                train()
+            """
+        ),
+    )
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout, done.stderr) == ("", "")
+    for name in ("run.ebb", "second.ebb"):
+        trace = open_trace(tmp_path / name)
+        assert trace.meta["state"] == "complete"
+        assert list(trace.phases(0)["phase"]) == ["forward", "backward", "update"] * STEPS
+        assert trace.phases(0)["iteration"].max() == STEPS - 1
+        assert {"heap", "rss"} <= set(trace.memory(0)["pool"])
+
+
+def test_a_step_compiled_as_one_function_is_marked_by_hand(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+        from ebbtide.profiler import Tracer
+        compiled = torch.compile(lambda x, y: F.mse_loss(model(x), y), backend="eager")
+        with Tracer("run.ebb") as tracer:
+            for _ in range(STEPS):
+                with tracer.phase("forward"):
+                    loss = compiled(*batch())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(open_trace(tmp_path / "run.ebb").phases(0)["phase"]) == ["forward", "backward", "update"] * STEPS
+
+
+def test_updates_without_a_torch_optimizer_end_iterations(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+        from ebbtide.profiler import Tracer
+        with Tracer("run.ebb") as tracer:
+            for _ in range(STEPS):
+                F.mse_loss(model(torch.ones(2, 16)), torch.ones(2, 4)).backward()
+                with tracer.phase("update"), torch.no_grad():
+                    for p in model.parameters():
+                        p -= 0.01 * p.grad
+                        p.grad = None
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert open_trace(tmp_path / "run.ebb").phases(0)["iteration"].nunique() == STEPS
+
+
+def test_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        """
+        from ebbtide.profiler import Tracer, TraceError
+        def fails(call, kind, text):
+            try:
+                call()
+            except kind as error:
+                assert text in str(error), error
+            else:
+                raise AssertionError(text)
+        fails(lambda: Tracer("a.ebb").phase("update").__enter__(), RuntimeError, "with block")
+        with Tracer("a.ebb") as tracer:
+            fails(lambda: tracer.phase("step").__enter__(), ValueError, "forward, backward or update")
+            model(torch.ones(1, 16)).sum().backward()
+            optimizer.step()
+        fails(lambda: Tracer("a.ebb").__enter__(), TraceError, "exists already")
+        with Tracer("b.ebb") as tracer:
+            pass
+        assert tracer.trace is None and "nothing was recorded" in tracer.warnings[0]
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_exception_in_the_block_leaves_the_trace(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        LOOP
+        + textwrap.dedent(
+            """
+            from ebbtide.profiler import Tracer
+            with Tracer("run.ebb"):
+                train()
+                raise KeyError("job")
+            """
+        ),
+    )
+    assert "KeyError: 'job'" in done.stderr
+    assert open_trace(tmp_path / "run.ebb").phases(0)["iteration"].nunique() == STEPS
