@@ -23,6 +23,7 @@ POOL_STYLES = {
     "device": ("#222222", 1.6),
     "reserved": ("#8856a7", 1.3),
     "allocated": ("#c51b3b", 1.5),
+    "requested": ("#e08aa0", 1.0),
     "heap": ("#c51b3b", 1.5),
     "rss": ("#6b6b6b", 1.1),
 }

@@ -48,6 +48,7 @@ class Facts:
             torch=torch.__version__,
             cuda=torch.version.cuda,
             threads={"torch": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS")},
+            devices=self._devices(),
         )
         self.write()
 

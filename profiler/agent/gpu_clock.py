@@ -10,6 +10,9 @@ from typing import Any
 # `elapsed_time` is a float32 of milliseconds: over ten seconds it still resolves a microsecond.
 _ANCHOR_EVERY_NS = 10_000_000_000
 
+# A boundary: device, its event, and when the event was recorded on the host.
+Mark = tuple[int, Any, int]
+
 
 class _Anchor:
     """An event on an idle stream, whose device time is therefore the host time of its recording."""
@@ -33,27 +36,28 @@ class GpuClock:
         self._streams: dict[int, Any] = {}
         self._anchors: dict[int, _Anchor] = {}
         self._new_anchors: dict[int, _Anchor] = {}
-        self._pending: deque[tuple[int, int, Any, Any]] = deque()
+        self._pending: deque[tuple[int, Mark, Mark]] = deque()
 
-    def mark(self) -> tuple[int, Any] | None:
-        """Record an event here and now; returns (device, event), or None where CUDA is not in use."""
+    def mark(self) -> Mark | None:
+        """Record an event here and now; returns (device, event, host ns), or None where CUDA is not in use."""
         if not self._usable():
             return None
         device = self._cuda.current_device()
         self._anchor(device)
         event = self._event(device)
+        host_ns = time.monotonic_ns()
         event.record()
-        return device, event
+        return device, event, host_ns
 
-    def span(self, sequence: int, start: tuple[int, Any] | None, end: tuple[int, Any] | None) -> None:
+    def span(self, sequence: int, start: Mark | None, end: Mark | None) -> None:
         """Remember a finished phase by its two marks."""
         if start and end and start[0] == end[0]:
-            self._pending.append((sequence, start[0], start[1], end[1]))
+            self._pending.append((sequence, start, end))
         else:
             self.drop(start)
             self.drop(end)
 
-    def drop(self, mark: tuple[int, Any] | None) -> None:
+    def drop(self, mark: Mark | None) -> None:
         """Take a mark back that will not be asked for."""
         if mark:
             self._free[mark[0]].append(mark[1])
@@ -66,13 +70,14 @@ class GpuClock:
             if fresh.event.query():
                 self._anchors[device] = self._new_anchors.pop(device)
         while self._pending:
-            sequence, device, start, end = self._pending[0]
+            sequence, start, end = self._pending[0]
+            device = start[0]
             anchor = self._anchors.get(device)
-            if anchor is None or not (end.query() and start.query()):
+            if anchor is None or not (end[1].query() and start[1].query()):
                 return
             self._pending.popleft()
             yield sequence, self._host_ns(anchor, start), self._host_ns(anchor, end)
-            self._free[device] += (start, end)
+            self._free[device] += (start[1], end[1])
 
     def drain(self, seconds: float) -> Iterator[tuple[int, int, int]]:
         """`finished`, polled for at most so long: the last phases of a job that ends."""
@@ -102,6 +107,13 @@ class GpuClock:
         self._new_anchors[device] = _Anchor(event, (before + time.monotonic_ns()) // 2)
 
     @staticmethod
-    def _host_ns(anchor: _Anchor, event: Any) -> int:
-        milliseconds: float = anchor.event.elapsed_time(event)
-        return anchor.host_ns + round(milliseconds * 1e6)
+    def _host_ns(anchor: _Anchor, mark: Mark) -> int:
+        """The mark's device time on the host's clock.
+
+        Nothing runs before it is launched: a mark that seems to has met an anchor that had to wait (where streams
+        share a hardware queue, as under CUDA_DEVICE_MAX_CONNECTIONS=1), which is put right by it.
+        """
+        _, event, launched_ns = mark
+        after: int = round(anchor.event.elapsed_time(event) * 1e6)
+        anchor.host_ns = max(anchor.host_ns, launched_ns - after)
+        return anchor.host_ns + after

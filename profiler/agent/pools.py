@@ -13,6 +13,7 @@ from .spool import HOST, POOLS
 HEAP = POOLS.index("heap")
 RESERVED = POOLS.index("reserved")
 ALLOCATED = POOLS.index("allocated")
+REQUESTED = POOLS.index("requested")
 PINNED = POOLS.index("pinned")
 
 # A reading: (pool, device or HOST, bytes).

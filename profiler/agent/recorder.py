@@ -171,9 +171,6 @@ class Recorder:
         if self._spool is not None:
             self._spool.put(*record, **fields)
 
-    def memory_now(self) -> list[Reading]:
-        return self._memory.read()
-
     def beside(self, name: str) -> str:
         """The path of a further file of this process in the spool's folder."""
         return os.path.join(self._directory, f"{self.facts.host}-{os.getpid()}-{name}")

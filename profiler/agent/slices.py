@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from .options import Options
-from .pools import ALLOCATED, RESERVED
+from .pools import REQUESTED, RESERVED
 from .recorder import Recorder
 from .spool import MEMORY
 
@@ -62,30 +62,32 @@ class AllocatorHistory:
         self._running = False
         device = self._torch.cuda.current_device()
         trace = self._torch.cuda.memory._snapshot()["device_traces"][device]
-        now = {pool: size for pool, _, size in self._recorder.memory_now()}
+        stats = self._torch._C._cuda_memoryStats(device)
+        now = [stats[f"{count}_bytes"]["all"]["current"] for count in ("requested", "reserved")]
         self._torch.cuda.memory._record_memory_history(enabled=None)
         if len(trace) >= _MAX_ENTRIES:
             self._recorder.facts.note(f"the allocator history holds only its last {_MAX_ENTRIES} events")
         to_monotonic = time.monotonic_ns() - time.time_ns()
-        for pool, time_ns, size in allocator_lines(trace, now.get(ALLOCATED, 0), now.get(RESERVED, 0)):
+        for pool, time_ns, size in allocator_lines(trace, *now):
             self._recorder.put(MEMORY, pool, device, x=time_ns + to_monotonic, y=size)
 
 
-def allocator_lines(trace: list[Any], allocated: int, reserved: int) -> Any:
+def allocator_lines(trace: list[Any], requested: int, reserved: int) -> Any:
     """(pool, wall ns, bytes) after each event of an allocator trace that ended at the given sizes.
 
-    A block counts as allocated until its release is asked for, as in `torch.cuda.memory_allocated`.
+    A trace tells the bytes that were asked for, not the rounded blocks that `allocated` counts; they are in use
+    until their release is asked for.
     """
     change = {
-        "alloc": (ALLOCATED, 1),
-        "free_requested": (ALLOCATED, -1),
+        "alloc": (REQUESTED, 1),
+        "free_requested": (REQUESTED, -1),
         "segment_alloc": (RESERVED, 1),
         "segment_map": (RESERVED, 1),
         "segment_free": (RESERVED, -1),
         "segment_unmap": (RESERVED, -1),
     }
     events = [(*change[e["action"]], e["time_us"] * 1000, e["size"]) for e in trace if e["action"] in change]
-    size = {ALLOCATED: allocated, RESERVED: reserved}
+    size = {REQUESTED: requested, RESERVED: reserved}
     for pool, sign, _, amount in events:
         size[pool] -= sign * amount
     for pool, sign, wall_ns, amount in events:

@@ -28,7 +28,7 @@ START = 7  # [a: iteration about to be recorded, x: its start ns]
 STOPPED = 8  # [code: reason, x: time ns]: nothing more will be recorded
 
 PHASES = ("forward", "backward", "update")
-POOLS = ("device", "reserved", "allocated", "heap", "rss", "pinned", "swap")
+POOLS = ("device", "reserved", "allocated", "heap", "rss", "pinned", "swap", "requested")
 LINK_SOURCES = ("nvml-counters", "gpm", "nvml-throughput")
 STOP_REASONS = ("closed", "max-size", "iterations", "fault")
 

@@ -12,6 +12,10 @@ from ebbtide.profiler.sampler.nvml import Gpu, GpuLost, NvmlError
 
 Clock = Callable[[], int]
 
+_ABSURD_BYTES_PER_S = 1e12
+_MAY_WRAP_NS = 60_000_000  # 2**32 bytes pass in 68 ms over PCIe 5 x16
+_GPM_LEAST_NS = 100_000_000
+
 
 @dataclass(frozen=True)
 class LinkSample:
@@ -48,9 +52,12 @@ class CounterSource:
         last, self._last = self._last, (now, received, sent)
         if last is None or now <= last[0]:
             return None
+        if now - last[0] > _MAY_WRAP_NS and max(received, sent, *last[1:]) < 2**32:
+            return None  # after failures: nobody knows how often a counter of 32 bits went round
         seconds = (now - last[0]) / 1e9
         rates = wrapped(last[1], received) / seconds, wrapped(last[2], sent) / seconds
-        return LinkSample(now, now - last[0], *rates)
+        # A counter that stepped back by a little looks like one that went all the way round.
+        return LinkSample(now, now - last[0], *rates) if max(rates) < _ABSURD_BYTES_PER_S else None
 
 
 class GpmSource:
@@ -65,6 +72,8 @@ class GpmSource:
         self._last: tuple[int, Any] | None = None
 
     def read(self) -> LinkSample | None:
+        if self._last is not None and self._clock() - self._last[0] < _GPM_LEAST_NS:
+            return None
         sample = self._gpu.gpm_sample()
         now = self._clock()
         last, self._last = self._last, (now, sample)
@@ -101,6 +110,10 @@ def best_source(gpu: Gpu) -> tuple[LinkSource | None, list[str]]:
             continue
         try:
             source.read()
+            if isinstance(source, GpmSource):
+                # Only its second sample shows whether the card gives the link's metrics.
+                time.sleep(source.period_s)
+                source.read()
         except GpuLost:
             raise
         except NvmlError as error:

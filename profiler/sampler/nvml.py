@@ -83,8 +83,7 @@ class Gpu:
 
     def pcie_counters(self) -> tuple[int, int]:
         """(h2d, d2h) bytes counted by the card since some moment; they wrap. Field values 198 and 197."""
-        library = self._nvml.library
-        fields = [library.NVML_FI_DEV_PCIE_COUNT_RX_BYTES, library.NVML_FI_DEV_PCIE_COUNT_TX_BYTES]
+        fields = [self._nvml.constant(f"NVML_FI_DEV_PCIE_COUNT_{way}_BYTES") for way in ("RX", "TX")]
         values = self._call("nvmlDeviceGetFieldValues", fields)
         received, sent = (self._field(value) for value in values)
         return received, sent
@@ -163,16 +162,17 @@ class Nvml:
 
             library = pynvml
         self.library = library
+        self.refused: list[str] = []
         self.call("nvmlInit")
 
     def gpus(self) -> list[Gpu]:
-        """The cards that can be opened; one that cannot is left out."""
+        """The cards that can be opened; `refused` says of the others why not."""
         found = []
         for index in range(self.call("nvmlDeviceGetCount")):
             try:
                 found.append(Gpu(self, index))
-            except NvmlError:
-                continue
+            except NvmlError as error:
+                self.refused.append(f"GPU {index} is not sampled: {error}")
         return found
 
     def driver(self) -> str | None:
@@ -195,6 +195,11 @@ class Nvml:
             raise self._translated(error) from None
         except AttributeError:
             raise Unsupported(f"this version of nvidia-ml-py has no {function}") from None
+
+    def constant(self, name: str) -> Any:
+        if not hasattr(self.library, name):
+            raise Unsupported(f"this version of nvidia-ml-py has no {name}")
+        return getattr(self.library, name)
 
     def check(self, code: int) -> None:
         """Raise what a return code inside a structure means."""

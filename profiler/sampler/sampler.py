@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ebbtide.profiler.agent.spool import HOST, LINK, LINK_SOURCES, MEMORY, POOLS, Spool
+from ebbtide.profiler.agent.spool import HOST, LINK, LINK_SOURCES, MEMORY, MISSING, POOLS, Spool
 from ebbtide.profiler.sampler import host
 from ebbtide.profiler.sampler.links import LinkSource, best_source
 from ebbtide.profiler.sampler.nvml import Gpu, Nvml, NvmlError
@@ -38,9 +39,14 @@ class Sampler:
         self._gpus: list[Gpu] = []
         try:
             self._nvml = Nvml(library)
-            self._gpus = self._nvml.gpus()
             driver = self._nvml.driver()
-            self.host["gpus"] = [{**gpu.describe(), "driver": driver} for gpu in self._gpus]
+            for gpu in self._nvml.gpus():
+                try:
+                    self.host["gpus"].append({**gpu.describe(), "driver": driver})
+                    self._gpus.append(gpu)
+                except NvmlError as error:
+                    self.notes.append(f"GPU {gpu.index} is not sampled: {error}")
+            self.notes += self._nvml.refused
         except NvmlError as error:
             # A host without a GPU is no fault; one with a driver that will not talk is.
             self.host["nvml"] = str(error)
@@ -118,8 +124,8 @@ class Sampler:
             b=link.width or 0,
             w=sample.window_ns,
             x=sample.t_ns,
-            y=round(sample.h2d_bytes_per_s),
-            z=round(sample.d2h_bytes_per_s),
+            y=_whole(sample.h2d_bytes_per_s),
+            z=_whole(sample.d2h_bytes_per_s),
         )
 
     _next_look = 0.0
@@ -142,6 +148,10 @@ class Sampler:
     def _put_host(self, pool: int, pid: int, size: int | None) -> None:
         if size is not None:
             self._spool.put(MEMORY, pool, HOST, a=pid, x=time.monotonic_ns(), y=size)
+
+
+def _whole(rate: float) -> int:
+    return round(rate) if math.isfinite(rate) else MISSING
 
 
 def _reader(read: Callable[..., None], *arguments: Any) -> Callable[[], None]:
