@@ -61,21 +61,22 @@ def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
     )
     frame = frame.sort_values("start_ns", kind="stable", ignore_index=True)
     ends = frame.groupby("iteration")["end_ns"].max()
-    starts = ends.shift()
+    starts = np.roll(ends.to_numpy(np.int64), 1)
     if len(ends):
         begin = trace.rank(rank).get("first_iteration_start_ns")
         # Device clocks are placed to within microseconds: a first phase may seem to begin before its iteration.
         earliest = int(frame["start_ns"].min())
-        starts.iloc[0] = earliest if begin is None else min(int(begin), earliest)
-    spans = pd.DataFrame({"iteration": ends.index, "start_ns": starts.to_numpy(), "end_ns": ends.to_numpy()})
+        starts[0] = earliest if begin is None else min(int(begin), earliest)
+    spans = pd.DataFrame({"iteration": ends.index, "start_ns": starts, "end_ns": ends.to_numpy(np.int64)})
     return Intervals(spans.astype("int64"), frame)
 
 
 def durations_ms(cut: Intervals) -> pd.DataFrame:
-    """Milliseconds per iteration (index) and phase (columns of PHASES and `iteration`)."""
+    """Milliseconds per iteration (index) and phase (columns of PHASES and `iteration`); NaN for a phase that no
+    iteration has."""
     length = (cut.phases["end_ns"] - cut.phases["start_ns"]) / 1e6
     by_phase = length.groupby([cut.phases["iteration"], cut.phases["phase"]]).sum().unstack(fill_value=0.0)
-    table = by_phase.reindex(index=cut.spans["iteration"], columns=list(PHASES[:3]), fill_value=0.0)
+    table = by_phase.reindex(index=cut.spans["iteration"], fill_value=0.0).reindex(columns=list(PHASES[:3]))
     table["iteration"] = ((cut.spans["end_ns"] - cut.spans["start_ns"]) / 1e6).to_numpy()
     table["other"] = (table["iteration"] - table[list(PHASES[:3])].sum(axis=1)).clip(lower=0.0)
     return table
@@ -137,7 +138,10 @@ def moved(trace: Trace, rank: int, direction: str) -> Callable[[Ints], Floats] |
     """Bytes moved by a time (ns), from the copies where recorded, else from the link's counters; None: neither."""
     if trace.rank(rank).get("transfers_recorded"):
         rows = trace.transfers(rank)
-        rows = rows[(rows["direction"] == direction) & rows["bytes"].notna()]
+        rows = rows[rows["direction"] == direction]
+        if len(rows) and rows["bytes"].isna().all():
+            return None
+        rows = rows[rows["bytes"].notna()]
         starts, ends = rows["start_ns"].to_numpy(np.int64), rows["end_ns"].to_numpy(np.int64)
         return cumulative(starts, ends, rows["bytes"].to_numpy(np.float64))
     rows = trace.link(rank)

@@ -59,7 +59,7 @@ def draw(traces: Sequence[Trace], span: tuple[int, int | None] = (0, None), rank
             memory.tick_params(labelbottom=False)
             panels.append(below)
         for panel in panels:
-            panel.set_xlim(0, (end - start) / 1e9)
+            panel.set_xlim(0, max(end - start, 1) / 1e9)
             panel.spines[["top", "right"]].set_visible(False)
         panels[-1].set_xlabel("time (s)")
     return figure
@@ -121,7 +121,7 @@ def _draw_memory(axes: Axes, trace: Trace, rank: int, start: int, end: int) -> N
             ls=(0, (5, 3)),
             label=f"capacity {bytes_text(capacity)}, off scale",
         )
-    axes.set_ylim(0, top)
+    axes.set_ylim(0, top or 1.0)
     axes.set_ylabel(f"memory ({unit})")
 
 
@@ -135,7 +135,8 @@ def _clipped(times: npt.NDArray[Any], sizes: npt.NDArray[Any], start: int, end: 
         whole = len(times) // stretch * stretch
         folded = sizes[:whole].reshape(-1, stretch)
         base = np.arange(0, whole, stretch)
-        keep = np.unique(np.concatenate([base + folded.argmin(axis=1), base + folded.argmax(axis=1)]))
+        extremes = [base + folded.argmin(axis=1), base + folded.argmax(axis=1), np.arange(whole, len(times))]
+        keep = np.unique(np.concatenate(extremes))
         times, sizes = times[keep], sizes[keep]
     if len(times):
         times, sizes = np.append(times, end), np.append(sizes, sizes[-1])

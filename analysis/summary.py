@@ -114,7 +114,7 @@ def summarize(trace: Trace) -> Summary:
                 phase=phase,
                 count=_count(phase, list(cuts.values())),
                 median_ms=median,
-                p95_ms=float(np.percentile(times, 95)) if len(times) else None,
+                p95_ms=float(np.percentile(times, 95)) if median is not None else None,
                 peak_bytes=_whole(_median(peaks[phase])),
                 min_free_bytes=_whole(_median(free[phase])),
                 h2d_bytes=_whole(_median(moved["h2d"][phase])),
@@ -171,7 +171,9 @@ def _transfers(trace: Trace, direction: str) -> TransferSummary:
     tables = [trace.transfers(rank) for rank in recorded]
     tables = [table[table["direction"] == direction] for table in tables]
     busy = sum(union_length(t["start_ns"].to_numpy(np.int64), t["end_ns"].to_numpy(np.int64)) for t in tables)
-    return TransferSummary(sum(map(len, tables)), sum(int(t["bytes"].sum()) for t in tables), busy / 1e6)
+    rows = pd.concat(tables)
+    unknown = len(rows) and rows["bytes"].isna().all()
+    return TransferSummary(len(rows), None if unknown else int(rows["bytes"].sum()), busy / 1e6)
 
 
 def _memory(trace: Trace, pool: str | None) -> MemorySummary:

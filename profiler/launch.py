@@ -20,7 +20,7 @@ import ebbtide
 from ebbtide.profiler.agent.options import Options
 from ebbtide.profiler.sampler.sampler import Sampler
 from ebbtide.profiler.trace.errors import TraceError
-from ebbtide.profiler.trace.files import SPOOL, create, write_meta
+from ebbtide.profiler.trace.files import SPOOL, new_trace, write_meta
 from ebbtide.profiler.trace.reader import Trace, finish, open_trace
 
 # What a scheduler or a person sends to the process it started.
@@ -47,21 +47,12 @@ def profile(command: Sequence[str], output: Path, options: Options, force: bool 
     The job keeps its own stdin, stdout and stderr. Raises TraceError where the command cannot be started or
     the trace cannot be made; nothing is left behind then.
     """
-    create(output, force)
-    spools = (output / SPOOL).resolve()
-    try:
-        spools.mkdir()
-        sampler = Sampler(spools, max_bytes=options.max_bytes)
-        meta = opening_meta(list(command), options, sampler.host)
-        write_meta(output, meta)
-    except OSError as error:
-        _remove(output)
-        raise TraceError(f"cannot write {output}: {error.strerror or error}") from None
-    try:
-        process = subprocess.Popen(command, env=environment(options, spools))
-    except OSError as error:
-        _remove(output)
-        raise TraceError(f"cannot run {command[0]}: {error.strerror or error}") from None
+    with new_trace(output, force):
+        sampler = begin(output, list(command), options)
+        try:
+            process = subprocess.Popen(command, env=environment(options, spool_folder(output)))
+        except OSError as error:
+            raise TraceError(f"cannot run {command[0]}: {error.strerror or error}") from None
     sampler.start()
     returned = _wait(process)
     sampler.stop()
@@ -74,6 +65,19 @@ def profile(command: Sequence[str], output: Path, options: Options, force: bool 
         "notes": list(sampler.notes),
     }
     return closing(output, changes, warnings, status)
+
+
+def spool_folder(output: Path) -> Path:
+    return (output / SPOOL).resolve()
+
+
+def begin(output: Path, command: list[str], options: Options) -> Sampler:
+    """Fill the folder of a new trace with what its recording starts from; the sampler is not yet started."""
+    spools = spool_folder(output)
+    spools.mkdir()
+    sampler = Sampler(spools, max_bytes=options.max_bytes)
+    write_meta(output, opening_meta(command, options, sampler.host))
+    return sampler
 
 
 def opening_meta(command: list[str], options: Options, host: dict[str, Any]) -> dict[str, Any]:
@@ -97,6 +101,7 @@ def opening_meta(command: list[str], options: Options, host: dict[str, Any]) -> 
             "allocator_iterations": options.allocator_iterations,
             "transfers": options.transfers,
         },
+        **({"warmup_iterations": 0} if options.first >= 2 else {}),
         "ranks": [],
         "notes": [],
     }
@@ -115,7 +120,7 @@ def closing(output: Path, changes: dict[str, Any], warnings: list[str], status: 
         warnings.append(f"the trace could not be finished ({error.strerror or error}): it opens from its spools")
     warnings += [note for note in trace.notes if note not in warnings]
     if not trace.ranks:
-        _remove(output)
+        shutil.rmtree(output, ignore_errors=True)
         return Outcome(status, None, [*warnings, f"nothing was recorded: {reasons}"])
     if not any(trace.phases(rank)["iteration"].notna().any() for rank in trace.ranks):
         warnings.append("no training iteration was seen: no optimizer of torch stepped after a backward")
@@ -181,10 +186,6 @@ def _in_foreground() -> bool:
         return False
     finally:
         os.close(terminal)
-
-
-def _remove(output: Path) -> None:
-    shutil.rmtree(output, ignore_errors=True)
 
 
 if sys.platform != "linux":

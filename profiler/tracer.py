@@ -13,10 +13,10 @@ from typing import Any, Literal
 from ebbtide.profiler.agent import start
 from ebbtide.profiler.agent.options import Options
 from ebbtide.profiler.agent.spool import PHASES
-from ebbtide.profiler.launch import closing, opening_meta
+from ebbtide.profiler.launch import begin, closing, spool_folder
 from ebbtide.profiler.sampler.sampler import Sampler
 from ebbtide.profiler.trace.errors import TraceError
-from ebbtide.profiler.trace.files import SPOOL, create, write_meta
+from ebbtide.profiler.trace.files import new_trace
 from ebbtide.profiler.trace.reader import Trace
 
 
@@ -56,15 +56,13 @@ class Tracer:
         self._recorder = start.running()
         if self._recorder is not None:
             return self
-        create(self.path, self._force)
-        spools = (self.path / SPOOL).resolve()
-        spools.mkdir()
-        self._sampler = Sampler(spools, max_bytes=self._options.max_bytes)
-        write_meta(self.path, opening_meta(list(sys.argv), self._options, self._sampler.host))
-        self._recorder = start.start(torch, str(spools), self._options)
-        if self._recorder is None:
-            raise TraceError(f"cannot record with torch {torch.__version__}: see docs/recording.md")
-        self._sampler.start()
+        with new_trace(self.path, self._force):
+            sampler = begin(self.path, list(sys.argv), self._options)
+            self._recorder = start.start(torch, str(spool_folder(self.path)), self._options)
+            if self._recorder is None:
+                raise TraceError(f"cannot record with torch {torch.__version__}: see docs/recording.md")
+        self._sampler = sampler
+        sampler.start()
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -24,6 +24,18 @@ def size(text: str) -> int:
     return value
 
 
+def count(text: str) -> int:
+    """`12` or `5e8`. Raises BadParameter for what is not a whole number from 0."""
+    try:
+        value = float(text)
+        whole = int(value)
+    except (ValueError, OverflowError):
+        value, whole = 0.5, 0
+    if value != whole or whole < 0:
+        raise typer.BadParameter(f"{text!r} is not a count: write a whole number, like 12 or 5e8")
+    return whole
+
+
 def iterations(text: str) -> tuple[int, int | None]:
     """`3:6` (3, 4 and 5), `3:`, `:6` or `3`, as (first, end). Raises BadParameter for anything else."""
     match = re.fullmatch(r"(\d*)(:?)(\d*)", text.strip())

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
+from ebbtide.cli.options import count, size
 from ebbtide.cli.options import iterations as parse_iterations
-from ebbtide.cli.options import size
 
 
 def profile(
@@ -37,7 +37,10 @@ def profile(
         typer.Option(help="Stop recording (not the job) at this size, e.g. 2GiB.", show_default="none"),
     ] = None,
     allocator_iterations: Annotated[
-        int, typer.Option(help="Of how many iterations to take the CUDA allocator's exact history.", min=0)
+        int,
+        typer.Option(
+            help="Of how many iterations to take the CUDA allocator's exact history.", parser=count, metavar="N"
+        ),
     ] = 3,
     transfers: Annotated[
         bool,
@@ -45,7 +48,9 @@ def profile(
     ] = False,
     poll: Annotated[
         float,
-        typer.Option(help="Milliseconds between readings of the job's own memory count; 0: at phases only.", min=0),
+        typer.Option(
+            help="Milliseconds between readings of the job's own memory count; 0: at phases only.", min=0, max=60_000
+        ),
     ] = 10.0,
 ) -> None:
     """Record a training job: its phases, memory and link use.
@@ -56,11 +61,11 @@ def profile(
     from ebbtide.profiler.launch import next_commands
     from ebbtide.profiler.launch import profile as record
 
-    first, last = parse_iterations(iterations) if iterations else (0, None)
+    first, last = parse_iterations(iterations) if iterations is not None else (0, None)
     options = Options(
         first=first,
         last=last,
-        max_bytes=size(max_size) if max_size else None,
+        max_bytes=size(max_size) if max_size is not None else None,
         poll_ms=poll,
         allocator_iterations=allocator_iterations,
         transfers=transfers,

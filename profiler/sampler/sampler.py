@@ -62,6 +62,9 @@ class Sampler:
         self._stop.set()
         for thread in self._threads:
             thread.join(timeout=2)
+        # Also a recording shorter than one period has a sample.
+        self._next_look = 0.0
+        self._processes()
         if self._nvml is not None:
             self._nvml.close()
         if self._spool.full:
@@ -136,7 +139,7 @@ class Sampler:
         now = time.monotonic()
         look = now >= self._next_look
         if look:
-            self._next_look = now + 0.5
+            self._next_look = now + (0.5 if self._pids else 0.0)
             names = [path.stem for path in self._directory.glob("agent-*.spool")]
             self._pids = tuple(int(name.rpartition("-")[2]) for name in names)
             self._spool.flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ebbtide.profiler.trace.files import create, write_meta, write_rank
+from ebbtide.profiler.trace.files import new_trace, write_meta, write_rank
 from ebbtide.profiler.trace.reader import Trace
 from ebbtide.profiler.trace.schema import TABLES, frame
 
@@ -97,8 +97,8 @@ class TraceBuilder:
     def write(self, path: str | Path, force: bool = False) -> Trace:
         """The trace on disk. Raises TraceError where `path` is taken or cannot be written."""
         trace = self.build(path)
-        create(trace.path, force)
-        for rank in trace.ranks:
-            write_rank(trace.path, rank, {table: trace.table(rank, table) for table in TABLES})
-        write_meta(trace.path, trace.meta)
+        with new_trace(trace.path, force):
+            for rank in trace.ranks:
+                write_rank(trace.path, rank, {table: trace.table(rank, table) for table in TABLES})
+            write_meta(trace.path, trace.meta)
         return trace

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +22,51 @@ META = "meta.json"
 SPOOL = "spool"
 
 
-def create(path: Path, force: bool = False) -> None:
-    """Make the folder of a new trace. With `force` a trace that stands there is replaced, and nothing else is.
+@contextlib.contextmanager
+def new_trace(path: Path, force: bool = False) -> Iterator[None]:
+    """Make the folder of a new trace, for the block to fill. With `force` a trace that stands there is replaced, and
+    nothing else is. If the block raises, all is as it was: nothing is left, and what was replaced stands again.
 
     Raises TraceError where something is there already, or nothing can be written.
     """
-    if path.exists() or path.is_symlink():
-        if not force:
-            raise TraceError(f"{path} exists already: choose another -o, or replace it with --force")
-        if not is_trace(path):
-            raise TraceError(f"{path} is not a trace: --force replaces only traces, choose another -o")
+    taken = os.path.lexists(path)
+    if taken and not force:
+        raise TraceError(f"{path} exists already: choose another -o, or replace it with --force")
+    if taken and not is_trace(path):
+        raise TraceError(f"{path} is not a trace: --force replaces only traces, choose another -o")
+    new_folders = [parent for parent in path.parents if not os.path.exists(parent)]
+    aside: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-            os.replace(path, aside / path.name)
-            path.mkdir()
-            shutil.rmtree(aside)
-        else:
-            path.mkdir()
-    except OSError as error:
-        raise TraceError(f"cannot write {path}: {error.strerror or error}") from None
+        if taken:
+            aside = Path(tempfile.mkdtemp(prefix=".ebbtide-", dir=path.parent))
+            os.replace(path, aside / "old")
+        path.mkdir()
+        yield
+    except BaseException as error:
+        _undo(path, aside, new_folders)
+        if isinstance(error, OSError):
+            raise TraceError(f"cannot write {path}: {error.strerror or error}") from None
+        raise
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _undo(path: Path, aside: Path | None, new_folders: list[Path]) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    if aside is not None:
+        if os.path.lexists(aside / "old"):
+            os.replace(aside / "old", path)
+        aside.rmdir()
+    for folder in new_folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def is_trace(path: Path) -> bool:
     try:
         return bool(json.loads((path / META).read_bytes()).get("format") == FORMAT)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.profiler.trace.errors import TraceError
-from ebbtide.profiler.trace.files import create, write_meta, write_rank
+from ebbtide.profiler.trace.files import new_trace, write_meta, write_rank
 from ebbtide.profiler.trace.reader import Trace, open_trace
 from ebbtide.profiler.trace.schema import TABLES
 
@@ -27,8 +27,7 @@ def merge(traces: Sequence[Trace], output: Path, force: bool = False) -> Trace:
                 raise TraceError(f"{seen[rank]} and {trace.path} both hold rank {rank}: they are not of one job")
             seen[rank] = trace.path
     first = traces[0]
-    create(output, force)
-    entries = []
+    entries, parts = [], {}
     for trace in traces:
         shift = _wall_offset(trace) - _wall_offset(first)
         for rank in trace.ranks:
@@ -36,7 +35,7 @@ def merge(traces: Sequence[Trace], output: Path, force: bool = False) -> Trace:
             for frame in tables.values():
                 for column in set(_TIMES) & set(frame.columns):
                     frame[column] += shift
-            write_rank(output, rank, tables)
+            parts[rank] = tables
             entries.append(_shifted(trace.rank(rank), shift))
     hosts = [trace.meta.get("host", {}).get("name") for trace in traces]
     notes = [note for trace in traces for note in trace.notes]
@@ -47,14 +46,17 @@ def merge(traces: Sequence[Trace], output: Path, force: bool = False) -> Trace:
         "ranks": sorted(entries, key=lambda entry: int(entry["rank"])),
         "notes": notes,
     }
-    write_meta(output, meta)
+    with new_trace(output, force):
+        for rank, tables in parts.items():
+            write_rank(output, rank, tables)
+        write_meta(output, meta)
     return open_trace(output)
 
 
 def _wall_offset(trace: Trace) -> int:
     try:
         return int(trace.meta["clock"]["wall_offset_ns"])
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):
         raise TraceError(f"{trace.path} does not tell its clock's offset: it cannot be merged") from None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ebbtide.profiler.trace.errors import TraceError
-from ebbtide.profiler.trace.files import META, SPOOL, drop_ranks, drop_spools, write_meta, write_rank
-from ebbtide.profiler.trace.schema import FORMAT, SCHEMA, TABLES, frame
+from ebbtide.profiler.trace.files import SPOOL, drop_ranks, drop_spools, write_meta, write_rank
+from ebbtide.profiler.trace.meta import read_meta
+from ebbtide.profiler.trace.schema import TABLES, Column, frame
 from ebbtide.profiler.trace.spools import recover
 
 Load = Callable[[int, str], pd.DataFrame]
@@ -82,7 +82,7 @@ def open_trace(path: str | Path) -> Trace:
     Raises TraceError for what is not a trace, is damaged, or has a newer schema. Nothing in it is executed.
     """
     path = Path(path)
-    meta = _meta(path)
+    meta = read_meta(path)
     if meta.get("state") == "recording":
         return _recovered(path, meta)
     for entry in meta["ranks"]:
@@ -97,7 +97,7 @@ def finish(path: Path, changes: dict[str, Any]) -> Trace:
 
     Raises OSError where there is no room: the trace then stays as it was, and still opens from its spools.
     """
-    meta = _meta(path) | changes
+    meta = read_meta(path) | changes
     trace = _recovered(path, meta)
     finished = {**trace.meta, "state": "complete"}
     try:
@@ -109,27 +109,6 @@ def finish(path: Path, changes: dict[str, Any]) -> Trace:
         raise
     drop_spools(path)
     return Trace(path, finished, trace.table)
-
-
-def _meta(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise TraceError(f"{path} does not exist: name a trace that `ebbtide profile` has written")
-    try:
-        meta = json.loads((path / META).read_bytes())
-    except (OSError, RecursionError):
-        raise TraceError(f"{path} is not a trace: it has no readable {META}") from None
-    except ValueError:
-        raise TraceError(f"{path} is damaged: its {META} is not JSON (truncated?)") from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT or not isinstance(meta.get("schema"), int):
-        raise TraceError(f"{path} is not a trace: its {META} does not say {FORMAT}")
-    if meta["schema"] > SCHEMA:
-        raise TraceError(
-            f"{path} has trace schema {meta['schema']}, and this ebbtide reads up to {SCHEMA}: upgrade ebbtide"
-        )
-    ranks = meta.get("ranks")
-    if not isinstance(ranks, list) or not all(isinstance(e, dict) and isinstance(e.get("rank"), int) for e in ranks):
-        raise TraceError(f"{path} is damaged: its {META} does not list its ranks")
-    return meta
 
 
 def _recovered(path: Path, meta: dict[str, Any]) -> Trace:
@@ -146,12 +125,29 @@ def _parquet(path: Path, rank: int, table: str) -> Path:
 def _read(path: Path, rank: int, table: str) -> pd.DataFrame:
     file = _parquet(path, rank, table)
     try:
-        rows = pq.read_table(file, columns=None)
+        rows = pq.read_table(file)
+        for column in TABLES[table]:
+            _check(rows.schema, column)
         arrays = {name: rows.column(name).to_pandas(types_mapper=_nullable) for name in rows.column_names}
         return frame(table, arrays)
     except (OSError, pa.ArrowException, ValueError, TypeError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TraceError(f"{path} is damaged: {file.name} of rank {rank} cannot be read ({reason})") from None
+
+
+def _check(schema: pa.Schema, column: Column) -> None:
+    """Raise ValueError where a column is there with another kind of values; widths may differ."""
+    if column.name not in schema.names:
+        return
+    kind = schema.field(column.name).type
+    kinds = pa.types
+    fits = {
+        pa.int64(): kinds.is_integer,
+        pa.float64(): kinds.is_floating,
+        pa.string(): lambda k: kinds.is_string(k) or kinds.is_large_string(k),
+    }[column.type](kind)
+    if not fits and not kinds.is_null(kind):
+        raise ValueError(f"its column {column.name} is {kind}, not {column.type}")
 
 
 def _nullable(kind: pa.DataType) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -79,24 +80,30 @@ def arrow_schema(table: str) -> pa.Schema:
     return pa.schema([pa.field(c.name, c.type, c.nullable) for c in TABLES[table]])
 
 
-def frame(table: str, rows: object = None) -> pd.DataFrame:
-    """A pandas frame with the table's columns and types, from anything `pandas.DataFrame` takes.
+def frame(table: str, rows: Any = ()) -> pd.DataFrame:
+    """A pandas frame with the table's columns and types, from rows (dicts) or from columns (a frame, or a dict).
 
     Columns that may be missing are nullable integers (`Int64`), so that nanoseconds keep every digit; missing
-    floats are NaN. Columns the table does not have are dropped, missing nullable ones added. The rows are sorted.
+    floats are NaN. Columns that the table does not have are dropped, missing nullable ones added. The rows are
+    sorted by time. Raises ValueError where a value is missing that must be there.
     """
-    data = pd.DataFrame(rows if rows is not None else [])
     columns = {}
     for column in TABLES[table]:
-        if column.name in data:
-            values = data[column.name]
-        elif column.nullable or data.empty:
-            values = pd.Series([None] * len(data), dtype=object)
-        else:
-            raise ValueError(f"the table {table} needs a column {column.name}")
+        values = _values(rows, column.name)
+        if not column.nullable and pd.isna(values).any():
+            raise ValueError(f"the table {table} needs a column {column.name}, with a value in every row")
         columns[column.name] = values.astype(_dtype(column)).array
-    result = pd.DataFrame(columns)
-    return result.sort_values(SORT[table], kind="stable", ignore_index=True)
+    return pd.DataFrame(columns).sort_values(SORT[table], kind="stable", ignore_index=True)
+
+
+def _values(rows: Any, name: str) -> pd.Series:
+    """One column. Of rows it is taken value by value: beside a missing one pandas would make integers floats."""
+    if not isinstance(rows, (pd.DataFrame, dict)):
+        return pd.Series([row.get(name) for row in rows], dtype=object)
+    if name in rows:
+        return pd.Series(rows[name])
+    length = len(next(iter(rows.values()), ())) if isinstance(rows, dict) else len(rows)
+    return pd.Series([None] * length, dtype=object)
 
 
 def _dtype(column: Column) -> str:

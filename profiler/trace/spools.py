@@ -61,7 +61,23 @@ def _read(path: Path, notes: list[str]) -> Records | None:
     if records[0]["code"] != kinds.VERSION:
         notes.append(f"{path.name} was written by another version of ebbtide: not read")
         return None
-    return records
+    return records[_known(records)]
+
+
+_CODES = {
+    kinds.PHASE: len(kinds.PHASES),
+    kinds.MEMORY: len(kinds.POOLS),
+    kinds.LINK: len(kinds.LINK_SOURCES),
+    kinds.STOPPED: len(kinds.STOP_REASONS),
+}
+
+
+def _known(records: Records) -> npt.NDArray[np.bool_]:
+    """Which records mean something: a disk that filled up or a power cut may leave others behind."""
+    known = np.ones(len(records), bool)
+    for kind, codes in _CODES.items():
+        known &= (records["kind"] != kind) | (records["code"] < codes)
+    return known
 
 
 def _rank(path: Path, records: Records, samples: Records, meta: dict[str, Any], notes: list[str]) -> RankData:
@@ -149,9 +165,9 @@ def _phases(records: Records) -> pd.DataFrame:
     ends = records[records["kind"] == kinds.ITERATION]
     times = records[records["kind"] == kinds.GPU_TIMES]
     # A later record of the same iteration replaces the earlier: a second optimizer extended it.
-    bounds = dict(zip(ends["a"].tolist(), ends["b"].tolist(), strict=True))
+    bounds = dict(sorted(zip(ends["a"].tolist(), ends["b"].tolist(), strict=True)))
     numbers = pd.array([*bounds, None], dtype="Int64")
-    position = np.searchsorted(np.array(list(bounds.values()), np.int64), rows["a"], side="left")
+    position = np.searchsorted(np.maximum.accumulate(np.array([*bounds.values()], np.int64)), rows["a"], side="left")
     phases = pd.DataFrame(
         {
             "sequence": rows["a"].astype(np.int64),
@@ -239,10 +255,11 @@ def _trim(data: RankData, first: int, last: int | None) -> None:
 def _number(found: list[RankData], notes: list[str]) -> None:
     """Give each process a rank of its own: a command may run several trainings that all say rank 0."""
     taken: set[int] = set()
+    following = max((data.meta["rank"] for data in found), default=0) + 1
     for data in found:
         said = data.meta["rank"]
         if said in taken:
-            data.meta["rank"] = max(taken) + 1
+            data.meta["rank"], following = following, following + 1
             notes.append(
                 f"process {data.meta['pid']} also said it was rank {said}: it stands as rank {data.meta['rank']}"
             )

@@ -1,0 +1,161 @@
+"""Step functions, cumulative amounts and unions of intervals, against brute force."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ebbtide.analysis.steps import cumulative, peak_between, union_length
+
+Pair = tuple[int, int]
+Amount = tuple[int, int, int]
+
+small = st.integers(0, 30)
+intervals = st.tuples(small, small).map(lambda pair: (min(pair), max(pair)))
+# (start, length, amount)
+amounts = st.lists(st.tuples(small, st.integers(0, 12), st.integers(0, 10**9)), min_size=1, max_size=12)
+offsets = st.sampled_from([0, 10**15, 1_700_000_000_000_000_000])
+
+
+def ints(values: list[int]) -> npt.NDArray[np.int64]:
+    return np.array(values, np.int64)
+
+
+def columns(pairs: list[Pair]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    return ints([a for a, _ in pairs]), ints([b for _, b in pairs])
+
+
+def passed(copies: list[Amount], at: int) -> Fraction:
+    """What has passed by `at`, exactly: an amount that takes no time passes in the nanosecond before its end."""
+    total = Fraction(0)
+    for start, length, amount in copies:
+        end = start + length
+        begin = min(start, end - 1)
+        total += amount * Fraction(min(max(at - begin, 0), end - begin), end - begin)
+    return total
+
+
+def totals(copies: list[Amount], at: list[int], offset: int = 0) -> list[float]:
+    starts = ints([start + offset for start, _, _ in copies])
+    ends = ints([start + length + offset for start, length, _ in copies])
+    sizes = np.array([amount for _, _, amount in copies], np.float64)
+    return cumulative(starts, ends, sizes)(ints(at) + offset).tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(small, st.integers(-(10**12), 10**12)), max_size=10),
+    st.lists(intervals, max_size=8),
+    offsets,
+)
+def test_the_peak_is_the_largest_value_at_any_time_of_the_interval(
+    samples: list[Pair], asked: list[Pair], offset: int
+) -> None:
+    samples.sort(key=lambda sample: sample[0])
+    times, values = columns(samples)
+    starts, ends = columns(asked)
+    got = peak_between(times + offset, values, starts + offset, ends + offset)
+    assert len(got) == len(asked)
+    for peak, (start, end) in zip(got.tolist(), asked, strict=True):
+        held = [[v for t, v in samples if t <= at][-1:] for at in range(start, end + 1)]
+        # Of several samples at one time inside the interval each has been the value, if for no time at all.
+        seen = [v for last in held for v in last] + [v for t, v in samples if start < t <= end]
+        if seen:
+            assert peak == max(seen)
+        else:
+            assert np.isnan(peak)
+
+
+def test_a_peak_before_the_first_sample_is_unknown() -> None:
+    got = peak_between(ints([10, 20]), ints([5, 3]), ints([0, 0, 12, 20, 25]), ints([9, 10, 15, 20, 99]))
+    assert np.isnan(got[0])
+    assert got[1:].tolist() == [5, 5, 3, 3]
+
+
+def test_a_peak_without_samples_is_unknown() -> None:
+    assert np.isnan(peak_between(ints([]), ints([]), ints([0, 5]), ints([1, 9]))).all()
+
+
+def test_no_intervals_have_no_peaks() -> None:
+    assert len(peak_between(ints([1]), ints([2]), ints([]), ints([]))) == 0
+
+
+def test_a_negative_peak_stays_negative() -> None:
+    assert peak_between(ints([1, 2]), ints([-7, -9]), ints([1]), ints([5])).tolist() == [-7]
+
+
+@settings(max_examples=100, deadline=None)
+@given(amounts, offsets)
+@example([(0, 0, 10**9)], 10**15)
+@example([(0, 3, 10**9), (1, 7, 10**9 - 1), (2, 0, 1)], 1_700_000_000_000_000_000)
+def test_what_has_passed_is_the_exact_fraction_at_every_time(copies: list[Amount], offset: int) -> None:
+    at = list(range(-3, 48))
+    got = totals(copies, at, offset)
+    slack = 1e-12 * max(sum(amount for _, _, amount in copies), 1)
+    for time, value in zip(at, got, strict=True):
+        assert value == pytest.approx(float(passed(copies, time)), rel=0, abs=slack)
+
+
+@settings(max_examples=100, deadline=None)
+@given(amounts)
+def test_the_total_is_the_sum_of_the_amounts_and_nothing_passes_before_the_first(copies: list[Amount]) -> None:
+    before, after = totals(copies, [-2, 10**6])
+    assert before == 0
+    assert after == pytest.approx(sum(amount for _, _, amount in copies), rel=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(amounts, st.lists(st.integers(-5, 60), min_size=2, max_size=20))
+def test_what_has_passed_never_shrinks(copies: list[Amount], at: list[int]) -> None:
+    slack = 1e-12 * max(sum(amount for _, _, amount in copies), 1)
+    assert (np.diff(totals(copies, sorted(at))) >= -slack).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(amounts, intervals, offsets)
+def test_a_difference_is_what_passed_between(copies: list[Amount], between: Pair, offset: int) -> None:
+    start, end = between
+    first, last = totals(copies, [start, end], offset)
+    exact = passed(copies, end) - passed(copies, start)
+    slack = 1e-12 * max(sum(amount for _, _, amount in copies), 1)
+    assert last - first == pytest.approx(float(exact), rel=0, abs=slack)
+
+
+def test_an_amount_that_takes_no_time_has_passed_at_its_end() -> None:
+    assert totals([(10, 0, 64)], [8, 9, 10, 11]) == [0, 0, 64, 64]
+
+
+def test_overlapping_amounts_add_up() -> None:
+    assert totals([(0, 10, 100), (5, 10, 200)], [0, 5, 10, 15]) == [0, 50, 200, 300]
+
+
+def test_one_nanosecond_is_told_apart_late_in_an_uptime() -> None:
+    late = 10**15
+    assert totals([(0, 4, 8)], [0, 1, 2, 3, 4], offset=late) == [0, 2, 4, 6, 8]
+    assert totals([(0, 4, 8)], [0, 1, 2, 3, 4], offset=1_700 * late) == [0, 2, 4, 6, 8]
+
+
+def test_nothing_moves_in_a_long_pause_after_copies_that_overlapped() -> None:
+    # The rates of copies that end are taken back in another order than they were added.
+    copies = [(0, 3, 10**9), (1, 7, 10**9 + 1), (2, 11, 10**9 + 7)]
+    hour = 3600 * 10**9
+    first, last = totals([*copies, (2 * hour, 5, 1)], [100, hour])
+    assert last - first == pytest.approx(0, abs=1)
+    assert last == pytest.approx(3 * 10**9 + 8, abs=1)
+
+
+def test_no_amounts_make_zero() -> None:
+    assert cumulative(ints([]), ints([]), np.array([], np.float64))(ints([1, 2])).tolist() == [0, 0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(intervals, max_size=12), offsets)
+def test_a_union_is_as_long_as_the_set_of_its_nanoseconds(pairs: list[Pair], offset: int) -> None:
+    starts, ends = columns(pairs)
+    covered = {time for start, end in pairs for time in range(start, end)}
+    assert union_length(starts + offset, ends + offset) == len(covered)

@@ -1,0 +1,186 @@
+"""Bad input to every command: one line on stderr, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ebbtide as package
+from ebbtide.profiler.agent.spool import Spool
+from ebbtide.profiler.trace import TraceBuilder, open_trace
+from tests.conftest import Run, ebbtide
+
+LONG = "x" * 300
+COMMANDS = ("profile", "summary", "plot", "merge")
+
+
+def trace(path: Path, rank: int) -> None:
+    """A small trace of three iterations on disk."""
+    builder = TraceBuilder("recorded", clock={"wall_offset_ns": 10**18 + rank})
+    for number in range(3):
+        for place, phase in enumerate(("forward", "backward", "update")):
+            start = 30 * number + 10 * place
+            builder.rank(rank).phase(phase, start, start + 10, number).memory(start, 100 + start)
+    builder.write(path)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    for rank, name in enumerate(("a", "b", "torn", "newer")):
+        trace(folder / f"{name}.ebb", rank)
+    (folder / "torn.ebb" / "rank-2" / "memory.parquet").write_bytes(b"PAR1 torn")
+    change(folder / "newer.ebb", schema=99)
+    (folder / "file").write_text("kept")
+    (folder / "folder").mkdir()
+    (folder / "taken.png").write_text("kept")
+    (folder / "deep").mkdir()
+    (folder / "deep" / "meta.json").write_bytes(b"[" * 200_000)
+    return folder
+
+
+@pytest.fixture
+def place(made: Path, tmp_path: Path) -> Path:
+    """A folder with two traces of one job, others that cannot be read, and what is no trace at all."""
+    return shutil.copytree(made, tmp_path / "place")
+
+
+def change(path: Path, **values: Any) -> None:
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps(meta | values))
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+def refused(run: Run) -> str:
+    """The one line on stderr of a command that was refused."""
+    assert run.returncode == 2, run.stderr
+    assert run.stdout == ""
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("ebbtide: ")
+    return line
+
+
+# (the command line, what its one line must hold)
+BAD: list[Any] = [
+    ("--nonsense", "--nonsense"),
+    ("nosuch a.ebb", "nosuch"),
+    ("summary", "RUN.ebb"),
+    ("summary a.ebb b.ebb", "b.ebb"),
+    ("summary nowhere.ebb --json", "does not exist"),
+    ("summary deep", "not a trace"),
+    ("summary newer.ebb", "upgrade"),
+    ("summary torn.ebb --json", "damaged"),
+    (f"summary {LONG}", LONG),
+    ("plot a.ebb", "-o"),
+    ("plot -o x.png", "RUN.ebb"),
+    ("plot a.ebb -o x.gif", ".png, .svg, .pdf"),
+    ("plot a.ebb -o taken.png", "--force"),
+    ("plot a.ebb -o nowhere/x.png", "cannot write"),
+    ("plot a.ebb -o x.png --iterations 9:", "it has 0 to 2"),
+    ("plot a.ebb -o x.png --iterations 5:3", "5:3"),
+    ("plot a.ebb -o x.png --iterations many", "many"),
+    ("plot a.ebb -o x.png --rank first", "--rank"),
+    ("plot a.ebb -o x.png --iterations=", ""),
+    (f"plot a.ebb -o {LONG}.png", LONG),
+    ("merge a.ebb b.ebb", "-o"),
+    ("merge -o m.ebb", "RUN.ebb"),
+    ("merge a.ebb b.ebb -o b.ebb", "--force"),
+    ("merge a.ebb b.ebb -o file/m.ebb", "cannot write"),
+    ("merge a.ebb torn.ebb -o m.ebb", "damaged"),
+    ("profile", "CMD"),
+    ("profile -o p.ebb -- nosuchcommand", "cannot run nosuchcommand"),
+    ("profile -o a.ebb -- true", "--force"),
+    ("profile --force -o folder -- true", "replaces only traces"),
+    ("profile -o file/p.ebb -- true", "cannot write"),
+    ("profile --nonsense -- true", "--nonsense"),
+    ("profile -o p.ebb --max-size lots -- true", "lots"),
+    ("profile -o p.ebb --iterations 3:3 -- true", "3:3"),
+    ("profile -o p.ebb --poll nan -- true", "--poll"),
+    ("profile -o p.ebb --allocator-iterations 1.5 -- true", "--allocator-iterations"),
+    ("profile -o p.ebb --poll inf -- true", "--poll"),
+    ("profile --force -o deep -- true", "only traces"),
+    ("profile -o new/er/p.ebb -- nosuch", "cannot run"),
+    ("profile --force -o a.ebb -- nosuch", "cannot run"),
+]
+
+
+@pytest.mark.parametrize(("line", "says"), BAD)
+def test_bad_input_is_one_line_and_leaves_no_trace(place: Path, line: str, says: str) -> None:
+    before = contents(place)
+    assert says in refused(ebbtide(*line.split(), cwd=place))
+    assert contents(place) == before
+
+
+def test_a_count_may_be_written_as_a_float(place: Path) -> None:
+    line = refused(ebbtide("profile", "-o", "p.ebb", "--allocator-iterations", "5e0", "--", "nosuch", cwd=place))
+    assert "cannot run nosuch" in line
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"notes": None},
+        {"warmup_iterations": "two"},
+        {"ranks": [{"rank": 0, "devices": [{"device": "cuda:0", "capacity_bytes": "much"}]}]},
+        {"state": "recording", "host": None},
+    ],
+    ids="-".join,
+)
+def test_a_meta_with_odd_values_is_one_line(place: Path, values: dict[str, Any]) -> None:
+    change(place / "a.ebb", **values)
+    (place / "a.ebb" / "spool").mkdir()
+    spool = Spool(str(place / "a.ebb" / "spool" / "agent-here-1.spool"))
+    spool.header(0, 1, 0)
+    spool.close()
+    assert "damaged" in refused(ebbtide("summary", "a.ebb", cwd=place))
+
+
+def test_the_same_commands_work_on_good_input(place: Path) -> None:
+    assert json.loads(ebbtide("summary", "a.ebb", "--json", cwd=place).stdout)["iterations"] == 3
+    assert ebbtide("plot", "a.ebb", "b.ebb", "-o", "taken.png", "--force", cwd=place).returncode == 0
+    assert (place / "taken.png").read_bytes().startswith(b"\x89PNG")
+    assert ebbtide("merge", "a.ebb", "b.ebb", "-o", "m.ebb", cwd=place).returncode == 0
+    assert open_trace(place / "m.ebb").ranks == [0, 1]
+
+
+def test_help_names_every_command_and_version_the_version() -> None:
+    shown = ebbtide("--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert all(re.search(rf"\b{command}\b", shown.stdout) for command in COMMANDS)
+    assert ebbtide().stdout == shown.stdout
+    assert ebbtide("--version").stdout == f"ebbtide {package.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help(command: str) -> None:
+    shown = ebbtide(command, "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert f"ebbtide {command}" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "unwanted"),
+    [
+        ("--help", {"torch", "pandas", "matplotlib", "numpy", "pyarrow"}),
+        ("summary a.ebb --json", {"torch", "matplotlib"}),
+        ("plot a.ebb -o x.png", {"torch"}),
+        ("merge a.ebb b.ebb -o m.ebb", {"torch", "matplotlib"}),
+    ],
+)
+def test_a_command_imports_no_more_than_it_needs(place: Path, line: str, unwanted: set[str]) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "ebbtide", *line.split()]
+    run = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0
+    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", run.stderr, re.MULTILINE))
+    assert "ebbtide.cli" in imported
+    assert not {name.split(".")[0] for name in imported} & unwanted

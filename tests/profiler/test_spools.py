@@ -1,0 +1,256 @@
+"""Spools, whole, cut off and damaged, and what is recovered from them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ebbtide.profiler.agent import spool as kinds
+from ebbtide.profiler.agent.spool import Spool
+from ebbtide.profiler.trace.spools import RankData, recover
+
+META: dict[str, Any] = {"host": {"name": "here", "cpu": {"device": "cpu", "kind": "cpu"}, "gpus": []}}
+SIZE = kinds.RECORD.size
+FORWARD, BACKWARD, UPDATE = range(3)
+Record = dict[str, int]
+
+
+def phase(code: int, sequence: int) -> Record:
+    """The phase of this sequence number: it lasts 8 of the 10 ns that each has."""
+    return {"kind": kinds.PHASE, "code": code, "a": sequence, "x": 10 * sequence, "y": 10 * sequence + 8}
+
+
+def ends(number: int, sequence: int) -> Record:
+    return {"kind": kinds.ITERATION, "a": number, "b": sequence, "x": 10 * sequence + 8}
+
+
+def step(number: int, codes: Sequence[int] = (FORWARD, BACKWARD, UPDATE)) -> list[Record]:
+    """An iteration with these phases, and a memory reading in each."""
+    heap, first = kinds.POOLS.index("heap"), number * len(codes) + 1
+    records = []
+    for n, code in enumerate(codes, first):
+        memory = {"kind": kinds.MEMORY, "code": heap, "small": kinds.HOST, "x": 10 * n + 5, "y": 1000 + n}
+        records += [phase(code, n), memory]
+    return [*records, ends(number, first + len(codes) - 1)]
+
+
+def stop(reason: str) -> Record:
+    return {"kind": kinds.STOPPED, "code": kinds.STOP_REASONS.index(reason), "x": 10**6}
+
+
+FOUR = [record for number in range(4) for record in step(number)] + [stop("closed")]
+
+
+def written(folder: Path, records: Sequence[Record], number: int = 1, rank: int = 0, kind: str = "agent") -> Path:
+    """A spool with its header and these records."""
+    path = folder / f"{kind}-here-{number}.spool"
+    spool = Spool(str(path))
+    spool.header(rank, 1, 0)
+    for record in records:
+        spool.put(**record)
+    spool.close()
+    return path
+
+
+def recovered(folder: Path, **meta: Any) -> tuple[RankData, list[str]]:
+    (data,), notes = recover(folder, META | meta)
+    assert all(len(note.splitlines()) == 1 for note in notes)
+    return data, notes
+
+
+def column(data: RankData, name: str, table: str = "phases") -> list[Any]:
+    return [None if pd.isna(value) else value for value in data.tables[table][name].tolist()]
+
+
+def test_a_whole_spool_gives_its_iterations_phases_and_memory(tmp_path: Path) -> None:
+    data, notes = recovered(written(tmp_path, FOUR, rank=2).parent)
+    assert notes == []
+    assert (data.meta["rank"], data.meta["pid"], data.meta["stopped"]) == (2, os.getpid(), "closed")
+    assert column(data, "iteration") == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert column(data, "phase") == ["forward", "backward", "update"] * 4
+    assert column(data, "start_ns") == [10 * n for n in range(1, 13)]
+    assert column(data, "end_ns") == [10 * n + 8 for n in range(1, 13)]
+    assert column(data, "bytes", "memory") == [1000 + n for n in range(1, 13)]
+    assert set(column(data, "device", "memory")) == {"cpu"}
+    assert data.meta["first_iteration_start_ns"] == 10
+
+
+def test_a_spool_cut_at_any_byte_gives_what_was_whole(tmp_path: Path) -> None:
+    path = written(tmp_path, FOUR)
+    raw = path.read_bytes()
+    for length in {*range(0, len(raw), 7), *range(0, len(raw), SIZE)}:
+        path.write_bytes(raw[:length])
+        if length < SIZE:
+            found, notes = recover(tmp_path, META)
+            assert (found, len(notes)) == ([], 1)
+            continue
+        whole = FOUR[: length // SIZE - 1]
+        data, notes = recovered(tmp_path)
+        assert len(notes) == 1
+        assert "cut off" in notes[0]
+        assert len(data.tables["memory"]) == sum(record["kind"] == kinds.MEMORY for record in whole)
+        last = max((record["b"] for record in whole if record["kind"] == kinds.ITERATION), default=0)
+        phases = [record["a"] for record in whole if record["kind"] == kinds.PHASE]
+        assert column(data, "iteration") == [(n - 1) // 3 if n <= last else None for n in phases]
+
+
+def test_a_later_record_extends_an_iteration(tmp_path: Path) -> None:
+    codes = (FORWARD, BACKWARD, UPDATE, BACKWARD, UPDATE, FORWARD, BACKWARD, UPDATE)
+    phases = [phase(code, sequence) for sequence, code in enumerate(codes, 1)]
+    records = [*phases[:3], ends(0, 3), *phases[3:5], ends(0, 5), *phases[5:], ends(1, 8)]
+    data, _ = recovered(written(tmp_path, records).parent)
+    assert column(data, "iteration") == [0] * 5 + [1] * 3
+
+
+def test_an_unfinished_iteration_is_null(tmp_path: Path) -> None:
+    data, _ = recovered(written(tmp_path, [*step(0), phase(FORWARD, 4), phase(BACKWARD, 5)]).parent)
+    assert column(data, "iteration") == [0, 0, 0, None, None]
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"), [("closed", None), ("iterations", None), ("max-size", "--max-size"), ("fault", "fault")]
+)
+def test_a_spool_tells_how_it_ended(tmp_path: Path, reason: str, says: str | None) -> None:
+    data, notes = recovered(written(tmp_path, [stop(reason)]).parent)
+    assert data.meta["stopped"] == reason
+    assert [says in note for note in notes if says] == ([True] if says else [])
+    assert len(notes) == (says is not None)
+
+
+def test_a_forward_after_a_backward_is_the_next_micro_step(tmp_path: Path) -> None:
+    codes = (FORWARD, FORWARD, BACKWARD, FORWARD, BACKWARD, BACKWARD, FORWARD, BACKWARD, UPDATE)
+    data, _ = recovered(written(tmp_path, step(0, codes) + step(1, codes)).parent)
+    assert column(data, "micro_step") == [0, 0, 0, 1, 1, 1, 2, 2, 2] * 2
+
+
+def test_device_times_join_their_phases_to_the_digit(tmp_path: Path) -> None:
+    times = [(3, 2**60 + 5, 2**60 + 7), (1, 11, 17)]
+    records = [{"kind": kinds.GPU_TIMES, "a": sequence, "x": start, "y": end} for sequence, start, end in times]
+    data, _ = recovered(written(tmp_path, step(0) + records).parent)
+    assert column(data, "gpu_start_ns") == [11, None, 2**60 + 5]
+    assert column(data, "gpu_end_ns") == [17, None, 2**60 + 7]
+
+
+@pytest.mark.parametrize(("asked", "kept"), [((1, 3), [1, 1, 1, 2, 2, 2]), ((1, None), [1, 1, 1, 2, 2, 2, None])])
+def test_only_the_iterations_asked_for_are_kept(tmp_path: Path, asked: tuple[int, int], kept: list[int]) -> None:
+    start = {"kind": kinds.START, "a": 1, "x": 39}
+    records = [*step(0), start, *step(1), *step(2), *(step(3) if asked[1] else [phase(FORWARD, 10)])]
+    data, _ = recovered(written(tmp_path, records).parent, options={"iterations": list(asked)})
+    assert column(data, "iteration") == kept
+    assert column(data, "t_ns", "memory") == [45, 55, 65, 75, 85, 95]
+    assert data.meta["first_iteration_start_ns"] == 39
+
+
+@pytest.mark.parametrize(
+    ("said", "given"),
+    [
+        ((0, 0), [0, 1]),
+        ((1, 0), [1, 0]),
+        pytest.param((0, 1, 0), [0, 1, 2]),
+    ],
+)
+def test_processes_that_say_the_same_rank_are_told_apart(
+    tmp_path: Path, said: tuple[int, ...], given: list[int]
+) -> None:
+    for order, rank in enumerate(said):
+        written(tmp_path, FOUR, number=9 - order, rank=rank)
+    found, notes = recover(tmp_path, META)
+    by_start = sorted(found, key=lambda data: int(data.meta["started_ns"]))
+    assert [data.meta["rank"] for data in by_start] == given
+    assert [data.meta["rank"] for data in found] == sorted(given)
+    assert ["also said it was rank 0" in note for note in notes] == [True] * (len(said) - len(set(said)))
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda raw: b"", "holds no records"),
+        (lambda raw: b"\0" * len(raw), "holds no records"),
+        (lambda raw: raw[SIZE:], "holds no records"),
+        (lambda raw: raw[:1] + bytes([kinds.VERSION + 1]) + raw[2:], "another version"),
+    ],
+    ids=["empty", "zeros", "headless", "other version"],
+)
+def test_what_is_no_spool_of_this_version_is_a_note(tmp_path: Path, edit: Callable[[bytes], bytes], says: str) -> None:
+    written(tmp_path, FOUR)
+    for path in (written(tmp_path, FOUR, 2), written(tmp_path, FOUR, 3, kind="sampler")):
+        path.write_bytes(edit(path.read_bytes()))
+    data, notes = recovered(tmp_path)
+    assert column(data, "phase") == ["forward", "backward", "update"] * 4
+    assert [note.split()[0] for note in sorted(notes)] == ["agent-here-2.spool", "sampler-here-3.spool"]
+    assert all(says in note for note in notes)
+
+
+def record(kind: int, code: int, rest: bytes) -> bytes:
+    return bytes([kind, code]) + rest
+
+
+REST = SIZE - 2
+garbled = st.builds(record, st.integers(0, 9), st.integers(0, 255), st.binary(min_size=REST, max_size=REST))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=3 * SIZE) | garbled)
+@example(record(kinds.PHASE, 99, bytes(REST)))
+def test_bytes_that_mean_nothing_harm_no_record_before_them(tail: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = written(Path(folder), FOUR)
+        path.write_bytes(path.read_bytes() + tail)
+        data, _ = recovered(Path(folder))
+        kept = {record["x"] for record in FOUR if record["kind"] == kinds.PHASE}
+        assert kept <= set(column(data, "start_ns"))
+        assert {1000 + n for n in range(1, 13)} <= set(column(data, "bytes", "memory"))
+
+
+@pytest.mark.parametrize(("fails", "kept"), [("short", 1), ("full", 0)])
+def test_a_write_that_fails_gives_the_spool_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, kept: int
+) -> None:
+    write = os.write
+
+    def failing(fd: int, data: bytes) -> int:
+        if fails == "full":
+            raise OSError(errno.ENOSPC, "no space")
+        return write(fd, data[: SIZE + 5])
+
+    path = tmp_path / "agent-here-1.spool"
+    spool = Spool(str(path))
+    spool.header(0, 1, 0)
+    spool.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", failing)
+        for fields in step(0):
+            spool.put(**fields)
+        alive = [spool.alive]
+        spool.flush()
+    assert [*alive, spool.alive] == [True, False]
+    size = path.stat().st_size
+    spool.put(**phase(FORWARD, 4))
+    spool.flush()
+    spool.close()
+    assert path.stat().st_size == size
+    data, _ = recovered(tmp_path)
+    assert (data.meta["stopped"], len(data.tables["phases"])) == ("cut off", kept)
+
+
+def test_a_spool_is_full_once_its_size_is_written(tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path / "s.spool"), max_bytes=2 * SIZE)
+    fullness = []
+    for _ in range(2):
+        spool.put(kinds.PHASE)
+        fullness.append(spool.full)
+        spool.flush()
+        fullness.append(spool.full)
+    assert fullness == [False, False, False, True]
+    spool.put(kinds.STOPPED)
+    spool.close()
+    assert (tmp_path / "s.spool").stat().st_size == 3 * SIZE

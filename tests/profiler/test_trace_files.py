@@ -1,0 +1,255 @@
+"""Traces on disk: nothing is lost in them, nothing overwritten, and damage is one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ebbtide.profiler.trace import Trace, TraceBuilder, TraceError, open_trace
+from ebbtide.profiler.trace.files import write_rank
+from ebbtide.profiler.trace.merge import merge
+from ebbtide.profiler.trace.schema import SORT, TABLES, Column, frame
+
+Rows = dict[str, list[dict[str, Any]]]
+Damage = Callable[[Path], Any]
+
+int64 = st.integers(-(2**63), 2**63 - 1)
+MEMORY = "rank-0/memory.parquet"
+LATE = 2**60 + 1  # a time that no float holds
+
+
+def value(column: Column) -> st.SearchStrategy[Any]:
+    known: st.SearchStrategy[Any] = st.text(max_size=5)
+    if pa.types.is_integer(column.type):
+        known = int64
+    elif pa.types.is_floating(column.type):
+        known = st.floats(allow_nan=False)
+    return st.none() | known if column.nullable else known
+
+
+rows = st.fixed_dictionaries(
+    {
+        table: st.lists(st.fixed_dictionaries({c.name: value(c) for c in columns}), max_size=4)
+        for table, columns in TABLES.items()
+    }
+)
+
+
+def built(rows: Rows) -> TraceBuilder:
+    builder = TraceBuilder()
+    for table, group in rows.items():
+        for row in group:
+            builder.rank(0).add(table, **row)
+    builder.rank(0)
+    return builder
+
+
+def sample(path: Path, rank: int = 0, wall_offset_ns: Any = 0) -> Trace:
+    """A small trace on disk, at LATE on its host's clock."""
+    meta: dict[str, Any] = {} if wall_offset_ns is None else {"clock": {"wall_offset_ns": wall_offset_ns}}
+    builder = TraceBuilder("recorded", host={"name": path.stem}, **meta)
+    made = builder.rank(rank, first_iteration_start_ns=LATE, started_ns=LATE - 5)
+    made.phase("forward", LATE, LATE + 3, 0, 0, LATE + 1, LATE + 2).phase("update", LATE + 3, LATE + 9)
+    made.memory(LATE, 7).link(LATE, 1, "gpm", generation=5).transfer("h2d", LATE, LATE + 1, None, stream=3)
+    made.add("ops", start_ns=LATE, end_ns=LATE + 1, resource="cpu", name="adam", parent=0)
+    return builder.write(path)
+
+
+def known(data: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{key: None if pd.isna(v) else v for key, v in row.items()} for row in data.to_dict("records")]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def refusal(act: Callable[[], Any]) -> str:
+    """The one line with which `act` is refused."""
+    with pytest.raises(TraceError) as error:
+        act()
+    assert str(error.value).splitlines() == [str(error.value)]
+    return str(error.value)
+
+
+def ordered(rows: Rows, table: str) -> list[dict[str, Any]]:
+    blank = dict.fromkeys(column.name for column in TABLES[table])
+    return [blank | row for row in sorted(rows.get(table, []), key=lambda row: row[SORT[table]])]
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows)
+def test_every_value_comes_back_from_disk_in_order_of_time(rows: Rows) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = built({}).write(Path(folder) / "t.ebb").path
+        write_rank(path, 0, {table: frame(table, pd.DataFrame(rows[table], dtype=object)) for table in TABLES})
+        trace = open_trace(path)
+        assert {table: known(trace.table(0, table)) for table in TABLES} == {t: ordered(rows, t) for t in TABLES}
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows)
+@example({"phases": [{"micro_step": 0, "phase": "", "start_ns": 0, "end_ns": 0, "iteration": i} for i in (LATE, None)]})
+def test_every_row_is_built_to_the_digit(rows: Rows) -> None:
+    trace = built(rows).build()
+    assert {table: known(trace.table(0, table)) for table in TABLES} == {t: ordered(rows, t) for t in TABLES}
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_columns_have_the_documented_types(tmp_path: Path, filled: bool) -> None:
+    path = tmp_path / "t.ebb"
+    trace = sample(path) if filled else built({}).write(path)
+    for table, columns in TABLES.items():
+        schema = pq.read_schema(path / "rank-0" / f"{table}.parquet")
+        assert [(f.name, f.type, f.nullable) for f in schema] == [(c.name, c.type, c.nullable) for c in columns]
+        for data in (trace.table(0, table), open_trace(path).table(0, table)):
+            assert list(data.columns) == [column.name for column in columns]
+            for column in columns:
+                whole = "Int64" if column.nullable else "int64"
+                kinds = {"int64": {whole}, "double": {"float64"}, "string": {"str", "string", "object"}}
+                assert str(data[column.name].dtype) in kinds[str(column.type)]
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="is not a phase"):
+        TraceBuilder().rank(0).phase("other", 0, 1)
+    with pytest.raises(ValueError, match="needs a column pool"):
+        built({"memory": [{"t_ns": 0, "device": "cpu", "bytes": 1}]}).build()
+
+
+@pytest.mark.parametrize("missing", ["t_ns", "device"])
+def test_a_value_that_may_not_be_missing_is_refused(missing: str) -> None:
+    with pytest.raises(ValueError, match=missing):
+        built({"memory": [{"t_ns": 0, "device": "cpu", "pool": "heap", "bytes": 1, missing: None}]}).build()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "trace", "dangling link"])
+def test_what_exists_is_not_overwritten(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "t.ebb"
+    if kind == "trace":
+        sample(path)
+    elif kind == "folder":
+        path.mkdir()
+        (path / "kept.txt").write_text("kept")
+    elif kind == "file":
+        path.write_text("kept")
+    else:
+        path.symlink_to(tmp_path / "nowhere")
+    before = contents(tmp_path)
+    assert "--force" in refusal(lambda: built({}).write(path))
+    if kind != "trace":
+        assert "replaces only traces" in refusal(lambda: built({}).write(path, force=True))
+    assert contents(tmp_path) == before
+    assert path.is_symlink() == (kind == "dangling link")
+
+
+def test_force_replaces_a_trace_and_nothing_beside_it(tmp_path: Path) -> None:
+    sample(tmp_path / "kept.ebb")
+    (tmp_path / "t.ebb").symlink_to(tmp_path / "kept.ebb")
+    before = contents(tmp_path / "kept.ebb")
+    for size in (8, 9):
+        rows = {"memory": [{"t_ns": 1, "device": "cpu", "pool": "heap", "bytes": size}]}
+        built(rows).write(tmp_path / "t.ebb", force=True)
+        assert list(open_trace(tmp_path / "t.ebb").memory(0)["bytes"]) == [size]
+    assert contents(tmp_path / "kept.ebb") == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["kept.ebb", "t.ebb"]
+
+
+def raw(name: str, edit: Callable[[bytes], bytes]) -> Damage:
+    return lambda path: (path / name).write_bytes(edit((path / name).read_bytes()))
+
+
+def meta(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    return raw("meta.json", lambda text: json.dumps(change(json.loads(text))).encode())
+
+
+def table(change: Callable[[pa.Table], pa.Table]) -> Damage:
+    return lambda path: pq.write_table(change(pq.read_table(path / MEMORY)), path / MEMORY)
+
+
+def column(name: str, *values: Any, kind: pa.DataType | None = None) -> Damage:
+    return table(lambda rows: rows.set_column(rows.column_names.index(name), name, pa.array(values, kind)))
+
+
+DAMAGE = [
+    pytest.param(shutil.rmtree, "does not exist", id="gone"),
+    pytest.param(lambda path: (path / "meta.json").unlink(), "not a trace", id="no meta"),
+    pytest.param(raw("meta.json", lambda text: text[: len(text) // 2]), "damaged", id="half a meta"),
+    pytest.param(raw("meta.json", lambda text: b"[" * 200_000), "not a trace", id="deeply nested meta"),
+    pytest.param(meta(lambda value: [value]), "not a trace", id="meta a list"),
+    pytest.param(meta(lambda value: value | {"schema": 2}), "upgrade", id="newer schema"),
+    pytest.param(meta(lambda value: value | {"ranks": [{"rank": "0"}]}), "damaged", id="rank is text"),
+    pytest.param(lambda path: (path / MEMORY).unlink(), "memory.parquet is missing", id="no table"),
+    pytest.param(raw(MEMORY, lambda text: text[: len(text) // 2]), "damaged", id="half a table"),
+    pytest.param(raw(MEMORY, lambda text: bytes(range(256)) * 9), "damaged", id="garbage for a table"),
+    pytest.param(table(lambda rows: rows.drop_columns(["bytes"])), "needs a column bytes", id="column missing"),
+    pytest.param(column("bytes", "many"), "damaged", id="words for bytes"),
+    pytest.param(column("t_ns", None, kind=pa.int64()), "damaged", id="no time"),
+    pytest.param(column("bytes", 1.5), "damaged", id="fractions for bytes"),
+    pytest.param(column("device", 3), "damaged", id="number for a device"),
+    pytest.param(column("device", None, kind=pa.string()), "damaged", id="no device"),
+]
+
+
+@pytest.mark.parametrize(("damage", "says"), DAMAGE)
+def test_damage_is_one_line(tmp_path: Path, damage: Damage, says: str) -> None:
+    def read() -> None:
+        for table in TABLES:
+            open_trace(tmp_path / "t.ebb").table(0, table)
+
+    sample(tmp_path / "t.ebb")
+    read()
+    damage(tmp_path / "t.ebb")
+    text = refusal(read)
+    assert says in text
+    assert str(tmp_path / "t.ebb") in text
+
+
+def test_merged_ranks_stand_on_the_clock_of_the_first(tmp_path: Path) -> None:
+    second, first = sample(tmp_path / "b.ebb", 1, LATE + 100), sample(tmp_path / "a.ebb", 0, LATE)
+    merged = merge([second, first], tmp_path / "m.ebb")
+    assert merged.ranks == [0, 1]
+    assert merged.meta["hosts"] == ["b", "a"]
+    assert merged.meta["clock"] == {"wall_offset_ns": LATE + 100}
+    assert [merged.rank(rank)["first_iteration_start_ns"] - LATE for rank in (0, 1)] == [-100, 0]
+    assert [merged.rank(rank)["started_ns"] - LATE for rank in (0, 1)] == [-105, -5]
+    times = ("t_ns", "start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns")
+    for name in TABLES:
+        assert known(merged.table(1, name)) == known(second.table(1, name))
+        expected = [
+            {key: value - 100 if key in times and value is not None else value for key, value in row.items()}
+            for row in known(first.table(0, name))
+        ]
+        assert known(merged.table(0, name)) == expected
+
+
+@pytest.mark.parametrize(
+    ("rank", "offset", "says"),
+    [
+        pytest.param(0, 5, "both hold rank 0", id="the same rank"),
+        pytest.param(1, None, "does not tell its clock", id="no clock"),
+        pytest.param(1, "soon", "does not tell its clock", id="clock in words"),
+    ],
+)
+def test_traces_that_are_not_of_one_job_are_not_merged(tmp_path: Path, rank: int, offset: Any, says: str) -> None:
+    traces = [sample(tmp_path / "a.ebb"), sample(tmp_path / "b.ebb", rank, offset)]
+    assert says in refusal(lambda: merge(traces, tmp_path / "m.ebb"))
+    assert not (tmp_path / "m.ebb").exists()
+
+
+def test_merging_onto_one_of_the_traces_loses_nothing(tmp_path: Path) -> None:
+    sample(tmp_path / "a.ebb"), sample(tmp_path / "b.ebb", 1)
+    with suppress(TraceError):
+        merge([open_trace(tmp_path / name) for name in ("a.ebb", "b.ebb")], tmp_path / "a.ebb", force=True)
+    assert len(open_trace(tmp_path / "a.ebb").phases(0)) == 2
