@@ -123,7 +123,8 @@ def phase_peaks(trace: Trace, rank: int, pool: str) -> pd.DataFrame:
 
 
 def phase_bytes(trace: Trace, rank: int, direction: str) -> pd.DataFrame | None:
-    """Bytes moved per iteration (index) and phase (columns); None where neither copies nor counters were recorded."""
+    """Bytes moved per iteration (index) and phase (columns); NaN for iterations that no sample of the counters covers,
+    None where neither copies nor counters were recorded."""
     total = moved(trace, rank, direction)
     if total is None:
         return None
@@ -131,7 +132,12 @@ def phase_bytes(trace: Trace, rank: int, direction: str) -> pd.DataFrame | None:
     starts, ends = pieces["start_ns"].to_numpy(np.int64), pieces["end_ns"].to_numpy(np.int64)
     pieces["bytes"] = total(ends) - total(starts)
     table = pieces.groupby(["iteration", "phase"])["bytes"].sum().unstack(fill_value=0.0)
-    return table.reindex(columns=list(PHASES), fill_value=0.0)
+    table = table.reindex(columns=list(PHASES), fill_value=0.0)
+    if not trace.rank(rank).get("transfers_recorded"):
+        sampled = trace.link(rank)["t_ns"]
+        reach = pieces.groupby("iteration").agg(start=("start_ns", "min"), end=("end_ns", "max"))
+        table[(reach["end"] <= sampled.min()) | (reach["start"] >= sampled.max())] = np.nan
+    return table
 
 
 def moved(trace: Trace, rank: int, direction: str) -> Callable[[Ints], Floats] | None:

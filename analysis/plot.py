@@ -79,11 +79,11 @@ def _window(trace: Trace, rank: int, span: tuple[int, int | None]) -> tuple[int,
     first, last = span
     spans = intervals(trace, rank, device_times=False).spans
     if span != (0, None):
-        kept = spans[(spans["iteration"] >= first) & (spans["iteration"] < (last or np.inf))]
+        kept = spans[(spans["iteration"] >= first) & (spans["iteration"] < (np.inf if last is None else last))]
         if kept.empty:
             has = f"{spans['iteration'].min()} to {spans['iteration'].max()}" if len(spans) else "none"
             asked = f"{first}:{'' if last is None else last}"
-            raise TraceError(f"{trace.path} has no iterations in {asked}: it has {has}")
+            raise TraceError(f"{trace.path} has no iterations {asked} (it has {has})")
         return int(kept["start_ns"].min()), int(kept["end_ns"].max())
     phases, memory = trace.phases(rank), trace.memory(rank)["t_ns"]
     if phases.empty and memory.empty:

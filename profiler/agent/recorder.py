@@ -155,6 +155,8 @@ class Recorder:
                 if time.monotonic() - flushed >= _FLUSH_SECONDS:
                     self._spool.flush()
                     flushed = time.monotonic()
+                    if self._spool.full:
+                        self.close("max-size")
             except Exception as error:
                 self.fail(error)
 

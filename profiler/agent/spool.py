@@ -6,6 +6,7 @@ Every record is `RECORD` (48 bytes, little endian), so a file cut anywhere is wh
 
 from __future__ import annotations
 
+import _thread
 import os
 import struct
 import time
@@ -50,6 +51,7 @@ class Spool:
         self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._waiting: deque[bytes] = deque()
         self._left = max_bytes
+        self._lock = _thread.allocate_lock()
         self.full = False
 
     def header(self, rank: int, world_size: int, local_rank: int) -> None:
@@ -79,24 +81,27 @@ class Spool:
 
     def flush(self) -> None:
         """Write what waits. Never raises: a spool that cannot be written is given up, the job goes on."""
-        if self._fd is None:
-            return
-        data = b"".join([self._waiting.popleft() for _ in range(len(self._waiting))])
-        if self._left is not None and not self.full:
-            self._left -= len(data)
-            self.full = self._left <= 0
-        try:
-            if data and os.write(self._fd, data) < len(data):
+        with self._lock:
+            data = b"".join([self._waiting.popleft() for _ in range(len(self._waiting))])
+            if self._fd is None or not data:
+                return
+            if self._left is not None:
+                self._left -= len(data)
+                self.full = self._left <= 0
+            try:
+                written = os.write(self._fd, data)
+            except OSError:
+                written = 0
+            if written < len(data):
                 self.abandon()
-        except OSError:
-            self.abandon()
 
     def close(self) -> None:
         self.flush()
-        self.abandon()
+        with self._lock:
+            self.abandon()
 
     def abandon(self) -> None:
-        """Give the file up without writing what waits."""
+        """Give the file up without writing what waits. A forked child calls this: it takes no lock."""
         fd, self._fd = self._fd, None
         self._waiting.clear()
         if fd is not None:

@@ -22,7 +22,7 @@ def read(paths: Iterable[Path], wall_to_monotonic_ns: int) -> tuple[list[dict[st
             trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
             base = int(trace.get("baseTimeNanoseconds", 0)) + wall_to_monotonic_ns
             rows += [row for event in trace["traceEvents"] if (row := _row(event, base)) is not None]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             trouble.append(f"the copies in {path.name} could not be read ({error!r})")
     return rows, trouble
 

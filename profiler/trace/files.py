@@ -36,14 +36,18 @@ def new_trace(path: Path, force: bool = False) -> Iterator[None]:
         raise TraceError(f"{path} is not a trace: --force replaces only traces, choose another -o")
     new_folders = [parent for parent in path.parents if not os.path.exists(parent)]
     aside: Path | None = None
+    made = False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if taken:
             aside = Path(tempfile.mkdtemp(prefix=".ebbtide-", dir=path.parent))
             os.replace(path, aside / "old")
         path.mkdir()
+        made = True
         yield
     except BaseException as error:
+        if made:
+            shutil.rmtree(path, ignore_errors=True)
         _undo(path, aside, new_folders)
         if isinstance(error, OSError):
             raise TraceError(f"cannot write {path}: {error.strerror or error}") from None
@@ -53,7 +57,6 @@ def new_trace(path: Path, force: bool = False) -> Iterator[None]:
 
 
 def _undo(path: Path, aside: Path | None, new_folders: list[Path]) -> None:
-    shutil.rmtree(path, ignore_errors=True)
     if aside is not None:
         if os.path.lexists(aside / "old"):
             os.replace(aside / "old", path)

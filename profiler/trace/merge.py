@@ -61,7 +61,7 @@ def _wall_offset(trace: Trace) -> int:
 
 
 def _shifted(entry: dict[str, Any], shift: int) -> dict[str, Any]:
-    return {
-        key: value + shift if key in ("started_ns", "first_iteration_start_ns") else value
-        for key, value in entry.items()
+    shifted = {
+        key: entry[key] + shift for key in ("started_ns", "first_iteration_start_ns") if entry.get(key) is not None
     }
+    return {**entry, **shifted}

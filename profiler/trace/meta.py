@@ -44,6 +44,12 @@ def _odd(meta: dict[str, Any]) -> str | None:
     """The first value that is not of its kind."""
     if meta.get("state") == "recording" and not isinstance(meta.get("host"), dict):
         return "host"
+    if isinstance(warmup := meta.get("warmup_iterations"), int) and warmup < 0:
+        return "warmup_iterations"
+    options = meta.get("options")
+    span = options.get("iterations") if isinstance(options, dict) else None
+    if span is not None and not (isinstance(span, list) and len(span) == 2 and all(isinstance(i, _INT) for i in span)):
+        return "options.iterations"
     ranks = meta.get("ranks")
     if not isinstance(ranks, list):
         return "ranks"

@@ -146,7 +146,7 @@ _NO_COPIES = {False: "the job did not use a GPU", True: "the profiler for them g
 def _facts(path: Path) -> dict[str, Any]:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}
 
@@ -246,10 +246,18 @@ def _trim(data: RankData, first: int, last: int | None) -> None:
     end = phases["end_ns"].max() if last is not None and len(phases) else None
     for table, column in (("memory", "t_ns"), ("link", "t_ns"), ("transfers", "start_ns")):
         rows = data.tables[table]
+        if table == "memory":
+            rows = _held(rows, begin)
         inside = rows[column] >= begin
         if end is not None:
             inside &= rows[column] <= end
         data.tables[table] = rows[inside].reset_index(drop=True)
+
+
+def _held(memory: pd.DataFrame, begin: int) -> pd.DataFrame:
+    """The memory lines with what each held at `begin` as a sample of that time."""
+    last = memory[memory["t_ns"] < begin].groupby(["device", "pool"], as_index=False).tail(1)
+    return frame("memory", pd.concat([last.assign(t_ns=begin), memory]))
 
 
 def _number(found: list[RankData], notes: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import tempfile
@@ -164,6 +165,22 @@ def test_force_replaces_a_trace_and_nothing_beside_it(tmp_path: Path) -> None:
         assert list(open_trace(tmp_path / "t.ebb").memory(0)["bytes"]) == [size]
     assert contents(tmp_path / "kept.ebb") == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kept.ebb", "t.ebb"]
+
+
+@pytest.mark.parametrize("step", ["tempfile.mkdtemp", "os.replace"])
+def test_force_loses_nothing_where_the_folder_above_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    path = tmp_path / "t.ebb"
+    sample(path)
+    before = contents(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(step, refused)
+        assert "Permission denied" in refusal(lambda: built({}).write(path, force=True))
+    assert contents(tmp_path) == before
 
 
 def raw(name: str, edit: Callable[[bytes], bytes]) -> Damage:
