@@ -142,7 +142,7 @@ def test_an_unknown_rank_is_refused() -> None:
 
 @pytest.mark.parametrize(("span", "text"), [((3, None), "3:"), ((7, 9), "7:9")])
 def test_unknown_iterations_are_refused(span: tuple[int, int | None], text: str) -> None:
-    with pytest.raises(TraceError, match=f"has no iterations in {text}: it has 0 to 2"):
+    with pytest.raises(TraceError, match=rf"has no iterations {text} \(it has 0 to 2\)"):
         draw([trained()], span=span)
 
 
