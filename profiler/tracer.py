@@ -38,7 +38,7 @@ class Tracer:
         allocator_iterations: int = 3,
         transfers: bool = False,
         max_bytes: int | None = None,
-        poll_ms: float = 10.0,
+        poll_ms: float = 25.0,
         force: bool = False,
     ) -> None:
         self.path = Path(path)

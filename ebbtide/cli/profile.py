@@ -51,7 +51,7 @@ def profile(
         typer.Option(
             help="Milliseconds between readings of the job's own memory count; 0: at phases only.", min=0, max=60_000
         ),
-    ] = 10.0,
+    ] = 25.0,
 ) -> None:
     """Record a training job: its phases, memory and link use.
 

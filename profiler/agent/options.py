@@ -19,7 +19,7 @@ class Options:
     first: int = 0
     last: int | None = None
     max_bytes: int | None = None
-    poll_ms: float = 10.0
+    poll_ms: float = 25.0
     allocator_iterations: int = 0
     transfers: bool = False
 

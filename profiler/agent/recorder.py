@@ -18,6 +18,9 @@ from .spool import GPU_TIMES, ITERATION, MEMORY, PHASE, PHASES, START, STOP_REAS
 FORWARD, BACKWARD, UPDATE = range(len(PHASES))
 
 _FLUSH_SECONDS = 0.25
+_SAME_NS = 100_000
+# Of the time, readings between the boundaries may take one part in so many.
+_POLL_SHARE = 400
 
 
 class Recorder:
@@ -46,7 +49,7 @@ class Recorder:
         self._gpu = GpuClock(torch.cuda)
         self._backwards = 0
         self._sequence = 0
-        self._phase = self._start_ns = 0
+        self._phase = self._start_ns = self._read_ns = 0
         self._start_mark: Any = None
         os.register_at_fork(after_in_child=self._abandon)
 
@@ -67,7 +70,8 @@ class Recorder:
             if self._recording:
                 if self._spool is None:
                     self._open()
-                readings = self._memory.read()
+                # A phase often begins where the last one ended: that reading still holds.
+                readings = self._memory.read() if time.monotonic_ns() - self._read_ns > _SAME_NS else []
                 self._start_mark = self._gpu.mark()
                 self._start_ns = time.monotonic_ns()
                 self._put_memory(self._start_ns, readings)
@@ -94,6 +98,7 @@ class Recorder:
         if self._recording and self._spool is not None:
             mark, self._start_mark, start_mark = self._gpu.mark(), None, self._start_mark
             self._put_memory(now, self._memory.read())
+            self._read_ns = time.monotonic_ns()
             if keep:
                 self._sequence += 1
                 self._spool.put(PHASE, self._phase, a=self._sequence, x=self._start_ns, y=now)
@@ -146,8 +151,7 @@ class Recorder:
         flushed = time.monotonic()
         while self.live and self._spool is not None and self._spool.alive:
             period = self._options.poll_ms / 1e3
-            # At most one part in two hundred of the time goes into readings.
-            time.sleep(max(period, self._memory.cost_ns * 200 / 1e9) if period else _FLUSH_SECONDS)
+            time.sleep(max(period, self._memory.cost_ns * _POLL_SHARE / 1e9) if period else _FLUSH_SECONDS)
             try:
                 if period and self._recording:
                     readings = self._memory.read()

@@ -15,6 +15,7 @@ from ebbtide.profiler.sampler import host
 from ebbtide.profiler.sampler.links import LinkSource, best_source
 from ebbtide.profiler.sampler.nvml import Gpu, Nvml, NvmlError
 
+_HOST_SECONDS = 0.05
 _DEVICE, _RSS, _SWAP = (POOLS.index(pool) for pool in ("device", "rss", "swap"))
 
 
@@ -53,7 +54,7 @@ class Sampler:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        self._run("host memory", self._processes, self._period * 2)
+        self._run("host memory", self._processes, _HOST_SECONDS)
         for gpu in self._gpus:
             self._run(f"the memory of GPU {gpu.index}", _reader(self._memory, gpu), self._period)
             self._run_link(gpu)
@@ -139,7 +140,7 @@ class Sampler:
         now = time.monotonic()
         look = now >= self._next_look
         if look:
-            self._next_look = now + (0.5 if self._pids else 0.0)
+            self._next_look = now + (1.0 if self._pids else 0.0)
             names = [path.stem for path in self._directory.glob("agent-*.spool")]
             self._pids = tuple(int(name.rpartition("-")[2]) for name in names)
             self._spool.flush()
