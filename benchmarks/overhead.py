@@ -25,7 +25,7 @@ STEP = re.compile(r"^step .*?([\d.]+) ms$", re.MULTILINE)
 # Steps of some hundred milliseconds, of some ten, and of a few: what a recorder costs per phase shows in the last.
 JOBS = {
     "4.8 M parameters": ["--steps", "24"],
-    "0.9 M parameters, context 64": ["--layers", "4", "--width", "128", "--context", "64", "--steps", "150"],
+    "0.9 M parameters, context 64": ["--layers", "4", "--width", "128", "--context", "64", "--steps", "120"],
     "0.1 M parameters, context 32": ["--layers", "2", "--width", "64", "--context", "32", "--steps", "400"],
 }
 SKIP = 8

@@ -18,9 +18,9 @@ from .spool import GPU_TIMES, ITERATION, MEMORY, PHASE, PHASES, START, STOP_REAS
 FORWARD, BACKWARD, UPDATE = range(len(PHASES))
 
 _FLUSH_SECONDS = 0.25
-_SAME_NS = 100_000
-# Of the time, readings between the boundaries may take one part in so many.
-_POLL_SHARE = 400
+# Of the time, readings between the boundaries, and those where a phase begins, may take one part in so many.
+_POLL_SHARE = 500
+_START_SHARE = 1000
 
 
 class Recorder:
@@ -70,8 +70,9 @@ class Recorder:
             if self._recording:
                 if self._spool is None:
                     self._open()
-                # A phase often begins where the last one ended: that reading still holds.
-                readings = self._memory.read() if time.monotonic_ns() - self._read_ns > _SAME_NS else []
+                # What the last phase ended with mostly still holds: only its end is worth a reading each time.
+                stale = time.monotonic_ns() - self._read_ns > self._memory.cost_ns * _START_SHARE
+                readings = self._memory.read() if stale else []
                 self._start_mark = self._gpu.mark()
                 self._start_ns = time.monotonic_ns()
                 self._put_memory(self._start_ns, readings)
@@ -154,8 +155,7 @@ class Recorder:
             time.sleep(max(period, self._memory.cost_ns * _POLL_SHARE / 1e9) if period else _FLUSH_SECONDS)
             try:
                 if period and self._recording:
-                    readings = self._memory.read()
-                    self._put_memory(time.monotonic_ns(), readings)
+                    self._put_memory(time.monotonic_ns(), self._memory.read())
                 if time.monotonic() - flushed >= _FLUSH_SECONDS:
                     self._spool.flush()
                     flushed = time.monotonic()

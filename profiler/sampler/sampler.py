@@ -15,7 +15,7 @@ from ebbtide.profiler.sampler import host
 from ebbtide.profiler.sampler.links import LinkSource, best_source
 from ebbtide.profiler.sampler.nvml import Gpu, Nvml, NvmlError
 
-_HOST_SECONDS = 0.05
+_HOST_SECONDS = 0.1
 _DEVICE, _RSS, _SWAP = (POOLS.index(pool) for pool in ("device", "rss", "swap"))
 
 
