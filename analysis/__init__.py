@@ -1,1 +1,1 @@
-"""Explains a trace: iterations, summaries and plots."""
+"""Explains a trace: iterations, summaries, windows of free memory, and plots."""

@@ -134,10 +134,16 @@ def phase_bytes(trace: Trace, rank: int, direction: str) -> pd.DataFrame | None:
     table = pieces.groupby(["iteration", "phase"])["bytes"].sum().unstack(fill_value=0.0)
     table = table.reindex(columns=list(PHASES), fill_value=0.0)
     if not trace.rank(rank).get("transfers_recorded"):
-        sampled = trace.link(rank)["t_ns"]
-        reach = pieces.groupby("iteration").agg(start=("start_ns", "min"), end=("end_ns", "max"))
-        table[(reach["end"] <= sampled.min()) | (reach["start"] >= sampled.max())] = np.nan
+        first, last = link_reach(trace, rank)
+        spans = pieces.groupby("iteration").agg(start=("start_ns", "min"), end=("end_ns", "max"))
+        table[(spans["end"] <= first) | (spans["start"] >= last)] = np.nan
     return table
+
+
+def link_reach(trace: Trace, rank: int) -> tuple[int, int]:
+    """(start ns, end ns) of the time that the counters' samples of a rank's link cover; there must be some."""
+    rows = trace.link(rank)
+    return int((rows["t_ns"] - rows["window_ns"]).min()), int(rows["t_ns"].max())
 
 
 def moved(trace: Trace, rank: int, direction: str) -> Callable[[Ints], Floats] | None:

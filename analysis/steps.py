@@ -49,11 +49,17 @@ def cumulative(starts: Ints, ends: Ints, amounts: Floats) -> Callable[[Ints], Fl
     return lambda at: np.interp((at - times[0]).astype(np.float64), (times - times[0]).astype(np.float64), totals)
 
 
-def union_length(starts: Ints, ends: Ints) -> int:
-    """How long at least one of the intervals lasts, ns."""
+def union(starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
+    """(starts, ends) of the stretches that at least one interval covers, apart and in order."""
     if not len(starts):
-        return 0
+        return starts, ends
     order = np.argsort(starts, kind="stable")
     starts, reached = starts[order], np.maximum.accumulate(ends[order])
-    gaps = np.maximum(starts[1:] - reached[:-1], 0)
-    return int(reached[-1] - starts[0] - gaps.sum())
+    new = np.append(True, starts[1:] > reached[:-1])
+    return starts[new], reached[np.append(new[1:], True)]
+
+
+def union_length(starts: Ints, ends: Ints) -> int:
+    """How long at least one of the intervals lasts, ns."""
+    starts, ends = union(starts, ends)
+    return int((ends - starts).sum())

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import ebbtide
-from ebbtide.cli import merge, plot, profile, summary
+from ebbtide.cli import merge, plot, profile, summary, windows
 
 app = typer.Typer(
     name="ebbtide",
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(profile.profile)
 app.command()(summary.summary)
+app.command()(windows.windows)
 app.command()(plot.plot)
 app.command()(merge.merge)
 

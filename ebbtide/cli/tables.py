@@ -14,6 +14,7 @@ from ebbtide.analysis.units import bytes_text, ms_text
 
 if TYPE_CHECKING:
     from ebbtide.analysis.summary import Summary
+    from ebbtide.analysis.windows import Window, Windows
     from ebbtide.profiler.trace import Trace
 
 
@@ -64,3 +65,45 @@ def print_summary(trace: Trace, summary: Summary) -> None:
         typer.echo(line)
     for note in trace.notes:
         typer.echo(f"note: {note}")
+
+
+# More rows than this are for a program (`--json`), not for a person.
+_MOST_ROWS = 40
+
+
+def print_windows(trace: Trace, found: Windows) -> None:
+    least = bytes_text(found.min_bytes)
+    capacity = bytes_text(found.capacity_bytes)
+    typer.echo(f"{trace.path}: windows with at least {least} free, of {capacity}")
+    columns = ["phase", "rank", "iteration", "from", "to", "length", "least free", "h2d idle", "d2h idle"]
+    if found.guaranteed:
+        rows = [_window_row(window) for window in found.guaranteed]
+        table("Free in every iteration at the same place (times of a median iteration)", columns, rows)
+    elif any(window.iteration is not None for window in found.windows):
+        typer.echo(f"no place of the iteration has {least} free in every iteration")
+    shown = found.windows[:_MOST_ROWS]
+    more = len(found.windows) - len(shown)
+    table(
+        "All windows" + (f", the first {len(shown)}: --json has {more} more" if more else ""),
+        columns,
+        [_window_row(w) for w in shown],
+    )
+    if not found.windows:
+        typer.echo(f"never {least} free: try a smaller --min-bytes")
+
+
+def _window_row(window: Window) -> list[str]:
+    return [
+        window.phase or "-",
+        str(window.rank),
+        "every"
+        if window.iteration is None and window.phase
+        else "-"
+        if window.iteration is None
+        else str(window.iteration),
+        ms_text(window.start_ms),
+        ms_text(window.end_ms),
+        ms_text(window.end_ms - window.start_ms),
+        bytes_text(window.free_bytes),
+        *("-" if share is None else f"{100 * share:.0f} %" for share in (window.h2d_idle_share, window.d2h_idle_share)),
+    ]

@@ -1,0 +1,198 @@
+"""Windows of free memory, against what an integer clock tells tick by tick."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ebbtide.analysis.windows import Window, find_windows
+from ebbtide.profiler.trace import Trace, TraceBuilder, TraceError
+from tests.conftest import ebbtide
+
+MS = 1_000_000
+CAPACITY = 100
+DEVICE = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": CAPACITY}
+
+
+def built(lengths: list[tuple[int, int, int, int]], samples: dict[int, int], copies: Any = (), **device: Any) -> Trace:
+    """A trace of iterations of `other`, forward, backward and update of so many ms, with memory and h2d copies."""
+    builder = TraceBuilder()
+    rank = builder.rank(0, devices=[{**DEVICE, **device}], first_iteration_start_ns=0)
+    now = 0
+    for iteration, (other, *phases) in enumerate(lengths):
+        now += other
+        for phase, length in zip(("forward", "backward", "update"), phases, strict=True):
+            rank.phase(phase, now * MS, (now + length) * MS, iteration)
+            now += length
+    for t, used in samples.items():
+        rank.memory(t * MS, used)
+    for start, end in copies:
+        rank.transfer("h2d", start * MS, end * MS, 1)
+    return builder.build()
+
+
+def absolute(trace: Trace, windows: list[Window]) -> list[tuple[int, int, Window]]:
+    """Windows with their start and end in ms of the trace."""
+    ends = trace.phases(0).groupby("iteration")["end_ns"].max() // MS
+    placed = []
+    for w in windows:
+        origin = 0 if not w.iteration else int(ends[w.iteration - 1])
+        placed.append((round(w.start_ms) + origin, round(w.end_ms) + origin, w))
+    return placed
+
+
+def phase_at(lengths: list[tuple[int, int, int, int]]) -> list[tuple[int, str]]:
+    """(iteration, phase) of each ms."""
+    names = ("other", "forward", "backward", "update")
+    return [
+        (n, name)
+        for n, row in enumerate(lengths)
+        for name, length in zip(names, row, strict=True)
+        for _ in range(length)
+    ]
+
+
+iterations = st.lists(
+    st.tuples(st.integers(0, 4), st.integers(1, 6), st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=4
+)
+memory = st.dictionaries(st.integers(0, 60), st.integers(0, CAPACITY), min_size=1, max_size=25)
+intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda p: (p[0], p[0] + p[1])), max_size=8)
+
+
+@settings(max_examples=100, deadline=None)
+@given(iterations, memory, st.integers(1, CAPACITY), intervals)
+def test_windows_are_exact(lengths: Any, samples: dict[int, int], least: int, copies: Any) -> None:
+    trace = built(lengths, samples, copies)
+    trace.meta["ranks"][0]["transfers_recorded"] = True
+    clock = phase_at(lengths)
+    first = min(samples)
+    free = [CAPACITY - samples[max(s for s in samples if s <= t)] if t >= first else None for t in range(len(clock))]
+    covered = [False] * len(clock)
+    placed = absolute(trace, find_windows(trace, least).windows)
+    for start, end, window in placed:
+        assert {clock[t] for t in range(start, end)} == {(window.iteration, window.phase)}
+        assert min(free[t] for t in range(start, end)) == window.free_bytes >= least
+        busy = sum(any(a <= t < b for a, b in copies) for t in range(start, end))
+        assert window.h2d_idle_share == pytest.approx(1 - busy / (end - start))
+        assert 0 <= window.h2d_idle_share <= 1
+        assert window.d2h_idle_share == 1
+        for t in range(start, end):
+            assert not covered[t]
+            covered[t] = True
+    # No moment with enough free is left out, and no two windows of one phase touch.
+    assert covered == [f is not None and f >= least for f in free]
+    for (_, end, one), (start, _, two) in pairwise(placed):
+        assert end < start or (one.iteration, one.phase) != (two.iteration, two.phase)
+
+
+def test_a_guaranteed_window_is_free_in_every_iteration_at_the_same_place() -> None:
+    # Forward of 10 and of 20 ms: free in its first half in both, in its third quarter only in the first.
+    lengths = [(0, 10, 10, 10), (0, 20, 10, 10)]
+    samples = {0: 10, 5: 20, 7: 95, 30: 30, 35: 40, 40: 95}
+    (window, *rest) = find_windows(built(lengths, samples), 50).guaranteed
+    assert (window.phase, window.iteration) == ("forward", None)
+    assert (window.start_ms, window.end_ms) == (0.0, 7.5)  # half of the median length
+    assert window.free_bytes == 60
+    assert rest == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, CAPACITY), min_size=30, max_size=30), min_size=1, max_size=4),
+    st.integers(1, CAPACITY),
+)
+def test_equal_iterations_guarantee_what_each_has(lines: list[list[int]], least: int) -> None:
+    lengths = [(5, 10, 10, 5)] * len(lines)
+    trace = built(lengths, {30 * n + t: used for n, line in enumerate(lines) for t, used in enumerate(line)})
+    free = [CAPACITY - max(line[t] for line in lines) for t in range(30)]
+    covered = [False] * 30
+    for window in find_windows(trace, least).guaranteed:
+        start, end = round(window.start_ms), round(window.end_ms)
+        assert min(free[start:end]) == window.free_bytes >= least
+        covered[start:end] = [True] * (end - start)
+    assert covered == [f >= least for f in free]
+
+
+def test_a_phase_that_one_iteration_lacks_guarantees_nothing() -> None:
+    trace = built([(0, 10, 10, 10), (0, 10, 10, 10)], {0: 0})
+    rows = trace.phases(0)
+    lacking = TraceBuilder()
+    rank = lacking.rank(0, devices=[DEVICE]).memory(0, 0)
+    for row in rows[~((rows["iteration"] == 1) & (rows["phase"] == "backward"))].itertuples():
+        rank.phase(row.phase, row.start_ns, row.end_ns, row.iteration)
+    assert {w.phase for w in find_windows(lacking.build(), 1).guaranteed} == {"forward", "update"}
+
+
+def test_idle_shares_come_from_counters_and_the_links_peak() -> None:
+    trace = built([(0, 10, 10, 10)], {0: 0}, link={"peak_bytes_per_s": 1e9})
+    builder = TraceBuilder()
+    rank = builder.rank(0, **{k: v for k, v in trace.rank(0).items() if k != "rank"})
+    rank.memory(0, 0)
+    for phase, at in (("forward", 0), ("backward", 10), ("update", 20)):
+        rank.phase(phase, at * MS, (at + 10) * MS, 0)
+    for t, rate in ((10, 0.25e9), (20, 1e9), (30, 2e9)):
+        rank.link(t * MS, 10 * MS, "gpm", h2d_bytes_per_s=rate)
+    shares = [(w.h2d_idle_share, w.d2h_idle_share) for w in find_windows(builder.build(), 1).windows]
+    assert shares == [(pytest.approx(0.75), None), (pytest.approx(0.0), None), (0.0, None)]
+
+
+def test_nothing_known_of_the_link_is_null() -> None:
+    (window,) = find_windows(built([(0, 9, 9, 9)], {0: 60, 9: 99}), 40).windows
+    assert (window.h2d_idle_share, window.d2h_idle_share) == (None, None)
+
+
+def test_a_trace_without_phases_is_one_stretch_from_its_start() -> None:
+    builder = TraceBuilder()
+    builder.rank(0, devices=[DEVICE]).memory(5 * MS, 90).memory(7 * MS, 10).memory(9 * MS, 90).memory(11 * MS, 10)
+    (window,) = find_windows(builder.build(), 50).windows
+    assert (window.iteration, window.phase) == (None, None)
+    assert (window.start_ms, window.end_ms) == (2.0, 4.0)
+
+
+def test_what_cannot_be_told_is_an_error() -> None:
+    with pytest.raises(TraceError, match="no memory line"):
+        find_windows(built([(0, 1, 1, 1)], {}), 1)
+    with pytest.raises(TraceError, match="capacity"):
+        find_windows(built([(0, 1, 1, 1)], {0: 0}, capacity_bytes=None), 1)
+
+
+def test_the_command_prints_tables_and_json(tmp_path: Path) -> None:
+    path = tmp_path / "t.ebb"
+    builder = TraceBuilder()
+    rank = builder.rank(0, devices=[{**DEVICE, "capacity_bytes": 3 << 30}])
+    for iteration in range(2):
+        for place, phase in enumerate(("forward", "backward", "update")):
+            at = (30 * iteration + 10 * place) * MS
+            rank.phase(phase, at, at + 10 * MS, iteration).memory(at, (1, 3, 0)[place] << 30)
+    builder.write(path)
+    printed = json.loads(ebbtide("windows", path, "--json").stdout)
+    assert printed["min_bytes"] == 1 << 30
+    assert printed["capacity_bytes"] == 3 << 30
+    assert printed["devices"] == [{"rank": 0, "device": "cuda:0", "capacity_bytes": 3 << 30}]
+    assert [(w["phase"], w["free_bytes"] >> 30) for w in printed["windows"]] == [("forward", 2), ("update", 3)] * 2
+    assert [w["phase"] for w in printed["guaranteed"]] == ["forward", "update"]
+    assert set(printed["windows"][0]) == {
+        *(
+            "rank",
+            "device",
+            "iteration",
+            "phase",
+            "start_ms",
+            "end_ms",
+            "free_bytes",
+            "h2d_idle_share",
+            "d2h_idle_share",
+        )
+    }
+    table = ebbtide("windows", path, "--min-bytes", "2.5GiB").stdout
+    assert "update" in table
+    assert "forward" not in table
+    assert "never" in ebbtide("windows", path, "--min-bytes", "1TB").stdout
+    refused = ebbtide("windows", path, "--min-bytes", "some")
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
