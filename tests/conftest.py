@@ -14,6 +14,18 @@ import pytest
 
 from ebbtide.profiler.trace import Trace, open_trace
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
 Run = subprocess.CompletedProcess[str]
 
 
