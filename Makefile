@@ -21,8 +21,9 @@ demo: $(VENV)/installed
 	@$(BIN)/python -c 'import torch; print("GPU found:", torch.cuda.get_device_name()) if torch.cuda.is_available() else print("No GPU here: the demo takes its default for that, a small GPT that trains on the CPU.")'
 	$(BIN)/ebbtide profile -o $(DEMO)/gpt.ebb -- $(BIN)/python examples/train_gpt.py --steps 12 --accumulate 2
 	$(BIN)/ebbtide summary $(DEMO)/gpt.ebb
+	$(BIN)/ebbtide windows $(DEMO)/gpt.ebb --min-bytes 1GiB
 	$(BIN)/ebbtide plot $(DEMO)/gpt.ebb --iterations 3:8 -o $(DEMO)/memory.png
-	@echo "Look at $(DEMO)/memory.png. Then record your own job: $(BIN)/ebbtide profile -- python train.py"
+	@echo "Look at $(DEMO)/memory.png. Then record your own job: $(BIN)/ebbtide profile -o run.ebb -- $(BIN)/python train.py"
 
 lint: $(VENV)/tested
 	$(BIN)/ruff format --check .

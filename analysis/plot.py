@@ -153,6 +153,9 @@ def _draw_phases(axes: Axes, trace: Trace, rank: int, start: int, end: int, numb
         rows = phases[phases["phase"] == phase]
         bands = [((s - start) / 1e9, (e - s) / 1e9) for s, e in zip(rows["start_ns"], rows["end_ns"], strict=True)]
         axes.broken_barh(bands, (0, 1), transform=axes.get_xaxis_transform(), color=color, alpha=0.38, lw=0, zorder=0)
+    if 1 < len(spans) <= _MOST_BANDS:
+        for border in spans["start_ns"].iloc[1:]:
+            axes.axvline((border - start) / 1e9, color="#999999", lw=0.6, zorder=0.5)
     if not numbers:
         return
     top = axes.get_xaxis_transform()

@@ -27,7 +27,7 @@ class PhaseSummary:
     """One phase over the counted iterations; None for what was not recorded.
 
     count: how often it came, each micro-step once. median_ms, p95_ms: of its time per iteration, on the slowest
-    rank. share: of the iteration's median. Bytes: median over iterations and ranks.
+    rank. share: its part of the time of all counted iterations. Bytes: median over iterations and ranks.
     """
 
     phase: str
@@ -119,7 +119,7 @@ def summarize(trace: Trace) -> Summary:
                 min_free_bytes=_whole(_median(free[phase])),
                 h2d_bytes=_whole(_median(moved["h2d"][phase])),
                 d2h_bytes=_whole(_median(moved["d2h"][phase])),
-                share=median / total if median is not None and total else None,
+                share=float(times.sum() / slowest["iteration"].sum()) if median is not None and total else None,
             )
         )
     return Summary(

@@ -94,7 +94,8 @@ Idle = Callable[[int, int], float | None]
 
 @dataclass(frozen=True)
 class _Segment:
-    """A stretch of one phase. place: which one of its phase it is within the iteration."""
+    """A stretch of one phase. place: which one of its phase it is within the iteration; of `other`, how many phases
+    came before it."""
 
     iteration: int | None
     phase: str | None
@@ -147,7 +148,10 @@ def _segments(trace: Trace, rank: int, line: _FreeLine) -> list[_Segment]:
         start, end = int(line.times[0]), int(line.times[-1])
         return [_Segment(None, None, 0, start, start, end)]
     pieces = cut.with_other().sort_values("start_ns", kind="stable")
-    pieces["place"] = pieces.groupby(["iteration", "phase"]).cumcount()
+    # The rest of an iteration is told apart by how many phases came before it: the first one has none at its start.
+    phases_before = (pieces["phase"] != "other").groupby(pieces["iteration"]).cumsum()
+    nth = pieces.groupby(["iteration", "phase"]).cumcount()
+    pieces["place"] = phases_before.where(pieces["phase"] == "other", nth)
     pieces = pieces.merge(cut.spans[["iteration", "start_ns"]], on="iteration", suffixes=("", "_of_iteration"))
     columns = ["iteration", "phase", "place", "start_ns_of_iteration", "start_ns", "end_ns"]
     return [_Segment(*row) for row in pieces[columns].itertuples(index=False, name=None)]
@@ -197,19 +201,23 @@ def _idle(trace: Trace, rank: int, direction: str) -> Idle:
 def _guaranteed(
     trace: Trace, rank: int, line: _FreeLine, segments: list[_Segment], min_bytes: int, idle: dict[str, Idle]
 ) -> list[Window]:
-    """What is free in every iteration at the same place: each phase is laid on its median time, and of all
-    iterations the least free, and the least idle, counts at each point of it. A phase that some iteration lacks
-    guarantees nothing."""
+    """What is free in every iteration at the same place. The times are those of an iteration whose phases follow each
+    other in their usual order, each as long as its median; of all iterations the least free, and the least idle,
+    counts at each point of a phase. A phase that some iteration lacks guarantees nothing."""
     iterations = {s.iteration for s in segments if s.iteration is not None}
     by_place: dict[tuple[str | None, int], list[_Segment]] = {}
     for segment in segments:
         if segment.iteration is not None and segment.end_ns > segment.start_ns:
             by_place.setdefault((segment.phase, segment.place), []).append(segment)
+    # The first iteration begins with its first phase: it alone has nothing before it.
+    lacking = {("other", 0): 1}
+    whole = [group for key, group in by_place.items() if len(group) >= len(iterations) - lacking.get(key, 0)]
+    whole.sort(key=lambda group: float(np.median([s.start_ns - s.origin_ns for s in group])))
     found = []
-    for group in by_place.values():
-        if len(group) < len(iterations):
-            continue
-        start = float(np.median([s.start_ns - s.origin_ns for s in group]))
+    start = length = 0.0
+    for group in whole:
+        # One after the other, each as long as its median: medians of starts would make neighbours overlap.
+        start += length
         length = float(np.median([s.end_ns - s.start_ns for s in group]))
         places, least = _least(line, group)
         bounds = np.append(places, 1.0)
@@ -218,7 +226,7 @@ def _guaranteed(
             shares = {f"{way}_idle_share": _least_idle(share, group, begins, ends) for way, share in idle.items()}
             typical = _Segment(None, group[0].phase, group[0].place, 0, 0, 0)
             found.append(_window(trace, rank, typical, start + length * begins, start + length * ends, free, **shares))
-    return sorted(found, key=lambda window: window.start_ms)
+    return found
 
 
 def _least(line: _FreeLine, group: list[_Segment]) -> tuple[Any, Any]:

@@ -64,7 +64,7 @@ def profile(command: Sequence[str], output: Path, options: Options, force: bool 
         "exit": {"code": returned} if returned >= 0 else {"signal": -returned},
         "notes": list(sampler.notes),
     }
-    return closing(output, changes, warnings, status)
+    return closing(output, changes, warnings, status, options.first)
 
 
 def spool_folder(output: Path) -> Path:
@@ -107,9 +107,10 @@ def opening_meta(command: list[str], options: Options, host: dict[str, Any]) -> 
     }
 
 
-def closing(output: Path, changes: dict[str, Any], warnings: list[str], status: int = 0) -> Outcome:
-    """Finish the trace as far as that goes; what is not whole about it becomes a warning."""
-    reasons = why_nothing(output / SPOOL)
+def closing(output: Path, changes: dict[str, Any], warnings: list[str], status: int = 0, first: int = 0) -> Outcome:
+    """Finish the trace as far as that goes; what is not whole about it becomes a warning. first: the iteration from
+    which on was to be recorded."""
+    reasons = why_nothing(output / SPOOL, first)
     try:
         trace = finish(output, changes)
     except OSError as error:
@@ -138,11 +139,13 @@ def environment(options: Options, spools: Path) -> dict[str, str]:
     }
 
 
-def why_nothing(spools: Path) -> str:
+def why_nothing(spools: Path, first: int = 0) -> str:
     """Why no process recorded itself, from the marks that the agent leaves on its way."""
     failed = sorted(spools.glob("failed-*"))
     if failed:
         return f"the agent could not attach ({failed[0].read_text(errors='replace')[:200]})"
+    if any(spools.glob("torch-*")) and first:
+        return f"the job did not get as far as iteration {first}, where --iterations begins"
     if any(spools.glob("torch-*")):
         return "torch was imported, but no module ran forward with gradients and nothing ran backward"
     if any(spools.glob("python-*")):

@@ -72,7 +72,7 @@ class Tracer:
         start.stop()
         sampler.stop()
         changes = {"host": sampler.host, "ended_wall_ns": time.time_ns(), "notes": list(sampler.notes)}
-        outcome = closing(self.path, changes, list(sampler.notes))
+        outcome = closing(self.path, changes, list(sampler.notes), first=self._options.first)
         self.trace, self.warnings = outcome.trace, outcome.warnings
         for warning in self.warnings:
             warnings.warn(f"ebbtide: {warning}", stacklevel=2)

@@ -38,22 +38,17 @@ def print_summary(trace: Trace, summary: Summary) -> None:
     for line in summary.about:
         typer.echo(f"  {line}")
     pool = summary.memory.pool or "memory"
+    rows = [["iteration", ms_text(summary.iteration_ms), *[""] * 6]]
+    for phase in summary.phases:
+        share = "-" if phase.share is None else f"{100 * phase.share:.0f} %"
+        sizes = (phase.peak_bytes, phase.min_free_bytes, phase.h2d_bytes, phase.d2h_bytes)
+        rows.append(
+            [phase.phase, ms_text(phase.median_ms), ms_text(phase.p95_ms), share, *(bytes_text(size) for size in sizes)]
+        )
     table(
-        f"Per iteration (median of {counted})",
-        ["phase", "median", "p95", "share", f"peak {pool}", "least free", "h2d", "d2h"],
-        [
-            [
-                phase.phase,
-                ms_text(phase.median_ms),
-                ms_text(phase.p95_ms),
-                "-" if phase.share is None else f"{100 * phase.share:.0f} %",
-                bytes_text(phase.peak_bytes),
-                bytes_text(phase.min_free_bytes),
-                bytes_text(phase.h2d_bytes),
-                bytes_text(phase.d2h_bytes),
-            ]
-            for phase in summary.phases
-        ],
+        f"Medians over {counted} iterations (the largest peaks of all stand below)",
+        ["phase", "time", "p95", "share", f"peak {pool}", "free at peak", "h2d", "d2h"],
+        rows,
     )
     peaks = [[name, bytes_text(peak)] for name, peak in summary.memory.pools.items()]
     table(
@@ -68,42 +63,42 @@ def print_summary(trace: Trace, summary: Summary) -> None:
 
 
 # More rows than this are for a program (`--json`), not for a person.
-_MOST_ROWS = 40
+_MOST_ROWS = 12
 
 
 def print_windows(trace: Trace, found: Windows) -> None:
-    least = bytes_text(found.min_bytes)
-    capacity = bytes_text(found.capacity_bytes)
+    least, capacity = bytes_text(found.min_bytes), bytes_text(found.capacity_bytes)
     typer.echo(f"{trace.path}: windows with at least {least} free, of {capacity}")
-    columns = ["phase", "rank", "iteration", "from", "to", "length", "least free", "h2d idle", "d2h idle"]
+    if not found.windows:
+        too_much = found.capacity_bytes is not None and found.min_bytes > found.capacity_bytes
+        typer.echo(f"never {least} free: {'the device is smaller' if too_much else 'try a smaller --min-bytes'}")
+        return
     if found.guaranteed:
-        rows = [_window_row(window) for window in found.guaranteed]
-        table("Free in every iteration at the same place (times of a median iteration)", columns, rows)
+        _window_table("Free in every iteration at the same place (times within a median iteration)", found.guaranteed)
     elif any(window.iteration is not None for window in found.windows):
         typer.echo(f"no place of the iteration has {least} free in every iteration")
-    shown = found.windows[:_MOST_ROWS]
-    more = len(found.windows) - len(shown)
-    table(
-        "All windows" + (f", the first {len(shown)}: --json has {more} more" if more else ""),
-        columns,
-        [_window_row(w) for w in shown],
-    )
-    if not found.windows:
-        typer.echo(f"never {least} free: try a smaller --min-bytes")
+    longest = sorted(found.windows, key=lambda w: w.start_ms - w.end_ms)[:_MOST_ROWS]
+    title = f"The {len(longest)} longest of {len(found.windows)} windows (--json has all)"
+    _window_table(title if len(longest) < len(found.windows) else "All windows", longest)
+    if all(window.h2d_idle_share is None and window.d2h_idle_share is None for window in found.windows):
+        typer.echo("no GPU link was recorded: how idle it was is not known")
+
+
+def _window_table(title: str, windows: list[Window]) -> None:
+    columns = ["phase", "rank", "iteration", "from", "to", "length", "least free", "h2d idle", "d2h idle"]
+    table(title, columns, [_window_row(window) for window in windows])
 
 
 def _window_row(window: Window) -> list[str]:
+    shares = (window.h2d_idle_share, window.d2h_idle_share)
+    every = "every" if window.phase else "-"
     return [
         window.phase or "-",
         str(window.rank),
-        "every"
-        if window.iteration is None and window.phase
-        else "-"
-        if window.iteration is None
-        else str(window.iteration),
+        every if window.iteration is None else str(window.iteration),
         ms_text(window.start_ms),
         ms_text(window.end_ms),
         ms_text(window.end_ms - window.start_ms),
         bytes_text(window.free_bytes),
-        *("-" if share is None else f"{100 * share:.0f} %" for share in (window.h2d_idle_share, window.d2h_idle_share)),
+        *("-" if share is None else f"{100 * share:.0f} %" for share in shares),
     ]

@@ -123,7 +123,8 @@ def _model(modules: list[Any]) -> dict[str, Any]:
     for parameter in parameters:
         dtypes[_dtype(parameter)] += _local(parameter).numel()
     return {
-        "classes": sorted({type(module).__name__ for module in modules}),
+        # A loss is a module too; one without parameters is no model.
+        "classes": sorted({type(m).__name__ for m in modules if any(True for _ in m.parameters())}),
         "params": sum(_local(p).numel() for p in parameters),
         "trainable_params": sum(_local(p).numel() for p in parameters if p.requires_grad),
         "bytes": sum(_local(p).numel() * p.element_size() for p in parameters),

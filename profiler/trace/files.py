@@ -31,7 +31,7 @@ def new_trace(path: Path, force: bool = False) -> Iterator[None]:
     """
     taken = os.path.lexists(path)
     if taken and not force:
-        raise TraceError(f"{path} exists already: choose another -o, or replace it with --force")
+        raise TraceError(f"{path} exists already: choose another path, or replace it (--force, force=True)")
     if taken and not is_trace(path):
         raise TraceError(f"{path} is not a trace: --force replaces only traces, choose another -o")
     new_folders = [parent for parent in path.parents if not os.path.exists(parent)]

@@ -129,6 +129,24 @@ def test_a_phase_that_one_iteration_lacks_guarantees_nothing() -> None:
     assert {w.phase for w in find_windows(lacking.build(), 1).guaranteed} == {"forward", "update"}
 
 
+def test_the_first_iteration_has_no_rest_before_it_and_the_others_keep_theirs() -> None:
+    # 4 ms between forward and backward in each; from the second iteration on also 6 ms before the forward.
+    builder = TraceBuilder()
+    rank = builder.rank(0, devices=[DEVICE]).memory(0, 0)
+    for iteration, begin in enumerate((0, 40, 80)):
+        at = [begin, begin + 10, begin + 14, begin + 24, begin + 34]
+        rank.phase("forward", at[0] * MS, at[1] * MS, iteration).phase("backward", at[2] * MS, at[3] * MS, iteration)
+        rank.phase("update", at[3] * MS, at[4] * MS, iteration)
+    found = find_windows(builder.build(), 1).guaranteed
+    assert [(w.phase, w.start_ms, w.end_ms) for w in found] == [
+        ("other", 0, 6),
+        ("forward", 6, 16),
+        ("other", 16, 20),
+        ("backward", 20, 30),
+        ("update", 30, 40),
+    ]
+
+
 def test_idle_shares_come_from_counters_and_the_links_peak() -> None:
     trace = built([(0, 10, 10, 10)], {0: 0}, link={"peak_bytes_per_s": 1e9})
     builder = TraceBuilder()
