@@ -210,7 +210,7 @@ def _guaranteed(
         if segment.iteration is not None and segment.end_ns > segment.start_ns:
             by_place.setdefault((segment.phase, segment.place), []).append(segment)
     # The first iteration begins with its first phase: it alone has nothing before it.
-    lacking = {("other", 0): 1}
+    lacking: dict[tuple[str | None, int], int] = {("other", 0): 1}
     whole = [group for key, group in by_place.items() if len(group) >= len(iterations) - lacking.get(key, 0)]
     whole.sort(key=lambda group: float(np.median([s.start_ns - s.origin_ns for s in group])))
     found = []
