@@ -93,17 +93,24 @@ def memory_line(trace: Trace, rank: int, pool: str) -> tuple[Ints, Ints]:
 
 
 def main_device(trace: Trace, rank: int) -> str | None:
-    device: str | None = _device(trace, rank).get("device")
+    device: str | None = first_device(trace, rank).get("device")
     return device
 
 
 def capacity_bytes(trace: Trace, rank: int) -> int | None:
     """The memory of the rank's first device: the card's, or the host's where the job runs on the CPU."""
-    capacity: int | None = _device(trace, rank).get("capacity_bytes")
+    capacity: int | None = first_device(trace, rank).get("capacity_bytes")
     return capacity
 
 
-def _device(trace: Trace, rank: int) -> dict[str, Any]:
+def link_peak(trace: Trace, rank: int) -> float | None:
+    """The most that the link of the rank's first device carries in one direction, bytes/s; None where not known."""
+    peak: float | None = (first_device(trace, rank).get("link") or {}).get("peak_bytes_per_s")
+    return peak
+
+
+def first_device(trace: Trace, rank: int) -> dict[str, Any]:
+    """The meta of the device that a rank's figures are about; empty where the trace names none."""
     devices: list[dict[str, Any]] = trace.rank(rank).get("devices") or [{}]
     return devices[0]
 

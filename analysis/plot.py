@@ -12,7 +12,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ebbtide.analysis.iterations import capacity_bytes, intervals, main_device, memory_line, moved
+from ebbtide.analysis.iterations import (
+    capacity_bytes,
+    first_device,
+    intervals,
+    link_peak,
+    main_device,
+    memory_line,
+    moved,
+)
 from ebbtide.analysis.units import bytes_text, bytes_unit
 from ebbtide.profiler.trace import Trace, TraceError
 
@@ -165,7 +173,7 @@ def _draw_phases(axes: Axes, trace: Trace, rank: int, start: int, end: int, numb
 
 
 def _draw_link(axes: Axes, trace: Trace, rank: int, start: int, end: int) -> None:
-    peak = _link_peak(trace, rank)
+    peak = link_peak(trace, rank)
     rows = trace.link(rank)
     rows = rows[(rows["device"] == main_device(trace, rank)) & (rows["t_ns"] > start) & (rows["t_ns"] <= end)]
     for direction, color in LINK_COLORS.items():
@@ -194,7 +202,7 @@ def _copy_rate(trace: Trace, rank: int, direction: str, start: int, end: int) ->
 
 
 def _title(axes: Axes, trace: Trace, rank: int, link: bool) -> None:
-    device = (trace.rank(rank).get("devices") or [{}])[0].get("name")
+    device = first_device(trace, rank).get("name")
     parts = [trace.name, *([f"rank {rank}"] if len(trace.ranks) > 1 else []), *([device] if device else [])]
     if not link:
         parts.append("no GPU link was recorded")
@@ -206,8 +214,3 @@ def _title(axes: Axes, trace: Trace, rank: int, link: bool) -> None:
 
 def _has_link(trace: Trace, rank: int) -> bool:
     return len(trace.link(rank)) > 0 or len(trace.transfers(rank)) > 0
-
-
-def _link_peak(trace: Trace, rank: int) -> float | None:
-    devices = trace.rank(rank).get("devices") or [{}]
-    return (devices[0].get("link") or {}).get("peak_bytes_per_s")

@@ -12,6 +12,7 @@ from ebbtide.analysis.iterations import (
     PHASES,
     capacity_bytes,
     durations_ms,
+    first_device,
     intervals,
     main_pool,
     memory_line,
@@ -192,7 +193,7 @@ def _about(trace: Trace) -> list[str]:
     if trace.meta.get("command"):
         lines.append("command: " + " ".join(map(str, trace.meta["command"])))
     for entry in trace.meta["ranks"][:1]:
-        device = (entry.get("devices") or [{}])[0]
+        device = first_device(trace, entry["rank"])
         if device.get("name"):
             lines.append(f"device: {device['name']} ({device.get('device')}), torch {entry.get('torch', '?')}")
         model = entry.get("model") or {}

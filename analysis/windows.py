@@ -12,6 +12,7 @@ import pandas as pd
 from ebbtide.analysis.iterations import (
     capacity_bytes,
     intervals,
+    link_peak,
     link_reach,
     main_device,
     main_pool,
@@ -184,7 +185,7 @@ def _idle(trace: Trace, rank: int, direction: str) -> Idle:
 
         return by_copies
     total = moved(trace, rank, direction)
-    peak = ((trace.rank(rank).get("devices") or [{}])[0].get("link") or {}).get("peak_bytes_per_s")
+    peak = link_peak(trace, rank)
     if total is None or not peak:
         return lambda start, end: None
     first, last = link_reach(trace, rank)
