@@ -22,8 +22,16 @@ demo: $(VENV)/installed
 	$(BIN)/ebbtide profile -o $(DEMO)/gpt.ebb -- $(BIN)/python examples/train_gpt.py --steps 12 --accumulate 2
 	$(BIN)/ebbtide summary $(DEMO)/gpt.ebb
 	$(BIN)/ebbtide windows $(DEMO)/gpt.ebb --min-bytes 1GiB
+	$(BIN)/ebbtide findings $(DEMO)/gpt.ebb
 	$(BIN)/ebbtide plot $(DEMO)/gpt.ebb --iterations 3:8 -o $(DEMO)/memory.png
-	@echo "Look at $(DEMO)/memory.png. Then record your own job: $(BIN)/ebbtide profile -o run.ebb -- $(BIN)/python train.py"
+	$(BIN)/ebbtide report $(DEMO)/gpt.ebb -o $(DEMO)/report.html
+	@echo
+	@echo "Now a job whose optimizer state does not fit: 13 G parameters on four GPUs, replayed under each policy on a"
+	@echo "machine that was fitted from published runs (simulated, not measured here)."
+	$(BIN)/ebbtide replay --workload examples/workload-13b.json --machine a100-40gb-published --plot $(DEMO)/policies.png
+	@echo
+	@echo "Look at $(DEMO)/report.html and $(DEMO)/policies.png. Then record your own job:"
+	@echo "  $(BIN)/ebbtide profile -o run.ebb -- $(BIN)/python train.py"
 
 lint: $(VENV)/tested
 	$(BIN)/ruff format --check .

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.steps import Floats, Ints, cumulative, peak_between
 from ebbtide.profiler.trace import Trace
 
 PHASES = ("forward", "backward", "update", "other")
@@ -29,20 +26,17 @@ class Intervals:
 
     def with_other(self) -> pd.DataFrame:
         """iteration, phase, start_ns, end_ns: the phases, and `other` wherever an iteration has none."""
-        parts = [self.phases[["iteration", "phase", "start_ns", "end_ns"]]]
-        for span in self.spans.itertuples(index=False):
-            inside = self.phases[self.phases["iteration"] == span.iteration]
-            reached = np.maximum.accumulate(np.append(span.start_ns, inside["end_ns"].to_numpy(np.int64)))
-            begins = np.append(inside["start_ns"].to_numpy(np.int64), span.end_ns)
-            gap = begins > reached
-            other = {
-                "iteration": span.iteration,
-                "phase": "other",
-                "start_ns": reached[gap],
-                "end_ns": begins[gap],
-            }
-            parts.append(pd.DataFrame(other))
-        return pd.concat(parts, ignore_index=True)
+        phases = self.phases[["iteration", "phase", "start_ns", "end_ns"]]
+        if phases.empty:
+            return phases
+        starts = phases["start_ns"].to_numpy(np.int64)
+        ends = np.append(self.spans["start_ns"].iloc[0], phases["end_ns"].to_numpy(np.int64))
+        # Up to where something ran before each phase: iterations follow each other without a gap.
+        reached = np.maximum.accumulate(ends)[:-1]
+        gap = starts > reached
+        iterations = phases["iteration"].to_numpy()[gap]
+        other = {"iteration": iterations, "phase": "other", "start_ns": reached[gap], "end_ns": starts[gap]}
+        return pd.concat([phases, pd.DataFrame(other)], ignore_index=True)
 
 
 def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
@@ -71,6 +65,16 @@ def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
     return Intervals(spans.astype("int64"), frame)
 
 
+def counted(trace: Trace) -> tuple[list[int], int]:
+    """(the iterations that count, how many before them are warm-up): the first two are left out where there are five
+    or more, unless the trace's meta says otherwise."""
+    numbers = sorted({int(i) for rank in trace.ranks for i in trace.phases(rank)["iteration"].dropna().unique()})
+    warmup = trace.meta.get("warmup_iterations")
+    if warmup is None:
+        warmup = 2 if len(numbers) >= 5 else 0
+    return numbers[warmup:], int(warmup)
+
+
 def durations_ms(cut: Intervals) -> pd.DataFrame:
     """Milliseconds per iteration (index) and phase (columns of PHASES and `iteration`); NaN for a phase that no
     iteration has."""
@@ -82,93 +86,11 @@ def durations_ms(cut: Intervals) -> pd.DataFrame:
     return table
 
 
-def memory_line(trace: Trace, rank: int, pool: str) -> tuple[Ints, Ints]:
-    """(times ns, bytes) of one pool: on the rank's first device, or on the host for a pool of the host's."""
-    rows = trace.memory(rank)
-    rows = rows[rows["pool"] == pool]
-    device = main_device(trace, rank)
-    if (rows["device"] == device).any():
-        rows = rows[rows["device"] == device]
-    return rows["t_ns"].to_numpy(np.int64), rows["bytes"].to_numpy(np.int64)
+from ebbtide.analysis.devices import capacity_bytes, first_device, link_peak, main_device, main_pool, memory_line  # noqa: E402, F401
 
 
-def main_device(trace: Trace, rank: int) -> str | None:
-    device: str | None = first_device(trace, rank).get("device")
-    return device
+def moved(trace, rank, direction):  # type: ignore
+    from ebbtide.analysis.traffic import traffic
 
-
-def capacity_bytes(trace: Trace, rank: int) -> int | None:
-    """The memory of the rank's first device: the card's, or the host's where the job runs on the CPU."""
-    capacity: int | None = first_device(trace, rank).get("capacity_bytes")
-    return capacity
-
-
-def link_peak(trace: Trace, rank: int) -> float | None:
-    """The most that the link of the rank's first device carries in one direction, bytes/s; None where not known."""
-    peak: float | None = (first_device(trace, rank).get("link") or {}).get("peak_bytes_per_s")
-    return peak
-
-
-def first_device(trace: Trace, rank: int) -> dict[str, Any]:
-    """The meta of the device that a rank's figures are about; empty where the trace names none."""
-    devices: list[dict[str, Any]] = trace.rank(rank).get("devices") or [{}]
-    return devices[0]
-
-
-def main_pool(trace: Trace) -> str | None:
-    """The pool that says most about the device: `device` where recorded, else `allocated`, else `heap`."""
-    recorded = {pool for rank in trace.ranks for pool in trace.memory(rank)["pool"].unique()}
-    return next((pool for pool in ("device", "allocated", "heap") if pool in recorded), None)
-
-
-def phase_peaks(trace: Trace, rank: int, pool: str) -> pd.DataFrame:
-    """The peak of a pool per iteration (index) and phase (columns), bytes; NaN where nothing was recorded."""
-    pieces = intervals(trace, rank, device_times=False).with_other()
-    starts, ends = pieces["start_ns"].to_numpy(np.int64), pieces["end_ns"].to_numpy(np.int64)
-    pieces["peak"] = peak_between(*memory_line(trace, rank, pool), starts, ends)
-    return pieces.groupby(["iteration", "phase"])["peak"].max().unstack().reindex(columns=list(PHASES))
-
-
-def phase_bytes(trace: Trace, rank: int, direction: str) -> pd.DataFrame | None:
-    """Bytes moved per iteration (index) and phase (columns); NaN for iterations that no sample of the counters covers,
-    None where neither copies nor counters were recorded."""
-    total = moved(trace, rank, direction)
-    if total is None:
-        return None
-    pieces = intervals(trace, rank).with_other()
-    starts, ends = pieces["start_ns"].to_numpy(np.int64), pieces["end_ns"].to_numpy(np.int64)
-    pieces["bytes"] = total(ends) - total(starts)
-    table = pieces.groupby(["iteration", "phase"])["bytes"].sum().unstack(fill_value=0.0)
-    table = table.reindex(columns=list(PHASES), fill_value=0.0)
-    if not trace.rank(rank).get("transfers_recorded"):
-        first, last = link_reach(trace, rank)
-        spans = pieces.groupby("iteration").agg(start=("start_ns", "min"), end=("end_ns", "max"))
-        table[(spans["end"] <= first) | (spans["start"] >= last)] = np.nan
-    return table
-
-
-def link_reach(trace: Trace, rank: int) -> tuple[int, int]:
-    """(start ns, end ns) of the time that the counters' samples of a rank's link cover; there must be some."""
-    rows = trace.link(rank)
-    return int((rows["t_ns"] - rows["window_ns"]).min()), int(rows["t_ns"].max())
-
-
-def moved(trace: Trace, rank: int, direction: str) -> Callable[[Ints], Floats] | None:
-    """Bytes moved by a time (ns), from the copies where recorded, else from the link's counters; None: neither."""
-    if trace.rank(rank).get("transfers_recorded"):
-        rows = trace.transfers(rank)
-        rows = rows[rows["direction"] == direction]
-        if len(rows) and rows["bytes"].isna().all():
-            return None
-        rows = rows[rows["bytes"].notna()]
-        starts, ends = rows["start_ns"].to_numpy(np.int64), rows["end_ns"].to_numpy(np.int64)
-        return cumulative(starts, ends, rows["bytes"].to_numpy(np.float64))
-    rows = trace.link(rank)
-    rows = rows[(rows["device"] == main_device(trace, rank)) & rows[f"{direction}_bytes_per_s"].notna()]
-    if rows.empty:
-        return None
-    ends = rows["t_ns"].to_numpy(np.int64)
-    # A sample stands for the time since the one before, of which its window may be but a part.
-    starts = np.append(ends[0] - rows["window_ns"].iloc[0], ends[:-1])
-    rates = rows[f"{direction}_bytes_per_s"].to_numpy(np.float64)
-    return cumulative(starts, ends, rates * (ends - starts) / 1e9)
+    found = traffic(trace, rank, direction)
+    return None if found is None else found.total

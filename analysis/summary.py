@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.iterations import (
-    PHASES,
-    capacity_bytes,
-    durations_ms,
-    first_device,
-    intervals,
-    main_pool,
-    memory_line,
-    phase_bytes,
-    phase_peaks,
-)
+from ebbtide.analysis.devices import capacity_bytes, first_device, main_pool, memory_line
+from ebbtide.analysis.iterations import PHASES, counted, durations_ms, intervals
+from ebbtide.analysis.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.steps import union_length
 from ebbtide.profiler.trace import Trace
 
@@ -92,20 +85,15 @@ class Summary:
 
 
 def summarize(trace: Trace) -> Summary:
-    """Summarize a trace. Medians leave the warm-up out: the first two iterations where there are five or more,
-    unless the trace's meta says otherwise."""
+    """Summarize a trace. Medians leave the warm-up out."""
     cuts = {rank: intervals(trace, rank) for rank in trace.ranks}
-    numbers = sorted({int(i) for cut in cuts.values() for i in cut.spans["iteration"]})
-    warmup = trace.meta.get("warmup_iterations")
-    if warmup is None:
-        warmup = 2 if len(numbers) >= 5 else 0
-    counted = numbers[warmup:]
+    numbers, warmup = counted(trace)
     pool = main_pool(trace)
-    slowest = _slowest([durations_ms(cut) for cut in cuts.values()], counted)
+    slowest = _slowest([durations_ms(cut) for cut in cuts.values()], numbers)
     total = _median(slowest["iteration"]) if len(slowest) else None
-    peaks = _stacked([phase_peaks(trace, rank, pool) for rank in trace.ranks] if pool else [], counted)
-    free = _free(trace, pool, counted)
-    moved = {way: _stacked([phase_bytes(trace, rank, way) for rank in trace.ranks], counted) for way in ("h2d", "d2h")}
+    peaks = _stacked([phase_peaks(trace, rank, pool) for rank in trace.ranks] if pool else [], numbers)
+    free = _free(trace, pool, numbers)
+    moved = {way: _stacked([phase_bytes(trace, rank, way) for rank in trace.ranks], numbers) for way in ("h2d", "d2h")}
     phases = []
     for phase in PHASES:
         times = slowest[phase] if len(slowest) else pd.Series(dtype=float)
@@ -124,7 +112,7 @@ def summarize(trace: Trace) -> Summary:
             )
         )
     return Summary(
-        iterations=len(numbers),
+        iterations=len(numbers) + warmup,
         warmup_iterations=warmup,
         ranks=len(trace.ranks),
         iteration_ms=total,
@@ -190,20 +178,31 @@ def _memory(trace: Trace, pool: str | None) -> MemorySummary:
 def _about(trace: Trace) -> list[str]:
     """The job in a few lines: device, model, optimizer."""
     lines = []
-    if trace.meta.get("command"):
-        lines.append("command: " + " ".join(map(str, trace.meta["command"])))
+    if command := trace.meta.get("command"):
+        lines.append(f"command: {command_text(command)}")
     for entry in trace.meta["ranks"][:1]:
         device = first_device(trace, entry["rank"])
         if device.get("name"):
-            lines.append(f"device: {device['name']} ({device.get('device')}), torch {entry.get('torch', '?')}")
+            torch = f", torch {entry['torch']}" if entry.get("torch") else ""
+            lines.append(f"device: {device['name']} ({device.get('device')}){torch}")
         model = entry.get("model") or {}
         if model.get("params"):
-            kinds = ", ".join(sorted(model.get("dtypes", {})))
-            lines.append(f"model: {', '.join(model['classes'])}, {model['params']:,} parameters on this rank ({kinds})")
+            names = ", ".join(model.get("classes") or ["a model"])
+            kinds = f" ({', '.join(sorted(model['dtypes']))})" if model.get("dtypes") else ""
+            lines.append(f"model: {names}, {model['params']:,} parameters on this rank{kinds}")
         for optimizer in entry.get("optimizers") or []:
-            state = optimizer.get("state_bytes", 0) / 2**20
-            lines.append(f"optimizer: {optimizer['class']}, {optimizer['params']:,} parameters, state {state:,.1f} MiB")
+            params = f", {optimizer['params']:,} parameters" if optimizer.get("params") is not None else ""
+            state = f", state {optimizer['state_bytes'] / 2**20:,.1f} MiB" if "state_bytes" in optimizer else ""
+            lines.append(f"optimizer: {optimizer.get('class', 'unknown')}{params}{state}")
     return lines
+
+
+def command_text(command: list[Any], longest: int = 110) -> str:
+    """A job's command as people know it: from its script on, and not longer than a line."""
+    words = [str(word) for word in command]
+    script = next((n for n, word in enumerate(words) if word.endswith(".py")), 0)
+    text = shlex.join(words if len(shlex.join(words)) <= longest else words[script:])
+    return text if len(text) <= longest else text[: longest - 2] + " …"
 
 
 def _remarks(trace: Trace) -> list[str]:

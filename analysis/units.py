@@ -27,3 +27,23 @@ def ms_text(milliseconds: float | None) -> str:
         return "-"
     digits = 2 if abs(milliseconds) < 10 else 1 if abs(milliseconds) < 1000 else 0
     return f"{milliseconds:,.{digits}f} ms"
+
+
+def rate_text(bytes_per_s: float | None) -> str:
+    """`12.3 GB/s`: decimal, as links are rated."""
+    if bytes_per_s is None:
+        return "-"
+    for scale, unit in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
+        if abs(bytes_per_s) >= scale:
+            return f"{bytes_per_s / scale:.3g} {unit}"
+    return f"{bytes_per_s:.3g} B/s"
+
+
+def count_text(count: float | None) -> str:
+    """`3.83 G`, `125 M`."""
+    if count is None:
+        return "-"
+    for scale, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if abs(count) >= scale:
+            return f"{count / scale:.3g}{unit}"
+    return f"{count:.3g}"

@@ -10,7 +10,22 @@ from typing import Annotated
 import typer
 
 import ebbtide
-from ebbtide.cli import merge, plot, profile, summary, windows
+from ebbtide.cli import (
+    diff,
+    export,
+    findings,
+    frames,
+    import_,
+    iterations,
+    link,
+    memory,
+    merge,
+    plot,
+    profile,
+    replay,
+    summary,
+    windows,
+)
 
 app = typer.Typer(
     name="ebbtide",
@@ -21,9 +36,18 @@ app = typer.Typer(
 )
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(profile.profile)
 app.command()(summary.summary)
+app.command()(findings.findings)
 app.command()(windows.windows)
+app.command()(memory.memory)
+app.command()(link.link)
+app.command()(iterations.iterations)
 app.command()(plot.plot)
+app.command()(diff.diff)
+app.command()(export.export)
+app.command()(frames.tables)
+app.command()(replay.replay)
 app.command()(merge.merge)
+app.command("import")(import_.import_)
 
 
 def _version(asked: bool) -> None:

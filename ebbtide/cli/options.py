@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 import typer
 
@@ -47,3 +48,9 @@ def iterations(text: str) -> tuple[int, int | None]:
     if last is not None and last <= first:
         raise typer.BadParameter(f"{text!r} has no iterations in it: the second number is where it ends")
     return first, last
+
+
+Rank = Annotated[
+    int | None,
+    typer.Option("--rank", help="Only this rank.", parser=count, metavar="N", show_default="the first; all in --json"),
+]

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from ebbtide.analysis.units import bytes_text, ms_text
+from ebbtide.analysis.units import bytes_text, count_text, ms_text
 
 if TYPE_CHECKING:
     from ebbtide.analysis.summary import Summary
@@ -24,7 +25,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     for number, column in enumerate(columns):
         grid.add_column(column, justify="right" if number else "left")
     for row in rows:
-        grid.add_row(*row)
+        grid.add_row(*map(escape, row))
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)
@@ -80,12 +81,15 @@ def print_windows(trace: Trace, found: Windows) -> None:
     longest = sorted(found.windows, key=lambda w: w.start_ms - w.end_ms)[:_MOST_ROWS]
     title = f"The {len(longest)} longest of {len(found.windows)} windows (--json has all)"
     _window_table(title if len(longest) < len(found.windows) else "All windows", longest)
+    typer.echo(
+        "fits: parameters whose optimizer state (12 B each) fits there; streams: how many could come, be updated and go"
+    )
     if all(window.h2d_idle_share is None and window.d2h_idle_share is None for window in found.windows):
         typer.echo("no GPU link was recorded: how idle it was is not known")
 
 
 def _window_table(title: str, windows: list[Window]) -> None:
-    columns = ["phase", "rank", "iteration", "from", "to", "length", "least free", "h2d idle", "d2h idle"]
+    columns = ["phase", "iteration", "from", "to", "length", "least free", "h2d idle", "d2h idle", "fits", "streams"]
     table(title, columns, [_window_row(window) for window in windows])
 
 
@@ -94,11 +98,12 @@ def _window_row(window: Window) -> list[str]:
     every = "every" if window.phase else "-"
     return [
         window.phase or "-",
-        str(window.rank),
         every if window.iteration is None else str(window.iteration),
         ms_text(window.start_ms),
         ms_text(window.end_ms),
         ms_text(window.end_ms - window.start_ms),
         bytes_text(window.free_bytes),
         *("-" if share is None else f"{100 * share:.0f} %" for share in shares),
+        count_text(window.resident_params),
+        count_text(window.streamed_params),
     ]

@@ -3,29 +3,49 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbtide.cli.options import size
+from ebbtide.cli.options import Rank, size
+from ebbtide.cli.options import iterations as parse_iterations
+
+if TYPE_CHECKING:
+    from ebbtide.analysis.windows import Windows
 
 
 def windows(
     trace: Annotated[Path, typer.Argument(metavar="RUN.ebb", help="A trace.")],
     min_bytes: Annotated[str, typer.Option(help="How much must be free, e.g. 500MB.")] = "1GiB",
+    min_ms: Annotated[float, typer.Option(help="Only windows that last so long.", min=0)] = 0.0,
+    iterations: Annotated[str | None, typer.Option(help="Only these iterations, e.g. 3:6.", show_default="all")] = None,
+    rank: Rank = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """When at least so much device memory is free, in which phase, and how idle the link is then."""
     least = size(min_bytes)
+    span = parse_iterations(iterations) if iterations is not None else None
 
     from ebbtide.analysis.windows import find_windows
+    from ebbtide.cli.explain import ranks
     from ebbtide.cli.tables import print_windows
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)
-    found = find_windows(opened, least)
+    found = _only(find_windows(opened, least, ranks(opened, rank, as_json)), min_ms, span)
     if as_json:
         typer.echo(json.dumps(found.as_json()))
     else:
         print_windows(opened, found)
+
+
+def _only(found: Windows, min_ms: float, span: tuple[int, int | None] | None) -> Windows:
+    """Without windows that are shorter, or of other iterations."""
+    windows = [w for w in found.windows if w.end_ms - w.start_ms >= min_ms]
+    if span is not None:
+        first, last = span
+        windows = [w for w in windows if w.iteration is not None and first <= w.iteration < (last or w.iteration + 1)]
+    guaranteed = [w for w in found.guaranteed if w.end_ms - w.start_ms >= min_ms]
+    return replace(found, windows=windows, guaranteed=guaranteed)

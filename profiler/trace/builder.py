@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from ebbtide.profiler.trace.files import new_trace, write_meta, write_rank
 from ebbtide.profiler.trace.reader import Trace
 from ebbtide.profiler.trace.schema import TABLES, frame
@@ -15,12 +17,24 @@ class RankBuilder:
 
     def __init__(self, meta: dict[str, Any]) -> None:
         self.meta = meta
-        self.rows: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
+        self._rows: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
+        self._columns: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
 
     def add(self, table: str, **row: Any) -> RankBuilder:
         """Add a row; a column that the row lacks must be one that may be missing."""
-        self.rows[table].append(row)
+        self._rows[table].append(row)
         return self
+
+    def extend(self, table: str, **columns: Any) -> RankBuilder:
+        """Add many rows at once, as columns (arrays of one length, or one value for all of them)."""
+        self._columns[table].append(columns)
+        return self
+
+    def frame(self, table: str) -> pd.DataFrame:
+        """The rows so far. Raises ValueError for rows that do not fit the table."""
+        parts = [pd.DataFrame(columns) for columns in self._columns[table]]
+        parts = [frame(table, self._rows[table]), *(frame(table, part) for part in parts if len(part))]
+        return frame(table, pd.concat(parts)) if len(parts) > 1 else parts[0]
 
     def phase(
         self,
@@ -87,10 +101,19 @@ class TraceBuilder:
         self._ranks[rank].meta.update(meta)
         return self._ranks[rank]
 
+    @property
+    def ranks(self) -> dict[int, RankBuilder]:
+        return self._ranks
+
+    def note(self, line: str) -> None:
+        """Say what is missing or odd, for people."""
+        if line not in self.meta["notes"]:
+            self.meta["notes"].append(line)
+
     def build(self, path: str | Path = "built.ebb") -> Trace:
         """The trace in memory; `path` is only what it calls itself. Raises ValueError for rows that do not fit."""
         order = sorted(self._ranks)
-        frames = {(r, t): frame(t, self._ranks[r].rows[t]) for r in order for t in TABLES}
+        frames = {(r, t): self._ranks[r].frame(t) for r in order for t in TABLES}
         meta = {**self.meta, "ranks": [self._ranks[r].meta for r in order]}
         return Trace(Path(path), meta, lambda rank, table: frames[rank, table])
 

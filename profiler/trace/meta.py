@@ -14,7 +14,15 @@ from ebbtide.profiler.trace.schema import FORMAT, SCHEMA
 _INT = (int, type(None))
 # What readers rely on, where it is there at all.
 _KINDS: dict[str, Any] = {"notes": list, "warmup_iterations": _INT, "host": dict, "options": dict, "clock": dict}
-_RANK_KINDS: dict[str, Any] = {"rank": int, "devices": list, "first_iteration_start_ns": _INT}
+_DICT = (dict, type(None))
+_RANK_KINDS: dict[str, Any] = {
+    "rank": int,
+    "devices": list,
+    "first_iteration_start_ns": _INT,
+    "model": _DICT,
+    "optimizers": (list, type(None)),
+    "threads": _DICT,
+}
 _DEVICE_KINDS: dict[str, Any] = {"device": str, "capacity_bytes": _INT, "link": (dict, type(None))}
 
 

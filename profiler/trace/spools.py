@@ -13,7 +13,7 @@ import pandas as pd
 
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import HOST, MISSING
-from ebbtide.profiler.trace import copies
+from ebbtide.profiler.trace import transfers
 from ebbtide.profiler.trace.schema import TABLES, frame
 
 # The layout of `agent.spool.RECORD`.
@@ -121,9 +121,9 @@ def _rank(path: Path, records: Records, samples: Records, meta: dict[str, Any], 
     slices = sorted(path.parent.glob(path.stem.replace("agent-", "") + "-copies-*.json"))
     if slices:
         wall_to_monotonic = int(header["x"]) - int(header["y"])
-        rows, trouble = copies.read(slices, wall_to_monotonic)
+        copies, trouble = transfers.read(slices, wall_to_monotonic)
         notes += [f"rank {rank}: {text}" for text in trouble]
-        data.tables["transfers"] = frame("transfers", rows)
+        data.tables["transfers"] = copies
         entry["transfers_recorded"] = True
     elif meta.get("options", {}).get("transfers"):
         notes.append(f"rank {rank}: no copies were recorded: {_NO_COPIES[devices[0].get('kind') == 'cuda']}")
@@ -180,11 +180,11 @@ def _phases(records: Records) -> pd.DataFrame:
     gpu = pd.DataFrame({"sequence": times["a"].astype(np.int64), "gpu_start_ns": times["x"], "gpu_end_ns": times["y"]})
     gpu = gpu.astype({"gpu_start_ns": "Int64", "gpu_end_ns": "Int64"})
     phases = phases.merge(gpu, on="sequence", how="left").sort_values("start_ns", kind="stable")
-    phases["micro_step"] = _micro_steps(phases)
+    phases["micro_step"] = micro_steps(phases)
     return phases
 
 
-def _micro_steps(phases: pd.DataFrame) -> pd.Series[int]:
+def micro_steps(phases: pd.DataFrame) -> pd.Series[int]:
     """Within an iteration, a forward that follows a backward begins the next micro-step."""
     iteration = phases["iteration"].fillna(-1)
     forward = phases["phase"].eq("forward")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ebbtide.analysis.steps import cumulative, peak_between, union_length
+from ebbtide.analysis.steps import cumulative, peak_between, thinned, union_length
 
 Pair = tuple[int, int]
 Amount = tuple[int, int, int]
@@ -159,3 +159,22 @@ def test_a_union_is_as_long_as_the_set_of_its_nanoseconds(pairs: list[Pair], off
     starts, ends = columns(pairs)
     covered = {time for start, end in pairs for time in range(start, end)}
     assert union_length(starts + offset, ends + offset) == len(covered)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(-9, 9), min_size=1, max_size=80), st.integers(4, 60))
+def test_a_thinned_line_keeps_its_ends_and_the_extremes_of_each_stretch(values: list[int], most: int) -> None:
+    times, sizes = np.arange(len(values)), ints(values)
+    kept, drawn = thinned(times, sizes, most)
+    assert len(kept) <= max(most, 4)
+    assert (np.diff(kept) > 0).all()
+    assert drawn.tolist() == sizes[kept].tolist()
+    assert (kept[0], kept[-1]) == (0, len(values) - 1)
+    assert (drawn.min(), drawn.max()) == (min(values), max(values))
+    if len(values) <= most:
+        assert len(kept) == len(values)
+    # Anything that is left out lies between values that are drawn, no further away than two stretches.
+    reach = 2 * -(-len(values) // ((most - 2) // 2))
+    for time, size in enumerate(values):
+        near = drawn[np.abs(kept - time) <= reach]
+        assert near.min() <= size <= near.max()

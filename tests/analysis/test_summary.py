@@ -168,8 +168,8 @@ def test_bytes_come_from_the_counters_where_no_copies_were_recorded() -> None:
         rank.link(t * MS, 5 * MS if t == 10 else 2 * MS, "gpm", h2d_bytes_per_s=1e6 * t)
     rank.link(60 * MS, MS, "gpm", device="cuda:1", h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12)
     summary = summarize(builder.build())
-    # The first sample stands for its window, 5 ms; each later one for the 10 ms since the one before.
-    assert [phase.h2d_bytes for phase in summary.phases] == [(50_000 + 400_000) // 2, 350_000, 450_000, 0]
+    # Each sample stands for the 10 ms since the one before; the first for its window, and that half for the phase.
+    assert [phase.h2d_bytes for phase in summary.phases] == [(100_000 + 400_000) // 2, 350_000, 450_000, 0]
     assert [phase.d2h_bytes for phase in summary.phases] == [None] * 4
     assert summary.transfers["h2d"] == TransferSummary(None, None, None)
 

@@ -1,18 +1,13 @@
-"""Lines from allocator traces, and rows from the copies that torch's profiler recorded."""
+"""Lines from allocator traces."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from ebbtide.profiler.agent.options import Options
 from ebbtide.profiler.agent.pools import REQUESTED, RESERVED
 from ebbtide.profiler.agent.slices import AllocatorHistory, allocator_lines
-from ebbtide.profiler.trace import copies
 
 
 def entry(action: str, size: int, time_us: int) -> dict[str, Any]:
@@ -89,84 +84,3 @@ def test_the_history_and_the_readings_measure_the_same() -> None:
     history.at_iteration(2)
     history.at_iteration(3)
     assert put == [1700, 700]
-
-
-def copy(name: str, ts: float, dur: float = 1.5, **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": "gpu_memcpy", "name": name, "ts": ts, "dur": dur, "args": args}
-
-
-def write(path: Path, *events: Any, base: int | None = 1_700_000_000_000_000_000) -> Path:
-    trace: dict[str, Any] = {"schemaVersion": 1, "traceEvents": list(events)}
-    if base is not None:
-        trace["baseTimeNanoseconds"] = base
-    path.write_text(json.dumps(trace))
-    return path
-
-
-def test_copies_between_host_and_device_are_read_and_no_others(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "copies-1.json",
-        copy("Memcpy HtoD (Pinned -> Device)", 10.25, device=0, stream=7, bytes=4096),
-        copy("Memcpy HtoD (Pageable -> Device)", 20, device=1, stream=7, bytes=10),
-        copy("Memcpy DtoH (Device -> Pageable)", 30.001, device=0, stream=9, bytes=11),
-        copy("Memcpy DtoH (Device -> Pinned)", 40, device=0, stream=9, bytes=12),
-        copy("Memcpy DtoD (Device -> Device)", 50, device=0, stream=7, bytes=13),
-        copy("Memset (Device)", 60, device=0, stream=7, bytes=14),
-        {"ph": "X", "cat": "cuda_runtime", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 70, "dur": 1},
-        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}},
-    )
-    rows, trouble = copies.read([path], 1_000 - 1_700_000_000_000_000_000)
-    assert trouble == []
-    assert rows[0] == {
-        "start_ns": 11_250,
-        "end_ns": 12_750,
-        "device": "cuda:0",
-        "direction": "h2d",
-        "bytes": 4096,
-        "host_memory": "pinned",
-        "stream": 7,
-        "name": "Memcpy HtoD (Pinned -> Device)",
-    }
-    told = [(r["start_ns"], r["device"], r["direction"], r["host_memory"], r["bytes"]) for r in rows[1:]]
-    assert told == [
-        (21_000, "cuda:1", "h2d", "pageable", 10),
-        (31_001, "cuda:0", "d2h", "pageable", 11),
-        (41_000, "cuda:0", "d2h", "pinned", 12),
-    ]
-
-
-def test_what_a_copy_does_not_tell_is_missing(tmp_path: Path) -> None:
-    unnamed, unknown = copy("Memcpy HtoD", 1, device=0), copy("Memcpy DtoH (Device -> Unknown)", 2, device=0, stream=3)
-    rows, trouble = copies.read([write(tmp_path / "copies-1.json", unnamed, unknown)], 0)
-    assert trouble == []
-    assert [(row["bytes"], row["host_memory"], row["stream"]) for row in rows] == [(None, None, None), (None, None, 3)]
-
-
-def test_times_without_a_base_are_of_the_wall_clock_themselves(tmp_path: Path) -> None:
-    path = write(tmp_path / "copies-1.json", copy("Memcpy HtoD (Pinned -> Device)", 5_000_000.5), base=None)
-    ((row,), _) = copies.read([path], -5_000_000_000)
-    assert (row["start_ns"], row["end_ns"]) == (500, 2_000)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"traceEvents": [{"cat": "gpu_memcpy", "name": "Memcpy HtoD"',
-        "",
-        "[]",
-        "{}",
-        '{"traceEvents": [3]}',
-        '{"traceEvents": [{"cat": "gpu_memcpy", "name": "Memcpy HtoD", "dur": 1}]}',
-        '{"traceEvents": [{"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": "soon", "dur": 1}]}',
-    ],
-)
-def test_a_broken_file_is_one_line_of_trouble_and_the_others_are_read(tmp_path: Path, text: str) -> None:
-    broken = tmp_path / "copies-1.json"
-    broken.write_text(text)
-    whole = write(tmp_path / "copies-2.json", copy("Memcpy DtoH (Device -> Pinned)", 1, bytes=8))
-    rows, trouble = copies.read([broken, tmp_path / "gone.json", whole], 0)
-    assert [row["bytes"] for row in rows] == [8]
-    assert len(trouble) == 2
-    assert "copies-1.json" in trouble[0]
-    assert "gone.json" in trouble[1]
-    assert "\n" not in "".join(trouble)

@@ -1,0 +1,171 @@
+"""A trace as a file that ui.perfetto.dev and chrome://tracing open."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ebbtide.analysis.devices import first_device
+from ebbtide.analysis.iterations import intervals
+from ebbtide.analysis.lanes import overlap
+from ebbtide.analysis.output import new_output
+from ebbtide.analysis.steps import Ints
+from ebbtide.analysis.trace_events import Process, dumps
+from ebbtide.analysis.traffic import DIRECTIONS
+from ebbtide.profiler.trace import Trace, TraceError
+
+_EXPLAINED = (
+    "Counters of the link: bytes/s over each sample's window. The format has no gaps: where a window ends and no other"
+    " begins the line drops to 0, and a slice 'not sampled' on a track beside it says that nothing is known there."
+)
+
+
+def export(trace: Trace, path: Path, force: bool = False) -> None:
+    """Write a trace in the Trace Event Format (JSON), compressed where the name ends in .gz.
+
+    A process per rank; tracks for iterations, phases, copies and ops; counters for memory (bytes) and link (bytes/s).
+    Times are microseconds after the first time of the trace, which stands in `otherData`. Written event by event; the
+    file stands whole at `path` or not at all. Raises UserError where it cannot be written, TraceError for a trace that
+    cannot be read.
+    """
+    with (
+        new_output(path, force, Path.is_file, "a file") as temporary,
+        ExitStack() as stack,
+    ):
+        binary: Any = stack.enter_context(open(temporary, "wb"))
+        if path.suffix.lower() == ".gz":
+            binary = stack.enter_context(gzip.GzipFile("", "wb", 6, binary, mtime=0))
+        file = stack.enter_context(io.TextIOWrapper(binary, encoding="utf-8", errors="replace", newline="\n"))
+        origin = _first_ns(trace)
+        file.write(f'{{"otherData":{dumps(_about(trace, origin))},"traceEvents":[')
+        for number, event in enumerate(events(trace, origin)):
+            file.write(f",\n{event}" if number else f"\n{event}")
+        file.write("\n]}\n")
+
+
+def events(trace: Trace, origin_ns: int) -> Iterator[str]:
+    """Every event of a trace, a JSON object each; times are after origin_ns."""
+    # Process 0 is the idle task to Perfetto, and a track with its process's number the main thread.
+    tids = itertools.count(len(trace.ranks) + 1)
+    for pid, rank in enumerate(trace.ranks, start=1):
+        process = Process(pid, tids, origin_ns)
+        device = first_device(trace, rank).get("name")
+        yield from process.named(f"rank {rank} · {device}" if device else f"rank {rank}")
+        yield from _phases(process, trace, rank)
+        yield from _copies(process, trace, rank)
+        yield from _ops(process, trace, rank)
+        yield from _memory(process, trace, rank)
+        yield from _link(process, trace, rank)
+
+
+def _about(trace: Trace, origin_ns: int) -> dict[str, Any]:
+    offset = (trace.meta.get("clock") or {}).get("wall_offset_ns")
+    return {
+        "trace": trace.path.name,
+        "source": str(trace.meta.get("source")),
+        "start_ns": origin_ns,
+        "start_unix_ns": origin_ns + offset if isinstance(offset, int) else None,
+        "link": _EXPLAINED,
+        "notes": [str(note) for note in trace.notes],
+    }
+
+
+def _first_ns(trace: Trace) -> int:
+    """The earliest time that an event has; 0 for a trace without any."""
+    times = []
+    for rank in trace.ranks:
+        link = trace.link(rank)
+        phases = trace.phases(rank)
+        times += [
+            intervals(trace, rank, device_times=False).spans["start_ns"],
+            phases["start_ns"],
+            phases["gpu_start_ns"].dropna(),
+            trace.transfers(rank)["start_ns"],
+            trace.ops(rank)["start_ns"],
+            trace.memory(rank)["t_ns"],
+            link["t_ns"] - link["window_ns"],
+        ]
+    return min((int(column.min()) for column in times if len(column)), default=0)
+
+
+def _checked(trace: Trace, rows: pd.DataFrame, what: str) -> pd.DataFrame:
+    if (rows["end_ns"] < rows["start_ns"]).any():
+        raise TraceError(f"{trace.path} is damaged: {what} ends before it starts")
+    return rows
+
+
+def _phases(process: Process, trace: Trace, rank: int) -> Iterator[str]:
+    """Iterations and phases by host times, and the phases again where the device's times are known."""
+    spans = intervals(trace, rank, device_times=False).spans
+    spans = spans.assign(name="iteration " + spans["iteration"].astype(str))
+    yield from process.slices("iterations", "iteration", _checked(trace, spans, "an iteration"))
+    phases = trace.phases(rank).rename(columns={"phase": "name"})
+    columns = ["name", "start_ns", "end_ns", "iteration", "micro_step"]
+    yield from process.slices("phases (host)", "phase", _checked(trace, phases[columns], "a phase"))
+    known = phases[phases["gpu_start_ns"].notna() & phases["gpu_end_ns"].notna()]
+    known = known.assign(start_ns=known["gpu_start_ns"].astype("int64"), end_ns=known["gpu_end_ns"].astype("int64"))
+    yield from process.slices("phases (device)", "device phase", _checked(trace, known[columns], "a phase"))
+
+
+def _copies(process: Process, trace: Trace, rank: int) -> Iterator[str]:
+    """A track per device and direction, or per stream where copies of one direction overlap."""
+    rows = _checked(trace, trace.transfers(rank), "a copy")
+    for (device, way), group in rows.groupby(["device", "direction"], sort=True):
+        track = f"{way} copies {device}"
+        if not overlap(group["start_ns"].to_numpy(np.int64), group["end_ns"].to_numpy(np.int64)):
+            yield from process.slices(track, "copy", group)
+            continue
+        for stream, part in group.groupby("stream", dropna=False):
+            yield from process.slices(f"{track} stream {'?' if pd.isna(stream) else stream}", "copy", part)
+
+
+def _ops(process: Process, trace: Trace, rank: int) -> Iterator[str]:
+    """A track per resource; an op lies within its parent where both use one resource."""
+    rows = _checked(trace, trace.ops(rank), "an op")
+    rows = rows.assign(row=np.arange(len(rows)))
+    for resource, group in rows.groupby("resource", sort=True):
+        place = {row: number for number, row in enumerate(group["row"])}
+        parents = [None if pd.isna(parent) else place.get(parent) for parent in group["parent"]]
+        yield from process.slices(f"ops {resource}", "op", group, parents)
+
+
+def _memory(process: Process, trace: Trace, rank: int) -> Iterator[str]:
+    for (device, pool), rows in trace.memory(rank).groupby(["device", "pool"], sort=True):
+        times, sizes = rows["t_ns"].tolist(), rows["bytes"].tolist()
+        yield from process.counter(f"memory {device} {pool}", "bytes", times, sizes)
+
+
+def _link(process: Process, trace: Trace, rank: int) -> Iterator[str]:
+    for device, rows in trace.link(rank).groupby("device", sort=True):
+        for way in DIRECTIONS:
+            rates = rows[f"{way}_bytes_per_s"].to_numpy(np.float64)
+            known = np.isfinite(rates)
+            ends = rows["t_ns"].to_numpy(np.int64)[known]
+            windows = rows["window_ns"].to_numpy(np.int64)[known]
+            times, values, gaps = _rate_line(ends, windows, rates[known])
+            name = f"link {device} {way}"
+            yield from process.counter(name, "bytes/s", times.tolist(), values.tolist())
+            yield from process.slices(f"{name}: not sampled", "unknown", gaps)
+
+
+def _rate_line(ends: Ints, windows: Ints, rates: Any) -> tuple[Ints, Any, pd.DataFrame]:
+    """(times, rates, gaps between samples) of samples that are each a mean over the window that ends with it."""
+    if not len(ends):
+        return ends, rates, pd.DataFrame({"name": [], "start_ns": ends, "end_ns": ends})
+    # Where windows overlap the earlier one counts up to its end.
+    starts = np.maximum(ends - windows, np.append(ends[0] - windows[0], ends[:-1]))
+    open_end = np.append(starts[1:] > ends[:-1], True)
+    times = np.concatenate([starts, ends[open_end]])
+    values = np.concatenate([rates, np.zeros(int(open_end.sum()))])
+    order = np.argsort(times, kind="stable")
+    gap = np.flatnonzero(open_end[:-1])
+    gaps = pd.DataFrame({"name": "not sampled", "start_ns": ends[gap], "end_ns": starts[gap + 1]})
+    return times[order], values[order], gaps

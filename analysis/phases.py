@@ -1,0 +1,56 @@
+"""What memory and link did in each phase of each iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from ebbtide.analysis.devices import memory_line
+from ebbtide.analysis.iterations import PHASES, intervals
+from ebbtide.analysis.steps import peak_between
+from ebbtide.analysis.traffic import DIRECTIONS, both_busy, traffic
+from ebbtide.profiler.trace import Trace
+
+
+def phase_peaks(trace: Trace, rank: int, pool: str) -> pd.DataFrame:
+    """The peak of a pool per iteration (index) and phase (columns), bytes; NaN where nothing was recorded."""
+    pieces = intervals(trace, rank, device_times=False).with_other()
+    starts, ends = pieces["start_ns"].to_numpy(np.int64), pieces["end_ns"].to_numpy(np.int64)
+    pieces["peak"] = peak_between(*memory_line(trace, rank, pool), starts, ends)
+    return pieces.groupby(["iteration", "phase"])["peak"].max().unstack().reindex(columns=list(PHASES))
+
+
+def link_table(trace: Trace, rank: int, directions: Sequence[str] = DIRECTIONS) -> pd.DataFrame:
+    """A row per iteration, phase and direction: iteration, phase, direction, length_ms, bytes, busy_ms (time in which
+    copies ran), both_ms (in both directions at once). NaN for what was not recorded, or too little of it."""
+    pieces = intervals(trace, rank).with_other()
+    starts, ends = pieces["start_ns"].to_numpy(np.int64), pieces["end_ns"].to_numpy(np.int64)
+    both = both_busy(trace, rank)
+    pieces["length_ms"] = (ends - starts) / 1e6
+    pieces["both_ms"] = np.nan if both is None else (both(ends) - both(starts)) / 1e6
+    tables = []
+    for way in directions:
+        moved = traffic(trace, rank, way)
+        busy = moved.busy if moved is not None else None
+        figures = {
+            "direction": way,
+            "bytes": np.nan if moved is None else moved.bytes(starts, ends),
+            "busy_ms": np.nan if busy is None else (busy(ends) - busy(starts)) / 1e6,
+        }
+        tables.append(pieces.assign(**figures))
+    groups = pd.concat(tables).groupby(["iteration", "phase", "direction"], sort=False)
+    figures = groups[["length_ms", "bytes", "busy_ms", "both_ms"]]
+    # A sum is known where each of its parts is.
+    return figures.sum().where(figures.count().eq(groups.size(), axis=0)).reset_index()
+
+
+def phase_bytes(trace: Trace, rank: int, direction: str) -> pd.DataFrame | None:
+    """Bytes moved per iteration (index) and phase (columns); 0 for a phase that an iteration does not have, NaN where
+    too little was sampled, None where neither copies nor counters were recorded."""
+    if traffic(trace, rank, direction) is None:
+        return None
+    rows = link_table(trace, rank, [direction])
+    table = rows.set_index(["iteration", "phase"])["bytes"].unstack(fill_value=0.0)
+    return table.reindex(columns=list(PHASES), fill_value=0.0)

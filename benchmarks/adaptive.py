@@ -1,0 +1,154 @@
+"""How far `adaptive` is from the limit: its exposed time over the bound with whole subgroups, its iteration over the
+bound, on random machines and workloads.
+
+    python benchmarks/adaptive.py [--count 300] [--seed 0] [--worst 0]
+
+Rates, sizes, phases and free memory are drawn wide around those of boxes with one GPU of 80 GB a rank. Prints
+Markdown; --worst adds the cases that are farthest off.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ebbtide.interleave.bound import bound
+from ebbtide.interleave.machine import Machine
+from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.schedule import Schedule
+from ebbtide.interleave.simulate import simulate
+from ebbtide.interleave.workload import FreeLine, Workload
+
+OTHERS = ("pipelined", "twin-flow:0.5", "twin-flow:0.8", "interleaved:2", "interleaved:3", "interleaved:4")
+Draw = Callable[[float, float], float]
+
+
+@dataclass(frozen=True)
+class Case:
+    """exposed, iteration: of `adaptive`, over their bounds. others: the best other plan's iteration over adaptive's."""
+
+    number: int
+    exposed: float
+    iteration: float
+    others: float
+    schedule: Schedule
+    machine: Machine
+
+
+def random_machine(draw: np.random.Generator) -> Machine:
+    across = _log(draw)
+    link = across(10e9, 60e9)
+    return Machine(
+        name="random",
+        gpu_memory_bytes=80e9,
+        host_memory_bytes=1e12,
+        h2d_bytes_per_s=link * across(0.8, 1.2),
+        d2h_bytes_per_s=link * across(0.8, 1.2),
+        duplex_bytes_per_s=link * draw.uniform(1.2, 2) if draw.random() < 0.5 else None,
+        h2d_pageable_bytes_per_s=across(3e9, 12e9),
+        d2h_pageable_bytes_per_s=across(2e9, 10e9),
+        host_memory_bytes_per_s=across(25e9, 200e9),
+        cpu_update_params_per_s=across(0.3e9, 5e9),
+        cpu_cast_params_per_s=across(2e9, 20e9),
+        gpu_update_params_per_s=across(5e9, 80e9),
+        step_overhead_s=float(draw.choice([0, 0.02, 0.07])),
+    )
+
+
+def random_workload(draw: np.random.Generator, clipping: bool = True, uneven: bool = False) -> Workload:
+    """uneven: whole tensors, so that subgroups differ by up to a third."""
+    across = _log(draw)
+    count, params = round(across(8, 200)), across(0.3e9, 10e9)
+    shares = draw.uniform(0.75, 1.0, count) if uneven else np.ones(count)
+    sizes = tuple(int(size) for size in params * shares / shares.sum())
+    forward = across(0.1, 2)
+    backward, other = forward * draw.uniform(2, 4), float(draw.choice([0, 0.05]))
+    top = params * 14 * across(0.05, 1.2)
+    # Activations fill the memory in the forward and leave it in the backward.
+    falls = ((0.0, 1.0), (0.1, 0.7), (0.5, 0.4), (1.0, 0.2))
+    rises = ((0.5, 0.5), (0.8, 0.8), (1.0, 1.0))
+    line: FreeLine = ((0.0, top),)
+    if draw.random() < 0.6:
+        line = (
+            *((other * (at > 0) + forward * at, top * share) for at, share in falls),
+            *((other + forward + backward * at, top * share) for at, share in rises),
+        )
+    return Workload(
+        name="random",
+        params=sum(sizes),
+        subgroup_params=max(sizes),
+        sizes=sizes,
+        forward_s=forward,
+        backward_s=backward,
+        other_s=other,
+        gpu_free=line,
+        h2d_busy_share=float(draw.choice([0, 0.2])),
+        clipping=clipping,
+    )
+
+
+def _log(draw: np.random.Generator) -> Draw:
+    """Draws evenly in the logarithm."""
+    return lambda low, high: float(np.exp(draw.uniform(np.log(low), np.log(high))))
+
+
+def case(seed: int, number: int, clipping: bool, uneven: bool) -> Case:
+    draw = np.random.default_rng([seed, number])
+    machine = random_machine(draw)
+    workload = random_workload(draw, clipping, uneven)
+    found = simulate(make_plan("adaptive", workload, machine), workload, machine)
+    least = bound(workload, machine)
+    others = (simulate(make_plan(policy, workload, machine), workload, machine) for policy in OTHERS)
+    return Case(
+        number,
+        found.exposed_s / least.exposed_whole_s,
+        found.iteration_s / least.iteration_s,
+        min(other.iteration_s for other in others if other.fits_device(None)) / found.iteration_s,
+        found,
+        replace(machine, name=f"seed {seed}, case {number}"),
+    )
+
+
+def row(name: str, over: Iterable[float], within: float) -> str:
+    values = np.array(list(over))
+    quantiles = " | ".join(f"{np.percentile(values, share):.3f}" for share in (50, 75, 90, 100))
+    return f"| {name} | {quantiles} | {100 * np.mean(values <= 1 + within):.0f} % within {100 * within:.0f} % |"
+
+
+def told(worst: Case) -> str:
+    job = worst.schedule.workload
+    what = f"{len(job.subgroups)} subgroups, clipping {'on' if job.clipping else 'off'}, {worst.schedule.plan.remark}"
+    return f"| {worst.number} | {worst.exposed:.3f} | {worst.iteration:.3f} | {worst.others:.2f} | {what} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--worst", type=int, default=0, help="so many of the farthest cases")
+    options = parser.parse_args()
+    kinds = {
+        "gradients clipped, even subgroups": (True, False),
+        "gradients clipped, uneven subgroups": (True, True),
+        "no clipping, even subgroups": (False, False),
+    }
+    print(f"{options.count} random machines and workloads each, seed {options.seed}.\n")
+    print("| | median | p75 | p90 | max | |\n| --- | --- | --- | --- | --- | --- |")
+    farthest = {}
+    for name, (clipping, uneven) in kinds.items():
+        cases = [case(options.seed, number, clipping, uneven) for number in range(options.count)]
+        print(row(f"{name}: exposed over its bound, whole subgroups", (c.exposed for c in cases), 0.10))
+        print(row(f"{name}: iteration over its bound", (c.iteration for c in cases), 0.05))
+        print(row(f"{name}: iteration of the best other over that of adaptive", (c.others for c in cases), 0.0))
+        farthest[name] = sorted(cases, key=lambda c: c.exposed, reverse=True)[: options.worst]
+    for name, cases in farthest.items():
+        if cases:
+            print(f"\nFarthest, {name}:\n\n| case | exposed | iteration | others | |\n| --- | --- | --- | --- | --- |")
+            print("\n".join(told(worst) for worst in cases))
+
+
+if __name__ == "__main__":
+    main()

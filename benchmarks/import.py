@@ -1,0 +1,165 @@
+"""What importing a torch.profiler trace costs: ebbtide beside HolisticTraceAnalysis, on the same files.
+
+    python benchmarks/import.py --hta-python PATH [--rounds 5] [--events 3000000] FILE...
+
+PATH is the Python of an environment with HolisticTraceAnalysis. Of ebbtide the whole command is measured, to the trace on
+disk; of the other the parsing alone, to its table in memory, which is less than what an analysis of copies takes there.
+Each file is taken as it is, and the first also repeated (steps, times and numbers going on) until it has so many events.
+Both run in turn as processes of their own; the figures are the wall time and the peak of resident memory of the whole
+process, and their ratios within each round. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import multiprocessing
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HTA = """
+import sys
+from hta.common.trace import parse_trace_file
+parse_trace_file(sys.argv[1])
+"""
+HTA_VERSION = "from importlib.metadata import version; print(version('HolisticTraceAnalysis'))"
+
+
+def commands(file: Path, hta_python: str, folder: Path) -> dict[str, list[str]]:
+    trace = str(folder / "run.ebb")
+    return {
+        "ebbtide": [sys.executable, "-m", "ebbtide", "import", "--force", "-o", trace, str(file)],
+        "HTA": [hta_python, "-c", HTA, str(file)],
+    }
+
+
+def cost(command: list[str]) -> tuple[float, float]:
+    """(wall seconds, peak of resident MiB) of one run."""
+    begun = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        said = process.stderr.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit(f"{command[0]} failed: {said.decode(errors='replace')[-2000:]}")
+    return time.perf_counter() - begun, usage.ru_maxrss / 1024
+
+
+def compare(file: Path, hta_python: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    taken: dict[str, list[tuple[float, float]]] = {"ebbtide": [], "HTA": []}
+    with tempfile.TemporaryDirectory() as folder:
+        order = list(commands(file, hta_python, Path(folder)).items())
+        for number in range(rounds):
+            for name, command in order if number % 2 else reversed(order):
+                taken[name].append(cost(command))
+                print(f"  {file.name}: {name} {taken[name][-1]}", file=sys.stderr)
+    return taken
+
+
+def read(file: Path) -> dict[str, Any]:
+    raw = file.read_bytes()
+    trace: dict[str, Any] = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+    return trace
+
+
+def repeat(file: Path, least: int, target: Path) -> None:
+    """Write a trace of at least so many events: those of `file`, again and again, each time later."""
+    trace = read(file)
+    events = trace.pop("traceEvents")
+    with target.open("w") as out:
+        out.write(json.dumps(trace)[:-1] + ', "traceEvents": [\n  ')
+        for number in range(-(-least // len(events))):
+            out.write(",\n  " * (number > 0))
+            out.write(",\n  ".join(map(json.dumps, later(events, number))))
+        out.write("\n]}\n")
+
+
+def later(events: list[dict[str, Any]], number: int) -> Iterator[dict[str, Any]]:
+    steps = [event for event in events if str(event.get("name")).startswith("ProfilerStep#")]
+    length = max(step["ts"] + step["dur"] for step in steps) - min(step["ts"] for step in steps)
+    for event in events:
+        shifted = {**event, "ts": event["ts"] + number * length}
+        if event in steps:
+            shifted["name"] = f"ProfilerStep#{int(event['name'].partition('#')[2]) + number * len(steps)}"
+        if "id" in event:
+            shifted["id"] = event["id"] + number * 10_000_000
+        if "args" in event:
+            ids = {key: event["args"].get(key, -1) for key in ("correlation", "External id", "Sequence number")}
+            shifted["args"] = event["args"] | {key: n + number * 10_000_000 for key, n in ids.items() if n >= 0}
+        yield shifted
+
+
+def count(file: Path, to: Any) -> None:
+    to.send(len(read(file)["traceEvents"]))
+
+
+def events_of(file: Path) -> int:
+    """Counted in another process: what this one holds would count as memory of those that it starts."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.Process(target=count, args=(file, there))
+    process.start()
+    number: int = here.recv()
+    process.join()
+    return number
+
+
+def machine(hta_python: str) -> str:
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    hta = subprocess.run([hta_python, "-c", HTA_VERSION], capture_output=True, text=True, check=True).stdout.strip()
+    name = cpu.group(1) if cpu else platform.machine()
+    return f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, HolisticTraceAnalysis {hta}"
+
+
+def spread(values: list[float], digits: int) -> str:
+    low, high = min(values), max(values)
+    return f"{statistics.median(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def row(file: Path, taken: dict[str, list[tuple[float, float]]]) -> str:
+    ours, theirs = taken["ebbtide"], taken["HTA"]
+    cells = [
+        f"`{file.name}`",
+        f"{events_of(file):,}",
+        f"{file.stat().st_size / 2**20:.0f}",
+        spread([seconds for seconds, _ in ours], 2),
+        spread([other[0] / own[0] for own, other in zip(ours, theirs, strict=True)], 1),
+        spread([size for _, size in ours], 0),
+        spread([other[1] / own[1] for own, other in zip(ours, theirs, strict=True)], 1),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    flags.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    flags.add_argument("--hta-python", required=True)
+    flags.add_argument("--rounds", type=int, default=5)
+    flags.add_argument("--events", type=int, default=3_000_000)
+    args = flags.parse_args()
+    print(f"{time.strftime('%Y-%m-%d')}, {machine(args.hta_python)}, {args.rounds} rounds: median (least to most)\n")
+    print(
+        "| trace | events | MiB | ebbtide, s | HTA's time / ebbtide's | ebbtide, peak MiB | HTA's memory / ebbtide's |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as folder:
+        large = Path(folder) / "repeated.json"
+        process = multiprocessing.Process(target=repeat, args=(args.files[0], args.events, large))
+        process.start()
+        process.join()
+        for file in [*args.files, large]:
+            print(row(file, compare(file, args.hta_python, args.rounds)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""`ebbtide replay`: what other policies would give."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ebbtide.analysis.units import bytes_text, ms_text
+from ebbtide.cli.options import count, size
+from ebbtide.cli.tables import table
+
+if TYPE_CHECKING:
+    from ebbtide.interleave.replay import Replay
+
+
+def replay(
+    trace: Annotated[Path | None, typer.Argument(metavar="[RUN.ebb]", help="A trace, to replay its workload.")] = None,
+    workload: Annotated[Path | None, typer.Option(help="A workload file instead of a trace.")] = None,
+    params: Annotated[
+        int | None, typer.Option(help="A size instead of a trace, e.g. 13e9.", parser=count, metavar="N")
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Of a size: how many ranks share it.", min=1)] = 1,
+    forward_ms: Annotated[float, typer.Option(help="Of a size: the forward.", min=0)] = 0.0,
+    backward_ms: Annotated[float, typer.Option(help="Of a size: the backward.", min=0)] = 0.0,
+    free: Annotated[str | None, typer.Option(help="Of a size: device memory free beside the job.")] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="A machine file, or a preset's name.", show_default="the trace's own")
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy", metavar="P", help="A policy, e.g. twin-flow:0.4; may be repeated.", show_default="all"
+        ),
+    ] = None,
+    policies: Annotated[
+        Path | None, typer.Option(help="A Python file of yours that registers policies; it is run.")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="The policy that speed-ups are over.", show_default="the first one")
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="What each mechanism is worth by itself.")] = False,
+    recommend: Annotated[bool, typer.Option("--recommend", help="What to do, in one line.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the policies: .png, .svg or .pdf.")] = None,
+    save: Annotated[Path | None, typer.Option(help="A folder for the schedules, a simulated trace per policy.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """What an iteration would take under other policies, and how far the best is from the limit."""
+    of_size = _size(params, ranks, forward_ms, backward_ms, free)
+    for output in (plot, save):
+        if output is not None and os.path.lexists(output):
+            raise typer.BadParameter(f"{output} exists already: choose another path")
+    if plot is not None and plot.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise typer.BadParameter(f"{plot} must end in .png, .svg or .pdf: the ending chooses the format")
+
+    from ebbtide.interleave import explain as explaining
+    from ebbtide.interleave.inputs import Size, find_machine, find_workload, load_policies
+    from ebbtide.interleave.replay import replay as run
+
+    if policies is not None:
+        load_policies(policies)
+    job = find_workload(trace, workload, Size(**of_size) if of_size is not None else None)
+    box = find_machine(machine, trace)
+    found = run(job, box, policy)
+    steps = explaining.explain(job, box) if explain else None
+    advice = explaining.recommend(job, box) if recommend else None
+    if as_json:
+        more: dict[str, Any] = {}
+        if steps is not None:
+            more["explain"] = [vars(step) for step in steps]
+        if advice is not None:
+            more["recommend"] = vars(advice)
+        typer.echo(json.dumps({**found.as_json(), **more}))
+    else:
+        _print(found, baseline)
+        if steps is not None:
+            rows = [[step.mechanism, step.policy, ms_text(step.iteration_ms), ms_text(step.gain_ms)] for step in steps]
+            table("Each mechanism, added to those before it", ["mechanism", "policy", "iteration", "gain"], rows)
+        if advice is not None:
+            typer.echo(f"recommended: {advice.line}")
+    if plot is not None:
+        _draw(found, plot)
+    if save is not None:
+        _save(found, save)
+
+
+def _size(
+    params: int | None, ranks: int, forward_ms: float, backward_ms: float, free: str | None
+) -> dict[str, Any] | None:
+    if params is None:
+        return None
+    times = {"forward_s": forward_ms / 1e3, "backward_s": backward_ms / 1e3}
+    return {"params": params, "ranks": ranks, **times, "free_bytes": size(free) if free is not None else None}
+
+
+def _print(found: Replay, baseline: str | None) -> None:
+    job, least = found.workload, found.bound
+    params = f"{job.params / 1e9:.3g} G parameters a rank in {len(job.subgroups):,} subgroups"
+    typer.echo(f"{job.name} on {found.machine.name}: {params}")
+    for note in job.notes:
+        typer.echo(f"note: {note}")
+    names = [result.policy for result in found.results]
+    if baseline is not None and baseline not in names:
+        raise typer.BadParameter(f"{baseline!r} is not among the policies: {', '.join(names)}")
+    base = found.results[names.index(baseline) if baseline else 0].iteration_ms
+    rows = [
+        [
+            result.policy,
+            ms_text(result.iteration_ms),
+            f"{base / result.iteration_ms:.2f}x" if result.iteration_ms else "-",
+            ms_text(result.backward_ms),
+            ms_text(result.update_ms),
+            ms_text(result.exposed_ms),
+            result.limited_by,
+            bytes_text(result.peak_device_bytes),
+            {True: "yes", False: "no", None: "not known"}[result.fits],
+        ]
+        for result in found.results
+    ]
+    bound_ms = least.iteration_s * 1e3
+    faster = f"{base / bound_ms:.2f}x" if bound_ms else "-"
+    rows.append(["bound", ms_text(bound_ms), faster, "", "", ms_text(least.exposed_s * 1e3), "", "", ""])
+    times = ["iteration", "speed-up", "backward", "update", "exposed"]
+    columns = ["policy", *times, "update limited by", "on the device", "fits"]
+    table(f"One iteration of each policy (speed-up over {baseline or names[0]})", columns, rows)
+    for result, schedule in zip(found.results, found.schedules, strict=True):
+        if schedule.plan.remark:
+            typer.echo(f"{result.policy}: {schedule.plan.remark}")
+    for name, why in found.skipped.items():
+        typer.echo(f"left out: {name} ({why})")
+
+
+def _draw(found: Replay, path: Path) -> None:
+    from ebbtide.interleave.chart import chart
+    from ebbtide.profiler.trace import UserError
+
+    try:
+        chart(found).savefig(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+    typer.echo(f"ebbtide: {path}", err=True)
+
+
+def _save(found: Replay, folder: Path) -> None:
+    from ebbtide.interleave.to_trace import trace_of
+
+    for result, schedule in zip(found.results, found.schedules, strict=True):
+        name = "".join(c if c.isalnum() or c in "-._@" else "_" for c in result.policy)
+        trace = trace_of(schedule, found.machine).write(folder / f"{name}.ebb")
+        typer.echo(f"ebbtide: {trace.path}", err=True)

@@ -1,0 +1,273 @@
+"""The least time that any policy can take: a linear program (docs/model.md has its terms and sources)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from ebbtide.interleave.linear import LinearProgram
+from ebbtide.interleave.machine import Machine
+from ebbtide.interleave.workload import Workload, value_at
+
+# In raw units the solver drops coefficients as too small: parameters in 1e9, bytes in 1e9, seconds.
+_UNIT = 1e9
+_NEEDED = ("h2d_bytes_per_s", "d2h_bytes_per_s", "host_memory_bytes_per_s", "cpu_update_params_per_s")
+# Of each piece, in parameters: state fetched and evicted, updated on the CPU and on the GPU, gradients down and back
+# up, updated parameters up.
+_FLOWS = ("h", "e", "c", "u", "a", "b", "y")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Seconds. update_s: state moves within the update alone. iteration_s, exposed_s: state may move in any phase.
+    exposed_whole_s: the same with whole subgroups."""
+
+    update_s: float
+    iteration_s: float
+    exposed_s: float
+    exposed_whole_s: float
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A stretch of the iteration. length: s, 0 for the update's, which is the variable. free: GB. made: the share of
+    the gradients that the backward has made by its end."""
+
+    phase: str
+    length: float
+    free: float
+    made: float
+
+
+def bound(workload: Workload, machine: Machine) -> Bound:
+    """The bound of a workload on a machine. Raises MachineError where a rate is not known.
+
+    Where it is not known what memory is free, none is taken to be.
+    """
+    machine.need(_NEEDED, "the bound")
+    exposed = _solve(workload, machine, windows=True, whole=False)
+    return Bound(
+        update_s=_solve(workload, machine, windows=False, whole=False),
+        iteration_s=workload.compute_s + exposed,
+        exposed_s=exposed,
+        exposed_whole_s=_solve(workload, machine, windows=True, whole=True),
+    )
+
+
+def _pieces(workload: Workload, overhead: float) -> list[_Piece]:
+    line = workload.gpu_free or ((0.0, 0.0),)
+    edges = [0.0, workload.other_s, workload.other_s + workload.forward_s, workload.compute_s]
+    cuts = sorted({*edges, *(at for at, _ in line if 0 < at < workload.compute_s)})
+    pieces = []
+    for start, end in itertools.pairwise(cuts):
+        phase = ("other", "forward", "backward")[sum(start >= edge for edge in edges[1:3])]
+        made = (end - edges[2]) / workload.backward_s if phase == "backward" and workload.backward_s > 0 else 0.0
+        pieces.append(_Piece(phase, end - start, value_at(line, start) / _UNIT, made))
+    # What is free later in the update can only help: the most of it.
+    last = max(value_at(line, workload.compute_s), *(size for at, size in line if at > workload.compute_s), 0.0)
+    pieces.append(_Piece("overhead", overhead, last / _UNIT, 1.0))
+    pieces.append(_Piece("update", 0.0, last / _UNIT, 1.0))
+    return pieces
+
+
+def _solve(workload: Workload, machine: Machine, windows: bool, whole: bool) -> float:
+    """The least length of the update, s, its overhead included."""
+    overhead = machine.step_overhead_s or 0.0
+    program = _Program(workload, machine, _pieces(workload, overhead), windows)
+    if whole:
+        program.whole_subgroups()
+    return overhead + program.least(program.var("length"))
+
+
+class _Program(LinearProgram):
+    """The rows of the program. Variables: the flows of each piece, s after each piece, s before the first, the kept
+    gradients, and the update's length without its overhead."""
+
+    def __init__(self, workload: Workload, machine: Machine, pieces: list[_Piece], windows: bool) -> None:
+        super().__init__()
+        self._workload = workload
+        self._machine = machine
+        self._pieces = pieces
+        self._n = workload.params / _UNIT
+        for index, piece in enumerate(pieces):
+            for name in (*_FLOWS, "s"):
+                self.new(name, index)
+            self._close(piece, index, windows)
+        for name in ("s0", "length"):
+            self.new(name)
+        self.new("kept", upper=self._n)
+        for index, piece in enumerate(pieces):
+            self._piece(piece, index)
+        self._totals()
+
+    def _close(self, piece: _Piece, index: int, windows: bool) -> None:
+        """Flows that a piece cannot have."""
+        none = set()
+        if piece.phase in ("other", "forward"):
+            none |= {"c", "u", "a", "b", "y"}
+        if piece.phase in ("backward", "overhead") and self._workload.clipping:
+            none |= {"c", "u", "b", "y"}
+        if not windows and piece.phase not in ("overhead", "update"):
+            none |= {"h", "e"}
+        if self._machine.gpu_update_params_per_s is None:
+            none |= {"u"}
+        for name in none:
+            self.limit(self.var(name, index), 0.0)
+
+    def _within(self, terms: dict[int, float], piece: _Piece, rate: float) -> None:
+        """The terms are at most rate x the piece's length, which is a variable in the update."""
+        if piece.phase == "update":
+            self.row({**terms, self.var("length"): -rate}, most=0.0)
+        else:
+            self.row(terms, most=rate * piece.length)
+
+    def _piece(self, piece: _Piece, i: int) -> None:
+        w, m, v = self._workload, self._machine, self.var
+        state, grad, param = w.state_bytes, w.grad_bytes, w.param_bytes
+        up = {v("h", i): state, v("y", i): param, v("b", i): grad}
+        down = {v("e", i): state, v("a", i): grad}
+        self._within(up, piece, self._rate("h2d"))
+        self._within(down, piece, self._rate("d2h"))
+        if m.duplex_bytes_per_s is not None:
+            self._within({**up, **down}, piece, m.duplex_bytes_per_s / _UNIT)
+        update = {v("c", i): grad + 2 * state + param}
+        self._within({**update, **up, **down}, piece, (m.host_memory_bytes_per_s or 0.0) / _UNIT)
+        self._within({v("c", i): 1.0}, piece, (m.cpu_update_params_per_s or 0.0) / _UNIT)
+        if m.gpu_update_params_per_s is not None:
+            self._within({v("u", i): 1.0}, piece, m.gpu_update_params_per_s / _UNIT)
+        before = v("s", i - 1) if i else v("s0")
+        self.row({v("s", i): 1.0, before: -1.0, v("h", i): -1.0, v("e", i): 1.0}, 0.0, 0.0)
+        self.row({v("u", i): 1.0, before: -1.0, v("h", i): -1.0}, most=0.0)
+        self._fits(piece, v("s", i), piece.made if piece.phase in ("backward", "overhead") else 0.0, i + 1)
+        self._fits(piece, before, self._pieces[i - 1].made if i and piece.phase != "other" else 0.0, i)
+        if piece.phase == "backward":
+            made = {v(name, j): 1.0 for j in range(i + 1) for name in ("a",)}
+            self.row(made, most=self._n * piece.made)
+            done = {v(name, j): 1.0 for j in range(i + 1) for name in ("c", "u")}
+            self.row(done, most=self._n * piece.made)
+
+    def _fits(self, piece: _Piece, state: int, made: float, after: int) -> None:
+        """What is on the device at an end of a piece, so many pieces having passed, fits into what is free in it. Kept
+        gradients may be the last that the backward makes; each goes with its update."""
+        w = self._workload
+        self.row({state: w.state_bytes}, most=piece.free)
+        if made:
+            not_yet = w.grad_bytes * self._n * (1 - made)
+            gone = {self.var("u", i): -w.grad_bytes for i in range(after)}
+            self.row({state: w.state_bytes, self.var("kept"): w.grad_bytes, **gone}, most=piece.free + not_yet)
+
+    def _totals(self) -> None:
+        every = range(len(self._pieces))
+        v = self.var
+
+        def total(name: str, sign: float = 1.0) -> dict[int, float]:
+            return {v(name, i): sign for i in every}
+
+        self.row({**total("c"), **total("u")}, self._n, self._n)
+        self.row({**total("y"), **total("c", -1.0)}, 0.0, 0.0)
+        # A gradient goes down for an update on the CPU, or down and back; the others are kept.
+        self.row({**total("a"), v("kept"): 1.0}, self._n, self._n)
+        self.row({**total("b"), v("kept"): 1.0, **total("u", -1.0)}, 0.0, 0.0)
+        self.row({v("s", len(self._pieces) - 1): 1.0, v("s0"): -1.0}, 0.0, 0.0)
+
+    def whole_subgroups(self) -> None:
+        """What whole subgroups cost, in rows that every plan keeps to.
+
+        A subgroup that is on the device in part takes the room of a whole one. Operations run at full speed or not at
+        all, so the time of a piece divides into modes, by what runs at once (`modes`). Subgroups of the CPU are a whole
+        number, and the last one's upload follows its update. What is fetched in the update is updated after it has
+        come, and goes after that unless state stays on the device at the end.
+        """
+        sizes = self._workload.subgroups
+        least = min(sizes) / _UNIT
+        even = len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]
+        for index, piece in enumerate(self._pieces):
+            room = _whole_room(piece.free, self._workload) if even else piece.free
+            self.row({self.var("s", index): self._workload.state_bytes}, most=room)
+            self.row({self.var("s", index - 1) if index else self.var("s0"): self._workload.state_bytes}, most=room)
+            if piece.free < self._workload.state_bytes * least:
+                for name in ("h", "u"):
+                    self.limit(self.var(name, index), 0.0)
+            self._modes(piece, index)
+        if self._workload.clipping:
+            if even:
+                self._whole_on_cpu(sizes[0] / _UNIT, sizes[-1] / _UNIT, len(sizes))
+            self._whole_streams(least)
+
+    def _modes(self, piece: _Piece, i: int) -> None:
+        w, v = self._workload, self.var
+        rates = modes(w, self._machine)
+        times = [self.new(f"mode{number}", i) for number in range(len(rates))]
+        self._within(dict.fromkeys(times, 1.0), piece, 1.0)
+        work = (
+            {v("c", i): 1.0},
+            {v("h", i): w.state_bytes, v("y", i): w.param_bytes, v("b", i): w.grad_bytes},
+            {v("e", i): w.state_bytes, v("a", i): w.grad_bytes},
+        )
+        for which, terms in enumerate(work):
+            self.row({**terms, **{t: -rate[which] / _UNIT for t, rate in zip(times, rates, strict=True)}}, most=0.0)
+
+    def _whole_on_cpu(self, size: float, last: float, count: int) -> None:
+        m, v = self._machine, self.var
+        on_cpu, any_cpu = self.new("on_cpu", upper=count, whole=True), self.new("any_cpu", upper=1, whole=True)
+        done = {v("c", i): -1.0 for i in range(len(self._pieces))}
+        self.row({on_cpu: size, **done}, 0.0, size - last)
+        self.row({on_cpu: 1.0, any_cpu: -count}, most=0.0)
+        cpu = min(m.cpu_update_params_per_s or 0.0, (m.host_memory_bytes_per_s or 0.0) / self._cpu_bytes()) / _UNIT
+        upload = self._workload.param_bytes * last / self._rate("h2d")
+        self.row({v("length"): 1.0, on_cpu: -size / cpu, any_cpu: -upload}, least=-(size - last) / cpu)
+
+    def _whole_streams(self, least: float) -> None:
+        """least: parameters of the smallest subgroup, 1e9."""
+        w, v = self._workload, self.var
+        update = len(self._pieces) - 1
+        fetched = self.new("any_fetched", upper=1, whole=True)
+        empty = self.new("none_stays", upper=1, whole=True)
+        self.row({v("h", update): 1.0, fetched: -self._n}, most=0.0)
+        self.row({v("s", update): 1.0, empty: self._n}, least=least)
+        gpu = self._machine.gpu_update_params_per_s
+        after = least * _UNIT / gpu if gpu else 0.0
+        flush = w.state_bytes * least / self._rate("d2h")
+        come = w.state_bytes / self._rate("h2d")
+        # Both at once: something was fetched, and nothing stays.
+        self.row({v("length"): 1.0, v("h", update): -come, fetched: -(after + flush), empty: -flush}, least=-flush)
+        self.row({v("length"): 1.0, v("h", update): -come, fetched: -after}, least=0.0)
+        # When the first subgroup whose gradient was kept is updated, all kept gradients are there beside its state.
+        kept = self.new("any_kept", upper=1, whole=True)
+        self.row({v("kept"): 1.0, kept: -self._n}, most=0.0)
+        room = self._pieces[update].free
+        self.row({v("kept"): w.grad_bytes, kept: w.state_bytes * least}, most=room)
+
+    def _rate(self, direction: str) -> float:
+        """GB/s that the job leaves of a direction."""
+        rate = getattr(self._machine, f"{direction}_bytes_per_s") or 0.0
+        return float(rate * (1 - getattr(self._workload, f"{direction}_busy_share")) / _UNIT)
+
+    def _cpu_bytes(self) -> float:
+        return self._workload.grad_bytes + 2 * self._workload.state_bytes + self._workload.param_bytes
+
+
+def modes(workload: Workload, machine: Machine) -> list[tuple[float, float, float]]:
+    """(CPU updates/s, h2d bytes/s, d2h bytes/s) of each set of these that can run at once, as the simulator shares: the
+    link its duplex limit, all of them the host's memory, slowed by one factor."""
+    update = workload.grad_bytes + 2 * workload.state_bytes + workload.param_bytes
+    cpu = machine.cpu_update_params_per_s or 0.0
+    up = (machine.h2d_bytes_per_s or 0.0) * (1 - workload.h2d_busy_share)
+    down = (machine.d2h_bytes_per_s or 0.0) * (1 - workload.d2h_busy_share)
+    found = []
+    for which in range(1, 8):
+        runs = [float(which >> bit & 1) for bit in range(3)]
+        asked = runs[1] * up + runs[2] * down
+        link = min(1.0, machine.duplex_bytes_per_s / asked) if machine.duplex_bytes_per_s and asked else 1.0
+        total = runs[0] * cpu * update + link * asked
+        share = min(1.0, (machine.host_memory_bytes_per_s or 0.0) / total)
+        found.append((runs[0] * cpu * share, runs[1] * up * share * link, runs[2] * down * share * link))
+    return found
+
+
+def _whole_room(free: float, workload: Workload) -> float:
+    """Of `free` GB what whole subgroups can take, all of one size but the last, which may be smaller."""
+    size, last = (workload.state_bytes * p / _UNIT for p in (workload.subgroups[0], workload.subgroups[-1]))
+    with_last = last + math.floor((free - last) / size + 1e-9) * size if free >= last else 0.0
+    return max(math.floor(free / size + 1e-9) * size, with_last)

@@ -1,0 +1,192 @@
+"""What policies make plans of: the ways in which one subgroup can be handled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ebbtide.analysis.steps import Floats
+from ebbtide.interleave.plan import BACKWARD, OTHER, STEP, UPDATE, Kind, Op, Plan, Resource, point_at
+from ebbtide.interleave.workload import Workload
+
+
+@dataclass
+class PlanBuilder:
+    """Collects operations in the order in which each resource takes them.
+
+    Gradients come first, as the backward makes them; then `clip` where the workload needs all of them before any
+    update; then the updates. blocking_gradients: they come down as DeepSpeed did it before 0.19.5, into pageable
+    memory while the backward waits. early: updates begin as soon as their gradient is there, where no clipping keeps
+    them from it; else when the step begins."""
+
+    policy: str
+    workload: Workload
+    blocking_gradients: bool = False
+    early: bool = False
+    ops: list[Op] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sizes = self.workload.subgroups
+        # The backward makes gradients in reverse, so it ends with those of subgroup 0.
+        self._made = [0.0] * len(self.sizes)
+        done = 0
+        for subgroup in reversed(range(len(self.sizes))):
+            done += self.sizes[subgroup]
+            self._made[subgroup] = min(BACKWARD + done / self.workload.params, UPDATE)
+        self.early = self.early and not self.workload.clipping
+        self._down: dict[int, int] = {}
+        self._clip: tuple[int, ...] = ()
+        self._resident: set[int] = set()
+        self._leaving: dict[int, int] = {}
+        self._kept: set[int] = set()
+        self._fetches: dict[int, int] = {}
+
+    def add(
+        self,
+        kind: Kind,
+        resource: Resource,
+        subgroup: int,
+        bytes_per_param: float = 0.0,
+        after: tuple[int, ...] = (),
+        point: float = STEP,
+        pageable: bool = False,
+        blocking: bool = False,
+        acquire: float = 0.0,
+        release: float = 0.0,
+    ) -> int:
+        """Append an operation and return its index."""
+        params = self.sizes[subgroup] if subgroup >= 0 else 0
+        nbytes = bytes_per_param * params
+        self.ops.append(
+            Op(kind, resource, subgroup, params, nbytes, point, after, pageable, blocking, acquire, release)
+        )
+        return len(self.ops) - 1
+
+    def gradients(self, keep: frozenset[int] = frozenset()) -> None:
+        """Bring down the gradients of all subgroups but those in `keep`, as the backward makes them."""
+        for subgroup in reversed(range(len(self.sizes))):
+            point = self._made[subgroup]
+            if subgroup in keep:
+                self._kept.add(subgroup)
+                continue
+            self._down[subgroup] = self.add(
+                "gradient down",
+                "d2h",
+                subgroup,
+                self.workload.grad_bytes,
+                point=point,
+                pageable=self.blocking_gradients,
+                blocking=self.blocking_gradients,
+            )
+        if self.workload.clipping:
+            self._clip = (self.add("clip", "cpu", -1, after=tuple(self._down.values())),)
+
+    def on_cpu(self, subgroup: int, blocking_upload: bool = False, after: tuple[int, ...] = ()) -> int:
+        """Update on the CPU; returns the upload. blocking_upload: the half-precision copy is made by a pass of its
+        own and goes up from pageable memory; else the update writes it and it goes up from pinned memory."""
+        width = self.workload.param_bytes
+        waits = (self._down[subgroup], *self._clip, *after)
+        point = self._step(subgroup)
+        update = self.add("update", "cpu", subgroup, after=waits, point=point)
+        if not blocking_upload:
+            return self.add("upload", "h2d", subgroup, width, (update,), point)
+        cast = self.add("cast", "cpu", subgroup, after=(update,))
+        return self.add("upload", "h2d", subgroup, width, (cast,), pageable=True)
+
+    def resident(self, subgroup: int) -> None:
+        """Update on the GPU; the state never leaves it."""
+        self._resident.add(subgroup)
+        self.add("update", "gpu", subgroup, after=self._gradient(subgroup), point=self._step(subgroup))
+
+    def leave(self, subgroups: Iterable[int]) -> None:
+        """State that is on the device when the iteration begins leaves it at once. To be called before `gradients`."""
+        for subgroup in subgroups:
+            size = self.workload.state_bytes
+            room = size * self.sizes[subgroup]
+            self._leaving[subgroup] = self.add("flush", "d2h", subgroup, size, point=OTHER, release=room)
+
+    def fetch(self, subgroup: int, after: tuple[int, ...] = (), point: float = STEP) -> int:
+        """Fetch state; returns the fetch. after: what gives it its room."""
+        size = self.workload.state_bytes
+        gone = (self._leaving[subgroup],) if subgroup in self._leaving else ()
+        self._fetches[subgroup] = self.add(
+            "fetch", "h2d", subgroup, size, (*gone, *after), point=point, acquire=size * self.sizes[subgroup]
+        )
+        return self._fetches[subgroup]
+
+    def update_fetched(self, subgroup: int) -> int:
+        """Update fetched state on the GPU; returns the update."""
+        waits = (self._fetches[subgroup], *self._gradient(subgroup))
+        return self.add("update", "gpu", subgroup, after=waits, point=self._step(subgroup))
+
+    def flush(self, subgroup: int, update: int) -> int:
+        """Send updated state back; returns the flush, which gives its room to others."""
+        size = self.workload.state_bytes
+        return self.add(
+            "flush", "d2h", subgroup, size, (update,), self._step(subgroup), release=size * self.sizes[subgroup]
+        )
+
+    def points(self, kept: frozenset[int], held: float, needs: Iterable[float]) -> Iterator[float]:
+        """For each of some needs (bytes), one on top of the other and of `held`, the first point of the iteration from
+        which on there is that much room beside the kept gradients; UPDATE where there is not before."""
+        room = _room(self.workload, self._kept_line(kept))
+        for need in needs:
+            held += need
+            yield next((point for point, free in room if free >= held), UPDATE)
+
+    def _kept_line(self, kept: frozenset[int]) -> list[tuple[float, float]]:
+        """(point, bytes of kept gradients on the device from there on), as the backward makes them."""
+        held, line = 0.0, [(OTHER, 0.0)]
+        for subgroup in sorted(kept, reverse=True):
+            held += self.workload.grad_bytes * self.sizes[subgroup]
+            line.append((self._made[subgroup], held))
+        return line
+
+    def through_gpu(self, subgroup: int, after: tuple[int, ...] = ()) -> int:
+        """Fetch, update on the GPU, flush, all within the update; returns the flush. after: what gives it its room."""
+        self.fetch(subgroup, after)
+        return self.flush(subgroup, self.update_fetched(subgroup))
+
+    def _gradient(self, subgroup: int) -> tuple[int, ...]:
+        """What an update on the GPU waits for: its gradient, brought back up if it went down, and the clipping."""
+        if subgroup in self._kept:
+            return self._clip
+        down = (self._down[subgroup], *self._clip)
+        up = self.add("gradient up", "h2d", subgroup, self.workload.grad_bytes, down, self._step(subgroup))
+        return (up, *self._clip)
+
+    def _step(self, subgroup: int) -> float:
+        """Where the update of a subgroup may begin."""
+        return self._made[subgroup] if self.early else STEP
+
+    def plan(self) -> Plan:
+        """The plan, checked."""
+        held = self.workload.state_bytes * sum(self.sizes[s] for s in self._resident)
+        return Plan(
+            policy=self.policy,
+            ops=tuple(self.ops),
+            subgroups=len(self.sizes),
+            resident=frozenset(self._resident),
+            parked=frozenset(self._leaving),
+            kept_gradients=frozenset(self._kept),
+            held_bytes=held,
+        ).validate(self.workload.clipping)
+
+
+def _room(workload: Workload, kept: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """(point, bytes that are free beside kept gradients at every moment from there to the end of the update), where
+    that grows."""
+    free = [(point_at(workload, at), size) for at, size in workload.gpu_free or ()]
+    points = np.unique([point for point, _ in (*free, *kept)] + [UPDATE])
+    least = np.minimum.accumulate((_values(free, points) - _values(kept, points))[::-1])[::-1]
+    return list(zip(points.tolist(), least.tolist(), strict=True))
+
+
+def _values(line: list[tuple[float, float]], points: Floats) -> Floats:
+    """A step function at some points; 0 before it begins."""
+    at, values = np.array([*line, (np.inf, 0.0)]).T
+    place = np.searchsorted(at, points, side="right")
+    found: Floats = np.append(0.0, values)[place]
+    return found

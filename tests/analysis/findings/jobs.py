@@ -1,0 +1,173 @@
+"""Believable jobs in which nothing is wrong, to plant one trouble at a time in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ebbtide.analysis.findings import Finding, Findings, Rule, Unknown, find
+from ebbtide.analysis.findings.study import Study
+from ebbtide.profiler.trace import Trace, TraceBuilder
+
+MS = 10**6
+GIB = 2**30
+MIB = 2**20
+PHASES = ("forward", "backward", "update")
+CAPACITY = 80 * GIB
+PEAK = 50e9
+PARAMS = 10**9
+
+
+class Job:
+    """Equal iterations on some ranks. ms: of `other` and the phases. slower: more ms of a phase, by rank and phase."""
+
+    def __init__(
+        self,
+        ranks: int = 2,
+        iterations: int = 8,
+        slower: dict[tuple[int, str], float] | None = None,
+        **ms: float,
+    ) -> None:
+        self.builder = TraceBuilder("recorded")
+        self.ms = {"other": 5.0, "forward": 100.0, "backward": 200.0, "update": 100.0, **ms}
+        self.ranks = range(ranks)
+        self.begins: dict[tuple[int, str], list[int]] = {}
+        start = 0
+        for iteration in range(iterations):
+            ends = []
+            for number in self.ranks:
+                rank = self.builder.rank(number, world_size=ranks, first_iteration_start_ns=0, host="node")
+                now = start
+                for phase in ("other", *PHASES):
+                    self.begins.setdefault((number, phase), []).append(now)
+                    length = round((self.ms[phase] + (slower or {}).get((number, phase), 0.0)) * MS)
+                    if phase != "other":
+                        rank.phase(phase, now, now + length, iteration)
+                    now += length
+                ends.append(now)
+            # They begin the next one together.
+            start = max(ends, default=0)
+
+    def copy(
+        self,
+        direction: str,
+        phase: str,
+        after: float,
+        length: float,
+        size: int | None,
+        kind: str | None = "pinned",
+        ranks: Iterable[int] | None = None,
+    ) -> Job:
+        """A copy in each iteration, so many ms after the phase begins, of so many ms."""
+        for number in self.ranks if ranks is None else ranks:
+            for begin in self.begins[number, phase]:
+                start = begin + round(after * MS)
+                more = {"host_memory": kind} if kind is not None else {}
+                device = f"cuda:{number}"
+                end = start + round(length * MS)
+                self.builder.rank(number).transfer(direction, start, end, size, device, **more)
+        return self
+
+    def sample(self, phase: str, h2d: float, d2h: float) -> Job:
+        """A counter's sample for each of the iterations' phases: shares of the link's peak."""
+        for number in self.ranks:
+            for begin in self.begins[number, phase]:
+                window = round(self.ms[phase] * MS)
+                rates = {"h2d_bytes_per_s": h2d * PEAK, "d2h_bytes_per_s": d2h * PEAK}
+                self.builder.rank(number).link(begin + window, window, "gpm", f"cuda:{number}", **rates)
+        return self
+
+    def memory(self, pool: str, sizes: dict[str, float], device: str = "cuda", rank: int | None = None) -> Job:
+        """GiB of a pool from the beginning of each phase on."""
+        for number in self.ranks if rank is None else [rank]:
+            name = f"cuda:{number}" if device == "cuda" else device
+            for phase, size in sizes.items():
+                for begin in self.begins[number, phase]:
+                    self.builder.rank(number).memory(begin, round(size * GIB), pool, name)
+        return self
+
+    def meta(self, **more: Any) -> Job:
+        """Facts of the ranks."""
+        for number in self.ranks:
+            self.builder.rank(number, **more)
+        return self
+
+    @property
+    def trace(self) -> Trace:
+        return self.builder.build()
+
+    @property
+    def found(self) -> Findings:
+        return find(self.trace)
+
+    def says(self, rule: Rule) -> Finding | Unknown | None:
+        """What one rule says."""
+        return rule(Study(self.trace))
+
+    def finding(self, rule: Rule) -> Finding:
+        said = self.says(rule)
+        assert isinstance(said, Finding), said
+        return said
+
+
+def devices(job: Job, peak: float | None = PEAK) -> Job:
+    """Put each rank on a GPU of its own."""
+    for number in job.ranks:
+        link = {"generation": 5, "width": 16, "peak_bytes_per_s": peak}
+        device = {"device": f"cuda:{number}", "kind": "cuda", "capacity_bytes": CAPACITY, "link": link}
+        job.builder.rank(number, devices=[device])
+    job.builder.meta["host"] = {"name": "node", "cpu": {"device": "cpu", "kind": "cpu", "cores": 64}}
+    return job.meta(threads={"torch": 32, "omp": "32"})
+
+
+def on_gpu(ranks: int = 1, slower: dict[tuple[int, str], float] | None = None, used: float = 72, **ms: float) -> Job:
+    """State on the GPU, its steps counted on the CPU as torch does it; batches pinned, the loss read back."""
+    job = devices(Job(ranks, slower=slower, **ms))
+    job.meta(optimizers=[{"class": "AdamW", "params": PARAMS, "state_devices": ["cpu", "cuda"]}])
+    lines(job, used)
+    job.copy("h2d", "other", 1, 1, 40_000_000).copy("d2h", "update", job.ms["update"] - 1, 0.01, 4, "pageable")
+    return job
+
+
+def offloaded(ranks: int = 1, peak: float | None = PEAK, ratio: Any = None, used: float = 79.5, **ms: float) -> Job:
+    """DeepSpeed with its optimizer on the CPU, in a job in which all is well: gradients go down beside the backward,
+    into pinned memory, and the link is well used in the update."""
+    job = devices(Job(ranks, **ms), peak)
+    offload: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+    config = {"zero_optimization": {"stage": 3, "offload_optimizer": offload}}
+    if ratio is not None:
+        offload["ratio"] = ratio
+    job.builder.meta["deepspeed"] = {"config": config, "activation_checkpointing": None}
+    job.meta(optimizers=[{"class": "DeepSpeedCPUAdam", "params": PARAMS}])
+    return lines(job, used)
+
+
+def lines(job: Job, used: float) -> Job:
+    """Memory as torch shows it: activations grow in the forward and go in the backward, their blocks stay reserved."""
+    reserved = used - 1
+    job.memory("device", {"other": used}).memory("reserved", {"other": reserved})
+    full, empty = reserved - 0.5, reserved - 3
+    job.memory("allocated", {"forward": full, "backward": full - 1, "update": empty})
+    job.memory("rss", {"other": 10}, "cpu").memory("swap", {"other": 0}, "cpu")
+    return job
+
+
+def async_copies(job: Job) -> Job:
+    """Gradients down beside the backward, state both ways at once in the update."""
+    job.copy("d2h", "backward", 10, 40, 2_000_000_000)
+    update = job.ms["update"]
+    for way in ("h2d", "d2h"):
+        job.copy(way, "update", 1, update - 2, round(0.8 * PEAK * (update - 2) / 1e3))
+    return job
+
+
+def on_cpu(ranks: int = 1, torch: int = 16, cores: int = 16, **ms: float) -> Job:
+    """A job without a GPU."""
+    job = Job(ranks, **ms)
+    cpu = {"device": "cpu", "kind": "cpu", "capacity_bytes": CAPACITY, "cores": cores}
+    job.builder.meta["host"] = {"name": "node", "cpu": cpu}
+    job.meta(devices=[cpu], threads={"torch": torch, "omp": None})
+    job.meta(optimizers=[{"class": "AdamW", "params": PARAMS, "state_devices": ["cpu"]}])
+    for pool, size in (("heap", 8), ("rss", 10), ("swap", 0)):
+        job.memory(pool, {"other": size}, "cpu")
+    return job

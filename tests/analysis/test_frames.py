@@ -1,0 +1,192 @@
+"""Tables on disk hold what the trace holds, and what the analysis makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ebbtide.analysis.frames import FORMATS, iterations_table, raw_table, windows_table, write_tables
+from ebbtide.analysis.iterations import PHASES
+from ebbtide.analysis.summary import summarize
+from ebbtide.analysis.windows import find_windows
+from ebbtide.profiler.trace import Trace, TraceBuilder, UserError
+from ebbtide.profiler.trace.schema import TABLES
+
+MS = 10**6
+GIB = 2**30
+START = 1_700_000_000_000_000_001
+GPU = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 8 * GIB}
+ALL = [*TABLES, "iterations", "windows"]
+
+
+def trained(gpu_times: bool = False, ranks: int = 2) -> Trace:
+    """Three iterations of 1 ms other, 2 ms forward, 4 ms backward and 3 ms update per rank."""
+    builder = TraceBuilder()
+    for rank in range(ranks):
+        one = builder.rank(rank, devices=[GPU], first_iteration_start_ns=START)
+        now = START
+        for number in range(3):
+            now += MS
+            for phase, length in (("forward", 2), ("backward", 4), ("update", 3)):
+                end = now + length * MS
+                one.phase(phase, now, end, number, 0, *((now, end) if gpu_times else ()))
+                one.memory(now, (rank + length) * GIB)
+                one.transfer("h2d", now, now + MS, 100 * length + rank, name='say "h2d", please')
+                now = end
+        one.add("ops", start_ns=START, end_ns=START + 5, resource="cpu", name="step")
+        one.link(START, 10, "gpm", h2d_bytes_per_s=0.1)
+    return builder.build()
+
+
+def read(folder: Path, name: str, format: str) -> pd.DataFrame:
+    path = folder / f"{name}.{format}"
+    return pd.read_csv(path) if format == "csv" else pd.read_parquet(path)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("gpu_times", [True, False])
+def test_each_table_is_a_file_that_pandas_reads_back(tmp_path: Path, format: str, gpu_times: bool) -> None:
+    trace = trained(gpu_times)
+    assert write_tables(trace, tmp_path / "out", format, GIB) == []
+    assert sorted(os.listdir(tmp_path / "out")) == sorted([*(f"{name}.{format}" for name in ALL), "tables.json"])
+    expected = {name: raw_table(trace, name) for name in TABLES}
+    expected |= {"iterations": iterations_table(trace), "windows": windows_table(trace, GIB)}
+    for name, table in expected.items():
+        back = read(tmp_path / "out", name, format)
+        assert list(back.columns) == list(table.columns)
+        assert back.astype(object).where(back.notna(), None).values.tolist() == (
+            table.astype(object).where(table.notna(), None).values.tolist()
+        )
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_raw_table_is_that_of_every_rank_with_its_rank(name: str) -> None:
+    trace = trained()
+    table = raw_table(trace, name)
+    assert list(table.columns) == ["rank", *(column.name for column in TABLES[name])]
+    for rank in trace.ranks:
+        part = table[table["rank"] == rank].drop(columns="rank").reset_index(drop=True)
+        pd.testing.assert_frame_equal(part, trace.table(rank, name))
+    assert len(table) == sum(len(trace.table(rank, name)) for rank in trace.ranks)
+
+
+def test_the_iterations_in_figures() -> None:
+    table = iterations_table(trained())
+    assert table[["rank", "iteration"]].values.tolist() == [[r, i] for r in (0, 1) for i in (0, 1, 2)]
+    second = table.iloc[4].to_dict()  # of rank 1
+    assert (second["start_ns"], second["end_ns"]) == (START + 10 * MS, START + 20 * MS)
+    times = [second[f"{name}_ms"] for name in ("iteration", *PHASES)]
+    assert times == [10, 2, 4, 3, 1]
+    assert second["pool"] == "device"
+    # Both ends of a phase are part of it: at the end of forward the backward's first value counts.
+    assert [second[f"{phase}_peak_bytes"] // GIB for phase in PHASES] == [5, 5, 4, 4]
+    assert [second[f"{phase}_h2d_bytes"] for phase in PHASES] == [201, 401, 301, 0]
+    assert [second[f"{phase}_d2h_bytes"] for phase in PHASES] == [0, 0, 0, 0]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.lists(st.integers(0, 10**7), min_size=4, max_size=4), min_size=1, max_size=7))
+def test_their_medians_are_those_of_the_summary(lengths: list[list[int]]) -> None:
+    builder = TraceBuilder()
+    now = START
+    one = builder.rank(0, devices=[GPU], first_iteration_start_ns=now)
+    for number, (before, *phases) in enumerate(lengths):
+        now += before
+        for phase, length in zip(PHASES, phases, strict=False):
+            one.phase(phase, now, now + length, number)
+            one.memory(now, length)
+            now += length
+    trace = builder.build()
+    summary = summarize(trace)
+    table = iterations_table(trace).iloc[summary.warmup_iterations :]
+    for phase in summary.phases:
+        assert table[f"{phase.phase}_ms"].median() == pytest.approx(phase.median_ms)
+        sizes = table[f"{phase.phase}_peak_bytes"].dropna()
+        assert phase.peak_bytes == (round(sizes.median()) if len(sizes) else None)
+        assert table[f"{phase.phase}_h2d_bytes"].isna().all()
+    parts = table[[f"{phase}_ms" for phase in PHASES]].sum(axis=1)
+    assert parts.to_numpy() == pytest.approx(table["iteration_ms"].to_numpy())
+
+
+def test_the_windows_are_those_of_the_analysis() -> None:
+    trace = trained()
+    found = find_windows(trace, 3 * GIB).windows
+    table = windows_table(trace, 3 * GIB)
+    assert len(found) == len(table) > 0
+    for window, row in zip(found, table.to_dict("records"), strict=True):
+        assert {key: None if pd.isna(value) else value for key, value in row.items()} == vars(window)
+
+
+def test_what_was_not_recorded_is_an_empty_cell(tmp_path: Path) -> None:
+    builder = TraceBuilder()
+    builder.rank(0).phase("forward", 0, MS, 0)
+    left_out = write_tables(builder.build("x.ebb"), tmp_path / "out", "csv", GIB)
+    (line,) = left_out
+    assert line.startswith("no table of windows: x.ebb has no memory line")
+    assert not (tmp_path / "out" / "windows.csv").exists()
+    assert (tmp_path / "out" / "phases.csv").read_text() == (
+        "rank,iteration,micro_step,phase,start_ns,end_ns,gpu_start_ns,gpu_end_ns\n0,0,0,forward,0,1000000,,\n"
+    )
+    iterations = (tmp_path / "out" / "iterations.csv").read_text().splitlines()
+    assert iterations[1] == "0,0,0,1000000,1.0,1.0,,,0.0," + "," * 12
+    assert len(iterations) == 2
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_trace_of_nothing_has_tables_without_rows(tmp_path: Path, format: str) -> None:
+    write_tables(TraceBuilder().build(), tmp_path / "out", format, GIB)
+    for name in (*TABLES, "iterations"):
+        table = read(tmp_path / "out", name, format)
+        assert len(table) == 0
+        assert table.columns[0] == "rank"
+
+
+def test_parquet_keeps_kinds_where_all_is_missing(tmp_path: Path) -> None:
+    builder = TraceBuilder()
+    builder.rank(0).phase("forward", START, START + MS, 0)
+    write_tables(builder.build(), tmp_path / "out", "parquet", GIB)
+    phases = read(tmp_path / "out", "phases", "parquet")
+    assert phases["gpu_start_ns"].dtype == "Int64"
+    assert phases["start_ns"].tolist() == [START]
+    iterations = read(tmp_path / "out", "iterations", "parquet")
+    assert iterations["update_h2d_bytes"].dtype == "Int64"
+
+
+def test_force_replaces_tables_and_nothing_else(tmp_path: Path) -> None:
+    trace = trained(ranks=1)
+    out = tmp_path / "out"
+    write_tables(trace, out, "csv", GIB)
+    with pytest.raises(UserError, match="--force"):
+        write_tables(trace, out, "csv", GIB)
+    write_tables(trace, out, "parquet", GIB, force=True)
+    assert sorted(os.listdir(out)) == sorted([*(f"{name}.parquet" for name in ALL), "tables.json"])
+    (out / "my-notes.txt").write_text("kept")
+    before = sorted(os.listdir(out))
+    with pytest.raises(UserError, match="holds other files"):
+        write_tables(trace, out, "csv", GIB, force=True)
+    assert sorted(os.listdir(out)) == before
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(
+    "mark", ["", "[]", '{"format": "other"}', '{"format": "ebbtide-tables", "files": 3}', "[" * 10**5]
+)
+def test_force_leaves_a_folder_alone_that_only_looks_like_one(tmp_path: Path, mark: str) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tables.json").write_text(mark)
+    with pytest.raises(UserError, match="is not a folder of tables"):
+        write_tables(trained(ranks=1), tmp_path / "out", "csv", GIB, force=True)
+    assert (tmp_path / "out" / "tables.json").read_text() == mark
+
+
+def test_the_mark_tells_of_what_the_tables_are(tmp_path: Path) -> None:
+    write_tables(trained(ranks=1), tmp_path / "out", "csv", 5)
+    mark = json.loads((tmp_path / "out" / "tables.json").read_text())
+    assert (mark["trace"], mark["windows_min_bytes"]) == ("built.ebb", 5)
+    assert mark["files"] == [f"{name}.csv" for name in ALL]

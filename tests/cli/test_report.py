@@ -1,0 +1,75 @@
+"""`ebbtide report`: the file that it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.analysis.report_traces import trained
+from tests.conftest import ebbtide
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    trained(ranks=2).write(tmp_path / "run.ebb")
+    return tmp_path
+
+
+def test_the_page_is_written_and_named(run: Path) -> None:
+    made = ebbtide("report", "run.ebb", "-o", "run.html", "--min-bytes", "20GiB", cwd=run)
+    assert (made.returncode, made.stdout) == (0, "")
+    assert made.stderr.startswith("ebbtide: run.html")
+    html = (run / "run.html").read_text()
+    assert html.startswith("<!doctype html>")
+    assert "at least 20.00 GiB of 40.00 GiB" in html
+    assert sorted(path.name for path in run.iterdir()) == ["run.ebb", "run.html"]
+
+
+def test_one_rank_is_drawn_on_request(run: Path) -> None:
+    assert ebbtide("report", "run.ebb", "-o", "run.html", "--rank", "1", cwd=run).returncode == 0
+    html = (run / "run.html").read_text()
+    assert 'data-rank="1"' in html
+    assert 'data-rank="0"' not in html
+    assert "1 more rank is not drawn" in html
+
+
+def test_a_page_that_stands_is_replaced_only_with_force(run: Path) -> None:
+    (run / "run.html").write_text("kept")
+    refused = ebbtide("report", "run.ebb", "-o", "run.html", cwd=run)
+    assert (refused.returncode, (run / "run.html").read_text()) == (2, "kept")
+    assert "--force" in refused.stderr
+    assert ebbtide("report", "run.ebb", "-o", "run.html", "--force", cwd=run).returncode == 0
+    assert (run / "run.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("run.ebb", "-o"),
+        ("-o run.html", "RUN.ebb"),
+        ("nowhere.ebb -o run.html", "does not exist"),
+        ("run.ebb -o run.pdf", ".html"),
+        ("run.ebb -o nowhere/run.html", "cannot write"),
+        ("run.ebb -o run.html --rank 5", "has no rank 5"),
+        ("run.ebb -o run.html --rank first", "--rank"),
+        ("run.ebb -o run.html --min-bytes some", "some"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(run: Path, line: str, says: str) -> None:
+    refused = ebbtide("report", *line.split(), cwd=run)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    (message,) = refused.stderr.splitlines()
+    assert says in message
+    assert [path.name for path in run.iterdir()] == ["run.ebb"]
+
+
+def test_a_report_needs_neither_torch_nor_matplotlib(run: Path) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "ebbtide", "report", "run.ebb", "-o", "run.html"]
+    made = subprocess.run(command, cwd=run, capture_output=True, text=True, timeout=240, check=True)
+    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", made.stderr, re.MULTILINE))
+    assert "bokeh" in imported
+    assert not {"torch", "matplotlib"} & {name.split(".")[0] for name in imported}
