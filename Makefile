@@ -40,10 +40,10 @@ lint: $(VENV)/tested
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 test-all: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -q -n 2
 
 clean:
 	rm -rf $(VENV) $(DEMO) build *.egg-info

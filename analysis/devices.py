@@ -48,7 +48,7 @@ _POOLS = ("device", "allocated", "requested", "tensors", "heap")
 
 
 def main_pool(trace: Trace) -> str | None:
-    """The pool that says most about the device: `device` where recorded, else `allocated`, `requested` or `tensors`, else
-    `heap`."""
+    """The pool that says most about the device: `device` where recorded, else `allocated`, `requested` or `tensors`,
+    else `heap`."""
     recorded = {pool for rank in trace.ranks for pool in trace.memory(rank)["pool"].unique()}
     return next((pool for pool in _POOLS if pool in recorded), None)

@@ -84,13 +84,3 @@ def durations_ms(cut: Intervals) -> pd.DataFrame:
     table["iteration"] = ((cut.spans["end_ns"] - cut.spans["start_ns"]) / 1e6).to_numpy()
     table["other"] = (table["iteration"] - table[list(PHASES[:3])].sum(axis=1)).clip(lower=0.0)
     return table
-
-
-from ebbtide.analysis.devices import capacity_bytes, first_device, link_peak, main_device, main_pool, memory_line  # noqa: E402, F401
-
-
-def moved(trace, rank, direction):  # type: ignore
-    from ebbtide.analysis.traffic import traffic
-
-    found = traffic(trace, rank, direction)
-    return None if found is None else found.total

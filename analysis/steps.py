@@ -46,7 +46,8 @@ def cumulative(starts: Ints, ends: Ints, amounts: Floats) -> Callable[[Ints], Fl
     # Where nothing is on its way the rate is 0, not what rounding left of it.
     rate[np.cumsum(np.sign(changes[order])) == 0] = 0.0
     totals = np.concatenate([[0.0], np.cumsum(rate[:-1] * np.diff(times))])
-    return lambda at: np.interp((at - times[0]).astype(np.float64), (times - times[0]).astype(np.float64), totals)
+    begin, since = times[0], (times - times[0]).astype(np.float64)
+    return lambda at: np.interp((at - begin).astype(np.float64), since, totals)
 
 
 def union(starts: Ints, ends: Ints) -> tuple[Ints, Ints]:

@@ -2,9 +2,9 @@
 
     python benchmarks/import.py --hta-python PATH [--rounds 5] [--events 3000000] FILE...
 
-PATH is the Python of an environment with HolisticTraceAnalysis. Of ebbtide the whole command is measured, to the trace on
-disk; of the other the parsing alone, to its table in memory, which is less than what an analysis of copies takes there.
-Each file is taken as it is, and the first also repeated (steps, times and numbers going on) until it has so many events.
+PATH is the Python of an environment with HolisticTraceAnalysis. Of ebbtide the whole command is measured, to the trace
+on disk; of the other the parsing alone, to its table in memory, which is less than an analysis of copies takes there.
+Each file is taken as it is, the first also repeated (steps, times and numbers going on) until it has so many events.
 Both run in turn as processes of their own; the figures are the wall time and the peak of resident memory of the whole
 process, and their ratios within each round. Prints Markdown.
 """
@@ -131,7 +131,7 @@ def row(file: Path, taken: dict[str, list[tuple[float, float]]]) -> str:
     cells = [
         f"`{file.name}`",
         f"{events_of(file):,}",
-        f"{file.stat().st_size / 2**20:.0f}",
+        f"{file.stat().st_size / 2**20:.1f}",
         spread([seconds for seconds, _ in ours], 2),
         spread([other[0] / own[0] for own, other in zip(ours, theirs, strict=True)], 1),
         spread([size for _, size in ours], 0),

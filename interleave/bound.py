@@ -10,12 +10,12 @@ from ebbtide.interleave.linear import LinearProgram
 from ebbtide.interleave.machine import Machine
 from ebbtide.interleave.workload import Workload, value_at
 
-# In raw units the solver drops coefficients as too small: parameters in 1e9, bytes in 1e9, seconds.
-_UNIT = 1e9
 _NEEDED = ("h2d_bytes_per_s", "d2h_bytes_per_s", "host_memory_bytes_per_s", "cpu_update_params_per_s")
 # Of each piece, in parameters: state fetched and evicted, updated on the CPU and on the GPU, gradients down and back
 # up, updated parameters up.
 _FLOWS = ("h", "e", "c", "u", "a", "b", "y")
+# What of a flow there was up to a piece's end.
+_TOTALS = {"c": "c so far", "u": "u so far", "a": "a so far"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A stretch of the iteration. length: s, 0 for the update's, which is the variable. free: GB. made: the share of
+    """A stretch of the iteration. length: s, 0 for the update's, which is the variable. free: bytes. made: the share of
     the gradients that the backward has made by its end."""
 
     phase: str
@@ -43,7 +43,7 @@ class _Piece:
 def bound(workload: Workload, machine: Machine) -> Bound:
     """The bound of a workload on a machine. Raises MachineError where a rate is not known.
 
-    Where it is not known what memory is free, none is taken to be.
+    Where it is not known what memory is free, all of the device's is taken to be: no policy is below that.
     """
     machine.need(_NEEDED, "the bound")
     exposed = _solve(workload, machine, windows=True, whole=False)
@@ -55,48 +55,61 @@ def bound(workload: Workload, machine: Machine) -> Bound:
     )
 
 
-def _pieces(workload: Workload, overhead: float) -> list[_Piece]:
-    line = workload.gpu_free or ((0.0, 0.0),)
+def _pieces(workload: Workload, machine: Machine) -> list[_Piece]:
+    everything = (workload.state_bytes + workload.grad_bytes) * workload.params
+    line = workload.gpu_free or ((0.0, min(machine.gpu_memory_bytes or everything, everything)),)
     edges = [0.0, workload.other_s, workload.other_s + workload.forward_s, workload.compute_s]
     cuts = sorted({*edges, *(at for at, _ in line if 0 < at < workload.compute_s)})
     pieces = []
     for start, end in itertools.pairwise(cuts):
         phase = ("other", "forward", "backward")[sum(start >= edge for edge in edges[1:3])]
         made = (end - edges[2]) / workload.backward_s if phase == "backward" and workload.backward_s > 0 else 0.0
-        pieces.append(_Piece(phase, end - start, value_at(line, start) / _UNIT, made))
+        pieces.append(_Piece(phase, end - start, value_at(line, start), made))
     # What is free later in the update can only help: the most of it.
     last = max(value_at(line, workload.compute_s), *(size for at, size in line if at > workload.compute_s), 0.0)
-    pieces.append(_Piece("overhead", overhead, last / _UNIT, 1.0))
-    pieces.append(_Piece("update", 0.0, last / _UNIT, 1.0))
+    pieces.append(_Piece("overhead", machine.step_overhead_s or 0.0, last, 1.0))
+    pieces.append(_Piece("update", 0.0, last, 1.0))
     return pieces
 
 
 def _solve(workload: Workload, machine: Machine, windows: bool, whole: bool) -> float:
     """The least length of the update, s, its overhead included."""
-    overhead = machine.step_overhead_s or 0.0
-    program = _Program(workload, machine, _pieces(workload, overhead), windows)
-    if whole:
-        program.whole_subgroups()
-    return overhead + program.least(program.var("length"))
+    pieces = _pieces(workload, machine)
+    # What CPU and GPU take together, nothing waiting. Where rates lie absurdly far apart an update is so much longer
+    # than this that the solver finds none.
+    both = workload.params / ((machine.cpu_update_params_per_s or 0.0) + (machine.gpu_update_params_per_s or 0.0))
+    for second in (both, 1e5 * both, 1e10 * both):
+        program = _Program(workload, machine, pieces, windows, second)
+        if whole:
+            program.whole_subgroups()
+        length = program.least(program.var("length"))
+        if math.isfinite(length):
+            return (machine.step_overhead_s or 0.0) + length * second
+    raise RuntimeError("the bound's linear program has no solution")
 
 
 class _Program(LinearProgram):
     """The rows of the program. Variables: the flows of each piece, s after each piece, s before the first, the kept
-    gradients, and the update's length without its overhead."""
+    gradients, and the update's length without its overhead.
 
-    def __init__(self, workload: Workload, machine: Machine, pieces: list[_Piece], windows: bool) -> None:
+    The solver's tolerances are absolute, so everything is near 1: parameters are in shares of all, bytes per
+    parameter, times in units of `second`, s."""
+
+    def __init__(
+        self, workload: Workload, machine: Machine, pieces: list[_Piece], windows: bool, second: float
+    ) -> None:
         super().__init__()
         self._workload = workload
         self._machine = machine
         self._pieces = pieces
-        self._n = workload.params / _UNIT
+        self.second = second
         for index, piece in enumerate(pieces):
-            for name in (*_FLOWS, "s"):
+            for name in (*_FLOWS, *_TOTALS.values(), "s"):
                 self.new(name, index)
             self._close(piece, index, windows)
         for name in ("s0", "length"):
             self.new(name)
-        self.new("kept", upper=self._n)
+        self.new("kept", upper=1.0)
         for index, piece in enumerate(pieces):
             self._piece(piece, index)
         self._totals()
@@ -112,15 +125,19 @@ class _Program(LinearProgram):
             none |= {"h", "e"}
         if self._machine.gpu_update_params_per_s is None:
             none |= {"u"}
+        if not piece.free:
+            none |= {"h", "u"}
         for name in none:
             self.limit(self.var(name, index), 0.0)
 
     def _within(self, terms: dict[int, float], piece: _Piece, rate: float) -> None:
-        """The terms are at most rate x the piece's length, which is a variable in the update."""
+        """At this rate the terms take at most the piece's length, which is a variable in the update. What takes hardly
+        any time the solver may leave out; a rate as a factor it may not."""
+        times = {variable: factor / rate for variable, factor in terms.items()}
         if piece.phase == "update":
-            self.row({**terms, self.var("length"): -rate}, most=0.0)
+            self.row({**times, self.var("length"): -1.0}, most=0.0)
         else:
-            self.row(terms, most=rate * piece.length)
+            self.row(times, most=piece.length / self.second)
 
     def _piece(self, piece: _Piece, i: int) -> None:
         w, m, v = self._workload, self._machine, self.var
@@ -130,32 +147,33 @@ class _Program(LinearProgram):
         self._within(up, piece, self._rate("h2d"))
         self._within(down, piece, self._rate("d2h"))
         if m.duplex_bytes_per_s is not None:
-            self._within({**up, **down}, piece, m.duplex_bytes_per_s / _UNIT)
+            self._within({**up, **down}, piece, self._per(m.duplex_bytes_per_s))
         update = {v("c", i): grad + 2 * state + param}
-        self._within({**update, **up, **down}, piece, (m.host_memory_bytes_per_s or 0.0) / _UNIT)
-        self._within({v("c", i): 1.0}, piece, (m.cpu_update_params_per_s or 0.0) / _UNIT)
+        self._within({**update, **up, **down}, piece, self._per(m.host_memory_bytes_per_s))
+        self._within({v("c", i): 1.0}, piece, self._per(m.cpu_update_params_per_s))
         if m.gpu_update_params_per_s is not None:
-            self._within({v("u", i): 1.0}, piece, m.gpu_update_params_per_s / _UNIT)
+            self._within({v("u", i): 1.0}, piece, self._per(m.gpu_update_params_per_s))
         before = v("s", i - 1) if i else v("s0")
         self.row({v("s", i): 1.0, before: -1.0, v("h", i): -1.0, v("e", i): 1.0}, 0.0, 0.0)
         self.row({v("u", i): 1.0, before: -1.0, v("h", i): -1.0}, most=0.0)
         self._fits(piece, v("s", i), piece.made if piece.phase in ("backward", "overhead") else 0.0, i + 1)
         self._fits(piece, before, self._pieces[i - 1].made if i and piece.phase != "other" else 0.0, i)
+        for flow, total in _TOTALS.items():
+            earlier = {v(total, i - 1): -1.0} if i else {}
+            self.row({v(total, i): 1.0, **earlier, v(flow, i): -1.0}, 0.0, 0.0)
         if piece.phase == "backward":
-            made = {v(name, j): 1.0 for j in range(i + 1) for name in ("a",)}
-            self.row(made, most=self._n * piece.made)
-            done = {v(name, j): 1.0 for j in range(i + 1) for name in ("c", "u")}
-            self.row(done, most=self._n * piece.made)
+            self.limit(v(_TOTALS["a"], i), piece.made)
+            self.row({v(_TOTALS["c"], i): 1.0, v(_TOTALS["u"], i): 1.0}, most=piece.made)
 
     def _fits(self, piece: _Piece, state: int, made: float, after: int) -> None:
         """What is on the device at an end of a piece, so many pieces having passed, fits into what is free in it. Kept
         gradients may be the last that the backward makes; each goes with its update."""
-        w = self._workload
-        self.row({state: w.state_bytes}, most=piece.free)
+        w, free = self._workload, piece.free / self._workload.params
+        self.row({state: w.state_bytes}, most=free)
         if made:
-            not_yet = w.grad_bytes * self._n * (1 - made)
-            gone = {self.var("u", i): -w.grad_bytes for i in range(after)}
-            self.row({state: w.state_bytes, self.var("kept"): w.grad_bytes, **gone}, most=piece.free + not_yet)
+            not_yet = w.grad_bytes * (1 - made)
+            gone = {self.var(_TOTALS["u"], after - 1): -w.grad_bytes} if after else {}
+            self.row({state: w.state_bytes, self.var("kept"): w.grad_bytes, **gone}, most=free + not_yet)
 
     def _totals(self) -> None:
         every = range(len(self._pieces))
@@ -164,10 +182,10 @@ class _Program(LinearProgram):
         def total(name: str, sign: float = 1.0) -> dict[int, float]:
             return {v(name, i): sign for i in every}
 
-        self.row({**total("c"), **total("u")}, self._n, self._n)
+        self.row({**total("c"), **total("u")}, 1.0, 1.0)
         self.row({**total("y"), **total("c", -1.0)}, 0.0, 0.0)
         # A gradient goes down for an update on the CPU, or down and back; the others are kept.
-        self.row({**total("a"), v("kept"): 1.0}, self._n, self._n)
+        self.row({**total("a"), v("kept"): 1.0}, 1.0, 1.0)
         self.row({**total("b"), v("kept"): 1.0, **total("u", -1.0)}, 0.0, 0.0)
         self.row({v("s", len(self._pieces) - 1): 1.0, v("s0"): -1.0}, 0.0, 0.0)
 
@@ -179,20 +197,22 @@ class _Program(LinearProgram):
         number, and the last one's upload follows its update. What is fetched in the update is updated after it has
         come, and goes after that unless state stays on the device at the end.
         """
-        sizes = self._workload.subgroups
-        least = min(sizes) / _UNIT
+        sizes = [size / self._workload.params for size in self._workload.subgroups]
+        least = min(sizes)
         even = len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]
         for index, piece in enumerate(self._pieces):
-            room = _whole_room(piece.free, self._workload) if even else piece.free
-            self.row({self.var("s", index): self._workload.state_bytes}, most=room)
-            self.row({self.var("s", index - 1) if index else self.var("s0"): self._workload.state_bytes}, most=room)
-            if piece.free < self._workload.state_bytes * least:
+            # In parameters whose state there is room for.
+            free = piece.free / self._workload.params / self._workload.state_bytes
+            room = _whole_room(free, sizes[0], sizes[-1]) if even else free
+            self.limit(self.var("s", index), room)
+            self.limit(self.var("s", index - 1) if index else self.var("s0"), room)
+            if free < least:
                 for name in ("h", "u"):
                     self.limit(self.var(name, index), 0.0)
             self._modes(piece, index)
         if self._workload.clipping:
             if even:
-                self._whole_on_cpu(sizes[0] / _UNIT, sizes[-1] / _UNIT, len(sizes))
+                self._whole_on_cpu(sizes[0], sizes[-1], len(sizes))
             self._whole_streams(least)
 
     def _modes(self, piece: _Piece, i: int) -> None:
@@ -206,7 +226,9 @@ class _Program(LinearProgram):
             {v("e", i): w.state_bytes, v("a", i): w.grad_bytes},
         )
         for which, terms in enumerate(work):
-            self.row({**terms, **{t: -rate[which] / _UNIT for t, rate in zip(times, rates, strict=True)}}, most=0.0)
+            alone = max(rate[which] for rate in rates)
+            needs = {variable: factor / self._per(alone) for variable, factor in terms.items()}
+            self.row({**needs, **{t: -rate[which] / alone for t, rate in zip(times, rates, strict=True)}}, most=0.0)
 
     def _whole_on_cpu(self, size: float, last: float, count: int) -> None:
         m, v = self._machine, self.var
@@ -214,20 +236,20 @@ class _Program(LinearProgram):
         done = {v("c", i): -1.0 for i in range(len(self._pieces))}
         self.row({on_cpu: size, **done}, 0.0, size - last)
         self.row({on_cpu: 1.0, any_cpu: -count}, most=0.0)
-        cpu = min(m.cpu_update_params_per_s or 0.0, (m.host_memory_bytes_per_s or 0.0) / self._cpu_bytes()) / _UNIT
+        cpu = self._per(min(m.cpu_update_params_per_s or 0.0, (m.host_memory_bytes_per_s or 0.0) / self._cpu_bytes()))
         upload = self._workload.param_bytes * last / self._rate("h2d")
         self.row({v("length"): 1.0, on_cpu: -size / cpu, any_cpu: -upload}, least=-(size - last) / cpu)
 
     def _whole_streams(self, least: float) -> None:
-        """least: parameters of the smallest subgroup, 1e9."""
+        """least: the share of the smallest subgroup."""
         w, v = self._workload, self.var
         update = len(self._pieces) - 1
         fetched = self.new("any_fetched", upper=1, whole=True)
         empty = self.new("none_stays", upper=1, whole=True)
-        self.row({v("h", update): 1.0, fetched: -self._n}, most=0.0)
-        self.row({v("s", update): 1.0, empty: self._n}, least=least)
+        self.row({v("h", update): 1.0, fetched: -1.0}, most=0.0)
+        self.row({v("s", update): 1.0, empty: 1.0}, least=least)
         gpu = self._machine.gpu_update_params_per_s
-        after = least * _UNIT / gpu if gpu else 0.0
+        after = least / self._per(gpu) if gpu else 0.0
         flush = w.state_bytes * least / self._rate("d2h")
         come = w.state_bytes / self._rate("h2d")
         # Both at once: something was fetched, and nothing stays.
@@ -235,14 +257,18 @@ class _Program(LinearProgram):
         self.row({v("length"): 1.0, v("h", update): -come, fetched: -after}, least=0.0)
         # When the first subgroup whose gradient was kept is updated, all kept gradients are there beside its state.
         kept = self.new("any_kept", upper=1, whole=True)
-        self.row({v("kept"): 1.0, kept: -self._n}, most=0.0)
-        room = self._pieces[update].free
+        self.row({v("kept"): 1.0, kept: -1.0}, most=0.0)
+        room = self._pieces[update].free / w.params
         self.row({v("kept"): w.grad_bytes, kept: w.state_bytes * least}, most=room)
 
     def _rate(self, direction: str) -> float:
-        """GB/s that the job leaves of a direction."""
+        """What the job leaves of a direction."""
         rate = getattr(self._machine, f"{direction}_bytes_per_s") or 0.0
-        return float(rate * (1 - getattr(self._workload, f"{direction}_busy_share")) / _UNIT)
+        return self._per(rate * (1 - getattr(self._workload, f"{direction}_busy_share")))
+
+    def _per(self, rate: float | None) -> float:
+        """A rate per second in the program's units."""
+        return (rate or 0.0) * self.second / self._workload.params
 
     def _cpu_bytes(self) -> float:
         return self._workload.grad_bytes + 2 * self._workload.state_bytes + self._workload.param_bytes
@@ -266,8 +292,7 @@ def modes(workload: Workload, machine: Machine) -> list[tuple[float, float, floa
     return found
 
 
-def _whole_room(free: float, workload: Workload) -> float:
-    """Of `free` GB what whole subgroups can take, all of one size but the last, which may be smaller."""
-    size, last = (workload.state_bytes * p / _UNIT for p in (workload.subgroups[0], workload.subgroups[-1]))
+def _whole_room(free: float, size: float, last: float) -> float:
+    """Of what is free what whole subgroups can take, all of one size but the last, which may be smaller."""
     with_last = last + math.floor((free - last) / size + 1e-9) * size if free >= last else 0.0
     return max(math.floor(free / size + 1e-9) * size, with_last)

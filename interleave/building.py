@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ebbtide.analysis.steps import Floats
-from ebbtide.interleave.plan import BACKWARD, OTHER, STEP, UPDATE, Kind, Op, Plan, Resource, point_at
+from ebbtide.interleave.plan import OTHER, STEP, UPDATE, Kind, Op, Plan, Resource, made_points, point_at
 from ebbtide.interleave.workload import Workload
 
 
@@ -29,12 +29,7 @@ class PlanBuilder:
 
     def __post_init__(self) -> None:
         self.sizes = self.workload.subgroups
-        # The backward makes gradients in reverse, so it ends with those of subgroup 0.
-        self._made = [0.0] * len(self.sizes)
-        done = 0
-        for subgroup in reversed(range(len(self.sizes))):
-            done += self.sizes[subgroup]
-            self._made[subgroup] = min(BACKWARD + done / self.workload.params, UPDATE)
+        self._made = made_points(self.workload)
         self.early = self.early and not self.workload.clipping
         self._down: dict[int, int] = {}
         self._clip: tuple[int, ...] = ()
@@ -172,7 +167,7 @@ class PlanBuilder:
             parked=frozenset(self._leaving),
             kept_gradients=frozenset(self._kept),
             held_bytes=held,
-        ).validate(self.workload.clipping)
+        ).validate(self.workload)
 
 
 def _room(workload: Workload, kept: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -30,6 +30,8 @@ _BELIEFS: dict[str, tuple[float, float]] = {
     "gpu_update_params_per_s": (30e9, 2.0),
     "step_overhead_s": (0.03, 3.0),
 }
+# What binds an update, and so turns its slope.
+_TURNING = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
 # Medians of a trace are good to about this share, and so is the simulator.
 _SIGMA = 0.02
 # A rate whose uncertainty the traces have not at least halved is the belief's, not theirs.
@@ -45,6 +47,7 @@ class Sample:
     policy: str
     update_s: float
     backward_s: float | None
+    link_peak: float | None = None
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,18 @@ def sample_of(trace: Trace) -> Sample:
     update, backward = study.ms("update"), study.ms("backward")
     waits = policy.endswith("grads=blocking") and backward is not None
     return Sample(
-        trace.name, workload_of(trace), policy, (update or 0.0) / 1e3, (backward or 0.0) / 1e3 if waits else None
+        trace.name,
+        workload_of(trace),
+        policy,
+        (update or 0.0) / 1e3,
+        (backward or 0.0) / 1e3 if waits else None,
+        study.peak_bytes_per_s,
     )
+
+
+def _believed(key: str, peak: float | None) -> float:
+    """Copies reach about 0.8 of a link's peak, where that is known."""
+    return 0.8 * peak if peak and key in ("h2d_bytes_per_s", "d2h_bytes_per_s") else _BELIEFS[key][0]
 
 
 def fit(samples: Sequence[Sample], known: Machine | None = None, name: str = "fitted") -> Fit:
@@ -86,7 +99,8 @@ def fit(samples: Sequence[Sample], known: Machine | None = None, name: str = "fi
         raise MachineError("a machine cannot be fitted from no trace")
     base = known or Machine()
     free = [key for key in _BELIEFS if getattr(base, key) is None]
-    center = np.log([_BELIEFS[key][0] for key in free])
+    peak = next((sample.link_peak for sample in samples if sample.link_peak), None)
+    center = np.log([_believed(key, peak) for key in free])
     width = np.log([_BELIEFS[key][1] for key in free])
 
     def machine(at: np.ndarray[Any, Any]) -> Machine:
@@ -103,8 +117,14 @@ def fit(samples: Sequence[Sample], known: Machine | None = None, name: str = "fi
                 found.append(np.log(schedule.backward_s / sample.backward_s) / _SIGMA)
         return np.concatenate([found, (at - center) / width])
 
-    # The simulator has kinks where what binds changes: a coarse difference looks across them.
-    best = least_squares(errors, center, diff_step=1e-3, x_scale=width, method="trf", max_nfev=200)
+    # The simulator has kinks where what binds changes: a coarse difference looks across them, and several beginnings
+    # keep the search from staying where it began.
+    begins = [center + place * width * (np.array(free) == key) for key in _TURNING for place in (-1, 1)]
+    tries = [
+        least_squares(errors, begin, diff_step=1e-3, x_scale=width, method="trf", max_nfev=200)
+        for begin in (center, *begins)
+    ]
+    best = min(tries, key=lambda found: float(found.cost))
     covariance = np.linalg.inv(best.jac.T @ best.jac)
     sigma = np.sqrt(np.diag(covariance))
     box = machine(best.x)

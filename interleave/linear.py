@@ -49,8 +49,8 @@ class LinearProgram:
         self._rows.append((terms, least, most))
 
     def least(self, variable: int) -> float:
-        """The least value of a variable. Of the relaxations that are still open the least goes on, so that the first
-        whose integers are whole is the best."""
+        """The least value of a variable, infinite where the rows leave none. Of the relaxations that are still open the
+        least goes on, so that the first whose integers are whole is the best."""
         cost, limits = np.zeros(len(self._upper)), self._limits()
         cost[variable] = 1.0
         lower, upper = np.zeros(len(self._upper)), np.array(self._upper)
@@ -74,7 +74,7 @@ class LinearProgram:
             below[broken[0]], above[broken[0]] = math.floor(at[broken[0]]), math.ceil(at[broken[0]])
             relax(lower, below)
             relax(above, upper)
-        raise RuntimeError("a linear program has no solution")
+        return math.inf
 
     def _limits(self) -> LinearConstraint:
         entries = [(row, *entry) for row, (terms, _, _) in enumerate(self._rows) for entry in terms.items()]

@@ -70,10 +70,10 @@ class Plan:
     held_bytes: float
     remark: str = ""
 
-    def validate(self, clipping: bool) -> Plan:
+    def validate(self, workload: Workload) -> Plan:
         """The plan itself. Raises PlanError where something waits for what comes later, is read before it is written,
-        happens twice or never, or device memory is not given back. clipping: updates need all gradients first."""
-        Check(self, clipping).run()
+        happens twice or never, or device memory is not given back."""
+        Check(self, workload).run()
         return self
 
     def counts(self) -> dict[str, int]:
@@ -88,9 +88,10 @@ class Plan:
 class Check:
     """Walks through a plan once, knowing of each subgroup what has happened to it."""
 
-    def __init__(self, plan: Plan, clipping: bool) -> None:
+    def __init__(self, plan: Plan, workload: Workload) -> None:
         self._plan = plan
-        self._clipping = clipping
+        self._clipping = workload.clipping
+        self._made = made_points(workload)
         self._clip = -1
         kinds: tuple[Kind, ...] = ("gradient down", "gradient up", "fetch", "update", "flush", "cast", "upload")
         # Of each kind the index of a subgroup's operation, -1 where it has not come yet.
@@ -107,8 +108,11 @@ class Check:
                 raise self._wrong(op, f"begins at {op.point}, which is no place in an iteration")
             taken += op.acquire - op.release
             if op.kind == "clip":
+                self._clips(op)
                 self._clip = index
                 continue
+            if not 0 <= op.subgroup < self._plan.subgroups:
+                raise self._wrong(op, "is of none that there is")
             seen = self._seen[op.kind]
             if seen[op.subgroup] >= 0:
                 raise self._wrong(op, "comes twice")
@@ -118,10 +122,23 @@ class Check:
             raise PlanError(f"policy {self._plan.policy}: {taken:.0f} bytes of device memory are not given back")
         self._outputs()
 
+    def _clips(self, op: Op) -> None:
+        """Clipping comes once and needs every gradient."""
+        if self._clip >= 0:
+            raise self._wrong(op, "comes twice")
+        if op.point < UPDATE and self._plan.kept_gradients:
+            raise self._wrong(op, "comes before all gradients are made")
+        inputs = set(op.after)
+        for subgroup, down in enumerate(self._seen["gradient down"]):
+            if down not in inputs and subgroup not in self._plan.kept_gradients:
+                raise self._wrong(op, f"does not wait for the gradient of subgroup {subgroup}")
+
     def _inputs(self, op: Op) -> None:
         """What an operation reads must be there, and it must wait for it."""
         subgroup = op.subgroup
-        if op.kind == "gradient up":
+        if op.kind == "gradient down":
+            self._is_made(op)
+        elif op.kind == "gradient up":
             self._waits(op, "gradient down")
         elif op.kind == "fetch" and subgroup in self._plan.parked:
             # It leaves the device first, with what the iteration before made, and comes back.
@@ -142,6 +159,12 @@ class Check:
                 self._waits(op, "fetch")
             if subgroup not in self._plan.kept_gradients:
                 self._waits(op, "gradient up")
+            elif not self._clipping:
+                self._is_made(op)
+
+    def _is_made(self, op: Op) -> None:
+        if op.point < self._made[op.subgroup]:
+            raise self._wrong(op, "begins before its gradient is made")
 
     def _waits(self, op: Op, kind: str) -> None:
         index = self._seen[kind][op.subgroup]
@@ -163,6 +186,15 @@ class Check:
 
     def _wrong(self, op: Op, what: str) -> PlanError:
         return PlanError(f"policy {self._plan.policy}: {op.kind} of subgroup {op.subgroup} {what}")
+
+
+def made_points(workload: Workload) -> list[float]:
+    """The points at which the backward has made each subgroup's gradient: in reverse, the last those of subgroup 0."""
+    points, done = [], 0
+    for size in reversed(workload.subgroups):
+        done += size
+        points.append(min(BACKWARD + done / workload.params, UPDATE))
+    return points[::-1]
 
 
 def point_at(workload: Workload, seconds: float) -> float:

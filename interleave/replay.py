@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ebbtide.interleave.bound import Bound, bound
-from ebbtide.interleave.errors import MachineError
+from ebbtide.interleave.errors import MachineError, PolicyError
 from ebbtide.interleave.machine import Machine
 from ebbtide.interleave.policies import BUILT_IN, make_plan
 from ebbtide.interleave.schedule import Schedule
@@ -72,7 +72,7 @@ def replay(workload: Workload, machine: Machine, policies: Sequence[str] | None 
     for text in policies or BUILT_IN:
         try:
             schedule = simulate(make_plan(text, workload, machine), workload, machine)
-        except MachineError as error:
+        except (MachineError, PolicyError) as error:
             if policies:
                 raise
             skipped[text] = str(error)

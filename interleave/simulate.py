@@ -70,6 +70,9 @@ class _Run:
         starts, ends = self._times()
         count = len(self._plan.ops)
         reached = dict(zip(self._points, ends[count:], strict=False))
+        # The last gradient is made as the backward ends, which waits for it where copies block.
+        waited = (end for op, end in zip(self._plan.ops, ends, strict=False) if op.blocking)
+        begin = max(reached[UPDATE], max(waited, default=0.0))
         end = max(ends, default=0.0)
         return Schedule(
             plan=self._plan,
@@ -78,8 +81,8 @@ class _Run:
             ends=ends[:count],
             other_s=reached[FORWARD],
             forward_s=reached[BACKWARD] - reached[FORWARD],
-            backward_s=reached[UPDATE] - reached[BACKWARD],
-            update_s=end - reached[UPDATE],
+            backward_s=begin - reached[BACKWARD],
+            update_s=end - begin,
         )
 
     def _times(self) -> tuple[list[float], list[float]]:

@@ -106,8 +106,8 @@ def shared_link(study: Study) -> Finding | Unknown | None:
             lengths = [_busy_ms(copies) for _, copies in together.groupby("rank")]
             worth += max(lengths) / len(study.counted) * (1 - slow / fast)
             evidence.append(
-                f"{way}: {kind or 'all'} copies run at {rate_text(fast)} alone and at {rate_text(slow)} beside another rank's "
-                f"({len(alone):,} and {len(together):,} copies of 1 MiB or more)"
+                f"{way}: {kind or 'all'} copies run at {rate_text(fast)} alone and at {rate_text(slow)} beside another "
+                f"rank's ({len(alone):,} and {len(together):,} copies of 1 MiB or more)"
             )
     if not evidence:
         return None

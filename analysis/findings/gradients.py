@@ -12,8 +12,6 @@ from ebbtide.analysis.units import bytes_text, ms_text, rate_text
 _COMPUTE = 2
 # Below this many times what it should take, a backward is not called held up.
 _LEAST_RATIO = 1.5
-# A copy that fills this share of the link is bound by the link, not by waiting.
-_FULL_LINK = 0.7
 # Pageable copies that take less than this share of the backward are not its gradients.
 _LEAST_SHARE = 0.02
 _RULE = "blocking-gradients"
@@ -40,7 +38,7 @@ def blocking_gradients(study: Study) -> Finding | Unknown | None:
     expected = forwards * forward
     if down is not None and down.bytes is not None and study.peak_bytes_per_s:
         expected = max(expected, down.bytes / study.peak_bytes_per_s * 1e3)
-    if backward < _LEAST_RATIO * expected or (share is not None and share > _FULL_LINK):
+    if backward < _LEAST_RATIO * expected:
         return None
     evidence = [
         f"backward takes {ms_text(backward)}, {backward / forward:.1f} times the forward's {ms_text(forward)}; "

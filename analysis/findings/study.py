@@ -152,7 +152,8 @@ class Study:
         tables = []
         for rank in self.trace.ranks:
             pieces = intervals(self.trace, rank).with_other()
-            pieces = pieces[pieces["end_ns"] > pieces["start_ns"]].sort_values("start_ns", ignore_index=True)
+            # A phase of no time stands before the one that begins with it, and stays there.
+            pieces = pieces.sort_values("start_ns", kind="stable", ignore_index=True)
             rows = copies(self.trace, rank, None)
             place = np.searchsorted(pieces["start_ns"].to_numpy(), rows["start_ns"].to_numpy(), side="right") - 1
             rows, place = rows[place >= 0], place[place >= 0]

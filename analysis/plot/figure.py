@@ -25,6 +25,8 @@ from ebbtide.profiler.trace import Trace
 
 Kind = Literal["both", "memory", "link", "windows"]
 _WIDTH = 11.0
+# Points: the widest text of a legend, and the sizes of the fonts.
+_LEGEND = 190.0
 _NAME_SIZE = 10.5
 _FACTS_SIZE = 8.5
 
@@ -105,14 +107,15 @@ def _draw(axes: Axes, panel: Panel, scale: Scale, first: bool, last: bool) -> No
     axes.tick_params(labelbottom=last)
     if last:
         axes.set_xlabel(f"time ({panel.view.unit})")
+    figure = cast(Figure, axes.get_figure())
     legend = axes.legend(
         handles=handles,
-        labels=[plain(str(handle.get_label())) for handle in handles],
+        labels=[shortened(figure, plain(str(handle.get_label())), _FACTS_SIZE, _LEGEND) for handle in handles],
         loc="upper left",
         bbox_to_anchor=(1.005, 1.0),
         borderaxespad=0.0,
         frameon=False,
-        fontsize=8.5,
+        fontsize=_FACTS_SIZE,
         ncols=1 + len(handles) // 14,
     )
     for text in legend.get_texts():

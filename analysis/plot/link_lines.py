@@ -103,7 +103,7 @@ def _steps(view: View, times: Ints, known: Ints, rates: Floats) -> tuple[Ints, F
 
 
 def _slots(view: View) -> Ints:
-    return np.unique(np.linspace(view.start, view.end, SLOTS + 1).astype(np.int64))
+    return np.unique(view.start + np.linspace(0, view.end - view.start, SLOTS + 1).astype(np.int64))
 
 
 def _means(moved: Traffic, edges: Ints) -> Floats:

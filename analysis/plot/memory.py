@@ -70,8 +70,7 @@ class MemoryPanel:
                 lowest = line.lowest / scale.size
                 axes.stairs(sizes, edges, baseline=lowest, fill=True, color=style.color, alpha=0.2, lw=0)
         if self.level is not None:
-            text = f"capacity {bytes_text(self.level)}"
-            drawn += draw_level(axes, self.view, self.level, scale, text)
+            drawn += draw_level(axes, self.view, self.level, scale, f"capacity {bytes_text(self.level)}")
         axes.set_ylim(0, scale.top / scale.size)
         axes.set_ylabel(f"{self.name} ({scale.unit})")
         return drawn
@@ -109,9 +108,10 @@ def shown_line(view: View, pool: str) -> MemoryLine | None:
     if first >= after:
         return None
     times, sizes = times[first:after].clip(view.start), sizes[first:after]
-    slots = round(_SLOTS * (view.end - times[0]) / view.length)
-    if len(times) <= _MOST_TO_A_SLOT * slots or slots < 1:
+    lasting = int(view.end - times[0])
+    slots = max(1, round(_SLOTS * lasting / view.length))
+    if len(times) <= _MOST_TO_A_SLOT * slots:
         return MemoryLine(np.append(times, view.end), sizes)
-    edges = np.linspace(times[0], view.end, slots + 1).astype(np.int64)
+    edges = times[0] + np.linspace(0, lasting, slots + 1).astype(np.int64)
     largest, lowest = (sign * peak_between(times, sign * sizes, edges[:-1], edges[1:]) for sign in (1, -1))
     return MemoryLine(edges, largest.astype(np.int64), lowest.astype(np.int64))

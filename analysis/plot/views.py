@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from ebbtide.analysis.iterations import intervals
@@ -35,7 +37,7 @@ class View:
     def x(self, times: Ints) -> Floats:
         return np.asarray((times - self.start) / self.unit_ns)
 
-    def inside(self, starts: Ints, ends: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool]]:
+    def inside(self, starts: Ints, ends: Ints) -> npt.NDArray[np.bool_]:
         return np.asarray((ends > self.start) & (starts < self.end))
 
     def spans(self, on_gpu: bool) -> pd.DataFrame:
@@ -46,22 +48,19 @@ class View:
         """phase, start_ns, end_ns of what is shown of the phases, those of an unfinished iteration too."""
         rows = self.trace.phases(self.rank)
         start, end = ("gpu_start_ns", "gpu_end_ns") if on_gpu and self.has_gpu_times else ("start_ns", "end_ns")
-        rows = rows.loc[rows[end].notna(), ["phase", start, end]]
-        phases = rows.rename(columns={start: "start_ns", end: "end_ns"}).astype(
-            {"start_ns": "int64", "end_ns": "int64"}
-        )
-        shown = phases[self.inside(phases["start_ns"].to_numpy(), phases["end_ns"].to_numpy())]
-        times = ["start_ns", "end_ns"]
-        return shown.assign(**shown[times].clip(self.start, self.end))
+        rows = rows[rows[end].notna()]
+        starts, ends = rows[start].to_numpy(np.int64), rows[end].to_numpy(np.int64)
+        times = {"start_ns": starts.clip(self.start, self.end), "end_ns": ends.clip(self.start, self.end)}
+        return rows[["phase"]].assign(**times)[self.inside(starts, ends)]
 
-    @property
+    @cached_property
     def is_wide(self) -> bool:
         """Whether there is room to draw the phases of each iteration."""
         spans = self.spans(on_gpu=False)
         lengths = spans["end_ns"] - spans["start_ns"]
         return spans.empty or float(lengths.median()) >= self.length * _LEAST_ITERATION
 
-    @property
+    @cached_property
     def has_gpu_times(self) -> bool:
         """Whether every phase of a finished iteration has them: else they are not used."""
         rows = self.trace.phases(self.rank)

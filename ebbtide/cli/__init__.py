@@ -11,6 +11,7 @@ import typer
 
 import ebbtide
 from ebbtide.cli import (
+    calibrate,
     diff,
     export,
     findings,
@@ -23,7 +24,9 @@ from ebbtide.cli import (
     plot,
     profile,
     replay,
+    report,
     summary,
+    sweep,
     windows,
 )
 
@@ -42,10 +45,13 @@ app.command()(memory.memory)
 app.command()(link.link)
 app.command()(iterations.iterations)
 app.command()(plot.plot)
+app.command()(report.report)
 app.command()(diff.diff)
 app.command()(export.export)
 app.command()(frames.tables)
+app.command()(calibrate.calibrate)
 app.command()(replay.replay)
+app.command()(sweep.sweep)
 app.command()(merge.merge)
 app.command("import")(import_.import_)
 

@@ -35,11 +35,9 @@ def import_(
     capacity_bytes = size(capacity) if capacity is not None else None
     lanes = _link(link) if link is not None else None
 
-    from ebbtide.profiler.importers.load import FORMATS, Hardware, import_trace
+    from ebbtide.profiler.importers.load import Hardware, import_trace
     from ebbtide.profiler.launch import next_commands
 
-    if format is not None and format not in FORMATS:
-        raise typer.BadParameter(f"{format!r} is not a format: choose one of {', '.join(FORMATS)}")
     trace = import_trace(sources, output, format, force, Hardware(capacity_bytes, lanes))
     for note in trace.notes:
         typer.echo(f"ebbtide: {note}", err=True)

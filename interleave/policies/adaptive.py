@@ -58,10 +58,12 @@ class Shares:
             min(self.resident, self.parked, self.streamed) >= 0 and self.resident + self.parked + self.streamed <= count
         )
 
-    def scaled(self, factor: int) -> Shares:
-        return replace(
-            self, resident=self.resident * factor, parked=self.parked * factor, streamed=self.streamed * factor
-        )
+    def scaled(self, factor: int, count: int) -> Shares:
+        """So many times as many, `count` in all at the most: the last may stand for fewer."""
+        resident = min(self.resident * factor, count)
+        parked = min(self.parked * factor, count - resident)
+        streamed = min(self.streamed * factor, count - resident - parked)
+        return replace(self, resident=resident, parked=parked, streamed=streamed)
 
 
 @policy("adaptive")
@@ -81,7 +83,9 @@ def adaptive(workload: Workload, machine: Machine, choice: Choice) -> Plan:
     search = rough
     if factor > 1:
         search = _Search(workload, machine, choice.text)
-        found = search.improve(found.scaled(factor), step=max(1, factor // 2), most=_MOST_FINE)
+        # All on the CPU fits always.
+        start = search.best_of([found.scaled(factor, len(workload.subgroups)), Shares(0, 0, 0)])
+        found = search.improve(start, step=max(1, factor // 2), most=_MOST_FINE)
     plan = shares_plan(workload, found, choice.text)
     for text in sorted(others, key=lambda text: others[text])[: 3 if factor > 1 else None]:
         other = make_plan(text, workload, machine)

@@ -9,26 +9,16 @@ from ebbtide.profiler.trace import TraceBuilder
 
 
 def ahead_ns(
-    source: Source, builder: TraceBuilder, zone: int | None, span: tuple[int, int] | None, beside: Coverage | None
+    source: Source, builder: TraceBuilder, zone: int | None, span: tuple[int, int], beside: Coverage | None
 ) -> int:
-    """ns to take off the log's times. zone: what the log itself tells of that; span: of its times, None if it has none.
+    """ns to take off the log's times. zone: what the log itself tells of that; span: from its first time to its last.
 
-    Raises SourceError where it cannot be put beside the monitor files.
+    Raises SourceError where it does not meet the monitor files.
     """
     if beside is None:
-        if zone is None and span is not None:
+        if zone is None:
             builder.note("the log tells local times without their zone: they are taken as UTC")
         return zone or 0
-    if span is None:
-        raise SourceError(
-            f"{source} has no times, so it cannot be put beside {beside.name}: import each for itself, and next time "
-            "record the job's output with the time before each line (| ts '%Y-%m-%dT%H:%M:%.S')"
-        )
-    if beside.span_ns is None:
-        raise SourceError(
-            f"{beside.name} has no dates, so it cannot be put beside {source.path.name}: import each for itself, and "
-            "next time record with `nvidia-smi dmon -o DT`"
-        )
     found = (zone, True) if zone is not None else zone_by_overlap(span, beside.span_ns)
     share = overlap(span, beside.span_ns, found[0]) if found is not None else 0.0
     if found is None or share <= 0:

@@ -30,10 +30,11 @@ def matches(source: Source) -> bool:
     return any(_SIGNS.search(line.text) for line in lines)
 
 
-def read(source: Source, builder: TraceBuilder, beside: Coverage | None) -> None:
-    """Add what a log tells. beside: the monitor files of the same run, which place the log's clock where it does not.
+def read(source: Source, builder: TraceBuilder, beside: Coverage | None) -> bool:
+    """Add what a log tells, and return whether it tells times of day. beside: the monitor files of the same run, which
+    tell the zone of the log's clock where the log does not.
 
-    Raises SourceError for a log without timers and memory marks, and one that cannot be put beside the monitor files.
+    Raises SourceError for a log without timers and memory marks, and one that does not meet the monitor files.
     """
     times, facts = TimesReader(), FactsReader()
 
@@ -58,7 +59,7 @@ def read(source: Source, builder: TraceBuilder, beside: Coverage | None) -> None
         raise source.damaged("its timers add up to decades")
     for note in _missing(times, facts.facts, known):
         builder.note(note)
-    shift = ahead_ns(source, builder, zone, _span(placed, times.marks) if known else None, beside)
+    shift = ahead_ns(source, builder, zone, _span(placed, times.marks), beside) if known else 0
     ranks = add_meta(builder, facts.facts, times.marks)
     timed = _timed(ranks, beside)
     for rank in timed:
@@ -74,6 +75,7 @@ def read(source: Source, builder: TraceBuilder, beside: Coverage | None) -> None
         start = first if mark is None else min(first, mark)
         for entry in ranks.values():
             entry.meta["first_iteration_start_ns"] = start - shift
+    return known
 
 
 def _span(placed: list[Placed], marks: list[Mark]) -> tuple[int, int]:

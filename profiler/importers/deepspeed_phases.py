@@ -32,11 +32,19 @@ def place(steps: list[Step]) -> Iterator[Placed]:
     one is slow, and the time on it is that of its end), unless it would end after the mark behind it: today's DeepSpeed
     takes those of backward within the timer. Without marks it ends where what follows begins, and a step ends where its
     timers were printed."""
+    following: int | None = None
+    starts = []
+    for step in reversed(steps):
+        # A step whose lines lost their times stands before the next one.
+        starts.append(_starts(step, None if dated([step], []) else following))
+        following = starts[-1][0]
     reached: int | None = None
-    for iteration, step in enumerate(steps):
-        for placed in _place(iteration, step, reached):
-            reached = placed.end_ns
-            yield placed
+    for iteration, (step, wanted) in enumerate(zip(steps, reversed(starts), strict=True)):
+        for (number, phase), length, start in zip(_phases(step), _lengths(step), wanted, strict=True):
+            # Nothing begins before what comes before it has ended.
+            begin = max((t for t in (start, reached) if t is not None), default=0)
+            reached = begin + length
+            yield Placed(iteration, number, phase, begin, reached)
 
 
 def time_of(point: Point | None, placed: dict[tuple[int, int, str], Placed]) -> int | None:
@@ -50,33 +58,29 @@ def time_of(point: Point | None, placed: dict[tuple[int, int, str], Placed]) -> 
     return None if before is None else before.end_ns
 
 
-def _place(iteration: int, step: Step, reached: int | None) -> list[Placed]:
+def _phases(step: Step) -> list[tuple[int, str]]:
+    """(micro-step, phase) in their order."""
     last = len(step.micro_steps) - 1
-    phases = [(number, phase) for number in range(last + 1) for phase in PHASES[:2]] + [(last, "update")]
-    lengths = [*_lengths(step), round(step.ms["update"] * 1e6)]
-    # From the back: where each would begin if what follows it begins where it may.
-    wanted: list[int | None] = [None] * len(phases)
-    following: int | None = None
-    for place in reversed(range(len(phases))):
-        number, phase = phases[place]
+    return [*((number, phase) for number in range(last + 1) for phase in PHASES[:2]), (last, "update")]
+
+
+def _starts(step: Step, following: int | None) -> list[int | None]:
+    """When each phase would begin if what follows it begins where it may. following: when the next step does."""
+    starts = []
+    for (number, phase), length in zip(reversed(_phases(step)), reversed(_lengths(step)), strict=True):
         micro = step.micro_steps[number]
         # The mark after the update stands behind the timers, and with those of the next micro-step.
         over = (micro.ended_ns, micro.marked_ns.get((phase, False)) if phase != "update" else None)
         ends = [t for t in (following, *over) if t is not None]
         begins = [t for t in (micro.marked_ns.get((phase, True)),) if t is not None]
-        wanted[place] = following = min(begins + [t - lengths[place] for t in ends], default=None)
-    # From the front: nothing begins before what comes before it has ended.
-    found = []
-    for (number, phase), length, start in zip(phases, lengths, wanted, strict=True):
-        begin = max((t for t in (start, reached) if t is not None), default=0)
-        reached = begin + length
-        found.append(Placed(iteration, number, phase, begin, reached))
-    return found
+        following = min(begins + [t - length for t in ends], default=None)
+        starts.append(following)
+    return starts[::-1]
 
 
 def _lengths(step: Step) -> list[int]:
-    """Of forward and backward of each micro-step, ns. Their sums are the step's own figures, which are the exact ones:
-    the last micro-step makes up for the rounding of the others."""
+    """Of the phases, ns. The sums over micro-steps are the step's own figures, which are the exact ones: the last
+    micro-step makes up for the rounding of the others."""
     by_phase = []
     for phase in PHASES[:2]:
         of_micro = [round(micro.ms[phase] * 1e6) for micro in step.micro_steps]
@@ -86,4 +90,4 @@ def _lengths(step: Step) -> list[int]:
             of_micro = [int(length * scale) for length in of_micro]
             others = sum(of_micro[:-1])
         by_phase.append([*of_micro[:-1], whole - others])
-    return [length for pair in zip(*by_phase, strict=True) for length in pair]
+    return [*(length for pair in zip(*by_phase, strict=True) for length in pair), round(step.ms["update"] * 1e6)]

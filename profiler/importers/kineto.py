@@ -112,7 +112,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _phases(entry: RankBuilder, contents: _Contents, notes: list[str]) -> None:
-    table = phases(contents.marks, notes)
+    table, begin = phases(contents.marks, notes)
     table = table.join(contents.device.times(table))
     if not entry.frame("phases").empty:
         notes.append("its phases are left out: another file told those of this rank")
@@ -120,6 +120,8 @@ def _phases(entry: RankBuilder, contents: _Contents, notes: list[str]) -> None:
     times = ["start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns"]
     table[times] += contents.trace.base_ns
     entry.extend("phases", **table)
+    if begin is not None:
+        entry.meta["first_iteration_start_ns"] = begin + contents.trace.base_ns
 
 
 def _memory(entry: RankBuilder, contents: _Contents, notes: list[str]) -> None:
@@ -151,8 +153,9 @@ def _device(name: str, card: dict[str, Any]) -> dict[str, Any]:
 def _copies(entry: RankBuilder, contents: _Contents, notes: list[str]) -> None:
     table = contents.transfers.table(contents.trace.base_ns)
     entry.extend("transfers", **table)
-    entry.meta["transfers_recorded"] = bool(contents.device.busiest())
-    if not entry.meta["transfers_recorded"]:
+    if not contents.device.busiest():
         notes.append("it tells nothing of a GPU, so neither of copies (ProfilerActivity.CUDA records them)")
-    elif table.empty:
+        return
+    entry.meta["transfers_recorded"] = True
+    if table.empty:
         notes.append("it has no copy between host and device")

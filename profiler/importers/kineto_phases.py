@@ -13,9 +13,9 @@ from ebbtide.profiler.trace.spools import micro_steps
 _NAMES = np.array(["forward", "backward", "update"])
 
 
-def phases(marks: Marks, notes: list[str]) -> pd.DataFrame:
-    """The phases, in order and without overlap: the columns of the table `phases` that are not device times. What is
-    not marked, and how to mark it, goes to `notes`.
+def phases(marks: Marks, notes: list[str]) -> tuple[pd.DataFrame, int | None]:
+    """The phases, in order and without overlap: the columns of the table `phases` that are not device times; and where
+    the first iteration begins, if that is marked. What is not marked, and how to mark it, goes to `notes`.
 
     Forward and backward are the outermost annotations that say so. Else forward is the outermost calls of modules that
     train, where calls were recorded, or else from the first to the last op that is differentiated later; and backward
@@ -32,8 +32,10 @@ def phases(marks: Marks, notes: list[str]) -> pd.DataFrame:
         phase=("phase", "first"), start_ns=("start", "first"), end_ns=("end", "last"),
         step=("step", "first"), optimizer=("part_of", "first"),
     ).reset_index(drop=True)  # fmt: skip
+    begin = None
     if _steps_are_iterations(found):
         found["iteration"] = pd.array([*steps["number"], None], dtype="Int64")[found["step"]]
+        begin = int(steps["start"][found.loc[found["step"] >= 0, "step"].iloc[0]])
     else:
         found["iteration"] = _by_updates(found)
         if found["iteration"].notna().any():
@@ -42,7 +44,7 @@ def phases(marks: Marks, notes: list[str]) -> pd.DataFrame:
             notes.append("nothing in it tells the iterations: call prof.step() once in each")
     notes += _missing(found["phase"])
     found["phase"] = _NAMES[found["phase"].to_numpy(np.int64)]
-    return found[["iteration", "phase", "start_ns", "end_ns"]].assign(micro_step=micro_steps(found))
+    return found[["iteration", "phase", "start_ns", "end_ns"]].assign(micro_step=micro_steps(found)), begin
 
 
 def _pieces(marks: Marks) -> pd.DataFrame:
@@ -75,11 +77,11 @@ def _differentiated(marks: Marks, engine: pd.DataFrame) -> pd.DataFrame:
     """The ops that the engine evaluates later, but for those that it runs itself to recompute."""
     ops = marks.ops.table()
     ops = ops[within(ops["start"], engine["start"], engine["end"]) < 0]
-    # An op has the number that the next op to be differentiated will have: the last of a number is that op.
-    ops = ops.sort_values(["sequence", "start"]).drop_duplicates("sequence", keep="last")
     evaluated = marks.evaluated.table().groupby("sequence", as_index=False)["start"].max()
     ops = ops.merge(evaluated, on="sequence", suffixes=("", "_of_engine"))
-    return ops[ops["start"] < ops["start_of_engine"]]
+    ops = ops[ops["start"] < ops["start_of_engine"]]
+    # An op has the number that the next op to be differentiated will have: the last of a number is that op.
+    return ops.sort_values("start").drop_duplicates("sequence", keep="last")
 
 
 def _that_train(forward: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:

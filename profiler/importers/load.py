@@ -42,6 +42,8 @@ def import_trace(
     format: a key of FORMATS for all the files; None: each is recognised by what it holds. Raises SourceError for files
     that cannot be read, TraceError where the output cannot be written; nothing is left behind then.
     """
+    if format is not None and format not in FORMATS:
+        raise SourceError(f"{format!r} is not a format: choose one of {', '.join(FORMATS)}")
     sources: dict[str, list[Source]] = {name: [] for name in FORMATS}
     for path in paths:
         source = Source(path)
@@ -51,8 +53,10 @@ def import_trace(
     if len(sources[deepspeed_log.FORMAT]) > 1:
         raise SourceError("two DeepSpeed logs cannot make one trace: import each for itself, then `ebbtide merge`")
     monitors = [monitor.parse(source) for source in sources[monitor.FORMAT]]
+    undated = [found.source for found in monitors if not found.dated]
     for source in sources[deepspeed_log.FORMAT]:
-        deepspeed_log.read(source, builder, monitor.coverage(monitors))
+        if not deepspeed_log.read(source, builder, None if undated else monitor.coverage(monitors)):
+            undated.append(source)
     for number, source in enumerate(sources[kineto.FORMAT]):
         kineto.read(source, builder, number)
     for number, source in enumerate(sources[snapshot.FORMAT]):
@@ -60,6 +64,8 @@ def import_trace(
     for number, source in enumerate(sources[memory_timeline.FORMAT]):
         memory_timeline.read(source, builder, number)
     monitor.add(monitors, builder)
+    if undated:
+        _undated(undated[0], builder, alone=len(undated) == len(paths))
     _complete(builder, hardware or Hardware())
     return builder.write(output, force)
 
@@ -72,6 +78,16 @@ def recognise(source: Source) -> str:
     raise SourceError(
         f"{source} is of no format that ebbtide knows ({', '.join(FORMATS)}): name one with --format if it is"
     )
+
+
+def _undated(source: Source, builder: TraceBuilder, alone: bool) -> None:
+    """Times that are of no known day make a trace, which no other can be put beside."""
+    if not alone:
+        raise SourceError(
+            f"{source} has no dates, so it cannot be put beside other files: import it for itself, and next time "
+            "record with them (nvidia-smi dmon -o DT; the output of a job: | ts '%Y-%m-%dT%H:%M:%.S')"
+        )
+    builder.meta["clock"] = {"name": "unknown", "host": None, "wall_offset_ns": None}
 
 
 def _complete(builder: TraceBuilder, hardware: Hardware) -> None:

@@ -39,10 +39,10 @@ class Monitor:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What monitor files cover together: from when to when (Unix ns; None without dates), and which devices."""
+    """What monitor files cover together: from when to when (Unix ns), and which devices."""
 
     name: str
-    span_ns: tuple[int, int] | None
+    span_ns: tuple[int, int]
     devices: frozenset[int]
 
 
@@ -85,11 +85,9 @@ def parse(source: Source) -> Monitor:
 def coverage(monitors: Sequence[Monitor]) -> Coverage | None:
     if not monitors:
         return None
-    spans = [monitor.span_ns for monitor in monitors]
-    dated = all(monitor.dated for monitor in monitors)
-    span = (min(start for start, _ in spans), max(end for _, end in spans)) if dated else None
+    starts, ends = zip(*(monitor.span_ns for monitor in monitors), strict=True)
     devices = frozenset(number for monitor in monitors for number in monitor.devices)
-    return Coverage(", ".join(monitor.source.path.name for monitor in monitors), span, devices)
+    return Coverage(", ".join(monitor.source.path.name for monitor in monitors), (min(starts), max(ends)), devices)
 
 
 def add(monitors: Sequence[Monitor], builder: TraceBuilder) -> None:

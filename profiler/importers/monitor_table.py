@@ -14,6 +14,8 @@ from ebbtide.profiler.importers.source import Source, SourceError
 # Names of the column that a CSV cannot do without.
 TIME = ("timestamp", "time", "datetime", "date_time")
 _DMON = re.compile(r"#\s*(?:date|time|gpu)\b", re.IGNORECASE)
+# What dmon counts in, where it was told not to say so.
+_DMON_UNITS = {"fb": "mb", "rxpci": "mb/s", "txpci": "mb/s"}
 # A row of `nvidia-smi --query-gpu=timestamp,...` whose header was turned off.
 _BARE = re.compile(r"\d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{3},")
 _UNIT = re.compile(r"[\d.]{1,20}\s{0,4}([KMG]i?B|B)(?:/s)?", re.IGNORECASE)
@@ -92,7 +94,8 @@ def _dmon(source: Source) -> Table:
     heads = [line.lstrip("# ").lower() for line in _head(source) if line.startswith("#")]
     comma = "," in heads[0]
     names, *below = ([part.strip() for part in (line.split(",") if comma else line.split())] for line in heads[:2])
-    units = below[0] if below and len(below[0]) == len(names) and below[0] != names else [""] * len(names)
+    told = below and len(below[0]) == len(names) and below[0] != names
+    units = below[0] if told else [_DMON_UNITS.get(name, "") for name in names]
     return Table(names, units, _read(source, len(names), sep="," if comma else r"\s+", comment="#"))
 
 

@@ -84,7 +84,7 @@ class _Unpacked(io.RawIOBase):
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         try:
-            chunk = self._gzip.read(len(buffer))
+            chunk = self._gzip.read1(len(buffer))
         except (OSError, EOFError, zlib.error) as error:
             raise self._source.damaged(error) from None
         self._read += len(chunk)

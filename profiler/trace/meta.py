@@ -66,6 +66,9 @@ def _odd(meta: dict[str, Any]) -> str | None:
         if not isinstance(entry, dict) or "rank" not in entry:
             return f"ranks[{number}]"
         pieces.append((f"ranks[{number}].", entry, _RANK_KINDS))
+        optimizers = entry.get("optimizers")
+        if isinstance(optimizers, list) and not all(isinstance(optimizer, dict) for optimizer in optimizers):
+            return f"ranks[{number}].optimizers"
         devices = entry.get("devices")
         for place, device in enumerate(devices if isinstance(devices, list) else ()):
             name = f"ranks[{number}].devices[{place}]"

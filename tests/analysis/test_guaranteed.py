@@ -114,6 +114,25 @@ def test_the_share_is_that_of_the_iteration_in_which_the_link_is_busiest() -> No
     assert shares == {"forward": 1.0, "backward": 1.0, "update": 0.6}
 
 
+def test_the_typical_iteration_has_phases_of_median_length() -> None:
+    found = find_windows(built([(0, 1, 6, 4), (0, 2, 7, 4), (0, 9, 20, 5)], {0: 0}), 1).guaranteed
+    assert [(w.phase, w.start_ms, w.end_ms) for w in found] == [
+        ("forward", 0, 2),
+        ("backward", 2, 9),
+        ("update", 9, 13),
+    ]
+
+
+def test_of_samples_at_one_time_the_last_holds() -> None:
+    builder = TraceBuilder()
+    rank = builder.rank(0, devices=[DEVICE], first_iteration_start_ns=0).phase("forward", 0, 9 * MS, 0)
+    for t, used in ((0, 0), (3, 95), (3, 10), (6, 0), (6, 90)):
+        rank.memory(t * MS, used)
+    found = find_windows(builder.build(), 50)
+    for windows in (found.windows, found.guaranteed):
+        assert [(w.start_ms, pytest.approx(w.end_ms), w.free_bytes) for w in windows] == [(0, 6, 90)]
+
+
 def test_an_iteration_in_the_middle_without_a_rest_before_it_guarantees_none() -> None:
     pieces = []
     for iteration, other in enumerate((4, 0, 4)):

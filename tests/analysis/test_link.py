@@ -41,8 +41,8 @@ def test_copies_tell_bytes_busy_time_and_rates() -> None:
     rank = gpu(builder)
     for iteration in range(6):
         begin = 30 * iteration * MS
-        # Up for 4 ms from 12 on, in the warm-up for 8; down for 3 ms, 2 of them at once.
-        length = 8 if iteration < 2 else 4
+        # Up for 4 ms or about that from 12 on, in the warm-up for 8; down for 3 ms, 2 of them or about that at once.
+        length = (8, 8, 3, 4, 4, 5)[iteration]
         rank.transfer("h2d", begin + 12 * MS, begin + (12 + length) * MS, 20_000_000, host_memory="pinned")
         rank.transfer("d2h", begin + 14 * MS, begin + 17 * MS, 3_000_000, host_memory="pageable")
     found = link_use(builder.build())

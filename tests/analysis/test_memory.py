@@ -105,6 +105,15 @@ def test_medians_are_over_the_counted_iterations() -> None:
     assert figures(found, "free")["backward"] == (75, 75)
 
 
+def test_the_parts_of_a_phase_are_one() -> None:
+    builder = TraceBuilder()
+    rank = builder.rank(0, devices=[DEVICE], first_iteration_start_ns=0)
+    for n, phase in enumerate(("forward", "backward", "forward", "backward", "update")):
+        rank.phase(phase, 10 * n, 10 * n + 9, 0, n // 2).memory(10 * n, (30, 50, 40, 20, 10)[n])
+    used = figures(memory_use(builder.build()), "device")
+    assert used == {"forward": (30, 40), "backward": (20, 50), "update": (10, 10), "other": (10, 50)}
+
+
 def test_gaps_are_those_of_lines_that_were_recorded() -> None:
     builder = TraceBuilder()
     for number, pools in enumerate((("device", "reserved"), ("allocated",), ("device", "reserved", "allocated"))):

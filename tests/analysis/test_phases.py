@@ -119,6 +119,19 @@ def test_peaks_are_what_a_clock_sees(lengths: Any, samples: dict[int, int]) -> N
             assert np.isnan(table.loc[iteration, phase])
 
 
+def test_the_highest_part_of_a_phase_is_its_peak() -> None:
+    builder = TraceBuilder()
+    rank = builder.rank(0, devices=[DEVICE], first_iteration_start_ns=0)
+    for n, phase in enumerate(("forward", "backward", "forward", "backward", "update")):
+        rank.phase(phase, 10 * n, 10 * n + 9, 0, n // 2).memory(10 * n, (30, 50, 40, 20, 10)[n])
+    assert phase_peaks(builder.build(), 0, "device").loc[0].to_dict() == {
+        "forward": 40,
+        "backward": 50,
+        "update": 10,
+        "other": 50,  # between the parts, with what the one before left
+    }
+
+
 @pytest.mark.parametrize("trace", [built([]).build(), built([], [(0, 5, 9)], samples={0: 5}).build()])
 def test_a_trace_without_iterations_has_empty_tables(trace: Trace) -> None:
     assert phase_peaks(trace, 0, "device").empty

@@ -16,6 +16,7 @@ from tests.analysis.pictures import (
     LINKED,
     MIB,
     MS,
+    labels,
     numbers,
     outside,
     overlapping,
@@ -84,6 +85,15 @@ def test_long_names_lose_their_middle_and_nothing_else() -> None:
     assert len(head) + len(tail) > 80
     (panel,) = draw([trained(name=LOG.format(1))]).axes
     assert panel.get_title(loc="left") == LOG.format(1)
+
+
+def test_long_names_of_pools_leave_room_for_the_picture() -> None:
+    builder = TraceBuilder()
+    train(builder.rank(0, devices=[GPU])).memory(0, 5 * MIB, "a pool of " + "very " * 60 + "small things")
+    figure = draw([builder.build()])
+    assert figure.axes[0].get_position().width > 0.6
+    assert outside(figure) == []
+    assert any(re.fullmatch("a pool of .*….* small things", text) for text in labels(figure.axes[0]))
 
 
 def test_traces_of_one_name_are_told_apart_by_their_paths() -> None:

@@ -18,7 +18,25 @@ from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.conftest import Run, ebbtide
 
 LONG = "x" * 300
-COMMANDS = ("profile", "summary", "plot", "merge")
+COMMANDS = (
+    "profile",
+    "summary",
+    "findings",
+    "windows",
+    "memory",
+    "link",
+    "iterations",
+    "plot",
+    "report",
+    "diff",
+    "export",
+    "tables",
+    "calibrate",
+    "replay",
+    "sweep",
+    "merge",
+    "import",
+)
 
 
 def trace(path: Path, rank: int) -> None:

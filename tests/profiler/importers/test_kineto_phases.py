@@ -64,8 +64,11 @@ def test_accumulation_is_micro_steps_of_one_iteration_and_evaluations_are_no_pha
 ) -> None:
     job = Job()
     path = profiled(tmp_path / "run.json", 5, accumulating(job), with_stack=with_stack, record_shapes=with_stack)
-    phases = imported(path).phases(0)
+    trace = imported(path)
+    phases = trace.phases(0)
     assert shape(phases) == {2: "fbfbu", 3: "fbfbu", 4: "fbfbu"}
+    (begin,) = named(path, "ProfilerStep#2")
+    assert trace.rank(0)["first_iteration_start_ns"] == begin["start"] + base(path)
     assert phases["micro_step"].tolist() == [0, 0, 1, 1, 1] * 3
     assert_inside(of(phases, "forward"), path, FIRST)
     assert_inside(of(phases, "backward"), path, SECOND)
@@ -106,6 +109,7 @@ def test_without_marks_iterations_end_with_the_updates(tmp_path: Path) -> None:
     trace = imported(profiled(tmp_path / "run.json", 5, accumulating(Job()), mark=False))
     assert shape(trace.phases(0)) == {0: "fbfbu", 1: "fbfbu", 2: "fbfbu"}
     assert any("prof.step()" in note for note in trace.notes)
+    assert "first_iteration_start_ns" not in trace.rank(0)
 
 
 def test_marks_of_micro_steps_do_not_end_iterations(tmp_path: Path) -> None:
@@ -284,6 +288,11 @@ def test_the_number_of_the_next_op_is_no_op_of_its_forward(tmp_path: Path) -> No
     item = span("aten::item", 45, 46, "cpu_op", **{"Sequence number": 4})
     path = made(tmp_path / "run.json", [*ops(0, 0, 10), item, *ops(50, 4, 60)])
     assert rows(path)[2] == ("forward", 50, 53.5)
+
+
+def test_a_later_op_of_another_thread_with_the_same_number_hides_none(tmp_path: Path) -> None:
+    other = [span("aten::mm", 30 + i, 30.5 + i, "cpu_op", **{"Sequence number": i}) for i in range(4)]
+    assert rows(made(tmp_path / "run.json", [*ops(0, 0, 10), *other])) == [("forward", 0, 3.5), ("backward", 10, 13.5)]
 
 
 def test_an_evaluation_that_is_annotated_is_no_phase(tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""Small sweeps, and what tests ask of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ebbtide.interleave.machine import Machine, machine_from
+from ebbtide.interleave.sweep import Row, Scenario, Task, combinations
+from ebbtide.interleave.sweep.task import run
+from ebbtide.interleave.workload import Workload, workload_from
+
+MACHINE: dict[str, Any] = {
+    "name": "box",
+    "gpu_memory_bytes": 80e9,
+    "host_memory_bytes": 200e9,
+    "h2d_bytes_per_s": 50e9,
+    "d2h_bytes_per_s": 50e9,
+    "h2d_pageable_bytes_per_s": 15e9,
+    "d2h_pageable_bytes_per_s": 3e9,
+    "host_memory_bytes_per_s": 84e9,
+    "cpu_update_params_per_s": 2.3e9,
+    "cpu_cast_params_per_s": 2e10,
+    "gpu_update_params_per_s": 5e10,
+}
+WORKLOAD: dict[str, Any] = {
+    "name": "job",
+    "params": 2e9,
+    "subgroup_params": 1e8,
+    "forward_s": 0.2,
+    "backward_s": 0.6,
+    "gpu_free_bytes": [{"at_s": 0, "bytes": 20e9}, {"at_s": 0.2, "bytes": 6e9}, {"at_s": 0.8, "bytes": 30e9}],
+}
+
+
+def machine(**changes: Any) -> Machine:
+    return machine_from(MACHINE | changes, "box")
+
+
+def workload(**changes: Any) -> Workload:
+    return workload_from(WORKLOAD | changes, "job")
+
+
+def tasks(
+    policies: list[str],
+    scenarios: list[Scenario] | None = None,
+    workloads: list[Workload] | None = None,
+    machines: list[Machine] | None = None,
+) -> list[Task]:
+    pairs = [(job, box) for job in workloads or [workload()] for box in machines or [machine()]]
+    return combinations(pairs, scenarios or [Scenario()], policies)
+
+
+def rows(*arguments: Any, **more: Any) -> list[Row]:
+    return [run(task) for task in tasks(*arguments, **more)]
+
+
+def write_files(folder: Path) -> None:
+    """w.json and m.json, for commands."""
+    (folder / "w.json").write_text(json.dumps(WORKLOAD))
+    (folder / "m.json").write_text(json.dumps(MACHINE))

@@ -1,0 +1,263 @@
+"""Importing as a whole: which files make a trace, and that only a trace or one clear error ever comes out."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ebbtide.analysis.summary import summarize
+from ebbtide.analysis.windows import find_windows
+from ebbtide.profiler.importers.load import FORMATS, Hardware, import_trace, recognise
+from ebbtide.profiler.importers.source import Source, SourceError
+from ebbtide.profiler.trace import Trace, TraceError, open_trace
+
+DATA = Path(__file__).parent / "data"
+PUBLISHED = Path(__file__).parents[4] / "shared" / "published" / "deep-optimizer-states"
+TODAY = sorted(DATA.glob("*.log"))
+published = pytest.mark.skipif(
+    not PUBLISHED.exists(), reason="the published measurements are not here (shared/published)"
+)
+MONITOR = "timestamp,gpu,mem_used,mem_free,rxpci,txpci\n" + "".join(
+    f"{1_713_142_360_000_000_000 + n * 10**9},{gpu},{n * 10**9},{(80 - n) * 10**9},{n},0\n"
+    for n in range(9)
+    for gpu in (0, 1)
+)
+
+
+def valid(trace: Trace) -> None:
+    """What holds of every trace, whatever it was made of."""
+    opened = open_trace(trace.path)
+    for rank in opened.ranks:
+        phases = opened.phases(rank)
+        times = phases[["start_ns", "end_ns"]].to_numpy().ravel()
+        assert (np.diff(times) >= 0).all()
+        assert set(phases["phase"]) <= {"forward", "backward", "update"}
+        assert (opened.memory(rank)["bytes"] >= 0).all()
+        rates = opened.link(rank)[["h2d_bytes_per_s", "d2h_bytes_per_s"]].to_numpy()
+        assert (rates[~np.isnan(rates)] >= 0).all()
+        assert opened.ops(rank)["start_ns"].le(opened.ops(rank)["end_ns"]).all()
+        assert opened.rank(rank)["devices"]
+    json.dumps(opened.meta, allow_nan=False)
+    json.dumps(summarize(opened).as_json(), allow_nan=False)
+    with contextlib.suppress(TraceError):
+        # It refuses traces without memory or its capacity.
+        json.dumps(find_windows(opened, 2**30).as_json(), allow_nan=False)
+
+
+def outcome(files: list[Path], folder: Path, **more: Any) -> str:
+    """Import; a trace must be valid, an error one line, and nothing else may be left."""
+    before = sorted(folder.iterdir())
+    try:
+        trace = import_trace(files, folder / "out.ebb", **more)
+    except (SourceError, TraceError) as error:
+        lines = str(error).splitlines()
+    else:
+        assert sorted(folder.iterdir()) == sorted([*before, folder / "out.ebb"])
+        valid(trace)
+        return "trace"
+    assert len(lines) == 1
+    assert sorted(folder.iterdir()) == before
+    return "error"
+
+
+CHANGES: dict[str, Callable[[random.Random, bytes], bytes]] = {}
+
+
+def change(function: Callable[[random.Random, bytes], bytes]) -> Callable[[random.Random, bytes], bytes]:
+    CHANGES[function.__name__] = function
+    return function
+
+
+@change
+def flipped(rng: random.Random, data: bytes) -> bytes:
+    changed = bytearray(data)
+    for _ in range(rng.choice([1, 30, 3000])):
+        changed[rng.randrange(len(changed))] = rng.randrange(256)
+    return bytes(changed)
+
+
+@change
+def cut(rng: random.Random, data: bytes) -> bytes:
+    return data[rng.randrange(len(data)) :] if rng.random() < 0.3 else data[: rng.randrange(1, len(data))]
+
+
+@change
+def swapped(rng: random.Random, data: bytes) -> bytes:
+    lines = data.splitlines(keepends=True)
+    for _ in range(rng.choice([1, 10, len(lines)])):
+        one, other = rng.randrange(len(lines)), rng.randrange(len(lines))
+        lines[one], lines[other] = lines[other], lines[one]
+    return b"".join(lines)
+
+
+@change
+def doubled(rng: random.Random, data: bytes) -> bytes:
+    lines = data.splitlines(keepends=True)
+    start = rng.randrange(len(lines))
+    return b"".join(lines[: rng.randrange(len(lines))] + lines[start : start + 300] * rng.choice([1, 3]) + lines)
+
+
+@change
+def digits(rng: random.Random, data: bytes) -> bytes:
+    """Figures made huge, or small, or of other places."""
+    pieces = list(data)
+    places = [n for n, byte in enumerate(pieces) if 48 <= byte <= 57]
+    for place in rng.sample(places, min(len(places), rng.choice([20, 2000]))):
+        pieces[place] = rng.choice(b"0123456789999.-e")
+    out = bytearray(pieces)
+    for _ in range(20):
+        place = rng.randrange(len(out))
+        if 48 <= out[place] <= 57:
+            out[place:place] = b"9" * rng.choice([3, 15, 300])
+    return bytes(out)
+
+
+@change
+def spliced(rng: random.Random, data: bytes) -> bytes:
+    """Odd bytes in the middle."""
+    odd = [b"\0" * 500, b"\x1b[", b'"', b"{" * 2000, b"\r", b",", b"#" * 10, bytes(range(256)), b" " * 3000, b"[2024-"]
+    out = data
+    for _ in range(rng.choice([1, 5])):
+        place = rng.randrange(len(out))
+        out = out[:place] + rng.choice(odd) + out[place:]
+    return out
+
+
+def shortened(log: Path) -> bytes:
+    """The part of a log in which all is told that an importer reads, without the reports of installed operators."""
+    lines = log.read_bytes().splitlines(keepends=True)
+    return b"".join(line[:1000] for line in lines if b"...." not in line or b"version" in line or b"world" in line)
+
+
+def fuzz(tmp_path: Path, contents: list[tuple[str, bytes]], seeds: range) -> dict[str, int]:
+    """Change one of the files in every way for each seed; returns how often a trace and an error came out."""
+    seen = {"trace": 0, "error": 0}
+    for seed in seeds:
+        for number, (name, function) in enumerate(CHANGES.items()):
+            rng = random.Random(f"{seed} {name}")
+            folder = tmp_path / f"{seed}-{name}"
+            folder.mkdir()
+            victim = (seed + number) % len(contents)
+            files = []
+            for place, (file, data) in enumerate(contents):
+                files.append(folder / file)
+                files[-1].write_bytes(function(rng, data) if place == victim else data)
+            result = outcome(files, folder, hardware=Hardware(80 * 10**9, (5, 16)))
+            seen[result] += 1
+            if result == "error":
+                # Told what it is, a file is read further.
+                names = {".log": "deepspeed-log", ".csv": "nvml-monitor"}
+                outcome([files[victim]], folder, format=names[files[victim].suffix])
+    return seen
+
+
+@published
+def test_changed_published_files_give_a_trace_or_one_error(tmp_path: Path) -> None:
+    seen = fuzz(tmp_path, of_the_h100s(), range(2))
+    assert min(seen.values()) > 0
+
+
+@published
+@pytest.mark.slow
+def test_many_changed_published_files_give_a_trace_or_one_error(tmp_path: Path) -> None:
+    fuzz(tmp_path, of_the_h100s(), range(100, 300))
+
+
+def of_the_h100s() -> list[tuple[str, bytes]]:
+    log = next(PUBLISHED.glob("h100-20B/*ratio1.0*prefetch0-flush_async1*.log"))
+    rows = log.with_name(f"{log.stem}-monitor.csv").read_bytes().splitlines(keepends=True)
+    return [("run.log", shortened(log)), ("m.csv", b"".join([rows[0], *rows[1::20]]))]
+
+
+@pytest.mark.parametrize("log", TODAY, ids=lambda log: log.stem)
+def test_changed_logs_of_today_give_a_trace_or_one_error(tmp_path: Path, log: Path) -> None:
+    assert fuzz(tmp_path, [("run.log", log.read_bytes())], range(2))["trace"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("log", TODAY, ids=lambda log: log.stem)
+def test_many_changed_logs_of_today_give_a_trace_or_one_error(tmp_path: Path, log: Path) -> None:
+    fuzz(tmp_path, [("run.log", log.read_bytes())], range(100, 400))
+
+
+QUERY = "timestamp, index, memory.used [MiB], memory.total [MiB]\n" + "".join(
+    f"2024/04/15 00:52:{n:02}.000, {gpu}, {n} MiB, 81559 MiB\n" for n in range(9) for gpu in (0, 1)
+)
+DMON = "#Time  gpu  fb  rxpci  txpci\n#HH:MM:SS  Idx  MB  MB/s  MB/s\n" + "".join(
+    f" 23:59:{n:02}  0  {n}  -  5\n" for n in range(9)
+)
+
+
+@pytest.mark.parametrize("text", [MONITOR, QUERY, DMON], ids=["script", "query", "dmon"])
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(100, 600), marks=pytest.mark.slow)])
+def test_changed_monitor_files_give_a_trace_or_one_error(tmp_path: Path, text: str, seeds: range) -> None:
+    assert fuzz(tmp_path, [("m.csv", text.encode())], seeds)["trace"] > 0
+
+
+def test_noise_is_of_no_format(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    file = tmp_path / "x"
+    for data in (rng.randbytes(200_000), b"\0" * 100_000, b"x", b"\n" * 10_000, b"{" * 100_000, b"#", b",,,\n" * 9):
+        for contents in (data, gzip.compress(data)):
+            file.write_bytes(contents)
+            with pytest.raises(SourceError, match="of no format that ebbtide knows") as error:
+                recognise(Source(file))
+            assert all(name in str(error.value) for name in FORMATS)
+            for name in ("deepspeed-log", "nvml-monitor"):
+                assert outcome([file], tmp_path, format=name) == "error"
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_which_files_go_together(tmp_path: Path) -> None:
+    one, other = (write(tmp_path / name, TODAY[0].read_bytes()) for name in ("a.log", "b.log"))
+    with pytest.raises(SourceError, match="two DeepSpeed logs cannot make one trace"):
+        import_trace([one, other], tmp_path / "x.ebb")
+    with pytest.raises(SourceError, match="'csv' is not a format: choose one of"):
+        import_trace([one], tmp_path / "x.ebb", format="csv")
+    with pytest.raises(SourceError, match="does not exist"):
+        import_trace([one, tmp_path / "nowhere"], tmp_path / "x.ebb")
+    assert not (tmp_path / "x.ebb").exists()
+    trace = import_trace([write(tmp_path / "m.csv", MONITOR)], tmp_path / "x.ebb")
+    assert trace.meta["imported"] == [{"format": "nvml-monitor", "file": "m.csv"}]
+    assert (trace.meta["source"], trace.meta["state"]) == ("imported", "complete")
+
+
+def test_what_the_user_knows_goes_to_every_device_and_is_asked_for_otherwise(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.csv", MONITOR.replace(",mem_free", ",other"))
+    asked = import_trace([file], tmp_path / "a.ebb").notes
+    assert [note for note in asked if "import with --capacity 80GB" in note]
+    assert [note for note in asked if "import with --link 5x16" in note]
+    trace = import_trace([file], tmp_path / "b.ebb", hardware=Hardware(80 * 10**9, (4, 16)))
+    for rank in (0, 1):
+        (device,) = trace.rank(rank)["devices"]
+        assert device["capacity_bytes"] == 80 * 10**9
+        assert device["link"] == {"generation": 4, "width": 16, "peak_bytes_per_s": pytest.approx(31.5e9, rel=1e-3)}
+    assert not [note for note in trace.notes if "--" in note]
+    # Without a link nobody needs its peak, without memory nobody is called free.
+    memory = import_trace([write(tmp_path / "q.csv", QUERY)], tmp_path / "c.ebb")
+    assert not [note for note in memory.notes if "--" in note]
+
+
+def test_an_output_that_exists_is_replaced_only_on_demand(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.csv", MONITOR)
+    import_trace([file], tmp_path / "x.ebb")
+    before = (tmp_path / "x.ebb" / "meta.json").read_bytes()
+    with pytest.raises(TraceError, match="exists already"):
+        import_trace([file], tmp_path / "x.ebb")
+    write(tmp_path / "bad.csv", "timestamp,gpu,mem_used\nnever,0,1\n")
+    with pytest.raises(SourceError):
+        import_trace([tmp_path / "bad.csv"], tmp_path / "x.ebb", force=True)
+    assert (tmp_path / "x.ebb" / "meta.json").read_bytes() == before
+    assert import_trace([file], tmp_path / "x.ebb", force=True).notes
