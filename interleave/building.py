@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ebbtide.analysis.steps import Floats
-from ebbtide.interleave.plan import OTHER, STEP, UPDATE, Kind, Op, Plan, Resource, made_points, point_at
+from ebbtide.interleave.plan import BACKWARD, OTHER, STEP, UPDATE, Kind, Op, Plan, Resource, made_points, point_at
 from ebbtide.interleave.workload import Workload
 
 
@@ -132,11 +132,12 @@ class PlanBuilder:
             yield next((point for point, free in room if free >= held), UPDATE)
 
     def _kept_line(self, kept: frozenset[int]) -> list[tuple[float, float]]:
-        """(point, bytes of kept gradients on the device from there on), as the backward makes them."""
+        """(point, bytes of kept gradients on the device from there on), as the backward begins to make them."""
         held, line = 0.0, [(OTHER, 0.0)]
+        begins = [*self._made[1:], BACKWARD]
         for subgroup in sorted(kept, reverse=True):
             held += self.workload.grad_bytes * self.sizes[subgroup]
-            line.append((self._made[subgroup], held))
+            line.append((begins[subgroup], held))
         return line
 
     def through_gpu(self, subgroup: int, after: tuple[int, ...] = ()) -> int:

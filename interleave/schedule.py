@@ -96,15 +96,15 @@ class Schedule:
         return self.workload.state_bytes * sum(sizes[subgroup] for subgroup in self.plan.parked)
 
     def _gradients(self) -> list[tuple[float, float]]:
-        """A kept gradient lies on the device from the backward, which makes them in reverse, to its update."""
+        """A kept gradient lies on the device from where the backward, in reverse, begins to make it, to its update."""
         if not self.plan.kept_gradients:
             return []
         sizes = self.workload.subgroups
         begin = self.other_s + self.forward_s
         done, made = 0, {}
         for subgroup in reversed(range(len(sizes))):
-            done += sizes[subgroup]
             made[subgroup] = begin + self.backward_s * done / self.workload.params
+            done += sizes[subgroup]
         changes = []
         for op, _, end in self.items():
             if op.kind == "update" and op.subgroup in self.plan.kept_gradients:

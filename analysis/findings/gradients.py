@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ebbtide.analysis.findings.finding import Finding, Unknown
+from ebbtide.analysis.findings.finding import Finding
 from ebbtide.analysis.findings.study import CopiesOf, Study, at_most
 from ebbtide.analysis.units import bytes_text, ms_text, rate_text
 
@@ -21,7 +21,7 @@ _ADVICE = (
 )
 
 
-def blocking_gradients(study: Study) -> Finding | Unknown | None:
+def blocking_gradients(study: Study) -> Finding | None:
     """Gradients copied to the host so that the backward waits for them: seen as pageable copies where each copy was
     recorded, or as a backward far longer than its forward allows while the link is mostly idle."""
     forward, backward = study.ms("forward"), study.ms("backward")

@@ -83,8 +83,7 @@ def adaptive(workload: Workload, machine: Machine, choice: Choice) -> Plan:
     search = rough
     if factor > 1:
         search = _Search(workload, machine, choice.text)
-        # All on the CPU fits always.
-        start = search.best_of([found.scaled(factor, len(workload.subgroups)), Shares(0, 0, 0)])
+        start = search.fitting(found.scaled(factor, len(workload.subgroups)), factor)
         found = search.improve(start, step=max(1, factor // 2), most=_MOST_FINE)
     plan = shares_plan(workload, found, choice.text)
     for text in sorted(others, key=lambda text: others[text])[: 3 if factor > 1 else None]:
@@ -125,6 +124,15 @@ class _Search:
 
     def best_of(self, shares: Iterable[Shares]) -> Shares:
         return min(shares, key=self.cost)
+
+    def fitting(self, shares: Shares, factor: int) -> Shares:
+        """What fits of shares that did so with neighbours merged: somewhat less of what stays on the device."""
+        for less in (0, 1, factor // 2, factor, 2 * factor, 4 * factor):
+            fewer = shares.moved(0, -less)
+            best = self.best_of([fewer, shares.moved(1, -less), fewer.moved(1, -less)])
+            if self.cost(best) < _NEVER:
+                return best
+        return Shares(0, 0, 0)
 
     def improve(self, start: Shares, step: int | None = None, most: int | None = None) -> Shares:
         """Steps that halve, along each share and from one to another, as long as one of them helps. step: the first;
@@ -202,7 +210,8 @@ def _kept(workload: Workload, homes: range, streamed: list[int], buffers: int) -
     there is room for, those first whose state is there too."""
     sizes, line = workload.subgroups, workload.gpu_free or ((0.0, 0.0),)
     begin = workload.compute_s - workload.backward_s
-    made = begin + workload.backward_s * np.cumsum(sizes[::-1])[::-1] / workload.params
+    # A gradient takes its room as the backward begins to make it.
+    made = begin + workload.backward_s * (np.cumsum(sizes[::-1])[::-1] - np.array(sizes)) / workload.params
     state = workload.state_bytes * sum(sizes[subgroup] for subgroup in homes)
     passing = buffers * workload.state_bytes * max((sizes[subgroup] for subgroup in streamed), default=0)
     edges = [at for at, _ in line if begin < at <= workload.compute_s] + [workload.compute_s]
@@ -215,7 +224,7 @@ def _kept(workload: Workload, homes: range, streamed: list[int], buffers: int) -
     def fits(count: int) -> bool:
         chosen = np.array(candidates[:count], dtype=int)
         held = np.array(sizes)[chosen] * workload.grad_bytes if count else np.zeros(0)
-        return all(held[made[chosen] <= end].sum() <= size for end, size in room)
+        return all(held[made[chosen] < end].sum() <= size for end, size in room)
 
     low, high = 0, len(candidates)
     while low < high:

@@ -28,9 +28,9 @@ def stays(schedule: Schedule) -> list[Stay]:
         elif ("fetch", subgroup) in times:
             found.append((times["fetch", subgroup][0], times["flush", subgroup][1], state))
         if subgroup in plan.kept_gradients:
-            # The backward makes gradients in reverse, evenly.
-            made = schedule.other_s + schedule.forward_s + schedule.backward_s * left / job.params
-            found.append((made, times["update", subgroup][1], gradient))
+            # The backward makes gradients in reverse, evenly; that of a subgroup from where the next one's is made.
+            begun = schedule.other_s + schedule.forward_s + schedule.backward_s * (left - size) / job.params
+            found.append((begun, times["update", subgroup][1], gradient))
         left -= size
     return found
 
