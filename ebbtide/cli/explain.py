@@ -53,9 +53,10 @@ def print_findings(trace: Trace, found: Findings, iteration_ms: float | None) ->
 
 def print_link(trace: Trace, found: Link) -> None:
     for entry in found.ranks:
-        source = entry.source or "nothing was recorded"
+        if entry.source is None:
+            continue
         peak = f", peak {rate_text(entry.peak_bytes_per_s)} a direction" if entry.peak_bytes_per_s else ""
-        typer.echo(f"rank {entry.rank}: from {source}{peak}")
+        typer.echo(f"rank {entry.rank}: from {entry.source}{peak}")
         for way, count in entry.false_samples.items():
             if count:
                 typer.echo(f"  {count} samples of {way} lie above the link's peak: left out")

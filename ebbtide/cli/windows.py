@@ -34,9 +34,12 @@ def windows(
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)
-    found = _only(find_windows(opened, least, ranks(opened, rank, as_json)), min_ms, span)
+    every = find_windows(opened, least, ranks(opened, rank, as_json))
+    found = _only(every, min_ms, span)
     if as_json:
         typer.echo(json.dumps(found.as_json()))
+    elif every.windows and not found.windows:
+        typer.echo(f"none of {len(every.windows)} windows is that long, or in these iterations")
     else:
         print_windows(opened, found)
 
