@@ -6,7 +6,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from ebbtide.interleave.linear import LinearProgram
+from ebbtide.interleave.linear import LinearProgram, Vector
 from ebbtide.interleave.machine import Machine
 from ebbtide.interleave.workload import Workload, value_at
 
@@ -27,6 +27,17 @@ class Bound:
     iteration_s: float
     exposed_s: float
     exposed_whole_s: float
+
+
+@dataclass(frozen=True)
+class Guide:
+    """How the bound is reached, in shares of all parameters: what is on the device always, what else is there when the
+    update begins and when the iteration does, and what the CPU updates."""
+
+    resident: float
+    early: float
+    late: float
+    on_cpu: float
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,21 @@ def bound(workload: Workload, machine: Machine) -> Bound:
     )
 
 
+def guide(workload: Workload, machine: Machine, whole: bool) -> Guide:
+    """How the bound is reached, with or without whole subgroups. Raises MachineError where a rate is not known."""
+    machine.need(_NEEDED, "the bound")
+    program, found = _solved(workload, machine, windows=True, whole=whole)
+    last = len(program.pieces) - 1
+    state = [max(0.0, found[program.var("s0")]), *(max(0.0, found[program.var("s", i)]) for i in range(last + 1))]
+    resident = min(state)
+    return Guide(
+        resident=resident,
+        early=max(state[:-1]) - resident,
+        late=state[0] - resident,
+        on_cpu=float(found[program.var(_TOTALS["c"], last)]),
+    )
+
+
 def _pieces(workload: Workload, machine: Machine) -> list[_Piece]:
     everything = (workload.state_bytes + workload.grad_bytes) * workload.params
     line = workload.gpu_free or ((0.0, min(machine.gpu_memory_bytes or everything, everything)),)
@@ -74,6 +100,12 @@ def _pieces(workload: Workload, machine: Machine) -> list[_Piece]:
 
 def _solve(workload: Workload, machine: Machine, windows: bool, whole: bool) -> float:
     """The least length of the update, s, its overhead included."""
+    program, found = _solved(workload, machine, windows, whole)
+    return (machine.step_overhead_s or 0.0) + max(0.0, float(found[program.var("length")])) * program.second
+
+
+def _solved(workload: Workload, machine: Machine, windows: bool, whole: bool) -> tuple[_Program, Vector]:
+    """The program, and the values of its variables where the update is shortest."""
     pieces = _pieces(workload, machine)
     # What CPU and GPU take together, nothing waiting. Where rates lie absurdly far apart an update is so much longer
     # than this that the solver finds none.
@@ -82,9 +114,9 @@ def _solve(workload: Workload, machine: Machine, windows: bool, whole: bool) -> 
         program = _Program(workload, machine, pieces, windows, second)
         if whole:
             program.whole_subgroups()
-        length = program.least(program.var("length"))
-        if math.isfinite(length):
-            return (machine.step_overhead_s or 0.0) + length * second
+        found = program.solution(program.var("length"))
+        if found is not None:
+            return program, found
     raise RuntimeError("the bound's linear program has no solution")
 
 
@@ -101,7 +133,7 @@ class _Program(LinearProgram):
         super().__init__()
         self._workload = workload
         self._machine = machine
-        self._pieces = pieces
+        self.pieces = pieces
         self.second = second
         for index, piece in enumerate(pieces):
             for name in (*_FLOWS, *_TOTALS.values(), "s"):
@@ -155,15 +187,25 @@ class _Program(LinearProgram):
             self._within({v("u", i): 1.0}, piece, self._per(m.gpu_update_params_per_s))
         before = v("s", i - 1) if i else v("s0")
         self.row({v("s", i): 1.0, before: -1.0, v("h", i): -1.0, v("e", i): 1.0}, 0.0, 0.0)
-        self.row({v("u", i): 1.0, before: -1.0, v("h", i): -1.0}, most=0.0)
+        self._once(before, i)
         self._fits(piece, v("s", i), piece.made if piece.phase in ("backward", "overhead") else 0.0, i + 1)
-        self._fits(piece, before, self._pieces[i - 1].made if i and piece.phase != "other" else 0.0, i)
+        self._fits(piece, before, self.pieces[i - 1].made if i and piece.phase != "other" else 0.0, i)
         for flow, total in _TOTALS.items():
             earlier = {v(total, i - 1): -1.0} if i else {}
             self.row({v(total, i): 1.0, **earlier, v(flow, i): -1.0}, 0.0, 0.0)
         if piece.phase == "backward":
             self.limit(v(_TOTALS["a"], i), piece.made)
             self.row({v(_TOTALS["c"], i): 1.0, v(_TOTALS["u"], i): 1.0}, most=piece.made)
+
+    def _once(self, before: int, i: int) -> None:
+        """What is updated from piece i on, up to each later one, was there or has come meanwhile: nothing is updated
+        twice."""
+        if self.upper(self.var("u", i)) == 0.0:
+            return
+        came: dict[int, float] = {}
+        for j in range(i, len(self.pieces)):
+            came |= {self.var("u", j): 1.0, self.var("h", j): -1.0}
+            self.row({**came, before: -1.0}, most=0.0)
 
     def _fits(self, piece: _Piece, state: int, made: float, after: int) -> None:
         """What is on the device at an end of a piece, so many pieces having passed, fits into what is free in it. Kept
@@ -176,7 +218,7 @@ class _Program(LinearProgram):
             self.row({state: w.state_bytes, self.var("kept"): w.grad_bytes, **gone}, most=free + not_yet)
 
     def _totals(self) -> None:
-        every = range(len(self._pieces))
+        every = range(len(self.pieces))
         v = self.var
 
         def total(name: str, sign: float = 1.0) -> dict[int, float]:
@@ -187,7 +229,7 @@ class _Program(LinearProgram):
         # A gradient goes down for an update on the CPU, or down and back; the others are kept.
         self.row({**total("a"), v("kept"): 1.0}, 1.0, 1.0)
         self.row({**total("b"), v("kept"): 1.0, **total("u", -1.0)}, 0.0, 0.0)
-        self.row({v("s", len(self._pieces) - 1): 1.0, v("s0"): -1.0}, 0.0, 0.0)
+        self.row({v("s", len(self.pieces) - 1): 1.0, v("s0"): -1.0}, 0.0, 0.0)
 
     def whole_subgroups(self) -> None:
         """What whole subgroups cost, in rows that every plan keeps to.
@@ -197,10 +239,12 @@ class _Program(LinearProgram):
         number, and the last one's upload follows its update. What is fetched in the update is updated after it has
         come, and goes after that unless state stays on the device at the end.
         """
+        found = self.solution(self.var("length"))
+        length = max(0.0, float(found[self.var("length")])) if found is not None else 0.0
         sizes = [size / self._workload.params for size in self._workload.subgroups]
         least = min(sizes)
         even = len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]
-        for index, piece in enumerate(self._pieces):
+        for index, piece in enumerate(self.pieces):
             # In parameters whose state there is room for.
             free = piece.free / self._workload.params / self._workload.state_bytes
             room = _whole_room(free, sizes[0], sizes[-1]) if even else free
@@ -210,6 +254,8 @@ class _Program(LinearProgram):
                 for name in ("h", "u"):
                     self.limit(self.var(name, index), 0.0)
             self._modes(piece, index)
+        if even:
+            self._whole_slots(sizes[0], sizes[-1], length)
         if self._workload.clipping:
             if even:
                 self._whole_on_cpu(sizes[0], sizes[-1], len(sizes))
@@ -233,17 +279,40 @@ class _Program(LinearProgram):
     def _whole_on_cpu(self, size: float, last: float, count: int) -> None:
         m, v = self._machine, self.var
         on_cpu, any_cpu = self.new("on_cpu", upper=count, whole=True), self.new("any_cpu", upper=1, whole=True)
-        done = {v("c", i): -1.0 for i in range(len(self._pieces))}
+        done = {v("c", i): -1.0 for i in range(len(self.pieces))}
         self.row({on_cpu: size, **done}, 0.0, size - last)
         self.row({on_cpu: 1.0, any_cpu: -count}, most=0.0)
         cpu = self._per(min(m.cpu_update_params_per_s or 0.0, (m.host_memory_bytes_per_s or 0.0) / self._cpu_bytes()))
         upload = self._workload.param_bytes * last / self._rate("h2d")
         self.row({v("length"): 1.0, on_cpu: -size / cpu, any_cpu: -upload}, least=-(size - last) / cpu)
 
+    def _whole_slots(self, size: float, last: float, least: float) -> None:
+        """What moves takes the room of a whole subgroup while it comes and goes, what stays takes it all the time: time
+        by room, in parameters x units of time, of every run of pieces. least: the update's length at the least."""
+        w = self._workload
+        come, go = (w.state_bytes / self._rate(direction) for direction in ("h2d", "d2h"))
+        lengths = [piece.length / self.second for piece in self.pieces]
+        rooms = [_whole_room(piece.free / w.params / w.state_bytes, size, last) for piece in self.pieces]
+        update = len(self.pieces) - 1
+        for first, end in itertools.combinations(range(update + 2), 2):
+            run = range(first, end)
+            time = sum(lengths[first:end]) + (least if end > update else 0.0)
+            # A copy that is under way at an edge counts as part here and part there: true of runs that are longer.
+            if time < max(come, go) * size:
+                continue
+            stays = self.new("stays", first * (update + 2) + end)
+            before = self.var("s", first - 1) if first else self.var("s0")
+            moves = {self.var("h", i): -come * size for i in run} | {self.var("e", i): -go * size for i in run}
+            self.row({stays: 1.0, before: -1.0, **{self.var("e", i): 1.0 for i in run}}, least=0.0)
+            length = {self.var("length"): rooms[update]} if end > update else {}
+            there = sum(lengths[i] * rooms[i] for i in run)
+            # The last may be smaller, and take its room for less.
+            self.row({**length, stays: -time, **moves}, least=-there - (come + go) * (size - last) * last)
+
     def _whole_streams(self, least: float) -> None:
         """least: the share of the smallest subgroup."""
         w, v = self._workload, self.var
-        update = len(self._pieces) - 1
+        update = len(self.pieces) - 1
         fetched = self.new("any_fetched", upper=1, whole=True)
         empty = self.new("none_stays", upper=1, whole=True)
         self.row({v("h", update): 1.0, fetched: -1.0}, most=0.0)
@@ -258,7 +327,7 @@ class _Program(LinearProgram):
         # When the first subgroup whose gradient was kept is updated, all kept gradients are there beside its state.
         kept = self.new("any_kept", upper=1, whole=True)
         self.row({v("kept"): 1.0, kept: -1.0}, most=0.0)
-        room = self._pieces[update].free / w.params
+        room = self.pieces[update].free / w.params
         self.row({v("kept"): w.grad_bytes, kept: w.state_bytes * least}, most=room)
 
     def _rate(self, direction: str) -> float:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from ebbtide.analysis.steps import Floats
-from ebbtide.interleave.plan import BACKWARD, OTHER, STEP, UPDATE, Kind, Op, Plan, Resource, made_points, point_at
+from ebbtide.interleave.plan import OTHER, STEP, Kind, Op, Plan, Resource, made_points
 from ebbtide.interleave.workload import Workload
 
 
@@ -102,12 +99,16 @@ class PlanBuilder:
             room = size * self.sizes[subgroup]
             self._leaving[subgroup] = self.add("flush", "d2h", subgroup, size, point=OTHER, release=room)
 
+    def leaving(self, subgroup: int) -> int:
+        """The flush with which a subgroup's state leaves at the start of the iteration."""
+        return self._leaving[subgroup]
+
     def fetch(self, subgroup: int, after: tuple[int, ...] = (), point: float = STEP) -> int:
         """Fetch state; returns the fetch. after: what gives it its room."""
         size = self.workload.state_bytes
         gone = (self._leaving[subgroup],) if subgroup in self._leaving else ()
         self._fetches[subgroup] = self.add(
-            "fetch", "h2d", subgroup, size, (*gone, *after), point=point, acquire=size * self.sizes[subgroup]
+            "fetch", "h2d", subgroup, size, tuple({*gone, *after}), point, acquire=size * self.sizes[subgroup]
         )
         return self._fetches[subgroup]
 
@@ -122,23 +123,6 @@ class PlanBuilder:
         return self.add(
             "flush", "d2h", subgroup, size, (update,), self._step(subgroup), release=size * self.sizes[subgroup]
         )
-
-    def points(self, kept: frozenset[int], held: float, needs: Iterable[float]) -> Iterator[float]:
-        """For each of some needs (bytes), one on top of the other and of `held`, the first point of the iteration from
-        which on there is that much room beside the kept gradients; UPDATE where there is not before."""
-        room = _room(self.workload, self._kept_line(kept))
-        for need in needs:
-            held += need
-            yield next((point for point, free in room if free >= held), UPDATE)
-
-    def _kept_line(self, kept: frozenset[int]) -> list[tuple[float, float]]:
-        """(point, bytes of kept gradients on the device from there on), as the backward begins to make them."""
-        held, line = 0.0, [(OTHER, 0.0)]
-        begins = [*self._made[1:], BACKWARD]
-        for subgroup in sorted(kept, reverse=True):
-            held += self.workload.grad_bytes * self.sizes[subgroup]
-            line.append((begins[subgroup], held))
-        return line
 
     def through_gpu(self, subgroup: int, after: tuple[int, ...] = ()) -> int:
         """Fetch, update on the GPU, flush, all within the update; returns the flush. after: what gives it its room."""
@@ -169,20 +153,3 @@ class PlanBuilder:
             kept_gradients=frozenset(self._kept),
             held_bytes=held,
         ).validate(self.workload)
-
-
-def _room(workload: Workload, kept: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """(point, bytes that are free beside kept gradients at every moment from there to the end of the update), where
-    that grows."""
-    free = [(point_at(workload, at), size) for at, size in workload.gpu_free or ()]
-    points = np.unique([point for point, _ in (*free, *kept)] + [UPDATE])
-    least = np.minimum.accumulate((_values(free, points) - _values(kept, points))[::-1])[::-1]
-    return list(zip(points.tolist(), least.tolist(), strict=True))
-
-
-def _values(line: list[tuple[float, float]], points: Floats) -> Floats:
-    """A step function at some points; 0 before it begins."""
-    at, values = np.array([*line, (np.inf, 0.0)]).T
-    place = np.searchsorted(at, points, side="right")
-    found: Floats = np.append(0.0, values)[place]
-    return found

@@ -41,6 +41,9 @@ class LinearProgram:
     def var(self, name: str, index: int = 0) -> int:
         return self._names[name, index]
 
+    def upper(self, variable: int) -> float:
+        return self._upper[variable]
+
     def limit(self, variable: int, most: float) -> None:
         self._upper[variable] = min(self._upper[variable], most)
 
@@ -48,9 +51,9 @@ class LinearProgram:
         """`least` <= the sum of factor x variable <= `most`."""
         self._rows.append((terms, least, most))
 
-    def least(self, variable: int) -> float:
-        """The least value of a variable, infinite where the rows leave none. Of the relaxations that are still open the
-        least goes on, so that the first whose integers are whole is the best."""
+    def solution(self, variable: int) -> Vector | None:
+        """The values of all variables where this one is least, None where the rows leave none. Of the relaxations that
+        are still open the least goes on, so that the first whose integers are whole is the best."""
         cost, limits = np.zeros(len(self._upper)), self._limits()
         cost[variable] = 1.0
         lower, upper = np.zeros(len(self._upper)), np.array(self._upper)
@@ -66,15 +69,15 @@ class LinearProgram:
 
         relax(lower, upper)
         while left:
-            value, _, at, lower, upper = heappop(left)
+            _, _, at, lower, upper = heappop(left)
             broken = [i for i in self._integer if abs(at[i] - round(at[i])) > _WHOLE]
             if not broken or tried >= _MOST_RELAXATIONS:
-                return max(0.0, value)
+                return at
             below, above = upper.copy(), lower.copy()
             below[broken[0]], above[broken[0]] = math.floor(at[broken[0]]), math.ceil(at[broken[0]])
             relax(lower, below)
             relax(above, upper)
-        return math.inf
+        return None
 
     def _limits(self) -> LinearConstraint:
         entries = [(row, *entry) for row, (terms, _, _) in enumerate(self._rows) for entry in terms.items()]

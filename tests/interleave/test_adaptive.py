@@ -82,7 +82,6 @@ def assert_told(remark: str, schedule: Schedule, machine: Machine) -> None:
     told = {name: int(count) for count, name in (place.split(" ") for place in placed)}
     assert int(on_cpu) == plan.counts().get("update on cpu", 0)
     assert told.get("resident", 0) == len(plan.resident)
-    # Streaming that wraps around the end of the iteration leaves a few on the device, parked or not.
     assert told.get("parked", 0) <= len(plan.parked)
     assert told.get("parked", 0) + told.get("streamed", 0) == plan.counts().get("fetch", 0)
     assert ran(best, workload, machine).iteration_s >= schedule.iteration_s * (1 - 1e-9)

@@ -13,7 +13,7 @@ from ebbtide.interleave.errors import PlanError
 from ebbtide.interleave.machine import Machine
 from ebbtide.interleave.plan import BACKWARD, FORWARD, OTHER, UPDATE, Op, point_at
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.policies.adaptive import Shares, shares_plan
+from ebbtide.interleave.policies.placement import Placement, placed
 from ebbtide.interleave.workload import Workload
 from tests.interleave.strategies import machines, policies, workloads
 from tests.interleave.test_simulate import BOX, even
@@ -48,10 +48,10 @@ def windows(clipping: bool = True) -> Workload:
 
 # Plans with everything that a plan can have: state that is resident, parked, streamed over the end of the iteration
 # and within the update, and on the CPU.
-SHARES = Shares(resident=1, parked=2, streamed=3, wrap=True, buffers=1)
+PLACEMENT = Placement(resident=1, moved=5, slots=4, early=4, late=3, back=1)
 PLANS = {
-    "adaptive": (shares_plan(windows(), SHARES, "adaptive"), windows()),
-    "adaptive, no clipping": (shares_plan(windows(False), SHARES, "adaptive"), windows(False)),
+    "adaptive": (placed(windows(), PLACEMENT, "adaptive"), windows()),
+    "adaptive, no clipping": (placed(windows(False), PLACEMENT, "adaptive"), windows(False)),
     "interleaved": (make_plan("interleaved:2@0.8", windows(), BOX), windows()),
     "interleaved, no room": (make_plan("interleaved:2", even(6, gpu_free=((0.0, 0.0),)), BOX), even(6)),
     "zero-offload": (make_plan("zero-offload", windows(), BOX), windows()),
@@ -63,8 +63,7 @@ def test_the_plans_that_are_broken_below_have_all_kinds_of_operations() -> None:
     assert kinds == {"gradient down", "gradient up", "clip", "fetch", "update", "flush", "cast", "upload"}
     plan = PLANS["adaptive"][0]
     assert plan.resident
-    # The two that are parked, and the one that is updated last.
-    assert len(plan.parked) == 3
+    assert len(plan.parked) == PLACEMENT.late
 
 
 def refused(name: str, ops: Iterable[Op], message: str | None = None) -> None:
@@ -188,7 +187,7 @@ def test_what_is_resident_parked_or_kept_must_be_so_by_the_plan() -> None:
     plan, workload = PLANS["adaptive"]
     for fewer in (
         replace(plan, resident=plan.resident - {0}),
-        replace(plan, parked=plan.parked - {1}),
+        replace(plan, parked=plan.parked - {max(plan.parked)}),
         replace(plan, kept_gradients=plan.kept_gradients - {1}),
     ):
         with pytest.raises(PlanError):
