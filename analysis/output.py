@@ -22,9 +22,9 @@ def new_output(path: Path, force: bool, ours: Callable[[Path], bool], kind: str)
     """
     if os.path.lexists(path):
         if not force:
-            raise UserError(f"{path} exists already: choose another -o, or replace it with --force")
+            raise UserError(f"{path} exists already: choose another path, or replace it with --force")
         if not ours(path):
-            raise UserError(f"{path} is not {kind}: --force replaces only that, choose another -o")
+            raise UserError(f"{path} is not {kind}: --force replaces only that, choose another path")
     try:
         # In the same folder, so that it is the same file system: only there is a rename one step.
         aside = Path(tempfile.mkdtemp(prefix=".ebbtide-", dir=path.parent))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ def read_object(path: Path, what: str, error: type[UserError]) -> dict[str, Any]
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise error(f"{path} is too large for a {what} file")
-        found = json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes(), parse_constant=_refuse)
     except OSError as reason:
         raise error(f"{what} file {path} cannot be read: {reason.strerror or reason}") from None
     except (ValueError, RecursionError):
@@ -28,16 +27,28 @@ def read_object(path: Path, what: str, error: type[UserError]) -> dict[str, Any]
     return found
 
 
+def _refuse(constant: str) -> Any:
+    """NaN and Infinity, which Python reads and JSON does not have."""
+    raise ValueError(constant)
+
+
 def number(
-    values: dict[str, Any], key: str, error: type[UserError], what: str, most: float = 1e18, positive: bool = False
+    values: dict[str, Any], key: str, error: type[UserError], what: str, most: float = 1e18, least: float = 0.0
 ) -> float | None:
-    """A number from 0 (or above it) to `most`; None where it is missing or null. Raises `error` for anything else."""
+    """A number from `least` to `most`; None where it is missing or null. Raises `error` for anything else."""
     value = values.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         raise error(f"{what}: {key} is {value!r}, which is not a number")
-    if value < 0 or (positive and value == 0) or value > most:
-        least = "above 0" if positive else "from 0"
-        raise error(f"{what}: {key} is {value:g}; it must be {least} and at most {most:g}")
+    # Compared before it is converted: an integer may be too long for a float.
+    if not least <= value <= most:
+        raise error(f"{what}: {key} is {_short(value)}; it must be from {least:g} to {most:g}")
     return float(value)
+
+
+def _short(value: float) -> str:
+    try:
+        return f"{value:g}"
+    except OverflowError:
+        return "beyond all numbers"

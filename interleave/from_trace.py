@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,9 @@ def workload_of(trace: Trace) -> Workload:
         notes.append(
             f"the recorded backward waited some {waited:.0f} ms for gradient copies (an estimate): replayed without"
         )
-    free = _free(trace, study)
+    # Times are whole nanoseconds: what is less than one is left of a difference.
+    lengths = {"other": round(study.ms("other") or 0.0, 6), "forward": forward, "backward": backward - waited}
+    free = _free(trace, study, {phase: length / 1e3 for phase, length in lengths.items()})
     if free is None:
         notes.append("what is free on the device is not known")
     shares = {way: _busy(study, way) for way in ("h2d", "d2h")}
@@ -54,9 +57,9 @@ def workload_of(trace: Trace) -> Workload:
         params=int(study.params),
         subgroup_params=_subgroup_params(trace, int(study.params)),
         sizes=_sizes(trace, int(study.params)),
-        forward_s=forward / 1e3,
-        backward_s=(backward - waited) / 1e3,
-        other_s=(study.ms("other") or 0.0) / 1e3,
+        forward_s=lengths["forward"] / 1e3,
+        backward_s=lengths["backward"] / 1e3,
+        other_s=lengths["other"] / 1e3,
         param_bytes=param_bytes,
         grad_bytes=param_bytes,
         state_bytes=_state_bytes(study.entry),
@@ -73,11 +76,13 @@ def recorded_policy(trace: Trace) -> str | None:
 
     `prefetch_optimizer`, `part_grads_async` and `prefetch_optimizer_gap` are the keys of the published implementation
     of interleaving; DeepSpeed's own copies gradients asynchronously from 0.19.5."""
-    offload = (_config(trace).get("zero_optimization") or {}).get("offload_optimizer")
+    offload = _zero(trace).get("offload_optimizer")
     if not isinstance(offload, dict) or offload.get("device") != "cpu":
         return None
     ratio = offload.get("ratio", 1.0)
     stride = offload.get("prefetch_optimizer_gap") if offload.get("prefetch_optimizer") else None
+    if not isinstance(ratio, (int, float)) or not isinstance(stride, (int, float, NoneType)):
+        return None
     asynchronous = offload.get("part_grads_async")
     if asynchronous is None:
         asynchronous = _version(trace) >= (0, 19, 5)
@@ -98,6 +103,11 @@ def _config(trace: Trace) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+def _zero(trace: Trace) -> dict[str, Any]:
+    section = _config(trace).get("zero_optimization")
+    return section if isinstance(section, dict) else {}
+
+
 def _waited_ms(study: Study, backward: float) -> float:
     """What of the backward was waiting for gradients to come down."""
     from ebbtide.analysis.findings.gradients import blocking_gradients
@@ -115,7 +125,7 @@ def _sizes(trace: Trace, params: int) -> tuple[int, ...] | None:
 
 
 def _subgroup_params(trace: Trace, params: int) -> int:
-    asked = (_config(trace).get("zero_optimization") or {}).get("sub_group_size")
+    asked = _zero(trace).get("sub_group_size")
     size = int(asked) if isinstance(asked, (int, float)) and asked >= 1 else _SUBGROUP_PARAMS
     return min(size, params)
 
@@ -142,9 +152,10 @@ def _busy(study: Study, direction: str) -> float:
     return min(max(share or 0.0, 0.0), 0.9)
 
 
-def _free(trace: Trace, study: Study) -> FreeLine | None:
+def _free(trace: Trace, study: Study, lengths: dict[str, float]) -> FreeLine | None:
     """What is free beside the job's own memory, in the order other, forward, backward, update: the least over all
-    iterations. State that the recorded job kept on the device counts as free: where it lies is the policy's to say."""
+    iterations. State that the recorded job kept on the device counts as free: where it lies is the policy's to say.
+    lengths: of the phases as they are replayed, s."""
     pool, rank = main_pool(trace), trace.ranks[0]
     capacity = capacity_bytes(trace, rank)
     if pool is None or capacity is None or not study.has_gpu:
@@ -159,19 +170,20 @@ def _free(trace: Trace, study: Study) -> FreeLine | None:
     least = {phase: float(peaks[phase].min()) for phase in peaks.columns}
     table = phase_pieces(trace, rank, line)
     table = table[table["iteration"].isin(study.counted)]
-    begins = (study.ms("other") or 0.0) / 1e3
+    begins = lengths["other"]
     found = [(0.0, least["other"])] if begins else []
     for phase in ("forward", "backward"):
-        length = (study.ms(phase) or 0.0) / 1e3
         places = [place for place in by_place(table) if place.phase == phase]
         # Micro-steps before the last are long over when the optimizer has anything to move.
         if len(places) == 1:
-            found += [(begins + length * at, size) for at, size in _steps(places[0].lowest(line))]
+            found += [(begins + lengths[phase] * at, size) for at, size in _steps(places[0].lowest(line))]
         else:
             found.append((begins, least[phase]))
-        begins += length
+        begins += lengths[phase]
     found.append((begins, least["update"]))
-    return tuple((at, max(0.0, size)) for at, size in found if not np.isnan(size)) or None
+    known = [(at, max(0.0, size)) for at, size in found if not np.isnan(size)]
+    # Before the first entry nothing is known to be free.
+    return ((0.0, 0.0), *known) if known and known[0][0] > 0 else tuple(known) or None
 
 
 def _steps(envelope: tuple[Any, Any]) -> list[tuple[float, float]]:

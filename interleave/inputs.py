@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -59,7 +60,7 @@ def workload_of_size(size: Size) -> Workload:
 def load_policies(path: Path) -> None:
     """Run a Python file of the user's, which registers policies. Raises PolicyError where it cannot be run."""
     spec = importlib.util.spec_from_file_location(f"ebbtide_policies_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if spec is None or spec.loader is None or not os.path.isfile(path):
         raise PolicyError(f"{path} is not a Python file that registers policies")
     try:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
@@ -71,7 +72,7 @@ def find_machine(asked: str | None, trace: Path | None) -> Machine:
     """A machine by file or preset, or the one recorded with the trace. Raises MachineError where there is none."""
     if asked is not None:
         path = Path(asked)
-        if path.exists() or path.suffix == ".json" or path.name != asked:
+        if os.path.exists(path) or path.suffix == ".json" or path.name != asked:
             return load_machine(path)
         return preset(asked)
     if trace is not None:

@@ -11,20 +11,20 @@ from typing import Any
 from ebbtide.interleave.errors import MachineError
 from ebbtide.interleave.files import number, read_object
 
-# What no machine of these years exceeds; a value beyond it is in the wrong unit.
-_MOST = {
-    "gpu_memory_bytes": 1e14,
-    "host_memory_bytes": 1e16,
-    "h2d_bytes_per_s": 1e13,
-    "d2h_bytes_per_s": 1e13,
-    "duplex_bytes_per_s": 2e13,
-    "h2d_pageable_bytes_per_s": 1e13,
-    "d2h_pageable_bytes_per_s": 1e13,
-    "host_memory_bytes_per_s": 1e14,
-    "cpu_update_params_per_s": 1e13,
-    "cpu_cast_params_per_s": 1e13,
-    "gpu_update_params_per_s": 1e15,
-    "step_overhead_s": 1e4,
+# What machines of these years lie within; a value beyond that is in the wrong unit.
+_RANGES = {
+    "gpu_memory_bytes": (1e6, 1e14),
+    "host_memory_bytes": (1e6, 1e16),
+    "h2d_bytes_per_s": (1e6, 1e13),
+    "d2h_bytes_per_s": (1e6, 1e13),
+    "duplex_bytes_per_s": (1e6, 2e13),
+    "h2d_pageable_bytes_per_s": (1e6, 1e13),
+    "d2h_pageable_bytes_per_s": (1e6, 1e13),
+    "host_memory_bytes_per_s": (1e6, 1e14),
+    "cpu_update_params_per_s": (1e6, 1e13),
+    "cpu_cast_params_per_s": (1e6, 1e13),
+    "gpu_update_params_per_s": (1e6, 1e15),
+    "step_overhead_s": (0.0, 1e4),
 }
 
 
@@ -76,15 +76,12 @@ class Machine:
 
 def machine_from(values: dict[str, Any], where: str) -> Machine:
     """A machine from the object of a machine file. Raises MachineError for values that cannot be."""
-    name = values.get("name", where)
+    name = where if values.get("name") is None else values["name"]
     if not isinstance(name, str):
         raise MachineError(f"{where}: name is not a text")
     # A rate of 0 would be a resource that is not there: then it is null.
-    rates = {
-        key: number(values, key, MachineError, where, most, positive=key != "step_overhead_s")
-        for key, most in _MOST.items()
-    }
-    more = {key: value for key, value in values.items() if key not in _MOST and key != "name"}
+    rates = {key: number(values, key, MachineError, where, most, least) for key, (least, most) in _RANGES.items()}
+    more = {key: value for key, value in values.items() if key not in _RANGES and key != "name"}
     return Machine(name=name, **rates, more=more)
 
 

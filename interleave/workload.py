@@ -82,45 +82,53 @@ def value_at(line: FreeLine, seconds: float) -> float:
 def workload_from(values: dict[str, Any], where: str) -> Workload:
     """A workload from the object of a workload file. Raises WorkloadError for values that are missing or cannot be."""
 
-    def need(key: str, most: float = 1e15, positive: bool = True) -> float:
-        value = number(values, key, WorkloadError, where, most, positive)
+    def need(key: str, most: float, least: float = 0.0) -> float:
+        value = number(values, key, WorkloadError, where, most, least)
         if value is None:
             raise WorkloadError(f"{where} has no {key}")
         return value
 
-    def may(key: str, default: float, most: float = 1e6) -> float:
-        value = number(values, key, WorkloadError, where, most)
+    def may(key: str, default: float, most: float, least: float = 0.0) -> float:
+        value = number(values, key, WorkloadError, where, most, least)
         return default if value is None else value
 
-    params = round(need("params"))
-    subgroup = min(round(need("subgroup_params")), params) if values.get("subgroup_params") is not None else params
-    if params < 1 or subgroup < 1:
-        raise WorkloadError(f"{where}: params and subgroup_params must be at least 1")
+    params = round(need("params", 1e15, 1))
+    subgroup = min(round(may("subgroup_params", params, 1e15, 1)), params)
     if params / subgroup > _MOST_SUBGROUPS:
         raise WorkloadError(f"{where}: more than {_MOST_SUBGROUPS:,} subgroups: choose larger ones")
-    clipping = values.get("clipping", True)
+    clipping = True if values.get("clipping") is None else values["clipping"]
     if not isinstance(clipping, bool):
         raise WorkloadError(f"{where}: clipping is neither true nor false")
     return Workload(
-        name=str(values.get("name", where)),
+        name=where if values.get("name") is None else str(values["name"]),
         params=params,
         subgroup_params=subgroup,
-        forward_s=need("forward_s", 1e6, positive=False),
-        backward_s=need("backward_s", 1e6, positive=False),
-        other_s=may("other_s", 0.0),
+        forward_s=need("forward_s", 1e6),
+        backward_s=need("backward_s", 1e6),
+        other_s=may("other_s", 0.0, 1e6),
         param_bytes=may("param_bytes", 2.0, 64),
         grad_bytes=may("grad_bytes", 2.0, 64),
-        state_bytes=may("state_bytes", 12.0, 1024),
+        state_bytes=may("state_bytes", 12.0, 1024, 1),
         gpu_free=_free(values.get("gpu_free_bytes"), where),
         h2d_busy_share=_share(values, "h2d_busy_share", where),
         d2h_busy_share=_share(values, "d2h_busy_share", where),
         clipping=clipping,
+        sizes=_sizes(values.get("sizes"), params, where),
     )
 
 
 def load_workload(path: Path) -> Workload:
     """Read a workload file. Raises WorkloadError where it is none."""
     return workload_from(read_object(path, "workload", WorkloadError), path.name)
+
+
+def _sizes(value: Any, params: int, where: str) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    whole = isinstance(value, list) and all(type(size) is int and size > 0 for size in value)
+    if not whole or sum(value) != params or len(value) > _MOST_SUBGROUPS:
+        raise WorkloadError(f"{where}: sizes is not a list of whole numbers above 0 that add up to params")
+    return tuple(value)
 
 
 def _share(values: dict[str, Any], key: str, where: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +11,7 @@ import typer
 
 from ebbtide.analysis.units import bytes_text, ms_text
 from ebbtide.cli.options import count, size
+from ebbtide.cli.plot import FORMATS
 from ebbtide.cli.tables import table
 
 if TYPE_CHECKING:
@@ -46,27 +47,45 @@ def replay(
     recommend: Annotated[bool, typer.Option("--recommend", help="What to do, in one line.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the policies: .png, .svg or .pdf.")] = None,
     save: Annotated[Path | None, typer.Option(help="A folder for the schedules, a simulated trace per policy.")] = None,
+    force: Annotated[bool, typer.Option(help="Replace the picture and the schedules if they exist.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """What an iteration would take under other policies, and how far the best is from the limit."""
     of_size = _size(params, ranks, forward_ms, backward_ms, free)
-    for output in (plot, save):
-        if output is not None and os.path.lexists(output):
-            raise typer.BadParameter(f"{output} exists already: choose another path")
-    if plot is not None and plot.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise typer.BadParameter(f"{plot} must end in .png, .svg or .pdf: the ending chooses the format")
+    if plot is not None and plot.suffix.lower() not in FORMATS:
+        raise typer.BadParameter(f"{plot} must end in {', '.join(FORMATS)}: the ending chooses the format")
+    if plot is not None and save is not None and plot.resolve() == save.resolve():
+        raise typer.BadParameter(f"{plot} cannot be both the picture and the schedules: name two paths")
 
+    from ebbtide.analysis.output import new_output
     from ebbtide.interleave import explain as explaining
+    from ebbtide.interleave.errors import PlanError, PolicyError
     from ebbtide.interleave.inputs import Size, find_machine, find_workload, load_policies
     from ebbtide.interleave.replay import replay as run
 
-    if policies is not None:
-        load_policies(policies)
-    job = find_workload(trace, workload, Size(**of_size) if of_size is not None else None)
-    box = find_machine(machine, trace)
-    found = run(job, box, policy)
-    steps = explaining.explain(job, box) if explain else None
-    advice = explaining.recommend(job, box) if recommend else None
+    # What is written stands whole, or not at all, before anything is printed.
+    with ExitStack() as outputs:
+        picture = outputs.enter_context(new_output(plot, force, Path.is_file, "a file")) if plot else None
+        folder = outputs.enter_context(new_output(save, force, _is_saved, "a folder of traces")) if save else None
+        if policies is not None:
+            load_policies(policies)
+        job = find_workload(trace, workload, Size(**of_size) if of_size is not None else None)
+        box = find_machine(machine, trace)
+        try:
+            found = run(job, box, policy)
+        except PlanError as error:
+            if policies is None:
+                raise
+            raise PolicyError(f"{policies}: {error}") from error
+        names = [result.policy for result in found.results]
+        if baseline is not None and baseline not in names:
+            raise typer.BadParameter(f"{baseline!r} is not among the policies: {', '.join(names)}")
+        steps = explaining.explain(job, box) if explain else None
+        advice = explaining.recommend(job, box) if recommend else None
+        if picture is not None and plot is not None:
+            _draw(found, picture, plot.suffix.lower()[1:])
+        if folder is not None:
+            _save(found, folder)
     if as_json:
         more: dict[str, Any] = {}
         if steps is not None:
@@ -75,16 +94,15 @@ def replay(
             more["recommend"] = vars(advice)
         typer.echo(json.dumps({**found.as_json(), **more}))
     else:
-        _print(found, baseline)
+        _print(found, baseline or names[0])
         if steps is not None:
             rows = [[step.mechanism, step.policy, ms_text(step.iteration_ms), ms_text(step.gain_ms)] for step in steps]
             table("Each mechanism, added to those before it", ["mechanism", "policy", "iteration", "gain"], rows)
         if advice is not None:
             typer.echo(f"recommended: {advice.line}")
-    if plot is not None:
-        _draw(found, plot)
-    if save is not None:
-        _save(found, save)
+    for output in (plot, save):
+        if output is not None:
+            typer.echo(f"ebbtide: {output}", err=True)
 
 
 def _size(
@@ -96,16 +114,13 @@ def _size(
     return {"params": params, "ranks": ranks, **times, "free_bytes": size(free) if free is not None else None}
 
 
-def _print(found: Replay, baseline: str | None) -> None:
+def _print(found: Replay, baseline: str) -> None:
     job, least = found.workload, found.bound
     params = f"{job.params / 1e9:.3g} G parameters a rank in {len(job.subgroups):,} subgroups"
     typer.echo(f"{job.name} on {found.machine.name}: {params}")
     for note in job.notes:
         typer.echo(f"note: {note}")
-    names = [result.policy for result in found.results]
-    if baseline is not None and baseline not in names:
-        raise typer.BadParameter(f"{baseline!r} is not among the policies: {', '.join(names)}")
-    base = found.results[names.index(baseline) if baseline else 0].iteration_ms
+    base = next(result.iteration_ms for result in found.results if result.policy == baseline)
     rows = [
         [
             result.policy,
@@ -125,7 +140,7 @@ def _print(found: Replay, baseline: str | None) -> None:
     rows.append(["bound", ms_text(bound_ms), faster, "", "", ms_text(least.exposed_s * 1e3), "", "", ""])
     times = ["iteration", "speed-up", "backward", "update", "exposed"]
     columns = ["policy", *times, "update limited by", "on the device", "fits"]
-    table(f"One iteration of each policy (speed-up over {baseline or names[0]})", columns, rows)
+    table(f"One iteration of each policy (speed-up over {baseline})", columns, rows)
     for result, schedule in zip(found.results, found.schedules, strict=True):
         if schedule.plan.remark:
             typer.echo(f"{result.policy}: {schedule.plan.remark}")
@@ -133,21 +148,23 @@ def _print(found: Replay, baseline: str | None) -> None:
         typer.echo(f"left out: {name} ({why})")
 
 
-def _draw(found: Replay, path: Path) -> None:
+def _draw(found: Replay, file: Path, kind: str) -> None:
+    from ebbtide.analysis.plot import save
     from ebbtide.interleave.chart import chart
-    from ebbtide.profiler.trace import UserError
 
-    try:
-        chart(found).savefig(path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
-    typer.echo(f"ebbtide: {path}", err=True)
+    save(chart(found), file, kind)
 
 
 def _save(found: Replay, folder: Path) -> None:
+    """A trace for each policy; for one that was asked for twice, once."""
     from ebbtide.interleave.to_trace import trace_of
 
-    for result, schedule in zip(found.results, found.schedules, strict=True):
-        name = "".join(c if c.isalnum() or c in "-._@" else "_" for c in result.policy)
-        trace = trace_of(schedule, found.machine).write(folder / f"{name}.ebb")
-        typer.echo(f"ebbtide: {trace.path}", err=True)
+    for policy, schedule in {schedule.plan.policy: schedule for schedule in found.schedules}.items():
+        name = "".join(c if c.isalnum() or c in "-._@" else "_" for c in policy)
+        trace_of(schedule, found.machine).write(folder / f"{name}.ebb")
+
+
+def _is_saved(folder: Path) -> bool:
+    from ebbtide.profiler.trace.files import is_trace
+
+    return folder.is_dir() and all(is_trace(inside) for inside in folder.iterdir())

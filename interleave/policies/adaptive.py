@@ -16,8 +16,9 @@ from ebbtide.interleave.workload import Workload
 
 # The search simulates some hundred plans: of more subgroups than this it merges neighbours first.
 _MOST_SUBGROUPS = 64
-# How many plans of all subgroups are tried after that.
-_MOST_FINE = 16
+# How many subgroups the plans may have together that are tried after that, and how many plans it tries at least.
+_MOST_FINE = 16_000
+_LEAST_FINE = 4
 # From how many beginnings the search goes out.
 _STARTS = 4
 _NEVER = float("inf")
@@ -70,7 +71,8 @@ def adaptive(workload: Workload, machine: Machine, choice: Choice) -> Plan:
     search = rough
     if factor > 1:
         search = _Search(workload, machine, choice.text)
-        found = search.improve(search.fitting(found.scaled(factor), factor), step=max(1, factor // 2), most=_MOST_FINE)
+        most = max(_LEAST_FINE, _MOST_FINE // len(workload.subgroups))
+        found = search.improve(search.fitting(found.scaled(factor), factor), step=max(1, factor // 2), most=most)
     plan = search.plan(found)
     for text in ranked[: 3 if factor > 1 else None]:
         other = make_plan(text, workload, machine)

@@ -12,9 +12,16 @@ from ebbtide.profiler.trace.files import META
 from ebbtide.profiler.trace.schema import FORMAT, SCHEMA
 
 _INT = (int, type(None))
-# What readers rely on, where it is there at all.
-_KINDS: dict[str, Any] = {"notes": list, "warmup_iterations": _INT, "host": dict, "options": dict, "clock": dict}
 _DICT = (dict, type(None))
+# What readers rely on, where it is there at all.
+_KINDS: dict[str, Any] = {
+    "notes": list,
+    "warmup_iterations": _INT,
+    "host": dict,
+    "options": dict,
+    "clock": dict,
+    "deepspeed": _DICT,
+}
 _RANK_KINDS: dict[str, Any] = {
     "rank": int,
     "devices": list,
