@@ -151,8 +151,10 @@ class _Program(LinearProgram):
         none = set()
         if piece.phase in ("other", "forward"):
             none |= {"c", "u", "a", "b", "y"}
-        if piece.phase in ("backward", "overhead") and self._workload.clipping:
+        if piece.phase in ("backward", "overhead") and self._workload.waits:
             none |= {"c", "u", "b", "y"}
+        if piece.phase == "backward" and self._workload.gradients_stay:
+            none |= {"a"}
         if not windows and piece.phase not in ("overhead", "update"):
             none |= {"h", "e"}
         if self._machine.gpu_update_params_per_s is None:
@@ -212,7 +214,7 @@ class _Program(LinearProgram):
         gradients may be the last that the backward makes; each goes with its update."""
         w, free = self._workload, piece.free / self._workload.params
         self.row({state: w.state_bytes}, most=free)
-        if made:
+        if made and not w.gradients_stay:
             not_yet = w.grad_bytes * (1 - made)
             gone = {self.var(_TOTALS["u"], after - 1): -w.grad_bytes} if after else {}
             self.row({state: w.state_bytes, self.var("kept"): w.grad_bytes, **gone}, most=free + not_yet)
@@ -256,7 +258,7 @@ class _Program(LinearProgram):
             self._modes(piece, index)
         if even:
             self._whole_slots(sizes[0], sizes[-1], length)
-        if self._workload.clipping:
+        if self._workload.waits:
             if even:
                 self._whole_on_cpu(sizes[0], sizes[-1], len(sizes))
             self._whole_streams(least)
@@ -324,6 +326,8 @@ class _Program(LinearProgram):
         # Both at once: something was fetched, and nothing stays.
         self.row({v("length"): 1.0, v("h", update): -come, fetched: -(after + flush), empty: -flush}, least=-flush)
         self.row({v("length"): 1.0, v("h", update): -come, fetched: -after}, least=0.0)
+        if w.gradients_stay:
+            return
         # When the first subgroup whose gradient was kept is updated, all kept gradients are there beside its state.
         kept = self.new("any_kept", upper=1, whole=True)
         self.row({v("kept"): 1.0, kept: -1.0}, most=0.0)

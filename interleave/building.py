@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ebbtide.interleave.plan import OTHER, STEP, Kind, Op, Plan, Resource, made_points
+from ebbtide.interleave.plan import OTHER, STEP, UPDATE, Kind, Op, Plan, Resource, made_points
 from ebbtide.interleave.workload import Workload
 
 
@@ -27,7 +27,7 @@ class PlanBuilder:
     def __post_init__(self) -> None:
         self.sizes = self.workload.subgroups
         self._made = made_points(self.workload)
-        self.early = self.early and not self.workload.clipping
+        self.early = self.early and not self.workload.waits
         self._down: dict[int, int] = {}
         self._clip: tuple[int, ...] = ()
         self._resident: set[int] = set()
@@ -57,9 +57,10 @@ class PlanBuilder:
         return len(self.ops) - 1
 
     def gradients(self, keep: frozenset[int] = frozenset()) -> None:
-        """Bring down the gradients of all subgroups but those in `keep`, as the backward makes them."""
+        """Bring down the gradients of all subgroups but those in `keep`, as the backward makes them, or as
+        it is over where they stay until then."""
         for subgroup in reversed(range(len(self.sizes))):
-            point = self._made[subgroup]
+            point = UPDATE if self.workload.gradients_stay else self._made[subgroup]
             if subgroup in keep:
                 self._kept.add(subgroup)
                 continue

@@ -97,7 +97,7 @@ class Schedule:
 
     def _gradients(self) -> list[tuple[float, float]]:
         """A kept gradient lies on the device from where the backward, in reverse, begins to make it, to its update."""
-        if not self.plan.kept_gradients:
+        if not self.plan.kept_gradients or self.workload.gradients_stay:
             return []
         sizes = self.workload.subgroups
         begin = self.other_s + self.forward_s

@@ -25,6 +25,8 @@ class Workload:
     moments). forward_s, backward_s, other_s: without any waiting for the optimizer. gpu_free: what is free beside the
     job's own parameters, gradients and activations, a step function over the iteration; None: not known.
     Busy shares: what the job itself takes of the link. clipping: whether all gradients are needed before any update.
+    gradients_stay: they lie on the device, in the job's own memory, and come down only when the step begins; else each
+    may leave as soon as it is made.
     notes: what is estimated or not known, for people.
     """
 
@@ -41,6 +43,7 @@ class Workload:
     h2d_busy_share: float = 0.0
     d2h_busy_share: float = 0.0
     clipping: bool = True
+    gradients_stay: bool = False
     sizes: tuple[int, ...] | None = None
     notes: tuple[str, ...] = ()
 
@@ -51,6 +54,11 @@ class Workload:
             return self.sizes
         whole, rest = divmod(self.params, self.subgroup_params)
         return (self.subgroup_params,) * whole + ((rest,) if rest else ())
+
+    @property
+    def waits(self) -> bool:
+        """Whether no update can begin before the backward is over."""
+        return self.clipping or self.gradients_stay
 
     @property
     def compute_s(self) -> float:
@@ -96,9 +104,6 @@ def workload_from(values: dict[str, Any], where: str) -> Workload:
     subgroup = min(round(may("subgroup_params", params, 1e15, 1)), params)
     if params / subgroup > _MOST_SUBGROUPS:
         raise WorkloadError(f"{where}: more than {_MOST_SUBGROUPS:,} subgroups: choose larger ones")
-    clipping = True if values.get("clipping") is None else values["clipping"]
-    if not isinstance(clipping, bool):
-        raise WorkloadError(f"{where}: clipping is neither true nor false")
     return Workload(
         name=where if values.get("name") is None else str(values["name"]),
         params=params,
@@ -112,7 +117,8 @@ def workload_from(values: dict[str, Any], where: str) -> Workload:
         gpu_free=_free(values.get("gpu_free_bytes"), where),
         h2d_busy_share=_share(values, "h2d_busy_share", where),
         d2h_busy_share=_share(values, "d2h_busy_share", where),
-        clipping=clipping,
+        clipping=_flag(values, "clipping", True, where),
+        gradients_stay=_flag(values, "gradients_stay", False, where),
         sizes=_sizes(values.get("sizes"), params, where),
     )
 
@@ -120,6 +126,13 @@ def workload_from(values: dict[str, Any], where: str) -> Workload:
 def load_workload(path: Path) -> Workload:
     """Read a workload file. Raises WorkloadError where it is none."""
     return workload_from(read_object(path, "workload", WorkloadError), path.name)
+
+
+def _flag(values: dict[str, Any], key: str, default: bool, where: str) -> bool:
+    value = values.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise WorkloadError(f"{where}: {key} is neither true nor false")
+    return default if value is None else value
 
 
 def _sizes(value: Any, params: int, where: str) -> tuple[int, ...] | None:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ebbtide.interleave.calibrate.adamw import KEPT_BYTES, ONE_PASS_BYTES, cpu_kernels
+from ebbtide.interleave.calibrate.adamw import KEPT_BYTES, cpu_kernels
 from ebbtide.interleave.calibrate.record import Record, Setup
 from ebbtide.interleave.calibrate.timing import timed
+from ebbtide.interleave.engine.kernels import ONE_PASS_BYTES
 
 _COPY_BYTES = 64 << 20
 # Of host memory, for each byte that a copy within it moves.
@@ -20,7 +21,7 @@ _READ_AND_WRITTEN = 2
 
 
 def update(setup: Setup, record: Record) -> None:
-    """cpu_update_params_per_s: the fastest kernel that is installed, its state in memory and not in caches."""
+    """cpu_update_params_per_s: the fastest kernel, its state in memory and not in caches."""
     params = setup.working_set // KEPT_BYTES
     how = f"threads: {setup.threads}, {params / 1e6:.1f} M parameters"
     rates = {}
@@ -36,10 +37,6 @@ def update(setup: Setup, record: Record) -> None:
                 "params_per_s": rates,
             }
             record.host_traffic(ONE_PASS_BYTES * rates[name], f"update, counted as one pass: {name} ({how})", timing)
-    if len(rates) == 1:
-        record.notes.append(
-            "the CPU update is torch's, three passes over memory: with numba installed, one pass is measured too"
-        )
 
 
 def cast(setup: Setup, record: Record) -> None:

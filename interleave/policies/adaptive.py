@@ -106,7 +106,7 @@ class _Search:
 
     def sound(self, placement: Placement) -> Placement:
         found = placement.within(len(self._workload.subgroups), self.in_update, self._at_start)
-        return replace(found, mixed=False) if self._workload.clipping else found
+        return replace(found, mixed=False) if self._workload.waits else found
 
     def plan(self, placement: Placement) -> Plan:
         return placed(self._workload, placement, self._text)
@@ -184,7 +184,7 @@ def _seeds(workload: Workload, machine: Machine, room: int) -> Iterator[Placemen
                     yield Placement(fewer, streamed, slots, slots, slots - less)
     for moved in range(0, count + 1, max(1, count // 8)):
         for slots in _SLOTS:
-            for back in {0, 0 if workload.clipping else moved}:
+            for back in {0, 0 if workload.waits else moved}:
                 yield Placement(0, moved, slots, 0, 0, back)
                 yield Placement(0, moved, slots, slots, slots, back)
 

@@ -59,7 +59,7 @@ def keepable(workload: Workload, resident: Iterable[int], on_gpu: Iterable[int])
     its gradients and the buffers (all of them where it is not known what is free); the others go down and come back."""
     sizes = workload.subgroups
     streamed = list(on_gpu)
-    if workload.gpu_free is None or not streamed:
+    if workload.gpu_free is None or workload.gradients_stay or not streamed:
         return frozenset(streamed)
     begin = workload.compute_s - workload.backward_s
     room = min(size for at, size in workload.gpu_free_from(begin))

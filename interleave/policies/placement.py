@@ -77,7 +77,7 @@ def placed(workload: Workload, placement: Placement, text: str) -> Plan:
     resident = range(placement.resident)
     on_cpu, moved = _split(workload, placement)
     kept = [*resident, *moved][: len(resident) + len(moved) - placement.back]
-    if workload.clipping:
+    if workload.waits:
         kept = gradients_with_room(workload, resident, kept, moved, placement.slots)
     points = slot_points(workload, placement.resident, moved, placement.slots, kept)
     slots = _slots(workload, moved, points)
@@ -115,7 +115,7 @@ def _slots(workload: Workload, moved: list[int], points: list[float]) -> list[in
     taken = [-1] * len(points)
     found = []
     for number, subgroup in enumerate(moved):
-        due = UPDATE if workload.clipping else made[subgroup]
+        due = UPDATE if workload.waits else made[subgroup]
         # Slots have their room one after the other: the first always counts.
         there = max(1, sum(point <= due for point in points))
         slot = min(range(there), key=taken.__getitem__)
@@ -127,7 +127,7 @@ def _slots(workload: Workload, moved: list[int], points: list[float]) -> list[in
 def _split(workload: Workload, placement: Placement) -> tuple[list[int], list[int]]:
     """Subgroups of the CPU, and moved ones, in the order of their updates."""
     rest = range(placement.resident, len(workload.subgroups))
-    if workload.clipping:
+    if workload.waits:
         # Gradients that the backward makes first have gone down by its end.
         return list(rest[placement.moved :]), list(rest[: placement.moved])
     # Updates follow the gradients, which come in reverse: both kinds have work from the first on.
@@ -143,6 +143,6 @@ def _split(workload: Workload, placement: Placement) -> tuple[list[int], list[in
 def _fetch_point(workload: Workload, room: float, first: bool) -> float:
     """first: into a slot that is free when the update begins; such fetches are issued as soon as the backward is over,
     later ones by the step."""
-    if not workload.clipping:
+    if not workload.waits:
         return room
     return UPDATE if first else STEP

@@ -37,6 +37,8 @@ def gradients_with_room(
 ) -> list[int]:
     """Where every update needs all gradients: whose can stay on the device from the backward to the update, the first
     of those wanted, beside resident state and the slots that `moved` go through."""
+    if workload.gradients_stay:
+        return list(wanted)
     sizes, line = np.array(workload.subgroups), workload.gpu_free or ((0.0, 0.0),)
     begin = workload.compute_s - workload.backward_s
     # A gradient takes its room as the backward begins to make it.
@@ -59,7 +61,9 @@ def _waiting_line(workload: Workload, kept: Sequence[int]) -> list[tuple[float, 
     """(point, bytes of kept gradients on the device from there on), as the backward begins to make them. Where nothing
     clips each goes with its update."""
     sizes, line = workload.subgroups, [(OTHER, 0.0)]
-    if not workload.clipping:
+    if workload.gradients_stay:
+        return line
+    if not workload.waits:
         most = workload.grad_bytes * max((sizes[subgroup] for subgroup in kept), default=0)
         return [*line, (BACKWARD, most * min(len(kept), _WAITING))]
     begins = [*made_points(workload)[1:], BACKWARD]

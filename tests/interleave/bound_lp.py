@@ -55,8 +55,9 @@ def update_s(workload: Workload, machine: Machine, windows: bool) -> float:
         going = [at("k", j) for j in range(i + 1)] if phase == "update" else []
         equal.append(({v["g"]: 1.0, **held, v["k"]: -1.0}, 0.0) if not going else ({v["g"]: 1.0}, 0.0))
         # What is there at a piece's start and at its end fits into what is free in it.
-        most.append(({v["s"]: state, v["g"]: grad}, free))
-        most.append(({before: state, **dict.fromkeys(held, grad)}, free))
+        beside = 0.0 if workload.gradients_stay else grad
+        most.append(({v["s"]: state, v["g"]: beside}, free))
+        most.append(({before: state, **dict.fromkeys(held, beside)}, free))
         most.append(({v["k"]: 1.0}, n * made))
         if phase != "update":
             for name in ("c", "u", "b", "y"):
@@ -64,7 +65,7 @@ def update_s(workload: Workload, machine: Machine, windows: bool) -> float:
         if not free:
             bounds[v["h"]] = bounds[v["u"]] = (0.0, 0.0)
         if phase != "update":
-            if phase in ("other", "forward"):
+            if phase in ("other", "forward") or (phase == "backward" and workload.gradients_stay):
                 bounds[v["a"]] = (0.0, 0.0)
             if not windows and phase != "overhead":
                 bounds[v["h"]] = bounds[v["e"]] = (0.0, 0.0)

@@ -64,6 +64,7 @@ def workloads(draw: st.DrawFn, clipping: bool | None = None, most: int = 16, kno
         h2d_busy_share=draw(st.sampled_from([0.0, 0.3])),
         d2h_busy_share=draw(st.sampled_from([0.0, 0.3])),
         clipping=draw(st.booleans()) if clipping is None else clipping,
+        gradients_stay=draw(st.sampled_from([False, False, True])),
     )
 
 

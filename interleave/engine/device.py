@@ -1,0 +1,65 @@
+"""What the executor needs of a device; `EmulatedDevice` and `CudaDevice` are the two there are."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+
+from ebbtide.interleave.engine.reference import Scalars
+
+Direction = Literal["h2d", "d2h"]
+
+
+class Device(Protocol):
+    """Calls come from the executor's threads, at most one at a time for `update` and for each direction of `copy`; each
+    returns when its work is done."""
+
+    def state(self, params: int) -> torch.Tensor:
+        """Room for the state of so many parameters, (3, params) fp32. Raises DeviceMemoryError where there is none."""
+        ...
+
+    def gradient(self, params: int, dtype: torch.dtype) -> torch.Tensor:
+        """Room for a gradient. Raises DeviceMemoryError where there is none."""
+        ...
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Give room back."""
+        ...
+
+    def host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+        """Host memory of exactly this size. Raises EngineError where there is none."""
+        ...
+
+    def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy (from, to) over the link, one after the other."""
+        ...
+
+    def update(
+        self,
+        grad: torch.Tensor,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        out: torch.Tensor,
+        scalars: Scalars,
+    ) -> None:
+        """The reference's update, of what lies on the device."""
+        ...
+
+    def sum_of_squares(self, gradients: list[torch.Tensor]) -> list[float]:
+        """`norm.sum_of_squares` of each gradient, which lies on the device. Called by the training thread."""
+        ...
+
+    def wait(self) -> None:
+        """Called by the training thread: what it has issued so far is done when this returns."""
+        ...
+
+    @property
+    def used_bytes(self) -> int:
+        """Taken by state and gradients."""
+        ...
+
+    def close(self) -> None:
+        """End threads."""
+        ...

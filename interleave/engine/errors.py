@@ -1,0 +1,13 @@
+"""What can go wrong while a plan runs."""
+
+from __future__ import annotations
+
+from ebbtide.profiler.trace import UserError
+
+
+class EngineError(UserError):
+    """The optimizer cannot go on, or cannot do what it is asked."""
+
+
+class DeviceMemoryError(EngineError):
+    """The device has no room for what a plan puts there."""

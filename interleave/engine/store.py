@@ -1,0 +1,252 @@
+"""Where the optimizer's state is, and how each operation of a plan works on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ebbtide.interleave.engine.device import Device
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.kernels import CpuKernel
+from ebbtide.interleave.engine.layout import Piece, Subgroup
+from ebbtide.interleave.engine.reference import Scalars
+from ebbtide.interleave.plan import Op, Plan
+
+# Rows of a subgroup's state.
+MASTER, EXP_AVG, EXP_AVG_SQ = range(3)
+
+
+@dataclass
+class Inputs:
+    """What a step works with, by parameter. values, gradients: flat, on the device, of the parameter's dtype; None
+    where there is no gradient. scalars: None for a parameter that this step leaves alone."""
+
+    values: list[torch.Tensor]
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+    scalars: list[Scalars | None] = field(default_factory=list)
+
+
+class Store:
+    """State of each subgroup, (3, params) fp32: master, exp_avg, exp_avg_sq; on the host, on the device, or on both
+    where a copy is under way or the device's is the newer one."""
+
+    def __init__(self, subgroups: Sequence[Subgroup], device: Device, kernel: CpuKernel) -> None:
+        self.subgroups = subgroups
+        self.device = device
+        self.inputs = Inputs([])
+        self._kernel = kernel
+        self._host: dict[int, torch.Tensor] = {}
+        self._on_device: dict[int, torch.Tensor] = {}
+        # Whose newest state is the device's.
+        self._away: set[int] = set()
+        self._down: dict[int, torch.Tensor] = {}
+        self._up: dict[int, torch.Tensor] = {}
+        self._out: dict[int, torch.Tensor] = {}
+        # Whose update writes no half precision, since a cast follows.
+        self._casts: set[int] = set()
+        self._perform: dict[tuple[str, str], Callable[[Op], None]] = {
+            ("gradient down", "d2h"): self._gradient_down,
+            ("gradient up", "h2d"): self._gradient_up,
+            ("fetch", "h2d"): self._fetch,
+            ("flush", "d2h"): self._flush,
+            ("update", "cpu"): self._update_on_cpu,
+            ("update", "gpu"): self._update_on_gpu,
+            ("cast", "cpu"): self._cast,
+            ("upload", "h2d"): self._upload,
+            # All gradients have come down; the factor is in the scalars already.
+            ("clip", "cpu"): lambda op: None,
+        }
+
+    def perform(self, op: Op) -> None:
+        """Do an operation; returns when it is done."""
+        self._perform[op.kind, op.resource](op)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory taken: state and buffers."""
+        return sum(block.nbytes for held in (self._host, self._down, self._out) for block in held.values())
+
+    def read(self, subgroup: int) -> torch.Tensor:
+        """The state of a subgroup, on the host. Not to be written."""
+        if subgroup not in self._away:
+            return self._host[subgroup]
+        found = torch.empty((3, self.subgroups[subgroup].params))
+        self.device.copy("d2h", [(self._on_device[subgroup], found)])
+        return found
+
+    def write(self, subgroup: int, state: torch.Tensor) -> None:
+        """Set the state of a subgroup, wherever it is."""
+        if subgroup in self._away:
+            self.device.copy("h2d", [(state, self._on_device[subgroup])])
+        else:
+            self._host_of(subgroup).copy_(state)
+
+    def settle(self, plan: Plan) -> None:
+        """Bring state to where the plan has it when an iteration starts; nothing runs meanwhile."""
+        home = plan.resident | plan.parked
+        for subgroup in sorted(self._on_device.keys() - home):
+            self._bring_back(subgroup)
+        for subgroup in sorted(home - self._away):
+            self._come(subgroup)
+        for subgroup in plan.resident:
+            self._host.pop(subgroup, None)
+        for subgroup in range(len(self.subgroups)):
+            if subgroup not in plan.resident:
+                self._host_of(subgroup)
+        self._casts = {op.subgroup for op in plan.ops if op.kind == "cast"}
+        down = {op.subgroup for op in plan.ops if op.kind == "gradient down"}
+        up = {op.subgroup for op in plan.ops if op.kind == "upload"}
+        for held, needed in ((self._down, down), (self._out, up)):
+            for subgroup in held.keys() - needed:
+                del held[subgroup]
+        pageable = {(op.kind, op.subgroup) for op in plan.ops if op.pageable}
+        for subgroup in down:
+            self._buffer(self._down, subgroup, ("gradient down", subgroup) not in pageable)
+        for subgroup in up:
+            self._buffer(self._out, subgroup, ("upload", subgroup) not in pageable)
+
+    def complete(self, plan: Plan, done: Sequence[bool]) -> None:
+        """After some operations of a plan could not be done: do the rest of the step on the CPU, one after the other.
+        Afterwards no state is on the device. Raises what an update raises that was under way."""
+        updated = {op.subgroup for op, is_done in zip(plan.ops, done, strict=True) if is_done and op.kind == "update"}
+        uploaded = {op.subgroup for op, is_done in zip(plan.ops, done, strict=True) if is_done and op.kind == "upload"}
+        on_cpu = {op.subgroup for op in plan.ops if op.kind == "update" and op.resource == "cpu"}
+        for gradient in self._up.values():
+            self.device.release(gradient)
+        self._up.clear()
+        for subgroup in sorted(self._on_device):
+            self._bring_back(subgroup)
+        for subgroup in range(len(self.subgroups)):
+            if subgroup in updated and (subgroup not in on_cpu or subgroup in uploaded):
+                continue
+            self._buffer(self._out, subgroup)
+            if subgroup not in updated:
+                self._buffer(self._down, subgroup)
+                self._copy_gradient(subgroup)
+                self._update_host(subgroup, self._out[subgroup])
+            else:
+                self._round(subgroup)
+            self._copy_out(subgroup)
+
+    def release(self) -> None:
+        """Give everything back."""
+        for held in (self._on_device, self._up):
+            for block in held.values():
+                self.device.release(block)
+            held.clear()
+        for held in (self._host, self._down, self._out):
+            held.clear()
+        self._away.clear()
+
+    def _host_of(self, subgroup: int) -> torch.Tensor:
+        if subgroup not in self._host:
+            self._host[subgroup] = self.device.host((3, self.subgroups[subgroup].params), torch.float32)
+        return self._host[subgroup]
+
+    def _buffer(self, held: dict[int, torch.Tensor], subgroup: int, pinned: bool = True) -> None:
+        of = self.subgroups[subgroup]
+        if subgroup not in held:
+            held[subgroup] = self.device.host((of.params,), of.dtype, pinned)
+
+    def _come(self, subgroup: int) -> None:
+        block = self.device.state(self.subgroups[subgroup].params)
+        self._on_device[subgroup] = block
+        self.device.copy("h2d", [(self._host[subgroup], block)])
+        self._away.add(subgroup)
+
+    def _bring_back(self, subgroup: int) -> None:
+        """Off the device, the host's copy the newest."""
+        block = self._on_device[subgroup]
+        if subgroup in self._away:
+            self.device.copy("d2h", [(block, self._host_of(subgroup))])
+            self._away.discard(subgroup)
+        del self._on_device[subgroup]
+        self.device.release(block)
+
+    def _fetch(self, op: Op) -> None:
+        self._come(op.subgroup)
+
+    def _flush(self, op: Op) -> None:
+        if op.subgroup not in self._away:
+            raise EngineError(f"subgroup {op.subgroup} leaves the device and is not there")
+        self._bring_back(op.subgroup)
+
+    def _gradient_down(self, op: Op) -> None:
+        self._copy_gradient(op.subgroup)
+
+    def _gradient_up(self, op: Op) -> None:
+        of = self.subgroups[op.subgroup]
+        self._up[op.subgroup] = self.device.gradient(of.params, of.dtype)
+        self.device.copy("h2d", [(self._down[op.subgroup], self._up[op.subgroup])])
+
+    def _update_on_cpu(self, op: Op) -> None:
+        casts = op.subgroup in self._casts
+        self._update_host(op.subgroup, self._host[op.subgroup][MASTER] if casts else self._out[op.subgroup])
+
+    def _update_host(self, subgroup: int, out: torch.Tensor) -> None:
+        gradient, state = self._down[subgroup], self._host[subgroup]
+        for begin, end, scalars in self._runs(subgroup):
+            master, exp_avg, exp_avg_sq = (row[begin:end] for row in state)
+            self._kernel.update(gradient[begin:end], master, exp_avg, exp_avg_sq, out[begin:end], scalars)
+
+    def _update_on_gpu(self, op: Op) -> None:
+        state, up = self._on_device[op.subgroup], self._up.pop(op.subgroup, None)
+        for piece, scalars in self._live(op.subgroup):
+            gradient = up[piece.at : _end(piece)] if up is not None else self._gradient(piece)
+            master, exp_avg, exp_avg_sq = (row[piece.at : _end(piece)] for row in state)
+            self.device.update(gradient, master, exp_avg, exp_avg_sq, self._value(piece), scalars)
+        if up is not None:
+            self.device.release(up)
+
+    def _cast(self, op: Op) -> None:
+        self._round(op.subgroup)
+
+    def _round(self, subgroup: int) -> None:
+        self._out[subgroup].copy_(self._host[subgroup][MASTER])
+
+    def _upload(self, op: Op) -> None:
+        self._copy_out(op.subgroup)
+
+    def _copy_gradient(self, subgroup: int) -> None:
+        down = self._down[subgroup]
+        pairs = [(self._gradient(piece), down[piece.at : _end(piece)]) for piece, _ in self._live(subgroup)]
+        self.device.copy("d2h", pairs)
+
+    def _copy_out(self, subgroup: int) -> None:
+        out = self._out[subgroup]
+        pairs = [(out[piece.at : _end(piece)], self._value(piece)) for piece, _ in self._live(subgroup)]
+        self.device.copy("h2d", pairs)
+
+    def _live(self, subgroup: int) -> Iterator[tuple[Piece, Scalars]]:
+        """The pieces that this step updates."""
+        for piece in self.subgroups[subgroup].pieces:
+            scalars = self.inputs.scalars[piece.param]
+            if scalars is not None:
+                yield piece, scalars
+
+    def _runs(self, subgroup: int) -> Iterator[tuple[int, int, Scalars]]:
+        """(begin, end, scalars) of neighbouring pieces that are updated alike."""
+        begin, end, last = 0, 0, None
+        for piece, scalars in self._live(subgroup):
+            if last is not None and (scalars != last or piece.at != end):
+                yield begin, end, last
+                last = None
+            if last is None:
+                begin, last = piece.at, scalars
+            end = _end(piece)
+        if last is not None:
+            yield begin, end, last
+
+    def _gradient(self, piece: Piece) -> torch.Tensor:
+        gradient = self.inputs.gradients[piece.param]
+        assert gradient is not None
+        return gradient[piece.begin : piece.end]
+
+    def _value(self, piece: Piece) -> torch.Tensor:
+        return self.inputs.values[piece.param][piece.begin : piece.end]
+
+
+def _end(piece: Piece) -> int:
+    return piece.at + piece.end - piece.begin

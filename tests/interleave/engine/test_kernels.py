@@ -1,0 +1,196 @@
+"""The CPU's kernel against the reference, bit for bit."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+
+from ebbtide.interleave.calibrate import host
+from ebbtide.interleave.engine import compiled
+from ebbtide.interleave.engine.kernels import CpuKernel
+from ebbtide.interleave.engine.reference import Hyper
+from tests.interleave.engine.states import DTYPES, any_state, assert_same, bits, plausible_state, updated
+
+HYPERS = st.sampled_from([Hyper(), Hyper(1e-2, 0.3, 0.5, 0.0, 0.0), Hyper(0.0, 0.0, 0.0, 1e-3, 1.0)])
+SCALES = st.sampled_from([1.0, 0.3, 2.0**-16, 2.0**-140, 0.0, float("inf"), float("nan")])
+SEEDS = st.integers(0, 2**31)
+# Beyond 16,384 there are several slices.
+LENGTHS = st.integers(0, 200) | st.integers(16_000, 60_000)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[dict[int, CpuKernel]]:
+    made = {threads: CpuKernel(threads) for threads in (1, 2, 3, 5)}
+    yield made
+    for kernel in made.values():
+        kernel.close()
+
+
+@pytest.mark.parametrize("out", DTYPES, ids=str)
+@pytest.mark.parametrize("grad", DTYPES, ids=str)
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=SEEDS,
+    length=LENGTHS,
+    threads=st.sampled_from([1, 2, 3, 5]),
+    hyper=HYPERS,
+    step=st.integers(1, 10_000),
+    scale=SCALES,
+    plausible=st.booleans(),
+)
+def test_bits_are_the_references(
+    kernels: dict[int, CpuKernel],
+    grad: torch.dtype,
+    out: torch.dtype,
+    seed: int,
+    length: int,
+    threads: int,
+    hyper: Hyper,
+    step: int,
+    scale: float,
+    plausible: bool,
+) -> None:
+    state = (plausible_state if plausible else any_state)(length, grad, out, seed)
+    scalars = hyper.scalars(step, scale)
+    expected = updated(state, scalars)
+    kernels[threads].update(*state, scalars)
+    assert_same(state, expected)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_bits_are_the_references_over_millions(kernels: dict[int, CpuKernel], half: torch.dtype) -> None:
+    """Enough to meet a fused multiply-add, whose result differs in some thousandths of all cases."""
+    state = plausible_state(3_000_001, half, half, 0)
+    for step in (1, 2):
+        scalars = Hyper().scalars(step, 0.7)
+        expected = updated(state, scalars)
+        kernels[2].update(*state, scalars)
+        assert_same(state, expected)
+
+
+@given(seed=SEEDS, length=st.integers(1, 1000), cut=st.integers(0, 1000))
+@settings(deadline=None, max_examples=30)
+def test_where_a_parameter_is_cut_changes_no_bit(
+    kernels: dict[int, CpuKernel], seed: int, length: int, cut: int
+) -> None:
+    state = any_state(length, torch.bfloat16, torch.bfloat16, seed)
+    scalars = Hyper().scalars(2)
+    expected = updated(state, scalars)
+    for part in (slice(0, cut), slice(cut, length)):
+        kernels[2].update(*(tensor[part] for tensor in state), scalars)
+    assert_same(state, expected)
+
+
+@pytest.mark.parametrize("stored", [np.uint16, np.int16, np.float32])
+def test_nothing_is_fused_in_what_is_compiled(stored: type) -> None:
+    # numba shows no code that it took from its cache.
+    fresh = njit(**compiled._OPTIONS)(compiled._update)
+    halves, state = np.zeros((2, 10), stored), np.zeros((3, 10), np.float32)
+    fresh(halves[0], *state, halves[1], *Hyper().scalars(1))
+    (code,) = fresh.inspect_asm().values()
+    assert "sqrt" in code
+    # x86, then ARM; approximations too.
+    assert not re.search(r"\bv?fn?m(add|sub)|\bfn?ml[as]\b|\bv?(rcp|rsqrt)\d*[ps]s|\bfr(ecp|sqrt)e\b", code)
+
+
+def test_subnormals_are_kept_where_the_caller_flushes_them(kernels: dict[int, CpuKernel]) -> None:
+    state = any_state(5000, torch.bfloat16, torch.bfloat16, 1)
+    scalars = Hyper().scalars(1)
+    expected = updated(state, scalars)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    try:
+        kernel = CpuKernel(2)
+        kernel.update(*state, scalars)
+        flushed = float(torch.tensor([1e-40]) * torch.ones(1)) == 0.0
+    finally:
+        torch.set_flush_denormal(False)
+    kernel.close()
+    assert flushed
+    assert_same(state, expected)
+
+
+def test_other_threads_run_python_in_the_midst_of_it(kernels: dict[int, CpuKernel]) -> None:
+    """One slice, of which the beginning is seen to be done and the end not. Tried again, since it may be missed."""
+    state = plausible_state(6_000_000, torch.bfloat16, torch.bfloat16, 0)
+    master = state[1].numpy()
+    for step in range(1, 100):
+        first, last = master[0], master[-1]
+        working = threading.Thread(target=kernels[1].update, args=(*state, Hyper(lr=0.1).scalars(step)))
+        working.start()
+        seen = False
+        while working.is_alive():
+            seen = seen or (master[0] != first and master[-1] == last)
+        working.join()
+        if seen:
+            return
+    pytest.fail("no other thread ran")
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong"),
+    [
+        (0, torch.zeros(9)),
+        (0, torch.zeros(10, dtype=torch.float64)),
+        (1, torch.zeros(10, dtype=torch.bfloat16)),
+        (2, torch.zeros(20)[::2]),
+        (4, torch.zeros(2, 5)),
+        (4, torch.zeros(10, device="meta")),
+    ],
+)
+def test_what_it_cannot_take_is_refused(kernels: dict[int, CpuKernel], place: int, wrong: torch.Tensor) -> None:
+    state = plausible_state(10, torch.bfloat16, torch.bfloat16, 0)
+    before = [tensor.clone() for tensor in state]
+    with pytest.raises(ValueError, match="must"):
+        kernels[1].update(*state[:place], wrong, *state[place + 1 :], Hyper().scalars(1))
+    assert_same(state, before)
+
+
+def test_threads_are_the_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(host, "cores", lambda: 8)
+    for ranks, threads in (("1", 8), ("3", 2), ("20", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        kernel = CpuKernel()
+        assert kernel.threads == threads
+        kernel.close()
+
+
+def test_a_loop_compiles_where_numba_can_keep_nothing() -> None:
+    found: dict[str, object] = {}
+    # For code that is in no file there is no place in any cache.
+    exec("def add(values):\n    for i in range(values.size):\n        values[i] += 1", found)
+    values = np.zeros(3)
+    compiled._compiled(found["add"])(values)
+    assert values.tolist() == [1, 1, 1]
+
+
+def test_numba_is_imported_with_the_first_kernel_and_not_before() -> None:
+    code = """
+import sys
+import ebbtide.interleave
+assert not {"numba", "torch"} & set(sys.modules)
+import ebbtide.interleave.engine.kernels as kernels
+assert "numba" not in sys.modules
+kernels.CpuKernel(1).close()
+assert "numba" in sys.modules
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_gradient_that_was_used_is_taken(kernels: dict[int, CpuKernel]) -> None:
+    state = plausible_state(10, torch.float32, torch.float32, 0)
+    state[4] = torch.nn.Parameter(state[4])
+    kernels[1].update(*state, Hyper().scalars(1))
+    assert torch.equal(bits(state[4].detach()), bits(state[1]))

@@ -1,0 +1,80 @@
+"""Sums of squares: the same bits from the kernel, and right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ebbtide.interleave.engine.kernels import CpuKernel
+from ebbtide.interleave.engine.norm import BLOCK, sum_of_squares, total
+from tests.interleave.engine.states import DTYPES, any_bits
+
+LENGTHS = st.integers(0, 1000) | st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 777, 5 * BLOCK])
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[dict[int, CpuKernel]]:
+    made = {threads: CpuKernel(threads) for threads in (1, 3)}
+    yield made
+    for kernel in made.values():
+        kernel.close()
+
+
+def finite(length: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    values = any_bits(length, dtype, torch.Generator().manual_seed(seed))
+    return torch.where(values.isfinite(), values, torch.ones((), dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 2**31), length=LENGTHS, threads=st.sampled_from([1, 3]))
+def test_the_kernel_gives_the_same_bits_on_any_threads(
+    kernels: dict[int, CpuKernel], dtype: torch.dtype, seed: int, length: int, threads: int
+) -> None:
+    gradient = finite(length, dtype, seed)
+    assert kernels[threads].sum_of_squares(gradient) == sum_of_squares(gradient)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_is_the_sum_of_squares(dtype: torch.dtype) -> None:
+    gradient = torch.randn(3 * BLOCK + 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = math.fsum(value * value for value in gradient.double().tolist())
+    assert sum_of_squares(gradient) == pytest.approx(exact, rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(deadline=None, max_examples=30)
+@given(
+    length=st.integers(1, 3 * BLOCK),
+    place=st.floats(0, 1, exclude_max=True),
+    value=st.sampled_from([math.inf, -math.inf, math.nan]),
+)
+def test_it_is_finite_exactly_where_all_of_the_gradient_is(
+    kernels: dict[int, CpuKernel], dtype: torch.dtype, length: int, place: float, value: float
+) -> None:
+    gradient = torch.full((length,), torch.finfo(dtype).max, dtype=dtype)
+    assert math.isfinite(kernels[3].sum_of_squares(gradient))
+    gradient[int(place * length)] = value
+    found = kernels[3].sum_of_squares(gradient)
+    assert not math.isfinite(found)
+    assert np.array_equal(found, sum_of_squares(gradient), equal_nan=True)
+
+
+@given(st.lists(st.floats(0, 1e300), max_size=20), st.randoms())
+def test_the_order_of_parameters_does_not_matter(sums: list[float], random: object) -> None:
+    shuffled = list(sums)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert total(shuffled) == total(sums)
+
+
+def test_whole_blocks_may_be_summed_apart(kernels: dict[int, CpuKernel]) -> None:
+    """Where a parameter is too large to be held at once; only a sum of sums rounds twice."""
+    gradient = torch.randn(4 * BLOCK, generator=torch.Generator().manual_seed(1))
+    apart = [kernels[1].sum_of_squares(part) for part in gradient.split(BLOCK)]
+    assert total(apart) == kernels[3].sum_of_squares(gradient)
