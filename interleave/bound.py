@@ -182,7 +182,7 @@ class _Program(LinearProgram):
         self._within(down, piece, self._rate("d2h"))
         if m.duplex_bytes_per_s is not None:
             self._within({**up, **down}, piece, self._per(m.duplex_bytes_per_s))
-        update = {v("c", i): grad + 2 * state + param}
+        update = {v("c", i): w.cpu_update_bytes}
         self._within({**update, **up, **down}, piece, self._per(m.host_memory_bytes_per_s))
         self._within({v("c", i): 1.0}, piece, self._per(m.cpu_update_params_per_s))
         if m.gpu_update_params_per_s is not None:
@@ -284,7 +284,9 @@ class _Program(LinearProgram):
         done = {v("c", i): -1.0 for i in range(len(self.pieces))}
         self.row({on_cpu: size, **done}, 0.0, size - last)
         self.row({on_cpu: 1.0, any_cpu: -count}, most=0.0)
-        cpu = self._per(min(m.cpu_update_params_per_s or 0.0, (m.host_memory_bytes_per_s or 0.0) / self._cpu_bytes()))
+        cpu = self._per(
+            min(m.cpu_update_params_per_s or 0.0, (m.host_memory_bytes_per_s or 0.0) / self._workload.cpu_update_bytes)
+        )
         upload = self._workload.param_bytes * last / self._rate("h2d")
         self.row({v("length"): 1.0, on_cpu: -size / cpu, any_cpu: -upload}, least=-(size - last) / cpu)
 
@@ -343,14 +345,11 @@ class _Program(LinearProgram):
         """A rate per second in the program's units."""
         return (rate or 0.0) * self.second / self._workload.params
 
-    def _cpu_bytes(self) -> float:
-        return self._workload.grad_bytes + 2 * self._workload.state_bytes + self._workload.param_bytes
-
 
 def modes(workload: Workload, machine: Machine) -> list[tuple[float, float, float]]:
     """(CPU updates/s, h2d bytes/s, d2h bytes/s) of each set of these that can run at once, as the simulator shares: the
     link its duplex limit, all of them the host's memory, slowed by one factor."""
-    update = workload.grad_bytes + 2 * workload.state_bytes + workload.param_bytes
+    update = workload.cpu_update_bytes
     cpu = machine.cpu_update_params_per_s or 0.0
     up = (machine.h2d_bytes_per_s or 0.0) * (1 - workload.h2d_busy_share)
     down = (machine.d2h_bytes_per_s or 0.0) * (1 - workload.d2h_busy_share)

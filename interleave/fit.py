@@ -30,6 +30,9 @@ _BELIEFS: dict[str, tuple[float, float]] = {
     "gpu_update_params_per_s": (30e9, 2.0),
     "step_overhead_s": (0.03, 3.0),
 }
+# An update on the CPU is a pass over memory: of its bandwidth the rate takes so much, as a good kernel does by itself
+# (docs/performance.md), within such a factor.
+_OF_MEMORY = (0.85, 1.2)
 # What binds an update, and so turns its slope.
 _TURNING = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
 # Medians of a trace are good to about this share, and so is the simulator.
@@ -89,6 +92,14 @@ def _believed(key: str, peak: float | None) -> float:
     return 0.8 * peak if peak and key in ("h2d_bytes_per_s", "d2h_bytes_per_s") else _BELIEFS[key][0]
 
 
+def _of_memory(box: Machine, workload: Workload) -> list[float]:
+    """How far the CPU's rate is from what its memory lets it do, over the belief's width."""
+    assert box.cpu_update_params_per_s is not None
+    assert box.host_memory_bytes_per_s is not None
+    share = workload.cpu_update_bytes * box.cpu_update_params_per_s / box.host_memory_bytes_per_s
+    return [float(np.log(share / _OF_MEMORY[0]) / np.log(_OF_MEMORY[1]))]
+
+
 def fit(samples: Sequence[Sample], known: Machine | None = None, name: str = "fitted") -> Fit:
     """Fit a machine. known: rates that were measured otherwise and stay as they are. Raises MachineError for no sample.
 
@@ -115,7 +126,7 @@ def fit(samples: Sequence[Sample], known: Machine | None = None, name: str = "fi
             found.append(np.log(schedule.update_s / sample.update_s) / _SIGMA)
             if sample.backward_s is not None:
                 found.append(np.log(schedule.backward_s / sample.backward_s) / _SIGMA)
-        return np.concatenate([found, (at - center) / width])
+        return np.concatenate([found, (at - center) / width, _of_memory(box, samples[0].workload)])
 
     # The simulator has kinks where what binds changes: a coarse difference looks across them, and several beginnings
     # keep the search from staying where it began.

@@ -20,7 +20,7 @@ def host_traffic(op: Op, workload: Workload) -> float:
     if op.resource == "gpu":
         return 0.0
     if op.kind == "update":
-        return (workload.grad_bytes + 2 * workload.state_bytes + workload.param_bytes) * op.params
+        return workload.cpu_update_bytes * op.params
     if op.kind == "cast":
         return (_CAST_BYTES + workload.param_bytes) * op.params
     return op.nbytes

@@ -56,6 +56,12 @@ class Workload:
         return (self.subgroup_params,) * whole + ((rest,) if rest else ())
 
     @property
+    def cpu_update_bytes(self) -> float:
+        """What an update on the CPU reads and writes of host memory, a parameter: gradient and state in, state and
+        half-precision parameter out."""
+        return self.grad_bytes + 2 * self.state_bytes + self.param_bytes
+
+    @property
     def waits(self) -> bool:
         """Whether no update can begin before the backward is over."""
         return self.clipping or self.gradients_stay

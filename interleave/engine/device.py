@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
@@ -47,12 +48,21 @@ class Device(Protocol):
         """The reference's update, of what lies on the device."""
         ...
 
-    def sum_of_squares(self, gradients: list[torch.Tensor]) -> list[float]:
-        """`norm.sum_of_squares` of each gradient, which lies on the device. Called by the training thread."""
+    def squares(self, gradient: torch.Tensor) -> Callable[[], float]:
+        """`norm.sum_of_squares` of a gradient that lies on the device, as it is now: what is returned waits for it.
+        Called where the gradient was made, by the training thread or autograd's."""
+        ...
+
+    def mark(self) -> Callable[[], None]:
+        """What is returned waits for all that this thread has issued so far."""
         ...
 
     def wait(self) -> None:
         """Called by the training thread: what it has issued so far is done when this returns."""
+        ...
+
+    def free_bytes(self) -> float | None:
+        """What state may take of the device's memory, all in all; None where there is no limit."""
         ...
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -35,12 +36,17 @@ class EmulatedDevice:
         self.gpu_update_params_per_s = gpu_update_params_per_s
         self.peak_bytes = 0
         self._used = 0
+        # Where blocks begin that are taken: giving one back twice raises KeyError.
+        self._taken: set[int] = set()
         self._lock = threading.Lock()
         self._kernel = CpuKernel(1)
 
     @property
     def used_bytes(self) -> int:
         return self._used
+
+    def free_bytes(self) -> float | None:
+        return self.capacity_bytes
 
     def state(self, params: int) -> torch.Tensor:
         return self._take((3, params), torch.float32)
@@ -50,7 +56,10 @@ class EmulatedDevice:
 
     def release(self, tensor: torch.Tensor) -> None:
         with self._lock:
+            self._taken.remove(tensor.data_ptr())
             self._used -= tensor.nbytes
+        # Nor is what is read after it was given back.
+        tensor.fill_(float("nan"))
 
     def host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -82,8 +91,12 @@ class EmulatedDevice:
         if self.gpu_update_params_per_s:
             _sleep_until(begin + len(master) / self.gpu_update_params_per_s)
 
-    def sum_of_squares(self, gradients: list[torch.Tensor]) -> list[float]:
-        return [self._kernel.sum_of_squares(gradient) for gradient in gradients]
+    def squares(self, gradient: torch.Tensor) -> Callable[[], float]:
+        found = self._kernel.sum_of_squares(gradient)
+        return lambda: found
+
+    def mark(self) -> Callable[[], None]:
+        return self.wait
 
     def wait(self) -> None:
         """All that the training thread does here is done when it returns from it."""
@@ -99,8 +112,10 @@ class EmulatedDevice:
                 raise DeviceMemoryError(f"the device has {free:.0f} bytes left, and {nbytes} are needed")
             self._used += nbytes
             self.peak_bytes = max(self.peak_bytes, self._used)
-        # Not a number: what is read before it is written shows.
-        return torch.full(shape, float("nan"), dtype=dtype)
+            # Not a number: what is read before it is written shows.
+            block = torch.full(shape, float("nan"), dtype=dtype)
+            self._taken.add(block.data_ptr())
+        return block
 
 
 def _sleep_until(moment: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,30 +12,49 @@ from ebbtide.interleave.engine.device import Device
 from ebbtide.interleave.engine.executor import Executor, Stopped
 from ebbtide.interleave.engine.kernels import CpuKernel
 from ebbtide.interleave.engine.layout import Subgroup
+from ebbtide.interleave.engine.reference import Scalars
 from ebbtide.interleave.engine.store import Inputs, Store
 from ebbtide.interleave.plan import BACKWARD, STEP, UPDATE, Plan
 from ebbtide.interleave.schedule import Schedule
 from ebbtide.interleave.workload import Workload
 
+# The backward is not over before the job says so by calling step.
+_ALMOST = UPDATE - 1e-9
+
 
 class Engine:
-    """Runs a plan at every step. The training thread alone calls it.
+    """Runs a plan at every step, for so many parameters, which divide into subgroups. The training thread calls it;
+    `reach` and `take` are called by autograd's.
 
-    subgroups: how the parameters divide. last: the schedule of the last step, as measured."""
+    last: the schedule of the last step, as measured."""
 
-    def __init__(self, subgroups: Sequence[Subgroup], device: Device, kernel: CpuKernel) -> None:
+    def __init__(self, subgroups: Sequence[Subgroup], params: int, device: Device, kernel: CpuKernel) -> None:
         self.store = Store(subgroups, device, kernel)
         self.device = device
         self.last: Schedule | None = None
+        self._params = params
         self._executor = Executor(self.store.perform)
         self._plan: Plan | None = None
         self._workload: Workload | None = None
         self._under_way = False
         self._backward_s: float | None = None
+        # Whose gradients this iteration has been given already.
+        self._taken: set[int] = set()
+        self._missing: list[int] = []
 
     @property
     def plan(self) -> Plan | None:
         return self._plan
+
+    @property
+    def under_way(self) -> bool:
+        """Whether this iteration's plan runs."""
+        return self._under_way
+
+    @property
+    def taken(self) -> frozenset[int]:
+        """The parameters whose gradients have been taken in this iteration."""
+        return frozenset(self._taken)
 
     def follow(self, plan: Plan, workload: Workload) -> None:
         """Go by this plan from now on; what it moves before the next step begins to move."""
@@ -44,7 +63,7 @@ class Engine:
         self._begin()
 
     def rest(self) -> None:
-        """Let nothing be under way, so that state can be read and written."""
+        """Let nothing be under way, so that state can be read and written. The next step begins the plan anew."""
         self._executor.stop()
         self._under_way = False
 
@@ -53,19 +72,56 @@ class Engine:
         if self._backward_s is None:
             self._backward_s = time.perf_counter()
         if self._under_way:
-            self._executor.reach(min(BACKWARD + made, UPDATE - 1e-9))
+            self._executor.reach(min(BACKWARD + made, _ALMOST))
 
-    def step(self, inputs: Inputs) -> Schedule:
-        """Update all parameters; returns what was measured. Where an operation of the plan fails, the step is done
-        all the same, on the CPU, and the failure is raised as Stopped; where that is not possible, the state is lost,
-        which EngineError says."""
+    def take(self, param: int, gradient: torch.Tensor) -> None:
+        """A gradient (flat) is made, as far as this thread has issued: it may leave from now on. Of plans that do not
+        wait for the step with it."""
+        inputs = self.store.inputs
+        inputs.gradients[param] = gradient
+        inputs.marks[param] = self.device.mark()
+        self._taken.add(param)
+        for subgroup in self.store.subgroups_of(param):
+            self._missing[subgroup] -= 1
+            if not self._missing[subgroup]:
+                self._executor.provide(subgroup)
+
+    def give_back(self, params: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The gradients that were taken, flat and on the device; they are as if they had not been."""
+        self.rest()
+        self.device.wait()
+        found = {param: self.store.gradient(param, params[param]) for param in sorted(self._taken)}
+        self._taken.clear()
+        return {param: gradient for param, gradient in found.items() if gradient is not None}
+
+    def drop(self) -> None:
+        """This iteration has no step: forget its gradients."""
+        self.rest()
+        self._begin()
+
+    def step(
+        self,
+        values: Sequence[torch.Tensor],
+        gradients: Mapping[int, torch.Tensor],
+        scalars: Sequence[Scalars | None],
+    ) -> Schedule:
+        """Update all parameters; returns what was measured. values: the parameters, flat. gradients: flat, of those
+        that were not taken. scalars: None for a parameter that this step leaves alone.
+
+        Where an operation of the plan fails, the step is done all the same, on the CPU, and the failure is raised as
+        Stopped; where that is not possible, the state is lost, and that is raised."""
         assert self._plan is not None
         assert self._workload is not None
         if not self._under_way:
             self._begin()
         self.device.wait()
         called = time.perf_counter()
-        self.store.inputs = inputs
+        inputs = self.store.inputs
+        inputs.values, inputs.scalars = list(values), list(scalars)
+        for param, gradient in gradients.items():
+            inputs.gradients[param] = gradient
+        for subgroup in range(len(self.store.subgroups)):
+            self._executor.provide(subgroup)
         self._executor.reach(UPDATE)
         self._executor.reach(STEP)
         try:
@@ -75,8 +131,7 @@ class Engine:
             self.store.complete(stopped.run.plan, stopped.run.done)
             raise
         finally:
-            # Nothing here keeps gradients alive that the job lets go.
-            self.store.inputs = Inputs([])
+            self._taken.clear()
         end = time.perf_counter() - run.begin_s
         step = called - run.begin_s
         backward = min((self._backward_s or called) - run.begin_s, step)
@@ -97,19 +152,21 @@ class Engine:
     def close(self) -> None:
         """End threads and give all memory back."""
         self._executor.close()
+        self.store.inputs = Inputs([])
         self.store.release()
-        self.device.close()
 
     def _begin(self) -> None:
         assert self._plan is not None
+        assert self._workload is not None
         if not self._under_way:
             self.store.settle(self._plan)
+        streams = not self._workload.gradients_stay
+        # New inputs: nothing here keeps gradients alive that the job lets go.
+        self.store.inputs = Inputs([], [None] * self._params, [None] * self._params, streams=streams)
+        self._taken.clear()
+        self._missing = [len({piece.param for piece in of.pieces}) for of in self.store.subgroups]
         self._backward_s = None
-        self._executor.begin(self._plan)
+        held = {index: op.subgroup for index, op in enumerate(self._plan.ops) if op.kind == "gradient down"}
+        self._executor.begin(self._plan, held)
         self._executor.reach(0.0)
         self._under_way = True
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -25,6 +25,7 @@ class Run:
     done: list[bool]
     waits: list[int]
     following: list[list[int]]
+    held: dict[int, list[int]] = field(default_factory=dict)
     # Operations that only wait for their point, by it.
     gated: list[tuple[float, int]] = field(default_factory=list)
     ready: dict[Resource, list[int]] = field(default_factory=lambda: {resource: [] for resource in RESOURCES})
@@ -53,8 +54,9 @@ class Executor:
         for thread in self._threads:
             thread.start()
 
-    def begin(self, plan: Plan) -> None:
-        """Begin an iteration: what waits for no point of it may run from now on."""
+    def begin(self, plan: Plan, held: Mapping[int, int] | None = None) -> None:
+        """Begin an iteration: what waits for no point of it may run from now on. held: operations that also wait until
+        something is provided, by its number."""
         count = len(plan.ops)
         following: list[list[int]] = [[] for _ in range(count)]
         for index, op in enumerate(plan.ops):
@@ -70,7 +72,12 @@ class Executor:
             following=following,
             left=count,
         )
+        for index, number in (held or {}).items():
+            run.waits[index] += 1
+            run.held.setdefault(number, []).append(index)
         with self._changed:
+            if self._closed:
+                raise EngineError("closed: no plan can begin")
             self._run = run
             self._error = None
             for index in range(count):
@@ -89,21 +96,39 @@ class Executor:
                 heappush(run.ready[run.plan.ops[index].resource], index)
             self._changed.notify_all()
 
+    def provide(self, number: int) -> None:
+        """What held operations waited for is there. Providing it once more does nothing."""
+        with self._changed:
+            run = self._run
+            if run is None:
+                return
+            for index in run.held.pop(number, ()):
+                run.waits[index] -= 1
+                if not run.waits[index]:
+                    self._offer(run, index)
+            self._changed.notify_all()
+
     def finish(self) -> Run:
         """Wait until the run has ended, and return it. Raises what an operation raised."""
         with self._changed:
             run = self._run
             if run is None:
                 raise EngineError("no plan is under way")
-            self._changed.wait_for(lambda: not run.left or (self._error is not None and not self._busy))
-            self._run = None
+
+            def over() -> bool:
+                return self._closed or not run.left or (self._error is not None and not self._busy)
+
+            try:
+                self._changed.wait_for(over)
+            finally:
+                # After an interrupt (Ctrl-C) too: a step that is half done would be lost.
+                self._changed.wait_for(over)
+                self._run = None
             if self._error is not None:
                 raise Stopped(run) from self._error
+            if run.left:
+                raise EngineError("closed while a plan was under way")
             return run
-
-    @property
-    def failed(self) -> bool:
-        return self._error is not None
 
     def stop(self) -> Run | None:
         """Wait for what is under way and drop the rest; what was there, if anything."""
@@ -139,20 +164,24 @@ class Executor:
                 assert run is not None
                 index = heappop(run.ready[resource])
                 self._busy += 1
-            run.starts[index] = time.perf_counter() - run.begin_s
-            error: BaseException | None = None
-            try:
-                self._perform(run.plan.ops[index])
-            except BaseException as reason:
-                error = reason
-            run.ends[index] = time.perf_counter() - run.begin_s
-            with self._changed:
-                self._busy -= 1
-                if error is not None:
-                    self._error = self._error or error
-                else:
-                    self._ended(run, index)
-                self._changed.notify_all()
+            self._do(run, index)
+
+    def _do(self, run: Run, index: int) -> None:
+        run.starts[index] = time.perf_counter() - run.begin_s
+        # Gone when this returns: an error keeps alive what the operation worked with.
+        error: BaseException | None = None
+        try:
+            self._perform(run.plan.ops[index])
+        except BaseException as reason:
+            error = reason
+        run.ends[index] = time.perf_counter() - run.begin_s
+        with self._changed:
+            self._busy -= 1
+            if error is not None:
+                self._error = self._error or error
+            else:
+                self._ended(run, index)
+            self._changed.notify_all()
 
     def _next(self, resource: Resource) -> bool:
         run = self._run

@@ -2,42 +2,66 @@
 
 from __future__ import annotations
 
-import math
+import logging
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 
+from ebbtide.analysis.units import bytes_text
+from ebbtide.interleave.engine import portable
 from ebbtide.interleave.engine.device import Device
-from ebbtide.interleave.engine.emulated import EmulatedDevice
-from ebbtide.interleave.engine.engine import Engine, local
-from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.engine import Engine
+from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
+from ebbtide.interleave.engine.executor import Stopped
+from ebbtide.interleave.engine.gradients import Gradients
 from ebbtide.interleave.engine.kernels import CpuKernel
 from ebbtide.interleave.engine.layout import divide
+from ebbtide.interleave.engine.loss_scale import LossScale
+from ebbtide.interleave.engine.open import open_device
+from ebbtide.interleave.engine.planner import Budget, Planner, least
+from ebbtide.interleave.engine.portable import local
+from ebbtide.interleave.engine.probe import probe
+from ebbtide.interleave.engine.progress import Progress
 from ebbtide.interleave.engine.reference import Hyper, Scalars
-from ebbtide.interleave.engine.store import MASTER, Inputs
+from ebbtide.interleave.engine.store import MASTER
+from ebbtide.interleave.engine.streamed import Streamed
 from ebbtide.interleave.machine import Machine
-from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.plan import Plan
 from ebbtide.interleave.schedule import Schedule
-from ebbtide.interleave.workload import FreeLine, Workload
+
+log = logging.getLogger("ebbtide")
 
 _SUBGROUP_PARAMS = 100_000_000
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# After the device ran out of memory the next plan takes so much of what the last one took.
+_BACK_OFF = 0.8
+# Stands among guards for: a backward has added to a gradient that was taken.
+_ADDED = torch.zeros(0)
 
 
 class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
-    """torch.optim.AdamW for parameters whose state does not fit on the device.
+    """torch.optim.AdamW with an fp32 master, for parameters whose optimizer state does not fit on the device.
 
-    policy: as `ebbtide replay` takes it. machine: what the policy plans with. subgroup_params: how much state moves as
-    one. memory_budget: bytes of device memory for state. max_grad_norm: clip the norm of all gradients to this.
-    device: where the parameters are; without it, what they say: an emulated device for parameters on the CPU.
-    threads: of the CPU's updates.
+    Parameters do not depend on the policy by a single bit (`reference` says which bits they are).
+
+    policy: as `ebbtide replay` takes it; `adaptive` keeps watching and plans anew. machine: the rates it begins with;
+    without it, a look at this machine that takes a fraction of a second. subgroup_params: how much state moves as one.
+    memory_budget: bytes of device memory that state may take, or a dict of them by phase (`forward`, `backward`,
+    `update`); without it, what the device has free. max_grad_norm: clip the norm of all gradients, over all ranks, to
+    this. gradients: `kept` in `p.grad` until the step, or `streamed` to the host as soon as the backward has made them;
+    then the optimizer alone clips and scales. loss_scale: a number, or `dynamic`: back-propagate `scale(loss)`; a step
+    with a gradient that is not finite is left out then. device: without it, the one where the parameters are: for
+    parameters on the CPU an emulated one. threads: of the CPU's updates; all cores of this rank without it.
+
+    Raises EngineError for parameters that it cannot take, PolicyError and MachineError for a policy that cannot be.
     """
 
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
+        lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
@@ -45,94 +69,391 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         policy: str = "adaptive",
         machine: Machine | None = None,
         subgroup_params: int = _SUBGROUP_PARAMS,
-        memory_budget: float | None = None,
+        memory_budget: Budget | None = None,
         max_grad_norm: float | None = None,
+        gradients: Literal["kept", "streamed"] = "kept",
+        loss_scale: float | Literal["dynamic"] | None = None,
         device: Device | None = None,
         threads: int | None = None,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.policy = policy
-        self._machine = machine or Machine(name="unknown")
+        self._engine: Engine | None = None
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        _check(defaults)
+        if subgroup_params < 1:
+            raise EngineError(f"subgroup_params is {subgroup_params}: it must be at least 1")
+        if gradients not in ("kept", "streamed"):
+            raise EngineError(f"gradients is {gradients!r}: it must be 'kept' or 'streamed'")
+        super().__init__(params, defaults)
+        self._policy = policy
+        self._machine = machine
         self._subgroup_params = subgroup_params
-        self._budget: FreeLine | None = None if memory_budget is None else ((0.0, float(memory_budget)),)
-        self._max_grad_norm = max_grad_norm
-        self._params = [param for group in self.param_groups for param in group["params"]]
-        self._steps = [0] * len(self._params)
-        kernel = CpuKernel(threads)
-        subgroups = divide([local(param) for param in self._params], subgroup_params)
-        self._engine = Engine(subgroups, device or EmulatedDevice(memory_budget), kernel)
-        self._close = weakref.finalize(self, _close, self._engine, kernel)
-        self._master_from_params()
-        self._plan()
+        self._budget = memory_budget
+        self._streams = gradients == "streamed"
+        self._loss_scale = LossScale(loss_scale)
+        self._params: list[torch.Tensor] = []
+        self._steps: dict[torch.Tensor, int] = {}
+        self._versions: list[int] = []
+        self._progress: Progress | None = None
+        # What stands in p.grad for gradients that were taken, by the parameter's index.
+        self._guards: dict[int, torch.Tensor] = {}
+        wanted = self._wanted()
+        self._device = device or open_device(wanted)
+        self._gradients = Gradients(self._device, max_grad_norm)
+        self._kernel = CpuKernel(threads)
+        self._closers = [self._device.close, self._kernel.close]
+        self._close = weakref.finalize(self, _call_all, self._closers)
+        try:
+            self._take(wanted, [portable.fresh(param) for param in wanted])
+        except BaseException:
+            self._close()
+            raise
 
     @property
     def last_schedule(self) -> Schedule | None:
-        """What the last step was measured to do."""
-        return self._engine.last
+        """What the last step was measured to do; None before the first."""
+        return self._engine.last if self._engine is not None else None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the next step goes by."""
+        plan = self._running().plan
+        assert plan is not None
+        return plan
+
+    @property
+    def machine(self) -> Machine:
+        """The rates that are planned with, as the steps so far have shown them."""
+        return self._planner.machine
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Update all parameters that have a gradient."""
+        """Update all parameters that have a gradient.
+
+        Raises EngineError, and changes nothing, for a closure and for a gradient that is not finite. Where an operation
+        fails the step is done all the same, on the CPU, and EngineError says what failed; only where it says that the
+        state is lost it is."""
         if closure is not None:
             raise EngineError("step() takes no closure: call loss.backward() before it")
-        gradients = [None if param.grad is None else local(param.grad).detach().reshape(-1) for param in self._params]
-        scale = self._scale(gradients)
-        inputs = Inputs([local(param).detach().view(-1) for param in self._params], gradients)
-        for index, hyper in enumerate(self._hypers()):
-            inputs.scalars.append(self._scalars(index, hyper, gradients[index], scale))
-        self._engine.step(inputs)
-        for index, gradient in enumerate(gradients):
-            self._steps[index] += gradient is not None
+        engine = self._running()
+        if any(param not in self._steps and param.grad is not None for param in self._wanted()):
+            self._retake()
+            engine = self._running()
+        self._follow_changes(engine)
+        if not self._as_taken(engine):
+            self._give_back(engine)
+        gradients = {}
+        for index, param in enumerate(self._params):
+            if param.grad is not None and index not in engine.taken:
+                gradients[index] = _gradient(param)
+                self._gradients.note(index, gradients[index])
+        there = gradients.keys() | engine.taken
+        scale = self._gradients.scale(self._params, self._loss_scale.value)
+        self._loss_scale.stepped(scale is not None)
+        if scale is None:
+            self._leave_out(engine)
+            return
+        hypers = self._hypers()
+        scalars = [
+            hypers[param].scalars(self._steps[param] + 1, scale) if index in there else None
+            for index, param in enumerate(self._params)
+        ]
+        failure = self._run(engine, gradients, scalars)
+        for index in there:
+            self._steps[self._params[index]] += 1
+        self._versions = [local(param)._version for param in self._params]
+        self._guards.clear()
+        if self._progress is not None:
+            self._progress.stepped()
+        if failure is not None:
+            self._after(failure)
+        elif engine.last is not None:
+            self._planner.observe(engine.last)
+            reason = self._planner.drifted(self._budget_now())
+            if reason is not None:
+                log.info("ebbtide plans anew: %s", reason)
+                self._plan()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to back-propagate: multiplied with the loss scale."""
+        return loss * self._loss_scale.value
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with at present."""
+        return self._loss_scale.value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Also update these parameters, from now on."""
+        super().add_param_group(param_group)
+        _check(self.param_groups[-1])
+        if self._engine is not None:
+            self._retake()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim.AdamW's, with the fp32 master beside the moments; on the host."""
+        found: dict[str, Any] = super().state_dict()
+        engine = self._running()
+        self._give_back(engine)
+        index = {param: number for number, param in enumerate(self._in_groups())}
+        for param, state in zip(self._params, portable.gathered(engine.store, self._params), strict=True):
+            if self._steps[param]:
+                found["state"][index[param]] = portable.entry(param, state, self._steps[param])
+        if self._loss_scale.skips:
+            found["loss_scale"] = self._loss_scale.state()
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what this optimizer or torch.optim.AdamW saved, under whatever policy. A state dict without masters
+        is exact for fp32 parameters; for others the master starts from the parameter. Raises EngineError, and changes
+        nothing, for the state of another model."""
+        groups, saved = state_dict.get("param_groups"), state_dict.get("state")
+        if not isinstance(groups, list) or not isinstance(saved, dict):
+            raise EngineError("this is no state dict of an optimizer: it has no param_groups or no state")
+        lengths = [len(group["params"]) for group in groups], [len(group["params"]) for group in self.param_groups]
+        if lengths[0] != lengths[1]:
+            raise EngineError(
+                f"this is the state dict of another model: its groups have {lengths[0]} parameters, these {lengths[1]}"
+            )
+        for group in groups:
+            _check({**self.defaults, **group})
+        states, steps = [], {}
+        names = [name for group in groups for name in group["params"]]
+        by_param = dict(zip(self._in_groups(), names, strict=True))
+        for param in self._params:
+            found = saved.get(by_param[param])
+            where = f"state of parameter {by_param[param]}"
+            state, step = portable.parse(param, found, where) if found is not None else (portable.fresh(param), 0)
+            states.append(state)
+            steps[param] = step
+        for group, own in zip(groups, self.param_groups, strict=True):
+            own.update({key: value for key, value in group.items() if key != "params"})
+        engine = self._running()
+        self._give_back(engine)
+        portable.scatter(engine.store, states)
+        if "loss_scale" in state_dict:
+            self._loss_scale.load(state_dict["loss_scale"])
+        self._steps = steps
+        self._versions = [local(param)._version for param in self._params]
 
     def close(self) -> None:
-        """End threads and give memory back; it cannot step afterwards."""
+        """End threads and give all memory back; it cannot step afterwards. Deleting it does the same."""
+        if self._progress is not None:
+            self._progress.remove()
         self._close()
+        self._engine = None
 
-    def _hypers(self) -> Iterable[Hyper]:
+    def _made(self, index: int, share: float) -> None:
+        """The backward has made a gradient for the last time in this step (see Progress)."""
+        engine = self._engine
+        if engine is None:
+            return
+        if self._streams and engine.under_way and index not in engine.taken:
+            param = self._params[index]
+            gradient = _gradient(param)
+            self._gradients.note(index, gradient)
+            engine.take(index, gradient)
+            self._guards[index] = param.grad = Streamed.of(param)
+        engine.reach(share)
+
+    def _adds(self, index: int) -> None:
+        """A backward is about to add to `p.grad`: not to what only stands for a gradient."""
+        param = self._params[index]
+        if index in self._guards and param.grad is self._guards[index]:
+            param.grad = None
+            self._guards[index] = _ADDED
+        elif param.grad is None:
+            # Somebody has set it to None since the gradient was taken: then it does not count.
+            self._guards.pop(index, None)
+
+    def _as_taken(self, engine: Engine) -> bool:
+        """Whether the gradients that were taken are those of this step, and the plan still runs."""
+        return engine.under_way and all(self._params[index].grad is self._guards.get(index) for index in engine.taken)
+
+    def _give_back(self, engine: Engine) -> None:
+        """Gradients that were taken are in `p.grad` again, with what was added to them since; nothing is under way."""
+        taken = engine.taken
+        values = [local(param).detach() for param in self._params]
+        for index, gradient in engine.give_back(values).items():
+            param, guard = self._params[index], self._guards.get(index)
+            if guard is _ADDED and param.grad is not None:
+                gradient += _gradient(param)
+            elif guard is None or param.grad is not guard:
+                continue
+            param.grad = portable.like(param, gradient.view(local(param).shape))
+        for index in taken:
+            self._guards.pop(index, None)
+        self._gradients.forget()
+
+    def _leave_out(self, engine: Engine) -> None:
+        """No step: a gradient is not finite. Raises EngineError where nothing says that this may happen."""
+        taken = bool(engine.taken)
+        self._guards.clear()
+        if self._progress is not None:
+            self._progress.stepped()
+        if taken:
+            engine.drop()
+        if not self._loss_scale.skips:
+            raise EngineError("a gradient is infinite or not a number: this step was left out, nothing was changed")
+        log.info("ebbtide: a gradient is not finite: step left out, loss scale now %g", self._loss_scale.value)
+
+    def _run(
+        self, engine: Engine, gradients: Mapping[int, torch.Tensor], scalars: Sequence[Scalars | None]
+    ) -> Stopped | None:
+        try:
+            engine.step([local(param).detach().view(-1) for param in self._params], gradients, scalars)
+        except Stopped as stopped:
+            return stopped
+        except BaseException as error:
+            self.close()
+            raise EngineError(
+                f"an update broke off ({error}) and the optimizer's state is lost: go on from a checkpoint"
+            ) from error
+        return None
+
+    def _after(self, failure: Stopped) -> None:
+        """The step is done, on the CPU; go on with less device memory where that was the trouble, else say so."""
+        cause = failure.__cause__
+        if isinstance(cause, DeviceMemoryError):
+            log.warning("ebbtide: the step was done on the CPU")
+            self._take_less(cause)
+            self._plan()
+            return
+        self._plan()
+        raise EngineError(
+            f"an operation of the plan failed: {cause}; the step was done all the same, on the CPU"
+        ) from cause
+
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise EngineError("this optimizer was closed, or its state is lost: make a new one")
+        return self._engine
+
+    def _in_groups(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _wanted(self) -> list[torch.Tensor]:
+        """Parameters to keep state of: those that are not frozen, once each, and those that were not."""
+        found = dict.fromkeys(
+            param for param in self._in_groups() if param.requires_grad or param in getattr(self, "_steps", ())
+        )
+        return list(found)
+
+    def _hypers(self) -> dict[torch.Tensor, Hyper]:
+        found = {}
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             hyper = Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
-            for _ in group["params"]:
-                yield hyper
+            found.update(dict.fromkeys(group["params"], hyper))
+        return found
 
-    def _scalars(self, index: int, hyper: Hyper, gradient: torch.Tensor | None, scale: float) -> Scalars | None:
-        return None if gradient is None else hyper.scalars(self._steps[index] + 1, scale)
+    def _retake(self) -> None:
+        """Take parameters in that were not there, or frozen."""
+        engine = self._running()
+        self._give_back(engine)
+        known = dict(zip(self._params, portable.gathered(engine.store, self._params), strict=True))
+        wanted = self._wanted()
+        self._take(wanted, [known[param] if param in known else portable.fresh(param) for param in wanted])
 
-    def _scale(self, gradients: list[torch.Tensor | None]) -> float:
-        there = [gradient for gradient in gradients if gradient is not None]
-        total = math.fsum(self._engine.device.sum_of_squares(there))
-        if not math.isfinite(total):
-            raise EngineError("a gradient is infinite or not a number: the step is left out, nothing was changed")
-        if self._max_grad_norm is None:
-            return 1.0
-        return min(1.0, self._max_grad_norm / (math.sqrt(total) + 1e-6))
+    def _take(self, params: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) -> None:
+        """Keep state of these parameters, in subgroups, by a plan of their own."""
+        _check_params(params)
+        subgroups = divide([local(param) for param in params], self._subgroup_params)
+        machine = self._machine or Machine(name="unknown")
+        if self._policy == "adaptive" and self._machine is None:
+            machine = self._machine = probe(self._device, self._kernel, least(self._budget_now()))
+        planner = Planner(self._policy, machine, subgroups, self._streams)
+        planner.plan(self._budget_now())
+        engine = Engine(subgroups, len(params), self._device, self._kernel)
+        if self._engine is not None:
+            self._closers.remove(self._engine.close)
+            self._engine.close()
+        self._closers.insert(0, engine.close)
+        if self._progress is not None:
+            self._progress.remove()
+        self._progress = Progress(params, self._made, self._adds)
+        self._engine, self._planner = engine, planner
+        self._params = list(params)
+        self._steps = {param: self._steps.get(param, 0) for param in params}
+        self._versions = [local(param)._version for param in params]
+        portable.scatter(engine.store, states)
+        self._plan()
 
-    def _master_from_params(self) -> None:
-        store = self._engine.store
-        for number, subgroup in enumerate(store.subgroups):
-            state = torch.zeros((3, subgroup.params))
-            for piece in subgroup.pieces:
-                flat = local(self._params[piece.param]).detach().view(-1)
-                state[MASTER, piece.at : piece.at + piece.end - piece.begin] = flat[piece.begin : piece.end]
-            store.write(number, state)
+    def _take_less(self, error: DeviceMemoryError) -> None:
+        """Of the device's memory. Raises the error where nothing was taken."""
+        needed = self._planner.needed_bytes
+        if not needed:
+            raise error
+        less, budget = _BACK_OFF * needed, self._budget
+        self._budget = (
+            {phase: min(size, less) for phase, size in budget.items()} if isinstance(budget, Mapping) else less
+        )
+        log.warning("ebbtide: %s; from now on at most %s of it are used", error, bytes_text(less))
 
     def _plan(self) -> None:
-        subgroups = self._engine.store.subgroups
-        width = max(subgroup.dtype.itemsize for subgroup in subgroups)
-        workload = Workload(
-            name="this job",
-            params=sum(subgroup.params for subgroup in subgroups),
-            subgroup_params=max(subgroup.params for subgroup in subgroups),
-            sizes=tuple(subgroup.params for subgroup in subgroups),
-            forward_s=0.0,
-            backward_s=0.0,
-            param_bytes=width,
-            grad_bytes=width,
-            gpu_free=self._budget,
-            gradients_stay=True,
-        )
-        self._engine.follow(make_plan(self.policy, workload, self._machine), workload)
+        plan = self._planner.plan(self._budget_now())
+        try:
+            self._running().follow(plan, self._planner.workload)
+        except DeviceMemoryError as error:
+            self._take_less(error)
+            self._plan()
+            return
+        log.info("ebbtide: policy %s: %s", self._policy, plan.remark or plan.counts())
+
+    def _budget_now(self) -> Budget | None:
+        return self._budget if self._budget is not None else self._device.free_bytes()
+
+    def _follow_changes(self, engine: Engine) -> None:
+        """Where somebody else has changed a parameter since the last step (loaded a checkpoint into the model, say) its
+        master follows."""
+        changed = {
+            index
+            for index, (param, version) in enumerate(zip(self._params, self._versions, strict=True))
+            if local(param)._version != version
+        }
+        if not changed:
+            return
+        self._give_back(engine)
+        states = portable.gathered(engine.store, self._params)
+        for index in changed:
+            value = local(self._params[index]).detach().reshape(-1).cpu()
+            master = states[index][MASTER]
+            different = master.to(value.dtype) != value
+            master[different] = value[different].float()
+        portable.scatter(engine.store, states)
 
 
-def _close(engine: Engine, kernel: CpuKernel) -> None:
-    engine.close()
-    kernel.close()
+def _gradient(param: torch.Tensor) -> torch.Tensor:
+    """A parameter's gradient, flat."""
+    assert param.grad is not None
+    gradient = local(param.grad).detach()
+    if gradient.is_sparse or gradient.dtype != local(param).dtype:
+        kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
+        raise EngineError(f"a gradient is {kind} where its parameter is {local(param).dtype}: it must be alike")
+    return gradient.reshape(-1)
+
+
+def _check(group: dict[str, Any]) -> None:
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    if not (lr >= 0 and group["eps"] >= 0 and group["weight_decay"] >= 0 and 0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise EngineError("lr, eps and weight_decay must be at least 0, betas at least 0 and below 1")
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise EngineError(f"{name} is not something this optimizer does")
+
+
+def _check_params(params: Sequence[torch.Tensor]) -> None:
+    if not params:
+        raise EngineError("there is no parameter that is not frozen: nothing to update")
+    devices = {local(param).device for param in params}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise EngineError(f"the parameters are on {len(devices)} devices ({names}): make an optimizer for each")
+    for param in params:
+        if local(param).dtype not in _DTYPES:
+            raise EngineError(f"a parameter is {local(param).dtype}: it must be bfloat16, float16 or float32")
+        if not local(param).is_contiguous():
+            raise EngineError("a parameter is not contiguous: replace it by param.data.contiguous() before")
+
+
+def _call_all(closers: list[Callable[[], None]]) -> None:
+    for close in closers:
+        close()

@@ -21,11 +21,14 @@ MASTER, EXP_AVG, EXP_AVG_SQ = range(3)
 @dataclass
 class Inputs:
     """What a step works with, by parameter. values, gradients: flat, on the device, of the parameter's dtype; None
-    where there is no gradient. scalars: None for a parameter that this step leaves alone."""
+    where there is no gradient. scalars: None for a parameter that this step leaves alone. marks: what waits until a
+    gradient is made. streams: a gradient that has come down is let go on the device."""
 
     values: list[torch.Tensor]
     gradients: list[torch.Tensor | None] = field(default_factory=list)
     scalars: list[Scalars | None] = field(default_factory=list)
+    marks: dict[int, Callable[[], None]] = field(default_factory=dict)
+    streams: bool = False
 
 
 class Store:
@@ -35,17 +38,26 @@ class Store:
     def __init__(self, subgroups: Sequence[Subgroup], device: Device, kernel: CpuKernel) -> None:
         self.subgroups = subgroups
         self.device = device
-        self.inputs = Inputs([])
+        self._inputs = Inputs([])
         self._kernel = kernel
         self._host: dict[int, torch.Tensor] = {}
+        # Newer than the host's.
         self._on_device: dict[int, torch.Tensor] = {}
-        # Whose newest state is the device's.
-        self._away: set[int] = set()
+        # Whose update has begun and not ended: if that raises nobody knows what it has changed.
+        self._torn: set[int] = set()
         self._down: dict[int, torch.Tensor] = {}
         self._up: dict[int, torch.Tensor] = {}
         self._out: dict[int, torch.Tensor] = {}
         # Whose update writes no half precision, since a cast follows.
         self._casts: set[int] = set()
+        # Whose gradient has come down since the iteration began.
+        self._came_down: set[int] = set()
+        self._subgroups_of: dict[int, set[int]] = {}
+        for number, of in enumerate(subgroups):
+            for piece in of.pieces:
+                self._subgroups_of.setdefault(piece.param, set()).add(number)
+        # Copies by kind and subgroup whose buffer is not pinned.
+        self._pageable: set[tuple[str, int]] = set()
         self._perform: dict[tuple[str, str], Callable[[Op], None]] = {
             ("gradient down", "d2h"): self._gradient_down,
             ("gradient up", "h2d"): self._gradient_up,
@@ -64,13 +76,39 @@ class Store:
         self._perform[op.kind, op.resource](op)
 
     @property
+    def inputs(self) -> Inputs:
+        """What operations work with."""
+        return self._inputs
+
+    @inputs.setter
+    def inputs(self, inputs: Inputs) -> None:
+        self._inputs = inputs
+        self._came_down.clear()
+
+    def subgroups_of(self, param: int) -> set[int]:
+        """The subgroups that a parameter has elements in."""
+        return self._subgroups_of.get(param, set())
+
+    def gradient(self, param: int, like: torch.Tensor) -> torch.Tensor | None:
+        """A gradient of this iteration, flat, from where it is now; like: its parameter. None where there is none."""
+        found = self._inputs.gradients[param]
+        if found is not None or not self.subgroups_of(param) <= self._came_down:
+            return found
+        found = torch.empty_like(like).view(-1)
+        for subgroup in self.subgroups_of(param):
+            for piece in self.subgroups[subgroup].pieces:
+                if piece.param == param:
+                    found[piece.begin : piece.end] = self._down[subgroup][piece.at : _end(piece)]
+        return found
+
+    @property
     def host_bytes(self) -> int:
         """Host memory taken: state and buffers."""
         return sum(block.nbytes for held in (self._host, self._down, self._out) for block in held.values())
 
     def read(self, subgroup: int) -> torch.Tensor:
         """The state of a subgroup, on the host. Not to be written."""
-        if subgroup not in self._away:
+        if subgroup not in self._on_device:
             return self._host[subgroup]
         found = torch.empty((3, self.subgroups[subgroup].params))
         self.device.copy("d2h", [(self._on_device[subgroup], found)])
@@ -78,7 +116,7 @@ class Store:
 
     def write(self, subgroup: int, state: torch.Tensor) -> None:
         """Set the state of a subgroup, wherever it is."""
-        if subgroup in self._away:
+        if subgroup in self._on_device:
             self.device.copy("h2d", [(state, self._on_device[subgroup])])
         else:
             self._host_of(subgroup).copy_(state)
@@ -88,7 +126,7 @@ class Store:
         home = plan.resident | plan.parked
         for subgroup in sorted(self._on_device.keys() - home):
             self._bring_back(subgroup)
-        for subgroup in sorted(home - self._away):
+        for subgroup in sorted(home - self._on_device.keys()):
             self._come(subgroup)
         for subgroup in plan.resident:
             self._host.pop(subgroup, None)
@@ -96,20 +134,22 @@ class Store:
             if subgroup not in plan.resident:
                 self._host_of(subgroup)
         self._casts = {op.subgroup for op in plan.ops if op.kind == "cast"}
-        down = {op.subgroup for op in plan.ops if op.kind == "gradient down"}
-        up = {op.subgroup for op in plan.ops if op.kind == "upload"}
-        for held, needed in ((self._down, down), (self._out, up)):
-            for subgroup in held.keys() - needed:
-                del held[subgroup]
-        pageable = {(op.kind, op.subgroup) for op in plan.ops if op.pageable}
-        for subgroup in down:
-            self._buffer(self._down, subgroup, ("gradient down", subgroup) not in pageable)
-        for subgroup in up:
-            self._buffer(self._out, subgroup, ("upload", subgroup) not in pageable)
+        pageable: set[tuple[str, int]] = {(op.kind, op.subgroup) for op in plan.ops if op.pageable}
+        changed = pageable ^ self._pageable
+        for kind, held in (("gradient down", self._down), ("upload", self._out)):
+            needed = {op.subgroup for op in plan.ops if op.kind == kind}
+            for subgroup in list(held):
+                if subgroup not in needed or (kind, subgroup) in changed:
+                    del held[subgroup]
+            for subgroup in needed:
+                self._buffer(held, subgroup, (kind, subgroup) not in pageable)
+        self._pageable = pageable
 
     def complete(self, plan: Plan, done: Sequence[bool]) -> None:
         """After some operations of a plan could not be done: do the rest of the step on the CPU, one after the other.
-        Afterwards no state is on the device. Raises what an update raises that was under way."""
+        Afterwards no state is on the device. Raises EngineError where it was an update that broke off."""
+        if self._torn:
+            raise EngineError(f"the update of subgroup {min(self._torn)} broke off: its state is lost")
         updated = {op.subgroup for op, is_done in zip(plan.ops, done, strict=True) if is_done and op.kind == "update"}
         uploaded = {op.subgroup for op, is_done in zip(plan.ops, done, strict=True) if is_done and op.kind == "upload"}
         on_cpu = {op.subgroup for op in plan.ops if op.kind == "update" and op.resource == "cpu"}
@@ -123,8 +163,9 @@ class Store:
                 continue
             self._buffer(self._out, subgroup)
             if subgroup not in updated:
-                self._buffer(self._down, subgroup)
-                self._copy_gradient(subgroup)
+                if subgroup not in self._came_down:
+                    self._buffer(self._down, subgroup)
+                    self._copy_gradient(subgroup)
                 self._update_host(subgroup, self._out[subgroup])
             else:
                 self._round(subgroup)
@@ -138,7 +179,6 @@ class Store:
             held.clear()
         for held in (self._host, self._down, self._out):
             held.clear()
-        self._away.clear()
 
     def _host_of(self, subgroup: int) -> torch.Tensor:
         if subgroup not in self._host:
@@ -152,24 +192,22 @@ class Store:
 
     def _come(self, subgroup: int) -> None:
         block = self.device.state(self.subgroups[subgroup].params)
+        try:
+            self.device.copy("h2d", [(self._host[subgroup], block)])
+        except BaseException:
+            self.device.release(block)
+            raise
         self._on_device[subgroup] = block
-        self.device.copy("h2d", [(self._host[subgroup], block)])
-        self._away.add(subgroup)
 
     def _bring_back(self, subgroup: int) -> None:
-        """Off the device, the host's copy the newest."""
-        block = self._on_device[subgroup]
-        if subgroup in self._away:
-            self.device.copy("d2h", [(block, self._host_of(subgroup))])
-            self._away.discard(subgroup)
-        del self._on_device[subgroup]
-        self.device.release(block)
+        self.device.copy("d2h", [(self._on_device[subgroup], self._host_of(subgroup))])
+        self.device.release(self._on_device.pop(subgroup))
 
     def _fetch(self, op: Op) -> None:
         self._come(op.subgroup)
 
     def _flush(self, op: Op) -> None:
-        if op.subgroup not in self._away:
+        if op.subgroup not in self._on_device:
             raise EngineError(f"subgroup {op.subgroup} leaves the device and is not there")
         self._bring_back(op.subgroup)
 
@@ -187,17 +225,22 @@ class Store:
 
     def _update_host(self, subgroup: int, out: torch.Tensor) -> None:
         gradient, state = self._down[subgroup], self._host[subgroup]
+        self._torn.add(subgroup)
         for begin, end, scalars in self._runs(subgroup):
             master, exp_avg, exp_avg_sq = (row[begin:end] for row in state)
             self._kernel.update(gradient[begin:end], master, exp_avg, exp_avg_sq, out[begin:end], scalars)
+        self._torn.discard(subgroup)
 
     def _update_on_gpu(self, op: Op) -> None:
-        state, up = self._on_device[op.subgroup], self._up.pop(op.subgroup, None)
+        state, up = self._on_device[op.subgroup], self._up.get(op.subgroup)
+        self._torn.add(op.subgroup)
         for piece, scalars in self._live(op.subgroup):
             gradient = up[piece.at : _end(piece)] if up is not None else self._gradient(piece)
             master, exp_avg, exp_avg_sq = (row[piece.at : _end(piece)] for row in state)
             self.device.update(gradient, master, exp_avg, exp_avg_sq, self._value(piece), scalars)
+        self._torn.discard(op.subgroup)
         if up is not None:
+            del self._up[op.subgroup]
             self.device.release(up)
 
     def _cast(self, op: Op) -> None:
@@ -210,9 +253,18 @@ class Store:
         self._copy_out(op.subgroup)
 
     def _copy_gradient(self, subgroup: int) -> None:
-        down = self._down[subgroup]
-        pairs = [(self._gradient(piece), down[piece.at : _end(piece)]) for piece, _ in self._live(subgroup)]
-        self.device.copy("d2h", pairs)
+        down, inputs = self._down[subgroup], self.inputs
+        pieces = [piece for piece in self.subgroups[subgroup].pieces if inputs.gradients[piece.param] is not None]
+        for piece in pieces:
+            if piece.param in inputs.marks:
+                inputs.marks[piece.param]()
+        self.device.copy("d2h", [(self._gradient(piece), down[piece.at : _end(piece)]) for piece in pieces])
+        self._came_down.add(subgroup)
+        if not inputs.streams:
+            return
+        for piece in pieces:
+            if self._subgroups_of[piece.param] <= self._came_down:
+                inputs.gradients[piece.param] = None
 
     def _copy_out(self, subgroup: int) -> None:
         out = self._out[subgroup]

@@ -9,6 +9,8 @@ this module needs triton, which comes with CUDA builds of torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -114,8 +116,8 @@ def gpu_update(
             _update[grid](*tensors, length, *map(float, scalars), size=_PROGRAM, enable_fp_fusion=False)
 
 
-def gpu_sum_of_squares(gradient: torch.Tensor) -> float:
-    """`CpuKernel.sum_of_squares` of a gradient on a GPU; waits for it."""
+def gpu_sum_of_squares(gradient: torch.Tensor) -> Callable[[], float]:
+    """`CpuKernel.sum_of_squares` of a gradient on a GPU, as it is now: what is returned waits for it."""
     check(_DEVICE, (gradient,))
     blocks = triton.cdiv(gradient.numel(), BLOCK)
     lanes = torch.zeros(blocks, LANES, dtype=torch.float64, device=gradient.device)
@@ -126,4 +128,4 @@ def gpu_sum_of_squares(gradient: torch.Tensor) -> float:
     while lanes.shape[1] > 1:
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]
-    return total(lanes[:, 0].tolist())
+    return lambda: total(lanes[:, 0].tolist())

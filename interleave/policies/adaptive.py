@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import accumulate
 
 from ebbtide.interleave.bound import guide
 from ebbtide.interleave.errors import PolicyError
@@ -100,9 +102,8 @@ class _Search:
         self._text = text
         self._known: dict[Placement, float] = {}
         self._rate = (machine.h2d_bytes_per_s or 1.0) + (machine.d2h_bytes_per_s or 1.0)
-        size = workload.state_bytes * max(workload.subgroups)
-        self.in_update = int((workload.free_at(workload.compute_s) or 0.0) / size + 1e-9)
-        self._at_start = int((workload.free_at(0.0) or 0.0) / size + 1e-9)
+        self.in_update = _fitting(workload, workload.free_at(workload.compute_s))
+        self._at_start = _fitting(workload, workload.free_at(0.0))
 
     def sound(self, placement: Placement) -> Placement:
         found = placement.within(len(self._workload.subgroups), self.in_update, self._at_start)
@@ -156,7 +157,8 @@ class _Search:
                         if self.cost(tried) >= self.cost(best) * (1 - 1e-9):
                             break
                         best = tried
-            best = self.best_of([best, replace(best, mixed=not best.mixed)])
+            other_way_round = replace(best, back=best.moved - best.back)
+            best = self.best_of([best, replace(best, mixed=not best.mixed), other_way_round])
             if best == before:
                 step //= 2
         return best
@@ -166,7 +168,7 @@ def _seeds(workload: Workload, machine: Machine, room: int) -> Iterator[Placemen
     """Where to begin: the bound's own solutions, rounded, and plain streaming. room: for the state of so many in the
     update."""
     count = len(workload.subgroups)
-    always = int((workload.least_free or 0.0) / (workload.state_bytes * max(workload.subgroups)))
+    always = _fitting(workload, workload.least_free)
     for whole in (False, True):
         share = guide(workload, machine, whole)
         resident, early, late = (round(part * count) for part in (share.resident, share.early, share.late))
@@ -187,6 +189,11 @@ def _seeds(workload: Workload, machine: Machine, room: int) -> Iterator[Placemen
             for back in {0, 0 if workload.waits else moved}:
                 yield Placement(0, moved, slots, 0, 0, back)
                 yield Placement(0, moved, slots, slots, slots, back)
+
+
+def _fitting(workload: Workload, free: float | None) -> int:
+    """Of how many subgroups, the first ones, the state has room."""
+    return bisect_right(list(accumulate(workload.subgroups)), (free or 0.0) / workload.state_bytes * (1 + 1e-9))
 
 
 def _coarse(workload: Workload) -> tuple[Workload, int]:

@@ -27,7 +27,7 @@ def stays(schedule: Schedule) -> list[Stay]:
             found.append((times["fetch", subgroup][0], length, state))
         elif ("fetch", subgroup) in times:
             found.append((times["fetch", subgroup][0], times["flush", subgroup][1], state))
-        if subgroup in plan.kept_gradients:
+        if subgroup in plan.kept_gradients and not job.gradients_stay:
             # The backward makes gradients in reverse, evenly; that of a subgroup from where the next one's is made.
             begun = schedule.other_s + schedule.forward_s + schedule.backward_s * (left - size) / job.params
             found.append((begun, times["update", subgroup][1], gradient))

@@ -51,10 +51,10 @@ def check_sums(dtype: torch.dtype, length: int, device: str) -> None:
     from ebbtide.interleave.engine.triton_kernel import gpu_sum_of_squares
 
     gradient = torch.randn(length, generator=torch.Generator().manual_seed(length)).to(dtype)
-    assert gpu_sum_of_squares(gradient.to(device)) == sum_of_squares(gradient)
+    assert gpu_sum_of_squares(gradient.to(device))() == sum_of_squares(gradient)
     if length:
         gradient[length // 2] = math.inf
-        assert gpu_sum_of_squares(gradient.to(device)) == math.inf
+        assert gpu_sum_of_squares(gradient.to(device))() == math.inf
 
 
 def check_all_by_the_interpreter() -> None:
