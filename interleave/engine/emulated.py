@@ -38,7 +38,8 @@ class EmulatedDevice:
         self._used = 0
         # Where blocks begin that are taken: giving one back twice raises KeyError.
         self._taken: set[int] = set()
-        self._lock = threading.Lock()
+        # Re-entrant: the garbage collector may give room back while some is taken.
+        self._lock = threading.RLock()
         self._kernel = CpuKernel(1)
 
     @property
@@ -62,7 +63,7 @@ class EmulatedDevice:
         tensor.fill_(float("nan"))
 
     def host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device="cpu")
 
     def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         begin, due = time.perf_counter(), 0.0
@@ -113,7 +114,7 @@ class EmulatedDevice:
             self._used += nbytes
             self.peak_bytes = max(self.peak_bytes, self._used)
             # Not a number: what is read before it is written shows.
-            block = torch.full(shape, float("nan"), dtype=dtype)
+            block = torch.full(shape, float("nan"), dtype=dtype, device="cpu")
             self._taken.add(block.data_ptr())
         return block
 

@@ -143,8 +143,9 @@ class Executor:
             self._closed = True
             self._run = None
             self._changed.notify_all()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
+        # The garbage collector may call this on one of them, in the middle of anything, with the lock held.
+        if threading.current_thread() not in self._threads:
+            for thread in self._threads:
                 thread.join()
 
     def _offer(self, run: Run, index: int) -> None:

@@ -11,11 +11,13 @@ import torch
 
 from ebbtide.analysis.units import bytes_text
 from ebbtide.interleave.engine import portable
+from ebbtide.interleave.engine.checks import check_group, check_params
 from ebbtide.interleave.engine.device import Device
 from ebbtide.interleave.engine.engine import Engine
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.executor import Stopped
 from ebbtide.interleave.engine.gradients import Gradients
+from ebbtide.interleave.engine.intake import Intake
 from ebbtide.interleave.engine.kernels import CpuKernel
 from ebbtide.interleave.engine.layout import divide
 from ebbtide.interleave.engine.loss_scale import LossScale
@@ -23,10 +25,8 @@ from ebbtide.interleave.engine.open import open_device
 from ebbtide.interleave.engine.planner import Budget, Planner, least
 from ebbtide.interleave.engine.portable import local
 from ebbtide.interleave.engine.probe import probe
-from ebbtide.interleave.engine.progress import Progress
 from ebbtide.interleave.engine.reference import Hyper, Scalars
 from ebbtide.interleave.engine.store import MASTER
-from ebbtide.interleave.engine.streamed import Streamed
 from ebbtide.interleave.machine import Machine
 from ebbtide.interleave.plan import Plan
 from ebbtide.interleave.schedule import Schedule
@@ -34,11 +34,8 @@ from ebbtide.interleave.schedule import Schedule
 log = logging.getLogger("ebbtide")
 
 _SUBGROUP_PARAMS = 100_000_000
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # After the device ran out of memory the next plan takes so much of what the last one took.
 _BACK_OFF = 0.8
-# Stands among guards for: a backward has added to a gradient that was taken.
-_ADDED = torch.zeros(0)
 
 
 class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
@@ -78,7 +75,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
     ) -> None:
         self._engine: Engine | None = None
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        _check(defaults)
+        check_group(defaults)
         if subgroup_params < 1:
             raise EngineError(f"subgroup_params is {subgroup_params}: it must be at least 1")
         if gradients not in ("kept", "streamed"):
@@ -93,14 +90,13 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         self._params: list[torch.Tensor] = []
         self._steps: dict[torch.Tensor, int] = {}
         self._versions: list[int] = []
-        self._progress: Progress | None = None
-        # What stands in p.grad for gradients that were taken, by the parameter's index.
-        self._guards: dict[int, torch.Tensor] = {}
+        self._intake: Intake
         wanted = self._wanted()
         self._device = device or open_device(wanted)
         self._gradients = Gradients(self._device, max_grad_norm)
         self._kernel = CpuKernel(threads)
-        self._closers = [self._device.close, self._kernel.close]
+        # What is given is somebody else's to close.
+        self._closers = [self._kernel.close, *([self._device.close] if device is None else [])]
         self._close = weakref.finalize(self, _call_all, self._closers)
         try:
             self._take(wanted, [portable.fresh(param) for param in wanted])
@@ -138,13 +134,8 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             self._retake()
             engine = self._running()
         self._follow_changes(engine)
-        if not self._as_taken(engine):
-            self._give_back(engine)
-        gradients = {}
-        for index, param in enumerate(self._params):
-            if param.grad is not None and index not in engine.taken:
-                gradients[index] = _gradient(param)
-                self._gradients.note(index, gradients[index])
+        gradients = self._intake.collect()
+        self._resume(engine)
         there = gradients.keys() | engine.taken
         scale = self._gradients.scale(self._params, self._loss_scale.value)
         self._loss_scale.stepped(scale is not None)
@@ -160,9 +151,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         for index in there:
             self._steps[self._params[index]] += 1
         self._versions = [local(param)._version for param in self._params]
-        self._guards.clear()
-        if self._progress is not None:
-            self._progress.stepped()
+        self._intake.stepped()
         if failure is not None:
             self._after(failure)
         elif engine.last is not None:
@@ -184,7 +173,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also update these parameters, from now on."""
         super().add_param_group(param_group)
-        _check(self.param_groups[-1])
+        check_group(self.param_groups[-1])
         if self._engine is not None:
             self._retake()
 
@@ -192,7 +181,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         """As torch.optim.AdamW's, with the fp32 master beside the moments; on the host."""
         found: dict[str, Any] = super().state_dict()
         engine = self._running()
-        self._give_back(engine)
+        self._intake.give_back()
         index = {param: number for number, param in enumerate(self._in_groups())}
         for param, state in zip(self._params, portable.gathered(engine.store, self._params), strict=True):
             if self._steps[param]:
@@ -214,7 +203,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
                 f"this is the state dict of another model: its groups have {lengths[0]} parameters, these {lengths[1]}"
             )
         for group in groups:
-            _check({**self.defaults, **group})
+            check_group({**self.defaults, **group})
         states, steps = [], {}
         names = [name for group in groups for name in group["params"]]
         by_param = dict(zip(self._in_groups(), names, strict=True))
@@ -227,7 +216,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         for group, own in zip(groups, self.param_groups, strict=True):
             own.update({key: value for key, value in group.items() if key != "params"})
         engine = self._running()
-        self._give_back(engine)
+        self._intake.give_back()
         portable.scatter(engine.store, states)
         if "loss_scale" in state_dict:
             self._loss_scale.load(state_dict["loss_scale"])
@@ -236,60 +225,15 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
 
     def close(self) -> None:
         """End threads and give all memory back; it cannot step afterwards. Deleting it does the same."""
-        if self._progress is not None:
-            self._progress.remove()
+        if self._engine is not None:
+            self._intake.close()
         self._close()
         self._engine = None
 
-    def _made(self, index: int, share: float) -> None:
-        """The backward has made a gradient for the last time in this step (see Progress)."""
-        engine = self._engine
-        if engine is None:
-            return
-        if self._streams and engine.under_way and index not in engine.taken:
-            param = self._params[index]
-            gradient = _gradient(param)
-            self._gradients.note(index, gradient)
-            engine.take(index, gradient)
-            self._guards[index] = param.grad = Streamed.of(param)
-        engine.reach(share)
-
-    def _adds(self, index: int) -> None:
-        """A backward is about to add to `p.grad`: not to what only stands for a gradient."""
-        param = self._params[index]
-        if index in self._guards and param.grad is self._guards[index]:
-            param.grad = None
-            self._guards[index] = _ADDED
-        elif param.grad is None:
-            # Somebody has set it to None since the gradient was taken: then it does not count.
-            self._guards.pop(index, None)
-
-    def _as_taken(self, engine: Engine) -> bool:
-        """Whether the gradients that were taken are those of this step, and the plan still runs."""
-        return engine.under_way and all(self._params[index].grad is self._guards.get(index) for index in engine.taken)
-
-    def _give_back(self, engine: Engine) -> None:
-        """Gradients that were taken are in `p.grad` again, with what was added to them since; nothing is under way."""
-        taken = engine.taken
-        values = [local(param).detach() for param in self._params]
-        for index, gradient in engine.give_back(values).items():
-            param, guard = self._params[index], self._guards.get(index)
-            if guard is _ADDED and param.grad is not None:
-                gradient += _gradient(param)
-            elif guard is None or param.grad is not guard:
-                continue
-            param.grad = portable.like(param, gradient.view(local(param).shape))
-        for index in taken:
-            self._guards.pop(index, None)
-        self._gradients.forget()
-
     def _leave_out(self, engine: Engine) -> None:
         """No step: a gradient is not finite. Raises EngineError where nothing says that this may happen."""
-        taken = bool(engine.taken)
-        self._guards.clear()
-        if self._progress is not None:
-            self._progress.stepped()
-        if taken:
+        self._intake.stepped()
+        if engine.taken:
             engine.drop()
         if not self._loss_scale.skips:
             raise EngineError("a gradient is infinite or not a number: this step was left out, nothing was changed")
@@ -348,14 +292,14 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
     def _retake(self) -> None:
         """Take parameters in that were not there, or frozen."""
         engine = self._running()
-        self._give_back(engine)
+        self._intake.give_back()
         known = dict(zip(self._params, portable.gathered(engine.store, self._params), strict=True))
         wanted = self._wanted()
         self._take(wanted, [known[param] if param in known else portable.fresh(param) for param in wanted])
 
     def _take(self, params: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) -> None:
         """Keep state of these parameters, in subgroups, by a plan of their own."""
-        _check_params(params)
+        check_params(params, self._streams)
         subgroups = divide([local(param) for param in params], self._subgroup_params)
         machine = self._machine or Machine(name="unknown")
         if self._policy == "adaptive" and self._machine is None:
@@ -365,12 +309,11 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         engine = Engine(subgroups, len(params), self._device, self._kernel)
         if self._engine is not None:
             self._closers.remove(self._engine.close)
+            self._intake.close()
             self._engine.close()
         self._closers.insert(0, engine.close)
-        if self._progress is not None:
-            self._progress.remove()
-        self._progress = Progress(params, self._made, self._adds)
         self._engine, self._planner = engine, planner
+        self._intake = Intake(params, engine, self._gradients, self._streams)
         self._params = list(params)
         self._steps = {param: self._steps.get(param, 0) for param in params}
         self._versions = [local(param)._version for param in params]
@@ -398,6 +341,15 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             return
         log.info("ebbtide: policy %s: %s", self._policy, plan.remark or plan.counts())
 
+    def _resume(self, engine: Engine) -> None:
+        """Let the plan run again, where it was stopped."""
+        if not engine.under_way:
+            try:
+                engine.follow(self.plan, self._planner.workload)
+            except DeviceMemoryError as error:
+                self._take_less(error)
+                self._plan()
+
     def _budget_now(self) -> Budget | None:
         return self._budget if self._budget is not None else self._device.free_bytes()
 
@@ -411,7 +363,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         }
         if not changed:
             return
-        self._give_back(engine)
+        self._intake.give_back()
         states = portable.gathered(engine.store, self._params)
         for index in changed:
             value = local(self._params[index]).detach().reshape(-1).cpu()
@@ -419,39 +371,6 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             different = master.to(value.dtype) != value
             master[different] = value[different].float()
         portable.scatter(engine.store, states)
-
-
-def _gradient(param: torch.Tensor) -> torch.Tensor:
-    """A parameter's gradient, flat."""
-    assert param.grad is not None
-    gradient = local(param.grad).detach()
-    if gradient.is_sparse or gradient.dtype != local(param).dtype:
-        kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
-        raise EngineError(f"a gradient is {kind} where its parameter is {local(param).dtype}: it must be alike")
-    return gradient.reshape(-1)
-
-
-def _check(group: dict[str, Any]) -> None:
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-    if not (lr >= 0 and group["eps"] >= 0 and group["weight_decay"] >= 0 and 0 <= beta1 < 1 and 0 <= beta2 < 1):
-        raise EngineError("lr, eps and weight_decay must be at least 0, betas at least 0 and below 1")
-    for name in ("amsgrad", "maximize"):
-        if group.get(name):
-            raise EngineError(f"{name} is not something this optimizer does")
-
-
-def _check_params(params: Sequence[torch.Tensor]) -> None:
-    if not params:
-        raise EngineError("there is no parameter that is not frozen: nothing to update")
-    devices = {local(param).device for param in params}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise EngineError(f"the parameters are on {len(devices)} devices ({names}): make an optimizer for each")
-    for param in params:
-        if local(param).dtype not in _DTYPES:
-            raise EngineError(f"a parameter is {local(param).dtype}: it must be bfloat16, float16 or float32")
-        if not local(param).is_contiguous():
-            raise EngineError("a parameter is not contiguous: replace it by param.data.contiguous() before")
 
 
 def _call_all(closers: list[Callable[[], None]]) -> None:

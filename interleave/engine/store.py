@@ -110,7 +110,7 @@ class Store:
         """The state of a subgroup, on the host. Not to be written."""
         if subgroup not in self._on_device:
             return self._host[subgroup]
-        found = torch.empty((3, self.subgroups[subgroup].params))
+        found = torch.empty((3, self.subgroups[subgroup].params), dtype=torch.float32, device="cpu")
         self.device.copy("d2h", [(self._on_device[subgroup], found)])
         return found
 

@@ -1,0 +1,58 @@
+"""What InterleavedAdamW takes, and what it says of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.portable import local
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Raise EngineError for hyperparameters that cannot be."""
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    if not (lr >= 0 and group["eps"] >= 0 and group["weight_decay"] >= 0 and 0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise EngineError("lr, eps and weight_decay must be at least 0, betas at least 0 and below 1")
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise EngineError(f"{name} is not something this optimizer does")
+
+
+def check_params(params: Sequence[torch.Tensor], streams: bool) -> None:
+    """Raise EngineError for parameters that no engine can update. streams: whether gradients leave as they are made."""
+    if not params:
+        raise EngineError("there is no parameter that is not frozen: nothing to update")
+    devices = {local(param).device for param in params}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise EngineError(f"the parameters are on {len(devices)} devices ({names}): make an optimizer for each")
+    for param in params:
+        if local(param).dtype not in _DTYPES:
+            raise EngineError(f"a parameter is {local(param).dtype}: it must be bfloat16, float16 or float32")
+        if not local(param).is_contiguous():
+            raise EngineError("a parameter is not contiguous: replace it by param.data.contiguous() before")
+    if streams and _ranks() > 1 and not all(hasattr(param, "to_local") for param in params):
+        raise EngineError(
+            "gradients='streamed' sees gradients before DistributedDataParallel has reduced them: use "
+            "gradients='kept', or shard the model with fully_shard"
+        )
+
+
+def flat_gradient(param: torch.Tensor) -> torch.Tensor:
+    """A parameter's gradient, flat. Raises EngineError for one of another kind than the parameter."""
+    assert param.grad is not None
+    gradient = local(param.grad).detach()
+    if gradient.is_sparse or gradient.dtype != local(param).dtype:
+        kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
+        raise EngineError(f"a gradient is {kind} where its parameter is {local(param).dtype}: it must be alike")
+    return gradient.reshape(-1)
+
+
+def _ranks() -> int:
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return int(torch.distributed.get_world_size()) if there else 1
