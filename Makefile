@@ -30,7 +30,10 @@ demo: $(VENV)/installed
 	@echo "machine that was fitted from published runs (simulated, not measured here)."
 	$(BIN)/ebbtide replay --workload examples/workload-13b.json --machine a100-40gb-published --plot $(DEMO)/policies.png
 	@echo
-	@echo "Look at $(DEMO)/report.html and $(DEMO)/policies.png. Then record your own job:"
+	@echo "And such policies run for real, on a small model: the same losses to the bit, and what was predicted of each."
+	$(BIN)/ebbtide compare --params 5e6 --iterations 6 --plot $(DEMO)/compare.png
+	@echo
+	@echo "Look at $(DEMO)/report.html, $(DEMO)/policies.png and $(DEMO)/compare.png. Then record your own job:"
 	@echo "  $(BIN)/ebbtide profile -o run.ebb -- $(BIN)/python train.py"
 
 lint: $(VENV)/tested

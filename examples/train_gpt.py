@@ -3,6 +3,7 @@
     python examples/train_gpt.py                      # a small model, on the GPU if there is one
     python examples/train_gpt.py --layers 12 --width 768 --steps 50
     ebbtide profile -o run.ebb -- python examples/train_gpt.py
+    python examples/train_gpt.py --dtype bfloat16 --optimizer interleaved    # its state offloaded, by ebbtide
 
 Plain PyTorch, as most training scripts are: a data loader, a model, AdamW, gradient accumulation, clipping.
 """
@@ -77,6 +78,14 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
+def adamw(name: str) -> type[torch.optim.Optimizer]:
+    if name == "adamw":
+        return torch.optim.AdamW
+    from ebbtide.interleave import InterleavedAdamW
+
+    return InterleavedAdamW
+
+
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -88,6 +97,7 @@ def main() -> None:
     flags.add_argument("--batch", type=int, default=8)
     flags.add_argument("--accumulate", type=int, default=1, help="micro-steps per update")
     flags.add_argument("--steps", type=int, default=20)
+    flags.add_argument("--optimizer", default="adamw", choices=["adamw", "interleaved"])
     flags.add_argument("--seed", type=int, default=0)
     args = flags.parse_args()
 
@@ -99,7 +109,7 @@ def main() -> None:
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters / 1e6:.1f} million parameters, {args.dtype} on {args.device}")
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    optimizer = adamw(args.optimizer)(model.parameters(), lr=3e-4)
     batches = iter(loader)
     for step in range(args.steps):
         began = time.perf_counter()

@@ -71,7 +71,7 @@ class PlanBuilder:
                 self.workload.grad_bytes,
                 point=point,
                 pageable=self.blocking_gradients,
-                blocking=self.blocking_gradients,
+                blocking=self.blocking_gradients and not self.workload.gradients_stay,
             )
         if self.workload.clipping:
             self._clip = (self.add("clip", "cpu", -1, after=tuple(self._down.values())),)

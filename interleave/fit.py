@@ -18,7 +18,7 @@ from ebbtide.interleave.workload import Workload
 from ebbtide.profiler.trace import Trace
 
 # What is believed of a rank's rates before its traces are looked at: a value, and the factor within which it lies with
-# two chances in three. Wide, so that data outweigh them; they only settle what data cannot.
+# two chances in three. Wide, so that data outweigh them; they only settle what data cannot. (`_OF_MEMORY` is not.)
 _BELIEFS: dict[str, tuple[float, float]] = {
     "cpu_update_params_per_s": (2e9, 3.0),
     "host_memory_bytes_per_s": (90e9, 2.0),

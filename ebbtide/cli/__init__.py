@@ -12,6 +12,7 @@ import typer
 import ebbtide
 from ebbtide.cli import (
     calibrate,
+    compare,
     diff,
     export,
     findings,
@@ -52,6 +53,7 @@ app.command()(frames.tables)
 app.command()(calibrate.calibrate)
 app.command()(replay.replay)
 app.command()(sweep.sweep)
+app.command()(compare.compare)
 app.command()(merge.merge)
 app.command("import")(import_.import_)
 

@@ -108,17 +108,34 @@ def _choose_store(array, i, value):
     return store
 
 
+@register_jitable
+def _stepped(stored, p, m, v, scale, beta1, share1, beta2, share2, kept, rate, root, eps):
+    g = _widened(stored) * scale
+    apart = g - m
+    m = _one_nan(m + share1 * apart if share1 < _HALF else g - beta1 * apart)
+    v = _one_nan(beta2 * v + share2 * g * g)
+    return _one_nan(kept * p - rate * m / (np.sqrt(v) / root + eps)), m, v
+
+
 def _update(grad, master, exp_avg, exp_avg_sq, out, scale, beta1, share1, beta2, share2, kept, rate, root, eps):
     for i in range(master.size):
-        g = _widened(grad[i]) * scale
-        apart = g - exp_avg[i]
-        m = _one_nan(exp_avg[i] + share1 * apart if share1 < _HALF else g - beta1 * apart)
-        v = _one_nan(beta2 * exp_avg_sq[i] + share2 * g * g)
-        p = _one_nan(kept * master[i] - rate * m / (np.sqrt(v) / root + eps))
+        p, m, v = _stepped(
+            grad[i], master[i], exp_avg[i], exp_avg_sq[i], scale, beta1, share1, beta2, share2, kept, rate, root, eps
+        )
         exp_avg[i] = m
         exp_avg_sq[i] = v
         master[i] = p
         _store(out, i, p)
+
+
+def _update_state(grad, master, exp_avg, exp_avg_sq, scale, beta1, share1, beta2, share2, kept, rate, root, eps):
+    for i in range(master.size):
+        p, m, v = _stepped(
+            grad[i], master[i], exp_avg[i], exp_avg_sq[i], scale, beta1, share1, beta2, share2, kept, rate, root, eps
+        )
+        exp_avg[i] = m
+        exp_avg_sq[i] = v
+        master[i] = p
 
 
 def _block_sums(grad, sums):
@@ -149,4 +166,5 @@ def _compiled(loop):
 
 
 update = _compiled(_update)
+update_state = _compiled(_update_state)
 block_sums = _compiled(_block_sums)

@@ -38,6 +38,7 @@ class Engine:
         self._workload: Workload | None = None
         self._under_way = False
         self._backward_s: float | None = None
+        self._called_s = 0.0
         # Whose gradients this iteration has been given already.
         self._taken: set[int] = set()
         self._missing: list[int] = []
@@ -95,34 +96,32 @@ class Engine:
         return {param: gradient for param, gradient in found.items() if gradient is not None}
 
     def drop(self) -> None:
-        """This iteration has no step: forget its gradients."""
+        """This iteration has no step after all: forget its gradients."""
         self.rest()
         self._begin()
 
-    def step(
-        self,
-        values: Sequence[torch.Tensor],
-        gradients: Mapping[int, torch.Tensor],
-        scalars: Sequence[Scalars | None],
-    ) -> Schedule:
-        """Update all parameters; returns what was measured. values: the parameters, flat. gradients: flat, of those
-        that were not taken. scalars: None for a parameter that this step leaves alone.
+    def give(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """The backward is over: the gradients (flat) that were not taken yet. They begin to come down."""
+        if not self._under_way:
+            self._begin()
+        self.device.wait()
+        self._called_s = time.perf_counter()
+        for param, gradient in gradients.items():
+            self.store.inputs.gradients[param] = gradient
+        for subgroup in range(len(self.store.subgroups)):
+            self._executor.provide(subgroup)
+        self._executor.reach(UPDATE)
+
+    def step(self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None]) -> Schedule:
+        """Update all parameters, after `give`; returns what was measured. values: the parameters, flat. scalars: None
+        for a parameter that this step leaves alone.
 
         Where an operation of the plan fails, the step is done all the same, on the CPU, and the failure is raised as
         Stopped; where that is not possible, the state is lost, and that is raised."""
         assert self._plan is not None
         assert self._workload is not None
-        if not self._under_way:
-            self._begin()
-        self.device.wait()
-        called = time.perf_counter()
         inputs = self.store.inputs
         inputs.values, inputs.scalars = list(values), list(scalars)
-        for param, gradient in gradients.items():
-            inputs.gradients[param] = gradient
-        for subgroup in range(len(self.store.subgroups)):
-            self._executor.provide(subgroup)
-        self._executor.reach(UPDATE)
         self._executor.reach(STEP)
         try:
             run = self._executor.finish()
@@ -133,8 +132,8 @@ class Engine:
         finally:
             self._taken.clear()
         end = time.perf_counter() - run.begin_s
-        step = called - run.begin_s
-        backward = min((self._backward_s or called) - run.begin_s, step)
+        step = self._called_s - run.begin_s
+        backward = min((self._backward_s or self._called_s) - run.begin_s, step)
         job = replace(self._workload, other_s=0.0, forward_s=max(0.0, backward), backward_s=max(0.0, step - backward))
         self.last = Schedule(
             plan=self._plan,

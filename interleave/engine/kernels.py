@@ -54,17 +54,19 @@ class CpuKernel:
         master: torch.Tensor,
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         scalars: Scalars,
     ) -> None:
-        """Update master and moments (fp32) in place and write the parameter; returns when all is done. All are
-        contiguous CPU tensors of one dimension and length; grad and out are bfloat16, float16 or float32. Raises
-        ValueError where they are not."""
-        check("cpu", (grad, out), (master, exp_avg, exp_avg_sq))
-        arrays = [_array(tensor) for tensor in (grad, master, exp_avg, exp_avg_sq, out)]
+        """Update master and moments (fp32) in place and write the parameter, unless `out` is None; returns when all is
+        done. All are contiguous CPU tensors of one dimension and length; grad and out are bfloat16, float16 or float32.
+        Raises ValueError where they are not."""
+        outs = () if out is None else (out,)
+        check("cpu", (grad, *outs), (master, exp_avg, exp_avg_sq))
+        arrays = [_array(tensor) for tensor in (grad, master, exp_avg, exp_avg_sq, *outs)]
+        loop = self._compiled.update if outs else self._compiled.update_state
 
         def part(begin: int, end: int) -> None:
-            self._compiled.update(*(array[begin:end] for array in arrays), *scalars)
+            loop(*(array[begin:end] for array in arrays), *scalars)
 
         self._on_slices(part, len(master), _ALIGNED)
 

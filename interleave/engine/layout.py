@@ -43,7 +43,7 @@ def divide(params: Sequence[torch.Tensor], subgroup_params: int) -> tuple[Subgro
         pieces, held = [], 0
 
     for index, param in enumerate(params):
-        if param.dtype != dtype:
+        if param.numel() and param.dtype != dtype:
             close()
             dtype = param.dtype
         begin = 0

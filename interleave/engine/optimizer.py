@@ -136,6 +136,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         self._follow_changes(engine)
         gradients = self._intake.collect()
         self._resume(engine)
+        engine.give(gradients)
         there = gradients.keys() | engine.taken
         scale = self._gradients.scale(self._params, self._loss_scale.value)
         self._loss_scale.stepped(scale is not None)
@@ -147,7 +148,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             hypers[param].scalars(self._steps[param] + 1, scale) if index in there else None
             for index, param in enumerate(self._params)
         ]
-        failure = self._run(engine, gradients, scalars)
+        failure = self._run(engine, scalars)
         for index in there:
             self._steps[self._params[index]] += 1
         self._versions = [local(param)._version for param in self._params]
@@ -233,17 +234,14 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
     def _leave_out(self, engine: Engine) -> None:
         """No step: a gradient is not finite. Raises EngineError where nothing says that this may happen."""
         self._intake.stepped()
-        if engine.taken:
-            engine.drop()
+        engine.drop()
         if not self._loss_scale.skips:
             raise EngineError("a gradient is infinite or not a number: this step was left out, nothing was changed")
         log.info("ebbtide: a gradient is not finite: step left out, loss scale now %g", self._loss_scale.value)
 
-    def _run(
-        self, engine: Engine, gradients: Mapping[int, torch.Tensor], scalars: Sequence[Scalars | None]
-    ) -> Stopped | None:
+    def _run(self, engine: Engine, scalars: Sequence[Scalars | None]) -> Stopped | None:
         try:
-            engine.step([local(param).detach().view(-1) for param in self._params], gradients, scalars)
+            engine.step([local(param).detach().view(-1) for param in self._params], scalars)
         except Stopped as stopped:
             return stopped
         except BaseException as error:

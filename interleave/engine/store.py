@@ -220,15 +220,15 @@ class Store:
         self.device.copy("h2d", [(self._down[op.subgroup], self._up[op.subgroup])])
 
     def _update_on_cpu(self, op: Op) -> None:
-        casts = op.subgroup in self._casts
-        self._update_host(op.subgroup, self._host[op.subgroup][MASTER] if casts else self._out[op.subgroup])
+        self._update_host(op.subgroup, None if op.subgroup in self._casts else self._out[op.subgroup])
 
-    def _update_host(self, subgroup: int, out: torch.Tensor) -> None:
+    def _update_host(self, subgroup: int, out: torch.Tensor | None) -> None:
         gradient, state = self._down[subgroup], self._host[subgroup]
         self._torn.add(subgroup)
         for begin, end, scalars in self._runs(subgroup):
             master, exp_avg, exp_avg_sq = (row[begin:end] for row in state)
-            self._kernel.update(gradient[begin:end], master, exp_avg, exp_avg_sq, out[begin:end], scalars)
+            part = None if out is None else out[begin:end]
+            self._kernel.update(gradient[begin:end], master, exp_avg, exp_avg_sq, part, scalars)
         self._torn.discard(subgroup)
 
     def _update_on_gpu(self, op: Op) -> None:

@@ -33,6 +33,7 @@ COMMANDS = (
     "tables",
     "calibrate",
     "replay",
+    "compare",
     "sweep",
     "merge",
     "import",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
@@ -35,18 +35,23 @@ def workload_of(sizes: Sequence[int], clipping: bool, gradients_stay: bool, widt
 
 @st.composite
 def plans(draw: st.DrawFn, workload: Workload, homes: Sequence[str] = HOMES) -> Plan:
-    """Sound plans. Whatever takes device memory waits for what gives some back before it, so `device_bytes` is enough
-    for them."""
-    chosen = draw(st.lists(st.sampled_from(homes), min_size=len(workload.subgroups), max_size=len(workload.subgroups)))
-    kept = draw(st.frozensets(st.integers(0, len(chosen) - 1)))
-    maker = _Maker(workload, random.Random(draw(st.integers(0, 2**32))))
-    for subgroup, home in enumerate(chosen):
+    """Sound plans with subgroups in some of these homes."""
+    count = len(workload.subgroups)
+    chosen = draw(st.lists(st.sampled_from(homes), min_size=count, max_size=count))
+    return make(workload, chosen, draw(st.frozensets(st.integers(0, count - 1))), draw(st.integers(0, 2**32)))
+
+
+def make(workload: Workload, homes: Sequence[str], kept: Collection[int] = (), seed: int = 0) -> Plan:
+    """A sound plan with each subgroup in its home. kept: whose gradient stays on the device, if it is needed there.
+    Whatever takes device memory waits for what gives some back before it, so `device_bytes` is enough."""
+    maker = _Maker(workload, random.Random(seed))
+    for subgroup, home in enumerate(homes):
         maker.add(subgroup, home, subgroup in kept)
     return maker.plan()
 
 
 def device_bytes(plan: Plan, workload: Workload) -> float:
-    """What a plan of `plans` has on the device at most, gradients that the job keeps there apart."""
+    """What such a plan has on the device at most, gradients that the job keeps there apart."""
     taken = most = plan.held_bytes + workload.state_bytes * sum(workload.subgroups[s] for s in plan.parked)
     for op in plan.ops:
         taken += op.acquire
@@ -71,6 +76,8 @@ class _Maker:
         state, width = self.workload.state_bytes, self.workload.grad_bytes
         room = state * self.workload.subgroups[subgroup]
         made = UPDATE if self.workload.gradients_stay else made_points(self.workload)[subgroup]
+        # Where gradients stay until the step, it is the step that tells what an update works with.
+        told = STEP if self.workload.gradients_stay else OTHER
         on_cpu = home in ("cpu", "cast")
         pageable = on_cpu and self.random.random() < 0.3
         waits: list[tuple[Kind, int]] = [("clip", -1)] if self.workload.clipping else []
@@ -80,7 +87,7 @@ class _Maker:
             self._op("gradient down", "d2h", subgroup, width, point=made, pageable=pageable)
             waits.append(("gradient down", subgroup))
         if on_cpu:
-            self._op("update", "cpu", subgroup, after=waits)
+            self._op("update", "cpu", subgroup, point=told, after=waits)
             last: Kind = "update"
             if home == "cast":
                 last = "cast"
@@ -101,14 +108,15 @@ class _Maker:
             self._op("fetch", "h2d", subgroup, state, after=gone, acquire=room)
             waits.append(("fetch", subgroup))
         release = 0.0 if kept else width * self.workload.subgroups[subgroup]
-        self._op("update", "gpu", subgroup, point=made if kept else OTHER, after=waits, release=release)
+        self._op("update", "gpu", subgroup, point=max(made, told) if kept else told, after=waits, release=release)
         if home == "streamed":
             self._op("flush", "d2h", subgroup, state, after=[("update", subgroup)], release=room)
 
     def plan(self) -> Plan:
         if self.workload.clipping:
             down = [name for name in self.ops if name[0] == "gradient down"]
-            self._op("clip", "cpu", -1, point=UPDATE if self.kept or self.workload.gradients_stay else OTHER, after=down)
+            # Only the step tells by how much.
+            self._op("clip", "cpu", -1, point=STEP, after=down)
         order = self._order()
         index = {name: number for number, name in enumerate(order)}
         ops = []

@@ -1,4 +1,4 @@
-"""Parameters that are updated by plans and, beside it, by the reference; and hardware whose timing nobody can foresee."""
+"""Parameters that are updated by plans and, beside them, by the reference; and hardware of unforeseeable timing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.device import Direction
 from ebbtide.interleave.engine.emulated import EmulatedDevice
+from ebbtide.interleave.engine.engine import Engine
 from ebbtide.interleave.engine.executor import Executor, Run
 from ebbtide.interleave.engine.kernels import CpuKernel
 from ebbtide.interleave.engine.layout import Piece, divide
@@ -42,9 +43,9 @@ class Twin:
         self.sizes = [subgroup.params for subgroup in self.subgroups]
         self.reference = ReferenceAdamW([param.clone() for param in self.params], Hyper(lr=0.01, weight_decay=0.1))
 
-    def inputs(self, scale: float = 1.0) -> Inputs:
+    def inputs(self, scale: float = 1.0, streams: bool = False) -> Inputs:
         """Of the next step. The reference makes it at once."""
-        found = Inputs(self.params)
+        found = Inputs(self.params, streams=streams)
         for index, param in enumerate(self.reference.params):
             param.grad = None
             scalars = None
@@ -55,6 +56,17 @@ class Twin:
             found.scalars.append(scalars)
         self.reference.step(scale)
         return found
+
+    def step(self, engine: Engine, scale: float = 1.0, taken: float = 0.0) -> Schedule:
+        """One step by an engine. taken: the share of the gradients that it takes as they are made, in any order."""
+        inputs = self.inputs(scale)
+        gradients = {index: gradient for index, gradient in enumerate(inputs.gradients) if gradient is not None}
+        for index in torch.randperm(len(self.params), generator=self._generator).tolist():
+            if index in gradients and engine.under_way and torch.rand((), generator=self._generator) < taken:
+                engine.take(index, gradients.pop(index))
+                engine.reach(torch.rand((), generator=self._generator).item())
+        engine.give(gradients)
+        return engine.step(inputs.values, inputs.scalars)
 
     def begin(self, store: Store) -> None:
         """Put the state where nothing has been updated yet into a store."""
@@ -143,7 +155,7 @@ class JitteryKernel(CpuKernel):
         master: torch.Tensor,
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         scalars: Scalars,
     ) -> None:
         self._jitter()

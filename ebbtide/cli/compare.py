@@ -1,0 +1,154 @@
+"""`ebbtide compare`: policies run for real, beside their prediction."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebbtide.cli.options import count, size
+from ebbtide.cli.plot import FORMATS
+
+
+def compare(
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            metavar="P",
+            help="A policy, e.g. interleaved:3; may be repeated.",
+            show_default="zero-offload, pipelined, twin-flow:0.5, interleaved:2, adaptive",
+        ),
+    ] = None,
+    iterations: Annotated[
+        int, typer.Option(help="Of each policy; the first two are left out of medians.", parser=count, metavar="N")
+    ] = 12,
+    params: Annotated[
+        int, typer.Option(help="Parameters of the model, about, e.g. 5e8.", parser=count, metavar="N")
+    ] = 20_000_000,
+    subgroup_params: Annotated[
+        int | None,
+        typer.Option(help="Parameters of a subgroup.", parser=count, metavar="N", show_default="a tenth of the model"),
+    ] = None,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Device memory for the optimizer's state, e.g. 2GiB.",
+            show_default="half of it and three subgroups",
+        ),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="Emulate the device, its link at so many bytes a second each way, e.g. 2GB.",
+            show_default="1GB where there is no GPU",
+        ),
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help="A machine file to predict with; an emulated device has its own link and GPU.",
+            show_default="this machine, measured",
+        ),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Measure others too: torch, deepspeed, torchao.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and tokens.", min=0, max=2**63 - 1)] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Draw both schedules of each policy: .png, .svg or .pdf.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="A folder for the schedules, a measured and a predicted trace per policy.")
+    ] = None,
+    force: Annotated[bool, typer.Option(help="Replace the picture and the schedules if they exist.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Train a small model under each policy for real: what was measured beside what was predicted, and equal losses.
+
+    On the GPU, or on an emulated device where there is none: then times tell nothing about a GPU, only whether
+    execution goes as predicted. Exit code 1 where the losses differ.
+    """
+    if plot is not None and plot.suffix.lower() not in FORMATS:
+        raise typer.BadParameter(f"{plot} must end in {', '.join(FORMATS)}: the ending chooses the format")
+    if plot is not None and save is not None and plot.resolve() == save.resolve():
+        raise typer.BadParameter(f"{plot} cannot be both the picture and the schedules: name two paths")
+    if subgroup_params == 0:
+        raise typer.BadParameter("--subgroup-params is at least 1")
+    budget = size(memory_budget) if memory_budget is not None else None
+    rate = size(link) if link is not None else None
+    _settle_threads()
+
+    from ebbtide.analysis.output import new_output
+    from ebbtide.analysis.plot import save as save_figure
+    from ebbtide.cli.compare_report import print_comparison
+    from ebbtide.interleave.compare.compare import Asked
+    from ebbtide.interleave.compare.compare import compare as run
+    from ebbtide.interleave.compare.picture import picture
+    from ebbtide.interleave.compare.saving import save_traces
+    from ebbtide.interleave.inputs import find_machine
+
+    # What is written stands whole, or not at all, before anything is printed.
+    with ExitStack() as outputs:
+        image = outputs.enter_context(new_output(plot, force, Path.is_file, "a file")) if plot else None
+        folder = outputs.enter_context(new_output(save, force, _is_saved, "a folder of traces")) if save else None
+        asked = Asked(
+            policies=policy,
+            iterations=iterations,
+            params=params,
+            subgroup_params=subgroup_params,
+            memory_budget=budget,
+            link_bytes_per_s=rate,
+            machine=find_machine(machine, None) if machine is not None else None,
+            peers=[name.strip() for name in against.split(",")] if against is not None else [],
+            seed=seed,
+        )
+        with _progress() as tell:
+            found = run(asked, tell)
+        if image is not None and plot is not None:
+            save_figure(picture(found), image, plot.suffix.lower()[1:])
+        if folder is not None:
+            save_traces(found, folder)
+    if as_json:
+        typer.echo(json.dumps(found.as_json()))
+    else:
+        print_comparison(found)
+    for output in (plot, save):
+        if output is not None:
+            typer.echo(f"ebbtide: {output}", err=True)
+    if not found.losses_equal:
+        differ = ", ".join(result.policy for result in found.results if not result.losses_equal)
+        typer.echo(f"ebbtide: the losses of {differ} are not those of {found.results[0].policy}: a fault", err=True)
+        raise typer.Exit(1)
+
+
+def _settle_threads() -> None:
+    """What has to be set before torch is there."""
+    # Else matrix products on a GPU differ from run to run.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Threads of torch that wait for more to do leave the cores to the updates.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], object]]:
+    """A bar on stderr; none where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        line = bar.add_task("")
+        yield lambda label, done, total: bar.update(line, description=label, completed=done, total=total)
+
+
+def _is_saved(folder: Path) -> bool:
+    from ebbtide.profiler.trace.files import is_trace
+
+    return folder.is_dir() and all(is_trace(inside) for inside in folder.iterdir())

@@ -1,0 +1,142 @@
+"""Training jobs as users write them, by InterleavedAdamW or by the same optimizer over the reference's update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ebbtide.interleave.engine import reference
+from ebbtide.interleave.engine.norm import sum_of_squares, total
+from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.reference import Hyper
+from tests.interleave.engine.jobs import Outcome, closing
+
+# (parameters or groups, options) -> an optimizer
+Make = Callable[..., Any]
+# (optimizer, step) -> what comes between the last backward and the step
+BeforeStep = Callable[[Any, int], None]
+
+
+class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
+    """What InterleavedAdamW promises, without any plan: state in plain tensors, one parameter after the other."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        max_grad_norm: float | None = None,
+        loss_scale: float | str | None = None,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._max_norm = max_grad_norm
+        self._dynamic = loss_scale == "dynamic"
+        self.loss_scale = 65536.0 if self._dynamic else float(loss_scale or 1.0)
+        self.skipped = 0
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.loss_scale
+
+    def step(self, closure: None = None) -> None:
+        params = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
+        norm = math.sqrt(total(sum_of_squares(param.grad) for param, _ in params)) / self.loss_scale
+        scale = (1.0 if self._max_norm is None else min(1.0, self._max_norm / (norm + 1e-6))) / self.loss_scale
+        if not math.isfinite(norm):
+            assert self._dynamic
+            self.loss_scale /= 2
+            self.skipped += 1
+            return
+        for param, group in params:
+            state = self.state[param]
+            if not state:
+                master = param.detach().float().reshape(-1).clone()
+                state.update(step=0, rows=[master, torch.zeros_like(master), torch.zeros_like(master)])
+            state["step"] += 1
+            hyper = Hyper(float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"])
+            scalars = hyper.scalars(state["step"], scale)
+            reference.update(param.grad.reshape(-1), *state["rows"], param.detach().view(-1), scalars)
+
+
+class Net(nn.Module):  # type: ignore[misc]
+    """One branch of several is taken in a forward; first and last layer share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 24)
+        self.branches = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+        self.norm = nn.LayerNorm(24)
+        self.late = nn.Linear(24, 24)
+        self.last = nn.Linear(24, 24)
+        self.last.weight = self.first.weight
+
+    def forward(self, inputs: torch.Tensor, branch: int) -> torch.Tensor:
+        hidden = torch.tanh(self.branches[branch](torch.tanh(self.first(inputs))))
+        return self.last(torch.tanh(self.late(self.norm(hidden))))
+
+
+def net(dtype: torch.dtype = torch.bfloat16) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def batches(dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Without end."""
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        yield (
+            torch.randn(8, 24, generator=generator).to(dtype),
+            torch.randn(8, 24, generator=generator),
+        )
+
+
+class Job:
+    """A net, its data and the losses so far. branch: which one a step takes; without it, the first."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, branch: Callable[[int], int] = lambda step: 0) -> None:
+        self.net = net(dtype)
+        self.losses: list[float] = []
+        self._batches = batches(dtype)
+        self._branch = branch
+
+    def loss(self, step: int = 0) -> torch.Tensor:
+        inputs, targets = next(self._batches)
+        found = ((self.net(inputs, self._branch(step)).float() - targets) ** 2).mean()
+        self.losses.append(found.item())
+        return found
+
+    def step(self, optimizer: Any, step: int = 0, backwards: int = 1) -> None:
+        """zero_grad, so many backwards, and an optimizer's step."""
+        self.net.zero_grad()
+        for _ in range(backwards):
+            optimizer.scale(self.loss(step)).backward()
+        optimizer.step()
+
+    def outcome(self) -> Outcome:
+        return Outcome(self.losses, [param.detach().clone() for param in self.net.parameters()])
+
+
+def run(job: Job, optimizer: Any, steps: int = 50, backwards: Callable[[int], int] = lambda step: 1) -> Outcome:
+    """So many steps; the optimizer is closed afterwards."""
+    for step in range(steps):
+        job.step(optimizer, step, backwards(step))
+    return finish(job, optimizer)
+
+
+def finish(job: Job, optimizer: Any) -> Outcome:
+    if isinstance(optimizer, InterleavedAdamW):
+        with closing(optimizer):
+            pass
+    return job.outcome()
+
+
+def two_groups(job: Job) -> list[dict[str, Any]]:
+    """With rates and decays of their own; together all parameters but the late ones'."""
+    params = [param for name, param in job.net.named_parameters() if not name.startswith("late")]
+    return [{"params": params[:4], "lr": 3e-3, "weight_decay": 0.1}, {"params": params[4:], "weight_decay": 0.0}]
