@@ -91,7 +91,7 @@ class Check:
     def __init__(self, plan: Plan, workload: Workload) -> None:
         self._plan = plan
         self._clipping = workload.clipping
-        self._made = made_points(workload)
+        self._made = [UPDATE] * plan.subgroups if workload.gradients_stay else made_points(workload)
         self._clip = -1
         kinds: tuple[Kind, ...] = ("gradient down", "gradient up", "fetch", "update", "flush", "cast", "upload")
         # Of each kind the index of a subgroup's operation, -1 where it has not come yet.
@@ -143,8 +143,12 @@ class Check:
         elif op.kind == "fetch" and subgroup in self._plan.parked:
             # It leaves the device first, with what the iteration before made, and comes back.
             self._waits(op, "flush")
+        elif op.kind == "flush" and subgroup in self._plan.resident:
+            raise self._wrong(op, "takes state away that stays for good")
         elif (op.kind == "flush" and subgroup not in self._plan.parked) or op.kind == "cast":
             self._waits(op, "update")
+            if self._seen["upload"][subgroup] >= 0:
+                raise self._wrong(op, "comes after the upload")
         elif op.kind == "upload":
             self._waits(op, "cast" if self._seen["cast"][subgroup] >= 0 else "update")
         elif op.kind == "update":
@@ -154,6 +158,8 @@ class Check:
                 if subgroup in self._plan.resident or self._seen["fetch"][subgroup] >= 0:
                     raise self._wrong(op, "runs on the CPU with its state on the device")
                 self._waits(op, "gradient down")
+                if subgroup in self._plan.parked:
+                    self._waits(op, "flush")
                 return
             if subgroup not in self._plan.resident:
                 self._waits(op, "fetch")

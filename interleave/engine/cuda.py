@@ -4,6 +4,7 @@ exactly the size that is needed."""
 from __future__ import annotations
 
 import mmap
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -32,6 +33,7 @@ class CudaDevice:
         with torch.cuda.device(self._device):
             self._streams = {"h2d": torch.cuda.Stream(), "d2h": torch.cuda.Stream(), "gpu": torch.cuda.Stream()}
         self._used = 0
+        self._lock = threading.RLock()
 
     @property
     def used_bytes(self) -> int:
@@ -54,12 +56,13 @@ class CudaDevice:
         return self._take((params,), dtype)
 
     def release(self, tensor: torch.Tensor) -> None:
-        self._used -= tensor.nbytes
+        with self._lock:
+            self._used -= tensor.nbytes
 
     def host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if not pinned or not nbytes:
-            return torch.zeros(shape, dtype=dtype)
+            return torch.zeros(shape, dtype=dtype, device="cpu")
         # torch's own pinned memory is rounded up to a power of two. Whole pages of their own: no page is pinned twice.
         memory = np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
         pointer = memory.ctypes.data
@@ -117,5 +120,6 @@ class CudaDevice:
                 found = torch.empty(shape, dtype=dtype, device=self._device)
         except torch.cuda.OutOfMemoryError as error:
             raise DeviceMemoryError(f"the GPU has no room: {str(error).splitlines()[0]}") from error
-        self._used += found.nbytes
+        with self._lock:
+            self._used += found.nbytes
         return found

@@ -20,6 +20,8 @@ from ebbtide.interleave.workload import Workload
 
 # The backward is not over before the job says so by calling step.
 _ALMOST = UPDATE - 1e-9
+# Beside the subgroups' numbers, what is provided when a step's scalars are there.
+_SCALARS = -1
 
 
 class Engine:
@@ -122,12 +124,16 @@ class Engine:
         assert self._workload is not None
         inputs = self.store.inputs
         inputs.values, inputs.scalars = list(values), list(scalars)
+        self._executor.provide(_SCALARS)
         self._executor.reach(STEP)
         try:
             run = self._executor.finish()
         except Stopped as stopped:
             self._under_way = False
             self.store.complete(stopped.run.plan, stopped.run.done)
+            raise
+        except KeyboardInterrupt:
+            self._under_way = False
             raise
         finally:
             self._taken.clear()
@@ -166,6 +172,8 @@ class Engine:
         self._missing = [len({piece.param for piece in of.pieces}) for of in self.store.subgroups]
         self._backward_s = None
         held = {index: op.subgroup for index, op in enumerate(self._plan.ops) if op.kind == "gradient down"}
+        # What works with the step's scalars waits for them, whatever its point.
+        held |= {index: _SCALARS for index, op in enumerate(self._plan.ops) if op.kind in ("clip", "update")}
         self._executor.begin(self._plan, held)
         self._executor.reach(0.0)
         self._under_way = True

@@ -11,10 +11,7 @@ from ebbtide.interleave.engine.engine import Engine
 from ebbtide.interleave.engine.gradients import Gradients
 from ebbtide.interleave.engine.portable import like, local
 from ebbtide.interleave.engine.progress import Progress
-from ebbtide.interleave.engine.streamed import Streamed
-
-# Stands among guards for: a backward has added to a gradient that was taken.
-_ADDED = torch.zeros(0)
+from ebbtide.interleave.engine.streamed import added, spend, stand_in
 
 
 class Intake:
@@ -29,43 +26,48 @@ class Intake:
         self._streams = streams
         # What stands in p.grad for gradients that were taken, by the parameter's index.
         self._guards: dict[int, torch.Tensor] = {}
-        self._progress = Progress(params, self._made, self._adds)
+        self._progress = Progress(params, self._made)
 
     def collect(self) -> dict[int, torch.Tensor]:
         """The gradients that have not been taken, flat, by the parameter's index; all are noted for their norm."""
         engine = self._engine
-        as_they_were = all(self._params[index].grad is self._guards.get(index) for index in engine.taken)
-        if not (engine.under_way and as_they_were):
+        if not (engine.under_way and all(map(self._as_it_was, engine.taken))):
             self.give_back()
-        found = {}
-        for index, param in enumerate(self._params):
-            if param.grad is not None and index not in engine.taken:
-                found[index] = flat_gradient(param)
-                self._gradients.note(index, found[index])
+        found = {
+            index: flat_gradient(param)
+            for index, param in enumerate(self._params)
+            if param.grad is not None and index not in engine.taken
+        }
+        for index, gradient in found.items():
+            self._gradients.note(index, gradient)
         return found
 
     def give_back(self) -> None:
         """Gradients that were taken are in `p.grad` again, with what was added to them since; nothing is under way."""
-        taken = self._engine.taken
         for index, gradient in self._engine.give_back([local(param).detach() for param in self._params]).items():
-            param, guard = self._params[index], self._guards.get(index)
-            if guard is _ADDED and param.grad is not None:
-                gradient += flat_gradient(param)
-            elif guard is None or param.grad is not guard:
-                continue
-            param.grad = like(param, gradient.view(local(param).shape))
-        for index in taken:
-            self._guards.pop(index, None)
+            param, guard = self._params[index], self._guards[index]
+            if param.grad is guard:
+                for more in added(guard):
+                    gradient += local(more).reshape(-1)
+                param.grad = like(param, gradient.view(local(param).shape))
+        self._guards.clear()
         self._gradients.forget()
 
     def stepped(self) -> None:
         """The step is over, or left out."""
+        for guard in self._guards.values():
+            spend(guard)
         self._guards.clear()
         self._progress.stepped()
 
     def close(self) -> None:
         """Look at no backward any more."""
         self._progress.remove()
+
+    def _as_it_was(self, index: int) -> bool:
+        """A gradient that was taken: nobody has set it to None, or added to it."""
+        guard = self._guards[index]
+        return self._params[index].grad is guard and not added(guard)
 
     def _made(self, index: int, share: float) -> None:
         """The backward has made a gradient for the last time in this step (see Progress)."""
@@ -74,15 +76,5 @@ class Intake:
             gradient = flat_gradient(param)
             self._gradients.note(index, gradient)
             engine.take(index, gradient)
-            self._guards[index] = param.grad = Streamed.of(param)
+            self._guards[index] = param.grad = stand_in(param)
         engine.reach(share)
-
-    def _adds(self, index: int) -> None:
-        """A backward is about to add to `p.grad`: not to what only stands for a gradient."""
-        param = self._params[index]
-        if index in self._guards and param.grad is self._guards[index]:
-            param.grad = None
-            self._guards[index] = _ADDED
-        elif param.grad is None:
-            # Somebody has set it to None since the gradient was taken: then it does not count.
-            self._guards.pop(index, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -88,7 +88,6 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         self._streams = gradients == "streamed"
         self._loss_scale = LossScale(loss_scale)
         self._params: list[torch.Tensor] = []
-        self._steps: dict[torch.Tensor, int] = {}
         self._versions: list[int] = []
         self._intake: Intake
         wanted = self._wanted()
@@ -130,7 +129,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         if closure is not None:
             raise EngineError("step() takes no closure: call loss.backward() before it")
         engine = self._running()
-        if any(param not in self._steps and param.grad is not None for param in self._wanted()):
+        if any(param.grad is not None for param in self._wanted()[len(self._params) :]):
             self._retake()
             engine = self._running()
         self._follow_changes(engine)
@@ -145,14 +144,16 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             return
         hypers = self._hypers()
         scalars = [
-            hypers[param].scalars(self._steps[param] + 1, scale) if index in there else None
+            hypers[param].scalars(self._steps_of(param) + 1, scale) if index in there else None
             for index, param in enumerate(self._params)
         ]
-        failure = self._run(engine, scalars)
-        for index in there:
-            self._steps[self._params[index]] += 1
-        self._versions = [local(param)._version for param in self._params]
-        self._intake.stepped()
+        try:
+            failure = self._run(engine, scalars)
+        except KeyboardInterrupt:
+            # The engine has waited for all of the step before it let this through.
+            self._count(there)
+            raise
+        self._count(there)
         if failure is not None:
             self._after(failure)
         elif engine.last is not None:
@@ -172,11 +173,16 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         return self._loss_scale.value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Also update these parameters, from now on."""
+        """Also update these parameters, from now on. Raises EngineError, and changes nothing, where it cannot."""
+        check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        check_group(self.param_groups[-1])
-        if self._engine is not None:
+        if self._engine is None:
+            return
+        try:
             self._retake()
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's, with the fp32 master beside the moments; on the host."""
@@ -185,8 +191,8 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         self._intake.give_back()
         index = {param: number for number, param in enumerate(self._in_groups())}
         for param, state in zip(self._params, portable.gathered(engine.store, self._params), strict=True):
-            if self._steps[param]:
-                found["state"][index[param]] = portable.entry(param, state, self._steps[param])
+            if self._steps_of(param):
+                found["state"][index[param]] = portable.entry(param, state, self._steps_of(param))
         if self._loss_scale.skips:
             found["loss_scale"] = self._loss_scale.state()
         return found
@@ -205,23 +211,30 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             )
         for group in groups:
             check_group({**self.defaults, **group})
-        states, steps = [], {}
         names = [name for group in groups for name in group["params"]]
         by_param = dict(zip(self._in_groups(), names, strict=True))
-        for param in self._params:
-            found = saved.get(by_param[param])
-            where = f"state of parameter {by_param[param]}"
+        # Those that are frozen now may have been updated before.
+        params = list(dict.fromkeys([*self._params, *(param for param, name in by_param.items() if name in saved)]))
+        states, steps = [], []
+        for param in params:
+            found, where = saved.get(by_param[param]), f"state of parameter {by_param[param]}"
             state, step = portable.parse(param, found, where) if found is not None else (portable.fresh(param), 0)
             states.append(state)
-            steps[param] = step
-        for group, own in zip(groups, self.param_groups, strict=True):
-            own.update({key: value for key, value in group.items() if key != "params"})
+            steps.append(step)
         engine = self._running()
         self._intake.give_back()
-        portable.scatter(engine.store, states)
+        if len(params) > len(self._params):
+            self._take(params, states)
+        else:
+            portable.scatter(engine.store, states)
+        for group, own in zip(groups, self.param_groups, strict=True):
+            own.update({key: value for key, value in group.items() if key != "params"})
         if "loss_scale" in state_dict:
             self._loss_scale.load(state_dict["loss_scale"])
-        self._steps = steps
+        self.state.clear()
+        for param, step in zip(params, steps, strict=True):
+            if step:
+                self._stepped(param, step)
         self._versions = [local(param)._version for param in self._params]
 
     def close(self) -> None:
@@ -244,20 +257,29 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             engine.step([local(param).detach().view(-1) for param in self._params], scalars)
         except Stopped as stopped:
             return stopped
-        except BaseException as error:
+        except Exception as error:
             self.close()
             raise EngineError(
                 f"an update broke off ({error}) and the optimizer's state is lost: go on from a checkpoint"
             ) from error
         return None
 
+    def _count(self, there: Collection[int]) -> None:
+        """The parameters of these indices have made a step."""
+        for index in there:
+            self._stepped(self._params[index], self._steps_of(self._params[index]) + 1)
+        self._versions = [local(param)._version for param in self._params]
+        self._intake.stepped()
+
     def _after(self, failure: Stopped) -> None:
         """The step is done, on the CPU; go on with less device memory where that was the trouble, else say so."""
         cause = failure.__cause__
         if isinstance(cause, DeviceMemoryError):
-            log.warning("ebbtide: the step was done on the CPU")
-            self._take_less(cause)
-            self._plan()
+            try:
+                self._take_less(cause)
+                self._plan()
+            except EngineError as error:
+                raise EngineError(f"{error} (this step was done all the same, on the CPU)") from cause
             return
         self._plan()
         raise EngineError(
@@ -273,11 +295,16 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         return [param for group in self.param_groups for param in group["params"]]
 
     def _wanted(self) -> list[torch.Tensor]:
-        """Parameters to keep state of: those that are not frozen, once each, and those that were not."""
-        found = dict.fromkeys(
-            param for param in self._in_groups() if param.requires_grad or param in getattr(self, "_steps", ())
-        )
-        return list(found)
+        """Parameters to keep state of: those that there are, then those that are not frozen and have come since."""
+        return list(dict.fromkeys([*self._params, *(param for param in self._in_groups() if param.requires_grad)]))
+
+    def _steps_of(self, param: torch.Tensor) -> int:
+        """How often a parameter has been updated."""
+        return int(self.state[param]["step"]) if param in self.state else 0
+
+    def _stepped(self, param: torch.Tensor, steps: int) -> None:
+        """Where torch's own tools look whether there is state yet."""
+        self.state[param] = {"step": steps}
 
     def _hypers(self) -> dict[torch.Tensor, Hyper]:
         found = {}
@@ -313,7 +340,6 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         self._engine, self._planner = engine, planner
         self._intake = Intake(params, engine, self._gradients, self._streams)
         self._params = list(params)
-        self._steps = {param: self._steps.get(param, 0) for param in params}
         self._versions = [local(param)._version for param in params]
         portable.scatter(engine.store, states)
         self._plan()

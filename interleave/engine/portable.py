@@ -10,6 +10,8 @@ import torch
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.store import EXP_AVG, EXP_AVG_SQ, MASTER, Store
 
+# Whatever torch's defaults are.
+_HOST: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 NAMES = {"master": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 
 
@@ -20,7 +22,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def gathered(store: Store, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Of each parameter its state, (3, elements), in new host memory."""
-    found = [torch.empty((3, local(param).numel())) for param in params]
+    found = [torch.empty((3, local(param).numel()), **_HOST) for param in params]
     for number, subgroup in enumerate(store.subgroups):
         state = store.read(number)
         for piece in subgroup.pieces:
@@ -31,7 +33,7 @@ def gathered(store: Store, params: Sequence[torch.Tensor]) -> list[torch.Tensor]
 def scatter(store: Store, states: Sequence[torch.Tensor]) -> None:
     """Set the state of every parameter."""
     for number, subgroup in enumerate(store.subgroups):
-        state = torch.empty((3, subgroup.params))
+        state = torch.empty((3, subgroup.params), **_HOST)
         for piece in subgroup.pieces:
             state[:, piece.at : piece.at + piece.end - piece.begin] = states[piece.param][:, piece.begin : piece.end]
         store.write(number, state)
@@ -39,7 +41,7 @@ def scatter(store: Store, states: Sequence[torch.Tensor]) -> None:
 
 def fresh(param: torch.Tensor) -> torch.Tensor:
     """State of a parameter that has not been updated yet: the master is the parameter, the moments are 0."""
-    state = torch.zeros((3, local(param).numel()))
+    state = torch.zeros((3, local(param).numel()), **_HOST)
     state[MASTER] = local(param).detach().reshape(-1)
     return state
 
@@ -47,7 +49,7 @@ def fresh(param: torch.Tensor) -> torch.Tensor:
 def entry(param: torch.Tensor, state: torch.Tensor, step: int) -> dict[str, Any]:
     """A parameter's entry in a state dict: torch.optim.AdamW's, and the fp32 master. Of a DTensor, DTensors."""
     shape = local(param).shape
-    found: dict[str, Any] = {"step": torch.tensor(float(step))}
+    found: dict[str, Any] = {"step": torch.tensor(float(step), **_HOST)}
     for name, row in NAMES.items():
         found[name] = like(param, state[row].clone().view(shape))
     return found

@@ -27,12 +27,12 @@ def probe(device: Device, kernel: CpuKernel, room: float | None) -> Machine:
     update and copies carried together, or twice what the update alone did where they did not slow each other."""
     params = _PARAMS if room is None else min(_PARAMS, max(1, int(room / _DEVICE_BYTES)))
     scalars = Hyper().scalars(1)
-    half = torch.zeros(params, dtype=torch.bfloat16)
+    half = torch.zeros(params, dtype=torch.bfloat16, device="cpu")
     host = [device.host((3, params), torch.float32) for _ in range(2)]
     there = [device.state(params) for _ in range(2)]
     on_device = device.gradient(params, torch.bfloat16), device.gradient(params, torch.bfloat16)
     nbytes = host[0].nbytes
-    state, out = torch.zeros((3, params)), half.clone()
+    state, out = torch.zeros((3, params), dtype=torch.float32, device="cpu"), half.clone()
     block = there[0]
 
     def on_cpu() -> None:

@@ -14,13 +14,10 @@ from ebbtide.interleave.engine.portable import local
 class Progress:
     """Calls made(parameter's index, share of all gradients that there are now) when a backward has made a gradient for
     the last time in a step: a step may have several backwards, as many as the step before had. In the first step
-    nothing is known, and nothing is said. Calls adds(parameter's index) before a backward puts a gradient into
-    `p.grad`, or adds to what is there. Both are methods, whose object this does not keep alive."""
+    nothing is known, and nothing is said. made is a method, whose object this does not keep alive."""
 
-    def __init__(
-        self, params: Sequence[torch.Tensor], made: Callable[[int, float], None], adds: Callable[[int], None]
-    ) -> None:
-        self._made_last, self._adds = weakref.WeakMethod(made), weakref.WeakMethod(adds)
+    def __init__(self, params: Sequence[torch.Tensor], made: Callable[[int, float], None]) -> None:
+        self._made_last = weakref.WeakMethod(made)
         self._sizes = [local(param).numel() for param in params]
         self._total = sum(self._sizes)
         self._times = [0] * len(params)
@@ -30,8 +27,7 @@ class Progress:
         self._handles: list[RemovableHandle] = []
         for index, param in enumerate(params):
             if param.requires_grad:
-                self._handles.append(param.register_hook(_hook(me, Progress._before, index)))
-                self._handles.append(param.register_post_accumulate_grad_hook(_hook(me, Progress._fired, index)))
+                self._handles.append(param.register_post_accumulate_grad_hook(_hook(me, index)))
 
     def stepped(self) -> None:
         """The step is over: what it had the next one will have."""
@@ -40,11 +36,6 @@ class Progress:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-    def _before(self, index: int) -> None:
-        adds = self._adds()
-        if adds is not None:
-            adds(index)
 
     def _fired(self, index: int) -> None:
         self._times[index] += 1
@@ -55,12 +46,10 @@ class Progress:
                 made(index, self._made / self._total)
 
 
-def _hook(
-    progress: weakref.ref[Progress], what: Callable[[Progress, int], None], index: int
-) -> Callable[[torch.Tensor], None]:
+def _hook(progress: weakref.ref[Progress], index: int) -> Callable[[torch.Tensor], None]:
     def fired(_: torch.Tensor) -> None:
         found = progress()
         if found is not None:
-            what(found, index)
+            found._fired(index)
 
     return fired
