@@ -50,10 +50,14 @@ class CudaDevice:
         return float(max(0, int(left) // (64 * _BYTES) * (64 * _BYTES)))
 
     def state(self, params: int) -> torch.Tensor:
-        return self._take((3, params), torch.float32)
-
-    def gradient(self, params: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._take((params,), dtype)
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._streams["h2d"]):
+                found = torch.empty((3, params), dtype=torch.float32, device=self._device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise DeviceMemoryError(f"the GPU has no room: {str(error).splitlines()[0]}") from error
+        with self._lock:
+            self._used += found.nbytes
+        return found
 
     def release(self, tensor: torch.Tensor) -> None:
         with self._lock:
@@ -113,13 +117,3 @@ class CudaDevice:
 
     def close(self) -> None:
         """Streams end with this object."""
-
-    def _take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        try:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._streams["h2d"]):
-                found = torch.empty(shape, dtype=dtype, device=self._device)
-        except torch.cuda.OutOfMemoryError as error:
-            raise DeviceMemoryError(f"the GPU has no room: {str(error).splitlines()[0]}") from error
-        with self._lock:
-            self._used += found.nbytes
-        return found

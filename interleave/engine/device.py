@@ -20,10 +20,6 @@ class Device(Protocol):
         """Room for the state of so many parameters, (3, params) fp32. Raises DeviceMemoryError where there is none."""
         ...
 
-    def gradient(self, params: int, dtype: torch.dtype) -> torch.Tensor:
-        """Room for a gradient. Raises DeviceMemoryError where there is none."""
-        ...
-
     def release(self, tensor: torch.Tensor) -> None:
         """Give room back."""
         ...

@@ -50,10 +50,17 @@ class EmulatedDevice:
         return self.capacity_bytes
 
     def state(self, params: int) -> torch.Tensor:
-        return self._take((3, params), torch.float32)
-
-    def gradient(self, params: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._take((params,), dtype)
+        nbytes = 3 * torch.float32.itemsize * params
+        with self._lock:
+            if self.capacity_bytes is not None and self._used + nbytes > self.capacity_bytes:
+                free = self.capacity_bytes - self._used
+                raise DeviceMemoryError(f"the device has {free:.0f} bytes left, and {nbytes} are needed")
+            self._used += nbytes
+            self.peak_bytes = max(self.peak_bytes, self._used)
+            # Not a number: what is read before it is written shows.
+            block = torch.full((3, params), float("nan"), dtype=torch.float32, device="cpu")
+            self._taken.add(block.data_ptr())
+        return block
 
     def release(self, tensor: torch.Tensor) -> None:
         with self._lock:
@@ -104,19 +111,6 @@ class EmulatedDevice:
 
     def close(self) -> None:
         self._kernel.close()
-
-    def _take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        with self._lock:
-            if self.capacity_bytes is not None and self._used + nbytes > self.capacity_bytes:
-                free = self.capacity_bytes - self._used
-                raise DeviceMemoryError(f"the device has {free:.0f} bytes left, and {nbytes} are needed")
-            self._used += nbytes
-            self.peak_bytes = max(self.peak_bytes, self._used)
-            # Not a number: what is read before it is written shows.
-            block = torch.full(shape, float("nan"), dtype=dtype, device="cpu")
-            self._taken.add(block.data_ptr())
-        return block
 
 
 def _sleep_until(moment: float) -> None:

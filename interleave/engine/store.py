@@ -46,7 +46,9 @@ class Store:
         # Whose update has begun and not ended: if that raises nobody knows what it has changed.
         self._torn: set[int] = set()
         self._down: dict[int, torch.Tensor] = {}
-        self._up: dict[int, torch.Tensor] = {}
+        # Whose gradient has come back up. It lies where the parameter is, which nobody reads until the update has
+        # written it anew from the master: so it takes no room.
+        self._up: set[int] = set()
         self._out: dict[int, torch.Tensor] = {}
         # Whose update writes no half precision, since a cast follows.
         self._casts: set[int] = set()
@@ -153,8 +155,6 @@ class Store:
         updated = {op.subgroup for op, is_done in zip(plan.ops, done, strict=True) if is_done and op.kind == "update"}
         uploaded = {op.subgroup for op, is_done in zip(plan.ops, done, strict=True) if is_done and op.kind == "upload"}
         on_cpu = {op.subgroup for op in plan.ops if op.kind == "update" and op.resource == "cpu"}
-        for gradient in self._up.values():
-            self.device.release(gradient)
         self._up.clear()
         for subgroup in sorted(self._on_device):
             self._bring_back(subgroup)
@@ -173,11 +173,9 @@ class Store:
 
     def release(self) -> None:
         """Give everything back."""
-        for held in (self._on_device, self._up):
-            for block in held.values():
-                self.device.release(block)
-            held.clear()
-        for held in (self._host, self._down, self._out):
+        for block in self._on_device.values():
+            self.device.release(block)
+        for held in (self._on_device, self._host, self._down, self._out):
             held.clear()
 
     def _host_of(self, subgroup: int) -> torch.Tensor:
@@ -215,9 +213,9 @@ class Store:
         self._copy_gradient(op.subgroup)
 
     def _gradient_up(self, op: Op) -> None:
-        of = self.subgroups[op.subgroup]
-        self._up[op.subgroup] = self.device.gradient(of.params, of.dtype)
-        self.device.copy("h2d", [(self._down[op.subgroup], self._up[op.subgroup])])
+        down, pieces = self._down[op.subgroup], [piece for piece, _ in self._live(op.subgroup)]
+        self._up.add(op.subgroup)
+        self.device.copy("h2d", [(down[piece.at : _end(piece)], self._value(piece)) for piece in pieces])
 
     def _update_on_cpu(self, op: Op) -> None:
         self._update_host(op.subgroup, None if op.subgroup in self._casts else self._out[op.subgroup])
@@ -232,16 +230,14 @@ class Store:
         self._torn.discard(subgroup)
 
     def _update_on_gpu(self, op: Op) -> None:
-        state, up = self._on_device[op.subgroup], self._up.get(op.subgroup)
+        state, is_up = self._on_device[op.subgroup], op.subgroup in self._up
         self._torn.add(op.subgroup)
         for piece, scalars in self._live(op.subgroup):
-            gradient = up[piece.at : _end(piece)] if up is not None else self._gradient(piece)
+            gradient = self._value(piece) if is_up else self._gradient(piece)
             master, exp_avg, exp_avg_sq = (row[piece.at : _end(piece)] for row in state)
             self.device.update(gradient, master, exp_avg, exp_avg_sq, self._value(piece), scalars)
         self._torn.discard(op.subgroup)
-        if up is not None:
-            del self._up[op.subgroup]
-            self.device.release(up)
+        self._up.discard(op.subgroup)
 
     def _cast(self, op: Op) -> None:
         self._round(op.subgroup)

@@ -95,8 +95,7 @@ class _Maker:
             self._op("upload", "h2d", subgroup, width, after=[(last, subgroup)], pageable=pageable)
             return
         if not kept:
-            up = width * self.workload.subgroups[subgroup]
-            self._op("gradient up", "h2d", subgroup, width, after=list(waits), acquire=up)
+            self._op("gradient up", "h2d", subgroup, width, after=list(waits))
             waits.append(("gradient up", subgroup))
         if home == "resident":
             self.resident.add(subgroup)
@@ -107,8 +106,7 @@ class _Maker:
             gone: list[tuple[Kind, int]] = [("flush", subgroup)] if home == "parked" else []
             self._op("fetch", "h2d", subgroup, state, after=gone, acquire=room)
             waits.append(("fetch", subgroup))
-        release = 0.0 if kept else width * self.workload.subgroups[subgroup]
-        self._op("update", "gpu", subgroup, point=max(made, told) if kept else told, after=waits, release=release)
+        self._op("update", "gpu", subgroup, point=max(made, told) if kept else told, after=waits)
         if home == "streamed":
             self._op("flush", "d2h", subgroup, state, after=[("update", subgroup)], release=room)
 

@@ -32,7 +32,7 @@ from tests.interleave.engine.twins import Jitter, JitteryDevice, Twin, hasty_swi
 SEEDS = st.integers(0, 2**32)
 # What can fail: an update on either side, a copy, room for state or a gradient on the device, memory on the host.
 UPDATES = ("kernel", "update")
-CALLS = (*UPDATES, "h2d", "d2h", "state", "gradient", "host")
+CALLS = (*UPDATES, "h2d", "d2h", "state", "host")
 WHEN = ("before", "half", "after")
 
 
@@ -118,11 +118,6 @@ class FaultyDevice(JitteryDevice):
         if self.fault.strikes("state"):
             raise DeviceMemoryError("no room")
         return super().state(params)
-
-    def gradient(self, params: int, dtype: torch.dtype) -> torch.Tensor:
-        if self.fault.strikes("gradient"):
-            raise DeviceMemoryError("no room")
-        return super().gradient(params, dtype)
 
     def host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         if self.fault.strikes("host"):
@@ -365,7 +360,7 @@ def test_no_host_memory_to_complete_a_step() -> None:
     twin = Twin([100], [torch.bfloat16], 50, 0)
     with bench(twin) as at:
         at.engine.follow(make(at.workload, ["resident"] * 2), at.workload)
-        at.arm(Fault("gradient", 0))
+        at.arm(Fault("h2d", 0))
         at.device.host = no_memory  # type: ignore[method-assign]
         with pytest.raises(EngineError, match="no memory"):
             twin.step(at.engine)
