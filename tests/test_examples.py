@@ -1,0 +1,37 @@
+"""The examples, as a newcomer runs them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"loss\D{1,5}(\d+\.\d+)", text)]
+
+
+def test_the_gpt_trains_with_interleaved_state_as_with_torchs() -> None:
+    small = [EXAMPLES / "train_gpt.py", "--device", "cpu", "--layers", "1", "--width", "32", "--steps", "6"]
+    found, expected = (losses(run(*small, "--optimizer", name)) for name in ("interleaved", "adamw"))
+    assert len(found) == len(expected) == 6
+    assert found == pytest.approx(expected, abs=2e-3)
+
+
+def test_the_trainer_learns_with_interleaved_state(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    text = run(EXAMPLES / "train_hf.py", "--steps", "15", "--output", tmp_path / "out")
+    found = losses(text)
+    assert len(found) >= 5
+    assert found[-1] < found[0] - 0.3
