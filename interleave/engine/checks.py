@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,34 @@ from ebbtide.interleave.engine.portable import local
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+# As a budget by phase names them.
+_PHASES = ("forward", "backward", "update")
+
+
+def check_options(gradients: str, subgroup_params: int, threads: int | None, budget: Any) -> None:
+    """Raise EngineError for what InterleavedAdamW cannot be asked for. budget: its memory_budget."""
+    if gradients not in ("kept", "streamed"):
+        raise EngineError(f"gradients is {gradients!r}: it must be 'kept' or 'streamed'")
+    if subgroup_params < 1:
+        raise EngineError(f"subgroup_params is {subgroup_params}: it must be at least 1")
+    if threads is not None and threads < 1:
+        raise EngineError(f"threads is {threads}: it must be at least 1, or None")
+    by_phase = isinstance(budget, Mapping)
+    if by_phase and set(budget) != set(_PHASES):
+        raise EngineError(f"memory_budget by phase has {', '.join(map(str, budget))}: it needs {', '.join(_PHASES)}")
+    for size in budget.values() if by_phase else (budget,):
+        if size is not None and not (isinstance(size, int | float) and size >= 0):
+            raise EngineError(f"memory_budget is {size!r}: it must be bytes, at least 0, or a dict of them by phase")
+
+
 def check_group(group: dict[str, Any]) -> None:
     """Raise EngineError for hyperparameters that cannot be."""
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-    if not (lr >= 0 and group["eps"] >= 0 and group["weight_decay"] >= 0 and 0 <= beta1 < 1 and 0 <= beta2 < 1):
+    try:
+        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+        eps, weight_decay = float(group["eps"]), float(group["weight_decay"])
+    except (TypeError, ValueError):
+        raise EngineError("lr, eps and weight_decay must be numbers, betas two of them") from None
+    if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and 0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise EngineError("lr, eps and weight_decay must be at least 0, betas at least 0 and below 1")
     for name in ("amsgrad", "maximize"):
         if group.get(name):

@@ -29,18 +29,15 @@ class Intake:
         self._progress = Progress(params, self._made)
 
     def collect(self) -> dict[int, torch.Tensor]:
-        """The gradients that have not been taken, flat, by the parameter's index; all are noted for their norm."""
+        """The gradients that have not been taken, flat, by the parameter's index."""
         engine = self._engine
         if not (engine.under_way and all(map(self._as_it_was, engine.taken))):
             self.give_back()
-        found = {
+        return {
             index: flat_gradient(param)
             for index, param in enumerate(self._params)
             if param.grad is not None and index not in engine.taken
         }
-        for index, gradient in found.items():
-            self._gradients.note(index, gradient)
-        return found
 
     def give_back(self) -> None:
         """Gradients that were taken are in `p.grad` again, with what was added to them since; nothing is under way."""

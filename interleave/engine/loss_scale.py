@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ebbtide.interleave.engine.errors import EngineError
@@ -16,7 +17,8 @@ class LossScale:
     """A fixed factor, or one that falls when a gradient is not finite and grows while all are (`dynamic`)."""
 
     def __init__(self, asked: float | str | None) -> None:
-        if asked is not None and asked != "dynamic" and not (isinstance(asked, int | float) and asked > 0):
+        number = isinstance(asked, int | float) and not isinstance(asked, bool)
+        if asked is not None and asked != "dynamic" and not (number and 0 < float(asked) < math.inf):
             raise EngineError(f"loss_scale is {asked!r}: it must be a number above 0, 'dynamic', or None")
         self._dynamic = asked == "dynamic"
         self.skips = asked is not None
@@ -38,5 +40,10 @@ class LossScale:
         return {"scale": self.value, "good_steps": self._good}
 
     def load(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave. Raises EngineError, and changes nothing, for anything else."""
+        try:
+            value, good = float(state["scale"]), int(state["good_steps"])
+        except (TypeError, ValueError, KeyError):
+            raise EngineError("loss_scale of a state dict has no scale and good_steps that are numbers") from None
         if self._dynamic:
-            self.value, self._good = float(state["scale"]), int(state["good_steps"])
+            self.value, self._good = value, good

@@ -11,7 +11,7 @@ import torch
 
 from ebbtide.analysis.units import bytes_text
 from ebbtide.interleave.engine import portable
-from ebbtide.interleave.engine.checks import check_group, check_params
+from ebbtide.interleave.engine.checks import check_group, check_options, check_params
 from ebbtide.interleave.engine.device import Device
 from ebbtide.interleave.engine.engine import Engine
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
@@ -74,23 +74,23 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         threads: int | None = None,
     ) -> None:
         self._engine: Engine | None = None
+        self._params: list[torch.Tensor] = []
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_group(defaults)
-        if subgroup_params < 1:
-            raise EngineError(f"subgroup_params is {subgroup_params}: it must be at least 1")
-        if gradients not in ("kept", "streamed"):
-            raise EngineError(f"gradients is {gradients!r}: it must be 'kept' or 'streamed'")
+        check_options(gradients, subgroup_params, threads, memory_budget)
         super().__init__(params, defaults)
         self._policy = policy
         self._machine = machine
         self._subgroup_params = subgroup_params
         self._budget = memory_budget
+        # Of device memory, after it ran out once.
+        self._most: float | None = None
         self._streams = gradients == "streamed"
         self._loss_scale = LossScale(loss_scale)
-        self._params: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._intake: Intake
         wanted = self._wanted()
+        check_params(wanted, self._streams)
         self._device = device or open_device(wanted)
         self._gradients = Gradients(self._device, max_grad_norm)
         self._kernel = CpuKernel(threads)
@@ -129,13 +129,17 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         if closure is not None:
             raise EngineError("step() takes no closure: call loss.backward() before it")
         engine = self._running()
-        if any(param.grad is not None for param in self._wanted()[len(self._params) :]):
+        known = set(self._params)
+        if any(param.grad is not None and param not in known for param in self._wanted()):
             self._retake()
             engine = self._running()
         self._follow_changes(engine)
         gradients = self._intake.collect()
         self._resume(engine)
         engine.give(gradients)
+        # They come down while their norm is taken.
+        for index, gradient in gradients.items():
+            self._gradients.note(index, gradient)
         there = gradients.keys() | engine.taken
         scale = self._gradients.scale(self._params, self._loss_scale.value)
         self._loss_scale.stepped(scale is not None)
@@ -176,7 +180,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         """Also update these parameters, from now on. Raises EngineError, and changes nothing, where it cannot."""
         check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        if self._engine is None:
+        if not self._params:
             return
         try:
             self._retake()
@@ -204,6 +208,8 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         groups, saved = state_dict.get("param_groups"), state_dict.get("state")
         if not isinstance(groups, list) or not isinstance(saved, dict):
             raise EngineError("this is no state dict of an optimizer: it has no param_groups or no state")
+        if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+            raise EngineError("this is no state dict of an optimizer: its param_groups have no params")
         lengths = [len(group["params"]) for group in groups], [len(group["params"]) for group in self.param_groups]
         if lengths[0] != lengths[1]:
             raise EngineError(
@@ -214,13 +220,17 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         names = [name for group in groups for name in group["params"]]
         by_param = dict(zip(self._in_groups(), names, strict=True))
         # Those that are frozen now may have been updated before.
-        params = list(dict.fromkeys([*self._params, *(param for param, name in by_param.items() if name in saved)]))
+        known = set(self._params)
+        params = [param for param, name in by_param.items() if param in known or name in saved]
+        check_params(params, self._streams)
         states, steps = [], []
         for param in params:
             found, where = saved.get(by_param[param]), f"state of parameter {by_param[param]}"
             state, step = portable.parse(param, found, where) if found is not None else (portable.fresh(param), 0)
             states.append(state)
             steps.append(step)
+        if "loss_scale" in state_dict:
+            self._loss_scale.load(state_dict["loss_scale"])
         engine = self._running()
         self._intake.give_back()
         if len(params) > len(self._params):
@@ -229,8 +239,6 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             portable.scatter(engine.store, states)
         for group, own in zip(groups, self.param_groups, strict=True):
             own.update({key: value for key, value in group.items() if key != "params"})
-        if "loss_scale" in state_dict:
-            self._loss_scale.load(state_dict["loss_scale"])
         self.state.clear()
         for param, step in zip(params, steps, strict=True):
             if step:
@@ -295,8 +303,9 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         return [param for group in self.param_groups for param in group["params"]]
 
     def _wanted(self) -> list[torch.Tensor]:
-        """Parameters to keep state of: those that there are, then those that are not frozen and have come since."""
-        return list(dict.fromkeys([*self._params, *(param for param in self._in_groups() if param.requires_grad)]))
+        """Parameters to keep state of: those that are not frozen, once each, and those that were not."""
+        known = set(self._params)
+        return [param for param in dict.fromkeys(self._in_groups()) if param.requires_grad or param in known]
 
     def _steps_of(self, param: torch.Tensor) -> int:
         """How often a parameter has been updated."""
@@ -317,18 +326,23 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
     def _retake(self) -> None:
         """Take parameters in that were not there, or frozen."""
         engine = self._running()
+        wanted = self._wanted()
+        check_params(wanted, self._streams)
         self._intake.give_back()
         known = dict(zip(self._params, portable.gathered(engine.store, self._params), strict=True))
-        wanted = self._wanted()
         self._take(wanted, [known[param] if param in known else portable.fresh(param) for param in wanted])
 
     def _take(self, params: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) -> None:
         """Keep state of these parameters, in subgroups, by a plan of their own."""
-        check_params(params, self._streams)
         subgroups = divide([local(param) for param in params], self._subgroup_params)
-        machine = self._machine or Machine(name="unknown")
-        if self._policy == "adaptive" and self._machine is None:
-            machine = self._machine = probe(self._device, self._kernel, least(self._budget_now()))
+        if self._engine is not None:
+            # What its steps have shown by now.
+            machine = self._planner.machine
+        elif self._machine is None and self._policy == "adaptive":
+            total = sum(subgroup.params for subgroup in subgroups)
+            machine = probe(self._device, self._kernel, total, least(self._budget_now()))
+        else:
+            machine = self._machine or Machine(name="unknown")
         planner = Planner(self._policy, machine, subgroups, self._streams)
         planner.plan(self._budget_now())
         engine = Engine(subgroups, len(params), self._device, self._kernel)
@@ -349,10 +363,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         needed = self._planner.needed_bytes
         if not needed:
             raise error
-        less, budget = _BACK_OFF * needed, self._budget
-        self._budget = (
-            {phase: min(size, less) for phase, size in budget.items()} if isinstance(budget, Mapping) else less
-        )
+        less = self._most = _BACK_OFF * needed
         log.warning("ebbtide: %s; from now on at most %s of it are used", error, bytes_text(less))
 
     def _plan(self) -> None:
@@ -375,7 +386,12 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
                 self._plan()
 
     def _budget_now(self) -> Budget | None:
-        return self._budget if self._budget is not None else self._device.free_bytes()
+        budget = self._budget if self._budget is not None else self._device.free_bytes()
+        if self._most is None:
+            return budget
+        if isinstance(budget, Mapping):
+            return {phase: min(size, self._most) for phase, size in budget.items()}
+        return self._most if budget is None else min(budget, self._most)
 
     def _follow_changes(self, engine: Engine) -> None:
         """Where somebody else has changed a parameter since the last step (loaded a checkpoint into the model, say) its

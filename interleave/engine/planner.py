@@ -32,6 +32,8 @@ _CROWDING = Machine(
 Budget = float | Mapping[str, float]
 # Rates, phases or memory that differ by more than this from those that the plan was made with ask for a new one.
 _DRIFT = 0.15
+# By more than this they ask for it at once.
+_LEAP = 0.5
 # How much of what the last step shows goes into what is planned with.
 _WEIGHT = 0.5
 # Steps from one plan to the next, at least.
@@ -77,11 +79,13 @@ class Planner:
     def plan(self, budget: Budget | None) -> Plan:
         """A plan for what is known by now. Raises PolicyError and MachineError as `make_plan` does, and EngineError
         where it needs more memory than there is."""
-        self.workload = replace(self.workload, gpu_free=_free_line(budget, self.workload))
+        plan, crowded = self._made(budget)
+        # `adaptive` fits phases by its own rates: on links as slow as crowding has them no window would ever be used.
+        limit = _most(budget) if self.policy == "adaptive" else least(budget)
+        if isinstance(budget, Mapping) and _exceeds(crowded, limit):
+            plan, crowded = self._made(least(budget))
         self._planned = (self.workload, self.machine, budget)
-        plan = make_plan(self.policy, self.workload, self.machine)
-        crowded = simulate(plan, self.workload, _CROWDING)
-        if budget is not None and not crowded.fits_device(None):
+        if _exceeds(crowded, limit):
             raise EngineError(
                 f"policy {self.policy} takes {bytes_text(crowded.peak_device_bytes)} of device memory, more than the "
                 f"{budget} bytes it may: choose smaller subgroups, a policy that takes less, or `adaptive`"
@@ -92,6 +96,14 @@ class Planner:
         self._patience = min(2 * self._patience, _MOST_PATIENCE) if counts == self._counts else _PATIENCE
         self._counts, self._planned_at = counts, self._steps
         return plan
+
+    def _made(self, budget: Budget | None) -> tuple[Plan, Schedule]:
+        """(a plan, and how it takes as much memory as it can)."""
+        self.workload = replace(self.workload, gpu_free=_free_line(budget, self.workload))
+        # A rank that holds empty shards alone has nothing to choose.
+        policy = self.policy if self.workload.params else "zero-offload"
+        plan = make_plan(policy, self.workload, self.machine)
+        return plan, simulate(plan, self.workload, _CROWDING)
 
     def observe(self, schedule: Schedule) -> None:
         """Learn from a step: how long the phases are, and how fast the machine is."""
@@ -112,19 +124,23 @@ class Planner:
         if self._planned is None or self.policy != "adaptive" or self._steps <= _WARM:
             return None
         job, machine, budgeted = self._planned
-        if _differ(budget, budgeted) or (least(budget) or self.needed_bytes) < self.needed_bytes:
+        most = _most(budget)
+        if _differ(budget, budgeted) or (most is not None and most < self.needed_bytes):
             return f"device memory for state went from {budgeted} to {budget} bytes"
         if not job.compute_s:
             return "the phases of the job are known now"
-        if self._steps - self._planned_at < self._patience:
+        waited = self._steps - self._planned_at
+        if waited < _PATIENCE:
             return None
+        # What only wavers waits for longer; what leaps does not.
+        drift = _DRIFT if waited >= self._patience else _LEAP
         for key in ("h2d_bytes_per_s", "d2h_bytes_per_s", *_RATES.values()):
             before, now = getattr(machine, key), getattr(self.machine, key)
-            if before and now and abs(now / before - 1) > _DRIFT:
+            if before and now and max(now / before, before / now) > 1 + drift:
                 return f"{key} went from {before:.3g} to {now:.3g}"
         for key in ("forward_s", "backward_s"):
             before, now = getattr(job, key), getattr(self.workload, key)
-            if abs(now - before) > _DRIFT * job.compute_s:
+            if abs(now - before) > drift * job.compute_s:
                 return f"{key} went from {before:.3g} to {now:.3g}"
         return None
 
@@ -138,6 +154,15 @@ def _differ(budget: Budget | None, other: Budget | None) -> bool:
 def least(budget: Budget | None) -> float | None:
     """What state may take at every moment, bytes; None for no limit."""
     return min(map(float, budget.values())) if isinstance(budget, Mapping) else budget
+
+
+def _most(budget: Budget | None) -> float | None:
+    """What state may take at some moment, bytes; None for no limit."""
+    return max(map(float, budget.values())) if isinstance(budget, Mapping) else budget
+
+
+def _exceeds(schedule: Schedule, limit: float | None) -> bool:
+    return limit is not None and schedule.peak_device_bytes > limit
 
 
 def corrected(machine: Machine, schedule: Schedule) -> Machine:

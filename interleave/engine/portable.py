@@ -58,21 +58,26 @@ def entry(param: torch.Tensor, state: torch.Tensor, step: int) -> dict[str, Any]
 def parse(param: torch.Tensor, found: Mapping[str, Any], where: str) -> tuple[torch.Tensor, int]:
     """(state, step) of an entry. Without a master, as torch writes it, the master is the parameter. Raises EngineError
     where the entry is not of this parameter."""
+    if not isinstance(found, Mapping):
+        raise EngineError(f"{where} is {type(found).__name__}: this is not a state dict of AdamW")
     if "max_exp_avg_sq" in found:
         raise EngineError(f"{where} is of AMSGrad, which this optimizer does not do")
     state = fresh(param)
     for name, row in NAMES.items():
         value = found.get(name)
-        if value is None:
-            if name != "master":
-                raise EngineError(f"{where} has no {name}: this is not a state dict of AdamW")
+        if value is None and name == "master":
             continue
+        if not isinstance(value, torch.Tensor):
+            raise EngineError(f"{where} has no {name} that is a tensor: this is not a state dict of AdamW")
         value = local(value)
         if value.shape != local(param).shape:
             shapes = f"{tuple(value.shape)}, the parameter is {tuple(local(param).shape)}"
             raise EngineError(f"{where}: {name} is {shapes}: this is the state dict of another model")
         state[row] = value.reshape(-1)
-    return state, int(found.get("step", 0))
+    try:
+        return state, int(found.get("step", 0))
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise EngineError(f"{where}: step is not a number: this is not a state dict of AdamW") from None
 
 
 def like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

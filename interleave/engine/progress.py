@@ -19,7 +19,8 @@ class Progress:
     def __init__(self, params: Sequence[torch.Tensor], made: Callable[[int, float], None]) -> None:
         self._made_last = weakref.WeakMethod(made)
         self._sizes = [local(param).numel() for param in params]
-        self._total = sum(self._sizes)
+        # A rank may hold empty shards alone.
+        self._total = max(1, sum(self._sizes))
         self._times = [0] * len(params)
         self._expected = [0] * len(params)
         self._made = 0

@@ -1,18 +1,150 @@
-"""InterleavedAdamW: the reference's bits, whatever the policy."""
+"""InterleavedAdamW: the reference's bits, whatever the policy and whatever the job does."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
+from ebbtide.interleave.engine.emulated import EmulatedDevice
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
-from tests.interleave.engine.jobs import POLICIES, ReferenceAdamW, train
+from tests.interleave.engine.jobs import POLICIES, Outcome, ReferenceAdamW, train
+from tests.interleave.engine.training import (
+    MACHINE,
+    MODES,
+    Job,
+    Make,
+    ReferenceOptimizer,
+    finish,
+    maker,
+    run,
+    two_groups,
+)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROOM = {"forward": 20e3, "backward": 8e3, "update": 26e3}
+Scenario = Callable[[Make], Outcome]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def everything(make: Make, dtype: torch.dtype = torch.bfloat16) -> Outcome:
+    """Two groups and a third from step 20 on, a scheduler, clipping, a number of backwards that changes, a norm that is
+    frozen at first and again later, branches without gradient, a tied weight."""
+    job = Job(dtype, branch=lambda step: step % 3 if step < 30 else 0)
+    frozen = list(job.net.norm.parameters())
+    for param in frozen:
+        param.requires_grad_(False)
+    optimizer = make(two_groups(job), max_grad_norm=0.5)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.01, 0.003], total_steps=60)
+    for step in range(50):
+        if step in (10, 35, 40):
+            for param in frozen:
+                param.requires_grad_(step != 35)
+        if step == 20:
+            optimizer.add_param_group({"params": list(job.net.late.parameters()), "lr": 0.02})
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+        job.step(optimizer, step, backwards=(1, 2, 2, 4, 1)[step % 5])
+        scheduler.step()
+    return finish(job, optimizer)
+
+
+def accumulated(make: Make) -> Outcome:
+    job = Job(branch=lambda step: step % 3)
+    return run(job, make(job.net.parameters()), backwards=lambda step: 3)
+
+
+def clipped_by_torch(make: Make) -> Outcome:
+    job = Job()
+    optimizer = make(job.net.parameters())
+    for _ in range(50):
+        job.net.zero_grad()
+        job.loss().backward()
+        torch.nn.utils.clip_grad_norm_(job.net.parameters(), 0.3)
+        optimizer.step()
+    return finish(job, optimizer)
+
+
+def scaled_by_torch(make: Make) -> Outcome:
+    job = Job(torch.float32)
+    optimizer = make(job.net.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    for step in range(50):
+        job.net.zero_grad()
+        scaler.scale(job.loss()).backward()
+        if step % 7 == 3:
+            job.net.first.weight.grad[1, 2] = torch.inf
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(job.net.parameters(), 0.3)
+        scaler.step(optimizer)
+        scaler.update()
+    return finish(job, optimizer)
+
+
+def scaled(make: Make) -> Outcome:
+    """From a scale at which fp16 gradients overflow."""
+    job = Job(torch.float16)
+    optimizer = make(job.net.parameters(), loss_scale="dynamic", max_grad_norm=0.5)
+    skipped = 0
+    for step in range(50):
+        before = optimizer.loss_scale
+        if step % 9 == 8:
+            job.net.zero_grad()
+            optimizer.scale(1e8 * job.loss()).backward()
+            optimizer.step()
+        else:
+            job.step(optimizer)
+        skipped += optimizer.loss_scale < before
+    assert 5 <= skipped < 30
+    return finish(job, optimizer)
+
+
+@cache
+def expected(scenario: Callable[..., Outcome], *arguments: Any) -> Outcome:
+    found = scenario(ReferenceOptimizer, *arguments)
+    assert len(set(found.losses)) > 40
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_gives_the_references_bits(policy: str, dtype: torch.dtype) -> None:
     expected = train(ReferenceAdamW, dtype=dtype)
     assert len(set(expected.losses)) > 40
     found = train(lambda params: InterleavedAdamW(params, policy=policy, subgroup_params=1000), dtype=dtype)
     assert found == expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_job_that_does_everything(policy: str, mode: str) -> None:
+    assert everything(maker(policy, mode)) == expected(everything)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode"),
+    [
+        (torch.bfloat16, "streamed"),
+        (torch.float16, "kept"),
+        pytest.param(torch.float32, "streamed", marks=pytest.mark.slow),
+    ],
+)
+def test_adaptive_with_room_by_phase_on_slow_links(dtype: torch.dtype, mode: str) -> None:
+    device = EmulatedDevice(None, 40e6, 40e6)
+    make = maker("adaptive", mode, device=device, machine=MACHINE, memory_budget=ROOM)
+    assert everything(make, dtype) == expected(everything, dtype)
+    assert 0 < device.peak_bytes <= ROOM["update"]
+    assert device.used_bytes == 0
+
+
+@pytest.mark.parametrize("scenario", [accumulated, clipped_by_torch, scaled_by_torch, scaled])
+@pytest.mark.parametrize("policy", ["interleaved:2", "adaptive"])
+def test_one_thing_at_a_time(policy: str, scenario: Scenario) -> None:
+    assert scenario(maker(policy, "kept", machine=MACHINE)) == expected(scenario)
+
+
+@pytest.mark.parametrize("scenario", [accumulated, scaled])
+@pytest.mark.parametrize("policy", ["interleaved:2", "adaptive"])
+def test_one_thing_at_a_time_streamed(policy: str, scenario: Scenario) -> None:
+    assert scenario(maker(policy, "streamed", machine=MACHINE)) == expected(scenario)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,12 +14,24 @@ from ebbtide.interleave.engine import reference
 from ebbtide.interleave.engine.norm import sum_of_squares, total
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from ebbtide.interleave.engine.reference import Hyper
-from tests.interleave.engine.jobs import Outcome, closing
+from ebbtide.interleave.machine import Machine
+from tests.interleave.engine.jobs import Outcome
 
 # (parameters or groups, options) -> an optimizer
 Make = Callable[..., Any]
-# (optimizer, step) -> what comes between the last backward and the step
-BeforeStep = Callable[[Any, int], None]
+MODES = ("kept", "streamed")
+# With slow links, so that `adaptive` has something to choose.
+MACHINE = Machine(
+    name="test",
+    h2d_bytes_per_s=40e6,
+    d2h_bytes_per_s=40e6,
+    h2d_pageable_bytes_per_s=40e6,
+    d2h_pageable_bytes_per_s=40e6,
+    host_memory_bytes_per_s=1e10,
+    cpu_update_params_per_s=1e7,
+    cpu_cast_params_per_s=1e8,
+    gpu_update_params_per_s=1e8,
+)
 
 
 class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
@@ -81,6 +94,26 @@ class Net(nn.Module):  # type: ignore[misc]
         return self.last(torch.tanh(self.late(self.norm(hidden))))
 
 
+def maker(policy: str, mode: str, **more: Any) -> Make:
+    def make(params: Any, **options: Any) -> InterleavedAdamW:
+        given = {"subgroup_params": 500, "threads": 1, **more, **options}
+        return InterleavedAdamW(params, policy=policy, gradients=mode, **given)
+
+    return make
+
+
+def throttle_cpu(optimizer: InterleavedAdamW, params_per_s: Callable[[], float]) -> None:
+    """Let the CPU's updates take as long as they would at this rate."""
+    update = optimizer._kernel.update
+
+    def throttled(*arguments: Any) -> None:
+        due = time.perf_counter() + len(arguments[0]) / params_per_s()
+        update(*arguments)
+        time.sleep(max(0.0, due - time.perf_counter()))
+
+    optimizer._kernel.update = throttled  # type: ignore[method-assign]
+
+
 def net(dtype: torch.dtype = torch.bfloat16) -> Net:
     torch.manual_seed(0)
     return Net().to(dtype)
@@ -90,10 +123,7 @@ def batches(dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Without end."""
     generator = torch.Generator().manual_seed(1)
     while True:
-        yield (
-            torch.randn(8, 24, generator=generator).to(dtype),
-            torch.randn(8, 24, generator=generator),
-        )
+        yield torch.randn(8, 24, generator=generator).to(dtype), torch.randn(8, 24, generator=generator)
 
 
 class Job:
@@ -131,8 +161,7 @@ def run(job: Job, optimizer: Any, steps: int = 50, backwards: Callable[[int], in
 
 def finish(job: Job, optimizer: Any) -> Outcome:
     if isinstance(optimizer, InterleavedAdamW):
-        with closing(optimizer):
-            pass
+        optimizer.close()
     return job.outcome()
 
 

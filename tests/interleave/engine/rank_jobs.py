@@ -1,0 +1,169 @@
+"""What two ranks of a job do; each result is what rank 0 sees."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ebbtide.interleave.engine.errors import EngineError
+from tests.interleave.engine.training import MACHINE, Net, batches, maker, net
+
+RANKS = 2
+STEPS = 8
+# (policy, gradients)
+WAYS = (
+    ("zero-offload", "kept"),
+    ("zero-offload", "streamed"),
+    ("interleaved:2", "streamed"),
+    ("gpu-only", "kept"),
+    ("gpu-only", "streamed"),
+    ("adaptive", "streamed"),
+)
+Result = dict[str, Any]
+
+
+def backwards(step: int) -> int:
+    return (1, 1, 2, 4, 1, 3)[step % 6]
+
+
+def loss_of(model: Any, batch: tuple[torch.Tensor, torch.Tensor], step: int, part: slice) -> torch.Tensor:
+    """Of a part of the batch; each step takes another branch."""
+    inputs, targets = batch
+    return ((model(inputs[part], step % 3).float() - targets[part]) ** 2).mean()
+
+
+def sharded() -> Net:
+    model = net(torch.float32)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for branch in model.branches:
+        fully_shard(branch, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def train(model: Any, optimizer: Any, rank: int, steps: int = STEPS) -> list[float]:
+    data = batches(torch.float32)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for _ in range(backwards(step)):
+            loss = loss_of(model, next(data), step, slice(rank, None, RANKS))
+            losses.append(loss.item())
+            loss.backward()
+        optimizer.step()
+    return losses
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+
+
+def every_policy(rank: int, folder: Path) -> Result:
+    found: Result = {}
+    for policy, mode in WAYS:
+        model = sharded()
+        optimizer = maker(policy, mode, machine=MACHINE)(model.parameters(), max_grad_norm=0.3)
+        losses = train(model, optimizer, rank)
+        optimizer.close()
+        found[f"{policy} {mode}"] = losses, whole(model)
+    return found
+
+
+def saved(rank: int, folder: Path) -> Result:
+    """A checkpoint after some steps, what it holds, and the parameters some steps later."""
+    model = sharded()
+    optimizer = maker("interleaved:2", "streamed")(model.parameters(), max_grad_norm=0.3)
+    train(model, optimizer, rank)
+    optimizer.zero_grad()
+    before = whole(model)
+    state = get_optimizer_state_dict(model, optimizer)
+    dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=folder / "checkpoint")
+    full = {
+        name: {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in entry.items()}
+        for name, entry in state["state"].items()
+    }
+    train(model, optimizer, rank, 3)
+    optimizer.close()
+    return {"state": full, "params": before, "later": whole(model)}
+
+
+def touched(rank: int, folder: Path) -> Result:
+    """What is said where torch clips gradients that have left."""
+    model = sharded()
+    optimizer = maker("interleaved:2", "streamed")(model.parameters())
+    for _ in range(2):
+        train(model, optimizer, rank, 1)
+    optimizer.zero_grad()
+    loss_of(model, next(batches(torch.float32)), 0, slice(None)).backward()
+    try:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    except EngineError as error:
+        return {"error": str(error)}
+    finally:
+        optimizer.close()
+    return {}
+
+
+def replicated(rank: int, folder: Path) -> Result:
+    model = net(torch.float32)
+    ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = maker("interleaved:2", "kept")(ddp.parameters(), max_grad_norm=0.3)
+    train(ddp, optimizer, rank)
+    optimizer.close()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def replicated_and_streamed(rank: int, folder: Path) -> Result:
+    ddp = nn.parallel.DistributedDataParallel(net(torch.float32))
+    try:
+        maker("interleaved:2", "streamed")(ddp.parameters())
+    except EngineError as error:
+        return {"error": str(error)}
+    return {}
+
+
+def with_empty_shards(rank: int, folder: Path) -> Result:
+    """One row on two ranks; how often each policy has updated it."""
+    found: Result = {}
+    for policy, mode in WAYS:
+        model = nn.Linear(3, 1, bias=False)
+        fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+        optimizer = maker(policy, mode, machine=MACHINE)(model.parameters(), max_grad_norm=0.3)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).square().sum().backward()
+            optimizer.step()
+        found[f"{policy} {mode}"] = int(optimizer.state_dict()["state"][0]["step"])
+        optimizer.close()
+    return found
+
+
+JOBS: tuple[Callable[[int, Path], Result], ...] = (
+    every_policy,
+    saved,
+    touched,
+    replicated,
+    replicated_and_streamed,
+    with_empty_shards,
+)
+
+
+def main(rank: int, folder: Path) -> None:
+    """All of them; rank 0 leaves the results in the folder."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
+    results = {job.__name__: job(rank, folder) for job in JOBS}
+    if rank == 0:
+        torch.save(results, folder / "results")
+    dist.destroy_process_group()

@@ -1,0 +1,164 @@
+"""What InterleavedAdamW does not take: one clear line each, and no thread left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ebbtide.interleave.engine.emulated import EmulatedDevice
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.machine import Machine
+from ebbtide.profiler.trace import UserError
+from tests.interleave.engine.jobs import closing
+from tests.interleave.engine.training import MACHINE, Job, maker
+from tests.interleave.engine.twins import no_thread_left
+
+make = maker("interleaved:2", "kept")
+
+
+def values(*shape: int, **more: Any) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(*shape, **more))
+
+
+def frozen() -> list[nn.Parameter]:
+    return [values(8).requires_grad_(False)]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: make([values(8), values(8, device="meta")]), r"2 devices \(cpu, meta\)"),
+        (lambda: make([values(8, device="meta")]), "kind meta"),
+        (lambda: make([values(8, dtype=torch.float64)]), "float64"),
+        (lambda: make([values(8, dtype=torch.complex64)]), "complex64"),
+        (lambda: make([nn.Parameter(torch.zeros(8, 4).t())]), "not contiguous"),
+        (lambda: make(frozen()), "no parameter that is not frozen"),
+        (lambda: maker("nothing", "kept")([values(8)]), "nothing"),
+        (lambda: maker("interleaved:many", "kept")([values(8)]), "interleaved"),
+        (lambda: maker("twin-flow:2", "kept")([values(8)]), "twin-flow"),
+        (lambda: maker("gpu-only", "kept", memory_budget=1000)([values(100)]), "1.17 KiB.*1000 bytes"),
+        (lambda: maker("gpu-only", "kept", device=EmulatedDevice(1000))([values(100)]), "1000"),
+        (lambda: maker("adaptive", "kept", machine=Machine(name="m"))([values(100)]), "machine m has no"),
+        (lambda: make([values(8)], lr=-1e-3), "lr"),
+        (lambda: make([values(8)], lr=float("nan")), "lr"),
+        (lambda: make([values(8)], lr="fast"), "lr"),
+        (lambda: make([values(8)], eps=-1), "eps"),
+        (lambda: make([values(8)], weight_decay=-1), "weight_decay"),
+        (lambda: make([values(8)], betas=(0.9, 1.0)), "betas"),
+        (lambda: make([values(8)], betas=0.9), "betas"),
+        (lambda: make([{"params": [values(8)], "lr": -1}]), "lr"),
+        (lambda: make([{"params": [values(8)], "amsgrad": True}]), "amsgrad"),
+        (lambda: make([{"params": [values(8)], "maximize": True}]), "maximize"),
+        (lambda: make([values(8)], subgroup_params=0), "subgroup_params"),
+        (lambda: make([values(8)], threads=0), "threads"),
+        (lambda: make([values(8)], threads=-1), "threads"),
+        (lambda: make([values(8)], max_grad_norm=0.0), "max_grad_norm"),
+        (lambda: make([values(8)], max_grad_norm=float("nan")), "max_grad_norm"),
+        (lambda: make([values(8)], loss_scale="static"), "loss_scale"),
+        (lambda: make([values(8)], loss_scale=0.0), "loss_scale"),
+        (lambda: make([values(8)], loss_scale=float("inf")), "loss_scale"),
+        (lambda: make([values(8)], loss_scale=True), "loss_scale"),
+        (lambda: maker("interleaved:2", "lost")([values(8)]), "gradients"),
+        (lambda: make([values(8)], memory_budget=-1.0), "memory_budget"),
+        (lambda: make([values(8)], memory_budget=float("nan")), "memory_budget"),
+        (lambda: make([values(8)], memory_budget="much"), "memory_budget"),
+        (lambda: make([values(8)], memory_budget={"forward": 1e6, "update": 1e6}), "memory_budget.*backward"),
+        (lambda: make([values(8)], memory_budget={"forward": 1e6, "backward": -1, "update": 1e6}), "memory_budget"),
+    ],
+)
+def test_what_cannot_be_made_is_said(build: Callable[[], object], message: str) -> None:
+    with no_thread_left():
+        with pytest.raises(UserError, match=message) as told:
+            build()
+        assert "\n" not in str(told.value)
+
+
+def with_gradient(optimizer: InterleavedAdamW, gradient: torch.Tensor) -> None:
+    param = optimizer.param_groups[0]["params"][0]
+    param.grad = gradient
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("do", "message"),
+    [
+        (lambda optimizer: optimizer.step(lambda: 0.0), "closure"),
+        (lambda optimizer: with_gradient(optimizer, torch.eye(8).to_sparse()), "sparse"),
+        (lambda optimizer: with_gradient(optimizer, torch.full((8, 8), torch.nan)), "not a number"),
+        (lambda optimizer: with_gradient(optimizer, torch.full((8, 8), torch.inf)), "infinite"),
+        (lambda optimizer: optimizer.add_param_group({"params": [values(8)], "lr": -1}), "lr"),
+        (lambda optimizer: optimizer.add_param_group({"params": [values(8, device="meta")]}), "2 devices"),
+        (lambda optimizer: optimizer.add_param_group({"params": [values(8, dtype=torch.float64)]}), "float64"),
+    ],
+)
+def test_what_it_refuses_leaves_it_as_it_was(do: Callable[[InterleavedAdamW], object], message: str) -> None:
+    weight, other = values(8, 8), values(8)
+    with no_thread_left(), closing(make([weight, other], max_grad_norm=1.0)) as optimizer:
+        other.grad = torch.full((8,), 100.0)
+        with pytest.raises(EngineError, match=message) as told:
+            do(optimizer)
+        assert "\n" not in str(told.value)
+        assert len(optimizer.param_groups) == 1
+        assert not weight.any()
+        # Nor does what was seen then count later, in the norm that is clipped.
+        optimizer.zero_grad()
+        weight.grad = torch.full((8, 8), 1e-3)
+        optimizer.step()
+        assert optimizer.state_dict()["state"][0]["exp_avg"][0, 0] == torch.tensor(1e-3) * torch.tensor(0.1)
+
+
+def backward_and_step(embedding: nn.Embedding, optimizer: InterleavedAdamW) -> None:
+    embedding(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+
+
+def test_an_embedding_with_sparse_gradients_is_refused_while_streaming_too() -> None:
+    embedding = nn.Embedding(16, 4, sparse=True)
+    with no_thread_left(), closing(maker("interleaved:2", "streamed")(embedding.parameters())) as optimizer:
+        for _ in range(3):
+            embedding.zero_grad()
+            # At the step at first, in the backward where that hands it over.
+            with pytest.raises(EngineError, match="sparse"):
+                backward_and_step(embedding, optimizer)
+
+
+@pytest.mark.parametrize("mode", ["kept", "streamed"])
+def test_what_is_done_after_close_is_refused(mode: str) -> None:
+    job = Job()
+    with no_thread_left():
+        optimizer = maker("interleaved:2", mode)(job.net.parameters())
+        for _ in range(3):
+            job.step(optimizer)
+        state = optimizer.state_dict()
+        optimizer.close()
+        optimizer.close()
+        # The job's own backward goes on.
+        job.net.zero_grad()
+        job.loss().backward()
+        assert torch.isfinite(job.net.first.weight.grad).all()
+        more = {"params": [values(8)]}
+        for call in (
+            optimizer.step,
+            optimizer.state_dict,
+            lambda: optimizer.load_state_dict(state),
+            lambda: optimizer.add_param_group(more),
+            lambda: optimizer.plan,
+        ):
+            with pytest.raises(EngineError, match="closed"):
+                call()
+        assert len(optimizer.param_groups) == 1
+        assert optimizer.last_schedule is None
+
+
+def test_a_device_without_any_room_leaves_all_to_the_cpu() -> None:
+    job = Job()
+    device = EmulatedDevice(0)
+    with closing(maker("adaptive", "kept", device=device, machine=MACHINE)(job.net.parameters())) as optimizer:
+        for _ in range(4):
+            job.step(optimizer)
+    assert device.peak_bytes == 0

@@ -1,0 +1,113 @@
+"""Several ranks: shards by FSDP2, replicas by DDP, and checkpoints that another number of ranks loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from tests.interleave.engine import rank_jobs
+from tests.interleave.engine.jobs import closing
+from tests.interleave.engine.training import ReferenceOptimizer, batches, maker, net
+
+Results = dict[str, Any]
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """They begin once: that takes longer than all they do."""
+    torch.multiprocessing.spawn(rank_jobs.main, (tmp_path,), nprocs=rank_jobs.RANKS)
+    results: Results = torch.load(tmp_path / "results", weights_only=True)
+    shards_have_the_same_bits_under_every_policy(results["every_policy"])
+    two_shards_do_what_one_rank_does(results["every_policy"])
+    one_rank_goes_on_from_a_checkpoint_of_two(results["saved"], tmp_path)
+    replicas_have_the_bits_of_one_process(results["replicated"])
+    assert "max_grad_norm" in results["touched"]["error"]
+    assert "fully_shard" in results["replicated_and_streamed"]["error"]
+    assert set(results["with_empty_shards"].values()) == {4}
+
+
+def one_process() -> dict[str, torch.Tensor]:
+    """The same job by the reference: each rank adds its gradient to the mean until then, then there is a new mean, as
+    DDP does it."""
+    model = net(torch.float32)
+    params = list(model.parameters())
+    optimizer = ReferenceOptimizer(params, max_grad_norm=0.3)
+    data = batches(torch.float32)
+    for step in range(rank_jobs.STEPS):
+        sums: list[Any] = [None] * len(params)
+        for _ in range(rank_jobs.backwards(step)):
+            batch = next(data)
+            of_ranks = []
+            for rank in range(rank_jobs.RANKS):
+                loss = rank_jobs.loss_of(model, batch, step, slice(rank, None, rank_jobs.RANKS))
+                of_ranks.append(torch.autograd.grad(loss, params, allow_unused=True))
+            for index, (one, other) in enumerate(zip(*of_ranks, strict=True)):
+                if one is not None:
+                    before = 0.0 if sums[index] is None else sums[index]
+                    sums[index] = (before + one) / 2 + (before + other) / 2
+        for param, gradient in zip(params, sums, strict=True):
+            param.grad = gradient
+        optimizer.step()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def shards_have_the_same_bits_under_every_policy(by_way: Results) -> None:
+    (expected_losses, expected), *others = by_way.values()
+    assert len(others) == len(rank_jobs.WAYS) - 1
+    for losses, params in others:
+        assert losses == expected_losses
+        assert all(torch.equal(params[name], expected[name]) for name in expected)
+
+
+def two_shards_do_what_one_rank_does(by_way: Results) -> None:
+    """Within rounding of the reduced gradients."""
+    _, params = by_way["interleaved:2 streamed"]
+    expected = one_process()
+    moved = max(float((value - start).abs().max()) for value, start in zip(expected.values(), starts(), strict=True))
+    assert moved > 3e-3
+    for name, value in expected.items():
+        torch.testing.assert_close(params[name], value, rtol=0, atol=1e-5)
+
+
+def starts() -> list[torch.Tensor]:
+    return [param.detach() for param in net(torch.float32).parameters()]
+
+
+def one_rank_goes_on_from_a_checkpoint_of_two(saved: Results, folder: Path) -> None:
+    model = net(torch.float32)
+    with closing(maker("gpu-only", "kept", subgroup_params=700)(model.parameters())) as optimizer:
+        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=folder / "checkpoint", no_dist=True)
+        model.load_state_dict(state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        found = get_optimizer_state_dict(model, optimizer)["state"]
+        assert found.keys() == saved["state"].keys()
+        for name, entry in saved["state"].items():
+            assert entry.keys() == found[name].keys() >= {"step", "master", "exp_avg", "exp_avg_sq"}
+            for key, value in entry.items():
+                assert torch.equal(found[name][key], value), (name, key)
+        params = dict(model.named_parameters())
+        for name, value in saved["params"].items():
+            assert torch.equal(params[name], value)
+
+
+def test_saving_by_torch_changes_nothing() -> None:
+    """It makes a step of an optimizer that seems to have no state yet."""
+    model = net(torch.float32)
+    with closing(maker("interleaved:2", "kept")(model.parameters())) as optimizer:
+        rank_jobs.loss_of(model, next(batches(torch.float32)), 0, slice(None)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = optimizer.state_dict()["state"]
+        get_optimizer_state_dict(model, optimizer)
+        after = optimizer.state_dict()["state"]
+        for index, entry in before.items():
+            assert all(torch.equal(after[index][key], value) for key, value in entry.items())
+
+
+def replicas_have_the_bits_of_one_process(params: Results) -> None:
+    assert all(torch.equal(params[name], value) for name, value in one_process().items())

@@ -1,0 +1,238 @@
+"""State dicts: to torch.optim.AdamW and back, from one policy to another, and to the bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from tests.interleave.engine.jobs import closing
+from tests.interleave.engine.states import bits
+from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer, finish, maker, run, two_groups
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# (policy, gradients, subgroup_params)
+WAYS = (
+    ("zero-offload", "kept", 500),
+    ("interleaved:2", "streamed", 333),
+    ("gpu-only", "streamed", 64),
+    ("adaptive", "kept", 10_000),
+)
+
+
+def way(policy: str, mode: str, subgroup_params: int) -> Callable[..., InterleavedAdamW]:
+    return maker(policy, mode, subgroup_params=subgroup_params, machine=MACHINE)
+
+
+def saved(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Through a file, as torch reads it from people one does not trust."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    found: dict[str, Any] = torch.load(file, weights_only=True)
+    return found
+
+
+def assert_alike(one: Any, other: Any) -> None:
+    """To the bit, wherever there are tensors in it."""
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(bits(one), bits(other))
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_alike(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for mine, its in zip(one, other, strict=True):
+            assert_alike(mine, its)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("after", WAYS)
+@pytest.mark.parametrize("before", WAYS)
+def test_a_run_goes_on_elsewhere_to_the_bit(before: tuple[str, str, int], after: tuple[str, str, int]) -> None:
+    options = {"max_grad_norm": 0.5, "loss_scale": "dynamic"}
+    job = Job(torch.float16)
+    expected = run(job, ReferenceOptimizer(two_groups(job), **options), steps=30)
+    job = Job(torch.float16)
+    optimizer = way(*before)(two_groups(job), **options)
+    for _ in range(20):
+        job.step(optimizer)
+    state = saved(optimizer.state_dict())
+    optimizer.close()
+    assert torch.equal(torch.tensor(expected.losses[:20]), torch.tensor(job.losses))
+    resumed = way(*after)(two_groups(job), **options)
+    resumed.load_state_dict(state)
+    assert_alike(saved(resumed.state_dict()), state)
+    assert run(job, resumed, steps=10) == expected
+
+
+def test_what_is_frozen_now_keeps_its_state() -> None:
+    def trained(optimizer_of: Callable[..., Any], resume: bool) -> Any:
+        job = Job()
+        optimizer = optimizer_of(job.net.parameters())
+        for step in range(20):
+            if step == 10:
+                job.net.norm.requires_grad_(False)
+                if resume:
+                    state = optimizer.state_dict()
+                    optimizer.close()
+                    optimizer = optimizer_of(job.net.parameters())
+                    optimizer.load_state_dict(state)
+            if step == 15:
+                job.net.norm.requires_grad_(True)
+            job.step(optimizer)
+        return finish(job, optimizer)
+
+    assert trained(maker("interleaved:2", "streamed"), True) == trained(ReferenceOptimizer, False)
+
+
+def test_fp32_state_goes_to_torch_and_back_exactly() -> None:
+    job = Job(torch.float32)
+    with closing(maker("interleaved:2", "kept")(two_groups(job))) as optimizer:
+        for _ in range(5):
+            job.step(optimizer)
+        ours = copy.deepcopy(optimizer.state_dict())
+        theirs = torch.optim.AdamW(two_groups(job))
+        theirs.load_state_dict(saved(ours))
+        for index, entry in ours["state"].items():
+            found = theirs.state_dict()["state"][index]
+            for name in ("step", "exp_avg", "exp_avg_sq"):
+                assert_alike(found[name], entry[name])
+        assert theirs.param_groups[0]["lr"] == 3e-3
+        job.net.zero_grad()
+        job.loss().backward()
+        before = [param.detach().clone() for param in job.net.parameters()]
+        theirs.step()
+        by_torch = [param.detach().clone() for param in job.net.parameters()]
+        state = saved(theirs.state_dict())
+        # Torch's next step is ours within rounding, from the very same state.
+        with torch.no_grad():
+            for param, value in zip(job.net.parameters(), before, strict=True):
+                param.copy_(value)
+        optimizer.step()
+        for param, value in zip(job.net.parameters(), by_torch, strict=True):
+            torch.testing.assert_close(param.detach(), value, rtol=1e-5, atol=1e-6)
+        optimizer.load_state_dict(state)
+        for index, entry in optimizer.state_dict()["state"].items():
+            for name in ("step", "exp_avg", "exp_avg_sq"):
+                assert_alike(entry[name], state["state"][index][name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masters_start_from_the_parameters_where_torch_saved_none(dtype: torch.dtype) -> None:
+    job = Job(dtype)
+    theirs = torch.optim.AdamW(job.net.parameters())
+    for _ in range(3):
+        job.net.zero_grad()
+        job.loss().backward()
+        theirs.step()
+    with closing(maker("interleaved:2", "streamed")(job.net.parameters())) as optimizer:
+        optimizer.load_state_dict(theirs.state_dict())
+        params = list(job.net.parameters())
+        for index, entry in optimizer.state_dict()["state"].items():
+            assert_alike(entry["master"], params[index].detach().float())
+            assert_alike(entry["exp_avg"], theirs.state[params[index]]["exp_avg"].float())
+            assert entry["step"] == 3
+
+
+@pytest.mark.parametrize("mode", ["kept", "streamed"])
+def test_masters_follow_what_is_loaded_into_the_model(mode: str) -> None:
+    """Those that round to the same parameter stay what they are."""
+
+    def trained(make: Callable[..., Any]) -> Any:
+        other = Job()
+        with torch.no_grad():
+            for param in other.net.first.parameters():
+                param += 1
+        job = Job()
+        optimizer = make(job.net.parameters())
+        for step in range(8):
+            job.step(optimizer)
+            if step == 3:
+                loaded = {**job.net.state_dict(), "first.weight": other.net.first.weight.detach()}
+                job.net.load_state_dict({**loaded, "last.weight": loaded["first.weight"]})
+                if isinstance(optimizer, ReferenceOptimizer):
+                    optimizer.state[job.net.first.weight]["rows"][0].copy_(loaded["first.weight"].reshape(-1))
+        return finish(job, optimizer)
+
+    assert trained(maker("interleaved:2", mode)) == trained(ReferenceOptimizer)
+
+
+def test_a_state_dict_is_not_changed_by_later_steps() -> None:
+    job = Job(torch.float32)
+    with closing(maker("gpu-only", "kept")(job.net.parameters())) as optimizer:
+        job.step(optimizer)
+        state = optimizer.state_dict()
+        before = copy.deepcopy(state)
+        job.step(optimizer)
+        assert_alike(state, before)
+
+
+def test_a_fresh_optimizer_saves_no_state_and_loads_that() -> None:
+    job = Job()
+    with closing(maker("interleaved:2", "kept")(job.net.parameters())) as optimizer:
+        fresh = saved(optimizer.state_dict())
+        assert fresh["state"] == {}
+    job = Job()
+    expected = run(job, ReferenceOptimizer(job.net.parameters()), steps=4)
+    job = Job()
+    optimizer = maker("interleaved:2", "kept")(job.net.parameters())
+    optimizer.load_state_dict(fresh)
+    assert run(job, optimizer, steps=4) == expected
+
+
+def group(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state["param_groups"][0].update(changes)
+
+
+def entry(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], None]:
+    return lambda state: change(state["state"][1])  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.clear(), "no state dict of an optimizer"),
+        (lambda state: state["param_groups"].pop(), "another model"),
+        (lambda state: state["param_groups"][0]["params"].pop(), "another model"),
+        (lambda state: state["param_groups"].append(state["param_groups"][0]), "another model"),
+        (group(lr=-1.0), "lr"),
+        (group(amsgrad=True), "amsgrad"),
+        (entry(lambda of: of.update(exp_avg=torch.zeros(3))), "another model"),
+        (entry(lambda of: of.update(master=torch.zeros(24, 23))), "another model"),
+        (entry(lambda of: of.pop("exp_avg_sq")), "no exp_avg_sq that"),
+        (entry(lambda of: of.update(max_exp_avg_sq=of["exp_avg_sq"])), "AMSGrad"),
+        (entry(lambda of: of.update(exp_avg="text")), "no exp_avg that is a tensor"),
+        (entry(lambda of: of.update(step="text")), "step"),
+        (group(betas=0.9), "betas"),
+        (lambda state: state.update(state={1: 7}), "state of parameter 1"),
+        (lambda state: state.update(param_groups=[{}, {}]), "param_groups"),
+        (lambda state: state.update(loss_scale={}), "loss_scale"),
+    ],
+)
+def test_another_state_dict_is_refused_and_changes_nothing(
+    change: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    job = Job()
+    with closing(maker("interleaved:2", "streamed", loss_scale="dynamic")(two_groups(job))) as optimizer:
+        for _ in range(3):
+            job.step(optimizer)
+        before = saved(optimizer.state_dict())
+        wrong = saved(optimizer.state_dict())
+        for state in wrong["state"].values():
+            state["exp_avg"] += 1
+        change(wrong)
+        with pytest.raises(EngineError, match=message) as told:
+            optimizer.load_state_dict(wrong)
+        assert "\n" not in str(told.value)
+        assert_alike(saved(optimizer.state_dict()), before)
+        job.step(optimizer)
