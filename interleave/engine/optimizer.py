@@ -89,6 +89,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         self._loss_scale = LossScale(loss_scale)
         self._versions: list[int] = []
         self._intake: Intake
+        self._planner: Planner
         wanted = self._wanted()
         check_params(wanted, self._streams)
         self._device = device or open_device(wanted)

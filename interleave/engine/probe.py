@@ -25,9 +25,8 @@ def probe(device: Device, kernel: CpuKernel, params: int, room: float | None) ->
     """Rates of this device and CPU over the state of so many parameters, or some million, or as many as fit into `room`
     bytes of the device: a fraction of a second. host_memory: what
     update and copies carried together, or twice what the update alone did where they did not slow each other."""
-    params = min(params, _PARAMS)
-    if room is not None:
-        params = min(params, max(1, int(room / _DEVICE_BYTES)))
+    fits = params if room is None else int(room / _DEVICE_BYTES)
+    params = max(1, min(params, _PARAMS, fits))
     scalars = Hyper().scalars(1)
     half = torch.zeros(params, dtype=torch.bfloat16, device="cpu")
     host = [device.host((3, params), torch.float32) for _ in range(2)]
