@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ebbtide.interleave.linear import LinearProgram, Vector
@@ -14,6 +15,8 @@ _NEEDED = ("h2d_bytes_per_s", "d2h_bytes_per_s", "host_memory_bytes_per_s", "cpu
 # Of each piece, in parameters: state fetched and evicted, updated on the CPU and on the GPU, gradients down and back
 # up, updated parameters up.
 _FLOWS = ("h", "e", "c", "u", "a", "b", "y")
+# Of runs of pieces there are as many as of pairs of these.
+_MOST_EDGES = 14
 # What of a flow there was up to a piece's end.
 _TOTALS = {"c": "c so far", "u": "u so far", "a": "a so far"}
 
@@ -144,6 +147,7 @@ class _Program(LinearProgram):
         self.new("kept", upper=1.0)
         for index, piece in enumerate(pieces):
             self._piece(piece, index)
+        self._once()
         self._totals()
 
     def _close(self, piece: _Piece, index: int, windows: bool) -> None:
@@ -189,7 +193,7 @@ class _Program(LinearProgram):
             self._within({v("u", i): 1.0}, piece, self._per(m.gpu_update_params_per_s))
         before = v("s", i - 1) if i else v("s0")
         self.row({v("s", i): 1.0, before: -1.0, v("h", i): -1.0, v("e", i): 1.0}, 0.0, 0.0)
-        self._once(before, i)
+        self.row({v("u", i): 1.0, before: -1.0, v("h", i): -1.0}, most=0.0)
         self._fits(piece, v("s", i), piece.made if piece.phase in ("backward", "overhead") else 0.0, i + 1)
         self._fits(piece, before, self.pieces[i - 1].made if i and piece.phase != "other" else 0.0, i)
         for flow, total in _TOTALS.items():
@@ -199,14 +203,18 @@ class _Program(LinearProgram):
             self.limit(v(_TOTALS["a"], i), piece.made)
             self.row({v(_TOTALS["c"], i): 1.0, v(_TOTALS["u"], i): 1.0}, most=piece.made)
 
-    def _once(self, before: int, i: int) -> None:
-        """What is updated from piece i on, up to each later one, was there or has come meanwhile: nothing is updated
-        twice."""
-        if self.upper(self.var("u", i)) == 0.0:
-            return
-        came: dict[int, float] = {}
-        for j in range(i, len(self.pieces)):
-            came |= {self.var("u", j): 1.0, self.var("h", j): -1.0}
+    def _runs(self) -> Iterator[tuple[int, range]]:
+        """(the state before it, pieces) of runs of pieces: all, or where there are many so many that they stay few."""
+        count = len(self.pieces)
+        edges = range(count + 1) if count < _MOST_EDGES else _spread(count, _MOST_EDGES)
+        for first, end in itertools.combinations(edges, 2):
+            yield self.var("s", first - 1) if first else self.var("s0"), range(first, end)
+
+    def _once(self) -> None:
+        """What is updated in a run of pieces was there or has come meanwhile: nothing is updated twice. Where all is
+        updated in the last piece, that follows from its own row."""
+        for before, run in self._runs() if not self._workload.waits else ():
+            came = {self.var("u", i): 1.0 for i in run} | {self.var("h", i): -1.0 for i in run}
             self.row({**came, before: -1.0}, most=0.0)
 
     def _fits(self, piece: _Piece, state: int, made: float, after: int) -> None:
@@ -298,17 +306,15 @@ class _Program(LinearProgram):
         lengths = [piece.length / self.second for piece in self.pieces]
         rooms = [_whole_room(piece.free / w.params / w.state_bytes, size, last) for piece in self.pieces]
         update = len(self.pieces) - 1
-        for first, end in itertools.combinations(range(update + 2), 2):
-            run = range(first, end)
-            time = sum(lengths[first:end]) + (least if end > update else 0.0)
+        for number, (before, run) in enumerate(self._runs()):
+            time = sum(lengths[i] for i in run) + (least if update in run else 0.0)
             # A copy that is under way at an edge counts as part here and part there: true of runs that are longer.
             if time < max(come, go) * size:
                 continue
-            stays = self.new("stays", first * (update + 2) + end)
-            before = self.var("s", first - 1) if first else self.var("s0")
+            stays = self.new("stays", number)
             moves = {self.var("h", i): -come * size for i in run} | {self.var("e", i): -go * size for i in run}
             self.row({stays: 1.0, before: -1.0, **{self.var("e", i): 1.0 for i in run}}, least=0.0)
-            length = {self.var("length"): rooms[update]} if end > update else {}
+            length = {self.var("length"): rooms[update]} if update in run else {}
             there = sum(lengths[i] * rooms[i] for i in run)
             # The last may be smaller, and take its room for less.
             self.row({**length, stays: -time, **moves}, least=-there - (come + go) * (size - last) * last)
@@ -344,6 +350,11 @@ class _Program(LinearProgram):
     def _per(self, rate: float | None) -> float:
         """A rate per second in the program's units."""
         return (rate or 0.0) * self.second / self._workload.params
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """So many edges of `count` pieces, the last two among them, which are the update's."""
+    return sorted({*(round(count * place / (most - 1)) for place in range(most)), count - 1, count - 2})
 
 
 def modes(workload: Workload, machine: Machine) -> list[tuple[float, float, float]]:

@@ -41,9 +41,6 @@ class LinearProgram:
     def var(self, name: str, index: int = 0) -> int:
         return self._names[name, index]
 
-    def upper(self, variable: int) -> float:
-        return self._upper[variable]
-
     def limit(self, variable: int, most: float) -> None:
         self._upper[variable] = min(self._upper[variable], most)
 
