@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
+import numpy as np
+
 from ebbtide.interleave.errors import PlanError
 from ebbtide.interleave.machine import Machine
-from ebbtide.interleave.plan import BACKWARD, FORWARD, UPDATE, Op, Plan
+from ebbtide.interleave.plan import BACKWARD, FORWARD, UPDATE, Kind, Op, Plan, Resource
 from ebbtide.interleave.schedule import Schedule, host_traffic
 from ebbtide.interleave.workload import Workload
 
@@ -42,10 +44,7 @@ class _Run:
         self._alone = [costs.seconds(op) for op in plan.ops]
         self._traffic = [host_traffic(op, workload) for op in plan.ops]
         self._resource = [_INDEX[op.resource] for op in plan.ops]
-        before = 0.0
-        for point in self._points:
-            self._alone.append(_until(workload, point) - before)
-            before = _until(workload, point)
+        self._alone += _stretches(workload, self._points)
         self._alone.append(machine.step_overhead_s or 0.0)
         self._traffic += [0.0] * (len(self._points) + 1)
         self._resource += [_COMPUTE] * (len(self._points) + 1)
@@ -160,8 +159,8 @@ class _Costs:
 
     def __init__(self, plan: Plan, workload: Workload, machine: Machine) -> None:
         need = {"host_memory_bytes_per_s"}
-        for op in plan.ops:
-            need |= _needs(op)
+        for of in {(op.kind, op.resource, op.pageable) for op in plan.ops}:
+            need |= _needs(*of)
         machine.need(sorted(need), f"policy {plan.policy}")
         rates = {
             "h2d": (machine.h2d_bytes_per_s or 1.0) * (1 - workload.h2d_busy_share),
@@ -186,17 +185,20 @@ class _Costs:
         return op.nbytes / self._rates[op.pageable][op.resource]
 
 
-def _needs(op: Op) -> set[str]:
-    if op.kind == "clip":
+def _needs(kind: Kind, resource: Resource, pageable: bool) -> set[str]:
+    if kind == "clip":
         return set()
-    if op.kind == "update":
-        return {f"{op.resource}_update_params_per_s"}
-    if op.kind == "cast":
+    if kind == "update":
+        return {f"{resource}_update_params_per_s"}
+    if kind == "cast":
         return {"cpu_cast_params_per_s"}
-    return {f"{op.resource}_bytes_per_s", *([f"{op.resource}_pageable_bytes_per_s"] if op.pageable else [])}
+    return {f"{resource}_bytes_per_s", *([f"{resource}_pageable_bytes_per_s"] if pageable else [])}
 
 
-def _until(workload: Workload, point: float) -> float:
-    """Seconds of compute until a point of the iteration."""
+def _stretches(workload: Workload, points: list[float]) -> list[float]:
+    """Seconds of compute until each point of the iteration from the one before it."""
     lengths = (workload.other_s, workload.forward_s, workload.backward_s)
-    return sum(length * min(max(point - phase, 0.0), 1.0) for phase, length in enumerate(lengths))
+    at = np.array(points)
+    until = sum(length * np.clip(at - phase, 0.0, 1.0) for phase, length in enumerate(lengths))
+    stretches: list[float] = np.diff(until, prepend=0.0).tolist()
+    return stretches
