@@ -19,7 +19,7 @@ from ebbtide.interleave.workload import Workload
 # The search simulates some hundred plans: of more subgroups than this it merges neighbours first.
 _MOST_SUBGROUPS = 64
 # How many subgroups the plans may have together that are tried after that, and how many plans it tries at least.
-_MOST_FINE = 16_000
+_MOST_FINE = 8_000
 _LEAST_FINE = 4
 # From how many beginnings the search goes out.
 _STARTS = 4
@@ -53,6 +53,10 @@ _STEPS = (
     (0, 0, 0, 0, 0, 1),
     (0, 0, 1, 1, 0, 1),
 )
+
+
+# What takes less of the device: fewer residents, fewer slots, both.
+_SMALLER = ((1, 0, 0, 0, 0, 0), (0, 0, 1, 1, 1, 0), (1, 0, 1, 1, 1, 0))
 
 
 @policy("adaptive")
@@ -137,7 +141,7 @@ class _Search:
     def fitting(self, placement: Placement, factor: int) -> Placement:
         """What fits of a placement that did so with neighbours merged: somewhat less of what stays on the device."""
         for less in (0, 1, factor // 2, factor, 2 * factor, 4 * factor):
-            best = self.best_of(placement.moved_by(step, -less) for step in _STEPS[2:])
+            best = self.best_of(placement.moved_by(step, -less) for step in _SMALLER)
             if self.cost(best) < _NEVER:
                 return best
         return Placement(0, 0, 0)
