@@ -136,7 +136,8 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             engine = self._running()
         self._follow_changes(engine)
         gradients = self._intake.collect()
-        self._resume(engine)
+        if not engine.under_way:
+            self._follow(self.plan)
         engine.give(gradients)
         # They come down while their norm is taken.
         for index, gradient in gradients.items():
@@ -345,7 +346,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         else:
             machine = self._machine or Machine(name="unknown")
         planner = Planner(self._policy, machine, subgroups, self._streams)
-        planner.plan(self._budget_now())
+        plan = planner.plan(self._budget_now())
         engine = Engine(subgroups, len(params), self._device, self._kernel)
         if self._engine is not None:
             self._closers.remove(self._engine.close)
@@ -357,7 +358,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         self._params = list(params)
         self._versions = [local(param)._version for param in params]
         portable.scatter(engine.store, states)
-        self._plan()
+        self._follow(plan)
 
     def _take_less(self, error: DeviceMemoryError) -> None:
         """Of the device's memory. Raises the error where nothing was taken."""
@@ -368,23 +369,20 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         log.warning("ebbtide: %s; from now on at most %s of it are used", error, bytes_text(less))
 
     def _plan(self) -> None:
-        plan = self._planner.plan(self._budget_now())
+        self._follow(self._planner.plan(self._budget_now()))
+
+    def _follow(self, plan: Plan) -> None:
+        """Go by a plan from now on, or by one that takes less where the device has no room for it."""
+        engine = self._running()
+        known = plan is engine.plan
         try:
-            self._running().follow(plan, self._planner.workload)
+            engine.follow(plan, self._planner.workload)
         except DeviceMemoryError as error:
             self._take_less(error)
             self._plan()
             return
-        log.info("ebbtide: policy %s: %s", self._policy, plan.remark or plan.counts())
-
-    def _resume(self, engine: Engine) -> None:
-        """Let the plan run again, where it was stopped."""
-        if not engine.under_way:
-            try:
-                engine.follow(self.plan, self._planner.workload)
-            except DeviceMemoryError as error:
-                self._take_less(error)
-                self._plan()
+        if not known:
+            log.info("ebbtide: policy %s: %s", self._policy, plan.remark or plan.counts())
 
     def _budget_now(self) -> Budget | None:
         budget = self._budget if self._budget is not None else self._device.free_bytes()
