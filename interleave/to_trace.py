@@ -52,6 +52,11 @@ def trace_of(schedule: Schedule, machine: Machine, iterations: int = 3) -> Trace
     return builder
 
 
+def file_name(policy: str) -> str:
+    """A policy's string as the name of a file."""
+    return "".join(letter if letter.isalnum() or letter in "-._@" else "_" for letter in policy)
+
+
 def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 

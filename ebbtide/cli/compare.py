@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ebbtide.cli.options import count, size
-from ebbtide.cli.plot import FORMATS
+from ebbtide.cli.outputs import check_outputs, new_outputs, picture_format, tell_outputs
 
 
 def compare(
@@ -74,17 +74,13 @@ def compare(
     On the GPU, or on an emulated device where there is none: then times tell nothing about a GPU, only whether
     execution goes as predicted. Exit code 1 where the losses differ.
     """
-    if plot is not None and plot.suffix.lower() not in FORMATS:
-        raise typer.BadParameter(f"{plot} must end in {', '.join(FORMATS)}: the ending chooses the format")
-    if plot is not None and save is not None and plot.resolve() == save.resolve():
-        raise typer.BadParameter(f"{plot} cannot be both the picture and the schedules: name two paths")
+    check_outputs(plot, save)
     if subgroup_params == 0:
         raise typer.BadParameter("--subgroup-params is at least 1")
     budget = size(memory_budget) if memory_budget is not None else None
     rate = size(link) if link is not None else None
     _settle_threads()
 
-    from ebbtide.analysis.output import new_output
     from ebbtide.analysis.plot import save as save_figure
     from ebbtide.cli.compare_report import print_comparison
     from ebbtide.interleave.compare.compare import Asked
@@ -94,9 +90,7 @@ def compare(
     from ebbtide.interleave.inputs import find_machine
 
     # What is written stands whole, or not at all, before anything is printed.
-    with ExitStack() as outputs:
-        image = outputs.enter_context(new_output(plot, force, Path.is_file, "a file")) if plot else None
-        folder = outputs.enter_context(new_output(save, force, _is_saved, "a folder of traces")) if save else None
+    with new_outputs(plot, save, force) as (image, folder):
         asked = Asked(
             policies=policy,
             iterations=iterations,
@@ -111,16 +105,14 @@ def compare(
         with _progress() as tell:
             found = run(asked, tell)
         if image is not None and plot is not None:
-            save_figure(picture(found), image, plot.suffix.lower()[1:])
+            save_figure(picture(found), image, picture_format(plot))
         if folder is not None:
             save_traces(found, folder)
     if as_json:
         typer.echo(json.dumps(found.as_json()))
     else:
         print_comparison(found)
-    for output in (plot, save):
-        if output is not None:
-            typer.echo(f"ebbtide: {output}", err=True)
+    tell_outputs(plot, save)
     if not found.losses_equal:
         differ = ", ".join(result.policy for result in found.results if not result.losses_equal)
         typer.echo(f"ebbtide: the losses of {differ} are not those of {found.results[0].policy}: a fault", err=True)
@@ -146,9 +138,3 @@ def _progress() -> Iterator[Callable[[str, int, int], object]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         line = bar.add_task("")
         yield lambda label, done, total: bar.update(line, description=label, completed=done, total=total)
-
-
-def _is_saved(folder: Path) -> bool:
-    from ebbtide.profiler.trace.files import is_trace
-
-    return folder.is_dir() and all(is_trace(inside) for inside in folder.iterdir())

@@ -9,8 +9,7 @@ import typer
 
 from ebbtide.cli.options import count, size
 from ebbtide.cli.options import iterations as parse_iterations
-
-FORMATS = (".png", ".svg", ".pdf")
+from ebbtide.cli.outputs import picture_format
 
 
 def plot(
@@ -30,9 +29,7 @@ def plot(
     force: Annotated[bool, typer.Option(help="Replace the picture if it exists.")] = False,
 ) -> None:
     """Draw memory over time with the phases, the use of the link, or when memory is free."""
-    ending = output.suffix.lower()
-    if ending not in FORMATS:
-        raise typer.BadParameter(f"{output} must end in {', '.join(FORMATS)}: the ending chooses the format")
+    written_as = picture_format(output)
     least = size(min_bytes)
     span = parse_iterations(iterations) if iterations is not None else (0, None)
 
@@ -42,5 +39,5 @@ def plot(
 
     opened = [open_trace(path) for path in traces]
     with new_output(output, force, Path.is_file, "a file") as temporary:
-        save(draw(opened, span, rank, kind, least), temporary, ending[1:])
+        save(draw(opened, span, rank, kind, least), temporary, written_as)
     typer.echo(f"ebbtide: {output}", err=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 
 from ebbtide.analysis.units import bytes_text, ms_text
 from ebbtide.cli.options import count, size
-from ebbtide.cli.plot import FORMATS
+from ebbtide.cli.outputs import check_outputs, new_outputs, picture_format, tell_outputs
 from ebbtide.cli.tables import table
 
 if TYPE_CHECKING:
@@ -52,21 +51,15 @@ def replay(
 ) -> None:
     """What an iteration would take under other policies, and how far the best is from the limit."""
     of_size = _size(params, ranks, forward_ms, backward_ms, free)
-    if plot is not None and plot.suffix.lower() not in FORMATS:
-        raise typer.BadParameter(f"{plot} must end in {', '.join(FORMATS)}: the ending chooses the format")
-    if plot is not None and save is not None and plot.resolve() == save.resolve():
-        raise typer.BadParameter(f"{plot} cannot be both the picture and the schedules: name two paths")
+    check_outputs(plot, save)
 
-    from ebbtide.analysis.output import new_output
     from ebbtide.interleave import explain as explaining
     from ebbtide.interleave.errors import PlanError, PolicyError
     from ebbtide.interleave.inputs import Size, find_machine, find_workload, load_policies
     from ebbtide.interleave.replay import replay as run
 
     # What is written stands whole, or not at all, before anything is printed.
-    with ExitStack() as outputs:
-        picture = outputs.enter_context(new_output(plot, force, Path.is_file, "a file")) if plot else None
-        folder = outputs.enter_context(new_output(save, force, _is_saved, "a folder of traces")) if save else None
+    with new_outputs(plot, save, force) as (picture, folder):
         if policies is not None:
             load_policies(policies)
         job = find_workload(trace, workload, Size(**of_size) if of_size is not None else None)
@@ -83,7 +76,7 @@ def replay(
         steps = explaining.explain(job, box) if explain else None
         advice = explaining.recommend(job, box) if recommend else None
         if picture is not None and plot is not None:
-            _draw(found, picture, plot.suffix.lower()[1:])
+            _draw(found, picture, picture_format(plot))
         if folder is not None:
             _save(found, folder)
     if as_json:
@@ -100,9 +93,7 @@ def replay(
             table("Each mechanism, added to those before it", ["mechanism", "policy", "iteration", "gain"], rows)
         if advice is not None:
             typer.echo(f"recommended: {advice.line}")
-    for output in (plot, save):
-        if output is not None:
-            typer.echo(f"ebbtide: {output}", err=True)
+    tell_outputs(plot, save)
 
 
 def _size(
@@ -157,14 +148,7 @@ def _draw(found: Replay, file: Path, kind: str) -> None:
 
 def _save(found: Replay, folder: Path) -> None:
     """A trace for each policy; for one that was asked for twice, once."""
-    from ebbtide.interleave.to_trace import trace_of
+    from ebbtide.interleave.to_trace import file_name, trace_of
 
     for policy, schedule in {schedule.plan.policy: schedule for schedule in found.schedules}.items():
-        name = "".join(c if c.isalnum() or c in "-._@" else "_" for c in policy)
-        trace_of(schedule, found.machine).write(folder / f"{name}.ebb")
-
-
-def _is_saved(folder: Path) -> bool:
-    from ebbtide.profiler.trace.files import is_trace
-
-    return folder.is_dir() and all(is_trace(inside) for inside in folder.iterdir())
+        trace_of(schedule, found.machine).write(folder / f"{file_name(policy)}.ebb")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from ebbtide.cli.options import count, size
-from ebbtide.cli.plot import FORMATS
+from ebbtide.cli.outputs import picture_format
 from ebbtide.cli.sweep_report import progress, tell_best
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def sweep(
     scenarios = _scenarios(scale_params or [], free_bytes or [], subgroup_params or [])
     if not (traces or workload):
         raise typer.BadParameter("nothing to replay: name traces, or workload files with --workload")
-    if plot is not None and plot.suffix.lower() not in FORMATS:
-        raise typer.BadParameter(f"{plot} must end in {', '.join(FORMATS)}: the ending chooses the format")
+    if plot is not None:
+        picture_format(plot)
     if plot is not None and plot.resolve() == output.resolve():
         raise typer.BadParameter(f"{plot} cannot be both the table and the picture: name two files")
     if scheduler == "":
@@ -128,7 +128,7 @@ def _run(tasks: list[Task], workers: Workers, output: Path, plot: Path | None, f
             write_rows(rows, tasks, temporary)
             if plot is not None:
                 with new_output(plot, force, Path.is_file, "a file") as picture:
-                    save(draw(rows), picture, plot.suffix.lower()[1:])
+                    save(draw(rows), picture, picture_format(plot))
         journal.drop()
     return rows
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from ebbtide.interleave.compare.results import Comparison
 from ebbtide.interleave.machine import Machine
 from ebbtide.interleave.schedule import Schedule
-from ebbtide.interleave.to_trace import trace_of
+from ebbtide.interleave.to_trace import file_name, trace_of
 from ebbtide.profiler.trace import TraceBuilder
 
 
@@ -16,7 +16,7 @@ def save_traces(found: Comparison, folder: Path) -> None:
     """Of each policy POLICY.measured.ebb, the iteration whose update is the median, and POLICY.predicted.ebb."""
     on = f"on an emulated device, at {found.box.link_bytes_per_s:g} B/s" if found.box.emulated else found.box.name
     for result in found.results:
-        name = "".join(letter if letter.isalnum() or letter in "-._@" else "_" for letter in result.policy)
+        name = file_name(result.policy)
         measured = _trace(result.measured, found.box.machine)
         measured.meta["source"] = "recorded"
         measured.note(f"measured by ebbtide compare {on}: one iteration")
