@@ -49,10 +49,10 @@ class CudaDevice:
         # In steps, so that a plan is made anew only where it matters.
         return float(max(0, int(left) // (64 * _BYTES) * (64 * _BYTES)))
 
-    def state(self, params: int) -> torch.Tensor:
+    def state(self, params: int, rows: int = 3) -> torch.Tensor:
         try:
             with torch.cuda.device(self._device), torch.cuda.stream(self._streams["h2d"]):
-                found = torch.empty((3, params), dtype=torch.float32, device=self._device)
+                found = torch.empty((rows, params), dtype=torch.float32, device=self._device)
         except torch.cuda.OutOfMemoryError as error:
             raise DeviceMemoryError(f"the GPU has no room: {str(error).splitlines()[0]}") from error
         with self._lock:

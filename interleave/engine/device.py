@@ -16,8 +16,8 @@ class Device(Protocol):
     """Calls come from the executor's threads, at most one at a time for `update` and for each direction of `copy`; each
     returns when its work is done."""
 
-    def state(self, params: int) -> torch.Tensor:
-        """Room for the state of so many parameters, (3, params) fp32. Raises DeviceMemoryError where there is none."""
+    def state(self, params: int, rows: int = 3) -> torch.Tensor:
+        """Room for so many parameters, (rows, params) fp32. Raises DeviceMemoryError where there is none."""
         ...
 
     def release(self, tensor: torch.Tensor) -> None:

@@ -49,8 +49,8 @@ class EmulatedDevice:
     def free_bytes(self) -> float | None:
         return self.capacity_bytes
 
-    def state(self, params: int) -> torch.Tensor:
-        nbytes = 3 * torch.float32.itemsize * params
+    def state(self, params: int, rows: int = 3) -> torch.Tensor:
+        nbytes = rows * torch.float32.itemsize * params
         with self._lock:
             if self.capacity_bytes is not None and self._used + nbytes > self.capacity_bytes:
                 free = self.capacity_bytes - self._used
@@ -58,7 +58,7 @@ class EmulatedDevice:
             self._used += nbytes
             self.peak_bytes = max(self.peak_bytes, self._used)
             # Not a number: what is read before it is written shows.
-            block = torch.full((3, params), float("nan"), dtype=torch.float32, device="cpu")
+            block = torch.full((rows, params), float("nan"), dtype=torch.float32, device="cpu")
             self._taken.add(block.data_ptr())
         return block
 

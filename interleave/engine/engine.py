@@ -26,12 +26,19 @@ _SCALARS = -1
 
 class Engine:
     """Runs a plan at every step, for so many parameters, which divide into subgroups. The training thread calls it;
-    `reach` and `take` are called by autograd's.
+    `reach` and `take` are called by autograd's. homes: see Store.
 
     last: the schedule of the last step, as measured."""
 
-    def __init__(self, subgroups: Sequence[Subgroup], params: int, device: Device, kernel: CpuKernel) -> None:
-        self.store = Store(subgroups, device, kernel)
+    def __init__(
+        self,
+        subgroups: Sequence[Subgroup],
+        params: int,
+        device: Device,
+        kernel: CpuKernel,
+        homes: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self.store = Store(subgroups, device, kernel, homes)
         self.device = device
         self.last: Schedule | None = None
         self._params = params

@@ -21,11 +21,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Subgroup:
-    """params: elements in all; dtype: of all its parameters and their gradients."""
+    """params: elements in all; dtype: of all its parameters; grad_dtype: of their gradients."""
 
     params: int
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
+    grad_dtype: torch.dtype
 
 
 def divide(params: Sequence[torch.Tensor], subgroup_params: int) -> tuple[Subgroup, ...]:
@@ -39,7 +40,7 @@ def divide(params: Sequence[torch.Tensor], subgroup_params: int) -> tuple[Subgro
     def close() -> None:
         nonlocal pieces, held
         if held:
-            subgroups.append(Subgroup(held, dtype, tuple(pieces)))
+            subgroups.append(Subgroup(held, dtype, tuple(pieces), dtype))
         pieces, held = [], 0
 
     for index, param in enumerate(params):

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import torch
 
-from ebbtide.analysis.units import bytes_text
 from ebbtide.interleave.engine import portable
 from ebbtide.interleave.engine.checks import check_group, check_options, check_params
 from ebbtide.interleave.engine.device import Device
+from ebbtide.interleave.engine.driver import Driver
 from ebbtide.interleave.engine.engine import Engine
-from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
-from ebbtide.interleave.engine.executor import Stopped
+from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.gradients import Gradients
 from ebbtide.interleave.engine.intake import Intake
-from ebbtide.interleave.engine.kernels import CpuKernel
 from ebbtide.interleave.engine.layout import divide
 from ebbtide.interleave.engine.loss_scale import LossScale
 from ebbtide.interleave.engine.open import open_device
-from ebbtide.interleave.engine.planner import Budget, Planner, least
+from ebbtide.interleave.engine.planner import Budget
 from ebbtide.interleave.engine.portable import local
-from ebbtide.interleave.engine.probe import probe
-from ebbtide.interleave.engine.reference import Hyper, Scalars
+from ebbtide.interleave.engine.reference import Hyper
 from ebbtide.interleave.engine.store import MASTER
 from ebbtide.interleave.machine import Machine
 from ebbtide.interleave.plan import Plan
@@ -34,8 +30,6 @@ from ebbtide.interleave.schedule import Schedule
 log = logging.getLogger("ebbtide")
 
 _SUBGROUP_PARAMS = 100_000_000
-# After the device ran out of memory the next plan takes so much of what the last one took.
-_BACK_OFF = 0.8
 
 
 class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
@@ -73,53 +67,42 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         device: Device | None = None,
         threads: int | None = None,
     ) -> None:
-        self._engine: Engine | None = None
         self._params: list[torch.Tensor] = []
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_group(defaults)
         check_options(gradients, subgroup_params, threads, memory_budget)
         super().__init__(params, defaults)
-        self._policy = policy
-        self._machine = machine
         self._subgroup_params = subgroup_params
-        self._budget = memory_budget
-        # Of device memory, after it ran out once.
-        self._most: float | None = None
         self._streams = gradients == "streamed"
         self._loss_scale = LossScale(loss_scale)
         self._versions: list[int] = []
         self._intake: Intake
-        self._planner: Planner
         wanted = self._wanted()
         check_params(wanted, self._streams)
-        self._device = device or open_device(wanted)
-        self._gradients = Gradients(self._device, max_grad_norm)
-        self._kernel = CpuKernel(threads)
         # What is given is somebody else's to close.
-        self._closers = [self._kernel.close, *([self._device.close] if device is None else [])]
-        self._close = weakref.finalize(self, _call_all, self._closers)
+        opened = device or open_device(wanted)
+        self._driver = Driver(policy, machine, memory_budget, threads, self._streams, opened, owns=device is None)
+        self._gradients = Gradients(opened, max_grad_norm)
         try:
             self._take(wanted, [portable.fresh(param) for param in wanted])
         except BaseException:
-            self._close()
+            self._driver.close()
             raise
 
     @property
     def last_schedule(self) -> Schedule | None:
         """What the last step was measured to do; None before the first."""
-        return self._engine.last if self._engine is not None else None
+        return None if self._driver.closed else self._driver.engine.last
 
     @property
     def plan(self) -> Plan:
         """The plan that the next step goes by."""
-        plan = self._running().plan
-        assert plan is not None
-        return plan
+        return self._driver.plan
 
     @property
     def machine(self) -> Machine:
         """The rates that are planned with, as the steps so far have shown them."""
-        return self._planner.machine
+        return self._driver.planner.machine
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Update all parameters that have a gradient.
@@ -129,15 +112,15 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         state is lost it is."""
         if closure is not None:
             raise EngineError("step() takes no closure: call loss.backward() before it")
-        engine = self._running()
+        engine = self._driver.engine
         known = set(self._params)
         if any(param.grad is not None and param not in known for param in self._wanted()):
             self._retake()
-            engine = self._running()
+            engine = self._driver.engine
         self._follow_changes(engine)
         gradients = self._intake.collect()
         if not engine.under_way:
-            self._follow(self.plan)
+            self._driver.follow()
         engine.give(gradients)
         # They come down while their norm is taken.
         for index, gradient in gradients.items():
@@ -154,20 +137,13 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             for index, param in enumerate(self._params)
         ]
         try:
-            failure = self._run(engine, scalars)
+            failure = self._driver.step([local(param).detach().view(-1) for param in self._params], scalars)
         except KeyboardInterrupt:
             # The engine has waited for all of the step before it let this through.
             self._count(there)
             raise
         self._count(there)
-        if failure is not None:
-            self._after(failure)
-        elif engine.last is not None:
-            self._planner.observe(engine.last)
-            reason = self._planner.drifted(self._budget_now())
-            if reason is not None:
-                log.info("ebbtide plans anew: %s", reason)
-                self._plan()
+        self._driver.learn(failure)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to back-propagate: multiplied with the loss scale."""
@@ -193,7 +169,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's, with the fp32 master beside the moments; on the host."""
         found: dict[str, Any] = super().state_dict()
-        engine = self._running()
+        engine = self._driver.engine
         self._intake.give_back()
         index = {param: number for number, param in enumerate(self._in_groups())}
         for param, state in zip(self._params, portable.gathered(engine.store, self._params), strict=True):
@@ -233,7 +209,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             steps.append(step)
         if "loss_scale" in state_dict:
             self._loss_scale.load(state_dict["loss_scale"])
-        engine = self._running()
+        engine = self._driver.engine
         self._intake.give_back()
         if len(params) > len(self._params):
             self._take(params, states)
@@ -249,10 +225,8 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
 
     def close(self) -> None:
         """End threads and give all memory back; it cannot step afterwards. Deleting it does the same."""
-        if self._engine is not None:
-            self._intake.close()
-        self._close()
-        self._engine = None
+        self._intake.close()
+        self._driver.close()
 
     def _leave_out(self, engine: Engine) -> None:
         """No step: a gradient is not finite. Raises EngineError where nothing says that this may happen."""
@@ -262,44 +236,12 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             raise EngineError("a gradient is infinite or not a number: this step was left out, nothing was changed")
         log.info("ebbtide: a gradient is not finite: step left out, loss scale now %g", self._loss_scale.value)
 
-    def _run(self, engine: Engine, scalars: Sequence[Scalars | None]) -> Stopped | None:
-        try:
-            engine.step([local(param).detach().view(-1) for param in self._params], scalars)
-        except Stopped as stopped:
-            return stopped
-        except Exception as error:
-            self.close()
-            raise EngineError(
-                f"an update broke off ({error}) and the optimizer's state is lost: go on from a checkpoint"
-            ) from error
-        return None
-
     def _count(self, there: Collection[int]) -> None:
         """The parameters of these indices have made a step."""
         for index in there:
             self._stepped(self._params[index], self._steps_of(self._params[index]) + 1)
         self._versions = [local(param)._version for param in self._params]
         self._intake.stepped()
-
-    def _after(self, failure: Stopped) -> None:
-        """The step is done, on the CPU; go on with less device memory where that was the trouble, else say so."""
-        cause = failure.__cause__
-        if isinstance(cause, DeviceMemoryError):
-            try:
-                self._take_less(cause)
-                self._plan()
-            except EngineError as error:
-                raise EngineError(f"{error} (this step was done all the same, on the CPU)") from cause
-            return
-        self._plan()
-        raise EngineError(
-            f"an operation of the plan failed: {cause}; the step was done all the same, on the CPU"
-        ) from cause
-
-    def _running(self) -> Engine:
-        if self._engine is None:
-            raise EngineError("this optimizer was closed, or its state is lost: make a new one")
-        return self._engine
 
     def _in_groups(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -327,7 +269,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _retake(self) -> None:
         """Take parameters in that were not there, or frozen."""
-        engine = self._running()
+        engine = self._driver.engine
         wanted = self._wanted()
         check_params(wanted, self._streams)
         self._intake.give_back()
@@ -337,60 +279,14 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
     def _take(self, params: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) -> None:
         """Keep state of these parameters, in subgroups, by a plan of their own."""
         subgroups = divide([local(param) for param in params], self._subgroup_params)
-        if self._engine is not None:
-            # What its steps have shown by now.
-            machine = self._planner.machine
-        elif self._machine is None and self._policy == "adaptive":
-            total = sum(subgroup.params for subgroup in subgroups)
-            machine = probe(self._device, self._kernel, total, least(self._budget_now()))
-        else:
-            machine = self._machine or Machine(name="unknown")
-        planner = Planner(self._policy, machine, subgroups, self._streams)
-        plan = planner.plan(self._budget_now())
-        engine = Engine(subgroups, len(params), self._device, self._kernel)
-        if self._engine is not None:
-            self._closers.remove(self._engine.close)
+        engine = self._driver.take(subgroups, len(params))
+        if self._params:
             self._intake.close()
-            self._engine.close()
-        self._closers.insert(0, engine.close)
-        self._engine, self._planner = engine, planner
         self._intake = Intake(params, engine, self._gradients, self._streams)
         self._params = list(params)
         self._versions = [local(param)._version for param in params]
         portable.scatter(engine.store, states)
-        self._follow(plan)
-
-    def _take_less(self, error: DeviceMemoryError) -> None:
-        """Of the device's memory. Raises the error where nothing was taken."""
-        needed = self._planner.needed_bytes
-        if not needed:
-            raise error
-        less = self._most = _BACK_OFF * needed
-        log.warning("ebbtide: %s; from now on at most %s of it are used", error, bytes_text(less))
-
-    def _plan(self) -> None:
-        self._follow(self._planner.plan(self._budget_now()))
-
-    def _follow(self, plan: Plan) -> None:
-        """Go by a plan from now on, or by one that takes less where the device has no room for it."""
-        engine = self._running()
-        known = plan is engine.plan
-        try:
-            engine.follow(plan, self._planner.workload)
-        except DeviceMemoryError as error:
-            self._take_less(error)
-            self._plan()
-            return
-        if not known:
-            log.info("ebbtide: policy %s: %s", self._policy, plan.remark or plan.counts())
-
-    def _budget_now(self) -> Budget | None:
-        budget = self._budget if self._budget is not None else self._device.free_bytes()
-        if self._most is None:
-            return budget
-        if isinstance(budget, Mapping):
-            return {phase: min(size, self._most) for phase, size in budget.items()}
-        return self._most if budget is None else min(budget, self._most)
+        self._driver.follow()
 
     def _follow_changes(self, engine: Engine) -> None:
         """Where somebody else has changed a parameter since the last step (loaded a checkpoint into the model, say) its
@@ -410,8 +306,3 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             different = master.to(value.dtype) != value
             master[different] = value[different].float()
         portable.scatter(engine.store, states)
-
-
-def _call_all(closers: list[Callable[[], None]]) -> None:
-    for close in closers:
-        close()

@@ -33,23 +33,33 @@ class Inputs:
 
 class Store:
     """State of each subgroup, (3, params) fp32: master, exp_avg, exp_avg_sq; on the host, on the device, or on both
-    where a copy is under way or the device's is the newer one."""
+    where a copy is under way or the device's is the newer one. homes: somebody's host memory for it, in which it is
+    again after `bring_home`; without them it takes host memory of its own, as far as it is not resident."""
 
-    def __init__(self, subgroups: Sequence[Subgroup], device: Device, kernel: CpuKernel) -> None:
+    def __init__(
+        self,
+        subgroups: Sequence[Subgroup],
+        device: Device,
+        kernel: CpuKernel,
+        homes: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         self.subgroups = subgroups
         self.device = device
         self._inputs = Inputs([])
         self._kernel = kernel
-        self._host: dict[int, torch.Tensor] = {}
+        self._host: dict[int, torch.Tensor] = dict(enumerate(homes or ()))
+        self._keeps_homes = homes is not None
         # Newer than the host's.
         self._on_device: dict[int, torch.Tensor] = {}
         # Whose update has begun and not ended: if that raises nobody knows what it has changed.
         self._torn: set[int] = set()
         self._down: dict[int, torch.Tensor] = {}
         # Whose gradient has come back up. It lies where the parameter is, which nobody reads until the update has
-        # written it anew from the master: so it takes no room.
+        # written it anew from the master: so it takes no room. One of another dtype lies in room of its own.
         self._up: set[int] = set()
+        self._beside: dict[int, torch.Tensor] = {}
         self._out: dict[int, torch.Tensor] = {}
+        self._held: dict[str, dict[int, torch.Tensor]] = {"gradient down": self._down, "upload": self._out}
         # Whose update writes no half precision, since a cast follows.
         self._casts: set[int] = set()
         # Whose gradient has come down since the iteration began.
@@ -96,7 +106,8 @@ class Store:
         found = self._inputs.gradients[param]
         if found is not None or not self.subgroups_of(param) <= self._came_down:
             return found
-        found = torch.empty_like(like).view(-1)
+        dtype = self.subgroups[min(self.subgroups_of(param))].grad_dtype
+        found = torch.empty(like.numel(), dtype=dtype, device=like.device)
         for subgroup in self.subgroups_of(param):
             for piece in self.subgroups[subgroup].pieces:
                 if piece.param == param:
@@ -123,6 +134,11 @@ class Store:
         else:
             self._host_of(subgroup).copy_(state)
 
+    def bring_home(self) -> None:
+        """All state is on the host; nothing runs meanwhile."""
+        for subgroup in sorted(self._on_device):
+            self._bring_back(subgroup)
+
     def settle(self, plan: Plan) -> None:
         """Bring state to where the plan has it when an iteration starts; nothing runs meanwhile."""
         home = plan.resident | plan.parked
@@ -130,7 +146,7 @@ class Store:
             self._bring_back(subgroup)
         for subgroup in sorted(home - self._on_device.keys()):
             self._come(subgroup)
-        for subgroup in plan.resident:
+        for subgroup in () if self._keeps_homes else plan.resident:
             self._host.pop(subgroup, None)
         for subgroup in range(len(self.subgroups)):
             if subgroup not in plan.resident:
@@ -138,13 +154,13 @@ class Store:
         self._casts = {op.subgroup for op in plan.ops if op.kind == "cast"}
         pageable: set[tuple[str, int]] = {(op.kind, op.subgroup) for op in plan.ops if op.pageable}
         changed = pageable ^ self._pageable
-        for kind, held in (("gradient down", self._down), ("upload", self._out)):
+        for kind, held in self._held.items():
             needed = {op.subgroup for op in plan.ops if op.kind == kind}
             for subgroup in list(held):
                 if subgroup not in needed or (kind, subgroup) in changed:
                     del held[subgroup]
             for subgroup in needed:
-                self._buffer(held, subgroup, (kind, subgroup) not in pageable)
+                self._buffer(kind, subgroup, (kind, subgroup) not in pageable)
         self._pageable = pageable
 
     def complete(self, plan: Plan, done: Sequence[bool]) -> None:
@@ -155,16 +171,16 @@ class Store:
         updated = {op.subgroup for op, is_done in zip(plan.ops, done, strict=True) if is_done and op.kind == "update"}
         uploaded = {op.subgroup for op, is_done in zip(plan.ops, done, strict=True) if is_done and op.kind == "upload"}
         on_cpu = {op.subgroup for op in plan.ops if op.kind == "update" and op.resource == "cpu"}
-        self._up.clear()
-        for subgroup in sorted(self._on_device):
-            self._bring_back(subgroup)
+        for subgroup in list(self._up):
+            self._gradient_used(subgroup)
+        self.bring_home()
         for subgroup in range(len(self.subgroups)):
             if subgroup in updated and (subgroup not in on_cpu or subgroup in uploaded):
                 continue
-            self._buffer(self._out, subgroup)
+            self._buffer("upload", subgroup)
             if subgroup not in updated:
                 if subgroup not in self._came_down:
-                    self._buffer(self._down, subgroup)
+                    self._buffer("gradient down", subgroup)
                     self._copy_gradient(subgroup)
                 self._update_host(subgroup, self._out[subgroup])
             else:
@@ -173,9 +189,9 @@ class Store:
 
     def release(self) -> None:
         """Give everything back."""
-        for block in self._on_device.values():
+        for block in (*self._on_device.values(), *self._beside.values()):
             self.device.release(block)
-        for held in (self._on_device, self._host, self._down, self._out):
+        for held in (self._on_device, self._beside, self._host, self._down, self._out):
             held.clear()
 
     def _host_of(self, subgroup: int) -> torch.Tensor:
@@ -183,22 +199,23 @@ class Store:
             self._host[subgroup] = self.device.host((3, self.subgroups[subgroup].params), torch.float32)
         return self._host[subgroup]
 
-    def _buffer(self, held: dict[int, torch.Tensor], subgroup: int, pinned: bool = True) -> None:
-        of = self.subgroups[subgroup]
+    def _buffer(self, kind: str, subgroup: int, pinned: bool = True) -> None:
+        of, held = self.subgroups[subgroup], self._held[kind]
         if subgroup not in held:
-            held[subgroup] = self.device.host((of.params,), of.dtype, pinned)
+            dtype = of.grad_dtype if kind == "gradient down" else of.dtype
+            held[subgroup] = self.device.host((of.params,), dtype, pinned)
 
     def _come(self, subgroup: int) -> None:
         block = self.device.state(self.subgroups[subgroup].params)
         try:
-            self.device.copy("h2d", [(self._host[subgroup], block)])
+            self.device.copy("h2d", _rows(self._host[subgroup], block))
         except BaseException:
             self.device.release(block)
             raise
         self._on_device[subgroup] = block
 
     def _bring_back(self, subgroup: int) -> None:
-        self.device.copy("d2h", [(self._on_device[subgroup], self._host_of(subgroup))])
+        self.device.copy("d2h", _rows(self._on_device[subgroup], self._host_of(subgroup)))
         self.device.release(self._on_device.pop(subgroup))
 
     def _fetch(self, op: Op) -> None:
@@ -213,9 +230,26 @@ class Store:
         self._copy_gradient(op.subgroup)
 
     def _gradient_up(self, op: Op) -> None:
-        down, pieces = self._down[op.subgroup], [piece for piece, _ in self._live(op.subgroup)]
+        of, down = self.subgroups[op.subgroup], self._down[op.subgroup]
         self._up.add(op.subgroup)
-        self.device.copy("h2d", [(down[piece.at : _end(piece)], self._value(piece)) for piece in pieces])
+        if of.grad_dtype != of.dtype:
+            self._beside[op.subgroup] = self.device.state(of.params, rows=1)
+        pieces = [piece for piece, _ in self._live(op.subgroup)]
+        pairs = [(down[piece.at : _end(piece)], self._came_up(op.subgroup, piece)) for piece in pieces]
+        self.device.copy("h2d", pairs)
+
+    def _came_up(self, subgroup: int, piece: Piece) -> torch.Tensor:
+        """Where a gradient is that has come back up."""
+        beside = self._beside.get(subgroup)
+        if beside is None:
+            return self._value(piece)
+        return beside.view(-1).view(self.subgroups[subgroup].grad_dtype)[piece.at : _end(piece)]
+
+    def _gradient_used(self, subgroup: int) -> None:
+        """A gradient that has come back up is not needed any more."""
+        self._up.discard(subgroup)
+        if subgroup in self._beside:
+            self.device.release(self._beside.pop(subgroup))
 
     def _update_on_cpu(self, op: Op) -> None:
         self._update_host(op.subgroup, None if op.subgroup in self._casts else self._out[op.subgroup])
@@ -233,11 +267,11 @@ class Store:
         state, is_up = self._on_device[op.subgroup], op.subgroup in self._up
         self._torn.add(op.subgroup)
         for piece, scalars in self._live(op.subgroup):
-            gradient = self._value(piece) if is_up else self._gradient(piece)
+            gradient = self._came_up(op.subgroup, piece) if is_up else self._gradient(piece)
             master, exp_avg, exp_avg_sq = (row[piece.at : _end(piece)] for row in state)
             self.device.update(gradient, master, exp_avg, exp_avg_sq, self._value(piece), scalars)
         self._torn.discard(op.subgroup)
-        self._up.discard(op.subgroup)
+        self._gradient_used(op.subgroup)
 
     def _cast(self, op: Op) -> None:
         self._round(op.subgroup)
@@ -294,6 +328,11 @@ class Store:
 
     def _value(self, piece: Piece) -> torch.Tensor:
         return self.inputs.values[piece.param][piece.begin : piece.end]
+
+
+def _rows(source: torch.Tensor, target: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """To be copied one by one: a home may be a part of longer rows."""
+    return list(zip(source, target, strict=True))
 
 
 def _end(piece: Piece) -> int:

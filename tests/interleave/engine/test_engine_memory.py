@@ -70,14 +70,14 @@ def test_the_host_holds_what_the_plan_says(policy: str, mode: str) -> None:
     with closing(make(job.net.parameters())) as optimizer:
         for _ in range(8):
             job.step(optimizer)
-        assert optimizer._engine is not None
-        schedule = optimizer._engine.last
+        assert not optimizer._driver.closed
+        schedule = optimizer._driver.engine.last
         assert schedule is not None
         if schedule.plan is not optimizer.plan:
             job.step(optimizer)
-            schedule = optimizer._engine.last
+            schedule = optimizer._driver.engine.last
             assert schedule is not None
-        assert optimizer._engine.store.host_bytes == pytest.approx(schedule.host_bytes(), rel=0.02)
+        assert optimizer._driver.engine.store.host_bytes == pytest.approx(schedule.host_bytes(), rel=0.02)
 
 
 def deleted(optimizer: InterleavedAdamW) -> None:
@@ -134,9 +134,9 @@ def test_nothing_grows_over_a_thousand_steps(mode: str) -> None:
                 (param - 1).square().sum().backward()
                 optimizer.step()
             gc.collect()
-            assert optimizer._engine is not None
-            optimizer._engine.rest()
-            return sys.getallocatedblocks(), device.used_bytes, optimizer._engine.store.host_bytes
+            assert not optimizer._driver.closed
+            optimizer._driver.engine.rest()
+            return sys.getallocatedblocks(), device.used_bytes, optimizer._driver.engine.store.host_bytes
 
         early, late = steps(500), steps(1000)
     # Less than one object a step.

@@ -114,10 +114,10 @@ class FaultyDevice(JitteryDevice):
             raise Broken
         super().update(grad, master, exp_avg, exp_avg_sq, out, scalars)
 
-    def state(self, params: int) -> torch.Tensor:
+    def state(self, params: int, rows: int = 3) -> torch.Tensor:
         if self.fault.strikes("state"):
             raise DeviceMemoryError("no room")
-        return super().state(params)
+        return super().state(params, rows)
 
     def host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         if self.fault.strikes("host"):

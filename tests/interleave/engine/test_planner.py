@@ -61,7 +61,7 @@ class Bench:
 
     def excess(self, true: Machine) -> float:
         """How much longer its plan takes on such a machine than the plan that is made for it, as a share."""
-        workload = self.optimizer._planner.workload
+        workload = self.optimizer._driver.planner.workload
         best = simulate(make_plan("adaptive", workload, true), workload, true).iteration_s
         return simulate(self.optimizer.plan, workload, true).iteration_s / best - 1
 

@@ -21,15 +21,15 @@ WARM = 3
 
 def on_device(optimizer: InterleavedAdamW) -> set[int]:
     """The subgroups of which a gradient lies on the device."""
-    assert optimizer._engine is not None
-    store = optimizer._engine.store
+    assert not optimizer._driver.closed
+    store = optimizer._driver.engine.store
     held = (index for index, gradient in enumerate(store.inputs.gradients) if gradient is not None)
     return set().union(*(store.subgroups_of(index) for index in held))
 
 
 def taken(optimizer: Any) -> int:
     """How many gradients have left `p.grad`; none of them where it is the reference's optimizer."""
-    return len(optimizer._engine.taken) if isinstance(optimizer, InterleavedAdamW) else 0
+    return len(optimizer._driver.engine.taken) if isinstance(optimizer, InterleavedAdamW) else 0
 
 
 @contextmanager

@@ -104,14 +104,14 @@ def maker(policy: str, mode: str, **more: Any) -> Make:
 
 def throttle_cpu(optimizer: InterleavedAdamW, params_per_s: Callable[[], float]) -> None:
     """Let the CPU's updates take as long as they would at this rate."""
-    update = optimizer._kernel.update
+    update = optimizer._driver.kernel.update
 
     def throttled(*arguments: Any) -> None:
         due = time.perf_counter() + len(arguments[0]) / params_per_s()
         update(*arguments)
         time.sleep(max(0.0, due - time.perf_counter()))
 
-    optimizer._kernel.update = throttled  # type: ignore[method-assign]
+    optimizer._driver.kernel.update = throttled  # type: ignore[method-assign]
 
 
 def net(dtype: torch.dtype = torch.bfloat16) -> Net:
