@@ -1,0 +1,21 @@
+"""What `enable` was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ebbtide.interleave.engine.device import Device
+from ebbtide.interleave.engine.planner import Budget
+from ebbtide.interleave.machine import Machine
+
+
+@dataclass(frozen=True)
+class Settings:
+    """As `enable` takes them."""
+
+    policy: str = "adaptive"
+    memory_budget: Budget | None = None
+    machine: Machine | None = None
+    subgroup_params: int = 100_000_000
+    threads: int | None = None
+    device: Device | None = None

@@ -1,0 +1,123 @@
+"""A small job for DeepSpeed, plain or driven by us."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ebbtide.interleave.deepspeed import disable, enable
+
+# Cuts DeepSpeed's subgroups of 9,000 elements or more once more, at odd places.
+SLICE = 5_003
+WIDTH = 48
+
+
+class Model(nn.Module):  # type: ignore[misc]
+    """Odd sizes, so that ranks hold padding."""
+
+    def __init__(self, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 97), nn.GELU(), nn.Linear(97, WIDTH)) for _ in range(4)
+        )
+        self.head = nn.Linear(WIDTH, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if self.checkpointing:
+                x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+            else:
+                x = x + block(x)
+        return self.head(x)
+
+
+def config(dtype: str = "bf16", accumulate: int = 1, **more: Any) -> dict[str, Any]:
+    """What a user of ZeRO-Offload writes."""
+    zero = {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "sub_group_size": 9_000,
+        "stage3_param_persistence_threshold": 100,
+    }
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulate,
+        "gradient_clipping": 0.5,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 4}},
+        "steps_per_print": 1_000_000,
+    }
+    if dtype != "fp32":
+        found[dtype] = {"enabled": True}
+    zero.update(more.pop("zero", {}))
+    return {**found, **more}
+
+
+@contextmanager
+def engine(policy: str | None, settings: dict[str, Any], seed: int = 0, **options: Any) -> Iterator[Any]:
+    """A DeepSpeed engine; driven by a policy, or plain. options: of the model (checkpointing) and of `enable`."""
+    import deepspeed
+
+    model_options = {name: options.pop(name) for name in ("checkpointing",) if name in options}
+    torch.manual_seed(seed)
+    model = Model(**model_options)
+    try:
+        if policy is not None:
+            enable(policy, subgroup_params=options.pop("subgroup_params", SLICE), beside=True, **options)
+        made, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    finally:
+        disable()
+    try:
+        yield made
+    finally:
+        made.destroy()
+
+
+def batches(engine: Any, count: int, seed: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    rank = torch.distributed.get_rank()
+    generator = torch.Generator().manual_seed(seed + 100 * rank)
+    dtype = next(engine.module.parameters()).dtype
+    for _ in range(count):
+        yield torch.randn(4, WIDTH, generator=generator).to(dtype), torch.randint(0, 7, (4,), generator=generator)
+
+
+def loss_of(engine: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(engine(batch[0]).float(), batch[1])
+
+
+def train(engine: Any, steps: int, seed: int = 1) -> list[float]:
+    """Train so many optimizer steps; the loss of each micro-step."""
+    losses = []
+    for batch in batches(engine, steps * engine.gradient_accumulation_steps(), seed):
+        loss = loss_of(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def state(engine: Any) -> list[torch.Tensor]:
+    """Masters, moments and parameters of this rank, copies."""
+    optimizer = engine.optimizer
+    found = []
+    for master, value in zip(
+        optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True
+    ):
+        moments = optimizer.optimizer.state[master]
+        found += [master.detach().clone(), value.detach().clone()]
+        found += [moments[name].clone() for name in ("exp_avg", "exp_avg_sq") if name in moments]
+    return found
+
+
+def digest(engine: Any) -> str:
+    found = hashlib.sha256()
+    for tensor in state(engine):
+        found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
