@@ -104,15 +104,17 @@ def train(engine: Any, steps: int, seed: int = 1) -> list[float]:
 
 
 def state(engine: Any) -> list[torch.Tensor]:
-    """Masters, moments and parameters of this rank, copies."""
+    """Masters, moments and parameters of this rank, copies; without padding, which may be anything."""
     optimizer = engine.optimizer
     found = []
-    for master, value in zip(
-        optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True
-    ):
+    for group, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         moments = optimizer.optimizer.state[master]
-        found += [master.detach().clone(), value.detach().clone()]
-        found += [moments[name].clone() for name in ("exp_avg", "exp_avg_sq") if name in moments]
+        tensors = [master.detach(), optimizer.fp16_partitioned_groups_flat[group].detach()]
+        tensors += [moments[name] for name in ("exp_avg", "exp_avg_sq") if name in moments]
+        sizes = [tensor.numel() for tensor in optimizer.fp16_partitioned_groups[group]]
+        for tensor in tensors:
+            for part, padding in zip(tensor.split(sizes), optimizer.groups_padding[group], strict=True):
+                found.append(part[: len(part) - padding].clone())
     return found
 
 

@@ -1,0 +1,171 @@
+"""What cannot be driven is said in one line, and nothing is left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ebbtide.interleave.deepspeed import disable, enable, supported
+from ebbtide.interleave.engine.emulated import EmulatedDevice
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.profiler.trace import UserError
+
+from .training import Model, batches, config, digest, engine, loss_of, train
+
+
+def configured(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    settings = config("bf16")
+    change(settings)
+    return settings
+
+
+def set_zero(**more: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda settings: settings["zero_optimization"].update(more)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_zero(stage=2), "stage 3.*stage 2"),
+        (set_zero(stage=0, offload_optimizer=None), "stage 3.*stage 0"),
+        (set_zero(offload_optimizer=None), "not offloaded.*offload_optimizer"),
+        (set_zero(offload_param={"device": "cpu"}), "ZeRO-Infinity"),
+        (set_zero(offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}), "ZeRO-Infinity"),
+        (set_zero(offload_optimizer={"device": "cpu", "super_offload": True}), "SuperOffload"),
+        (
+            lambda settings: settings["optimizer"].update(
+                type="Adam", params={"adam_w_mode": False, "weight_decay": 0.1}
+            ),
+            "adam_w_mode",
+        ),
+        (lambda settings: settings["optimizer"]["params"].update(bias_correction=False), "bias_correction"),
+        (lambda settings: settings["optimizer"]["params"].update(fp32_optimizer_states=False), "fp32_optimizer_states"),
+    ],
+)
+def test_a_configuration_that_cannot_be_driven(
+    deepspeed: Any, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as told, engine("adaptive", configured(change)):
+        pass
+    assert "\n" not in str(told.value)
+
+
+def test_an_optimizer_that_cannot_be_driven() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(3))]
+    for optimizer in (torch.optim.SGD(weights, lr=0.1), torch.optim.AdamW(weights, amsgrad=True)):
+        with pytest.raises(EngineError, match=r"SGD.*AdamW|amsgrad"):
+            supported.check_optimizer(optimizer)
+
+
+def test_a_version_that_it_was_not_tried_with(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("0.14.0", "1.0.0", "0.20.1+abc"):
+        monkeypatch.setattr(supported, "version", lambda name, version=version: version)
+        with pytest.raises(EngineError, match=r"0\.19\.8"):
+            enable()
+
+
+def test_a_wrong_order_of_calls(deepspeed: Any) -> None:
+    with engine(None, config("bf16")), pytest.raises(EngineError, match=r"before deepspeed\.initialize"):
+        enable()
+
+
+def test_what_cannot_be_asked_for(deepspeed: Any) -> None:
+    for asked, message in (
+        ({"policy": "best"}, "no policy"),
+        ({"subgroup_params": 0}, "subgroup_params"),
+        ({"memory_budget": -1.0}, "memory_budget"),
+    ):
+        with pytest.raises(UserError, match=message):
+            enable(**asked, beside=True)
+
+
+def test_it_is_out_again(deepspeed: Any) -> None:
+    """After `with`, after disable, and after an engine that could not be made."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero import stage3
+
+    theirs = DeepSpeedEngine._configure_optimizer, stage3.DeepSpeedZeroOptimizer_Stage3
+    with enable("pipelined", beside=True):
+        enable("adaptive", beside=True)
+        model = Model()
+        with pytest.raises(EngineError):
+            deepspeed.initialize(model=model, model_parameters=model.parameters(), config=configured(set_zero(stage=2)))
+        assert stage3.DeepSpeedZeroOptimizer_Stage3 is theirs[1]
+    assert (DeepSpeedEngine._configure_optimizer, stage3.DeepSpeedZeroOptimizer_Stage3) == theirs
+    disable()
+    with engine(None, config("bf16")) as made:
+        assert type(made.optimizer) is theirs[1]
+
+
+class Broken(RuntimeError):
+    pass
+
+
+class Breaking(EmulatedDevice):
+    """Its link breaks at one copy."""
+
+    after = -1
+
+    def copy(self, *args: Any) -> None:
+        self.after -= 1
+        if self.after == 0:
+            raise Broken("the link")
+        super().copy(*args)
+
+
+@pytest.mark.parametrize("after", [1, 4, 9])
+def test_a_step_in_which_something_fails_is_done_all_the_same(deepspeed: Any, after: int) -> None:
+    found = []
+    for breaks in (False, True):
+        device = Breaking()
+        with engine("interleaved:2", config("bf16"), device=device) as made:
+            train(made, 2)
+            for batch in batches(made, 1, seed=3):
+                made.backward(loss_of(made, batch))
+                device.after = after if breaks else -1
+                if breaks:
+                    with pytest.raises(EngineError, match="done all the same"):
+                        made.step()
+                    device.after = -1
+                else:
+                    made.optimizer.step()
+            found.append(digest(made))
+    assert found[0] == found[1]
+
+
+def test_a_budget_holds(deepspeed: Any) -> None:
+    params = sum(param.numel() for param in Model().parameters())
+    device = EmulatedDevice(capacity_bytes=12.0 * params)
+    with engine("adaptive", config("bf16"), device=device, memory_budget=6.0 * params, subgroup_params=2_000) as made:
+        train(made, 4)
+        assert 0 < device.peak_bytes <= 6 * params
+        exact = digest(made)
+    with engine("zero-offload", config("bf16")) as made:
+        train(made, 4)
+        assert digest(made) == exact
+    with pytest.raises(EngineError, match="device memory"), engine("gpu-only", config("bf16"), memory_budget=1_000.0):
+        pass
+
+
+def test_threads_end_with_the_engine(deepspeed: Any) -> None:
+    before = set(threading.enumerate())
+    with engine("interleaved:2", config("bf16")) as made:
+        train(made, 1)
+        assert len(set(threading.enumerate()) - before) >= 4
+    assert [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("ebbtide")] == []
+
+
+def test_losses_of_other_engines_are_not_touched(deepspeed: Any) -> None:
+    """An engine of DeepSpeed's own beside one that is driven."""
+    alone = []
+    with engine(None, config("bf16")) as plain:
+        alone.append(train(plain, 3))
+    with engine("pipelined", config("bf16")) as driven, engine(None, config("bf16")) as plain:
+        train(driven, 1)
+        alone.append(train(plain, 3))
+        assert torch.isfinite(torch.tensor(train(driven, 1))).all()
+    assert alone[0] == alone[1]
