@@ -7,10 +7,11 @@ import os
 import platform
 import socket
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet
+
+from .described import describe_model, describe_optimizers
 
 
 class Facts:
@@ -54,17 +55,28 @@ class Facts:
 
     def training(self, modules: Iterable[Any], optimizers: Iterable[Any]) -> None:
         """An update has ended. What is new in it is described, now that its state exists."""
-        new = [o for o in optimizers if o not in self._described and hasattr(o, "param_groups")]
+        # One that has skipped its first step has no state yet.
+        new = [
+            o
+            for o in optimizers
+            if o not in self._described and hasattr(o, "param_groups") and not getattr(o, "overflow", False)
+        ]
         if not new:
             return
         try:
             for optimizer in new:
                 self._described.add(optimizer)
             self._data["devices"] = self._devices()
-            self._data["model"] = _model(list(modules))
-            self._data["optimizers"] = _optimizers(list(self._described))
+            known = list(self._described)
+            self._data["model"] = describe_model(list(modules), known)
+            self._data["optimizers"] = describe_optimizers(known)
         except Exception as error:
             self.note(f"the model's facts could not be read: {error!r}")
+        self.write()
+
+    def tell(self, key: str, value: Any) -> None:
+        """One more fact: anything that JSON can hold."""
+        self._data[key] = value
         self.write()
 
     def note(self, text: str) -> None:
@@ -106,54 +118,3 @@ def _number(variable: str, default: int) -> int:
         return int(os.environ[variable])
     except (KeyError, ValueError):
         return default
-
-
-def _local(tensor: Any) -> Any:
-    """The part of a sharded tensor (DTensor) that lies here."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-def _dtype(tensor: Any) -> str:
-    return str(tensor.dtype).rpartition(".")[2]
-
-
-def _model(modules: list[Any]) -> dict[str, Any]:
-    parameters = {id(p): p for module in modules for p in module.parameters()}.values()
-    dtypes: Counter[str] = Counter()
-    for parameter in parameters:
-        dtypes[_dtype(parameter)] += _local(parameter).numel()
-    return {
-        # A loss is a module too; one without parameters is no model.
-        "classes": sorted({type(m).__name__ for m in modules if any(True for _ in m.parameters())}),
-        "params": sum(_local(p).numel() for p in parameters),
-        "trainable_params": sum(_local(p).numel() for p in parameters if p.requires_grad),
-        "bytes": sum(_local(p).numel() * p.element_size() for p in parameters),
-        "dtypes": dict(dtypes),
-    }
-
-
-def _optimizers(optimizers: list[Any]) -> list[dict[str, Any]]:
-    """One entry per class: with the optimizer in the backward there is one object per parameter."""
-    by_class: dict[str, list[Any]] = {}
-    for optimizer in optimizers:
-        by_class.setdefault(type(optimizer).__name__, []).append(optimizer)
-    return [{"class": name, **_described(group)} for name, group in by_class.items()]
-
-
-def _described(optimizers: list[Any]) -> dict[str, Any]:
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    parameters = [p for group in groups for p in group["params"]]
-    values = [v for o in optimizers for state in o.state.values() for v in state.values()]
-    state = [v for v in values if hasattr(v, "element_size")]
-    dtypes: Counter[str] = Counter()
-    for tensor in state:
-        dtypes[_dtype(tensor)] += _local(tensor).numel()
-    return {
-        "count": len(optimizers),
-        "groups": len(groups),
-        "params": sum(_local(p).numel() for p in parameters),
-        "param_dtypes": sorted({_dtype(p) for p in parameters}),
-        "state_bytes": sum(_local(t).numel() * t.element_size() for t in state),
-        "state_dtypes": dict(dtypes),
-        "state_devices": sorted({t.device.type for t in state}),
-    }

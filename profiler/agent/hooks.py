@@ -10,6 +10,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Callable
 
+from .patches import Patches
 from .recorder import BACKWARD, FORWARD, UPDATE, Recorder
 
 _NAME = "_compiled_call_impl"
@@ -35,7 +36,11 @@ class OutermostCall:
             return None
         compiled = module.__dict__.get(_NAME)
         recorder = self._recorder
-        if recorder.busy or not recorder.live or self._compiling() or not self._grad_enabled():
+        if recorder.busy:
+            if recorder.phase == BACKWARD:
+                recorder.recomputes = True
+            return compiled
+        if not recorder.live or self._compiling() or not self._grad_enabled():
             return compiled
         return functools.partial(self._forward, module, compiled)
 
@@ -91,29 +96,23 @@ class Hooks:
     def __init__(self, recorder: Recorder, torch: Any) -> None:
         self._recorder = recorder
         self._compiling = torch.compiler.is_compiling
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._patches = Patches()
         module = torch.nn.Module
-        self._set(module, _NAME, OutermostCall(recorder, torch))
+        self._patches.set(module, _NAME, OutermostCall(recorder, torch))
         # `backward` and `grad` both look this up in torch.autograd; non-strict tracing restores it from graph.
         run_backward = self._backward(torch.autograd._engine_run_backward)
-        self._set(torch.autograd, "_engine_run_backward", run_backward)
-        self._set(torch.autograd.graph, "_engine_run_backward", run_backward)
+        self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
+        self._patches.set(torch.autograd.graph, "_engine_run_backward", run_backward)
         scaler = torch.amp.GradScaler
-        self._set(scaler, "step", self._update(scaler.step, optimizer_at=1))
+        self._patches.set(scaler, "step", self._update(scaler.step, optimizer_at=1))
         optimizer = torch.optim.Optimizer
-        self._set(optimizer, "_patch_step_function", self._patching(optimizer._patch_step_function))
+        self._patches.set(optimizer, "_patch_step_function", self._patching(optimizer._patch_step_function))
         for existing in _subclasses(optimizer):
             if getattr(existing.__dict__.get("step"), "hooked", False):
                 self._watch_steps(existing)
 
     def remove(self) -> None:
-        for owner, name, original in reversed(self._undo):
-            setattr(owner, name, original)
-        self._undo.clear()
-
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        self._undo.append((owner, name, owner.__dict__[name]))
-        setattr(owner, name, value)
+        self._patches.undo()
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         recorder, compiling = self._recorder, self._compiling
@@ -164,7 +163,7 @@ class Hooks:
         if not self._recorder.live or getattr(kind.step, "_ebbtide_update", False):
             return
         owner = next(base for base in kind.__mro__ if "step" in base.__dict__)
-        self._set(owner, "step", self._update(owner.__dict__["step"], optimizer_at=0))
+        self._patches.set(owner, "step", self._update(owner.__dict__["step"], optimizer_at=0))
 
 
 def _subclasses(kind: Any) -> set[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import itertools
 import os
 import time
 from typing import Any, Callable
@@ -13,7 +14,17 @@ from .gpu_clock import GpuClock
 from .iterations import IterationRule
 from .options import Options
 from .pools import MemoryLine, Reading
-from .spool import GPU_TIMES, ITERATION, MEMORY, PHASE, PHASES, START, STOP_REASONS, STOPPED, Spool
+from .spool import (
+    GPU_TIMES,
+    ITERATION,
+    MEMORY,
+    PHASE,
+    PHASES,
+    START,
+    STOP_REASONS,
+    STOPPED,
+    Spool,
+)
 
 FORWARD, BACKWARD, UPDATE = range(len(PHASES))
 
@@ -34,6 +45,8 @@ class Recorder:
     def __init__(self, torch: Any, directory: str, options: Options) -> None:
         self.live = True
         self.busy = False  # a phase is open
+        self.phase = self.started_ns = 0  # of the open phase
+        self.recomputes = False  # a module was called inside a backward
         self.stepped: list[Any] = []  # the optimizers that stepped in the open phase
         self.modules: WeakSet[Any] = WeakSet()  # the outermost modules that ran forward
         self.facts = Facts(torch, directory)
@@ -46,10 +59,10 @@ class Recorder:
         self._recording = options.first == 0
         self._rule = IterationRule()
         self._memory = MemoryLine(torch)
-        self._gpu = GpuClock(torch.cuda)
+        self.gpu = GpuClock(torch.cuda)
         self._backwards = 0
-        self._sequence = 0
-        self._phase = self._start_ns = self._read_ns = 0
+        self._numbers = itertools.count(1)
+        self._last_phase = self._read_ns = 0
         self._start_mark: Any = None
         os.register_at_fork(after_in_child=self._abandon)
 
@@ -66,25 +79,25 @@ class Recorder:
         try:
             self.busy = True
             self.stepped.clear()
-            self._phase = phase
+            self.phase = phase
             if self._recording:
                 if self._spool is None:
                     self._open()
                 # What the last phase ended with mostly still holds: only its end is worth a reading each time.
                 stale = time.monotonic_ns() - self._read_ns > self._memory.cost_ns * _START_SHARE
                 readings = self._memory.read() if stale else []
-                self._start_mark = self._gpu.mark()
-                self._start_ns = time.monotonic_ns()
-                self._put_memory(self._start_ns, readings)
+                self._start_mark = self.gpu.mark()
+                self.started_ns = time.monotonic_ns()
+                self._put_memory(self.started_ns, readings)
         except Exception as error:
             self.fail(error)
         return True
 
-    def leave(self, keep: bool = True) -> None:
-        """The open phase ends; `keep` False: it was none after all."""
+    def leave(self, keep: bool = True, at: int | None = None) -> None:
+        """The open phase ends, or has ended `at` that time (ns); `keep` False: it was none after all."""
         try:
             if self.live:
-                self._left(time.monotonic_ns(), keep)
+                self._left(at or time.monotonic_ns(), keep)
         except Exception as error:
             self.fail(error)
         finally:
@@ -97,17 +110,17 @@ class Recorder:
             iteration = self._rule.stepped(self.stepped, self._backwards)
             keep = keep and iteration is not None
         if self._recording and self._spool is not None:
-            mark, self._start_mark, start_mark = self._gpu.mark(), None, self._start_mark
+            mark, self._start_mark, start_mark = self.gpu.mark(), None, self._start_mark
             self._put_memory(now, self._memory.read())
             self._read_ns = time.monotonic_ns()
             if keep:
-                self._sequence += 1
-                self._spool.put(PHASE, self._phase, a=self._sequence, x=self._start_ns, y=now)
-                self._gpu.span(self._sequence, start_mark, mark)
+                self._last_phase = next(self._numbers)
+                self._spool.put(PHASE, self.phase, a=self._last_phase, x=self.started_ns, y=now)
+                self.gpu.span(self._last_phase, start_mark, mark)
             else:
-                self._gpu.drop(start_mark)
-                self._gpu.drop(mark)
-            self._put_gpu_times(self._gpu.finished())
+                self.gpu.drop(start_mark)
+                self.gpu.drop(mark)
+            self._put_gpu_times(self.gpu.finished())
         if iteration is not None:
             self._iteration_ended(iteration, now)
         self.stepped.clear()
@@ -116,7 +129,7 @@ class Recorder:
         """Iteration `index` ended now, as far as can be told: a second optimizer may still extend it."""
         options = self._options
         if self._recording and self._spool is not None:
-            self._spool.put(ITERATION, a=index, b=self._sequence, x=now)
+            self._spool.put(ITERATION, a=index, b=self._last_phase, x=now)
             self.facts.training(self.modules, self.stepped)
             if options.last is not None and index >= options.last:
                 self.close("iterations")
@@ -131,6 +144,39 @@ class Recorder:
             self._spool.put(START, a=options.first, x=now)
         for listener in self.on_iteration:
             listener(index + 1)
+
+    # -- operations --------------------------------------------------------------------------------------------
+
+    @property
+    def recording(self) -> bool:
+        """Whether rows reach the trace now: it is open, and these iterations were asked for."""
+        return self.live and self._recording and self._spool is not None
+
+    def number(self) -> int:
+        """The next in the one sequence of phases and operations: what comes before the end of an iteration's last
+        phase is of that iteration."""
+        return next(self._numbers)
+
+    def op(
+        self,
+        name: str,
+        resource: str,
+        start_ns: int,
+        end_ns: int,
+        subgroup: int | None = None,
+        nbytes: int | None = None,
+    ) -> None:
+        """A row of the table `ops`, from any thread. name: of `spool.OPS`; resource: of `spool.RESOURCES`; times: ns
+        of CLOCK_MONOTONIC; nbytes: what it moved. Never raises."""
+        self.row(self.number(), name, resource, start_ns, end_ns, subgroup, nbytes)
+
+    def row(self, sequence: int, *op: Any, **more: Any) -> None:
+        """The same, with a number that `number` gave it, and further arguments of `Spool.op`."""
+        if self.recording and self._spool is not None:
+            try:
+                self._spool.op(sequence, *op, **more)
+            except Exception as error:
+                self.fail(error)
 
     # -- the spool ---------------------------------------------------------------------------------------------
 
@@ -190,7 +236,7 @@ class Recorder:
         try:
             for listener in self.on_close:
                 listener()
-            self._put_gpu_times(self._gpu.drain(1.0))
+            self._put_gpu_times(self.gpu.drain(1.0))
         except Exception as error:
             self.facts.note(f"the recorder failed while closing: {error!r}")
         self.live = False

@@ -21,20 +21,31 @@ RECORD = struct.Struct("<BBHIIIqqqq")
 # Kinds. The fields in brackets are those of RECORD that the kind uses.
 HEADER = 1  # [code: version, a: pid, b: rank, c: world size, w: MAGIC, x: monotonic ns, y: wall ns, z: local rank]
 PHASE = 2  # [code: phase, a: sequence, x: start ns, y: end ns]
-GPU_TIMES = 3  # [a: sequence of the phase, x: start ns, y: end ns]
+GPU_TIMES = 3  # [a: sequence of the phase or operation, x: start ns, y: end ns]
 ITERATION = 4  # [a: iteration, b: sequence of its last phase so far, x: end ns]
 MEMORY = 5  # [code: pool, small: device, x: time ns, y: bytes]
 LINK = 6  # [code: source, small: device, a: generation, b: width, w: window ns, x: time ns, y, z: h2d, d2h B/s]
 START = 7  # [a: iteration about to be recorded, x: its start ns]
 STOPPED = 8  # [code: reason, x: time ns]: nothing more will be recorded
+OP = 9  # [code: name, small: device, a: sequence, b: subgroup, c: resource, w: bytes, x, y: start, end ns, z: parent]
 
 PHASES = ("forward", "backward", "update")
 POOLS = ("device", "reserved", "allocated", "heap", "rss", "pinned", "swap", "requested")
 LINK_SOURCES = ("nvml-counters", "gpm", "nvml-throughput")
+# What DeepSpeed does in an update and a backward, and the kinds of operation of a plan.
+OPS = (
+    *("overflow check", "gradient norm", "prepare", "unscale", "update", "parameters", "release", "gather", "rest"),
+    *("reduce", "gradient down", "gradient up", "clip", "fetch", "flush", "cast", "upload"),
+)
+RESOURCES = ("host", "cpu", "gpu", "h2d", "d2h")
 STOP_REASONS = ("closed", "max-size", "iterations", "fault")
 
 HOST = 0xFFFF  # the `device` of a record about host memory
 MISSING = -1  # a value that could not be read
+NO_SUBGROUP = 0xFFFFFFFF
+
+_OPS = {name: code for code, name in enumerate(OPS)}
+_RESOURCES = {name: code for code, name in enumerate(RESOURCES)}
 
 # A record cannot wait longer than this for the flusher; it keeps one burst from growing without bound.
 _BURST = 8192
@@ -78,6 +89,33 @@ class Spool:
         self._waiting.append(RECORD.pack(kind, code, small, a, b, c, w, x, y, z))
         if len(self._waiting) >= _BURST:
             self.flush()
+
+    def op(
+        self,
+        sequence: int,
+        name: str,
+        resource: str,
+        start_ns: int,
+        end_ns: int,
+        subgroup: int | None = None,
+        nbytes: int | None = None,
+        parent: int | None = None,
+        device: int = HOST,
+    ) -> None:
+        """An operation. parent: the sequence number of the one it lies in. device: of what ran on a GPU. Raises
+        KeyError for a name or a resource that is not in the tables."""
+        self.put(
+            OP,
+            _OPS[name],
+            device,
+            sequence,
+            NO_SUBGROUP if subgroup is None else subgroup,
+            _RESOURCES[resource],
+            MISSING if nbytes is None else nbytes,
+            start_ns,
+            end_ns,
+            MISSING if parent is None else parent,
+        )
 
     def flush(self) -> None:
         """Write what waits. Never raises: a spool that cannot be written is given up, the job goes on."""

@@ -115,6 +115,10 @@ def _recovered(path: Path, meta: dict[str, Any]) -> Trace:
     found, notes = recover(path / SPOOL, meta)
     tables = {(data.meta["rank"], table): data.tables[table] for data in found for table in TABLES}
     meta = {**meta, "ranks": [data.meta for data in found], "notes": [*meta.get("notes", []), *notes]}
+    # The first rank's: the others were configured alike.
+    told = [facts for data in found if isinstance(facts := data.meta.pop("deepspeed", None), dict)]
+    if told:
+        meta["deepspeed"] = told[0]
     return Trace(path, meta, lambda rank, table: tables[rank, table])
 
 

@@ -13,7 +13,7 @@ import pandas as pd
 
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import HOST, MISSING
-from ebbtide.profiler.trace import transfers
+from ebbtide.profiler.trace import spool_ops, transfers
 from ebbtide.profiler.trace.schema import TABLES, frame
 
 # The layout of `agent.spool.RECORD`.
@@ -69,6 +69,7 @@ _CODES = {
     kinds.MEMORY: len(kinds.POOLS),
     kinds.LINK: len(kinds.LINK_SOURCES),
     kinds.STOPPED: len(kinds.STOP_REASONS),
+    kinds.OP: len(kinds.OPS),
 }
 
 
@@ -77,6 +78,7 @@ def _known(records: Records) -> npt.NDArray[np.bool_]:
     known = np.ones(len(records), bool)
     for kind, codes in _CODES.items():
         known &= (records["kind"] != kind) | (records["code"] < codes)
+    known &= (records["kind"] != kinds.OP) | (records["c"] < len(kinds.RESOURCES))
     return known
 
 
@@ -128,6 +130,7 @@ def _rank(path: Path, records: Records, samples: Records, meta: dict[str, Any], 
     elif meta.get("options", {}).get("transfers"):
         notes.append(f"rank {rank}: no copies were recorded: {_NO_COPIES[devices[0].get('kind') == 'cuda']}")
     data.tables["phases"] = frame("phases", phases)
+    data.tables["ops"] = spool_ops.read(records)
     if first or last is not None:
         _trim(data, first, last)
     return data
@@ -162,24 +165,18 @@ def _same_gpu(device: dict[str, Any], gpus: list[dict[str, Any]]) -> dict[str, A
 def _phases(records: Records) -> pd.DataFrame:
     """Phases with their device times, the iteration that each belongs to, and its micro-step within it."""
     rows = records[records["kind"] == kinds.PHASE]
-    ends = records[records["kind"] == kinds.ITERATION]
-    times = records[records["kind"] == kinds.GPU_TIMES]
-    # A later record of the same iteration replaces the earlier: a second optimizer extended it.
-    bounds = dict(sorted(zip(ends["a"].tolist(), ends["b"].tolist(), strict=True)))
-    numbers = pd.array([*bounds, None], dtype="Int64")
-    position = np.searchsorted(np.maximum.accumulate(np.array([*bounds.values()], np.int64)), rows["a"], side="left")
     phases = pd.DataFrame(
         {
             "sequence": rows["a"].astype(np.int64),
-            "iteration": numbers[position],
+            "iteration": spool_ops.iterations(records, rows["a"]),
             "phase": [kinds.PHASES[code] for code in rows["code"]],
             "start_ns": rows["x"],
             "end_ns": rows["y"],
         }
     )
-    gpu = pd.DataFrame({"sequence": times["a"].astype(np.int64), "gpu_start_ns": times["x"], "gpu_end_ns": times["y"]})
-    gpu = gpu.astype({"gpu_start_ns": "Int64", "gpu_end_ns": "Int64"})
-    phases = phases.merge(gpu, on="sequence", how="left").sort_values("start_ns", kind="stable")
+    phases = phases.merge(spool_ops.device_times(records), on="sequence", how="left").sort_values(
+        "start_ns", kind="stable"
+    )
     phases["micro_step"] = micro_steps(phases)
     return phases
 
@@ -235,13 +232,9 @@ def _devices(numbers: npt.NDArray[Any], names: dict[int, str] | None) -> pd.Seri
 
 def _trim(data: RankData, first: int, last: int | None) -> None:
     """Keep the iterations [first, last): the recorder works a little wider, to see where they end."""
-    phases = data.tables["phases"]
-    keep = phases["iteration"].ge(first)
-    if last is not None:
-        keep &= phases["iteration"].lt(last)
-    else:
-        keep |= phases["iteration"].isna()
-    phases = data.tables["phases"] = phases[keep.fillna(False).astype(bool)].reset_index(drop=True)
+    phases, ops = data.tables["phases"], data.tables["ops"]
+    phases = data.tables["phases"] = phases[_asked(phases, first, last)].reset_index(drop=True)
+    data.tables["ops"] = spool_ops.kept(ops, _asked(ops, first, last))
     begin = data.meta.get("first_iteration_start_ns", 0)
     end = phases["end_ns"].max() if last is not None and len(phases) else None
     for table, column in (("memory", "t_ns"), ("link", "t_ns"), ("transfers", "start_ns")):
@@ -252,6 +245,13 @@ def _trim(data: RankData, first: int, last: int | None) -> None:
         if end is not None:
             inside &= rows[column] <= end
         data.tables[table] = rows[inside].reset_index(drop=True)
+
+
+def _asked(table: pd.DataFrame, first: int, last: int | None) -> pd.Series[bool]:
+    """Which rows belong to the iterations [first, last): with no last, those of none too."""
+    iteration = table["iteration"]
+    asked = iteration.ge(first) & iteration.lt(last) if last is not None else iteration.ge(first) | iteration.isna()
+    return asked.fillna(False).astype(bool)
 
 
 def _held(memory: pd.DataFrame, begin: int) -> pd.DataFrame:

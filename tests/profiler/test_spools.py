@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import Spool
+from ebbtide.profiler.trace.builder import TraceBuilder
+from ebbtide.profiler.trace.reader import finish, open_trace
 from ebbtide.profiler.trace.spools import RankData, recover
 
 META: dict[str, Any] = {"host": {"name": "here", "cpu": {"device": "cpu", "kind": "cpu"}, "gpus": []}}
@@ -150,6 +153,70 @@ def test_only_the_iterations_asked_for_are_kept(tmp_path: Path, asked: tuple[int
     assert data.meta["first_iteration_start_ns"] == 39
 
 
+def op(name: str, sequence: int, start: int, end: int, **fields: int) -> Record:
+    """A row of `ops`: of no subgroup, without bytes and parent, on the host unless `fields` say otherwise."""
+    none = {"b": kinds.NO_SUBGROUP, "w": kinds.MISSING, "z": kinds.MISSING, "small": kinds.HOST}
+    return {"kind": kinds.OP, "code": kinds.OPS.index(name), "a": sequence, "x": start, "y": end, **none, **fields}
+
+
+def with_ops(number: int) -> list[Record]:
+    """An iteration whose backward has a copy inside a reduction, and whose update is one of a subgroup on a GPU."""
+    first = 6 * number + 1
+    at = 100 * number
+    return [
+        phase(FORWARD, first) | {"x": at, "y": at + 10},
+        op("gradient down", first + 2, at + 22, at + 25, w=4096, z=first + 1),
+        op("reduce", first + 1, at + 20, at + 28),
+        phase(BACKWARD, first + 3) | {"x": at + 10, "y": at + 30},
+        op("update", first + 4, at + 30, at + 31, b=7, c=kinds.RESOURCES.index("gpu"), small=0),
+        phase(UPDATE, first + 5) | {"x": at + 30, "y": at + 40},
+        {"kind": kinds.GPU_TIMES, "a": first + 4, "x": at + 35, "y": at + 55},
+        {"kind": kinds.ITERATION, "a": number, "b": first + 5, "x": at + 40},
+    ]
+
+
+def test_operations_stand_in_their_iteration_with_parents_and_device_times(tmp_path: Path) -> None:
+    records = [*with_ops(0), *with_ops(1), op("rest", 13, 220, 230)]
+    data, _ = recovered(written(tmp_path, records).parent)
+    assert column(data, "name", "ops") == ["reduce", "gradient down", "update"] * 2 + ["rest"]
+    assert column(data, "iteration", "ops") == [0, 0, 0, 1, 1, 1, None]
+    assert column(data, "resource", "ops") == ["host", "host", "gpu"] * 2 + ["host"]
+    assert column(data, "subgroup", "ops") == [None, None, 7] * 2 + [None]
+    assert column(data, "bytes", "ops") == [None, 4096, None] * 2 + [None]
+    assert column(data, "parent", "ops") == [None, 0, None, None, 3, None, None]
+    assert column(data, "start_ns", "ops") == [20, 22, 35, 120, 122, 135, 220]
+    assert column(data, "end_ns", "ops") == [28, 25, 55, 128, 125, 155, 230]
+    assert column(data, "phase") == ["forward", "backward", "update"] * 2
+    assert column(data, "gpu_start_ns") == [None] * 6
+
+
+def test_operations_of_other_iterations_are_not_kept(tmp_path: Path) -> None:
+    written(tmp_path, [record for number in range(4) for record in with_ops(number)])
+    data, _ = recovered(tmp_path, options={"iterations": [1, 3]})
+    assert column(data, "iteration", "ops") == [1, 1, 1, 2, 2, 2]
+    assert column(data, "parent", "ops") == [None, 0, None, None, 3, None]
+
+
+@pytest.mark.parametrize(("field", "value"), [("code", len(kinds.OPS)), ("c", len(kinds.RESOURCES))])
+def test_operations_of_no_known_name_or_resource_are_dropped(tmp_path: Path, field: str, value: int) -> None:
+    data, _ = recovered(written(tmp_path, [op("rest", 1, 0, 5), op("rest", 2, 5, 9) | {field: value}]).parent)
+    assert column(data, "end_ns", "ops") == [5]
+
+
+def test_what_the_first_rank_tells_of_deepspeed_is_of_the_trace(tmp_path: Path) -> None:
+    builder = TraceBuilder("recorded", host=META["host"])
+    path = builder.write(tmp_path / "run.ebb").path
+    meta = json.loads((path / "meta.json").read_text()) | {"state": "recording"}
+    (path / "meta.json").write_text(json.dumps(meta))
+    (path / "spool").mkdir()
+    for number, told in ((3, [1, 2]), (2, {"stage": 2}), (1, {"stage": 3})):
+        written(path / "spool", FOUR, number, rank=3 - number)
+        (path / "spool" / f"facts-here-{number}.json").write_text(json.dumps({"deepspeed": told}))
+    for trace in (open_trace(path), finish(path, {})):
+        assert trace.meta["deepspeed"] == {"stage": 2}
+        assert not any("deepspeed" in trace.rank(rank) for rank in trace.ranks)
+
+
 @pytest.mark.parametrize(
     ("said", "given"),
     [
@@ -195,7 +262,7 @@ def record(kind: int, code: int, rest: bytes) -> bytes:
 
 
 REST = SIZE - 2
-garbled = st.builds(record, st.integers(0, 9), st.integers(0, 255), st.binary(min_size=REST, max_size=REST))
+garbled = st.builds(record, st.integers(0, 10), st.integers(0, 255), st.binary(min_size=REST, max_size=REST))
 
 
 @settings(max_examples=60, deadline=None)

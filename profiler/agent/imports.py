@@ -1,0 +1,60 @@
+"""Being told when the job imports a module, without importing anything for it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from typing import Any, Callable
+
+
+def when_imported(name: str, callback: Callable[[Any], Any]) -> Callable[[], None]:
+    """Call `callback` with the module once its import is over: now where it is there already.
+
+    Returns what calls it off. An exception of the callback is dropped: the import is the job's.
+    """
+    module = sys.modules.get(name)
+    if module is not None:
+        with contextlib.suppress(Exception):
+            callback(module)
+        return lambda: None
+    finder = ImportFinder(name, callback)
+    sys.meta_path.insert(0, finder)
+    return finder.remove
+
+
+class ImportFinder:
+    """Finds one module as it would have been found, and calls back once its import is over. Then it is gone."""
+
+    def __init__(self, name: str, callback: Callable[[Any], Any]) -> None:
+        self._name = name
+        self._callback = callback
+        self._searching = False
+
+    def remove(self) -> None:
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self._name or self._searching:
+            return None
+        self._searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._searching = False
+        loader: Any = spec.loader if spec is not None else None
+        if loader is None:
+            return spec
+        execute = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            vars(loader).pop("exec_module", None)  # the loader is as it was before its module can be looked at
+            execute(module)
+            if self in sys.meta_path:
+                self.remove()
+                with contextlib.suppress(Exception):
+                    self._callback(module)
+
+        loader.exec_module = exec_module
+        return spec

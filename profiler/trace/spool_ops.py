@@ -1,0 +1,69 @@
+"""The operations in a spool, and what they share with its phases: their numbers and their device times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from ebbtide.profiler.agent import spool as kinds
+from ebbtide.profiler.agent.spool import MISSING, NO_SUBGROUP
+from ebbtide.profiler.trace.schema import frame
+
+Records = npt.NDArray[Any]
+
+
+def iterations(records: Records, sequence: npt.NDArray[Any]) -> Any:
+    """The iteration of each phase or operation, by its sequence number; missing where none has ended after it."""
+    ends = records[records["kind"] == kinds.ITERATION]
+    # A later record of the same iteration replaces the earlier: a second optimizer extended it.
+    bounds = dict(sorted(zip(ends["a"].tolist(), ends["b"].tolist(), strict=True)))
+    numbers = pd.array([*bounds, None], dtype="Int64")
+    lasts = np.maximum.accumulate(np.array([*bounds.values()], np.int64))
+    return numbers[np.searchsorted(lasts, sequence, side="left")]
+
+
+def device_times(records: Records) -> pd.DataFrame:
+    """sequence, gpu_start_ns, gpu_end_ns of what the device was seen to pass."""
+    times = records[records["kind"] == kinds.GPU_TIMES]
+    gpu = pd.DataFrame({"sequence": times["a"].astype(np.int64), "gpu_start_ns": times["x"], "gpu_end_ns": times["y"]})
+    return gpu.astype({"gpu_start_ns": "Int64", "gpu_end_ns": "Int64"}).drop_duplicates("sequence", keep="last")
+
+
+def read(records: Records) -> pd.DataFrame:
+    """The table `ops`. Where the device's times are known of what ran on a GPU, they stand in for the host's."""
+    rows = records[records["kind"] == kinds.OP]
+    ops = pd.DataFrame(
+        {
+            "sequence": rows["a"].astype(np.int64),
+            "start_ns": rows["x"],
+            "end_ns": rows["y"],
+            "resource": [kinds.RESOURCES[code] for code in rows["c"]],
+            "name": [kinds.OPS[code] for code in rows["code"]],
+            "iteration": iterations(records, rows["a"]),
+            "subgroup": _known(rows["b"].astype(np.int64), NO_SUBGROUP),
+            "bytes": _known(rows["w"], MISSING),
+            "parent": rows["z"],
+        }
+    ).merge(device_times(records), on="sequence", how="left")
+    for column in ("start_ns", "end_ns"):
+        ops[column] = ops.pop(f"gpu_{column}").fillna(ops[column])
+    ops = ops.sort_values(["start_ns", "sequence"], ignore_index=True)
+    numbers = pd.Series(ops.index, index=ops["sequence"])
+    ops["parent"] = ops["parent"].map(numbers[~numbers.index.duplicated()]).astype("Int64")
+    return frame("ops", ops)
+
+
+def kept(ops: pd.DataFrame, keep: pd.Series[bool]) -> pd.DataFrame:
+    """Only some rows; a parent that is not among them is missing."""
+    rows = ops[keep]
+    numbers = pd.Series(range(len(rows)), index=rows.index, dtype="Int64")
+    return rows.assign(parent=rows["parent"].map(numbers).astype("Int64")).reset_index(drop=True)
+
+
+def _known(values: npt.NDArray[Any], missing: int) -> Any:
+    known = pd.array(values, dtype="Int64")
+    known[values == missing] = pd.NA
+    return known

@@ -1,0 +1,301 @@
+"""Real DeepSpeed jobs: what is recorded of them, against DeepSpeed's own timers and configuration."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from ebbtide.profiler import open_trace
+from ebbtide.profiler.trace import Trace
+from tests.conftest import Recorded, ebbtide
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+    pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed's CPU Adam needs a C++ compiler"),
+]
+
+JOB = Path(__file__).with_name("zero_job.py")
+PARAMS = 4 * (2 * 256 * 512 + 512 + 256)
+STEPS = 5
+CPU = {"device": "cpu"}
+BF16 = {"bf16": {"enabled": True}}
+UNMANAGED = {"managed_gradient_accumulation": False}
+
+
+def job(name: str, stage: int, zero: dict[str, Any], accumulation: int = 1, **case: Any) -> dict[str, Any]:
+    """A case of zero_job.py. zero: of the section zero_optimization; config: beside it."""
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "gradient_clipping": 1.0,
+        "wall_clock_breakdown": True,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 300_000, "sub_group_size": 300_000, **zero},
+        **case.pop("config", {}),
+    }
+    return {"name": name, "steps": STEPS, "accumulation": accumulation, "config": config, **case}
+
+
+OFFLOAD = {"offload_optimizer": CPU}
+# With the bytes of gradients that come down in an iteration, per parameter, and what its update is of.
+CASES = [
+    job("stage 0", 0, {}, down=0),
+    job("stage 1", 1, {}, groups=True, down=0),
+    job("stage 1 offloaded", 1, OFFLOAD, groups=True, config=BF16, down=4),
+    job("stage 2", 2, {}, 2, config=BF16, down=0),
+    job("stage 2 offloaded", 2, OFFLOAD, 2, groups=True, config=BF16, down=2 + 2 + 4),
+    job(
+        "stage 2, gradients in fp32", 2, OFFLOAD, 2, config=BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}, down=4
+    ),
+    job("stage 2 unmanaged", 2, OFFLOAD, 2, unmanaged=True, config=BF16 | UNMANAGED, down=2 + 2 + 4),
+    job("stage 1 unmanaged", 1, {}, 2, unmanaged=True, config=UNMANAGED, down=0),
+    job("stage 3", 3, {}, torch_style=True, checkpointing=True, down=0),
+    job("stage 3 offloaded", 3, OFFLOAD, 2, config=BF16, down=2 + 2 + 4),
+    job("stage 3 by halves", 3, {"offload_optimizer": {**CPU, "ratio": 0.5}}, config=BF16, down=2 + 4),
+    job("stage 3 unmanaged", 3, OFFLOAD, 2, unmanaged=True, config=BF16 | UNMANAGED, down=2 + 2 + 4),
+    job(
+        "fp16 that overflows",
+        *(2, OFFLOAD),
+        config={"fp16": {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}},
+        down=4,
+    ),
+]
+NAMES = [case["name"] for case in CASES]
+ZERO = NAMES[1:]
+
+
+@dataclass
+class Run:
+    """One case: how it was asked for, the losses without and with the recorder, the trace, the timers that DeepSpeed
+    printed for each iteration of the recorded one (ms), and how many steps it skipped."""
+
+    case: dict[str, Any]
+    losses: list[str]
+    trace: Trace
+    timers: pd.DataFrame
+    skipped: int
+
+    @property
+    def sizes(self) -> list[int]:
+        return list(self.trace.meta["deepspeed"]["subgroup_params"])
+
+    def ops(self, *names: str) -> pd.DataFrame:
+        ops = self.trace.ops(0)
+        return ops[ops["name"].isin(names)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """All cases, trained one after the other in one process, by `Tracer`: so it meets DeepSpeed imported, too."""
+    folder = tmp_path_factory.mktemp("zero")
+    command = [sys.executable, JOB, cases_file(folder, CASES, folder)]
+    out = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    assert out.returncode == 0, out.stderr[-3000:]
+    runs, printed, losses = {}, "", []
+    for line in out.stdout.splitlines(keepends=True):
+        printed += line
+        if line.startswith("LOSSES"):
+            losses.append(line)
+            if len(losses) % 2 == 0:
+                case = CASES[len(losses) // 2 - 1]
+                timers = re.findall(r"time \(ms\) \| fwd: ([\d.]+) \| bwd: ([\d.]+) .* step: ([\d.]+)$", printed, re.M)
+                table = pd.DataFrame(timers, columns=["forward", "backward", "update"], dtype=float)
+                trace = open_trace(folder / f"{case['name']}.ebb")
+                runs[case["name"]] = Run(case, losses[-2:], trace, table, int(losses[-1].split()[-STEPS - 1]))
+            printed = ""
+    return runs
+
+
+def cases_file(folder: Path, cases: list[dict[str, Any]], traces: Path | None = None) -> str:
+    path = folder / "cases.json"
+    path.write_text(json.dumps({"cases": cases, "folder": str(traces) if traces else None}))
+    return str(path)
+
+
+def environment() -> dict[str, str]:
+    """That of a job of one rank, on the CPU."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**os.environ, **rank, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_are_the_same_to_the_bit(name: str, runs: dict[str, Run]) -> None:
+    bare, recorded = runs[name].losses
+    assert bare == recorded
+    assert len(bare.split()) == len(name.split()) + 3 + STEPS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_step_of_the_engine_is_an_iteration(name: str, runs: dict[str, Run]) -> None:
+    case, phases = runs[name].case, runs[name].trace.phases(0)
+    expected = ["forward", "backward"] * case["accumulation"] + ["update"] * (2 if case.get("unmanaged") else 1)
+    assert [list(rows["phase"]) for _, rows in phases.groupby("iteration")] == [expected] * STEPS
+    assert phases["iteration"].notna().all()
+    assert len(runs[name].trace.memory(0)) > STEPS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_phases_agree_with_deepspeeds_own_timers(name: str, runs: dict[str, Run]) -> None:
+    phases = runs[name].trace.phases(0)
+    ours = (phases["end_ns"] - phases["start_ns"]).groupby([phases["iteration"], phases["phase"]]).sum().unstack() / 1e6
+    theirs = runs[name].timers
+    assert len(theirs) == len(ours) == STEPS
+    for phase in ("forward", "backward", "update"):
+        expected = theirs[phase].median()
+        off = np.median(np.abs(ours[phase].to_numpy() - theirs[phase].to_numpy()))
+        assert off <= max(0.03 * expected, 1.0), phase
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_tile_the_update(name: str, runs: dict[str, Run]) -> None:
+    trace = runs[name].trace
+    top = trace.ops(0)[trace.ops(0)["parent"].isna()]
+    for update in trace.phases(0).query("phase == 'update'").itertuples():
+        rows = top[top["start_ns"].ge(update.start_ns) & top["end_ns"].le(update.end_ns)]
+        starts, ends = rows["start_ns"].to_list(), rows["end_ns"].to_list()
+        assert [update.start_ns, *ends] == [*starts, update.end_ns]
+        assert rows["iteration"].eq(update.iteration).all()
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_each_subgroup_has_its_rows(name: str, runs: dict[str, Run]) -> None:
+    run = runs[name]
+    stage, offloaded = run.case["config"]["zero_optimization"]["stage"], "offload_optimizer" in str(run.case)
+    each = ["unscale", "update", "parameters"]
+    each += ["prepare", "release"] if stage == 3 else [] if offloaded else ["prepare"]
+    once = ["overflow check"] if run.skipped else ["gradient norm", "gather"]
+    for iteration in range(run.skipped, STEPS):
+        rows = run.trace.ops(0)[run.trace.ops(0)["iteration"].eq(iteration)]
+        for row in each:
+            assert rows.loc[rows["name"].eq(row), "subgroup"].to_list() == list(range(len(run.sizes))), row
+        assert set(once) <= set(rows["name"])
+    assert not run.ops("update", "unscale", "parameters")["iteration"].lt(run.skipped).any()
+    up = run.ops("parameters")
+    size = 2 if run.case["config"].keys() & {"bf16", "fp16"} else 4
+    assert up["bytes"].to_list() == [run.sizes[subgroup] * size for subgroup in up["subgroup"]]
+    assert set(run.ops("update", "unscale")["resource"]) == {"cpu"}
+    assert set(run.ops("prepare", "parameters", "release", "gather", "rest", "reduce")["resource"]) == {"host"}
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_gradients_are_reduced_and_come_down_in_the_backward(name: str, runs: dict[str, Run]) -> None:
+    run = runs[name]
+    ops, down = run.trace.ops(0), run.ops("gradient down")
+    reduced = ops[ops["name"].eq("reduce")]
+    assert set(reduced["iteration"]) == set(range(STEPS))
+    assert reduced[["subgroup", "bytes", "parent"]].isna().all(axis=None)
+    assert down.groupby("iteration")["bytes"].sum().to_list() == [run.case["down"] * PARAMS] * STEPS * (len(down) > 0)
+    assert bool(len(down)) is bool(run.case["down"])
+    inside = down[down["parent"].notna()]
+    parents = ops.loc[inside["parent"].astype(int)]
+    assert parents["name"].eq("reduce").all()
+    assert (parents["start_ns"].to_numpy() <= inside["start_ns"].to_numpy()).all()
+    assert (parents["end_ns"].to_numpy() >= inside["end_ns"].to_numpy()).all()
+    assert len(inside) == len(down) or run.case["unmanaged"]
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_facts_are_true(name: str, runs: dict[str, Run]) -> None:
+    run = runs[name]
+    facts, entry, zero = run.trace.meta["deepspeed"], run.trace.rank(0), run.case["config"]["zero_optimization"]
+    assert facts["config"] == run.case["config"]
+    assert facts["stage"] == zero["stage"]
+    assert re.match(r"\d+\.\d+", facts["version"])
+    assert sum(run.sizes) == PARAMS
+    assert len(run.sizes) == (3 if facts["stage"] == 3 else 2 if run.case.get("groups") else 1)
+    assert facts["subgroup_devices"] == ["cpu"] * len(run.sizes)
+    assert facts["masters_pinned"] is False
+    assert facts["gradients_pinned"] is (False if "offload_optimizer" in zero else None)
+    assert facts["activation_checkpointing"] is (True if run.case.get("checkpointing") else None)
+    assert "deepspeed" not in entry
+    model, (optimizer,) = entry["model"], entry["optimizers"]
+    kind = {"bf16": "bfloat16", "fp16": "float16"}.get(str(*run.case["config"].keys() & {"bf16", "fp16"}), "float32")
+    assert model["classes"] == ["Net"]
+    assert model["params"] == model["total_params"] == PARAMS
+    assert model["dtypes"] == {kind: PARAMS}
+    assert model["bytes"] == PARAMS * (4 if kind == "float32" else 2)
+    assert ("CPUAdam" in optimizer["class"]) is ("offload_optimizer" in zero)
+    assert (optimizer["params"], optimizer["groups"]) == (PARAMS, 2 if run.case.get("groups") else 1)
+    assert optimizer["param_dtypes"] == ["float32"]
+    assert optimizer["state_bytes"] == pytest.approx(8 * PARAMS, rel=1e-3)
+
+
+def test_some_of_the_steps_were_skipped(runs: dict[str, Run]) -> None:
+    assert {name for name, run in runs.items() if run.skipped} == {"fp16 that overflows"}
+    assert 0 < runs["fp16 that overflows"].skipped < STEPS
+
+
+Profile = Callable[..., Recorded]
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Profile:
+    """Profile zero_job.py with one case, started by `launcher`."""
+
+    def run(launcher: list[str], case: dict[str, Any]) -> Recorded:
+        path = tmp_path / "run.ebb"
+        command = [*launcher, str(JOB), cases_file(tmp_path, [case])]
+        return Recorded(ebbtide("profile", "-o", path, "--", *command, cwd=tmp_path, env=environment()), path)
+
+    return run
+
+
+def test_two_ranks_of_torchrun_hold_a_half_each(profile: Profile) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    recorded = profile(launcher, job("two", 3, OFFLOAD, config=BF16))
+    assert recorded.run.returncode == 0, recorded.run.stderr
+    trace = recorded.trace
+    assert trace.ranks == [0, 1]
+    sizes = trace.meta["deepspeed"]["subgroup_params"]
+    assert sum(sizes) == PARAMS // 2
+    for rank in trace.ranks:
+        assert recorded.phases(rank) == [["forward", "backward", "update"]] * STEPS
+        model, (optimizer,) = trace.rank(rank)["model"], trace.rank(rank)["optimizers"]
+        assert (model["params"], model["total_params"], optimizer["params"]) == (PARAMS // 2, PARAMS, PARAMS // 2)
+        ops = trace.ops(rank)
+        assert ops.loc[ops["name"].eq("update"), "subgroup"].to_list() == [*range(len(sizes))] * STEPS
+        assert ops.loc[ops["name"].eq("gradient down"), "bytes"].sum() == 6 * PARAMS // 2 * STEPS
+
+
+def test_a_job_that_raises_leaves_a_trace_for_every_command(profile: Profile, tmp_path: Path) -> None:
+    failing = job("raises", 2, {}, after="raise RuntimeError('the tide is out')")
+    recorded = profile([sys.executable], failing)
+    assert recorded.run.returncode == 1
+    assert "RuntimeError: the tide is out" in recorded.run.stderr
+    assert recorded.phases() == [["forward", "backward", "update"]] * STEPS
+    assert recorded.trace.meta["deepspeed"]["stage"] == 2
+    assert json.loads(ebbtide("summary", recorded.path, "--json").stdout)["iterations"] == STEPS
+    for command in (["windows", recorded.path], ["report", recorded.path, "-o", tmp_path / "report.html"]):
+        run = ebbtide(*command)
+        assert run.returncode == 0, run.stderr
+
+
+def test_a_rank_of_the_deepspeed_launcher_that_is_killed_leaves_its_rows(profile: Profile) -> None:
+    killed = job("killed", 1, {}, after="import os, time; time.sleep(0.6); os.kill(os.getpid(), 9)")
+    port = environment()["MASTER_PORT"]
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1", "--master_port", port]
+    recorded = profile(launcher, killed)
+    assert recorded.run.returncode not in (0, 2)
+    assert f"return code = {-signal.SIGKILL}" in recorded.run.stderr + recorded.run.stdout
+    assert recorded.trace.rank(0)["stopped"] == "cut off"
+    assert recorded.phases() == [["forward", "backward", "update"]] * STEPS
+    assert set(recorded.trace.ops(0)["iteration"]) == set(range(STEPS))
+    assert recorded.trace.meta["deepspeed"]["subgroup_params"] == [PARAMS]

@@ -1,0 +1,112 @@
+"""A small job under DeepSpeed, a script of its own: trains by the cases in the JSON file that it is given.
+
+Keys of a case: name, config (that of DeepSpeed), steps, and where wanted groups (two parameter groups), accumulation,
+checkpointing, torch_style (`loss.backward()`), unmanaged (the script owns the boundary), after (code to run at the
+end). Where the file names a folder, each case is trained bare first, and then recorded into a trace of its own there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import cpuinfo
+import deepspeed
+import deepspeed.accelerator
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import stage3, stage_1_and_2
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+# DeepSpeed asks for it whenever it makes its CPU Adam, and it takes a second.
+cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+
+WIDTH = 256
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, checkpointing: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.checkpointing = checkpointing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+        return x.float().square().mean()
+
+
+def train(case: dict[str, Any]) -> list[str]:
+    """How many steps were skipped, and the losses, to the bit."""
+    torch.manual_seed(0)
+    net = Net(case.get("checkpointing", False))
+    groups: Any = net.parameters()
+    if case.get("groups"):
+        groups = [{"params": list(part.parameters()), "lr": 1e-3} for part in (net.blocks[:1], net.blocks[1:])]
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=groups, config=case["config"])
+    dtype = next(engine.module.parameters()).dtype
+    generator = torch.Generator().manual_seed(deepspeed.comm.get_rank())
+    losses = []
+    for _ in range(case["steps"]):
+        for _ in range(case.get("accumulation", 1)):
+            loss = engine(torch.randn(4, WIDTH, generator=generator).to(dtype))
+            if case.get("torch_style"):
+                loss.backward()
+            else:
+                engine.backward(loss)
+            if not case.get("unmanaged"):
+                engine.step()
+        if case.get("unmanaged"):
+            engine.step()
+        losses.append(loss.item().hex())
+    skipped = engine.skipped_steps
+    engine.destroy()
+    return [str(skipped), *losses]
+
+
+def _methods() -> list[dict[str, Any]]:
+    """What the recorder wraps, as it stands."""
+    return [dict(vars(owner)) for owner in (DeepSpeedEngine, stage3.DeepSpeedZeroOptimizer_Stage3,
+            stage_1_and_2.DeepSpeedZeroOptimizer, stage_1_and_2)]  # fmt: skip
+
+
+def _tracer(path: Path) -> Any:
+    from ebbtide.profiler import Tracer
+
+    return Tracer(path)
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[-1]).read_text())
+    cases, folder = job["cases"], job.get("folder")
+    torch.set_num_threads(1)
+    # DeepSpeed asks the accelerator for speed's sake: float16 works on any CPU.
+    type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda self: True
+    deepspeed.init_distributed("gloo")
+    untouched = _methods()
+    for case in cases:
+        for traced in (False, True) if folder else (False,):
+            with _tracer(Path(folder, f"{case['name']}.ebb")) if folder and traced else nullcontext():
+                losses = train(case)
+            assert folder is None or _methods() == untouched
+            print("LOSSES", case["name"], deepspeed.comm.get_rank(), " ".join(losses), flush=True)
+    exec(cases[-1].get("after", ""), {})
+    deepspeed.comm.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
