@@ -29,13 +29,15 @@ class Traffic:
 
     total: bytes moved by a time, NaN where copies have no sizes. covered: ns of known time by a time, None where all is
     known (copies). busy: ns in which copies ran by a time, None where only counters tell. false_samples: how many were
-    left out because no link has such rates: beyond its peak, negative, infinite.
+    left out because no link has such rates: beyond its peak, negative, infinite. resolution_ns: how far samples lie
+    apart, 0 for copies; of a shorter time they tell no more than of what lies around it.
     """
 
     total: Total
     covered: Total | None
     busy: Total | None
     false_samples: int = 0
+    resolution_ns: float = 0.0
 
     def bytes(self, starts: Ints, ends: Ints) -> Floats:
         """Bytes moved in each interval (ns); NaN where samples cover less than half of it. Where they cover a part,
@@ -133,4 +135,4 @@ def _of_counters(trace: Trace, rank: int, direction: str) -> Traffic | None:
     true = (rates >= 0) & (rates <= peak * _ABOVE_PEAK if peak else np.isfinite(rates))
     starts, ends, rates = starts[true], ends[true], rates[true]
     total = cumulative(starts, ends, rates * (ends - starts) / 1e9)
-    return Traffic(total, covering(*union(starts, ends)), None, int((~true).sum()))
+    return Traffic(total, covering(*union(starts, ends)), None, int((~true).sum()), float(np.median(spacing)))

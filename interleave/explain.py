@@ -27,11 +27,13 @@ class Step:
 @dataclass(frozen=True)
 class Advice:
     """policy: the best that fits. line: what to do, in one line. deepspeed: the section zero_optimization for the best
-    that DeepSpeed itself can do; None where nothing of it fits."""
+    that DeepSpeed itself can do; None where nothing of it fits. code: the line of Python that makes a DeepSpeed job
+    follow the policy; None where nothing is to be offloaded."""
 
     policy: str
     line: str
     deepspeed: dict[str, object] | None
+    code: str | None = None
 
 
 def explain(workload: Workload, machine: Machine) -> list[Step]:
@@ -85,8 +87,10 @@ def recommend(workload: Workload, machine: Machine) -> Advice:
             "sub_group_size": workload.subgroup_params,
         }
         line += f"; in plain DeepSpeed {json.dumps(section)}: {static.iteration_s * 1e3:,.0f} ms"
+    code = f'ebbtide.interleave.deepspeed.enable(policy="{ours}")'
+    line += f"; {ours} in a DeepSpeed job: {code}"
     smaller = _without_offload(workload)
-    return Advice(ours, line + (f"; {smaller}" if smaller else ""), section)
+    return Advice(ours, line + (f"; {smaller}" if smaller else ""), section, code)
 
 
 def _try(policy: str, workload: Workload, machine: Machine) -> Schedule | None:
@@ -97,9 +101,10 @@ def _try(policy: str, workload: Workload, machine: Machine) -> Schedule | None:
 
 
 def _best_static(workload: Workload, machine: Machine) -> tuple[Schedule | None, float]:
-    """The quickest static split that fits, and its ratio; DeepSpeed rounds to whole subgroups."""
+    """The quickest static split that fits, and its ratio; of ratios that DeepSpeed rounds to the same subgroups the
+    largest."""
     best, chosen = None, 1.0
-    for ratio in (share / 20 for share in range(21)):
+    for ratio in (share / 20 for share in range(20, -1, -1)):
         schedule = (
             _try(f"twin-flow:{ratio}", workload, machine) if ratio < 1 else _try("zero-offload", workload, machine)
         )

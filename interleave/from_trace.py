@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import NoneType
 from typing import Any
 
 import numpy as np
 
+from ebbtide.analysis.deepspeed import DeepSpeed, deepspeed_of
 from ebbtide.analysis.devices import capacity_bytes, main_pool, memory_line
 from ebbtide.analysis.findings.study import Study
 from ebbtide.analysis.free import FreeLine as Line
@@ -20,6 +20,8 @@ from ebbtide.profiler.trace import Trace
 # DeepSpeed's own default is 1e9; smaller subgroups overlap better, and larger ones need more room.
 _SUBGROUP_PARAMS = 100_000_000
 _MOST_STEPS = 32
+# Subgroups may hold so much more than the parameters: DeepSpeed pads what it divides among ranks.
+_PADDING = 0.1
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 
@@ -51,12 +53,15 @@ def workload_of(trace: Trace) -> Workload:
     if free is None:
         notes.append("what is free on the device is not known")
     shares = {way: _busy(study, way) for way in ("h2d", "d2h")}
-    config = _config(trace)
+    sizes = _sizes(study.deepspeed, int(study.params))
+    params = sum(sizes) if sizes else int(study.params)
+    # DeepSpeed looks at the norm of all gradients, clipping or not, and skips the step where it is no number: as with
+    # torch's own loops and their checks, no update begins before the backward is over.
     return Workload(
         name=trace.name,
-        params=int(study.params),
-        subgroup_params=_subgroup_params(trace, int(study.params)),
-        sizes=_sizes(trace, int(study.params)),
+        params=params,
+        subgroup_params=_subgroup_params(study, params),
+        sizes=sizes,
         forward_s=lengths["forward"] / 1e3,
         backward_s=lengths["backward"] / 1e3,
         other_s=lengths["other"] / 1e3,
@@ -66,46 +71,37 @@ def workload_of(trace: Trace) -> Workload:
         gpu_free=free,
         h2d_busy_share=shares["h2d"],
         d2h_busy_share=shares["d2h"],
-        clipping=not config or config.get("gradient_clipping") != 0,
+        clipping=True,
         notes=tuple(notes),
     )
 
 
 def recorded_policy(trace: Trace) -> str | None:
-    """The policy that a DeepSpeed job ran under, by its configuration; None where that is not known.
+    """The policy that a DeepSpeed job ran under: that of ebbtide's engine where it drove the job, else by the
+    configuration; None where that is not known.
 
     `prefetch_optimizer`, `part_grads_async` and `prefetch_optimizer_gap` are the keys of the published implementation
     of interleaving; DeepSpeed's own copies gradients asynchronously from 0.19.5."""
-    offload = _zero(trace).get("offload_optimizer")
-    if not isinstance(offload, dict) or offload.get("device") != "cpu":
+    job = deepspeed_of(trace)
+    if job is None:
         return None
-    ratio = offload.get("ratio", 1.0)
-    stride = offload.get("prefetch_optimizer_gap") if offload.get("prefetch_optimizer") else None
-    if not isinstance(ratio, (int, float)) or not isinstance(stride, (int, float, NoneType)):
+    if job.policy is not None:
+        return job.policy
+    stride = job.offload.get("prefetch_optimizer_gap") if job.offload.get("prefetch_optimizer") else None
+    if job.offload.get("device") != "cpu" or job.ratio is None or not isinstance(stride, (int, float, type(None))):
         return None
-    asynchronous = offload.get("part_grads_async")
+    asynchronous = job.offload.get("part_grads_async")
     if asynchronous is None:
-        asynchronous = _version(trace) >= (0, 19, 5)
+        asynchronous = _version(job) >= (0, 19, 5)
     if stride:
-        return f"interleaved:{int(stride)}@{ratio:g},grads={'async' if asynchronous else 'blocking'}"
-    name = "zero-offload" if ratio == 1 else f"twin-flow:{ratio:g}"
+        return f"interleaved:{int(stride)}@{job.ratio:g},grads={'async' if asynchronous else 'blocking'}"
+    name = "zero-offload" if job.ratio == 1 else f"twin-flow:{job.ratio:g}"
     return f"{name},grads={'async' if asynchronous else 'blocking'}"
 
 
-def _version(trace: Trace) -> tuple[int, ...]:
-    text = str((trace.meta.get("deepspeed") or {}).get("version") or "0")
-    numbers = [int(part) for part in text.split("+")[0].split(".") if part.isdigit()]
+def _version(job: DeepSpeed) -> tuple[int, ...]:
+    numbers = [int(part) for part in (job.version or "0").split("+")[0].split(".") if part.isdigit()]
     return tuple(numbers)
-
-
-def _config(trace: Trace) -> dict[str, Any]:
-    config = (trace.meta.get("deepspeed") or {}).get("config")
-    return config if isinstance(config, dict) else {}
-
-
-def _zero(trace: Trace) -> dict[str, Any]:
-    section = _config(trace).get("zero_optimization")
-    return section if isinstance(section, dict) else {}
 
 
 def _waited_ms(study: Study, backward: float) -> float:
@@ -117,15 +113,16 @@ def _waited_ms(study: Study, backward: float) -> float:
     return min(worth, backward) if worth is not None else 0.0
 
 
-def _sizes(trace: Trace, params: int) -> tuple[int, ...] | None:
-    """The subgroups that the job printed: whole tensors, so they differ."""
-    recorded = (trace.meta.get("deepspeed") or {}).get("subgroup_params")
-    whole = isinstance(recorded, list) and all(isinstance(size, int) and size > 0 for size in recorded)
-    return tuple(recorded) if whole and recorded and sum(recorded) == params else None
+def _sizes(job: DeepSpeed | None, params: int) -> tuple[int, ...] | None:
+    """The subgroups that were recorded, or that the job printed: whole tensors, so they differ. Those of another rank
+    or model, which do not hold these parameters, do not count."""
+    if job is None or not params <= sum(job.subgroups) <= (1 + _PADDING) * params:
+        return None
+    return job.subgroups
 
 
-def _subgroup_params(trace: Trace, params: int) -> int:
-    asked = _zero(trace).get("sub_group_size")
+def _subgroup_params(study: Study, params: int) -> int:
+    asked = study.zero.get("sub_group_size")
     size = int(asked) if isinstance(asked, (int, float)) and asked >= 1 else _SUBGROUP_PARAMS
     return min(size, params)
 
@@ -198,11 +195,8 @@ def _steps(envelope: tuple[Any, Any]) -> list[tuple[float, float]]:
 
 
 def _state_on_device(trace: Trace, study: Study) -> int:
-    offload = study.zero.get("offload_optimizer")
-    if isinstance(offload, dict):
-        ratio = offload.get("ratio", 1.0)
-        share = 1 - ratio if isinstance(ratio, (int, float)) and 0 <= ratio <= 1 else 0.0
-        return round(share * 12 * (study.params or 0))
+    if study.deepspeed is not None and study.deepspeed.offload:
+        return round((1 - study.deepspeed.cpu_share) * 12 * (study.params or 0))
     places = [str(place) for o in study.entry.get("optimizers") or [] for place in o.get("state_devices") or []]
     if any(place.startswith("cuda") for place in places):
         return sum(o.get("state_bytes") or 0 for o in study.entry.get("optimizers") or [])

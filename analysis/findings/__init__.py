@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ebbtide.analysis.findings import copies, gradients, host, iteration, memory, update
+from ebbtide.analysis.findings import copies, deepspeed, gradients, host, iteration, memory, update
 from ebbtide.analysis.findings.finding import Finding, Findings, Unknown
 from ebbtide.analysis.findings.study import Study
 from ebbtide.profiler.trace import Trace
@@ -19,6 +19,10 @@ RULES: tuple[Rule, ...] = (
     gradients.blocking_gradients,
     update.cpu_bound_update,
     update.too_few_threads,
+    deepspeed.gradient_round_trip,
+    deepspeed.pageable_masters,
+    deepspeed.passes_beside_adam,
+    deepspeed.twin_flow_ratio,
     copies.pageable_copies,
     copies.one_direction,
     copies.shared_link,

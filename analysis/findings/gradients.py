@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ebbtide.analysis.findings.finding import Finding
 from ebbtide.analysis.findings.study import CopiesOf, Study, at_most
+from ebbtide.analysis.measured_ops import SubStep
 from ebbtide.analysis.units import bytes_text, ms_text, rate_text
 
 # A backward computes two forwards' worth; recomputing adds one; reducing gradients over ranks about as much as
@@ -15,6 +16,7 @@ _LEAST_RATIO = 1.5
 # Pageable copies that take less than this share of the backward are not its gradients.
 _LEAST_SHARE = 0.02
 _RULE = "blocking-gradients"
+_TITLE = "The backward waits while gradients are copied to the host"
 _ADVICE = (
     "let the gradients go down asynchronously, beside the backward (DeepSpeed does so by default from 0.19.5; pinned "
     "host buffers are needed)"
@@ -22,11 +24,15 @@ _ADVICE = (
 
 
 def blocking_gradients(study: Study) -> Finding | None:
-    """Gradients copied to the host so that the backward waits for them: seen as pageable copies where each copy was
-    recorded, or as a backward far longer than its forward allows while the link is mostly idle."""
+    """Gradients copied to the host so that the backward waits for them: seen as the time that DeepSpeed's own copying
+    keeps the host, as pageable copies where each copy was recorded, or as a backward far longer than its forward allows
+    while the link is mostly idle."""
     forward, backward = study.ms("forward"), study.ms("backward")
     if not forward or not backward or study.offloaded is False:
         return None
+    step = study.sub_step("gradient down")
+    if step is not None:
+        return _by_sub_step(step, backward)
     down = study.phase_link("backward", "d2h")
     if study.offloaded is None and (down is None or study.params is None or (down.bytes or 0) < study.params):
         return None
@@ -52,13 +58,20 @@ def blocking_gradients(study: Study) -> Finding | None:
     offload = study.zero.get("offload_optimizer")
     if isinstance(offload, dict):
         evidence.append("the DeepSpeed configuration offloads the optimizer to the " + str(offload.get("device")))
-    return Finding(
-        _RULE,
-        "The backward waits while gradients are copied to the host",
-        at_most(backward - expected),
-        tuple(evidence),
-        _ADVICE,
-    )
+    return Finding(_RULE, _TITLE, at_most(backward - expected), tuple(evidence), _ADVICE)
+
+
+def _by_sub_step(step: SubStep, backward: float) -> Finding | None:
+    """The host's own time in copying gradients: where it is long, the copies are waited for."""
+    if step.median_ms < _LEAST_SHARE * backward:
+        return None
+    evidence = [
+        f"`gradient down` keeps the host for {ms_text(step.median_ms)} of the backward's {ms_text(backward)}, "
+        f"{step.count:,.0f} times for {bytes_text(step.bytes)}",
+    ]
+    if step.d2h.pageable_share:
+        evidence.append(f"a pageable copy runs for {100 * step.d2h.pageable_share:.0f} % of that time")
+    return Finding(_RULE, _TITLE, at_most(step.median_ms), tuple(evidence), _ADVICE)
 
 
 def _by_copies(found: CopiesOf, backward: float) -> Finding:
@@ -67,10 +80,4 @@ def _by_copies(found: CopiesOf, backward: float) -> Finding:
         f"{ms_text(found.busy_ms)} of its {ms_text(backward)}",
         "a copy into pageable memory does not return before it is done, and nothing is launched meanwhile",
     )
-    return Finding(
-        _RULE,
-        "The backward waits while gradients are copied to the host",
-        at_most(found.busy_ms),
-        evidence,
-        _ADVICE,
-    )
+    return Finding(_RULE, _TITLE, at_most(found.busy_ms), evidence, _ADVICE)

@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ebbtide.analysis.deepspeed import DeepSpeed, deepspeed_of
 from ebbtide.analysis.devices import capacity_bytes, first_device, main_pool
 from ebbtide.analysis.iterations import counted, intervals
 from ebbtide.analysis.link import Link, PhaseLink, link_use
+from ebbtide.analysis.measured_ops import SubStep
 from ebbtide.analysis.memory import Memory, memory_use
 from ebbtide.analysis.phases import phase_peaks
 from ebbtide.analysis.steps import union_length
+from ebbtide.analysis.substeps import SubSteps, sub_steps
 from ebbtide.analysis.summary import Summary, summarize
 from ebbtide.analysis.traffic import copies
-from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace import Trace, TraceError
 
 STATE_BYTES = 12
 
@@ -91,20 +94,36 @@ class Study:
         return sum(known) if known else (self.entry.get("model") or {}).get("params")
 
     @cached_property
+    def deepspeed(self) -> DeepSpeed | None:
+        return deepspeed_of(self.trace)
+
+    @property
     def zero(self) -> dict[str, Any]:
         """The section zero_optimization of a DeepSpeed configuration, empty where there is none."""
-        config = (self.trace.meta.get("deepspeed") or {}).get("config")
-        section = config.get("zero_optimization") if isinstance(config, dict) else None
-        return section if isinstance(section, dict) else {}
+        return self.deepspeed.zero if self.deepspeed is not None else {}
+
+    @cached_property
+    def sub_steps(self) -> SubSteps | None:
+        """None where none were recorded."""
+        try:
+            return sub_steps(self.trace, by_subgroup=False)
+        except TraceError:
+            return None
+
+    def sub_step(self, name: str, resources: tuple[str, ...] = ("host", "cpu")) -> SubStep | None:
+        """A sub-step that DeepSpeed ran on the host: of the rank that it took longest."""
+        if self.sub_steps is None or not self.sub_steps.tiles:
+            return None
+        found = [step for step in self.sub_steps.steps if step.name == name and step.resource in resources]
+        return max(found, key=lambda step: step.median_ms, default=None)
 
     @cached_property
     def offloaded(self) -> bool | None:
         """Whether optimizer state lives in host memory while the job trains on a GPU."""
         if not self.has_gpu:
             return False
-        offload = self.zero.get("offload_optimizer")
-        if isinstance(offload, dict):
-            return offload.get("device") in ("cpu", "nvme") and self._ratio > 0
+        if self.deepspeed is not None and isinstance(self.zero.get("offload_optimizer"), dict):
+            return self.deepspeed.offload.get("device") in ("cpu", "nvme") and self.deepspeed.cpu_share > 0
         optimizers = self.entry.get("optimizers") or []
         if any("CPU" in str(o.get("class")) for o in optimizers):
             return True
@@ -115,20 +134,13 @@ class Study:
     @cached_property
     def offloaded_params(self) -> float | None:
         """Parameters whose state the first rank holds in host memory."""
-        return self.params * self._ratio if self.params is not None and self.offloaded else None
-
-    @property
-    def _ratio(self) -> float:
-        """DeepSpeed's static split: the share of the parameters that the CPU updates."""
-        offload = self.zero.get("offload_optimizer")
-        ratio = offload.get("ratio") if isinstance(offload, dict) else None
-        return float(ratio) if isinstance(ratio, (int, float)) and 0 <= ratio <= 1 else 1.0
+        share = self.deepspeed.cpu_share if self.deepspeed is not None else 1.0
+        return self.params * share if self.params is not None and self.offloaded else None
 
     @cached_property
     def checkpointing(self) -> bool | None:
         """Whether forwards are recomputed in the backward."""
-        told: bool | None = (self.trace.meta.get("deepspeed") or {}).get("activation_checkpointing")
-        return told
+        return self.deepspeed.checkpointing if self.deepspeed is not None else None
 
     def phase_link(self, phase: str, direction: str) -> PhaseLink | None:
         """One direction in a phase: of the rank that moved most."""

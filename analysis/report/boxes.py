@@ -70,6 +70,49 @@ def phase_boxes(trace: Trace, rank: int, at: Clock, choose: Choice, on_gpu: bool
     return boxes
 
 
+# Sub-steps by name, in the colours of the page; others are grey. What is nested in another comes after it.
+_OP_COLORS = {
+    "reduce": "pool-4",
+    "gradient norm": "pool-5",
+    "overflow check": "pool-5",
+    "clip": "pool-5",
+    "prepare": "pool-8",
+    "release": "pool-8",
+    "gather": "pool-1",
+    "unscale": "pool-2",
+    "cast": "pool-2",
+    "update": "update",
+    "parameters": "h2d",
+    "upload": "h2d",
+    "fetch": "pool-7",
+    "gradient up": "pool-4",
+    "gradient down": "d2h",
+    "flush": "pool-6",
+}
+
+
+def op_boxes(rows: pd.DataFrame, at: Clock, choose: Choice) -> dict[str, Boxes]:
+    """Sub-steps (rows of `op_pieces`) by the colour of their names."""
+    rows = rows.sort_values("start_ns", kind="stable")
+    rows = rows.iloc[choose(*(rows[column].to_numpy(np.int64) for column in ("start_ns", "end_ns")))]
+    color = rows["name"].map(_OP_COLORS).fillna("other")
+    boxes = {}
+    for name in ("other", *dict.fromkeys(_OP_COLORS.values())):
+        of = rows[color == name]
+        if of.empty:
+            continue
+        starts, ends = of["start_ns"].to_numpy(np.int64), of["end_ns"].to_numpy(np.int64)
+        facts = {
+            "op": list(of["name"]),
+            "on": list(of["resource"]),
+            "subgroup": [UNKNOWN if number < 0 else str(number) for number in of["subgroup"]],
+            "bytes": [UNKNOWN if pd.isna(size) else bytes_text(int(size)) for size in of["bytes"]],
+            "ms": ((ends - starts) / 1e6).astype(np.float32),
+        }
+        boxes[name] = Boxes(at(starts), at(ends), facts)
+    return boxes
+
+
 def window_boxes(trace: Trace, rank: int, at: Clock, windows: Sequence[Window], choose: Choice) -> tuple[Boxes, Ints]:
     """(the windows of a rank, their least free bytes)."""
     origins = intervals(trace, rank, device_times=False).spans.set_index("iteration")["start_ns"].to_dict()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
+from ebbtide.analysis.deepspeed import deepspeed_of
 from ebbtide.analysis.units import bytes_text, count_text, rate_text
 from ebbtide.profiler.trace import Trace
 
@@ -28,6 +29,7 @@ def facts(trace: Trace) -> list[Fact]:
         ("host", _host(_dict(meta.get("host")))),
         ("model", _model(_dict(entry.get("model")))),
         *(("optimizer", _optimizer(_dict(optimizer))) for optimizer in _list(entry.get("optimizers"))),
+        ("DeepSpeed", _deepspeed(trace)),
         ("software", _software(meta, entry)),
         ("clock", _clock(_dict(meta.get("clock")))),
     ]
@@ -108,6 +110,31 @@ def _optimizer(optimizer: dict[str, Any]) -> str:
         places = " and ".join(str(place) for place in _list(optimizer.get("state_devices")))
         parts.append(f"{bytes_text(optimizer['state_bytes'])} of state" + (f" on {places}" if places else ""))
     return ", ".join(parts)
+
+
+def _deepspeed(trace: Trace) -> str:
+    """Where DeepSpeed, or ebbtide's engine in its place, keeps its state; its version stands with the software."""
+    job = deepspeed_of(trace)
+    if job is None or not (job.config or job.subgroups or job.stage is not None):
+        return ""
+    parts = [f"ZeRO-{job.stage}" if job.stage is not None else ""]
+    if job.policy:
+        parts.append(f"updated by ebbtide under {job.policy}")
+    if job.offload:
+        parts.append(f"optimizer offloaded to the {job.offload.get('device')}")
+    if job.ratio is not None:
+        real = f" asked for, {job.real_ratio:.2f} in fact" if job.real_ratio not in (None, job.ratio) else ""
+        parts.append(f"a share of {job.ratio:g}{real} on the CPU")
+    if job.subgroups:
+        least, most = count_text(min(job.subgroups)), count_text(max(job.subgroups))
+        of = f"of {most}" if least == most else f"of {least} to {most}"
+        parts.append(f"{len(job.subgroups)} subgroup{'s' if len(job.subgroups) > 1 else ''} {of} parameters")
+    if job.on_cpu:
+        parts.append(f"{sum(job.on_cpu)} of them on the CPU")
+    for what, pinned in (("masters", job.masters_pinned), ("gradients", job.gradients_pinned)):
+        if pinned is not None:
+            parts.append(f"{what} {'pinned' if pinned else 'pageable'}")
+    return ", ".join(part for part in parts if part)
 
 
 def _software(meta: dict[str, Any], entry: dict[str, Any]) -> str:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
+
 from ebbtide.analysis.iterations import intervals
 from ebbtide.analysis.link import Link
+from ebbtide.analysis.ops import follow_each_other, named_ops
 from ebbtide.analysis.report import tooltips
-from ebbtide.analysis.report.boxes import Choice, guaranteed_boxes, phase_boxes, window_boxes
+from ebbtide.analysis.report.boxes import Choice, guaranteed_boxes, op_boxes, phase_boxes, window_boxes
 from ebbtide.analysis.report.columns import Table
 from ebbtide.analysis.report.lines import Panel, clock, panels
-from ebbtide.analysis.report.tables import iteration_table, link_tables, window_tables
+from ebbtide.analysis.report.tables import iteration_table, link_tables, step_tables, window_tables
 from ebbtide.analysis.report.timeline import Drawing, Strip, timeline
 from ebbtide.analysis.spread import Iterations
+from ebbtide.analysis.substeps import sub_steps
 from ebbtide.analysis.units import bytes_text
 from ebbtide.analysis.windows import Windows, find_windows
 from ebbtide.profiler.trace import Trace, TraceError
@@ -22,7 +27,7 @@ from ebbtide.profiler.trace import Trace, TraceError
 @dataclass(frozen=True)
 class RankView:
     """timeline: what Bokeh embeds, None where nothing was recorded that could be drawn. windows: their tables;
-    windows_line says what they are, or why there are none."""
+    windows_line says what they are, or why there are none. steps: of the update, where its sub-steps are known."""
 
     rank: int
     timeline: dict[str, Any] | None
@@ -31,6 +36,7 @@ class RankView:
     timeline_notes: list[str]
     windows: list[Table]
     windows_line: str
+    steps: list[Table]
     iterations: Table | None
     link: list[Table]
 
@@ -54,9 +60,17 @@ def rank_view(
         timeline_notes=drawn[1] if drawn else [],
         windows=window_tables(found.windows, found.guaranteed, rows) if found and found.windows else [],
         windows_line=line,
+        steps=_steps(trace, rank, rows),
         iterations=iteration_table(spread, rank, rows),
         link=link_tables(link, rank),
     )
+
+
+def _steps(trace: Trace, rank: int, rows: int) -> list[Table]:
+    try:
+        return step_tables(sub_steps(trace, [rank]), rows)
+    except TraceError:
+        return []
 
 
 def _windows_line(found: Windows, min_bytes: int) -> str:
@@ -83,6 +97,9 @@ def _drawing(
         strips.append(Strip("phases", phase_boxes(trace, rank, at, choose), tooltips.PHASE))
     if trace.phases(rank)["gpu_start_ns"].notna().any():
         strips.append(Strip("on GPU", phase_boxes(trace, rank, at, choose, on_gpu=True), tooltips.PHASE))
+    each = Choice(trace, rank, len(trace.ops(rank)), 0, boxes)
+    for resource, rows in _lanes(trace, rank):
+        strips.append(Strip(resource, op_boxes(rows, at, each), tooltips.OP))
     if always:
         free = guaranteed_boxes(trace, rank, at, min_bytes, choose)
         strips.append(Strip("always free", {"window": free}, tooltips.GUARANTEED, 0.5))
@@ -94,7 +111,20 @@ def _drawing(
         notes.append(f"phases and windows are drawn for one iteration in {choose.step}")
     if choose.left_out:
         notes.append(f"the {choose.left_out:,} shortest phases and windows are not drawn")
+    if each.step > 1 or each.left_out:
+        notes.append("not all sub-steps are drawn (`ebbtide export` has all)")
     spans = intervals(trace, rank, device_times=False).spans
     starts, ends = at(spans["start_ns"].to_numpy()), at(spans["end_ns"].to_numpy())
     numbers = list(zip(map(int, spans["iteration"]), map(float, starts), map(float, ends), strict=True))
     return Drawing(at, strips, shown, numbers, windows), notes
+
+
+def _lanes(trace: Trace, rank: int) -> Iterator[tuple[str, pd.DataFrame]]:
+    """(name, sub-steps) of each lane: DeepSpeed's follow each other, a schedule's run on all resources at once."""
+    rows = named_ops(trace, rank)
+    if follow_each_other(rows):
+        yield "sub-steps", rows
+        return
+    for resource in ("host", "cpu", "gpu", "h2d", "d2h"):
+        if (rows["resource"] == resource).any():
+            yield resource, rows[rows["resource"] == resource]

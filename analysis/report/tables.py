@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 from ebbtide.analysis.devices import capacity_bytes, first_device, main_pool, memory_line
 from ebbtide.analysis.iterations import PHASES
 from ebbtide.analysis.link import Link
+from ebbtide.analysis.measured_ops import SubStep
 from ebbtide.analysis.report.columns import Column, Table, counts, milliseconds, rates, shares, sizes, words
 from ebbtide.analysis.spread import Iterations
+from ebbtide.analysis.substeps import SubSteps
 from ebbtide.analysis.summary import Summary
 from ebbtide.analysis.windows import Window
 from ebbtide.profiler.trace import Trace
@@ -106,6 +108,39 @@ def rank_table(trace: Trace, found: Iterations, most: int) -> Table:
     return Table(
         "ranks", "Each rank", tuple(columns), "Medians over the counted iterations; peaks of the whole trace.", cut
     )
+
+
+def step_tables(found: SubSteps, most: int) -> list[Table]:
+    rows, cut = _cut(found.steps, most, "ebbtide steps --json has all")
+    how = "They follow each other" if found.tiles else "They run beside each other: times do not add up"
+    note = f"Medians over the counted iterations. {how}. Rate: the faster direction's, while copies run."
+    columns = [words("phase", [row.phase for row in rows]), *_step_columns(rows, found.pool)]
+    tables = [Table("steps", "Of an iteration", tuple(columns), note, cut)]
+    if found.subgroups:
+        rows, cut = _cut(found.subgroups, min(most, 3 * _LONGEST), "ebbtide steps --json has all")
+        columns = [counts("subgroup", [row.subgroup for row in rows]), *_step_columns(rows, found.pool)]
+        count = len({row.subgroup for row in found.subgroups})
+        tables.append(Table("subgroups", f"By subgroup, {count:,} in all", tuple(columns), None, cut))
+    return tables
+
+
+def _step_columns(rows: Sequence[SubStep], pool: str | None) -> list[Column]:
+    sides = [(row.h2d, row.d2h) for row in rows]
+    rate = [max((s.busy_bytes_per_s for s in both if s.busy_bytes_per_s), default=None) for both in sides]
+    pageable = [max((s.pageable_share for s in both if s.pageable_share is not None), default=None) for both in sides]
+    return [
+        words("sub-step", [f"{row.name} (in {row.within})" if row.within else row.name for row in rows]),
+        words("on", [row.resource for row in rows]),
+        milliseconds("time", [row.median_ms for row in rows]),
+        shares("of phase", [row.share for row in rows]),
+        sizes("bytes", [row.bytes for row in rows]),
+        sizes("h2d", [h2d.bytes for h2d, _ in sides]),
+        sizes("d2h", [d2h.bytes for _, d2h in sides]),
+        rates("rate", rate),
+        shares("pageable", pageable),
+        words("waits for", [row.waits_for for row in rows]),
+        sizes(f"peak {pool or 'memory'}", [row.peak_bytes for row in rows]),
+    ]
 
 
 def link_tables(found: Link, rank: int) -> list[Table]:

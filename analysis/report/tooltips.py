@@ -16,6 +16,7 @@ def _tooltip(title: str, **rows: str) -> str:
 
 
 PHASE = _tooltip("$name", **{"iteration": "@iteration", "micro-step": "@micro_step", "length": "@ms{0,0.00} ms"})
+OP = _tooltip("@op", on="@on", subgroup="@subgroup", bytes="@bytes", length="@ms{0,0.00} ms")
 GUARANTEED = _tooltip("free in every iteration", **{"phase": "@phase", "at least": "@free"})
 WINDOW = _tooltip(
     "window: @phase",

@@ -26,6 +26,7 @@ from ebbtide.cli import (
     profile,
     replay,
     report,
+    steps,
     summary,
     sweep,
     windows,
@@ -44,6 +45,7 @@ app.command()(findings.findings)
 app.command()(windows.windows)
 app.command()(memory.memory)
 app.command()(link.link)
+app.command()(steps.steps)
 app.command()(iterations.iterations)
 app.command()(plot.plot)
 app.command()(report.report)

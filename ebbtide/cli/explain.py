@@ -13,8 +13,10 @@ from ebbtide.cli.tables import table
 if TYPE_CHECKING:
     from ebbtide.analysis.findings import Findings
     from ebbtide.analysis.link import Link
+    from ebbtide.analysis.measured_ops import SubStep
     from ebbtide.analysis.memory import Gap, Memory, PoolUse
     from ebbtide.analysis.spread import Iterations
+    from ebbtide.analysis.substeps import SubSteps
     from ebbtide.profiler.trace import Trace
 
 
@@ -104,6 +106,52 @@ def print_link(trace: Trace, found: Link) -> None:
         columns = ["direction", "host memory", "copies", "bytes", "busy", "while busy"]
         table("All copies of the trace, by the kind of host memory", columns, kinds[:_MOST_ROWS])
         _cut(len(kinds))
+
+
+def print_steps(trace: Trace, found: SubSteps) -> None:
+    how = "they follow each other" if found.tiles else "they run beside each other: times do not add up"
+    typer.echo(f"{trace.path}: the sub-steps of an iteration, medians ({how})")
+    working = "; ".join(
+        f"{use.phase}: {use.resource} {ms_text(use.median_ms)}{_share(use.share, ' ({})')}" for use in found.resources
+    )
+    typer.echo(f"working: {working}")
+    columns = ["sub-step", "phase", "on", "time", "share", "count", "bytes", "h2d", "d2h", "rate", "waits"]
+    columns.append(f"peak {found.pool or 'memory'}")
+    table(
+        "Sub-steps (h2d, d2h: bytes meanwhile; rate: the faster one's while copies run; waits: for a pageable copy)",
+        columns,
+        _step_rows(found.steps),
+    )
+    _cut(len(found.steps))
+    if found.subgroups:
+        columns.insert(1, "subgroup")
+        table("By subgroup", columns, _step_rows(found.subgroups, True))
+        _cut(len(found.subgroups))
+
+
+def _step_rows(steps: Sequence[SubStep], by_subgroup: bool = False) -> list[list[str]]:
+    return [
+        [
+            f"- {step.name}" if step.within else step.name,
+            *([str(step.subgroup)] if by_subgroup else []),
+            step.phase,
+            step.resource,
+            ms_text(step.median_ms),
+            _share(step.share),
+            f"{step.count:,.0f}",
+            bytes_text(step.bytes),
+            bytes_text(step.h2d.bytes),
+            bytes_text(step.d2h.bytes),
+            rate_text(max(side.busy_bytes_per_s or 0.0 for side in (step.h2d, step.d2h)) or None),
+            step.waits_for or "",
+            bytes_text(step.peak_bytes),
+        ]
+        for step in steps[:_MOST_ROWS]
+    ]
+
+
+def _share(share: float | None, text: str = "{}") -> str:
+    return "" if share is None else text.format(f"{100 * share:.0f} %")
 
 
 def print_memory(trace: Trace, found: Memory) -> None:

@@ -19,6 +19,7 @@ from ebbtide.analysis.report import page, render, write_report
 from ebbtide.analysis.report.columns import Table, counts, milliseconds, sizes, words
 from ebbtide.analysis.report.lines import clock, panels
 from ebbtide.profiler.trace import Trace, TraceBuilder, TraceError
+from tests.analysis.deepspeed_jobs import SIZE, deepspeed_job
 from tests.analysis.report_traces import GIB, GPU, HOSTILE, ITERATION, MS, hostile, long, trained, with_copies
 
 NONE = Findings((), ())
@@ -129,6 +130,28 @@ def test_windows_iterations_and_copies_have_their_tables() -> None:
     assert {"busy", "both ways at once"} <= {c.label for c in by_phase.columns}
 
 
+def test_the_sub_steps_of_an_update_have_theirs_and_subgroups_one_that_is_cut() -> None:
+    (view,) = page(deepspeed_job().build(), NONE, GIB).ranks
+    steps, subgroups = view.steps
+    assert column(steps, "sub-step")[:2] == ["reduce", "gradient down (in reduce)"]
+    place = column(steps, "sub-step").index("parameters")
+    assert [column(steps, label)[place] for label in ("time", "of phase", "h2d", "rate", "pageable", "waits for")] == [
+        "100.0",
+        "28",
+        "953.67",
+        "13.33",
+        "75",
+        "h2d",
+    ]
+    assert column(subgroups, "subgroup")[::5] == ["0", "1", "2", "3", "4"]
+    assert subgroups.cut is None
+    (view,) = page(deepspeed_job(iterations=1, sizes=(SIZE,) * 30).build(), NONE, GIB).ranks
+    assert "ebbtide steps --json has all" in (view.steps[1].cut or "")
+    shown = read(deepspeed_job().build())
+    assert "Sub-steps" in shown.texts["h2"]
+    assert page(trained().build(), NONE, GIB).ranks[0].steps == []
+
+
 def test_an_iteration_far_from_the_others_is_marked() -> None:
     builder = trained(20)
     builder.rank(0).phase("update", 20 * ITERATION, 20 * ITERATION + 30 * MS, 20)
@@ -220,6 +243,27 @@ def test_the_facts_of_the_job_are_told_and_odd_ones_left_out() -> None:
         "device": "2 × a GPU, 40.00 GiB, PCIe 4 x16, 32 GB/s a direction",
         "clock": "unix",
     }
+
+
+@pytest.mark.parametrize(
+    ("meta", "says"),
+    [
+        (
+            {"ratio": 0.5, "sizes": (SIZE,) * 3, "devices": ("cuda", "cpu", "cpu")},
+            "ZeRO-3, optimizer offloaded to the cpu, a share of 0.5 asked for, 0.67 in fact on the CPU, 3 subgroups of "
+            "100 M parameters, 2 of them on the CPU, masters pageable, gradients pinned",
+        ),
+        (
+            {"sizes": (SIZE, 2 * SIZE), "policy": "adaptive", "masters_pinned": True, "gradients_pinned": None},
+            "ZeRO-3, updated by ebbtide under adaptive, optimizer offloaded to the cpu, a share of 1 on the CPU, 2 "
+            "subgroups of 100 M to 200 M parameters, 2 of them on the CPU, masters pinned",
+        ),
+    ],
+)
+def test_the_facts_tell_where_deepspeed_keeps_its_state(meta: dict[str, Any], says: str) -> None:
+    facts = dict(page(deepspeed_job(iterations=1, **meta).build(), NONE, GIB).facts)
+    assert facts["DeepSpeed"] == says
+    assert "DeepSpeed 0.19.8" in facts["software"]
 
 
 def test_nothing_from_a_trace_becomes_code() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,12 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ebbtide.analysis.report as package
 from ebbtide.analysis.devices import memory_line
-from ebbtide.analysis.report.boxes import Choice, guaranteed_boxes, window_boxes
+from ebbtide.analysis.link import link_use
+from ebbtide.analysis.ops import named_ops
+from ebbtide.analysis.report.boxes import Choice, guaranteed_boxes, op_boxes, window_boxes
 from ebbtide.analysis.report.lines import Panel, clock, panels
+from ebbtide.analysis.report.rank import _lanes, rank_view
+from ebbtide.analysis.spread import iterations
 from ebbtide.analysis.windows import find_windows
+from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.simulate import simulate
+from ebbtide.interleave.to_trace import trace_of
 from ebbtide.profiler.trace import Trace, TraceBuilder
+from tests.analysis.deepspeed_jobs import deepspeed_job
 from tests.analysis.report_traces import GIB, GPU, MS, train, trained
+from tests.interleave.sweeps import machine, workload
 
 
 def panel(trace: Trace, name: str, most: int = 10_000) -> Panel:
@@ -122,6 +134,42 @@ def test_what_is_always_free_lies_at_the_same_place_of_each_iteration() -> None:
     for phase in ("forward", "update"):
         places = [left for left, name in zip(boxes.left, boxes.facts["phase"], strict=True) if name == phase]
         assert np.diff(places).tolist() == [19] * 5
+
+
+def test_sub_steps_are_drawn_in_colours_that_the_page_has_a_part_over_its_whole() -> None:
+    trace = deepspeed_job(iterations=2).build()
+    at = clock(trace, 0)
+    assert at is not None
+    boxes = op_boxes(named_ops(trace, 0), at, Choice(trace, 0, len(trace.ops(0)), 0, 1000))
+    assert sum(len(of.left) for of in boxes.values()) == len(trace.ops(0))
+    styles = (Path(package.__file__).parent / "templates" / "page.css").read_text()
+    assert all(f"--{color}:" in styles for color in boxes)
+    assert boxes["update"].facts["op"] == ["update"] * 10
+    assert boxes["update"].facts["subgroup"][:3] == ["0", "1", "2"]
+    assert (boxes["h2d"].right - boxes["h2d"].left).tolist() == pytest.approx([20] * 10)
+    assert boxes["h2d"].facts["bytes"] == ["190.73 MiB"] * 10
+    # What is drawn later lies above: gradients going down are a part of reducing them.
+    assert list(boxes).index("pool-4") < list(boxes).index("d2h")
+    assert boxes["pool-4"].left[0] <= boxes["d2h"].left[0] < boxes["d2h"].right[0] <= boxes["pool-4"].right[0]
+
+
+def test_of_too_many_sub_steps_some_iterations_are_drawn_and_the_page_says_so() -> None:
+    job = deepspeed_job(iterations=40)
+    drawn = rank_view(job.build(), 0, iterations(job.build()), link_use(job.build()), GIB, 10_000, 300, 50)
+    assert any("not all sub-steps are drawn" in note for note in drawn.timeline_notes)
+    assert len(json.dumps(drawn.timeline)) < 300_000
+
+
+def test_a_schedules_operations_have_a_lane_for_each_resource() -> None:
+    names = [name for name, _ in _lanes(simulated(), 0)]
+    assert names == ["cpu", "gpu", "h2d", "d2h"]
+    assert [name for name, _ in _lanes(deepspeed_job(iterations=1).build(), 0)] == ["sub-steps"]
+    assert list(_lanes(trained().build(), 0)) == []
+
+
+def simulated() -> Trace:
+    job, box = workload(), machine()
+    return trace_of(simulate(make_plan("interleaved:2", job, box), job, box), box).build()
 
 
 def test_of_too_many_boxes_one_iteration_in_some_is_drawn_whole() -> None:

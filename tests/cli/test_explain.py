@@ -12,11 +12,12 @@ import pytest
 
 from ebbtide.cli import run
 from ebbtide.profiler.trace import TraceBuilder
+from tests.analysis.deepspeed_jobs import deepspeed_job
 from tests.analysis.findings.jobs import CAPACITY, MS, PEAK, Job, async_copies, devices, offloaded, on_cpu
 from tests.analysis.findings.test_find import troubled
 from tests.conftest import ebbtide
 
-COMMANDS = ("findings", "link", "memory", "iterations", "windows")
+COMMANDS = ("findings", "link", "memory", "iterations", "windows", "steps")
 GPU = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": CAPACITY, "link": {"peak_bytes_per_s": PEAK}}
 
 
@@ -75,9 +76,11 @@ TRACES: dict[str, Callable[[], TraceBuilder]] = {
     "bare-rank": bare_rank,
     "simulated": simulated,
     "odd-figures": odd_figures,
+    "deepspeed": deepspeed_job,
 }
 # Nothing can be called free there.
 WITHOUT_MEMORY = {"no-memory", "no-ranks", "bare-rank", "simulated"}
+WITH_STEPS = {"simulated", "deepspeed"}
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +103,7 @@ Printed = pytest.CaptureFixture[str]
 def test_every_trace_is_explained_or_refused_in_one_line(
     name: str, command: str, written: dict[str, Path], capsys: Printed
 ) -> None:
-    refused = command == "windows" and name in WITHOUT_MEMORY
+    refused = name in WITHOUT_MEMORY if command == "windows" else command == "steps" and name not in WITH_STEPS
     status = run([command, str(written[name]), "--json"])
     out, err = capsys.readouterr()
     text = run([command, str(written[name])])
@@ -109,7 +112,7 @@ def test_every_trace_is_explained_or_refused_in_one_line(
         assert (status, text, out) == (2, 2, "")
         assert err == errors
         assert len(err.splitlines()) == 1
-        assert "memory" in err
+        assert ("memory" if command == "windows" else "has no sub-steps of an update: record") in err
         return
     assert (status, text, err, errors) == (0, 0, "", "")
     assert isinstance(json.loads(out, parse_constant=refuse), dict)
@@ -155,6 +158,30 @@ def test_link_has_a_row_per_phase_and_direction(written: dict[str, Path], capsys
     assert "rank 0 of 2 ranks" in told
     assert "pageable" in told
     assert "400.0 ms" in told
+
+
+def test_steps_have_a_row_each_and_with_subgroups_one_of_each(written: dict[str, Path], capsys: Printed) -> None:
+    found = answer(capsys, "steps", written["deepspeed"])
+    assert set(found) == {"pool", "tiles", "steps", "subgroups", "resources"}
+    assert len(found["steps"]) == 11
+    assert len(found["subgroups"]) == 5 * 5
+    assert set(found["steps"][0]["h2d"]) == {
+        "bytes",
+        "busy_share",
+        "pinned_share",
+        "pageable_share",
+        "busy_bytes_per_s",
+        "share_of_peak",
+    }
+    told = text(capsys, "steps", written["deepspeed"])
+    assert "they follow each other" in told
+    assert "update: cpu 240.0 ms (67 %)" in told
+    (row,) = [line.split() for line in told.splitlines() if " parameters " in line]
+    assert row[:5] == ["parameters", "update", "host", "100.0", "ms"]
+    assert row[-3:] == ["h2d", "20.00", "GiB"]
+    assert "By subgroup" not in told
+    assert "By subgroup" in text(capsys, "steps", written["deepspeed"], "--subgroups")
+    assert "times do not add up" in text(capsys, "steps", written["simulated"])
 
 
 def test_memory_has_a_row_per_pool_and_gap(written: dict[str, Path], capsys: Printed) -> None:

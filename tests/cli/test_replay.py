@@ -164,7 +164,7 @@ def test_explanation_and_recommendation_are_printed_and_in_the_object(place: Pat
     assert [list(step) for step in steps] == [["mechanism", "policy", "iteration_ms", "gain_ms"]] * 6
     whole = steps[0]["iteration_ms"] - steps[-1]["iteration_ms"]
     assert sum(step["gain_ms"] for step in steps) == pytest.approx(whole)
-    assert list(found["recommend"]) == ["policy", "line", "deepspeed"]
+    assert list(found["recommend"]) == ["policy", "line", "deepspeed", "code"]
     told = text(capsys, "--workload w.json --machine m.json --policy pipelined --explain --recommend")
     assert f"recommended: {found['recommend']['line']}\n" in told
     assert json.dumps(found["recommend"]["deepspeed"]) in told

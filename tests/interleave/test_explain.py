@@ -67,7 +67,7 @@ def test_what_fits_all_the_time_is_not_to_be_offloaded() -> None:
     # 24 GB of state, and 4 GB of gradients that stay until the update.
     enough = workload(gpu_free_bytes=28e9)
     advice = recommend(enough, machine())
-    assert (advice.policy, advice.deepspeed) == ("gpu-only", None)
+    assert (advice.policy, advice.deepspeed, advice.code) == ("gpu-only", None, None)
     took = ran("gpu-only", enough, machine()).iteration_s * 1e3
     assert advice.line.startswith("do not offload: the optimizer's state (24.0 GB a rank) fits")
     assert f"takes {took:,.0f} ms then" in advice.line
@@ -96,6 +96,21 @@ def test_deepspeed_gets_the_quickest_split_that_fits(free: float) -> None:
     assert f": {chosen.iteration_s * 1e3:,.0f} ms" in advice.line
 
 
+def test_ratios_that_deepspeed_rounds_alike_are_told_as_the_largest() -> None:
+    """Of 20 subgroups each ratio is another split; of one, all but 0 are none."""
+    advice = recommend(workload(subgroup_params=2e9), machine())
+    assert advice.deepspeed is not None
+    assert advice.deepspeed["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "ratio": 1.0}
+
+
+@pytest.mark.parametrize(("free", "policy"), [(6e9, "adaptive"), (None, "interleaved:2")])
+def test_the_same_in_a_deepspeed_job_is_a_line_of_python(free: float | None, policy: str) -> None:
+    advice = recommend(workload(gpu_free_bytes=free), machine())
+    assert advice.policy == policy
+    assert advice.code == f'ebbtide.interleave.deepspeed.enable(policy="{policy}")'
+    assert f"; {policy} in a DeepSpeed job: {advice.code}" in advice.line
+
+
 def test_where_it_is_not_known_what_is_free_nothing_resident_is_recommended() -> None:
     advice = recommend(workload(gpu_free_bytes=None), machine())
     assert advice.deepspeed is not None
@@ -115,6 +130,7 @@ def test_smaller_state_that_would_fit_is_said(free: float, said: str | None) -> 
 def test_what_deepspeed_lacks_rates_for_is_not_recommended() -> None:
     advice = recommend(workload(), machine(cpu_cast_params_per_s=None))
     assert (advice.policy, advice.deepspeed) == ("adaptive", None)
-    assert "DeepSpeed" not in advice.line
+    assert "plain DeepSpeed" not in advice.line
+    assert advice.code == 'ebbtide.interleave.deepspeed.enable(policy="adaptive")'
     with pytest.raises(MachineError, match="has no gpu_update_params_per_s"):
         recommend(workload(), machine(gpu_update_params_per_s=None))

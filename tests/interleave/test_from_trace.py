@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from ebbtide.interleave.from_trace import recorded_policy, workload_of
 from ebbtide.interleave.replay import replay
 from ebbtide.interleave.workload import Workload
 from ebbtide.profiler.trace import Trace, TraceBuilder, TraceError, open_trace
+from tests.analysis.deepspeed_jobs import SIZE, deepspeed_job
 from tests.analysis.findings.jobs import CAPACITY, GIB, MS, PARAMS, PEAK, PHASES, Job, devices, offloaded
 from tests.interleave.sweeps import machine
 
@@ -213,6 +213,34 @@ def test_subgroups_are_those_that_were_printed_or_configured(printed: Any, subgr
     assert workload_of(configured(offloaded(1), sub_group_size=1e12).trace).subgroups == (PARAMS,)
 
 
+def test_a_recorded_job_gives_all_that_a_replay_takes() -> None:
+    sizes = (SIZE, SIZE // 2 + 7, SIZE // 4)  # 7 of them padding
+    builder = deepspeed_job(sizes=sizes, ratio=0.5, devices=("cuda", "cpu", "cpu"))
+    builder.rank(0).meta["optimizers"][0]["params"] -= 7
+    trace = builder.build()
+    job = workload_of(trace)
+    assert (job.params, job.sizes, job.subgroup_params) == (sum(sizes), sizes, SIZE)
+    assert (job.param_bytes, job.state_bytes, job.clipping) == (2, 12, True)
+    assert recorded_policy(trace) == "twin-flow:0.5,grads=async"
+    # The backward's own copying kept the host for 20 ms; that is measured, and replayed without.
+    assert job.backward_s == pytest.approx(0.28)
+    assert job.notes == ("the recorded backward waited some 20 ms for gradient copies (an estimate): replayed without",)
+    # What was resident counts as free: its share as it really was, 100 of 175 M parameters.
+    assert job.gpu_free is not None
+    resident = 12 * (sum(sizes) - 7) * SIZE / sum(sizes)
+    assert job.gpu_free[0] == (0, pytest.approx(40 * GIB + resident))
+
+
+def test_a_job_that_ebbtides_engine_drove_ran_under_its_policy() -> None:
+    trace = deepspeed_job(ratio=0.5, policy="interleaved:2,grads=async").build()
+    assert recorded_policy(trace) == "interleaved:2,grads=async"
+
+
+@pytest.mark.parametrize(("stage", "policy"), [(2, "zero-offload,grads=async"), (3, "twin-flow:0.3,grads=async")])
+def test_only_zero_3_knows_a_ratio(stage: int, policy: str) -> None:
+    assert recorded_policy(deepspeed_job(ratio=0.3, stage=stage).build()) == policy
+
+
 def test_bytes_of_a_parameter_are_those_of_its_kind() -> None:
     job = offloaded(1).meta(model={"dtypes": {"torch.float32": 10, "torch.float16": 3}})
     found = workload_of(job.meta(optimizers=[{"params": PARAMS, "state_dtypes": {"torch.float32": PARAMS}}]).trace)
@@ -220,11 +248,12 @@ def test_bytes_of_a_parameter_are_those_of_its_kind() -> None:
     assert (found.param_bytes, found.grad_bytes, found.state_bytes) == (4, 4, 8)
 
 
-def test_clipping_is_off_only_where_the_configuration_says_so() -> None:
+@pytest.mark.parametrize("clipping", [0.0, None, 1.0])
+def test_deepspeed_waits_for_all_gradients_whether_it_clips_or_not(clipping: float | None) -> None:
     job = configured(offloaded(1))
+    job.builder.meta["deepspeed"]["config"]["gradient_clipping"] = clipping
+    assert workload_of(job.trace) == workload_of(configured(offloaded(1)).trace)
     assert workload_of(job.trace).clipping
-    job.builder.meta["deepspeed"]["config"]["gradient_clipping"] = 0.0
-    assert workload_of(job.trace) == replace(workload_of(configured(offloaded(1)).trace), clipping=False)
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,6 @@ def test_without_iterations_only_questions_are_left(ranks: int, kind: str) -> No
 def test_rules_do_not_change_the_trace() -> None:
     trace = troubled().trace
     first = find(trace)
-    # All rules have found something, but the one that asks for phases.
-    assert len(first.findings) == len(RULES) - 1
+    # All rules have found something, but the one that asks for phases and those of DeepSpeed's sub-steps.
+    assert len(first.findings) == len(RULES) - 1 - 4
     assert find(trace) == first

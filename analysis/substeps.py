@@ -1,0 +1,55 @@
+"""What the sub-steps of an update did: their time, their bytes, the copies that ran meanwhile, and their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ebbtide.analysis.devices import main_pool
+from ebbtide.analysis.iterations import counted
+from ebbtide.analysis.measured_ops import Measured, ResourceUse, SubStep
+from ebbtide.analysis.ops import follow_each_other, op_pieces
+from ebbtide.profiler.trace import Trace, TraceError
+
+
+@dataclass(frozen=True)
+class SubSteps:
+    """pool: the one that peaks are of. tiles: whether the sub-steps of an update follow each other and make it up
+    (DeepSpeed's own step); those of a schedule run beside each other, and their times do not add up. subgroups: the
+    same figures by subgroup, of the sub-steps that have one."""
+
+    pool: str | None
+    tiles: bool
+    steps: list[SubStep]
+    subgroups: list[SubStep]
+    resources: list[ResourceUse]
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that `ebbtide steps --json` prints."""
+        return asdict(self)
+
+
+def sub_steps(trace: Trace, ranks: Sequence[int] | None = None, by_subgroup: bool = True) -> SubSteps:
+    """The sub-steps of every rank, or of some. Raises TraceError where the trace has none in its counted iterations."""
+    numbers = counted(trace)[0]
+    pool = main_pool(trace)
+    tiles, steps, subgroups, resources = True, [], [], []
+    for rank in trace.ranks if ranks is None else ranks:
+        rows, phases = op_pieces(trace, rank, numbers)
+        if rows.empty:
+            continue
+        tiles &= follow_each_other(rows)
+        measured = Measured(trace, rank, pool, phases)
+        steps += measured.steps(rows, ["phase", "name", "resource", "within"])
+        resources += measured.resources(rows)
+        if by_subgroup:
+            subgroups += measured.steps(
+                rows[rows["subgroup"] >= 0], ["phase", "subgroup", "name", "resource", "within"]
+            )
+    if not steps:
+        raise TraceError(
+            f"{trace.path} has no sub-steps of an update: record a DeepSpeed job with `ebbtide profile`, or simulate "
+            "one with `ebbtide replay --save`"
+        )
+    return SubSteps(pool, tiles, steps, subgroups, resources)
