@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ebbtide.interleave.linear import LinearProgram, Vector
 from ebbtide.interleave.machine import Machine
@@ -17,6 +17,8 @@ _NEEDED = ("h2d_bytes_per_s", "d2h_bytes_per_s", "host_memory_bytes_per_s", "cpu
 _FLOWS = ("h", "e", "c", "u", "a", "b", "y")
 # Of runs of pieces there are as many as of pairs of these.
 _MOST_EDGES = 14
+# Bytes of room a parameter, at least: below, within the tolerance of the solver.
+_LEAST_ROOM = 1e-6
 # What of a flow there was up to a piece's end.
 _TOTALS = {"c": "c so far", "u": "u so far", "a": "a so far"}
 
@@ -113,8 +115,13 @@ def _solved(workload: Workload, machine: Machine, windows: bool, whole: bool) ->
     # What CPU and GPU take together, nothing waiting. Where rates lie absurdly far apart an update is so much longer
     # than this that the solver finds none.
     both = workload.params / ((machine.cpu_update_params_per_s or 0.0) + (machine.gpu_update_params_per_s or 0.0))
-    for second in (both, 1e5 * both, 1e10 * both):
-        program = _Program(workload, machine, pieces, windows, second)
+    # Nor does it where there is room that it cannot tell from none, which counts as none then.
+    rooms = (
+        pieces,
+        [piece if piece.free >= _LEAST_ROOM * workload.params else replace(piece, free=0.0) for piece in pieces],
+    )
+    for some, second in itertools.product(rooms, (both, 1e5 * both, 1e10 * both)):
+        program = _Program(workload, machine, some, windows, second)
         if whole:
             program.whole_subgroups()
         found = program.solution(program.var("length"))

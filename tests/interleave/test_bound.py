@@ -232,6 +232,14 @@ def test_an_absurd_rate_still_has_a_bound(workload: Workload, machine: Machine, 
     assert found.exposed_s <= found.exposed_whole_s * (1 + SAME) + LEAST
 
 
+@pytest.mark.parametrize("size", [2e-2, 2.0])
+def test_room_that_is_next_to_none_is_none(size: float) -> None:
+    job = even(1, forward_s=0.0, backward_s=0.0, other_s=0.1, clipping=False)
+    lines = [((0.0, free), (0.003, 0.0)) for free in (0.0, size)]
+    none, little = (bound(replace(job, params=250_000, subgroup_params=250_000, gpu_free=line), BOX) for line in lines)
+    assert little.exposed_whole_s == pytest.approx(none.exposed_whole_s)
+
+
 @pytest.mark.parametrize("entries", [1, 30, 300])
 def test_a_long_free_line_is_no_trouble(entries: int) -> None:
     line = tuple((22.0 * number / entries, 14.0 * N * (number % 2)) for number in range(entries))
