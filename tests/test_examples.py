@@ -35,3 +35,11 @@ def test_the_trainer_learns_with_interleaved_state(tmp_path: Path) -> None:
     found = losses(text)
     assert len(found) >= 5
     assert found[-1] < found[0] - 0.3
+
+
+def test_the_deepspeed_example_learns_under_a_policy() -> None:
+    pytest.importorskip("deepspeed")
+    small = ["--layers", "1", "--width", "64", "--context", "64", "--steps", "12"]
+    found = losses(run(EXAMPLES / "train_deepspeed.py", *small, "--policy", "pipelined"))
+    assert len(found) == 12
+    assert found[-1] < found[0] - 0.1

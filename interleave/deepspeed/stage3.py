@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
@@ -139,6 +140,9 @@ class InterleavedStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         for param, partition in zip(params_to_release, grad_partitions, strict=True):
             if self.get_param_id(param) in self._gradients:
                 self._made(param, partition.to(self.gradient_accumulation_dtype))
+            if param.grad is not None and not get_accelerator().is_synchronized_device():
+                # It was made on another stream than the one that reduces it.
+                param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
         return []
 
@@ -177,7 +181,8 @@ class InterleavedStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """Of the gradients that were made, by their norms: DeepSpeed's buffer does not hold them."""
-        finite = all(bool(torch.isfinite(norm)) for norm in self.norm_for_param_grads.values())
+        norms = list(self.norm_for_param_grads.values())
+        finite = not norms or bool(torch.isfinite(torch.stack(norms)).all())
         flag = torch.tensor([0 if finite else 1], dtype=torch.uint8, device=self._values()[0].device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.dp_process_group)
         self._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)

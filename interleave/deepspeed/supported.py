@@ -10,7 +10,7 @@ from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.reference import Hyper
 
 # Tried with these and those between them.
-FIRST, LAST = (0, 19, 8), (0, 19, 8)
+FIRST, LAST = (0, 19, 5), (0, 19, 8)
 
 
 def check_version() -> None:

@@ -12,6 +12,7 @@ from ebbtide.interleave.engine.device import Device
 from ebbtide.interleave.engine.executor import Executor, Stopped
 from ebbtide.interleave.engine.kernels import CpuKernel
 from ebbtide.interleave.engine.layout import Subgroup
+from ebbtide.interleave.engine.record import tell
 from ebbtide.interleave.engine.reference import Scalars
 from ebbtide.interleave.engine.store import Inputs, Store
 from ebbtide.interleave.plan import BACKWARD, STEP, UPDATE, Plan
@@ -145,6 +146,7 @@ class Engine:
         finally:
             self._taken.clear()
         end = time.perf_counter() - run.begin_s
+        tell(run)
         step = self._called_s - run.begin_s
         backward = min((self._backward_s or self._called_s) - run.begin_s, step)
         job = replace(self._workload, other_s=0.0, forward_s=max(0.0, backward), backward_s=max(0.0, step - backward))

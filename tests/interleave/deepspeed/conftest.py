@@ -1,4 +1,3 @@
-import functools
 import os
 import shutil
 import socket
@@ -15,10 +14,6 @@ def _deepspeed() -> Any:
     found = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     if shutil.which("g++") is None:
         pytest.skip("DeepSpeed compiles its CPU Adam: needs a C++ compiler")
-    import cpuinfo
-
-    # A second each time an optimizer is made.
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     with socket.socket() as probe, pytest.MonkeyPatch.context() as patch:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

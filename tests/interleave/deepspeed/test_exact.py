@@ -7,23 +7,26 @@ import torch
 
 from .training import config, digest, engine, train
 
-POLICIES = ("zero-offload", "twin-flow:0.5", "pipelined", "interleaved:2", "adaptive", "gpu-only")
+SOME = ("zero-offload", "interleaved:2", "adaptive")
+ALL = (*SOME, "twin-flow:0.5", "pipelined", "gpu-only")
 STEPS = 4
 
 
 @pytest.mark.parametrize(
-    ("dtype", "accumulate", "more"),
+    ("policies", "dtype", "accumulate", "more"),
     [
-        ("bf16", 1, {}),
-        ("bf16", 3, {}),
-        ("fp32", 2, {}),
-        ("bf16", 2, {"data_types": {"grad_accum_dtype": "fp32"}}),
-        ("bf16", 1, {"gradient_clipping": 0.0, "zero": {"sub_group_size": 1_000_000_000}}),
+        (ALL, "bf16", 2, {}),
+        (SOME, "bf16", 1, {"data_types": {"grad_accum_dtype": "fp32"}}),
+        (SOME, "bf16", 2, {"data_types": {"grad_accum_dtype": "fp32"}}),
+        (SOME, "fp32", 1, {"gradient_clipping": 0.0, "zero": {"sub_group_size": 1_000_000_000}}),
+        (SOME, "fp32", 2, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
     ],
 )
-def test_every_policy_gives_the_same_bits(deepspeed: Any, dtype: str, accumulate: int, more: dict[str, Any]) -> None:
+def test_every_policy_gives_the_same_bits(
+    deepspeed: Any, policies: tuple[str, ...], dtype: str, accumulate: int, more: dict[str, Any]
+) -> None:
     found = {}
-    for policy in POLICIES:
+    for policy in policies:
         with engine(policy, config(dtype, accumulate, **more)) as made:
             losses = train(made, STEPS)
             found[policy] = digest(made), losses

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-POLICIES = ("zero-offload", "twin-flow:0.5", "interleaved:2", "adaptive")
+POLICIES = ("zero-offload", "twin-flow:0.5", "adaptive")
 ROOT = Path(__file__).parents[3]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,8 +64,12 @@ def config(dtype: str = "bf16", accumulate: int = 1, **more: Any) -> dict[str, A
 @contextmanager
 def engine(policy: str | None, settings: dict[str, Any], seed: int = 0, **options: Any) -> Iterator[Any]:
     """A DeepSpeed engine; driven by a policy, or plain. options: of the model (checkpointing) and of `enable`."""
+    import cpuinfo
     import deepspeed
 
+    # DeepSpeed asks for it whenever it makes its CPU Adam, and it takes a second.
+    if not hasattr(cpuinfo.get_cpu_info, "cache_clear"):
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     model_options = {name: options.pop(name) for name in ("checkpointing",) if name in options}
     torch.manual_seed(seed)
     model = Model(**model_options)
