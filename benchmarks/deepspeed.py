@@ -5,7 +5,7 @@
 Each is DeepSpeed's ZeRO stage 3 with the optimizer offloaded, bf16, clipping, the small GPT of examples/ made so large;
 only who does the step differs. Each is a process of its own, they take turns in changing order, and the ratios are
 within a round. On a machine without a GPU this is the host's part of the work alone, and what needs a GPU is left out.
-Prints Markdown.
+Prints Markdown. With --losses it prints the losses of so many steps side by side instead.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tables import table
+
 HERE = Path(__file__).resolve().parent
-# This file has the name of what it imports.
+# This file has the name of what it imports from here on.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
 
 OFFLOAD = "DeepSpeed ZeRO-Offload"
@@ -55,8 +57,8 @@ def config(pinned: bool, more: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def measure(name: str, params: int, steps: int) -> dict[str, float]:
-    """Median milliseconds of each part of an iteration, after two that are not counted."""
+def measure(name: str, params: int, steps: int) -> dict[str, Any]:
+    """Median milliseconds of each part of an iteration, after two that are not counted, and all losses."""
     import deepspeed
     import torch
 
@@ -84,6 +86,7 @@ def measure(name: str, params: int, steps: int) -> dict[str, float]:
         return time.perf_counter()
 
     taken: dict[str, list[float]] = {part: [] for part in PARTS}
+    losses = []
     for _ in range(steps + 2):
         times = [now()]
         logits = engine(tokens[:, :-1])
@@ -95,10 +98,11 @@ def measure(name: str, params: int, steps: int) -> dict[str, float]:
         times.append(now())
         for part, begin, end in zip(PARTS, (*times[:3], times[0]), (*times[1:], times[3]), strict=True):
             taken[part].append((end - begin) * 1e3)
-    return {part: statistics.median(values[2:]) for part, values in taken.items()}
+        losses.append(loss.item())
+    return {**{part: statistics.median(values[2:]) for part, values in taken.items()}, "losses": losses}
 
 
-def run(name: str, args: argparse.Namespace) -> dict[str, float] | str:
+def run(name: str, args: argparse.Namespace) -> dict[str, Any] | str:
     """What a process of its own measures, or why it could not."""
     options = ["--params", str(args.params), "--steps", str(args.steps), "--measure", name]
     environment = {**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
@@ -107,8 +111,9 @@ def run(name: str, args: argparse.Namespace) -> dict[str, float] | str:
     )
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["it failed"])[-1]
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    print(f"  load {os.getloadavg()[0]:.1f}: {name} {found}", file=sys.stderr)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    taken = {part: round(found[part], 1) for part in PARTS}
+    print(f"  load {os.getloadavg()[0]:.1f}: {name} {taken}", file=sys.stderr)
     return found
 
 
@@ -133,6 +138,7 @@ def main() -> None:
     flags.add_argument("--params", type=int, default=100, help="millions")
     flags.add_argument("--rounds", type=int, default=5)
     flags.add_argument("--steps", type=int, default=8, help="counted, of each process")
+    flags.add_argument("--losses", action="store_true", help="of one round, side by side")
     flags.add_argument("--contestant", action="append", choices=list(CONTESTANTS))
     flags.add_argument("--measure", choices=list(CONTESTANTS), help=argparse.SUPPRESS)
     args = flags.parse_args()
@@ -143,8 +149,11 @@ def main() -> None:
 
     names = args.contestant or list(CONTESTANTS if torch.cuda.is_available() else ON_CPU)
     names = [OFFLOAD, *(name for name in names if name != OFFLOAD)]
+    if args.losses:
+        side_by_side(args, {name: run(name, args) for name in names})
+        return
     missing: dict[str, str] = {}
-    rounds: list[dict[str, dict[str, float]]] = []
+    rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(args.rounds):
         found = {}
         for name in names if number % 2 else reversed(names):
@@ -157,24 +166,32 @@ def main() -> None:
     report(args, names, rounds, missing)
 
 
+def side_by_side(args: argparse.Namespace, found: dict[str, dict[str, Any] | str]) -> None:
+    ran = {name: result["losses"] for name, result in found.items() if not isinstance(result, str)}
+    print(f"{time.strftime('%Y-%m-%d')}, {machine()}, {args.params} M parameters\n")
+    table(["step", *ran], ([f"{step}", *(f"{losses[step]:.6f}" for losses in ran.values())]
+                           for step in range(args.steps + 2)))  # fmt: skip
+    print("\n".join(f"{name}: not run: {why}" for name, why in found.items() if isinstance(why, str)))
+
+
 def report(
-    args: argparse.Namespace, names: list[str], rounds: list[dict[str, dict[str, float]]], missing: dict[str, str]
+    args: argparse.Namespace, names: list[str], rounds: list[dict[str, dict[str, Any]]], missing: dict[str, str]
 ) -> None:
     if OFFLOAD in missing:
         sys.exit(f"{OFFLOAD} does not run here: {missing[OFFLOAD]}")
     about = f"{args.params} M parameters, {args.rounds} rounds of {args.steps} steps: median (least to most)"
     print(f"{time.strftime('%Y-%m-%d')}, {machine()}, {about}\n")
-    print("| who | step, ms | ZeRO-Offload's step / its | backward / its | iteration / its |")
-    print("| --- | --- | --- | --- | --- |")
+    rows = []
     for name in names:
         if name in missing:
-            print(f"| {name} | not measured: {missing[name]} | | | |")
+            rows.append([name, f"not measured: {missing[name]}", "", "", ""])
             continue
         ratios = [
             spread([found[OFFLOAD][part] / found[name][part] for found in rounds], 2)
             for part in ("step", "backward", "iteration")
         ]
-        print(f"| {name} | {spread([found[name]['step'] for found in rounds], 0)} | {' | '.join(ratios)} |")
+        rows.append([name, spread([found[name]["step"] for found in rounds], 0), *ratios])
+    table(["who", "step, ms", "ZeRO-Offload's step / its", "backward / its", "iteration / its"], rows)
 
 
 if __name__ == "__main__":

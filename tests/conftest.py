@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ebbtide.profiler.trace import Trace, open_trace
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """DeepSpeed compiles its CPU Adam when it is first used, for most of a minute: beside tests that do not need it. It
+    locks while it does so, and who needs it waits."""
+    beginner = not hasattr(session.config, "workerinput") and not session.config.option.collectonly
+    if beginner and session.config.option.numprocesses and importlib.util.find_spec("deepspeed") is not None:
+        load = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)"
+        quiet = subprocess.DEVNULL
+        # Broken off it would leave its lock behind.
+        compiling.append(
+            subprocess.Popen(
+                [sys.executable, "-c", load], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
+            )
+        )
+
+
+def pytest_sessionfinish() -> None:
+    while compiling:
+        compiling.pop().wait()
+
+
+compiling: list[subprocess.Popen[bytes]] = []
+
+
+def slow(values: Iterable[str], but: Collection[str]) -> list[Any]:
+    """Values to parametrize a test with: those beside `but` are left to `make test-all`."""
+    return [value if value in but else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

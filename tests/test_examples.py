@@ -22,6 +22,7 @@ def losses(text: str) -> list[float]:
     return [float(found) for found in re.findall(r"loss\D{1,5}(\d+\.\d+)", text)]
 
 
+@pytest.mark.slow
 def test_the_gpt_trains_with_interleaved_state_as_with_torchs() -> None:
     small = [EXAMPLES / "train_gpt.py", "--device", "cpu", "--layers", "1", "--width", "32", "--steps", "6"]
     found, expected = (losses(run(*small, "--optimizer", name)) for name in ("interleaved", "adamw"))

@@ -92,6 +92,9 @@ class InterleavedStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def fp32_partitioned_groups_flat(self, masters: list[torch.Tensor]) -> None:
         self._masters = masters
 
+    def initialize_optimizer_states(self) -> None:
+        """Gradients have no fp32 buffers on the host here, and moments are made where they stay."""
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As DeepSpeed's; torch's part of it replaces the moments by others, which move in here."""
         super().load_state_dict(*args, **kwargs)

@@ -91,7 +91,8 @@ class Driver:
             # What its steps have shown by now.
             machine = self._planner.machine
         elif self._machine is None and self.policy == "adaptive":
-            machine = probe(self.device, self.kernel, total, least(self._budget_now()))
+            room = self._budget if self._budget is not None else self.device.free_bytes()
+            machine = probe(self.device, self.kernel, total, least(room))
         else:
             machine = self._machine or Machine(name="unknown")
         planner = Planner(self.policy, machine, subgroups, self._streams)
@@ -179,10 +180,17 @@ class Driver:
             log.info("ebbtide: policy %s: %s", self.policy, plan.remark or plan.counts())
 
     def _budget_now(self) -> Budget | None:
-        budget = self._budget if self._budget is not None else self.device.free_bytes()
+        budget = self._budget if self._budget is not None else self._left()
         if isinstance(budget, Mapping):
             return {phase: self._limited(size) for phase, size in budget.items()}
         return self._most if budget is None else self._limited(budget)
+
+    def _left(self) -> float | None:
+        """What the device has left. Before the first step the job has not shown yet what it takes itself, and whoever
+        has a choice takes nothing."""
+        left = self.device.free_bytes()
+        seen = self._engine is not None and self._engine.last is not None
+        return left if seen or left is None or self.policy != "adaptive" else 0.0
 
     def _limited(self, size: float) -> float:
         if self._share < 1:

@@ -288,6 +288,7 @@ def test_it_prints_with_its_timeline_and_without_its_buttons(chrome: Chrome, sho
         chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
+@pytest.mark.slow
 def test_a_long_trace_opens_too(chrome: Chrome, shown: Any) -> None:
     shown(long())
     assert errors(chrome) == []

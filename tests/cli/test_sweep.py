@@ -168,6 +168,7 @@ def cluster() -> Iterator[Any]:
         yield cluster
 
 
+@pytest.mark.slow
 def test_a_cluster_that_loses_a_worker_gives_the_same_rows(
     place: Path, cluster: Any, expected: list[dict[str, Any]]
 ) -> None:

@@ -49,7 +49,7 @@ def test_it_is_never_below_the_bound(workload: Workload, machine: Machine) -> No
     assert ours.iteration_s >= least.iteration_s * (1 - 1e-5)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(workloads(), machines())
 def test_it_fits_what_is_free_at_every_instant(workload: Workload, machine: Machine) -> None:
     ours = ran("adaptive", workload, machine)

@@ -123,7 +123,7 @@ def test_it_is_what_another_writing_of_the_model_gives(workload: Workload, machi
     assert found.update_s == pytest.approx(bound_lp.update_s(workload, machine, False), rel=1e-4, abs=1e-6 * scale)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(fixed_policies() | st.just("adaptive"), workloads(), machines())
 def test_no_policy_that_fits_is_below_it(policy: str, workload: Workload, machine: Machine) -> None:
     schedule = simulate(make_plan(policy, workload, machine), workload, machine)
@@ -150,7 +150,7 @@ def no_worse(before: Bound, after: Bound) -> None:
     assert after.exposed_s <= before.exposed_s * (1 + SAME) + LEAST
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(workloads(), machines(), st.sampled_from(MORE), st.floats(1, 10))
 def test_more_of_a_rate_never_makes_it_worse(workload: Workload, machine: Machine, which: str, factor: float) -> None:
     more = getattr(machine, which)

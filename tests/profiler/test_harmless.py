@@ -14,13 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Recorded, ebbtide
+from tests.conftest import Recorded, ebbtide, slow
 from tests.profiler.jobs import CASES, PLAIN, PRELUDE
 
 Record = Callable[..., Recorded]
 
 
-@pytest.mark.parametrize("name", ["a plain loop", "a GradScaler", "a compiled model", "LBFGS with a closure"])
+@pytest.mark.parametrize(
+    "name",
+    slow(
+        ["a plain loop", "a GradScaler", "a compiled model", "LBFGS with a closure"],
+        ["a plain loop", "a compiled model"],
+    ),
+)
 def test_parameters_are_the_same_to_the_bit(name: str, record: Record, tmp_path: Path) -> None:
     job = PRELUDE + textwrap.dedent(CASES[name][0])
     job += "\nprint(b''.join(p.detach().numpy().tobytes() for p in model.parameters()).hex())\n"
@@ -50,7 +56,9 @@ def test_a_job_that_raises_keeps_its_traceback_and_its_trace(record: Record) -> 
     assert len(recorded.phases()) == 4
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGSEGV]
+)
 def test_a_signal_that_ends_the_job_is_passed_on(number: int, record: Record) -> None:
     recorded = record(PRELUDE + PLAIN + f"import os, time; time.sleep(0.5); os.kill(os.getpid(), {int(number)})\n")
     assert recorded.run.returncode == 128 + number
@@ -58,7 +66,9 @@ def test_a_signal_that_ends_the_job_is_passed_on(number: int, record: Record) ->
     assert len(recorded.phases()) == 4
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
+)
 def test_a_signal_to_the_profiler_reaches_the_job(number: signal.Signals, tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(
@@ -152,7 +162,7 @@ def test_data_loader_workers_and_forks_record_nothing(record: Record) -> None:
     assert recorded.trace.rank(0)["stopped"] == "closed"
 
 
-@pytest.mark.parametrize("flag", ["-I", "-E"])
+@pytest.mark.parametrize("flag", slow(["-I", "-E"], ["-I"]))
 def test_an_isolated_python_is_recorded_where_ebbtide_is_installed(flag: str, record: Record) -> None:
     recorded = record(PRELUDE + PLAIN, launcher=(sys.executable, flag))
     assert recorded.run.returncode == 0, recorded.run.stderr

@@ -8,13 +8,30 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.conftest import Recorded
+from tests.conftest import Recorded, slow
 from tests.profiler.jobs import CASES, PRELUDE, STEPS
 
 Record = Callable[..., Recorded]
 
 
-@pytest.mark.parametrize("name", CASES)
+# Kinds of loops that differ most.
+FEW = (
+    "a plain loop",
+    "a GradScaler",
+    "a GradScaler that skips every step",
+    "gradient accumulation",
+    "a GAN",
+    "LBFGS with a closure",
+    "the optimizer in the backward",
+    "checkpointing, reentrant",
+    "a compiled model",
+    "evaluation in between",
+    "a gradient penalty",
+    "optimizer state made before training",
+)
+
+
+@pytest.mark.parametrize("name", slow(CASES, FEW))
 def test_phases_of(name: str, record: Record) -> None:
     job, expected = CASES[name]
     recorded = record(PRELUDE + textwrap.dedent(job))
