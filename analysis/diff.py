@@ -149,6 +149,9 @@ def _facts(trace: Trace) -> dict[str, Any]:
     facts |= _under("model", entry.get("model"))
     for number, optimizer in enumerate(_list(entry.get("optimizers")), start=1):
         facts |= _under("optimizer" if number == 1 else f"optimizer {number}", optimizer)
+    deepspeed = meta.get("deepspeed")
+    facts |= _under("deepspeed", deepspeed, ("version", "stage", "policy", "subgroup_params", "subgroup_devices"))
+    facts |= _under("deepspeed", _flat(deepspeed.get("config")) if isinstance(deepspeed, Mapping) else None)
     host = meta.get("host") or {}
     facts |= _under("host", host, ("name", "kernel")) | _under("host.cpu", host.get("cpu"), ("name", "cores"))
     for gpu in _list(host.get("gpus"))[:1]:
@@ -158,6 +161,14 @@ def _facts(trace: Trace) -> dict[str, Any]:
 
 def _list(facts: Any) -> list[Any]:
     return facts if isinstance(facts, list) else []
+
+
+def _flat(config: Any, before: str = "") -> dict[str, Any]:
+    """The entries of sections within sections, by the path to each."""
+    found: dict[str, Any] = {}
+    for key, value in config.items() if isinstance(config, Mapping) else ():
+        found |= _flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
+    return found
 
 
 def _under(name: str, facts: Any, keys: Sequence[str] | None = None) -> dict[str, Any]:

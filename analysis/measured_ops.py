@@ -93,8 +93,9 @@ class Measured:
                     spans = union(of["start_ns"].to_numpy(np.int64), of["end_ns"].to_numpy(np.int64))
                     self._kinds[way, kind] = covering(*spans)
 
-    def steps(self, rows: pd.DataFrame, keys: list[str]) -> list[SubStep]:
-        """A SubStep for each combination of the keys, those of a phase in the order in which they begin."""
+    def steps(self, rows: pd.DataFrame, keys: list[str], tiles: bool) -> list[SubStep]:
+        """A SubStep for each combination of the keys, those of a phase as they begin. tiles: they add
+        up to their phase, and none may lack."""
         rows = apart(rows, [*keys, "iteration"])
         starts, ends = rows["start_ns"].to_numpy(np.int64), rows["end_ns"].to_numpy(np.int64)
         figures = {"ms": (ends - starts) / 1e6, "count": rows["first"].astype(np.float64)}
@@ -123,7 +124,18 @@ class Measured:
         found = []
         name = keys.index("name")
         # The rest is what lies between the others.
-        for key in sorted(medians.index, key=lambda key: (PHASES.index(key[0]), key[name] == "rest", order[key])):
+        by_subgroup = "subgroup" in keys
+
+        def place(key: Any) -> Any:
+            return (
+                PHASES.index(key[0]),
+                key[keys.index("subgroup")] if by_subgroup else 0,
+                key[name] == "rest",
+                order[key],
+            )
+
+        # What most iterations have nothing of is the tail of something else: a plan that changed, an edge of a phase.
+        for key in sorted((key for key in medians.index if tiles or medians.loc[key]["count"] > 0), key=place):
             of = dict(zip(keys, key, strict=True))
             found.append(self._step(of, medians.loc[key], totals.loc[key].where(complete.loc[key]), typical[key]))
         return found

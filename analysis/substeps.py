@@ -39,14 +39,14 @@ def sub_steps(trace: Trace, ranks: Sequence[int] | None = None, by_subgroup: boo
         rows, phases = op_pieces(trace, rank, numbers)
         if rows.empty:
             continue
-        tiles &= follow_each_other(rows)
+        whole = follow_each_other(rows)
+        tiles &= whole
         measured = Measured(trace, rank, pool, phases)
-        steps += measured.steps(rows, ["phase", "name", "resource", "within"])
+        steps += measured.steps(rows, ["phase", "name", "resource", "within"], whole)
         resources += measured.resources(rows)
         if by_subgroup:
-            subgroups += measured.steps(
-                rows[rows["subgroup"] >= 0], ["phase", "subgroup", "name", "resource", "within"]
-            )
+            keys = ["phase", "subgroup", "name", "resource", "within"]
+            subgroups += measured.steps(rows[rows["subgroup"] >= 0], keys, whole)
     if not steps:
         raise TraceError(
             f"{trace.path} has no sub-steps of an update: record a DeepSpeed job with `ebbtide profile`, or simulate "

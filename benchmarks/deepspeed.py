@@ -45,19 +45,19 @@ WIDTH, CONTEXT = 1024, 64
 PARTS = ("forward", "backward", "step", "iteration")
 
 
-def config(pinned: bool, more: dict[str, Any]) -> dict[str, Any]:
+def config(pinned: bool, subgroup: int, more: dict[str, Any]) -> dict[str, Any]:
     offload = {"device": "cpu", "pin_memory": pinned, **more}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "offload_optimizer": offload, "sub_group_size": 10_000_000},
+        "zero_optimization": {"stage": 3, "offload_optimizer": offload, "sub_group_size": subgroup},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
         "steps_per_print": 1_000_000,
     }
 
 
-def measure(name: str, params: int, steps: int) -> dict[str, Any]:
+def measure(name: str, params: int, subgroup: int, steps: int) -> dict[str, Any]:
     """Median milliseconds of each part of an iteration, after two that are not counted, and all losses."""
     import deepspeed
     import torch
@@ -75,9 +75,11 @@ def measure(name: str, params: int, steps: int) -> dict[str, Any]:
     if policy is not None:
         from ebbtide.interleave.deepspeed import enable
 
-        enable(policy, subgroup_params=10_000_000)
+        enable(policy, subgroup_params=subgroup)
     on_gpu = torch.cuda.is_available()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(on_gpu, more))
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config(on_gpu, subgroup, more)
+    )
     tokens = torch.randint(0, 64, (1, CONTEXT + 1), device=engine.device)
 
     def now() -> float:
@@ -104,7 +106,8 @@ def measure(name: str, params: int, steps: int) -> dict[str, Any]:
 
 def run(name: str, args: argparse.Namespace) -> dict[str, Any] | str:
     """What a process of its own measures, or why it could not."""
-    options = ["--params", str(args.params), "--steps", str(args.steps), "--measure", name]
+    sizes = ["--params", str(args.params), "--subgroup", str(args.subgroup)]
+    options = [*sizes, "--steps", str(args.steps), "--measure", name]
     environment = {**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
     done = subprocess.run(
         [sys.executable, __file__, *options], env=environment, capture_output=True, text=True, check=False
@@ -136,6 +139,7 @@ def spread(values: list[float], digits: int) -> str:
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("--params", type=int, default=100, help="millions")
+    flags.add_argument("--subgroup", type=int, default=10, help="millions of parameters")
     flags.add_argument("--rounds", type=int, default=5)
     flags.add_argument("--steps", type=int, default=8, help="counted, of each process")
     flags.add_argument("--losses", action="store_true", help="of one round, side by side")
@@ -143,7 +147,7 @@ def main() -> None:
     flags.add_argument("--measure", choices=list(CONTESTANTS), help=argparse.SUPPRESS)
     args = flags.parse_args()
     if args.measure:
-        print(json.dumps(measure(args.measure, args.params * 1_000_000, args.steps)))
+        print(json.dumps(measure(args.measure, args.params * 1_000_000, args.subgroup * 1_000_000, args.steps)))
         return
     import torch
 

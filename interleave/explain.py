@@ -6,12 +6,16 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ebbtide.analysis.units import bytes_text
 from ebbtide.interleave.errors import MachineError, PolicyError
 from ebbtide.interleave.machine import Machine
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.schedule import Schedule
 from ebbtide.interleave.simulate import simulate
 from ebbtide.interleave.workload import Workload
+
+# A policy that gains less than this is not worth a change.
+_LEAST_GAIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,9 @@ def _ladder(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
         yield "windows: state parked where memory is free for a while", "adaptive", workload
 
 
-def recommend(workload: Workload, machine: Machine) -> Advice:
-    """The best policy that fits, and what of it DeepSpeed can do today. Raises MachineError where rates are missing."""
+def recommend(workload: Workload, machine: Machine, stage: int | None = None) -> Advice:
+    """The best policy that fits, and what of it DeepSpeed can do today. stage: of ZeRO, of a DeepSpeed job. Raises
+    MachineError where rates are missing."""
     if workload.gpu_free is not None:
         everything = _try("gpu-only", workload, machine)
         if everything is not None and everything.fits_device(machine.gpu_memory_bytes):
@@ -80,6 +85,12 @@ def recommend(workload: Workload, machine: Machine) -> Advice:
     static, ratio = _best_static(workload, machine)
     took = f"{best.iteration_s * 1e3:,.0f} ms an iteration"
     line = f"{ours}: {took}" + (f" ({best.plan.remark})" if best.plan.remark else "")
+    if static is not None and static.iteration_s < (1 + _LEAST_GAIN) * best.iteration_s:
+        line = f"nothing to gain by another policy; {line}"
+    host = best.host_bytes()
+    if machine.host_memory_bytes is not None and host > machine.host_memory_bytes:
+        there = bytes_text(machine.host_memory_bytes)
+        line += f"; it does not fit: it takes {bytes_text(host)} of host memory, and a rank has {there}"
     section: dict[str, object] | None = None
     if static is not None:
         section = {
@@ -88,7 +99,8 @@ def recommend(workload: Workload, machine: Machine) -> Advice:
         }
         line += f"; in plain DeepSpeed {json.dumps(section)}: {static.iteration_s * 1e3:,.0f} ms"
     code = f'ebbtide.interleave.deepspeed.enable(policy="{ours}")'
-    line += f"; {ours} in a DeepSpeed job: {code}"
+    needs = f", which needs zero_optimization.stage 3: this job has stage {stage}" if stage in (1, 2) else ""
+    line += f"; {ours} in a DeepSpeed job: {code}{needs}"
     smaller = _without_offload(workload)
     return Advice(ours, line + (f"; {smaller}" if smaller else ""), section, code)
 

@@ -21,11 +21,18 @@ class Size:
     ranks: int = 1
     forward_s: float = 0.0
     backward_s: float = 0.0
-    free_bytes: int | None = None
 
 
-def find_workload(trace: Path | None, file: Path | None, size: Size | None = None) -> Workload:
-    """The workload of a trace, a file or a size. Raises WorkloadError where none, or more than one, is given."""
+def find_workload(
+    trace: Path | None, file: Path | None, size: Size | None = None, free_bytes: int | None = None
+) -> Workload:
+    """The workload of a trace, a file or a size. free_bytes: of device memory, all the time, instead of what they tell.
+    Raises WorkloadError where none, or more than one, is given."""
+    found = _found(trace, file, size)
+    return found if free_bytes is None else replace(found, gpu_free=((0.0, float(free_bytes)),))
+
+
+def _found(trace: Path | None, file: Path | None, size: Size | None) -> Workload:
     if sum(source is not None for source in (trace, file, size)) != 1:
         raise WorkloadError("name a trace, a --workload file, or a size (--params): one of the three")
     if file is not None:
@@ -49,7 +56,6 @@ def workload_of_size(size: Size) -> Workload:
         "subgroup_params": 1e8,
         "forward_s": size.forward_s,
         "backward_s": size.backward_s,
-        "gpu_free_bytes": size.free_bytes,
     }
     found = workload_from(values, "the size")
     if size.forward_s or size.backward_s:

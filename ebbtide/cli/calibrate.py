@@ -62,6 +62,12 @@ def calibrate(
     for note in machine.more.get("notes", ()):
         typer.echo(f"ebbtide: {note}", err=True)
     trace = from_trace[0] if from_trace else "RUN.ebb"
+    if machine.h2d_bytes_per_s is None:
+        where = "a preset (ebbtide replay --machine a100-40gb-published), or this command where a GPU is"
+        typer.echo(
+            f"ebbtide: machine: {path}; without a link's rates nothing can be replayed on it: use {where}", err=True
+        )
+        return
     typer.echo(f"ebbtide: machine: {path}; next: ebbtide replay {trace} --machine {path}", err=True)
 
 

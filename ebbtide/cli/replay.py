@@ -26,7 +26,12 @@ def replay(
     ranks: Annotated[int, typer.Option(help="Of a size: how many ranks share it.", min=1)] = 1,
     forward_ms: Annotated[float, typer.Option(help="Of a size: the forward.", min=0)] = 0.0,
     backward_ms: Annotated[float, typer.Option(help="Of a size: the backward.", min=0)] = 0.0,
-    free: Annotated[str | None, typer.Option(help="Of a size: device memory free beside the job.")] = None,
+    free: Annotated[
+        str | None,
+        typer.Option(
+            help="Device memory free beside the job, e.g. 20GiB; of a trace or a file instead of what they tell."
+        ),
+    ] = None,
     machine: Annotated[
         str | None, typer.Option(help="A machine file, or a preset's name.", show_default="the trace's own")
     ] = None,
@@ -50,7 +55,8 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """What an iteration would take under other policies, and how far the best is from the limit."""
-    of_size = _size(params, ranks, forward_ms, backward_ms, free)
+    of_size = _size(params, ranks, forward_ms, backward_ms)
+    room = size(free) if free is not None else None
     check_outputs(plot, save)
 
     from ebbtide.interleave import explain as explaining
@@ -62,7 +68,7 @@ def replay(
     with new_outputs(plot, save, force) as (picture, folder):
         if policies is not None:
             load_policies(policies)
-        job = find_workload(trace, workload, Size(**of_size) if of_size is not None else None)
+        job = find_workload(trace, workload, Size(**of_size) if of_size is not None else None, room)
         box = find_machine(machine, trace)
         try:
             found = run(job, box, policy)
@@ -74,7 +80,7 @@ def replay(
         if baseline is not None and baseline not in names:
             raise typer.BadParameter(f"{baseline!r} is not among the policies: {', '.join(names)}")
         steps = explaining.explain(job, box) if explain else None
-        advice = explaining.recommend(job, box) if recommend else None
+        advice = explaining.recommend(job, box, _stage(trace)) if recommend else None
         if picture is not None and plot is not None:
             _draw(found, picture, picture_format(plot))
         if folder is not None:
@@ -96,13 +102,21 @@ def replay(
     tell_outputs(plot, save)
 
 
-def _size(
-    params: int | None, ranks: int, forward_ms: float, backward_ms: float, free: str | None
-) -> dict[str, Any] | None:
+def _stage(trace: Path | None) -> int | None:
+    """Of ZeRO, where the trace is of a DeepSpeed job."""
+    from ebbtide.analysis.deepspeed import deepspeed_of
+    from ebbtide.profiler.trace import open_trace
+
+    job = deepspeed_of(open_trace(trace)) if trace is not None else None
+    return job.stage if job is not None else None
+
+
+def _size(params: int | None, ranks: int, forward_ms: float, backward_ms: float) -> dict[str, Any] | None:
     if params is None:
+        if ranks != 1 or forward_ms or backward_ms:
+            raise typer.BadParameter("--ranks, --forward-ms and --backward-ms are of a size: they need --params")
         return None
-    times = {"forward_s": forward_ms / 1e3, "backward_s": backward_ms / 1e3}
-    return {"params": params, "ranks": ranks, **times, "free_bytes": size(free) if free is not None else None}
+    return {"params": params, "ranks": ranks, "forward_s": forward_ms / 1e3, "backward_s": backward_ms / 1e3}
 
 
 def _print(found: Replay, baseline: str) -> None:

@@ -10,12 +10,14 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils import log_dist
 
 from ebbtide.interleave.deepspeed.constants import CpuAdamConstants
 from ebbtide.interleave.deepspeed.settings import Settings
 from ebbtide.interleave.deepspeed.slices import Extent, Gradients, cut, subgroups
 from ebbtide.interleave.deepspeed.supported import check_optimizer, hyper_of
 from ebbtide.interleave.engine.driver import Driver
+from ebbtide.interleave.engine.emulated import EmulatedDevice
 from ebbtide.interleave.engine.open import open_device
 from ebbtide.interleave.engine.reference import Scalars
 from ebbtide.interleave.engine.store import EXP_AVG, EXP_AVG_SQ, MASTER
@@ -69,6 +71,8 @@ class InterleavedStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         except BaseException:
             self._driver.close()
             raise
+        where = "an emulated device" if isinstance(device, EmulatedDevice) else "the GPU"
+        log_dist(f"ebbtide drives ZeRO-3: {self.settings.policy}, {len(self._slices)} subgroups, {where}", ranks=[0])
 
     @property
     def last_schedule(self) -> Schedule | None:

@@ -9,8 +9,8 @@ from ebbtide.interleave.engine.checks import check_group
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.reference import Hyper
 
-# Tried with these and those between them.
-FIRST, LAST = (0, 19, 5), (0, 19, 8)
+# Tried with these, and with those between them.
+FIRST, LAST = (0, 19, 8), (0, 19, 8)
 
 
 def check_version() -> None:

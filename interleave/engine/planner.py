@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -38,6 +39,8 @@ _LEAP = 0.5
 _WEIGHT = 0.5
 # Steps from one plan to the next, at least.
 _PATIENCE, _MOST_PATIENCE = 3, 96
+# Planning, which holds the step up, takes this share of the time at most.
+_PLANNING = 0.01
 # Steps until phases and rates are those of a job that runs.
 _WARM = 2
 _RATES = {
@@ -75,10 +78,14 @@ class Planner:
         self._counts: dict[str, int] = {}
         self._planned_at = 0
         self._patience = _PATIENCE
+        # On the clock of time.perf_counter: when the last plan was made, and how long that took.
+        self._made_s = 0.0
+        self._planning_s = 0.0
 
     def plan(self, budget: Budget | None) -> Plan:
         """A plan for what is known by now. Raises PolicyError and MachineError as `make_plan` does, and EngineError
         where it needs more memory than there is."""
+        begin = time.perf_counter()
         plan, crowded = self._made(budget)
         # `adaptive` fits phases by its own rates: on links as slow as crowding has them no window would ever be used.
         limit = _most(budget) if self.policy == "adaptive" else least(budget)
@@ -95,6 +102,8 @@ class Planner:
         counts = plan.counts()
         self._patience = min(2 * self._patience, _MOST_PATIENCE) if counts == self._counts else _PATIENCE
         self._counts, self._planned_at = counts, self._steps
+        self._made_s = time.perf_counter()
+        self._planning_s = self._made_s - begin
         return plan
 
     def _made(self, budget: Budget | None) -> tuple[Plan, Schedule]:
@@ -130,7 +139,7 @@ class Planner:
         if not job.compute_s:
             return "the phases of the job are known now"
         waited = self._steps - self._planned_at
-        if waited < _PATIENCE:
+        if waited < _PATIENCE or (time.perf_counter() - self._made_s) * _PLANNING < self._planning_s:
             return None
         # What only wavers waits for longer; what leaps does not.
         drift = _DRIFT if waited >= self._patience else _LEAP

@@ -92,8 +92,8 @@ class Reduction:
 
 
 def _asked(nbytes: Callable[..., int | None], optimizer: Any, args: Any) -> int | None:
-    """None as well where this version of DeepSpeed does not tell, or where our own engine tells of its copies."""
-    if not offloads(optimizer) or hasattr(optimizer, "ebbtide_policy"):
+    """None as well where this version of DeepSpeed does not tell."""
+    if not offloads(optimizer):
         return None
     try:
         return nbytes(optimizer, *args)
@@ -106,7 +106,8 @@ def _partitions(optimizer: Any, parameters: Any, gradients: Any) -> int | None:
     elements = [gradient.numel() for gradient in gradients]
     buffer = optimizer.grad_partitions_flat_buffer
     size = sum(elements) * buffer.element_size() if buffer.device.type == "cpu" else 0
-    if optimizer.is_gradient_accumulation_boundary():
+    # Our own engine takes the gradient from there, and tells of its copies itself.
+    if optimizer.is_gradient_accumulation_boundary() and not hasattr(optimizer, "ebbtide_policy"):
         size += sum(_partition(optimizer, p, g) or 0 for p, g in zip(parameters, gradients))
     return size or None
 

@@ -43,7 +43,9 @@ def test_what_is_measured_is_a_machine_file_and_stdout_is_that_alone(measured: t
         assert math.isfinite(rate)
         assert machine.more["measured"][key]["how"]
     assert machine.more["cpu_update"]["threads"] == 1
-    assert f"ebbtide replay RUN.ebb --machine {path}" in run.stderr
+    # Without a link's rates there is nothing to replay on it.
+    following = f"ebbtide replay RUN.ebb --machine {path}" if found["h2d_bytes_per_s"] else "use a preset"
+    assert following in run.stderr
 
 
 def test_host_memory_passes_at_least_what_the_update_reads_and_writes(measured: tuple[Run, Path]) -> None:

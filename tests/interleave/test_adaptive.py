@@ -153,7 +153,7 @@ def test_what_the_host_cannot_hold_it_keeps_on_the_device() -> None:
 
 
 def test_it_needs_to_know_what_is_free() -> None:
-    with pytest.raises(PolicyError, match=r"'adaptive' needs to know what device memory is free: give gpu_free_bytes"):
+    with pytest.raises(PolicyError, match=r"'adaptive' needs to know what device memory is free: give it"):
         make_plan("adaptive", even(4), BOX)
 
 

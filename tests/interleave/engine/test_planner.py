@@ -3,6 +3,7 @@ else this machine does hardly matters; only rates and plans are looked at, no ti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ebbtide.interleave.engine import planner
 from ebbtide.interleave.engine.emulated import EmulatedDevice
 from ebbtide.interleave.engine.layout import divide
 from ebbtide.interleave.engine.planner import Planner
@@ -26,6 +28,12 @@ LINK, CPU, GPU = 1.5e6, 0.2e6, 4e6
 # Of three subgroups.
 ROOM = 3 * 12.0 * SUBGROUP
 WITHIN = 10
+
+
+@pytest.fixture(autouse=True)
+def _plans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These steps are so short that planning would have to wait for a thousand of them."""
+    monkeypatch.setattr(planner, "_PLANNING", math.inf)
 
 
 def machine(link: float = LINK, cpu: float = CPU) -> Machine:
@@ -112,16 +120,16 @@ def test_wrong_rates_are_corrected() -> None:
 def test_a_planner_that_has_seen_much_wavering_still_follows_a_change() -> None:
     """In virtual time: what the simulator says of the true machine is what is measured."""
     subgroups = divide([torch.zeros(COUNT * SUBGROUP, dtype=torch.bfloat16)], SUBGROUP)
-    planner = Planner("adaptive", machine(), subgroups, False)
-    plan = planner.plan(ROOM)
+    planned = Planner("adaptive", machine(), subgroups, False)
+    plan = planned.plan(ROOM)
     plans = 0
 
     def steps(true: Machine, count: int) -> None:
         nonlocal plan, plans
         for _ in range(count):
-            planner.observe(simulate(plan, replace(planner.workload, forward_s=0.01, backward_s=0.02), true))
-            if planner.drifted(ROOM) is not None:
-                plan = planner.plan(ROOM)
+            planned.observe(simulate(plan, replace(planned.workload, forward_s=0.01, backward_s=0.02), true))
+            if planned.drifted(ROOM) is not None:
+                plan = planned.plan(ROOM)
                 plans += 1
 
     for number in range(30):
@@ -131,5 +139,22 @@ def test_a_planner_that_has_seen_much_wavering_still_follows_a_change() -> None:
     assert 3 < plans < 12
     true = machine(link=4 * LINK)
     steps(true, WITHIN)
-    best = simulate(make_plan("adaptive", planner.workload, true), planner.workload, true).iteration_s
-    assert simulate(plan, planner.workload, true).iteration_s < 1.1 * best
+    best = simulate(make_plan("adaptive", planned.workload, true), planned.workload, true).iteration_s
+    assert simulate(plan, planned.workload, true).iteration_s < 1.1 * best
+
+
+def test_planning_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of no time at all do not pay for a plan, whatever they show."""
+    monkeypatch.undo()
+    subgroups = divide([torch.zeros(COUNT * SUBGROUP, dtype=torch.bfloat16)], SUBGROUP)
+    planned = Planner("adaptive", machine(), subgroups, False)
+    plan = planned.plan(ROOM)
+    asked = 0
+    for number in range(30):
+        true = machine(link=LINK * (4 if number % 2 else 1))
+        planned.observe(simulate(plan, replace(planned.workload, forward_s=0.01, backward_s=0.02), true))
+        if planned.drifted(ROOM) is not None:
+            plan = planned.plan(ROOM)
+            asked += 1
+    # When the phases were known, and perhaps once more on a machine that stood still meanwhile.
+    assert 1 <= asked <= 2
