@@ -69,7 +69,7 @@ def main() -> None:
     flags.add_argument("--contestant", choices=list(BENCHMARK.CONTESTANTS))
     args = flags.parse_args()
     if args.contestant:
-        print(json.dumps(BENCHMARK.measure(args.contestant, args.params, args.steps)))
+        print(json.dumps(BENCHMARK.measure(args.contestant, args.params, max(1, args.params // 15), args.steps)))
         return
     step = begin(args)
     params, steps = (TINY_PARAMS, TINY_STEPS) if step.rehearse else (args.params, args.steps)
