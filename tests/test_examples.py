@@ -30,6 +30,7 @@ def test_the_gpt_trains_with_interleaved_state_as_with_torchs() -> None:
     assert found == pytest.approx(expected, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_the_trainer_learns_with_interleaved_state(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     text = run(EXAMPLES / "train_hf.py", "--steps", "15", "--output", tmp_path / "out")

@@ -126,7 +126,7 @@ def figures(diff: Diff) -> list[Change]:
 RUNS = st.lists(st.integers(0, 100), max_size=9).map(trained)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(RUNS, RUNS)
 def test_the_figures_are_those_of_the_summaries_and_turn_round(a: Trace, b: Trace) -> None:
     diff, back = compare(a, b), compare(b, a)
@@ -154,7 +154,7 @@ def test_a_run_does_not_differ_from_itself(trace: Trace) -> None:
 VALUES = st.lists(st.integers(0, 10**6), max_size=12)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(VALUES, VALUES, st.integers(-(10**6), 10**6), st.integers(1, 1000))
 def test_the_rule_knows_neither_zero_nor_unit(a: list[int], b: list[int], shift: int, scale: int) -> None:
     one, other = pd.Series(a, dtype=float), pd.Series(b, dtype=float)

@@ -108,6 +108,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_stopped_again_and_again_ends_as_one_that_was_not(
     place: Path, expected: list[dict[str, Any]]
 ) -> None:

@@ -131,7 +131,7 @@ def test_the_free_line_from_a_time_on_tells_the_same(job: Workload, share: float
 
 
 def test_a_size_is_a_workload() -> None:
-    job = workload_of_size(Size(13_000_000_001, 4, 0.2, 0.6, 10**10))
+    job = find_workload(None, None, Size(13_000_000_001, 4, 0.2, 0.6), 10**10)
     assert (job.name, job.params, len(job.subgroups)) == ("13 G parameters on 4 ranks", 3_250_000_001, 33)
     assert (job.forward_s, job.backward_s, job.gpu_free, job.notes) == (0.2, 0.6, ((0, 1e10),), ())
     bare = workload_of_size(Size(10**9))

@@ -134,6 +134,7 @@ def test_only_the_iterations_asked_for_are_kept(record: Record) -> None:
     assert summary["warmup_iterations"] == 0
 
 
+@pytest.mark.slow
 def test_the_first_iterations_alone(record: Record) -> None:
     recorded = record(PRELUDE + PLAIN.replace("STEPS", "6"), options=("--iterations", ":2"))
     assert list(recorded.trace.phases(0)["iteration"]) == [0, 0, 0, 1, 1, 1]

@@ -26,7 +26,10 @@ def _deepspeed() -> Any:
 
 @pytest.fixture
 def deepspeed(_deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """DeepSpeed with one rank in this process, on its CPU accelerator."""
+    """DeepSpeed with one rank in this process, on its CPU accelerator; torch on one thread, since many tests run."""
+    import torch
+
+    torch.set_num_threads(1)
     for name, value in _NAMES.items():
         monkeypatch.setitem(os.environ, name, value)
     return _deepspeed
