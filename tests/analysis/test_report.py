@@ -308,6 +308,7 @@ def test_a_page_without_a_timeline_does_without_bokeh() -> None:
     assert len(html) < 50_000
 
 
+@pytest.mark.slow
 def test_a_long_trace_makes_a_page_under_five_megabytes(tmp_path: Path) -> None:
     trace = long()
     write_report(trace, NONE, tmp_path / "long.html", 10 * GIB)

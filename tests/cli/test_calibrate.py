@@ -95,6 +95,7 @@ def test_no_bar_is_drawn_where_stderr_is_no_terminal(measured: tuple[Run, Path])
 
 
 @without_gpu
+@pytest.mark.slow
 def test_ranks_measure_at_once_and_the_slowest_counts(tmp_path: Path) -> None:
     path = tmp_path / "two.json"
     run = ebbtide("calibrate", "--seconds", "1", "--ranks", "2", "-o", path)

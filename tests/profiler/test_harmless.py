@@ -24,7 +24,7 @@ Record = Callable[..., Recorded]
     "name",
     slow(
         ["a plain loop", "a GradScaler", "a compiled model", "LBFGS with a closure"],
-        ["a plain loop", "a compiled model"],
+        ["a plain loop"],
     ),
 )
 def test_parameters_are_the_same_to_the_bit(name: str, record: Record, tmp_path: Path) -> None:

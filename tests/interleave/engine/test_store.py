@@ -263,6 +263,7 @@ def test_buffers_are_pinned_where_the_plan_has_them_so(data: st.DataObject) -> N
     kernel.close()
 
 
+@pytest.mark.slow
 def test_a_thousand_steps_take_no_more_memory_than_ten() -> None:
     twin = Twin([64, 230], [torch.bfloat16] * 2, 60, 0)
     workload = workload_of(twin.sizes, True, True)
