@@ -20,7 +20,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """DeepSpeed compiles its CPU Adam when it is first used, for most of a minute: beside tests that do not need it. It
     locks while it does so, and who needs it waits."""
     beginner = not hasattr(session.config, "workerinput") and not session.config.option.collectonly
-    if beginner and session.config.option.numprocesses and importlib.util.find_spec("deepspeed") is not None:
+    if (
+        beginner
+        and getattr(session.config.option, "numprocesses", None)
+        and importlib.util.find_spec("deepspeed") is not None
+    ):
         load = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)"
         quiet = subprocess.DEVNULL
         # Broken off it would leave its lock behind.
