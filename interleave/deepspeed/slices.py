@@ -51,13 +51,14 @@ def subgroups(slices: Sequence[Slice], dtype: torch.dtype, grad_dtype: torch.dty
 
 class Gradients:
     """Gradients of slices, each in a buffer on the device that is there from the first parameter of it to arrive until
-    it is let go. extents: by parameter, of those that this rank has elements of. dtype: what gradients accumulate in.
-    What does not arrive is zero."""
+    it is let go. extents: by parameter, of those that this rank has elements of; params: elements of all of them.
+    dtype: what gradients accumulate in. What does not arrive is zero."""
 
     def __init__(self, slices: Sequence[Slice], extents: Mapping[int, Extent], dtype: torch.dtype) -> None:
         self._slices = slices
         self._extents = extents
         self._dtype = dtype
+        self.params = sum(extent.end - extent.begin for extent in extents.values())
         self._touches = {param: self._overlapping(extent) for param, extent in extents.items()}
         self._buffers: dict[int, torch.Tensor] = {}
         self._arrived: set[int] = set()
@@ -70,11 +71,6 @@ class Gradients:
     def __contains__(self, param: int) -> bool:
         """Whether this rank has elements of a parameter."""
         return param in self._extents
-
-    @property
-    def params(self) -> int:
-        """Elements of all extents."""
-        return sum(extent.end - extent.begin for extent in self._extents.values())
 
     @property
     def any(self) -> bool:

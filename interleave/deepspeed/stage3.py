@@ -183,14 +183,15 @@ class InterleavedStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         number = self.get_param_id(param)
         if number not in self._seen:
             self._recall()
-            self._seen[number] = self._gradients.of_param(number, self._values()[0].device).float()
+            device = self.fp16_partitioned_groups_flat[0].device
+            self._seen[number] = self._gradients.of_param(number, device).float()
         return self._seen[number], self.grad_position[number][0]
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """Of the gradients that were made, by their norms: DeepSpeed's buffer does not hold them."""
         norms = list(self.norm_for_param_grads.values())
         finite = not norms or bool(torch.isfinite(torch.stack(norms)).all())
-        flag = torch.tensor([0 if finite else 1], dtype=torch.uint8, device=self._values()[0].device)
+        flag = torch.tensor([0 if finite else 1], dtype=torch.uint8, device=self.fp16_partitioned_groups_flat[0].device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.dp_process_group)
         self._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
