@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tables import table
+from tables import spread, table
 
 HERE = Path(__file__).resolve().parent
 # This file has the name of what it imports from here on.
@@ -130,10 +130,6 @@ def machine() -> str:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     cores = len(os.sched_getaffinity(0))
     return f"{name}, {cores} cores, {gpu}, torch {torch.__version__}, DeepSpeed {version('deepspeed')}"
-
-
-def spread(values: list[float], digits: int) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import platform
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from tables import spread
 
 HTA = """
 import sys
@@ -119,11 +120,6 @@ def machine(hta_python: str) -> str:
     hta = subprocess.run([hta_python, "-c", HTA_VERSION], capture_output=True, text=True, check=True).stdout.strip()
     name = cpu.group(1) if cpu else platform.machine()
     return f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, HolisticTraceAnalysis {hta}"
-
-
-def spread(values: list[float], digits: int) -> str:
-    low, high = min(values), max(values)
-    return f"{statistics.median(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def row(file: Path, taken: dict[str, list[tuple[float, float]]]) -> str:

@@ -26,6 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tables import spread
+
 OURS, TORCH, DEEPSPEED, MEMORY = "ebbtide", "torch", "DeepSpeed", "memory"
 # Read and written by one pass, a parameter.
 BYTES = 28
@@ -155,11 +157,6 @@ def machine(deepspeed_python: str) -> str:
 
     name = cpu.group(1) if cpu else platform.machine()
     return f"{name}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}{other}"
-
-
-def spread(values: list[float], digits: int) -> str:
-    low, high = min(values), max(values)
-    return f"{statistics.median(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def main() -> None:

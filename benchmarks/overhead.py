@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from tables import spread
+
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
 STEP = re.compile(r"^step .*?([\d.]+) ms$", re.MULTILINE)
 
@@ -79,11 +81,6 @@ def machine() -> str:
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
     name = cpu.group(1) if cpu else platform.machine()
     return f"{name}, {os.cpu_count()} cores{gpu}, torch {torch.__version__}, Python {platform.python_version()}"
-
-
-def spread(values: list[float], digits: int) -> str:
-    low, high = min(values), max(values)
-    return f"{statistics.median(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from ebbtide.profiler.trace import Trace, open_trace
 def pytest_sessionstart(session: pytest.Session) -> None:
     """DeepSpeed compiles its CPU Adam when it is first used, for most of a minute: beside tests that do not need it. It
     locks while it does so, and who needs it waits."""
-    beginner = not hasattr(session.config, "workerinput") and not session.config.option.collectonly
+    controls = not hasattr(session.config, "workerinput") and not session.config.option.collectonly
     if (
-        beginner
+        controls
         and getattr(session.config.option, "numprocesses", None)
         and importlib.util.find_spec("deepspeed") is not None
     ):
@@ -57,6 +57,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def torch_on_one_thread() -> Iterator[None]:
+    """To be made a fixture of: torch's own operators on one thread. On few cores many tests at once would wait for each
+    other, and how a sum is cut among threads changes its bits."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 Run = subprocess.CompletedProcess[str]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from ebbtide.cli import run
 from ebbtide.interleave.engine.emulated import EmulatedDevice
 from ebbtide.profiler.trace import open_trace
-from tests.conftest import ebbtide
+from tests.conftest import ebbtide, torch_on_one_thread
 
 Printed = pytest.CaptureFixture[str]
 # A machine nobody measured, so that these runs need not.
@@ -22,13 +22,7 @@ TINY = "--params 2e5 --iterations 3 --link 500MB --machine m.json"
 PHASES = ("iteration", "forward", "backward", "update")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """A tiny model is quicker so, above all beside other tests."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+one_thread = pytest.fixture(scope="module", autouse=True)(torch_on_one_thread)
 
 
 @pytest.fixture

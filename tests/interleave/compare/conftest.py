@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from ebbtide.interleave.compare.compare import Asked, compare
 from ebbtide.interleave.compare.results import Comparison
+from tests.conftest import torch_on_one_thread
 
 TINY = 200_000
 LINK = 5e8
 
 
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """A tiny model is quicker so, above all beside other tests."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+one_thread = pytest.fixture(scope="package", autouse=True)(torch_on_one_thread)
 
 
 @pytest.fixture(scope="package")

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import torch_on_one_thread
+
+one_thread = pytest.fixture(scope="package", autouse=True)(torch_on_one_thread)
 _NAMES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -26,10 +29,7 @@ def _deepspeed() -> Any:
 
 @pytest.fixture
 def deepspeed(_deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """DeepSpeed with one rank in this process, on its CPU accelerator; torch on one thread, since many tests run."""
-    import torch
-
-    torch.set_num_threads(1)
+    """DeepSpeed with one rank in this process, on its CPU accelerator."""
     for name, value in _NAMES.items():
         monkeypatch.setitem(os.environ, name, value)
     return _deepspeed

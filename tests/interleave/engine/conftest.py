@@ -1,17 +1,5 @@
-"""One thread for torch's own operators: on few cores many tests at once would wait for each other, and how a sum is cut
-among threads changes its bits."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
-import torch
 
+from tests.conftest import torch_on_one_thread
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+one_thread = pytest.fixture(scope="session", autouse=True)(torch_on_one_thread)
