@@ -238,14 +238,7 @@ class InterleavedStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         left = set(range(len(self._slices))) - engine.taken
         engine.give({piece: self._gradients.take(piece, values[piece].device) for piece in left})
         scalars = [self._scalars(group, master) for group, master in enumerate(self._masters)]
-        try:
-            failure = driver.step(values, [scalars[piece.group] for piece in self._slices])
-        except KeyboardInterrupt:
-            # The engine has waited for all of the step before it let this through.
-            self._count()
-            raise
-        self._count()
-        driver.learn(failure)
+        driver.step(values, [scalars[piece.group] for piece in self._slices], self._count)
 
     def _scalars(self, group: int, master: torch.Tensor) -> Scalars:
         hyper = hyper_of(self.optimizer, self.optimizer.param_groups[self.sub_group_to_group_id[group]])

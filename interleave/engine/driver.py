@@ -109,22 +109,26 @@ class Driver:
         """Go by the plan, from its beginning."""
         self._follow(self._next or self.plan)
 
-    def step(self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None]) -> Stopped | None:
-        """Engine.step; returns what failed where the step was done all the same. To be followed by `learn`. Raises
-        EngineError where the state is lost."""
+    def step(
+        self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None], count: Callable[[], None]
+    ) -> None:
+        """Engine.step, and a new plan where it asks for one. count: called when the step is done, which it is after an
+        interrupt too, since the engine waits for all of it before it lets that through. Raises EngineError where the
+        state is lost, and for an operation that failed for another reason than the device's memory."""
+        failure: Stopped | None = None
         try:
             self.engine.step(values, scalars)
         except Stopped as stopped:
-            return stopped
+            failure = stopped
+        except KeyboardInterrupt:
+            count()
+            raise
         except Exception as error:
             self.close()
             raise EngineError(
                 f"an update broke off ({error}) and the optimizer's state is lost: go on from a checkpoint"
             ) from error
-        return None
-
-    def learn(self, failure: Stopped | None) -> None:
-        """Plan anew where the step asks for it. Raises EngineError for a failure that was not the device's memory."""
+        count()
         if failure is not None:
             self._after(failure)
         elif self.engine.last is not None:

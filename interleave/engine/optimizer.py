@@ -136,14 +136,8 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             hypers[param].scalars(self._steps_of(param) + 1, scale) if index in there else None
             for index, param in enumerate(self._params)
         ]
-        try:
-            failure = self._driver.step([local(param).detach().view(-1) for param in self._params], scalars)
-        except KeyboardInterrupt:
-            # The engine has waited for all of the step before it let this through.
-            self._count(there)
-            raise
-        self._count(there)
-        self._driver.learn(failure)
+        values = [local(param).detach().view(-1) for param in self._params]
+        self._driver.step(values, scalars, lambda: self._count(there))
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to back-propagate: multiplied with the loss scale."""
