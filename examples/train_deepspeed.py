@@ -17,7 +17,7 @@ import deepspeed
 import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
-from train_gpt import GPT, Sentences
+from train_gpt import GPT, Sentences, sizes
 
 
 def config(args: argparse.Namespace) -> dict:
@@ -49,19 +49,11 @@ def alone() -> None:
 
 
 def main() -> None:
-    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("--layers", type=int, default=6)
-    flags.add_argument("--width", type=int, default=256)
-    flags.add_argument("--heads", type=int, default=8)
-    flags.add_argument("--context", type=int, default=256)
-    flags.add_argument("--batch", type=int, default=8)
-    flags.add_argument("--accumulate", type=int, default=1, help="micro-steps per update")
-    flags.add_argument("--steps", type=int, default=20)
+    flags = sizes(__doc__.splitlines()[0])
     flags.add_argument("--stage", type=int, default=3, choices=[1, 2, 3])
     flags.add_argument("--ratio", type=float, default=1.0, help="Twin-Flow: the share that the CPU updates")
     flags.add_argument("--sub-group-size", type=int, default=1_000_000)
     flags.add_argument("--policy", help="drive it by this policy of ebbtide's, e.g. adaptive")
-    flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--local_rank", type=int, help="from the launcher")
     args = flags.parse_args()
 

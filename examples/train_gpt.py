@@ -86,10 +86,9 @@ def adamw(name: str) -> type[torch.optim.Optimizer]:
     return InterleavedAdamW
 
 
-def main() -> None:
-    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    flags.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+def sizes(description: str) -> argparse.ArgumentParser:
+    """The flags that say how large the model is, and how long it trains."""
+    flags = argparse.ArgumentParser(description=description)
     flags.add_argument("--layers", type=int, default=6)
     flags.add_argument("--width", type=int, default=256)
     flags.add_argument("--heads", type=int, default=8)
@@ -97,8 +96,15 @@ def main() -> None:
     flags.add_argument("--batch", type=int, default=8)
     flags.add_argument("--accumulate", type=int, default=1, help="micro-steps per update")
     flags.add_argument("--steps", type=int, default=20)
-    flags.add_argument("--optimizer", default="adamw", choices=["adamw", "interleaved"])
     flags.add_argument("--seed", type=int, default=0)
+    return flags
+
+
+def main() -> None:
+    flags = sizes(__doc__.splitlines()[0])
+    flags.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    flags.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    flags.add_argument("--optimizer", default="adamw", choices=["adamw", "interleaved"])
     args = flags.parse_args()
 
     torch.manual_seed(args.seed)
