@@ -11,9 +11,10 @@ from typing import Any, Callable
 from weakref import WeakSet
 
 from .deepspeed_facts import facts
+from .hooks import as_backward
 from .imports import when_imported
 from .patches import Patches
-from .recorder import BACKWARD, UPDATE, Recorder
+from .recorder import UPDATE, Recorder
 from .reduction import Reduction
 from .substeps import SubSteps
 from .zero_steps import STAGE_1_AND_2, STAGE_3, Row
@@ -29,6 +30,7 @@ class DeepSpeedHooks:
         self._steps = SubSteps(recorder)
         self._reduction = Reduction(recorder, self._steps, torch)
         self._patches = Patches()
+        self._compiling = torch.compiler.is_compiling
         self._told: WeakSet[Any] = WeakSet()
         self._waiting = [
             when_imported("deepspeed.runtime.engine", self._engine),
@@ -43,7 +45,7 @@ class DeepSpeedHooks:
 
     def _engine(self, module: Any) -> None:
         engine = module.DeepSpeedEngine
-        self._patches.wrap(engine, "backward", self._backward)
+        self._patches.wrap(engine, "backward", functools.partial(as_backward, self._recorder, self._compiling))
         self._patches.wrap(engine, "_take_model_step", functools.partial(self._update, of_engine=True, steps=True))
         # Without managed accumulation gradients are reduced and copied when the update begins.
         self._patches.wrap(engine, "allreduce_gradients", functools.partial(self._update, of_engine=True))
@@ -67,20 +69,6 @@ class DeepSpeedHooks:
         self._patches.wrap(optimizer, "finalize_gradient_accumulation_boundary", self._update)
         for name, row in rows.items():
             self._patches.wrap(optimizer, name, functools.partial(self._sub_step, row=row))
-
-    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        recorder = self._recorder
-
-        @functools.wraps(original)
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            if not recorder.enter(BACKWARD):
-                return original(*args, **kwargs)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                recorder.leave()
-
-        return backward
 
     def _update(self, original: Callable[..., Any], of_engine: bool = False, steps: bool = False) -> Callable[..., Any]:
         """A method of an optimizer or an engine as an update; `steps`: the engine's optimizer steps in it."""

@@ -90,6 +90,21 @@ def _requires_grad(value: Any, tensor: type, depth: int = 3) -> bool | None:
     return False if False in answers else None
 
 
+def as_backward(recorder: Recorder, compiling: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose calls are backwards. compiling: whether dynamo traces now."""
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        if compiling() or not recorder.enter(BACKWARD):
+            return original(*args, **kwargs)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            recorder.leave()
+
+    return backward
+
+
 class Hooks:
     """Watches torch for `recorder` from creation to `remove`."""
 
@@ -100,7 +115,7 @@ class Hooks:
         module = torch.nn.Module
         self._patches.set(module, _NAME, OutermostCall(recorder, torch))
         # `backward` and `grad` both look this up in torch.autograd; non-strict tracing restores it from graph.
-        run_backward = self._backward(torch.autograd._engine_run_backward)
+        run_backward = as_backward(recorder, self._compiling, torch.autograd._engine_run_backward)
         self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
         self._patches.set(torch.autograd.graph, "_engine_run_backward", run_backward)
         scaler = torch.amp.GradScaler
@@ -113,20 +128,6 @@ class Hooks:
 
     def remove(self) -> None:
         self._patches.undo()
-
-    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        recorder, compiling = self._recorder, self._compiling
-
-        @functools.wraps(original)
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
-            if compiling() or not recorder.enter(BACKWARD):
-                return original(*args, **kwargs)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                recorder.leave()
-
-        return run_backward
 
     def _update(self, original: Callable[..., Any], optimizer_at: int) -> Callable[..., Any]:
         """`original`, a method with the optimizer as its positional argument `optimizer_at`, as an update."""
