@@ -187,9 +187,9 @@ def _about(trace: Trace) -> list[str]:
             lines.append(f"device: {device['name']} ({device.get('device')}){torch}")
         model = entry.get("model") or {}
         if model.get("params"):
-            names = ", ".join(model.get("classes") or ["a model"])
+            names = "".join(f"{name}, " for name in model.get("classes") or [])
             kinds = f" ({', '.join(sorted(model['dtypes']))})" if model.get("dtypes") else ""
-            lines.append(f"model: {names}, {model['params']:,} parameters on this rank{kinds}")
+            lines.append(f"model: {names}{model['params']:,} parameters on this rank{kinds}")
         for optimizer in entry.get("optimizers") or []:
             params = f", {optimizer['params']:,} parameters" if optimizer.get("params") is not None else ""
             state = f", state {optimizer['state_bytes'] / 2**20:,.1f} MiB" if "state_bytes" in optimizer else ""

@@ -1,4 +1,4 @@
-"""Published training runs, as what a fit can be made of."""
+"""The published training runs of `traces/`, as samples that a machine can be fitted to."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.schedule import Schedule
 from ebbtide.interleave.simulate import simulate
 from ebbtide.interleave.workload import Workload
-from ebbtide.profiler.importers.load import Hardware, import_trace
+from ebbtide.profiler.trace import open_trace
 
-FOLDER = Path(__file__).parents[2] / "shared" / "published" / "deep-optimizer-states"
+TRACES = Path(__file__).parents[1] / "traces"
+BLOCKING = "-blocking"
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Job:
-    """Runs of one job on one machine, by offloaded share and stride, `ratio1.0-gap2`; those with blocking gradient
-    copies apart. fitted: what the others are predicted from. static: the run that offloads everything, without
-    strides. free_known: whether the memory of the device was recorded, not the allocator's lines of a log alone."""
+    """Runs of one job on one machine, by the name of their trace.
+
+    runs: those with asynchronous gradient copies. blocking: those with blocking copies, by the name of the run that
+    differs in nothing else. fitted: the runs that the others are predicted from. static: the run that offloads
+    everything and interleaves nothing. free_known: whether the memory of the device was recorded, and not the
+    allocator's lines of a log alone.
+    """
 
     title: str
     runs: dict[str, Run]
@@ -49,7 +54,7 @@ class Job:
 
     def interleaved(self) -> str:
         """The run that offloads everything, every second subgroup interleaved."""
-        return self.static.replace("gap0", "gap2")
+        return self.static.replace("-async", "-interleaved-2")
 
     def blocking_sample(self, name: str) -> Sample:
         """With the compute of the run whose copies are asynchronous: what of a blocking backward is waiting is not
@@ -92,37 +97,34 @@ def _then(sample: Sample) -> Sample:
     return replace(sample, policy=policy, workload=replace(sample.workload, sizes=sizes[::-1]))
 
 
-def jobs(folder: Path, where: Path) -> tuple[Job, Job]:
-    """The job on H100 and the one on A100. folder: of the published files; where: for their traces."""
+def jobs() -> tuple[Job, Job]:
+    """The job on H100 and the one on A100."""
     h100 = _job(
-        folder / "h100-20B",
-        where,
+        "h100-20b",
         "20B on 4 H100 80 GB",
-        Hardware(link=(5, 16)),
-        ("ratio0.5-gap0", "ratio1.0-gap0", "ratio1.0-gap2"),
+        ("h100-20b-ratio0.5-async", "h100-20b-async", "h100-20b-interleaved-2"),
+        free_known=True,
     )
     a100 = _job(
-        folder / "a100-13B",
-        where,
+        "a100-13b",
         "13B on 4 A100 40 GB",
-        Hardware(capacity_bytes=40 * 2**30, link=(4, 16)),
-        ("ratio1-gap0", "ratio1-gap2", "ratio1-gap10"),
+        ("a100-13b-async", "a100-13b-interleaved-2", "a100-13b-interleaved-10"),
+        free_known=False,
     )
     return h100, a100
 
 
-def _job(folder: Path, where: Path, title: str, hardware: Hardware, fitted: tuple[str, ...]) -> Job:
-    found: dict[str, dict[str, Run]] = {"0": {}, "1": {}}
-    monitored = []
-    for log in sorted(folder.glob("*.log")):
-        monitor = log.with_name(f"{log.stem}-monitor.csv")
-        monitored.append(monitor.exists())
-        sources = [log, monitor] if monitor.exists() else [log]
-        ratio, asynchronous, gap = re.findall(r"ratio([\d.]+)-.*flush_async(\d)-opt_gaps(\d+)", log.name)[0]
-        name = f"ratio{ratio}-gap{gap}"
-        trace = import_trace(sources, where / f"{log.stem}.ebb", hardware=hardware)
+def _job(prefix: str, title: str, fitted: tuple[str, ...], free_known: bool) -> Job:
+    asynchronous: dict[str, Run] = {}
+    blocking: dict[str, Run] = {}
+    for path in sorted(TRACES.glob(f"{prefix}*.ebb")):
+        trace = open_trace(path)
         iteration_ms = summarize(trace).iteration_ms
         assert iteration_ms is not None
-        found[asynchronous][name] = Run(replace(sample_of(trace), name=name), iteration_ms / 1e3)
-    static = next(name for name in fitted if re.fullmatch(r"ratio1(\.0)?-gap0", name))
-    return Job(title, found["1"], found["0"], fitted, static, all(monitored))
+        run = Run(sample_of(trace), iteration_ms / 1e3)
+        if trace.name.endswith(BLOCKING):
+            # By the name of the run that differs only in its asynchronous copies.
+            blocking[trace.name.replace(BLOCKING, "-async")] = run
+        else:
+            asynchronous[trace.name] = run
+    return Job(title, asynchronous, blocking, fitted, f"{prefix}-async", free_known)

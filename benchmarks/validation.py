@@ -1,9 +1,9 @@
 """How right the simulator is against measurement: published training runs, some fitted, the others predicted.
 
-    python benchmarks/validation.py [FOLDER]
+    python benchmarks/validation.py
 
-FOLDER holds `h100-20B` and `a100-13B`, logs and monitor files of the authors of Deep Optimizer States (Middleware '24);
-default: ../shared/published/deep-optimizer-states beside the repository. Prints Markdown, see docs/validation.md.
+The runs are those of the authors of Deep Optimizer States (Middleware '24) in `traces/`. Prints Markdown, see
+docs/validation.md.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import argparse
 import os
 import platform
 import re
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from gains import gains, speed_up
-from published import FOLDER, Job, jobs, of
+from published import Job, jobs, of
 from tables import percent, table
 
 GB = 1e9
@@ -94,12 +93,8 @@ def machine_line() -> str:
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("folder", type=Path, nargs="?", default=FOLDER)
-    folder = flags.parse_args().folder
-    if not folder.is_dir():
-        flags.error(f"{folder} is not there: name the folder of the published runs")
-    with tempfile.TemporaryDirectory() as where:
-        h100, a100 = jobs(folder, Path(where))
+    flags.parse_args()
+    h100, a100 = jobs()
     then = h100.counted_as_then()
     print(f"{time.strftime('%Y-%m-%d')}, computed on {machine_line()}.\n")
     for title, show, of_jobs in (

@@ -98,7 +98,7 @@ def _entry(source: Source, builder: TraceBuilder, number: int, meta: dict[str, A
         raise SourceError(
             f"{entry.meta['imported_from']} and {source} are both of rank {rank}: give one file of each rank"
         )
-    entry.meta["imported_from"] = str(source)
+    entry.meta["imported_from"] = source.path.name
     if _is_count(told.get("world_size")):
         entry.meta["world_size"] = told["world_size"]
     for key, value in (("backend", told.get("backend")), ("host", meta.get("host_name"))):

@@ -11,21 +11,16 @@ from ebbtide.analysis.plot import draw
 from ebbtide.analysis.plot.figure import Kind
 from ebbtide.analysis.traffic import traffic
 from ebbtide.analysis.windows import find_windows
-from ebbtide.profiler.importers.load import Hardware, import_trace
-from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace import Trace, open_trace
 from tests.analysis.pictures import boxes, labels, outside, overlapping, steps
 
 GIB = 2**30
-FOLDER = Path(__file__).parents[3] / "shared/published/deep-optimizer-states/h100-20B"
-RUN = "log-20B-tp1-dp4-l40-h5120-a64-sl2048-gbs4-mbs1-ratio1.0-subg100000000-prefetch1-flush_async1-opt_gaps2"
-
-pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the published runs are not beside the repository")
+RUN = Path(__file__).parents[2] / "traces" / "h100-20b-interleaved-2.ebb"
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    sources = [FOLDER / f"{RUN}.log", FOLDER / f"{RUN}-monitor.csv"]
-    return import_trace(sources, tmp_path_factory.mktemp("run") / f"{RUN}.ebb", None, False, Hardware(None, (5, 16)))
+def trace() -> Trace:
+    return open_trace(RUN)
 
 
 @pytest.mark.parametrize("kind", ["both", "memory", "link", "windows"])

@@ -11,22 +11,21 @@ from ebbtide.interleave.inputs import preset, presets
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulate import simulate
 from ebbtide.profiler.trace import Trace
-from tests.interleave.published import PRESETS, needs_published, runs
+from tests.interleave.published import PRESETS, runs
 
 Runs = dict[str, dict[str, Trace]]
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return {name: runs(name, tmp_path_factory.mktemp(name)) for name in PRESETS}
+def published() -> Runs:
+    return {name: runs(name) for name in PRESETS}
 
 
-@needs_published
 @pytest.mark.parametrize(
     ("machine", "fitted"),
     [
-        ("h100-80gb-sxm-published", {"ratio0.5-gap0", "ratio1.0-gap0", "ratio1.0-gap2"}),
-        ("a100-40gb-published", {"ratio1-gap0", "ratio1-gap2", "ratio1-gap10"}),
+        ("h100-80gb-sxm-published", {"h100-20b-ratio0.5-async", "h100-20b-async", "h100-20b-interleaved-2"}),
+        ("a100-40gb-published", {"a100-13b-async", "a100-13b-interleaved-2", "a100-13b-interleaved-10"}),
     ],
 )
 def test_three_runs_predict_the_others(published: Runs, machine: str, fitted: set[str]) -> None:
@@ -46,7 +45,6 @@ def test_three_runs_predict_the_others(published: Runs, machine: str, fitted: se
     assert max(iterations.values()) <= 0.08, iterations
 
 
-@needs_published
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_what_all_its_runs_give(published: Runs, name: str) -> None:
     shipped = preset(name).as_json()

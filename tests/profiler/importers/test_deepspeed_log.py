@@ -60,6 +60,13 @@ def cached(folder: Path, files: Callable[[Path], list[Path]]) -> Callable[[Path]
     return get
 
 
+def world_size(log: Path) -> int:
+    """The number of ranks that a published log's name states."""
+    named = re.search(r"-dp(\d+)-", log.name)
+    assert named
+    return int(named[1])
+
+
 def told_ms(log: Path) -> list[dict[str, float]]:
     """What the lines of whole steps say, read without the importer."""
     line = re.compile(r"\| fwd: ([\d.]+) \| bwd: ([\d.]+) \|.*\| step: ([\d.]+)")
@@ -88,9 +95,11 @@ def unix(log: Path, name: str) -> list[int]:
 @each_log
 def test_the_medians_are_those_of_the_lines(alone: Callable[[Path], Trace], log: Path) -> None:
     told, summary = told_ms(log), summarize(alone(log))
-    assert (summary.iterations, summary.warmup_iterations, summary.ranks) == (len(told), 2, 4)
+    # One of the runs ended before its first step.
+    assert (summary.iterations, summary.warmup_iterations) == (len(told), 2 if told else 0)
+    assert summary.ranks == world_size(log)
     for phase in summary.phases[:3]:
-        expected = statistics.median(step[phase.phase] for step in told[2:])
+        expected = statistics.median(step[phase.phase] for step in told[2:]) if told else None
         assert phase.median_ms == pytest.approx(expected, abs=1e-6)
         assert phase.count == len(told)
 
@@ -133,7 +142,7 @@ def test_memory_is_that_of_the_marks(alone: Callable[[Path], Trace], log: Path) 
     rows = trace.memory(0)
     used = [float(gib) for gib in re.findall(r"\bused = ([\d.]+) GB", log.read_text())]
     assert sorted(rows[rows["pool"] == "host"]["bytes"]) == sorted(round(gib * GIB) for gib in used)
-    assert all(trace.memory(rank).empty for rank in (1, 2, 3))
+    assert all(trace.memory(rank).empty for rank in range(1, world_size(log)))
 
 
 @published
@@ -145,14 +154,17 @@ def test_job_and_model_are_told(alone: Callable[[Path], Trace], log: Path) -> No
     assert named
     assert (zero["stage"], zero["sub_group_size"]) == (3, float(named[2]))
     assert zero["offload_optimizer"]["ratio"] == float(named[1])
-    total = {"20B": 15_326_663_680, "13B": 11_315_860_480}[log.name[4:7]]
-    for rank in range(4):
+    # The runs of one and two ranks have another model of the same name.
+    ranks = world_size(log)
+    total = {("20B", 4): 15_326_663_680, ("13B", 4): 11_315_860_480}.get((log.name[4:7], ranks), 11_197_895_680)
+    for rank in range(ranks):
         entry = trace.rank(rank)
-        assert entry["model"] == {"total_params": total, "params": total // 4}
-        assert (entry["world_size"], entry["devices"][0]["device"]) == (4, f"cuda:{rank}")
-        assert entry["optimizers"] == [{"class": "DeepSpeedCPUAdam", "params": total // 4}]
+        assert entry["model"] == {"total_params": total, "params": total // ranks}
+        assert (entry["world_size"], entry["devices"][0]["device"]) == (ranks, f"cuda:{rank}")
+        assert entry["optimizers"] == [{"class": "DeepSpeedCPUAdam", "params": total // ranks}]
         assert entry["torch"]
-    assert sum(trace.meta["deepspeed"]["subgroup_params"]) == total // 4
+    assert trace.ranks == list(range(ranks))
+    assert sum(trace.meta["deepspeed"]["subgroup_params"]) == total // ranks
     assert trace.meta["deepspeed"]["activation_checkpointing"] is True
     assert "pretrain_gpt.py" in " ".join(trace.meta["command"])
 
@@ -202,9 +214,10 @@ def test_what_a_published_log_does_not_tell_is_said(alone: Callable[[Path], Trac
         said = sorted(note.split(",")[0].split(":")[0] for note in alone(log).notes)
         expected = [
             "the log marks allocated and reserved with the peak between marks (of reserved to the GiB)",
-            "the log times rank 0 alone",
             "the memory of the device is not known",
         ]
+        expected += ["the log times rank 0 alone"] if world_size(log) > 1 else []
+        expected += [] if told_ms(log) else ["the log has no timers of whole steps"]
         # The earlier runs print no Unix times.
         expected += [] if unix(log, "step_start") else ["the log tells local times without their zone"]
         assert said == sorted(expected)
