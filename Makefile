@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := demo
 
+# Multiplies the random cases of `make test-all`.
+FUZZ ?= 10
+
 .PHONY: demo test test-all lint clean
 
 $(VENV)/installed: pyproject.toml setup.py constraints.txt
@@ -16,25 +19,34 @@ $(VENV)/tested: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	touch $@
 
+H100 := traces/h100-20b-blocking.ebb
+A100 := traces/a100-13b-async.ebb
+
 demo: $(VENV)/installed
 	@rm -rf $(DEMO) && mkdir $(DEMO)
-	@$(BIN)/python -c 'import torch; print("GPU found:", torch.cuda.get_device_name()) if torch.cuda.is_available() else print("No GPU here: the demo takes its default for that, a small GPT that trains on the CPU.")'
+	@echo "== 1. A real job: 15 G parameters on 4 H100, optimizer state on the CPU (measured by others, traces/README.md)"
+	$(BIN)/ebbtide summary $(H100)
+	$(BIN)/ebbtide findings $(H100)
+	$(BIN)/ebbtide windows $(H100) --min-bytes 40GiB
+	$(BIN)/ebbtide plot $(H100) --iterations 4:7 -o $(DEMO)/h100.png
+	$(BIN)/ebbtide report $(H100) -o $(DEMO)/h100.html
+	$(BIN)/ebbtide replay $(H100) --machine h100-80gb-sxm-published --recommend
+	@echo
+	@echo "== 2. A job whose state does not fit: 11 G parameters on 4 A100 of 40 GB, replayed under each policy (simulated)"
+	$(BIN)/ebbtide replay $(A100) --machine a100-40gb-published --recommend --plot $(DEMO)/a100-policies.png
+	@echo
+	@echo "== 3. A job on this machine: a small GPT, recorded while it trains"
+	@$(BIN)/python -c 'import torch; print("GPU found:", torch.cuda.get_device_name()) if torch.cuda.is_available() else print("No GPU here: the GPT trains on the CPU.")'
 	$(BIN)/ebbtide profile -o $(DEMO)/gpt.ebb -- $(BIN)/python examples/train_gpt.py --steps 12 --accumulate 2
 	$(BIN)/ebbtide summary $(DEMO)/gpt.ebb
-	$(BIN)/ebbtide windows $(DEMO)/gpt.ebb --min-bytes 1GiB
-	$(BIN)/ebbtide findings $(DEMO)/gpt.ebb
-	$(BIN)/ebbtide plot $(DEMO)/gpt.ebb --iterations 3:8 -o $(DEMO)/memory.png
-	$(BIN)/ebbtide report $(DEMO)/gpt.ebb -o $(DEMO)/report.html
+	$(BIN)/ebbtide plot $(DEMO)/gpt.ebb --iterations 3:8 -o $(DEMO)/gpt.png
+	$(BIN)/ebbtide report $(DEMO)/gpt.ebb -o $(DEMO)/gpt.html
 	@echo
-	@echo "Now a job whose optimizer state does not fit: 13 G parameters on four GPUs, replayed under each policy on a"
-	@echo "machine that was fitted from published runs (simulated, not measured here)."
-	$(BIN)/ebbtide replay --workload examples/workload-13b.json --machine a100-40gb-published --plot $(DEMO)/policies.png
-	@echo
-	@echo "And such policies run for real, on a small model: the same losses to the bit, and what was predicted of each."
+	@echo "== 4. Policies run for real on this machine: measured beside predicted, losses equal to the bit"
 	$(BIN)/ebbtide compare --params 5e6 --iterations 6 --plot $(DEMO)/compare.png
 	@echo
-	@echo "Look at $(DEMO)/report.html, $(DEMO)/policies.png and $(DEMO)/compare.png. Then record your own job:"
-	@echo "  $(BIN)/ebbtide profile -o run.ebb -- $(BIN)/python train.py"
+	@echo "Open $(DEMO)/h100.html first, then $(DEMO)/a100-policies.png, $(DEMO)/gpt.html and $(DEMO)/compare.png."
+	@echo "To record your own job: $(BIN)/ebbtide profile -o run.ebb -- $(BIN)/python train.py"
 
 lint: $(VENV)/tested
 	$(BIN)/ruff format --check .
@@ -42,11 +54,16 @@ lint: $(VENV)/tested
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint
-	$(BIN)/python -m pytest -q -n 2 -m "not slow"
+# DeepSpeed's C++ extensions, which the tests would compile otherwise when they first need them.
+$(VENV)/compiled: $(VENV)/tested tests/torch_extensions.py
+	$(BIN)/python -m tests.torch_extensions
+	touch $@
 
-test-all: lint
-	$(BIN)/python -m pytest -q -n 2
+test: lint $(VENV)/compiled
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
+
+test-all: lint $(VENV)/compiled
+	EBBTIDE_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 1200
 
 clean:
 	rm -rf $(VENV) $(DEMO) build *.egg-info

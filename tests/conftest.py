@@ -1,55 +1,88 @@
-"""What tests share: running real jobs and real commands."""
+"""Shared by all tests: their environment, random-case counts, real jobs and real commands.
+
+`EBBTIDE_FUZZ` multiplies the number of random cases of every property test and fuzzer: 1 by default, more in
+`make test-all`.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import fcntl
+import gc
 import os
+import random
+import shutil
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from ebbtide.profiler.trace import Trace, open_trace
+from tests import torch_extensions
+
+# Before anything imports DeepSpeed.
+torch_extensions.use_own_directory()
+
+FUZZ = float(os.environ.get("EBBTIDE_FUZZ", "1"))
+PROCESS_TIMEOUT_S = 240.0
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """DeepSpeed compiles its CPU Adam when it is first used, for most of a minute: beside tests that do not need it. It
-    locks while it does so, and who needs it waits."""
-    controls = not hasattr(session.config, "workerinput") and not session.config.option.collectonly
-    if (
-        controls
-        and getattr(session.config.option, "numprocesses", None)
-        and importlib.util.find_spec("deepspeed") is not None
-    ):
-        load = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)"
-        quiet = subprocess.DEVNULL
-        # Broken off it would leave its lock behind.
-        compiling.append(
-            subprocess.Popen(
-                [sys.executable, "-c", load], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
-            )
-        )
+def examples(count: int) -> int:
+    """Scale a number of random cases by `EBBTIDE_FUZZ`."""
+    return max(1, round(count * FUZZ))
 
 
-def pytest_sessionfinish() -> None:
-    while compiling:
-        compiling.pop().wait()
+# A failure prints how to reproduce it: seeds differ from run to run.
+settings.register_profile(
+    "ebbtide",
+    max_examples=examples(25),
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    # Which depends on what else the machine does.
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("ebbtide")
 
 
-compiling: list[subprocess.Popen[bytes]] = []
+@contextmanager
+def seeded(seed: object) -> Iterator[random.Random]:
+    """Make the generator of one random case of a fuzzer; a failure names its seed."""
+    try:
+        yield random.Random(str(seed))
+    except BaseException as error:
+        error.add_note(f"This is the random case with seed {str(seed)!r}.")
+        raise
+
+
+def pytest_configure() -> None:
+    """Remove stale locks of torch's extensions before any worker process starts."""
+    torch_extensions.register_user()
+
+
+@pytest.fixture(scope="session")
+def deepspeed_extensions() -> None:
+    """Compile DeepSpeed's CPU Adam, once for all processes and sessions; skip where that is not possible."""
+    missing = torch_extensions.missing_requirement()
+    if missing:
+        pytest.skip(missing)
+    torch_extensions.compile_extensions(torch_extensions.COMPILE_TIMEOUT_IN_TEST_S)
 
 
 def slow(values: Iterable[str], but: Collection[str]) -> list[Any]:
-    """Values to parametrize a test with: those beside `but` are left to `make test-all`."""
+    """Mark parameter values as slow, except those in `but`."""
     return [value if value in but else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Skip tests that need a GPU if there is none."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
@@ -59,9 +92,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
+def pytest_collection_finish() -> None:
+    """Exempt all that is imported by now from the garbage collection: some tests collect often."""
+    gc.collect()
+    gc.freeze()
+
+
 def torch_on_one_thread() -> Iterator[None]:
-    """To be made a fixture of: torch's own operators on one thread. On few cores many tests at once would wait for each
-    other, and how a sum is cut among threads changes its bits."""
+    """Run torch's operators on one thread; to be made a fixture.
+
+    More threads than cores slow the tests down, and the number of threads changes the bits of a sum.
+    """
     import torch
 
     before = torch.get_num_threads()
@@ -73,15 +114,81 @@ def torch_on_one_thread() -> Iterator[None]:
 Run = subprocess.CompletedProcess[str]
 
 
+def run_process(
+    command: Sequence[str | Path],
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+    timeout_s: float = PROCESS_TIMEOUT_S,
+) -> Run:
+    """Run a process and capture its output; fail, and kill it and its children, if it does not end in time."""
+    words = [str(word) for word in command]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        words, cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            stdout, stderr = process.communicate()
+            what = " ".join(words)
+            pytest.fail(f"not finished after {timeout_s:g} s: {what}\n{stdout[-2000:]}\n{stderr[-4000:]}")
+    return Run(words, process.returncode, stdout, stderr)
+
+
+@contextmanager
+def running_process(
+    command: Sequence[str | Path], timeout_s: float = PROCESS_TIMEOUT_S
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a process with its stdout piped; kill it and its children at the end of the block or after `timeout_s`."""
+
+    def kill() -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    words = [str(word) for word in command]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        watchdog = threading.Timer(timeout_s, kill)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            yield process
+        finally:
+            watchdog.cancel()
+            kill()
+
+
 def ebbtide(*arguments: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> Run:
     """Run the command as a user would."""
-    command = [sys.executable, "-m", "ebbtide", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return run_process([sys.executable, "-m", "ebbtide", *arguments], cwd=cwd, env=environment)
+
+
+def shared_folder(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], None]) -> Path:
+    """Return a folder that the first of pytest's worker processes to ask for it fills, and all of them read."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    # Waits no longer than the timeout of the test that asks.
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "filled").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            fill(folder)
+            (folder / "filled").touch()
+    return folder
+
+
+def phases_of(trace: Trace, rank: int = 0) -> list[list[str]]:
+    """The phases of each finished iteration, in order."""
+    rows = trace.phases(rank)
+    return [list(group["phase"]) for _, group in rows[rows["iteration"].notna()].groupby("iteration")]
 
 
 class Recorded:
-    """A job that was profiled: its process, and the trace where there is one."""
+    """A profiled job: its process, and its trace if there is one."""
 
     def __init__(self, run: Run, path: Path) -> None:
         self.run = run
@@ -94,8 +201,7 @@ class Recorded:
 
     def phases(self, rank: int = 0) -> list[list[str]]:
         """The phases of each finished iteration, in order."""
-        rows = self.trace.phases(rank)
-        return [list(group["phase"]) for _, group in rows[rows["iteration"].notna()].groupby("iteration")]
+        return phases_of(self.trace, rank)
 
 
 @pytest.fixture

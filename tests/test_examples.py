@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import run_process
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run(*command: str | Path) -> str:
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=240)
+    done = run_process([sys.executable, *command])
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -39,8 +40,8 @@ def test_the_trainer_learns_with_interleaved_state(tmp_path: Path) -> None:
     assert found[-1] < found[0] - 0.3
 
 
-def test_the_deepspeed_example_learns_under_a_policy() -> None:
-    pytest.importorskip("deepspeed")
+@pytest.mark.slow
+def test_the_deepspeed_example_learns_under_a_policy(deepspeed_extensions: None) -> None:
     small = ["--layers", "1", "--width", "64", "--context", "64", "--steps", "12"]
     found = losses(run(EXAMPLES / "train_deepspeed.py", *small, "--policy", "pipelined"))
     assert len(found) == 12

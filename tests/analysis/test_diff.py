@@ -15,6 +15,7 @@ from ebbtide.analysis.diff import Change, Diff, Fact, beyond_spread, compare
 from ebbtide.analysis.iterations import PHASES
 from ebbtide.analysis.summary import summarize
 from ebbtide.profiler.trace import Trace, TraceBuilder
+from tests.conftest import examples
 
 MS = 10**6
 GPU: dict[str, Any] = {"device": "cuda:0", "kind": "cuda", "name": "NVIDIA H100", "capacity_bytes": 1000}
@@ -126,7 +127,7 @@ def figures(diff: Diff) -> list[Change]:
 RUNS = st.lists(st.integers(0, 100), max_size=9).map(trained)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=examples(10))
 @given(RUNS, RUNS)
 def test_the_figures_are_those_of_the_summaries_and_turn_round(a: Trace, b: Trace) -> None:
     diff, back = compare(a, b), compare(b, a)
@@ -141,7 +142,7 @@ def test_the_figures_are_those_of_the_summaries_and_turn_round(a: Trace, b: Trac
         assert {change.of: getattr(change, side) for change in diff.median_ms} == expected
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=examples(20))
 @given(RUNS)
 def test_a_run_does_not_differ_from_itself(trace: Trace) -> None:
     diff = compare(trace, trace)
@@ -154,7 +155,6 @@ def test_a_run_does_not_differ_from_itself(trace: Trace) -> None:
 VALUES = st.lists(st.integers(0, 10**6), max_size=12)
 
 
-@settings(deadline=None, max_examples=40)
 @given(VALUES, VALUES, st.integers(-(10**6), 10**6), st.integers(1, 1000))
 def test_the_rule_knows_neither_zero_nor_unit(a: list[int], b: list[int], shift: int, scale: int) -> None:
     one, other = pd.Series(a, dtype=float), pd.Series(b, dtype=float)

@@ -7,7 +7,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.analysis.export import export
@@ -60,7 +60,6 @@ def draw_copies_and_ops(draw: st.DrawFn, one: RankBuilder) -> None:
         one.add("ops", resource=draw(st.sampled_from(["cpu", "gpu"])), name="step", **times, **more)
 
 
-@settings(deadline=None, max_examples=40)
 @given(trace=traces())
 def test_every_phase_copy_and_op_is_there_once_and_exact(
     trace: Trace, tmp_path_factory: pytest.TempPathFactory

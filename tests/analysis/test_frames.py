@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.analysis.frames import FORMATS, iterations_table, raw_table, windows_table, write_tables
@@ -90,7 +90,6 @@ def test_the_iterations_in_figures() -> None:
     assert [second[f"{phase}_d2h_bytes"] for phase in PHASES] == [0, 0, 0, 0]
 
 
-@settings(deadline=None, max_examples=30)
 @given(st.lists(st.lists(st.integers(0, 10**7), min_size=4, max_size=4), min_size=1, max_size=7))
 def test_their_medians_are_those_of_the_summary(lengths: list[list[int]]) -> None:
     builder = TraceBuilder()

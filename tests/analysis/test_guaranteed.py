@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.analysis.free import FreeLine
@@ -43,7 +43,6 @@ def built(lengths: list[tuple[int, ...]], samples: dict[int, int]) -> Trace:
     return builder.build()
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.integers(-50, 50), steps), min_size=1, max_size=7))
 def test_the_lowest_of_step_functions_is_the_minimum_on_a_fine_grid(functions: list[tuple[int, Any]]) -> None:
     envelopes = []
@@ -61,7 +60,6 @@ def test_the_lowest_of_step_functions_is_the_minimum_on_a_fine_grid(functions: l
         assert value == min(table[n] for table in tables)
 
 
-@settings(max_examples=40, deadline=None)
 @given(iterations, memory, st.integers(1, CAPACITY))
 def test_every_iteration_has_what_is_guaranteed(lengths: Any, samples: dict[int, int], least: int) -> None:
     trace = built(lengths, samples)
@@ -91,7 +89,6 @@ def test_every_iteration_has_what_is_guaranteed(lengths: Any, samples: dict[int,
     assert promised == [(w.phase, w.free_bytes, w.start_ms, w.end_ms) for w in found.guaranteed]
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(iteration, min_size=1, max_size=1), memory, st.integers(1, CAPACITY))
 def test_one_iteration_guarantees_what_it_has(lengths: Any, samples: dict[int, int], least: int) -> None:
     found = find_windows(built(lengths, samples), least)

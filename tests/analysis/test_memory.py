@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.analysis.memory import Memory, difference, memory_use
@@ -47,7 +47,6 @@ def figures(found: Memory, what: str, rank: int = 0) -> dict[str, tuple[int, int
     return {use.phase: (use.low_bytes, use.peak_bytes) for r, name, use in uses if (r, name) == (rank, what)}
 
 
-@settings(max_examples=100, deadline=None)
 @given(line, line)
 def test_the_difference_holds_at_every_moment(upper: Any, lower: Any) -> None:
     times, values = difference(arrays(upper), arrays(lower))
@@ -59,7 +58,6 @@ def test_the_difference_holds_at_every_moment(upper: Any, lower: Any) -> None:
         assert value(rows, t) == exact
 
 
-@settings(max_examples=25, deadline=None)
 @given(apart, apart, st.integers(0, 4))
 def test_each_phase_has_the_least_and_the_most_of_its_time(reserved: Any, allocated: Any, gap: int) -> None:
     builder = TraceBuilder()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.analysis.phases import link_table, phase_bytes, phase_peaks
@@ -53,7 +53,6 @@ def ticks(rows: Any) -> set[int]:
     return {t for start, length, _ in rows for t in range(start, start + length)}
 
 
-@settings(max_examples=25, deadline=None)
 @given(iterations, copies, copies)
 def test_the_link_table_is_what_a_clock_counts(lengths: Any, h2d: Any, d2h: Any) -> None:
     trace = built(lengths, h2d, d2h, transfers_recorded=True).build()
@@ -101,7 +100,6 @@ def test_a_phase_of_several_parts_is_known_where_each_part_is() -> None:
     assert link_table(trace, 0)["busy_ms"].isna().all()
 
 
-@settings(max_examples=25, deadline=None)
 @given(iterations, memory)
 def test_peaks_are_what_a_clock_sees(lengths: Any, samples: dict[int, int]) -> None:
     trace = built(lengths, samples=samples).build()

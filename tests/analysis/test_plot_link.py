@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.patches import StepPatch
@@ -136,7 +136,6 @@ SAMPLES = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
 @given(SAMPLES)
 def test_every_true_sample_is_drawn_and_no_other(samples: list[tuple[int, float | None]]) -> None:
     """Each so many ms after the one before, with a rate or none."""

@@ -26,6 +26,7 @@ from tests.analysis.pictures import (
     trained,
     value_at,
 )
+from tests.conftest import examples
 
 GIB = 2**30
 
@@ -37,7 +38,7 @@ def test_a_line_has_the_steps_of_the_trace() -> None:
     assert values.tolist() == [30, 60, 20] * 3
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(
     st.lists(st.tuples(st.integers(0, 30_000), st.integers(1, 10**6)), min_size=1, max_size=40),
     st.sampled_from([1, 3000]),

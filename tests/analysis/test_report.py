@@ -89,8 +89,8 @@ def test_the_findings_stand_first_with_their_worth_and_what_could_not_be_told_af
     shown = read(trained().build(), Findings((finding, idle), (unknown,)))
     assert shown.texts["h2"][:2] == ["Findings", "Summary"]
     assert shown.texts["h3"][:3] == ["The update waits <b>", "Memory is idle", "What this trace cannot tell"]
-    (worth,) = [" ".join(text.split()) for text in shown.texts["p"] if "worth up to" in text]
-    assert worth == "worth up to 9.50 ms 50 % of an iteration"
+    (worth,) = [" ".join(text.split()) for text in shown.texts["p"] if "potential gain" in text]
+    assert worth == "potential gain 9.50 ms 50 % of an iteration"
     assert shown.texts["code"][:2] == ["3 ms", "ebbtide profile --transfers"]
     assert "Are copies pinned?" in shown.text
     assert not shown.attributes("b")[0].get("class")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ebbtide.analysis.report as package
@@ -86,7 +86,6 @@ def test_a_thinned_line_is_noted() -> None:
 copies = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 60), st.integers(0, 10**6)), min_size=1, max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
 @given(copies, st.integers(9, 60))
 def test_the_area_under_the_links_line_is_the_bytes_that_were_copied(rows: Any, most: int) -> None:
     builder = TraceBuilder()

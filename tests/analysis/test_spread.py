@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.analysis.spread import Iterations, Spread, iterations, odd
@@ -40,7 +40,6 @@ def of(found: Iterations, phase: str, rank: int = 0) -> Spread:
     return next(s for s in found.spreads if (s.rank, s.phase) == (rank, phase))
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     st.tuples(*[lengths] * 3), st.sampled_from([0, 0, 10**6]), st.lists(st.integers(0, 10**5), min_size=5, max_size=14)
 )
@@ -53,7 +52,6 @@ def test_iterations_without_noise_are_never_odd(phases: Any, other: int, shifts:
     assert of(found, "iteration").median_ms == pytest.approx((other + sum(phases) + 10**5) / 1e6)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(10**6, 10**8), st.integers(2, 11), st.floats(0.05, 3), st.booleans())
 def test_the_one_that_is_far_off_is_odd(length: int, which: int, share: float, shorter: bool) -> None:
     rows = [[0, length, length, length] for _ in range(12)]
@@ -113,7 +111,6 @@ def test_the_rank_that_is_slowest_is_counted() -> None:
     assert {s.rank for s in of_one.spreads} == {row["rank"] for row in of_one.rows} == {0}
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 10**7), *[lengths] * 3), min_size=5, max_size=12), st.integers(0, 10**6))
 def test_ranks_with_the_same_phases_are_never_slower(rows: Any, shift: int) -> None:
     assert set((held(rows, [[other + shift, *phases] for other, *phases in rows]).slowest_rank or {}).values()) == {0}

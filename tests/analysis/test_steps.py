@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ebbtide.analysis.steps import cumulative, peak_between, thinned, union_length
@@ -47,7 +47,6 @@ def totals(copies: list[Amount], at: list[int], offset: int = 0) -> list[float]:
     return cumulative(starts, ends, sizes)(ints(at) + offset).tolist()
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(small, st.integers(-(10**12), 10**12)), max_size=10),
     st.lists(intervals, max_size=8),
@@ -89,7 +88,6 @@ def test_a_negative_peak_stays_negative() -> None:
     assert peak_between(ints([1, 2]), ints([-7, -9]), ints([1]), ints([5])).tolist() == [-7]
 
 
-@settings(max_examples=100, deadline=None)
 @given(amounts, offsets)
 @example([(0, 0, 10**9)], 10**15)
 @example([(0, 3, 10**9), (1, 7, 10**9 - 1), (2, 0, 1)], 1_700_000_000_000_000_000)
@@ -101,7 +99,6 @@ def test_what_has_passed_is_the_exact_fraction_at_every_time(copies: list[Amount
         assert value == pytest.approx(float(passed(copies, time)), rel=0, abs=slack)
 
 
-@settings(max_examples=100, deadline=None)
 @given(amounts)
 def test_the_total_is_the_sum_of_the_amounts_and_nothing_passes_before_the_first(copies: list[Amount]) -> None:
     before, after = totals(copies, [-2, 10**6])
@@ -109,14 +106,12 @@ def test_the_total_is_the_sum_of_the_amounts_and_nothing_passes_before_the_first
     assert after == pytest.approx(sum(amount for _, _, amount in copies), rel=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
 @given(amounts, st.lists(st.integers(-5, 60), min_size=2, max_size=20))
 def test_what_has_passed_never_shrinks(copies: list[Amount], at: list[int]) -> None:
     slack = 1e-12 * max(sum(amount for _, _, amount in copies), 1)
     assert (np.diff(totals(copies, sorted(at))) >= -slack).all()
 
 
-@settings(max_examples=100, deadline=None)
 @given(amounts, intervals, offsets)
 def test_a_difference_is_what_passed_between(copies: list[Amount], between: Pair, offset: int) -> None:
     start, end = between
@@ -153,7 +148,6 @@ def test_no_amounts_make_zero() -> None:
     assert cumulative(ints([]), ints([]), np.array([], np.float64))(ints([1, 2])).tolist() == [0, 0]
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(intervals, max_size=12), offsets)
 def test_a_union_is_as_long_as_the_set_of_its_nanoseconds(pairs: list[Pair], offset: int) -> None:
     starts, ends = columns(pairs)
@@ -161,7 +155,6 @@ def test_a_union_is_as_long_as_the_set_of_its_nanoseconds(pairs: list[Pair], off
     assert union_length(starts + offset, ends + offset) == len(covered)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(-9, 9), min_size=1, max_size=80), st.integers(4, 60))
 def test_a_thinned_line_keeps_its_ends_and_the_extremes_of_each_stretch(values: list[int], most: int) -> None:
     times, sizes = np.arange(len(values)), ints(values)

@@ -18,6 +18,7 @@ from ebbtide.interleave.simulate import simulate
 from ebbtide.interleave.to_trace import trace_of
 from ebbtide.profiler.trace import TraceBuilder, TraceError
 from tests.analysis.deepspeed_jobs import GIB, MS, PEAK, SIZE, SUBGROUP, deepspeed_job, update_ms
+from tests.conftest import examples
 from tests.interleave.sweeps import machine, workload
 
 GPU = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 80 * GIB, "link": {"peak_bytes_per_s": PEAK}}
@@ -88,7 +89,7 @@ def test_a_trace_without_sub_steps_says_what_to_do() -> None:
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     iterations=st.lists(LENGTHS, min_size=1, max_size=6),
     names=st.lists(st.sampled_from(["unscale", "update", "parameters"]), min_size=12, max_size=12),
@@ -126,7 +127,7 @@ def test_what_tiles_an_update_adds_up_to_it(
             assert side.pinned_share + side.pageable_share >= side.busy_share - 1e-9
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     ops=st.lists(
         st.tuples(st.integers(0, 300), st.integers(0, 200), st.sampled_from(["update", "fetch", "flush"])), min_size=1

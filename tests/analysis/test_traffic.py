@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.analysis.traffic import Traffic, both_busy, copies, traffic
@@ -58,7 +58,6 @@ def ticks(rows: list[tuple[int, int, int]]) -> set[int]:
     return {t for start, length, _ in rows for t in range(start, start + length)}
 
 
-@settings(max_examples=80, deadline=None)
 @given(moved, moved, pairs, offsets)
 def test_copies_are_exact(h2d: Any, d2h: Any, asked: list[list[int]], offset: int) -> None:
     trace = of_copies(h2d, d2h, offset)
@@ -82,7 +81,6 @@ def test_copies_are_exact(h2d: Any, d2h: Any, asked: list[list[int]], offset: in
         assert 0 <= idle[number] <= 1
 
 
-@settings(max_examples=40, deadline=None)
 @given(moved, st.lists(st.integers(0, 60), min_size=2, max_size=8, unique=True).map(sorted))
 def test_bytes_of_neighbours_add_up(h2d: Any, edges: list[int]) -> None:
     found = known(of_copies(h2d))
@@ -91,7 +89,6 @@ def test_bytes_of_neighbours_add_up(h2d: Any, edges: list[int]) -> None:
     assert parts.sum() == pytest.approx(found.bytes(ints(edges[0]), ints(edges[-1]))[0], abs=1e-3)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(0, PEAK), min_size=1, max_size=12), st.lists(st.integers(0, 120), min_size=2, max_size=6))
 def test_bytes_of_samples_add_up_and_shares_stay_shares(rates: list[float], edges: list[int]) -> None:
     # Ten milliseconds each, from 0 on, without a hole.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.analysis.windows import Window, find_windows
@@ -65,7 +65,6 @@ memory = st.dictionaries(st.integers(0, 60), st.integers(0, CAPACITY), min_size=
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda p: (p[0], p[0] + p[1])), max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
 @given(iterations, memory, st.integers(1, CAPACITY), intervals)
 def test_windows_are_exact(lengths: Any, samples: dict[int, int], least: int, copies: Any) -> None:
     trace = built(lengths, samples, copies)
@@ -102,7 +101,6 @@ def test_a_guaranteed_window_is_free_in_every_iteration_at_the_same_place() -> N
     assert rest == []
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, CAPACITY), min_size=30, max_size=30), min_size=1, max_size=4),
     st.integers(1, CAPACITY),
@@ -181,7 +179,6 @@ def test_what_cannot_be_told_is_an_error() -> None:
         find_windows(built([(0, 1, 1, 1)], {0: 0}, capacity_bytes=None), 1)
 
 
-@settings(max_examples=25, deadline=None)
 @given(iterations, memory, st.integers(1, CAPACITY), st.integers(1, CAPACITY))
 def test_a_higher_threshold_only_shrinks_windows(lengths: Any, samples: dict[int, int], one: int, other: int) -> None:
     trace = built(lengths, samples)
@@ -199,7 +196,6 @@ def test_a_higher_threshold_only_shrinks_windows(lengths: Any, samples: dict[int
             assert around[0].free_bytes <= window.free_bytes
 
 
-@settings(max_examples=25, deadline=None)
 @given(iterations, memory)
 def test_cutting_at_phases_loses_no_byte_second(lengths: Any, samples: dict[int, int]) -> None:
     """The area under the free line is what windows of ever higher thresholds add up to."""

@@ -16,6 +16,7 @@ from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.schedule import Schedule
 from ebbtide.interleave.simulate import simulate
 from ebbtide.interleave.workload import FreeLine, Workload
+from tests.conftest import examples
 from tests.interleave import on_device
 from tests.interleave.strategies import machines, workloads
 from tests.interleave.test_simulate import BOX, even, ran
@@ -28,10 +29,11 @@ OTHERS = (
     *(f"twin-flow:{tenths / 10:g},params=pipelined" for tenths in range(11)),
     *(f"interleaved:{stride}@{tenths / 10:g}" for stride in range(1, 11) for tenths in range(1, 11)),
 )
-each = settings(max_examples=25, deadline=None)
+# Each plans many policies.
+few = settings(max_examples=examples(10))
 
 
-@each
+@few
 @given(workloads(), machines())
 def test_it_is_never_slower_than_the_others_that_fit(workload: Workload, machine: Machine) -> None:
     ours = ran("adaptive", workload, machine)
@@ -41,7 +43,7 @@ def test_it_is_never_slower_than_the_others_that_fit(workload: Workload, machine
             assert ours.iteration_s <= other.iteration_s * (1 + 1e-9), policy
 
 
-@each
+@few
 @given(workloads(), machines())
 def test_it_is_never_below_the_bound(workload: Workload, machine: Machine) -> None:
     ours, least = ran("adaptive", workload, machine), bound(workload, machine)
@@ -49,7 +51,7 @@ def test_it_is_never_below_the_bound(workload: Workload, machine: Machine) -> No
     assert ours.iteration_s >= least.iteration_s * (1 - 1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@few
 @given(workloads(), machines())
 def test_it_fits_what_is_free_at_every_instant(workload: Workload, machine: Machine) -> None:
     ours = ran("adaptive", workload, machine)
@@ -62,7 +64,7 @@ def test_it_fits_what_is_free_at_every_instant(workload: Workload, machine: Mach
         assert excess <= 10 or min(abs(at - step) for step in steps) < 1e-7 * ours.iteration_s
 
 
-@each
+@few
 @given(workloads(), machines())
 def test_it_is_deterministic_and_says_what_it_does(workload: Workload, machine: Machine) -> None:
     plan = make_plan("adaptive", workload, machine)
@@ -157,7 +159,7 @@ def test_it_needs_to_know_what_is_free() -> None:
         make_plan("adaptive", even(4), BOX)
 
 
-@each
+@few
 @given(workloads(), machines(), st.floats(0, 1))
 def test_less_free_memory_is_never_exceeded_either(workload: Workload, machine: Machine, share: float) -> None:
     shrunk = replace(workload, gpu_free=tuple((at, size * share) for at, size in workload.gpu_free or ()))

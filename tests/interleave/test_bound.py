@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.interleave.bound import Bound, bound
@@ -114,7 +114,6 @@ def test_without_clipping_updates_hide_in_the_backward() -> None:
     assert bound(workload, slow).exposed_s == pytest.approx(40 - 20)
 
 
-@settings(max_examples=60, deadline=None)
 @given(workloads(clipping=True, most=8), machines())
 def test_it_is_what_another_writing_of_the_model_gives(workload: Workload, machine: Machine) -> None:
     found = bound(workload, machine)
@@ -123,7 +122,6 @@ def test_it_is_what_another_writing_of_the_model_gives(workload: Workload, machi
     assert found.update_s == pytest.approx(bound_lp.update_s(workload, machine, False), rel=1e-4, abs=1e-6 * scale)
 
 
-@settings(max_examples=80, deadline=None)
 @given(fixed_policies() | st.just("adaptive"), workloads(), machines())
 def test_no_policy_that_fits_is_below_it(policy: str, workload: Workload, machine: Machine) -> None:
     schedule = simulate(make_plan(policy, workload, machine), workload, machine)
@@ -150,7 +148,6 @@ def no_worse(before: Bound, after: Bound) -> None:
     assert after.exposed_s <= before.exposed_s * (1 + SAME) + LEAST
 
 
-@settings(max_examples=50, deadline=None)
 @given(workloads(), machines(), st.sampled_from(MORE), st.floats(1, 10))
 def test_more_of_a_rate_never_makes_it_worse(workload: Workload, machine: Machine, which: str, factor: float) -> None:
     more = getattr(machine, which)
@@ -158,13 +155,11 @@ def test_more_of_a_rate_never_makes_it_worse(workload: Workload, machine: Machin
     no_worse(bound(workload, machine), bound(workload, replace(machine, **faster)))
 
 
-@settings(max_examples=40, deadline=None)
 @given(workloads(), machines())
 def test_without_a_duplex_limit_it_is_no_worse(workload: Workload, machine: Machine) -> None:
     no_worse(bound(workload, machine), bound(workload, replace(machine, duplex_bytes_per_s=None)))
 
 
-@settings(max_examples=60, deadline=None)
 @given(workloads(), machines(), st.integers(0, 4), st.floats(0, 2))
 def test_more_free_memory_never_makes_it_worse(workload: Workload, machine: Machine, where: int, share: float) -> None:
     line = workload.gpu_free or ()
@@ -177,7 +172,6 @@ def test_more_free_memory_never_makes_it_worse(workload: Workload, machine: Mach
     assert after.exposed_whole_s <= before.exposed_whole_s * (1 + SAME) + LEAST
 
 
-@settings(max_examples=60, deadline=None)
 @given(workloads(), machines(), st.sampled_from(["other_s", "forward_s", "backward_s"]), st.floats(1, 5))
 def test_more_time_in_a_phase_never_makes_the_update_longer(
     workload: Workload, machine: Machine, phase: str, factor: float
@@ -200,7 +194,6 @@ def moved(old: Workload, new: Workload, seconds: float) -> float:
     return float(at + seconds - begin)
 
 
-@settings(max_examples=40, deadline=None)
 @given(workloads(most=8), machines(), st.integers(-18, 30), st.integers(-15, 15))
 def test_tiny_and_huge_jobs_are_in_proportion(workload: Workload, machine: Machine, params: int, seconds: int) -> None:
     """2 ** params times the parameters, 2 ** seconds times the time."""
@@ -223,7 +216,6 @@ def test_tiny_and_huge_jobs_are_in_proportion(workload: Workload, machine: Machi
         assert getattr(other, name) / longer == pytest.approx(getattr(one, name), rel=1e-4, abs=least)
 
 
-@settings(max_examples=60, deadline=None)
 @given(workloads(most=8), machines(), st.sampled_from(MORE), st.sampled_from([1e-3, 1.0, 1e12]))
 def test_an_absurd_rate_still_has_a_bound(workload: Workload, machine: Machine, which: str, rate: float) -> None:
     changed: dict[str, Any] = {which: rate}

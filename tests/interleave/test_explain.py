@@ -15,6 +15,7 @@ from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.schedule import Schedule
 from ebbtide.interleave.simulate import simulate
 from ebbtide.interleave.workload import Workload
+from tests.conftest import examples
 from tests.interleave.strategies import machines, workloads
 from tests.interleave.sweeps import machine, workload
 
@@ -25,7 +26,7 @@ def ran(policy: str, job: Workload, box: Machine) -> Schedule:
     return simulate(make_plan(policy, job, box), job, box)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 @given(workloads(most=6, known=False), machines())
 def test_gains_add_up_to_the_whole(job: Workload, box: Machine) -> None:
     steps = explain(job, box)

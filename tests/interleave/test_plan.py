@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.interleave.errors import PlanError
@@ -19,7 +19,6 @@ from tests.interleave.strategies import machines, policies, workloads
 from tests.interleave.test_simulate import BOX, even
 
 
-@settings(max_examples=80, deadline=None)
 @given(policies(), workloads(), machines())
 def test_every_policy_makes_sound_plans(policy: str, workload: Workload, machine: Machine) -> None:
     plan = make_plan(policy, workload, machine)
@@ -216,7 +215,6 @@ def test_no_norm_is_taken_before_all_gradients_are_made() -> None:
     refused("adaptive", [*plan.ops[:index], sooner, *plan.ops[index + 1 :]], "before all gradients are made")
 
 
-@settings(max_examples=100, deadline=None)
 @given(workloads(), st.floats(0, 1.5))
 def test_a_point_of_the_iteration_lies_where_it_is_said_to(workload: Workload, share: float) -> None:
     seconds = share * workload.compute_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from ebbtide.interleave.building import PlanBuilder
 from ebbtide.interleave.errors import PolicyError
@@ -106,7 +106,6 @@ def test_policies_meet_at_their_ends(one: str, other: str) -> None:
     assert make_plan(one, workload, BOX).ops == make_plan(other, workload, BOX).ops
 
 
-@settings(max_examples=60, deadline=None)
 @given(fixed_policies(), workloads(), machines())
 def test_two_buffers_are_all_that_interleaving_needs(policy: str, workload: Workload, machine: Machine) -> None:
     plan = make_plan(policy, workload, machine)

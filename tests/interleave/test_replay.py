@@ -17,6 +17,7 @@ from ebbtide.interleave.policies import BUILT_IN, make_plan
 from ebbtide.interleave.replay import Result, replay
 from ebbtide.interleave.simulate import simulate
 from ebbtide.interleave.workload import Workload
+from tests.conftest import examples
 from tests.interleave.strategies import fixed_policies, machines, workloads
 from tests.interleave.sweeps import machine, workload
 from tests.interleave.test_simulate import BOX, even
@@ -45,7 +46,7 @@ def one(policy: str, job: Workload, box: Machine) -> Result:
     return result
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(st.lists(fixed_policies(), min_size=1, max_size=3), workloads(most=6), machines())
 def test_results_are_those_of_the_schedules_in_the_order_asked_for(
     policies: list[str], job: Workload, box: Machine
@@ -124,7 +125,7 @@ def test_what_takes_nothing_on_the_device_fits_wherever_the_host_does() -> None:
         ("interleaved:1", {"h2d_bytes_per_s": 5e9, "d2h_bytes_per_s": 40e9}, "h2d"),
         ("interleaved:1", {"h2d_bytes_per_s": 40e9, "d2h_bytes_per_s": 5e9}, "d2h"),
         # Updates, casts and pageable uploads of a subgroup follow each other.
-        ("zero-offload", {"h2d_pageable_bytes_per_s": 4e9}, "waiting in turn"),
+        ("zero-offload", {"h2d_pageable_bytes_per_s": 4e9}, "dependencies"),
     ],
 )
 def test_what_an_update_waits_for_most(policy: str, changes: dict[str, Any], limit: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from ebbtide.interleave.machine import Machine
 from ebbtide.interleave.schedule import host_traffic
@@ -16,10 +16,7 @@ from tests.interleave.fluid import Fluid, traffic_bytes
 from tests.interleave.strategies import machines, policies, workloads
 from tests.interleave.test_simulate import BOX, OVERHEAD, C, even, ran
 
-each = settings(max_examples=50, deadline=None)
 
-
-@each
 @given(policies(), workloads(), machines())
 def test_the_device_line_is_what_lies_there(policy: str, workload: Workload, machine: Machine) -> None:
     schedule = ran(policy, workload, machine)
@@ -39,7 +36,6 @@ def test_the_device_line_is_what_lies_there(policy: str, workload: Workload, mac
     assert sizes[-1] == pytest.approx(state, rel=1e-9, abs=10)
 
 
-@each
 @given(policies(), workloads(), machines())
 def test_fits_is_what_the_grid_says(policy: str, workload: Workload, machine: Machine) -> None:
     schedule = ran(policy, workload, machine)
@@ -106,7 +102,6 @@ def test_resident_state_lies_there_all_the_time_and_gradients_until_their_update
     np.testing.assert_allclose(sizes, [24e8, 26e8, 28e8, 26e8, 24e8])
 
 
-@each
 @given(policies(), workloads(), machines())
 def test_host_traffic_of_the_update_is_that_of_its_operations(
     policy: str, workload: Workload, machine: Machine
@@ -125,7 +120,6 @@ def test_host_traffic_of_the_update_is_that_of_its_operations(
         assert in_update == pytest.approx(whole)
 
 
-@each
 @given(policies(), workloads(), machines())
 def test_busy_shares_are_times_within_the_update(policy: str, workload: Workload, machine: Machine) -> None:
     schedule = ran(policy, workload, machine)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ebbtide.interleave.errors import MachineError, PlanError
@@ -30,10 +30,8 @@ def ran(policy: str, workload: Workload, machine: Machine) -> Schedule:
 
 
 any_schedule = given(policies(), workloads(), machines())
-quick = settings(max_examples=40, deadline=None)
 
 
-@quick
 @any_schedule
 def test_operations_wait_for_what_they_need(policy: str, workload: Workload, machine: Machine) -> None:
     schedule = ran(policy, workload, machine)
@@ -52,7 +50,6 @@ def reached(schedule: Schedule, point: float, overhead: float) -> float:
     return spent + (overhead if point > UPDATE else 0.0)
 
 
-@quick
 @any_schedule
 def test_a_resource_runs_one_operation_at_a_time(policy: str, workload: Workload, machine: Machine) -> None:
     schedule = ran(policy, workload, machine)
@@ -61,7 +58,6 @@ def test_a_resource_runs_one_operation_at_a_time(policy: str, workload: Workload
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(times))
 
 
-@quick
 @any_schedule
 def test_nothing_stands_idle_that_could_run(policy: str, workload: Workload, machine: Machine) -> None:
     schedule = ran(policy, workload, machine)
@@ -76,7 +72,6 @@ def test_nothing_stands_idle_that_could_run(policy: str, workload: Workload, mac
         assert start <= ready + slack or start in freed[op.resource]
 
 
-@quick
 @any_schedule
 def test_every_operation_gets_exactly_its_work_at_the_speed_that_sharing_leaves_it(
     policy: str, workload: Workload, machine: Machine
@@ -87,7 +82,6 @@ def test_every_operation_gets_exactly_its_work_at_the_speed_that_sharing_leaves_
         assert got == pytest.approx(work, rel=1e-6, abs=CLOSE * schedule.iteration_s)
 
 
-@quick
 @any_schedule
 def test_link_and_host_memory_keep_within_their_rates(policy: str, workload: Workload, machine: Machine) -> None:
     """Over any stretch between two ends: the traffic of what lies in it as a whole."""
@@ -109,7 +103,6 @@ def test_link_and_host_memory_keep_within_their_rates(policy: str, workload: Wor
                 assert moved <= rate * (high - low) * (1 + 1e-6) + 1e-3
 
 
-@quick
 @any_schedule
 def test_bytes_moved_are_bytes_planned(policy: str, workload: Workload, machine: Machine) -> None:
     schedule = ran(policy, workload, machine)
@@ -128,7 +121,6 @@ def test_bytes_moved_are_bytes_planned(policy: str, workload: Workload, machine:
     assert schedule.plan.counts().get("flush", 0) == schedule.plan.counts().get("fetch", 0)
 
 
-@quick
 @any_schedule
 def test_phases_sum_to_the_iteration(policy: str, workload: Workload, machine: Machine) -> None:
     schedule = ran(policy, workload, machine)
@@ -144,14 +136,12 @@ def test_phases_sum_to_the_iteration(policy: str, workload: Workload, machine: M
     assert all(0 <= share <= 1 for share in schedule.busy_shares().values())
 
 
-@quick
 @any_schedule
 def test_the_same_input_gives_the_same_output_to_the_bit(policy: str, workload: Workload, machine: Machine) -> None:
     one, other = (ran(policy, replace(workload), replace(machine)) for _ in range(2))
     assert one == other
 
 
-@quick
 @any_schedule
 def test_twice_as_fast_in_everything_is_half_as_long_to_the_bit(
     policy: str, workload: Workload, machine: Machine
@@ -171,7 +161,6 @@ def test_twice_as_fast_in_everything_is_half_as_long_to_the_bit(
     assert long.iteration_s / 2 == short.iteration_s
 
 
-@quick
 @given(
     st.sampled_from(["zero-offload", "pipelined", "interleaved:2", "interleaved:3,params=blocking"]),
     st.integers(1, 30),
@@ -193,7 +182,6 @@ def test_twice_the_rates_halve_an_update_beside_the_same_compute(policy: str, co
     assert fast.backward_s == pytest.approx(slow.backward_s)
 
 
-@quick
 @given(fixed_policies(), workloads(), machines(), st.sampled_from(["cpu_update", "gpu_update", "host_memory", "h2d"]))
 def test_times_stay_finite_when_a_rate_is_far_beyond_the_others(
     policy: str, workload: Workload, machine: Machine, which: str

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.analysis.summary import summarize
@@ -36,11 +36,9 @@ def built(policy: str, iterations: int = 3, **changes: Any) -> tuple[Schedule, T
     return schedule, trace_of(schedule, box, iterations).build()
 
 
-quick = settings(max_examples=25, deadline=None)
 any_schedule = given(fixed_policies(), workloads(most=6), machines(), st.integers(1, 3))
 
 
-@quick
 @any_schedule
 def test_its_phases_are_the_schedules(policy: str, job: Workload, box: Machine, iterations: int) -> None:
     schedule = ran(policy, job, box)
@@ -55,7 +53,6 @@ def test_its_phases_are_the_schedules(policy: str, job: Workload, box: Machine, 
     assert (rows["start_ns"].to_numpy()[1:] >= rows["end_ns"].to_numpy()[:-1]).all()
 
 
-@quick
 @any_schedule
 def test_its_operations_and_copies_are_the_schedules(policy: str, job: Workload, box: Machine, iterations: int) -> None:
     schedule = ran(policy, job, box)
@@ -77,7 +74,6 @@ def test_its_operations_and_copies_are_the_schedules(policy: str, job: Workload,
     assert (copies["host_memory"] == "pageable").sum() == iterations * pageable
 
 
-@quick
 @any_schedule
 def test_its_memory_stays_within_the_card_where_the_plan_fits(
     policy: str, job: Workload, box: Machine, iterations: int

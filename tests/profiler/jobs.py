@@ -139,6 +139,10 @@ CASES: dict[str, tuple[str, str]] = {
         "update",
     ),
     "a compiled model": ("model = torch.compile(model, fullgraph=True)\n" + PLAIN, "forward backward update"),
+    "a compiled model, without a compiler": (
+        'model = torch.compile(model, fullgraph=True, backend="aot_eager")\n' + PLAIN,
+        "forward backward update",
+    ),
     "a model compiled in place": ("model.compile(fullgraph=True)\n" + PLAIN, "forward backward update"),
     "compiled blocks in a plain model": (
         "model[0] = torch.compile(model[0], fullgraph=True)\nmodel[2].compile()\n" + PLAIN,

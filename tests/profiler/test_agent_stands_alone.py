@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import run_process
 
 PROFILER = Path(__file__).parents[2] / "profiler"
 FILES = sorted([*(PROFILER / "agent").glob("*.py"), *(PROFILER / "inject").glob("*.py")])
@@ -30,9 +31,8 @@ def test_it_is_python_3_9_and_imports_only_the_standard_library(file: Path) -> N
 def test_a_python_that_never_imports_torch_loads_little_and_runs_as_ever(tmp_path: Path) -> None:
     program = "import sys; print(sorted(m for m in sys.modules if 'ebbtide' in m), sys.path, 'torch' in sys.modules)"
     environment = {**os.environ, "EBBTIDE_SPOOL": str(tmp_path), "PYTHONPATH": str(PROFILER / "inject")}
-    run = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, cwd=tmp_path
-    )
+    run = run_process([sys.executable, "-c", program], env=environment, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
     assert "recorder" not in run.stdout
     assert "inject" not in run.stdout
     assert run.stderr == ""
@@ -47,14 +47,14 @@ def test_looking_for_torch_without_importing_it_does_not_lose_it(tmp_path: Path)
         "model(torch.ones(1, 2)).sum().backward(); optimizer.step()\n"
     )
     environment = {**os.environ, "EBBTIDE_SPOOL": str(tmp_path), "PYTHONPATH": str(PROFILER / "inject")}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, cwd=tmp_path)
+    run = run_process([sys.executable, "-c", program], env=environment, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
     assert len(list(tmp_path.glob("agent-*.spool"))) == 1
 
 
 def test_a_spool_folder_that_is_not_there_is_no_fault_of_the_job(tmp_path: Path) -> None:
     environment = {**os.environ, "EBBTIDE_SPOOL": str(tmp_path / "gone"), "PYTHONPATH": str(PROFILER / "inject")}
     program = "import torch; torch.nn.Linear(1, 1)(torch.ones(1)).backward(); print('done')"
-    run = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, cwd=tmp_path
-    )
+    run = run_process([sys.executable, "-c", program], env=environment, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
     assert (run.stdout, run.stderr) == ("done\n", "")

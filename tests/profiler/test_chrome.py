@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
@@ -95,7 +95,6 @@ def trace_texts(draw: st.DrawFn) -> str:
     return "{" + ", ".join(parts) + "}"
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(trace_texts(), st.integers(1, 400))
 @example('{"traceEvents": [{"ts": 1.5, "args": {"rows": [{}, {}]}}, {"ts": 2}], "deviceProperties": [{}, {}]}', 30)
 def test_any_pieces_give_the_events_of_the_whole(text: str, chunk: int) -> None:
@@ -109,7 +108,6 @@ def test_any_pieces_give_the_events_of_the_whole(text: str, chunk: int) -> None:
     assert trace.meta.get("distributedInfo") == ({"rank": 3} if base else None)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(trace_texts(), st.integers(1, 400), st.data())
 def test_what_is_cut_off_gives_the_events_before(text: str, chunk: int, data: st.DataObject) -> None:
     _, whole = read(text)
@@ -314,7 +312,6 @@ def test_a_packed_stream_is_read_as_well() -> None:
     assert [len(batch) for batch in ChromeTrace(gzip.GzipFile(fileobj=io.BytesIO(packed))).batches()] == [1]
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=60), st.sampled_from([b"", b"[", b'{"traceEvents": [{"ts": 1}, ']), st.integers(1, 50))
 def test_noise_is_an_error_or_events(noise: bytes, head: bytes, chunk: int) -> None:
     try:

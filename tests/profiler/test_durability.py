@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 from ebbtide.profiler import open_trace
-from tests.conftest import Recorded, ebbtide
+from tests.conftest import Recorded, ebbtide, run_process, running_process
 from tests.profiler.jobs import PLAIN, PRELUDE
 
 Record = Callable[..., Recorded]
@@ -41,7 +40,7 @@ def test_a_job_killed_whole_leaves_all_but_its_last_second(tmp_path: Path) -> No
     job.write_text(ENDLESS)
     path = tmp_path / "run.ebb"
     command = [sys.executable, "-m", "ebbtide", "profile", "-o", str(path), "--", sys.executable, str(job)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with running_process(command) as process:
         assert process.stdout is not None
         ends: dict[int, float] = {}
         while not ends or ends[max(ends)] < ends[0] + 3:
@@ -66,13 +65,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, check=False
-    )
+    mount = run_process(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder])
     if mount.returncode:
         pytest.skip("only root can mount a small tmpfs to fill")
     yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    assert run_process(["umount", "--lazy", folder]).returncode == 0
 
 
 def test_a_full_disk_stops_the_recording_and_not_the_job(small_disk: Path, tmp_path: Path) -> None:
@@ -92,7 +89,16 @@ def test_a_full_disk_stops_the_recording_and_not_the_job(small_disk: Path, tmp_p
 
 def test_a_rank_that_crashes_leaves_its_part(record: Record) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    crash = "\nimport os, time\ntime.sleep(1)\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(60)\n"
+    crash = """
+import os, pathlib, time
+time.sleep(1)
+if os.environ["RANK"] == "0":
+    pathlib.Path("recorded").touch()
+    time.sleep(60)
+while not pathlib.Path("recorded").exists():
+    time.sleep(0.05)
+os.kill(os.getpid(), 9)
+"""
     recorded = record(PRELUDE + PLAIN + crash, launcher=launcher)
     assert recorded.run.returncode == 1
     assert recorded.trace.ranks == [0, 1]

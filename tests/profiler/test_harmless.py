@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import sysconfig
 import textwrap
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Recorded, ebbtide, slow
+from tests.conftest import Recorded, Run, ebbtide, run_process, running_process, slow
 from tests.profiler.jobs import CASES, PLAIN, PRELUDE
 
 Record = Callable[..., Recorded]
@@ -57,7 +56,12 @@ def test_a_job_that_raises_keeps_its_traceback_and_its_trace(record: Record) -> 
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGSEGV]
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSEGV, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_that_ends_the_job_is_passed_on(number: int, record: Record) -> None:
     recorded = record(PRELUDE + PLAIN + f"import os, time; time.sleep(0.5); os.kill(os.getpid(), {int(number)})\n")
@@ -79,9 +83,7 @@ def test_a_signal_to_the_profiler_reaches_the_job(number: signal.Signals, tmp_pa
         + "print('ready', flush=True)\ntime.sleep(60)\n"
     )
     command = [sys.executable, "-m", "ebbtide", "profile", "-o", str(tmp_path / "run.ebb"), "--"]
-    with subprocess.Popen(
-        [*command, sys.executable, str(job)], stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+    with running_process([*command, sys.executable, job]) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
@@ -216,11 +218,11 @@ def test_a_command_that_does_not_train_says_why_not(tmp_path: Path) -> None:
         assert not (tmp_path / "run.ebb").exists()
 
 
-def _bare(job: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def _bare(job: Path, **env: str) -> Run:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    return subprocess.run(
-        [sys.executable, str(job)], cwd=job.parent, env=environment, capture_output=True, text=True, check=True
-    )
+    run = run_process([sys.executable, job], cwd=job.parent, env=environment)
+    assert run.returncode == 0, run.stderr
+    return run
 
 
 def _job_lines(stderr: str) -> str:

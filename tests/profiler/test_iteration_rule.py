@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterable
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.profiler.agent.iterations import IterationRule
@@ -106,7 +106,6 @@ def test_an_optimizer_made_anew_goes_on_with_the_iterations() -> None:
 words = st.lists(st.sampled_from(["b", "A", "B", "C", "AB", "CA"]), max_size=40)
 
 
-@settings(max_examples=100, deadline=None)
 @given(words)
 def test_iterations_count_up_by_one_with_an_optimizer_that_has_a_new_backward(words: list[str]) -> None:
     job, last = Job(), -1
@@ -123,7 +122,6 @@ def test_iterations_count_up_by_one_with_an_optimizer_that_has_a_new_backward(wo
     assert job.rule.index == last
 
 
-@settings(max_examples=100, deadline=None)
 @given(words)
 def test_an_optimizer_steps_after_a_new_backward_once_per_iteration(words: list[str]) -> None:
     job = Job()
@@ -137,7 +135,6 @@ def test_an_optimizer_steps_after_a_new_backward_once_per_iteration(words: list[
             stepped_at |= dict.fromkeys(word, job.backwards)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), max_size=12))
 def test_one_optimizer_ends_one_iteration_per_round_of_backwards(rounds: list[tuple[int, int]]) -> None:
     words = [word for backwards, steps in rounds for word in ["b"] * backwards + ["A"] * steps]
@@ -145,7 +142,6 @@ def test_one_optimizer_ends_one_iteration_per_round_of_backwards(rounds: list[tu
     assert ended(words) == expected
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.permutations("ABC"), max_size=10), st.booleans())
 def test_the_order_in_which_optimizers_step_does_not_matter(orders: list[list[str]], own_losses: bool) -> None:
     rounds = ["b".join(["", *order]) if own_losses else "b" + "".join(order) for order in orders]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 
 import pytest
 
-from tests.conftest import Recorded, ebbtide
+from tests.conftest import Recorded, ebbtide, run_process
 from tests.profiler.jobs import PLAIN, PRELUDE
 
 pytestmark = pytest.mark.gpu
@@ -90,7 +89,6 @@ def test_the_link_is_sampled_and_known_copies_are_found(record: Record) -> None:
 def test_the_losses_are_the_same_to_the_bit(record: Record) -> None:
     job = ON_GPU + "print(*(p.double().sum().item().hex() for p in model.parameters()))\n"
     recorded = record(job)
-    bare = subprocess.run(
-        [sys.executable, str(recorded.path.parent / "job.py")], capture_output=True, text=True, check=True
-    )
+    bare = run_process([sys.executable, recorded.path.parent / "job.py"])
+    assert bare.returncode == 0, bare.stderr
     assert recorded.run.stdout == bare.stdout

@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 from collections.abc import Callable
 
 import pytest
 
-from tests.conftest import Recorded, slow
+from ebbtide.profiler.trace import Trace, open_trace
+from tests.conftest import Recorded, phases_of, run_process, slow
 from tests.profiler.jobs import CASES, PRELUDE, STEPS
 
 Record = Callable[..., Recorded]
 
 
-# Kinds of loops that differ most.
+# Inductor starts a C++ compiler.
+COMPILED = [name for name in CASES if "compiled" in name and "without a compiler" not in name]
+# A process each. The loops that meet the recorder's start in different states.
 FEW = (
-    "a plain loop",
     "a GradScaler",
-    "gradient accumulation",
-    "a GAN",
-    "LBFGS with a closure",
     "the optimizer in the backward",
-    "checkpointing, reentrant",
-    "a compiled model",
-    "a gradient penalty",
+    "a compiled model, without a compiler",
     "optimizer state made before training",
 )
+
+TRACE_ALL = """
+import json, sys
+from ebbtide.profiler import Tracer
+for number, job in enumerate(json.load(open(sys.argv[1]))):
+    with Tracer(f"{number}.ebb"):
+        exec(compile(job, "job", "exec"), {"__name__": "__main__"})
+"""
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
+    """The trace of every loop that needs no compiler, made by `Tracer` in one process."""
+    folder = tmp_path_factory.mktemp("traced")
+    names = [name for name in CASES if name not in COMPILED]
+    jobs = [PRELUDE + textwrap.dedent(CASES[name][0]) for name in names]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    run = run_process([sys.executable, "-c", TRACE_ALL, "jobs.json"], cwd=folder)
+    assert run.returncode == 0, run.stderr
+    return {name: open_trace(folder / f"{number}.ebb") for number, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in COMPILED])
+def test_phases_by_tracer(name: str, traced: dict[str, Trace]) -> None:
+    assert phases_of(traced[name]) == [CASES[name][1].split()] * STEPS
 
 
 @pytest.mark.parametrize("name", slow(CASES, FEW))
@@ -65,7 +88,7 @@ fully_shard(model, mesh=mesh)
 }
 
 
-@pytest.mark.parametrize("kind", WRAPS)
+@pytest.mark.parametrize("kind", slow(WRAPS, ["FSDP2"]))
 def test_two_ranks_stand_in_one_trace_on_one_clock(kind: str, record: Record) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     recorded = record(DISTRIBUTED.format(wrap=WRAPS[kind]), launcher=launcher)
@@ -103,9 +126,8 @@ def test_ranks_started_by_spawn_are_recorded(record: Record) -> None:
     assert recorded.phases(1) == [["forward", "backward", "update"]] * 3
 
 
-def test_micro_steps_are_numbered(record: Record) -> None:
-    trace = record(PRELUDE + textwrap.dedent(CASES["gradient accumulation"][0])).trace
-    first = trace.phases(0).query("iteration == 1")
+def test_micro_steps_are_numbered(traced: dict[str, Trace]) -> None:
+    first = traced["gradient accumulation"].phases(0).query("iteration == 1")
     assert list(first["micro_step"]) == [0, 0, 1, 1, 2, 2, 2]
 
 

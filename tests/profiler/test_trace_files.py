@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ebbtide.profiler.trace import Trace, TraceBuilder, TraceError, open_trace
@@ -89,7 +89,6 @@ def ordered(rows: Rows, table: str) -> list[dict[str, Any]]:
     return [blank | row for row in sorted(rows.get(table, []), key=lambda row: row[SORT[table]])]
 
 
-@settings(max_examples=50, deadline=None)
 @given(rows)
 def test_every_value_comes_back_from_disk_in_order_of_time(rows: Rows) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +98,6 @@ def test_every_value_comes_back_from_disk_in_order_of_time(rows: Rows) -> None:
         assert {table: known(trace.table(0, table)) for table in TABLES} == {t: ordered(rows, t) for t in TABLES}
 
 
-@settings(max_examples=50, deadline=None)
 @given(rows)
 @example({"phases": [{"micro_step": 0, "phase": "", "start_ns": 0, "end_ns": 0, "iteration": i} for i in (LATE, None)]})
 def test_every_row_is_built_to_the_digit(rows: Rows) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 from ebbtide.profiler import open_trace
+from tests.conftest import Run, run_process
 from tests.profiler.jobs import PLAIN, PRELUDE, STEPS
 
 
-def run(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, body: str) -> Run:
     job = tmp_path / "job.py"
     job.write_text(PRELUDE + textwrap.dedent(body))
-    return subprocess.run([sys.executable, str(job)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    return run_process([sys.executable, job], cwd=tmp_path)
 
 
 LOOP = f"def train():\n{textwrap.indent(PLAIN, '    ')}\n"

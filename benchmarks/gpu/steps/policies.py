@@ -97,7 +97,7 @@ def main() -> None:
     step.tell(params=shape.params, subgroup_params=subgroup, budget_bytes=budget, device=box.name)
     words = ["--params", str(asked), "--subgroup-params", str(subgroup), "--memory-budget", str(round(budget))]
     words += ["--iterations", str(args.iterations), "--machine", str(file)]
-    words += ["--link", str(round(link))] if link else []
+    words += ["--emulate-link", str(round(link))] if link else []
     if args.against:
         compared(step, ["pipelined"], [*words, "--against", args.against], None)
         return

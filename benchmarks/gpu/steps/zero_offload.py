@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-Offload, Twin-Flow at two ratios, and ours through DeepSpeed, on one model: benchmarks/deepspeed.py.
+"""DeepSpeed ZeRO-Offload, Twin-Flow at several ratios, and ebbtide in DeepSpeed (benchmarks/deepspeed_step.py).
 
 Each is a process of its own, the most telling first, and what is measured stands as soon as it is.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from step import ROOT, arguments, begin, load
 
-BENCHMARK = load(ROOT / "benchmarks" / "deepspeed.py")
+BENCHMARK = load(ROOT / "benchmarks" / "deepspeed_step.py")
 BENCHMARK.CONTESTANTS["DeepSpeed Twin-Flow 0.2"] = ({"ratio": 0.2}, None)
 ORDER = (
     BENCHMARK.OFFLOAD,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.conftest import run_process
 
 POLICIES = ("zero-offload", "twin-flow:0.5", "adaptive")
 ROOT = Path(__file__).parents[3]
@@ -38,11 +39,9 @@ def job(folder: Path) -> None:
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
-def test_two_ranks(deepspeed: Any, tmp_path: Path) -> None:
+def test_two_ranks(deepspeed_extensions: None, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = subprocess.run(
-        [*command, "-m", __name__, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
+    done = run_process([*command, "-m", __name__, tmp_path], cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for found in ranks:

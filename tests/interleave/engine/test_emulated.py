@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.emulated import EmulatedDevice
@@ -26,7 +26,6 @@ def device() -> Iterator[EmulatedDevice]:
         device.close()
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2000), st.lists(st.integers(1, 60), max_size=30), st.data())
 def test_capacity_is_kept_to_the_byte(capacity: int, wanted: list[int], data: st.DataObject) -> None:
     device = EmulatedDevice(capacity)

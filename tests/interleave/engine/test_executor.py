@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.errors import EngineError
@@ -74,7 +74,8 @@ class Log:
         self._running.discard(op.resource)
 
 
-def held(plan: Plan, seed: int) -> None:
+@given(any_plans(), SEEDS)
+def test_order_of_random_plans(plan: Plan, seed: int) -> None:
     """Run a plan and look at all that an executor promises of the order."""
     log, jitter = Log(plan), Jitter(seed)
 
@@ -105,19 +106,6 @@ def check_times(run: Run) -> None:
     for resource in RESOURCES:
         own = sorted((i for i, op in enumerate(plan.ops) if op.resource == resource), key=run.starts.__getitem__)
         assert all(run.ends[one] <= run.starts[other] for one, other in pairwise(own))
-
-
-@settings(max_examples=150, deadline=None)
-@given(any_plans(), SEEDS)
-def test_order_of_random_plans(plan: Plan, seed: int) -> None:
-    held(plan, seed)
-
-
-@pytest.mark.slow
-@settings(max_examples=2000, deadline=None)
-@given(any_plans(), SEEDS)
-def test_order_of_many_random_plans(plan: Plan, seed: int) -> None:
-    held(plan, seed)
 
 
 def test_the_first_of_the_plan_that_is_ready_comes_first() -> None:
@@ -189,7 +177,6 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(1e-4)
 
 
-@settings(max_examples=60, deadline=None)
 @given(any_plans(), SEEDS, st.floats(0, 1), st.booleans())
 def test_stop_waits_for_what_is_under_way_and_begins_nothing_else(
     plan: Plan, seed: int, share: float, again: bool
@@ -214,7 +201,6 @@ def test_stop_waits_for_what_is_under_way_and_begins_nothing_else(
     assert not log.trouble
 
 
-@settings(max_examples=40, deadline=None)
 @given(any_plans(), SEEDS, st.floats(0, 1))
 def test_close_in_the_middle_ends_every_thread(plan: Plan, seed: int, share: float) -> None:
     log, jitter = Log(plan), Jitter(seed)
@@ -264,7 +250,6 @@ def test_close_on_a_thread_of_its_own_waits_for_none(holds_the_lock: bool) -> No
         until(lambda: not any(thread.is_alive() for thread in executor._threads))
 
 
-@settings(max_examples=80, deadline=None)
 @given(any_plans(), SEEDS, st.data())
 def test_an_operation_that_raises_ends_the_run(plan: Plan, seed: int, data: st.DataObject) -> None:
     """What was under way is waited for, what comes after it never begins, the cause is told, the next run is whole."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.device import Direction
@@ -192,18 +192,8 @@ def completes(twin: Twin, plan: Plan, stay: bool, seed: int) -> None:
             kernel.close()
 
 
-@settings(max_examples=25, deadline=None)
 @given(twins(), st.booleans(), st.booleans(), st.data(), SEEDS)
 def test_a_step_is_completed_whichever_operation_fails(
-    twin: Twin, clipping: bool, stay: bool, data: st.DataObject, seed: int
-) -> None:
-    completes(twin, data.draw(plans(workload_of(twin.sizes, clipping, stay))), stay, seed)
-
-
-@pytest.mark.slow
-@settings(max_examples=400, deadline=None)
-@given(twins(), st.booleans(), st.booleans(), st.data(), SEEDS)
-def test_many_steps_are_completed_whichever_operation_fails(
     twin: Twin, clipping: bool, stay: bool, data: st.DataObject, seed: int
 ) -> None:
     completes(twin, data.draw(plans(workload_of(twin.sizes, clipping, stay))), stay, seed)
@@ -217,7 +207,8 @@ def failure_of(step: Callable[[], object]) -> Exception | None:
     return None
 
 
-def survives(twin: Twin, data: st.DataObject, seed: int) -> None:
+@given(twins(), st.data(), SEEDS)
+def test_any_call_of_the_hardware_may_fail(twin: Twin, data: st.DataObject, seed: int) -> None:
     """A call of the hardware fails, before, in the middle of or after its work, at any time."""
     fault = Fault(data.draw(st.sampled_from(CALLS)), data.draw(st.integers(0, 30)), data.draw(st.sampled_from(WHEN)))
     stay = data.draw(st.booleans())
@@ -252,20 +243,6 @@ def survives(twin: Twin, data: st.DataObject, seed: int) -> None:
         assert failed <= fault.struck
 
 
-@settings(max_examples=150, deadline=None)
-@given(twins(), st.data(), SEEDS)
-def test_any_call_of_the_hardware_may_fail(twin: Twin, data: st.DataObject, seed: int) -> None:
-    survives(twin, data, seed)
-
-
-@pytest.mark.slow
-@settings(max_examples=2000, deadline=None)
-@given(twins(), st.data(), SEEDS)
-def test_many_calls_of_the_hardware_may_fail(twin: Twin, data: st.DataObject, seed: int) -> None:
-    survives(twin, data, seed)
-
-
-@settings(max_examples=60, deadline=None)
 @given(twins(), st.sampled_from(CALLS), st.integers(0, 20), st.data(), SEEDS)
 def test_hardware_that_fails_for_good_is_told_at_once(
     twin: Twin, call: str, number: int, data: st.DataObject, seed: int
@@ -398,7 +375,6 @@ def test_a_gradient_that_is_none_changes_nothing(policy: str, poison: float) -> 
                 assert torch.equal(bits(param.detach()), bits(expected))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(["zero-offload", "pipelined", "twin-flow:0.5", "interleaved:2", "gpu-only"]),
     st.sampled_from(CALLS),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 
@@ -19,6 +18,7 @@ from ebbtide.interleave.calibrate import host
 from ebbtide.interleave.engine import compiled
 from ebbtide.interleave.engine.kernels import CpuKernel
 from ebbtide.interleave.engine.reference import Hyper
+from tests.conftest import run_process
 from tests.interleave.engine.states import DTYPES, any_state, assert_same, bits, plausible_state, updated
 
 HYPERS = st.sampled_from([Hyper(), Hyper(1e-2, 0.3, 0.5, 0.0, 0.0), Hyper(0.0, 0.0, 0.0, 1e-3, 1.0)])
@@ -38,7 +38,6 @@ def kernels() -> Iterator[dict[int, CpuKernel]]:
 
 @pytest.mark.parametrize("out", DTYPES, ids=str)
 @pytest.mark.parametrize("grad", DTYPES, ids=str)
-@settings(deadline=None, max_examples=40)
 @given(
     seed=SEEDS,
     length=LENGTHS,
@@ -79,7 +78,6 @@ def test_bits_are_the_references_over_millions(kernels: dict[int, CpuKernel], ha
 
 
 @given(seed=SEEDS, length=st.integers(1, 1000), cut=st.integers(0, 1000))
-@settings(deadline=None, max_examples=30)
 def test_where_a_parameter_is_cut_changes_no_bit(
     kernels: dict[int, CpuKernel], seed: int, length: int, cut: int
 ) -> None:
@@ -185,7 +183,7 @@ assert "numba" not in sys.modules
 kernels.CpuKernel(1).close()
 assert "numba" in sys.modules
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    run = run_process([sys.executable, "-c", code])
     assert run.returncode == 0, run.stderr
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.layout import divide
@@ -18,7 +18,6 @@ def parameters(draw: st.DrawFn) -> list[torch.Tensor]:
     return [torch.zeros(shape, dtype=draw(st.sampled_from(DTYPES[:2]))) for shape in shapes]
 
 
-@settings(max_examples=200, deadline=None)
 @given(parameters(), st.integers(1, 200))
 def test_every_element_is_in_one_place(params: list[torch.Tensor], size: int) -> None:
     subgroups = divide(params, size)
@@ -37,7 +36,6 @@ def test_every_element_is_in_one_place(params: list[torch.Tensor], size: int) ->
     assert where == [(param, index) for param, tensor in enumerate(params) for index in range(tensor.numel())]
 
 
-@settings(max_examples=200, deadline=None)
 @given(parameters(), st.integers(1, 200))
 def test_only_the_last_of_a_kind_is_smaller(params: list[torch.Tensor], size: int) -> None:
     subgroups = divide(params, size)

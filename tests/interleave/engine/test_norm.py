@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.kernels import CpuKernel
@@ -32,7 +32,6 @@ def finite(length: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 2**31), length=LENGTHS, threads=st.sampled_from([1, 3]))
 def test_the_kernel_gives_the_same_bits_on_any_threads(
     kernels: dict[int, CpuKernel], dtype: torch.dtype, seed: int, length: int, threads: int
@@ -49,7 +48,6 @@ def test_it_is_the_sum_of_squares(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(deadline=None, max_examples=30)
 @given(
     length=st.integers(1, 3 * BLOCK),
     place=st.floats(0, 1, exclude_max=True),

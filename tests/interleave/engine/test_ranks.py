@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+from tests.conftest import PROCESS_TIMEOUT_S
 from tests.interleave.engine import rank_jobs
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.training import ReferenceOptimizer, batches, maker, net
@@ -19,7 +22,7 @@ Results = dict[str, Any]
 
 def test_two_ranks(tmp_path: Path) -> None:
     """They begin once: that takes longer than all they do."""
-    torch.multiprocessing.spawn(rank_jobs.main, (tmp_path,), nprocs=rank_jobs.RANKS)
+    run_ranks(tmp_path)
     results: Results = torch.load(tmp_path / "results", weights_only=True)
     shards_have_the_same_bits_under_every_policy(results["every_policy"])
     two_shards_do_what_one_rank_does(results["every_policy"])
@@ -28,6 +31,17 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "max_grad_norm" in results["touched"]["error"]
     assert "fully_shard" in results["replicated_and_streamed"]["error"]
     assert set(results["with_empty_shards"].values()) == {4}
+
+
+def run_ranks(folder: Path) -> None:
+    """Run the jobs of all ranks; kill them and fail if they take too long."""
+    ranks = torch.multiprocessing.spawn(rank_jobs.main, (folder,), nprocs=rank_jobs.RANKS, join=False, daemon=True)
+    deadline = time.monotonic() + PROCESS_TIMEOUT_S
+    while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
+        if time.monotonic() >= deadline:
+            for process in ranks.processes:
+                process.kill()
+            pytest.fail(f"the ranks did not finish within {PROCESS_TIMEOUT_S:g} s")
 
 
 def one_process() -> dict[str, torch.Tensor]:

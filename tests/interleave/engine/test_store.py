@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.engine import Engine
@@ -68,7 +68,8 @@ def width_of(twin: Twin) -> int:
     return max(subgroup.dtype.itemsize for subgroup in twin.subgroups)
 
 
-def same_bits(twin: Twin, data: st.DataObject, seed: int) -> None:
+@given(twins(), st.data(), SEEDS)
+def test_random_plans_give_the_references_bits(twin: Twin, data: st.DataObject, seed: int) -> None:
     """Steps by one plan after another, updates from the backward on where the plan has them there."""
     clipping = data.draw(st.booleans())
     workload = workload_of(twin.sizes, clipping, data.draw(st.booleans()), width_of(twin))
@@ -88,20 +89,8 @@ def same_bits(twin: Twin, data: st.DataObject, seed: int) -> None:
             twin.check(at.store)
 
 
-@settings(max_examples=150, deadline=None)
 @given(twins(), st.data(), SEEDS)
-def test_random_plans_give_the_references_bits(twin: Twin, data: st.DataObject, seed: int) -> None:
-    same_bits(twin, data, seed)
-
-
-@pytest.mark.slow
-@settings(max_examples=2000, deadline=None)
-@given(twins(), st.data(), SEEDS)
-def test_many_random_plans_give_the_references_bits(twin: Twin, data: st.DataObject, seed: int) -> None:
-    same_bits(twin, data, seed)
-
-
-def engine_has_same_bits(twin: Twin, data: st.DataObject, seed: int) -> None:
+def test_the_engine_gives_the_references_bits(twin: Twin, data: st.DataObject, seed: int) -> None:
     """As the optimizer runs plans: what the next iteration begins with begins while nobody looks, and everything may
     have to rest in between. Gradients may leave as they are made; then all updates wait for the step."""
     jitter = Jitter(seed)
@@ -130,20 +119,6 @@ def engine_has_same_bits(twin: Twin, data: st.DataObject, seed: int) -> None:
     assert device.used_bytes == 0
 
 
-@settings(max_examples=100, deadline=None)
-@given(twins(), st.data(), SEEDS)
-def test_the_engine_gives_the_references_bits(twin: Twin, data: st.DataObject, seed: int) -> None:
-    engine_has_same_bits(twin, data, seed)
-
-
-@pytest.mark.slow
-@settings(max_examples=2000, deadline=None)
-@given(twins(), st.data(), SEEDS)
-def test_the_engine_gives_the_references_bits_under_many_plans(twin: Twin, data: st.DataObject, seed: int) -> None:
-    engine_has_same_bits(twin, data, seed)
-
-
-@settings(max_examples=60, deadline=None)
 @given(twins(), st.data(), SEEDS)
 def test_gradients_that_were_taken_come_back_from_wherever_they_are(twin: Twin, data: st.DataObject, seed: int) -> None:
     """Some have left the device, some are on their way; the step that follows is whole."""
@@ -175,7 +150,6 @@ def test_gradients_that_were_taken_come_back_from_wherever_they_are(twin: Twin, 
         kernel.close()
 
 
-@settings(max_examples=40, deadline=None)
 @given(twins(mixed=False), st.data(), SEEDS)
 def test_host_memory_is_what_the_schedule_says(twin: Twin, data: st.DataObject, seed: int) -> None:
     """Under one plan after another, before and after a step."""
@@ -189,7 +163,6 @@ def test_host_memory_is_what_the_schedule_says(twin: Twin, data: st.DataObject, 
             assert before == at.store.host_bytes == schedule_of(run, workload).host_bytes()
 
 
-@settings(max_examples=40, deadline=None)
 @given(twins(), st.data(), SEEDS)
 def test_state_can_be_set_wherever_it_is(twin: Twin, data: st.DataObject, seed: int) -> None:
     workload = workload_of(twin.sizes, True, True, width_of(twin))
@@ -237,7 +210,6 @@ class PinningDevice(JitteryDevice):
         return block
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_buffers_are_pinned_where_the_plan_has_them_so(data: st.DataObject) -> None:
     twin = Twin([60], [torch.bfloat16], 20, 0)

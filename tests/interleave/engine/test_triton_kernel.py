@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 
 from ebbtide.interleave.engine.norm import BLOCK, sum_of_squares
 from ebbtide.interleave.engine.reference import Hyper
+from tests.conftest import run_process
 from tests.interleave.engine.states import DTYPES, any_state, assert_same, plausible_state, updated
 
 triton = pytest.importorskip("triton", reason="needs triton, which comes with CUDA builds of torch")
@@ -70,7 +70,7 @@ def test_the_interpreter_gives_the_references_bits() -> None:
     """In a process of its own: what triton.jit makes is decided when it is imported."""
     code = f"from {__name__} import check_all_by_the_interpreter as check; check()"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    run = run_process([sys.executable, "-c", code], env=environment)
     assert run.returncode == 0, run.stderr
 
 

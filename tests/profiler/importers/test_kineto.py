@@ -337,7 +337,7 @@ SMALL = [
 ]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 def test_a_damaged_file_is_one_clean_error_or_a_trace(tmp_path: Path, data: st.DataObject) -> None:
     path = made(tmp_path / "run.json", SMALL, deviceProperties=CARDS, distributedInfo={"rank": 1})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import pickle
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from ebbtide.profiler.importers.snapshot_tables import read_tables
 from ebbtide.profiler.importers.source import Source, SourceError
+from tests.conftest import run_process
 
 EVENT = {"action": "alloc", "addr": 1, "size": 512, "stream": 0, "time_us": 1_700_000_000_000_000}
 
@@ -111,7 +111,8 @@ def test_they_cost_little_memory(tmp_path: Path) -> None:
         own = next(line for line in open("/proc/self/status") if line.startswith("VmHWM:")).split()[1]
         print(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
     """
-    run = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True)
+    run = run_process([sys.executable, "-c", script, tmp_path])
+    assert run.returncode == 0, run.stderr
     assert max(map(int, run.stdout.split())) << 10 < 512 << 20
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.profiler.importers import snapshot
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import Trace, TraceBuilder
+from tests.conftest import examples, seeded
 from tests.profiler.importers.made_snapshots import START_US, Allocator, event, job, segment
 
 PUBLISHED = Path(__file__).parents[4] / "shared" / "published" / "snapshots"
@@ -53,7 +54,6 @@ ACTS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
 @given(acts=ACTS, cut=st.floats(0, 0.99))
 def test_any_job_gives_its_true_lines(tmp_path_factory: pytest.TempPathFactory, acts: Any, cut: float) -> None:
     allocator = job(acts)
@@ -223,16 +223,17 @@ def test_damaged_snapshots_are_read_or_refused(tmp_path: Path, name: str) -> Non
     whole = pickle.dumps(job(acts).snapshot(0)) if name == "made" else real(name).read_bytes()
     path = tmp_path / "s.pickle"
     refusals = []
-    for _ in range(40):
+    for number in range(examples(40)):
         data = bytearray(whole)
-        for _ in range(drawn.choice([1, 3, 30])):
-            data[drawn.randrange(2, len(data))] = drawn.randrange(256)
-        if drawn.random() < 0.2:
-            del data[drawn.randrange(len(data)) :]
-        path.write_bytes(gzip.compress(data, 1)[: -drawn.randrange(1, 100)] if drawn.random() < 0.2 else data)
-        try:
-            assert np.all(imported(path).memory(0)["bytes"] >= 0)
-        except SourceError as refusal:
-            refusals.append(str(refusal))
+        with seeded(f"{name} {number}") as drawn:
+            for _ in range(drawn.choice([1, 3, 30])):
+                data[drawn.randrange(2, len(data))] = drawn.randrange(256)
+            if drawn.random() < 0.2:
+                del data[drawn.randrange(len(data)) :]
+            path.write_bytes(gzip.compress(data, 1)[: -drawn.randrange(1, 100)] if drawn.random() < 0.2 else data)
+            try:
+                assert np.all(imported(path).memory(0)["bytes"] >= 0)
+            except SourceError as refusal:
+                refusals.append(str(refusal))
     assert refusals
     assert all(refusal.isprintable() for refusal in refusals)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.profiler.importers.source import Source, SourceError
+from tests.conftest import run_process
 
 MIB = 2**20
 
@@ -155,7 +155,7 @@ def test_a_line_of_200_mb_does_not_fill_the_memory(
         for _ in range(200):
             out.write(block)
     command = [sys.executable, "-c", textwrap.dedent(BIG), file, small, format, tmp_path / "x.ebb"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    run = run_process(command)
     file.unlink()
     assert run.returncode == 0, run.stderr
     said, grown = run.stdout.splitlines()

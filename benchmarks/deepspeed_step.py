@@ -1,6 +1,6 @@
 """ebbtide's step in DeepSpeed beside DeepSpeed's own, on the same model and data.
 
-    python benchmarks/deepspeed.py [--params 100] [--rounds 5] [--steps 8] [--contestant NAME]...
+    python benchmarks/deepspeed_step.py [--params 100] [--rounds 5] [--steps 8] [--contestant NAME]...
 
 Each is DeepSpeed's ZeRO stage 3 with the optimizer offloaded, bf16, clipping, the small GPT of examples/ made so large;
 only who does the step differs. Each is a process of its own, they take turns in changing order, and the ratios are
@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -22,11 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tables import spread, table
+from tables import machine_line, spread, table
 
 HERE = Path(__file__).resolve().parent
-# This file has the name of what it imports from here on.
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
 
 OFFLOAD = "DeepSpeed ZeRO-Offload"
 # What each is: changes to offload_optimizer, and the policy that drives it.
@@ -125,11 +121,8 @@ def machine() -> str:
 
     import torch
 
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    name = cpu.group(1) if cpu else platform.machine()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    cores = len(os.sched_getaffinity(0))
-    return f"{name}, {cores} cores, {gpu}, torch {torch.__version__}, DeepSpeed {version('deepspeed')}"
+    return f"{machine_line()}, {gpu}, torch {torch.__version__}, DeepSpeed {version('deepspeed')}"
 
 
 def main() -> None:
