@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from ebbtide.analysis.per_trace import once_per_trace
 from ebbtide.analysis.steps import Ints
 from ebbtide.profiler.trace import Trace
 
 
+@once_per_trace
 def memory_line(trace: Trace, rank: int, pool: str) -> tuple[Ints, Ints]:
     """(times ns, bytes) of one pool: on the rank's first device, or on the host for a pool of the host's."""
     rows = trace.memory(rank)
@@ -47,6 +49,7 @@ def first_device(trace: Trace, rank: int) -> dict[str, Any]:
 _POOLS = ("device", "allocated", "requested", "tensors", "heap")
 
 
+@once_per_trace
 def main_pool(trace: Trace) -> str | None:
     """The pool that says most about the device: `device` where recorded, else `allocated`, `requested` or `tensors`,
     else `heap`."""

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.devices import first_device
-from ebbtide.analysis.iterations import PHASES, counted, durations_ms, intervals
+from ebbtide.analysis.iterations import counted, slowest_times
 from ebbtide.analysis.summary import summarize
 from ebbtide.profiler.trace import Trace
 
@@ -91,7 +91,7 @@ def compare(a: Trace, b: Trace) -> Diff:
     phases = list(zip(one.phases, other.phases, strict=True))
     medians = {"iteration": (one.iteration_ms, other.iteration_ms)}
     medians |= {x.phase: (x.median_ms, y.median_ms) for x, y in phases}
-    times = _times(a), _times(b)
+    times = slowest_times(a), slowest_times(b)
     beyond = {phase: beyond_spread(times[0][phase].dropna(), times[1][phase].dropna()) for phase in medians}
     pools = one.memory.pools, other.memory.pools
     return Diff(
@@ -125,14 +125,6 @@ def beyond_spread(a: pd.Series[float], b: pd.Series[float]) -> bool | None:
 def _standard_error(values: pd.Series[float]) -> float:
     low, high = np.percentile(values, [25, 75], method="weibull")
     return float(1.25 * (high - low) / (1.35 * np.sqrt(len(values))))
-
-
-def _times(trace: Trace) -> pd.DataFrame:
-    """Milliseconds of the slowest rank per counted iteration and phase (columns of PHASES and `iteration`)."""
-    columns = ["iteration", *PHASES]
-    tables = [durations_ms(intervals(trace, rank)) for rank in trace.ranks]
-    slowest = pd.concat(tables).groupby(level=0).max() if tables else pd.DataFrame(columns=columns, dtype=float)
-    return slowest.loc[counted(trace)[0], columns]
 
 
 def _facts(trace: Trace) -> dict[str, Any]:

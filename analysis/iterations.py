@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
 
+from ebbtide.analysis.per_trace import once_per_trace
 from ebbtide.profiler.trace import Trace
 
 PHASES = ("forward", "backward", "update", "other")
@@ -24,6 +26,7 @@ class Intervals:
     spans: pd.DataFrame
     phases: pd.DataFrame
 
+    @cached_property
     def with_other(self) -> pd.DataFrame:
         """iteration, phase, start_ns, end_ns: the phases, and `other` wherever an iteration has none."""
         phases = self.phases[["iteration", "phase", "start_ns", "end_ns"]]
@@ -39,6 +42,7 @@ class Intervals:
         return pd.concat([phases, pd.DataFrame(other)], ignore_index=True)
 
 
+@once_per_trace
 def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
     """The finished iterations of a rank. device_times False: host times, by which memory lines are cut."""
     phases = trace.phases(rank)
@@ -65,6 +69,7 @@ def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
     return Intervals(spans.astype("int64"), frame)
 
 
+@once_per_trace
 def counted(trace: Trace) -> tuple[list[int], int]:
     """(the iterations that count, how many before them are warm-up): the first two are left out where there are five
     or more, unless the trace's meta says otherwise."""
@@ -84,3 +89,21 @@ def durations_ms(cut: Intervals) -> pd.DataFrame:
     table["iteration"] = ((cut.spans["end_ns"] - cut.spans["start_ns"]) / 1e6).to_numpy()
     table["other"] = (table["iteration"] - table[list(PHASES[:3])].sum(axis=1)).clip(lower=0.0)
     return table
+
+
+@once_per_trace
+def slowest_times(trace: Trace) -> pd.DataFrame:
+    """Milliseconds of the slowest rank, per counted iteration (index) and phase (columns of PHASES and `iteration`)."""
+    tables = [durations_ms(intervals(trace, rank)) for rank in trace.ranks]
+    if not tables:
+        return pd.DataFrame(columns=["iteration", *PHASES], dtype=float)
+    slowest = pd.concat(tables).groupby(level=0).max()
+    return slowest[slowest.index.isin(counted(trace)[0])]
+
+
+@once_per_trace
+def median_ms(trace: Trace, phase: str) -> float | None:
+    """The median over the counted iterations of `slowest_times` of a phase (or `iteration`); None where it was not
+    recorded."""
+    times = slowest_times(trace)[phase].dropna()
+    return float(times.median()) if len(times) else None

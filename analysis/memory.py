@@ -64,7 +64,7 @@ def memory_use(trace: Trace, ranks: Sequence[int] | None = None) -> Memory:
     iterations, _ = counted(trace)
     main = main_pool(trace)
     for rank in trace.ranks if ranks is None else ranks:
-        pieces = intervals(trace, rank, device_times=False).with_other()
+        pieces = intervals(trace, rank, device_times=False).with_other
         pieces = pieces[pieces["iteration"].isin(iterations)]
         lines = {str(pool): memory_line(trace, rank, pool) for pool in sorted(trace.memory(rank)["pool"].unique())}
         for pool, line in lines.items():

@@ -42,10 +42,10 @@ def op_pieces(trace: Trace, rank: int, iterations: Sequence[int]) -> tuple[pd.Da
     of_host = ops["resource"].isin(ON_HOST)
     parts = []
     for rows, device_times in ((ops[of_host], False), (ops[~of_host], True)):
-        phases = intervals(trace, rank, device_times).with_other().sort_values("start_ns", kind="stable")
+        phases = intervals(trace, rank, device_times).with_other.sort_values("start_ns", kind="stable")
         parts.append(_cut(rows, phases[phases["iteration"].isin(iterations)]))
     found = pd.concat(parts, ignore_index=True)
-    phases = intervals(trace, rank, device_times=False).with_other()
+    phases = intervals(trace, rank, device_times=False).with_other
     phases = phases[phases["iteration"].isin(found["iteration"].unique())]
     lengths = phases.assign(ms=(phases["end_ns"] - phases["start_ns"]) / 1e6)
     return found, lengths.groupby(["iteration", "phase"])["ms"].sum().reset_index()

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.devices import capacity_bytes, first_device, main_pool, memory_line
-from ebbtide.analysis.iterations import PHASES, counted, durations_ms, intervals
+from ebbtide.analysis.iterations import PHASES, counted, intervals, median_ms, slowest_times
 from ebbtide.analysis.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.steps import union_length
 from ebbtide.profiler.trace import Trace
@@ -89,15 +89,15 @@ def summarize(trace: Trace) -> Summary:
     cuts = {rank: intervals(trace, rank) for rank in trace.ranks}
     numbers, warmup = counted(trace)
     pool = main_pool(trace)
-    slowest = _slowest([durations_ms(cut) for cut in cuts.values()], numbers)
-    total = _median(slowest["iteration"]) if len(slowest) else None
+    slowest = slowest_times(trace)
+    total = median_ms(trace, "iteration")
     peaks = _stacked([phase_peaks(trace, rank, pool) for rank in trace.ranks] if pool else [], numbers)
     free = _free(trace, pool, numbers)
     moved = {way: _stacked([phase_bytes(trace, rank, way) for rank in trace.ranks], numbers) for way in ("h2d", "d2h")}
     phases = []
     for phase in PHASES:
-        times = slowest[phase] if len(slowest) else pd.Series(dtype=float)
-        median = _median(times)
+        times = slowest[phase]
+        median = median_ms(trace, phase)
         phases.append(
             PhaseSummary(
                 phase=phase,
@@ -122,14 +122,6 @@ def summarize(trace: Trace) -> Summary:
         about=_about(trace),
         remarks=_remarks(trace),
     )
-
-
-def _slowest(tables: list[pd.DataFrame], counted: list[int]) -> pd.DataFrame:
-    """Per counted iteration and phase the time of the slowest rank."""
-    if not tables:
-        return pd.DataFrame()
-    largest = pd.concat(tables).groupby(level=0).max()
-    return largest[largest.index.isin(counted)]
 
 
 def _stacked(tables: list[pd.DataFrame | None], counted: list[int]) -> pd.DataFrame:

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.devices import link_peak, main_device
+from ebbtide.analysis.per_trace import once_per_trace
 from ebbtide.analysis.steps import Floats, Ints, cumulative, union
 from ebbtide.profiler.trace import Trace
 
@@ -66,6 +67,7 @@ class Traffic:
         return idle
 
 
+@once_per_trace
 def traffic(trace: Trace, rank: int, direction: str) -> Traffic | None:
     """What a rank moved in a direction; None where neither copies nor counters were recorded."""
     if trace.rank(rank).get("transfers_recorded"):
@@ -92,6 +94,7 @@ def of_copies(rows: pd.DataFrame) -> Traffic:
     return Traffic(total, None, _busy(rows))
 
 
+@once_per_trace
 def both_busy(trace: Trace, rank: int) -> Total | None:
     """ns by a time in which copies ran in both directions at once; None where copies were not recorded."""
     if not trace.rank(rank).get("transfers_recorded"):

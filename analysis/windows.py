@@ -194,7 +194,7 @@ def pieces(trace: Trace, rank: int, line: FreeLine) -> pd.DataFrame:
         start, end = int(line.times[0]), int(line.times[-1])
         whole = {"iteration": None, "phase": None, "place": 0, "origin_ns": start, "start_ns": start, "end_ns": end}
         return pd.DataFrame([whole], dtype=object)
-    found = cut.with_other().sort_values("start_ns", kind="stable")
+    found = cut.with_other.sort_values("start_ns", kind="stable")
     # The rest of an iteration is told apart by how many phases came before it: the first one has none at its start.
     phases_before = (found["phase"] != "other").groupby(found["iteration"]).cumsum()
     nth = found.groupby(["iteration", "phase"]).cumcount()

@@ -34,7 +34,14 @@ def chart(replay: Replay) -> Figure:
     for place, result, end in zip(places, results, reached, strict=True):
         fits = {True: "", False: ", does not fit", None: ", not known to fit"}[result.fits]
         axes.annotate(
-            f"{end:,.0f} ms{fits}", (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5
+            f"{end:,.0f} ms{fits}",
+            (end, place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8.5,
+            # The line of the bound must not cross the text.
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
         )
     axes.set_yticks(places, [result.policy for result in results])
     axes.invert_yaxis()

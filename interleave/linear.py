@@ -1,7 +1,7 @@
 """Linear programs with a few integers, solved by branching over linear ones.
 
 HiGHS' own integer solver stays out of it: of some hundred programs of the bound's kind it crashed the interpreter on
-one (scipy 1.17.1), and on others it printed to stdout past Python.
+one (HiGHS 1.12 in scipy 1.17.1), and on others it printed to stdout past Python.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
+from highspy import Highs, HighsLp, HighsModelStatus, MatrixFormat
 
 Vector = np.ndarray[Any, Any]
 # An integer that is nearer to a whole number than this is one.
 _WHOLE = 1e-6
-# Each takes a millisecond or two. What is found after so many is a bound of the program still, a lower one.
+# Each takes a millisecond or less. The result after so many is still a bound of the program, a lower one.
 _MOST_RELAXATIONS = 200
 
 
@@ -51,20 +50,21 @@ class LinearProgram:
     def solution(self, variable: int) -> Vector | None:
         """The values of all variables where this one is least, None where the rows leave none. Of the relaxations that
         are still open the least goes on, so that the first whose integers are whole is the best."""
-        cost, limits = np.zeros(len(self._upper)), self._limits()
-        cost[variable] = 1.0
-        lower, upper = np.zeros(len(self._upper)), np.array(self._upper)
+        solver = self._solver(variable)
+        variables = np.arange(len(self._upper), dtype=np.int32)
         left: list[tuple[float, int, Vector, Vector, Vector]] = []
         tried = 0
 
         def relax(lower: Vector, upper: Vector) -> None:
             nonlocal tried
             tried += 1
-            found = milp(cost, bounds=Bounds(lower, upper), constraints=limits)
-            if found.success:
-                heappush(left, (found.fun, tried, found.x, lower, upper))
+            solver.changeColsBounds(len(variables), variables, lower, upper)
+            solver.run()
+            if solver.getModelStatus() == HighsModelStatus.kOptimal:
+                values = np.array(solver.getSolution().col_value)
+                heappush(left, (float(values[variable]), tried, values, lower, upper))
 
-        relax(lower, upper)
+        relax(np.zeros(len(self._upper)), np.array(self._upper))
         while left:
             _, _, at, lower, upper = heappop(left)
             broken = [i for i in self._integer if abs(at[i] - round(at[i])) > _WHOLE]
@@ -76,8 +76,23 @@ class LinearProgram:
             relax(above, upper)
         return None
 
-    def _limits(self) -> LinearConstraint:
-        entries = [(row, *entry) for row, (terms, _, _) in enumerate(self._rows) for entry in terms.items()]
-        rows, columns, factors = zip(*entries, strict=True)
-        matrix = csr_array((factors, (rows, columns)), shape=(len(self._rows), len(self._upper)))
-        return LinearConstraint(matrix, [row[1] for row in self._rows], [row[2] for row in self._rows])
+    def _solver(self, variable: int) -> Highs:
+        """HiGHS with this program, to make a variable as small as can be."""
+        program = HighsLp()
+        program.num_col_, program.num_row_ = len(self._upper), len(self._rows)
+        cost = np.zeros(len(self._upper))
+        cost[variable] = 1.0
+        program.col_cost_ = cost
+        program.col_lower_, program.col_upper_ = np.zeros(len(self._upper)), np.array(self._upper)
+        program.row_lower_ = np.array([row[1] for row in self._rows])
+        program.row_upper_ = np.array([row[2] for row in self._rows])
+        matrix = program.a_matrix_
+        matrix.format_ = MatrixFormat.kRowwise
+        matrix.start_ = np.cumsum([0, *(len(terms) for terms, _, _ in self._rows)], dtype=np.int32)
+        matrix.index_ = np.array([column for terms, _, _ in self._rows for column in terms], dtype=np.int32)
+        matrix.value_ = np.array([factor for terms, _, _ in self._rows for factor in terms.values()])
+        solver = Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("threads", 1)
+        solver.passModel(program)
+        return solver

@@ -127,4 +127,4 @@ def _limit(schedule: Schedule, machine: Machine) -> str:
     of_memory = traffic / schedule.update_s / (machine.host_memory_bytes_per_s or float("inf"))
     if of_memory > 0.95:
         return "host memory"
-    return busiest if shares[busiest] > 0.75 else "waiting in turn"
+    return busiest if shares[busiest] > 0.75 else "dependencies"

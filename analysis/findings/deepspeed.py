@@ -150,7 +150,7 @@ def gradient_round_trip(study: Study) -> Finding | Unknown | None:
         return None
     evidence = (
         f"in the backward {bytes_text(down.bytes)} go down, {down.bytes / params:.1f} B a parameter, and "
-        f"{bytes_text(up.bytes if up is not None else None)} up; once down in half precision are {bytes_text(needed)}",
+        f"{bytes_text(up.bytes if up is not None else None)} up; one copy in half precision is {bytes_text(needed)}",
         "DeepSpeed's ZeRO-3 takes each gradient down, back up, and down again in fp32",
     )
     return Finding(

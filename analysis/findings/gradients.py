@@ -48,7 +48,7 @@ def blocking_gradients(study: Study) -> Finding | None:
         return None
     evidence = [
         f"backward takes {ms_text(backward)}, {backward / forward:.1f} times the forward's {ms_text(forward)}; "
-        f"compute, recomputation and reduction explain about {forwards}",
+        f"compute, recomputation and reduction explain about {forwards} times",
     ]
     if down is not None and down.mean_bytes_per_s is not None:
         of_peak = f", {100 * share:.0f} % of the link's peak" if share is not None else ""

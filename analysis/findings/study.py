@@ -11,7 +11,7 @@ import pandas as pd
 
 from ebbtide.analysis.deepspeed import DeepSpeed, deepspeed_of
 from ebbtide.analysis.devices import capacity_bytes, first_device, main_pool
-from ebbtide.analysis.iterations import counted, intervals
+from ebbtide.analysis.iterations import counted, intervals, median_ms
 from ebbtide.analysis.link import Link, PhaseLink, link_use
 from ebbtide.analysis.measured_ops import SubStep
 from ebbtide.analysis.memory import Memory, memory_use
@@ -54,11 +54,11 @@ class Study:
 
     @property
     def iteration_ms(self) -> float | None:
-        return self.summary.iteration_ms
+        return median_ms(self.trace, "iteration")
 
     def ms(self, phase: str) -> float | None:
         """Median milliseconds of a phase, of the slowest rank."""
-        return next(p.median_ms for p in self.summary.phases if p.phase == phase)
+        return median_ms(self.trace, phase)
 
     @cached_property
     def has_gpu(self) -> bool:
@@ -112,6 +112,9 @@ class Study:
 
     def sub_step(self, name: str, resources: tuple[str, ...] = ("host", "cpu")) -> SubStep | None:
         """A sub-step that DeepSpeed ran on the host: of the rank that it took longest."""
+        # A look at the names is quick, the figures of all sub-steps are not.
+        if not any((self.trace.ops(rank)["name"] == name).any() for rank in self.trace.ranks):
+            return None
         if self.sub_steps is None or not self.sub_steps.tiles:
             return None
         found = [step for step in self.sub_steps.steps if step.name == name and step.resource in resources]
@@ -163,7 +166,7 @@ class Study:
         """All ranks' copies in the counted iterations: the table `transfers` with rank, phase and iteration."""
         tables = []
         for rank in self.trace.ranks:
-            pieces = intervals(self.trace, rank).with_other()
+            pieces = intervals(self.trace, rank).with_other
             # A phase of no time stands before the one that begins with it, and stays there.
             pieces = pieces.sort_values("start_ns", kind="stable", ignore_index=True)
             rows = copies(self.trace, rank, None)

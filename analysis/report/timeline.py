@@ -19,11 +19,14 @@ from bokeh.models import (
     ColumnDataSource,
     CrosshairTool,
     FixedTicker,
+    GlyphRenderer,
     HoverTool,
     LinearAxis,
     NoOverlap,
     PanTool,
+    Quad,
     Range1d,
+    Step,
     WheelZoomTool,
 )
 from bokeh.models.annotations import Span
@@ -76,14 +79,9 @@ def timeline(drawing: Drawing) -> dict[str, Any]:
     for plot in plots:
         if 0 < len(borders) <= _MOST_BORDERS:
             plot.vspan(borders, line_width=1, tags=["rule"], level="underlay")
-        plot.add_tools(
-            PanTool(dimensions="width"),
-            WheelZoomTool(dimensions="width", maintain_focus=False),
-            BoxZoomTool(),
-            CrosshairTool(overlay=crosshair),
-        )
-        plot.toolbar.active_drag = plot.select_one(PanTool)
-        plot.toolbar.active_scroll = plot.select_one(WheelZoomTool)
+        pan, zoom = PanTool(dimensions="width"), WheelZoomTool(dimensions="width", maintain_focus=False)
+        plot.add_tools(pan, zoom, BoxZoomTool(), CrosshairTool(overlay=crosshair))
+        plot.toolbar.active_drag, plot.toolbar.active_scroll = pan, zoom
     since = "since the first iteration began " if drawing.iterations else ""
     below = plots[-1].below[0]
     below.visible, below.axis_label = True, f"time {since}({clock.unit})"
@@ -157,13 +155,9 @@ def _panel(panel: Panel, drawing: Drawing, x_range: Range1d) -> Any:
         _quads(plot, "window", boxes, "bottom", panel.level, WINDOW, 0.16)
     for line in panel.lines:
         source = ColumnDataSource({"x": line.x, "y": line.y.astype(np.float32)})
-        drawn = {
-            "line_width": 1.2 if panel.name == "link" else 1.6,
-            "name": f"{panel.name}/{line.name}",
-            "tags": [line.color],
-            "line_dash": line.dash,
-        }
-        plot.step("x", "y", source=source, mode="after", **drawn)
+        width = 1.2 if panel.name == "link" else 1.6
+        step = Step(x="x", y="y", mode="after", line_width=width, line_dash=line.dash)
+        _draw(plot, f"{panel.name}/{line.name}", line.color, source, step)
     if panel.level is not None:
         plot.add_layout(Span(location=panel.level, dimension="width", line_width=1.2, line_dash="dashed", tags=["ink"]))
     return plot
@@ -171,7 +165,21 @@ def _panel(panel: Panel, drawing: Drawing, x_range: Range1d) -> Any:
 
 def _quads(plot: Any, color: str, boxes: Boxes, bottom: float | str, top: float, tooltip: str, fill: float) -> None:
     source = ColumnDataSource({"left": boxes.left, "right": boxes.right, **boxes.facts})
-    looks = {"name": color, "tags": [color], "fill_alpha": fill, "line_alpha": 0}
-    looks |= {"hover_fill_alpha": min(2 * fill, 1), "hover_line_alpha": 1}
-    drawn = plot.quad("left", "right", bottom, top, source=source, **looks)
+    sides = {"left": "left", "right": "right", "bottom": bottom, "top": top}
+    drawn = _draw(
+        plot,
+        color,
+        color,
+        source,
+        Quad(**sides, fill_alpha=fill, line_alpha=0),
+        Quad(**sides, fill_alpha=min(2 * fill, 1), line_alpha=1),
+    )
     plot.add_tools(HoverTool(renderers=[drawn], tooltips=tooltip, point_policy="follow_mouse", show_arrow=False))
+
+
+def _draw(plot: Any, name: str, color: str, source: ColumnDataSource, glyph: Any, hover: Any = None) -> GlyphRenderer:
+    """Add a renderer to a plot. `plot.quad` and `plot.step` would make three more glyphs for each, which nothing shows
+    and which take most of the time that a page takes."""
+    renderer = GlyphRenderer(data_source=source, glyph=glyph, hover_glyph=hover, name=name, tags=[color])
+    plot.renderers.append(renderer)
+    return renderer

@@ -66,8 +66,8 @@ def adaptive(workload: Workload, machine: Machine, choice: Choice) -> Plan:
     nothing_after_colon(choice)
     if workload.gpu_free is None:
         raise PolicyError(
-            f"{choice.text!r} needs to know what device memory is free: give it (--free 20GiB, or gpu_free_bytes in a "
-            "workload file), or a trace of a GPU's memory"
+            f"{choice.text!r} needs to know what device memory is free: give it (--free-bytes 20GiB, or gpu_free_bytes "
+            "in a workload file), or a trace with the memory of a GPU"
         )
     coarse, factor = _coarse(workload)
     rough = _Search(coarse, machine, choice.text)
