@@ -1,63 +1,68 @@
-"""The commands, a file each. What a command needs it imports when it runs: `--help` stays quick."""
+"""The command line: one file per command. A command is imported when it runs, so that commands start fast."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
 import ebbtide
-from ebbtide.cli import (
-    calibrate,
-    compare,
-    diff,
-    export,
-    findings,
-    frames,
-    import_,
-    iterations,
-    link,
-    memory,
-    merge,
-    plot,
-    profile,
-    replay,
-    report,
-    steps,
-    summary,
-    sweep,
-    windows,
-)
 
-app = typer.Typer(
-    name="ebbtide",
-    invoke_without_command=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Where device memory and the PCIe link go while a model trains, phase by phase.",
-)
-app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(profile.profile)
-app.command()(summary.summary)
-app.command()(findings.findings)
-app.command()(windows.windows)
-app.command()(memory.memory)
-app.command()(link.link)
-app.command()(steps.steps)
-app.command()(iterations.iterations)
-app.command()(plot.plot)
-app.command()(report.report)
-app.command()(diff.diff)
-app.command()(export.export)
-app.command()(frames.tables)
-app.command()(calibrate.calibrate)
-app.command()(replay.replay)
-app.command()(sweep.sweep)
-app.command()(compare.compare)
-app.command()(merge.merge)
-app.command("import")(import_.import_)
+# Heading in the help -> command -> its module and function.
+COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
+    "Record": {
+        "profile": ("profile", "profile"),
+        "import": ("import_", "import_"),
+        "merge": ("merge", "merge"),
+    },
+    "Explain": {
+        "summary": ("summary", "summary"),
+        "findings": ("findings", "findings"),
+        "windows": ("windows", "windows"),
+        "memory": ("memory", "memory"),
+        "link": ("link", "link"),
+        "steps": ("steps", "steps"),
+        "iterations": ("iterations", "iterations"),
+        "diff": ("diff", "diff"),
+        "plot": ("plot", "plot"),
+        "report": ("report", "report"),
+    },
+    "Predict": {
+        "calibrate": ("calibrate", "calibrate"),
+        "replay": ("replay", "replay"),
+        "sweep": ("sweep", "sweep"),
+    },
+    "Run": {"compare": ("compare", "compare")},
+    "Files": {
+        "export": ("export", "export"),
+        "tables": ("frames", "tables"),
+    },
+}
+
+
+def make_app(command: str | None = None) -> typer.Typer:
+    """Make the app with one command, or with all of them where `command` is None or names none."""
+    app = typer.Typer(
+        name="ebbtide",
+        invoke_without_command=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        help="Profile GPU memory and the PCIe link during training, and plan the offload of optimizer state.",
+    )
+    app.callback()(_options)
+    known = any(command in group for group in COMMANDS.values())
+    for heading, group in COMMANDS.items():
+        for name, (module, function) in group.items():
+            if name == command or not known:
+                run_command = getattr(import_module(f"ebbtide.cli.{module}"), function)
+                # All words after the first one that is no option belong to the recorded job.
+                settings = {"allow_interspersed_args": False} if name == "profile" else {}
+                app.command(name, rich_help_panel=heading, context_settings=settings)(run_command)
+    return app
 
 
 def _version(asked: bool) -> None:
@@ -66,7 +71,6 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     context: typer.Context,
     version: Annotated[
@@ -78,9 +82,10 @@ def _options(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line and return its exit status."""
+    """Run a command line. Returns its exit status."""
     try:
-        status = app(list(arguments), prog_name="ebbtide", standalone_mode=False)
+        command = next((word for word in arguments if not word.startswith("-")), None)
+        status = make_app(command)(list(arguments), prog_name="ebbtide", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except typer.TyperException as error:
         return _fail(error.format_message())

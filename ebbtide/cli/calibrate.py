@@ -1,4 +1,4 @@
-"""`ebbtide calibrate`: what a machine can do."""
+"""`ebbtide calibrate`: measure the rates of a machine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbtide.analysis.units import bytes_text, ms_text, rate_text
+from ebbtide.cli.options import Force, Json
 from ebbtide.cli.tables import table
 
 if TYPE_CHECKING:
@@ -22,32 +23,37 @@ if TYPE_CHECKING:
 
 def calibrate(
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The machine file to write.", show_default="NAME.json")
+        Path | None,
+        typer.Option("-o", "--output", metavar="M.json", help="Machine file to write.", show_default="NAME.json"),
     ] = None,
     from_trace: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="RUN.ebb",
-            help="Measure nothing here: fit the machine that this trace is of. May be given several times.",
+            help="Fit rates from this trace instead of measuring. Repeatable.",
         ),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="What to call the machine.", show_default="this host's name, or `fitted`")
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the machine.", show_default="this host's name, or `fitted`"),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long to measure, about.", min=1, max=3600)] = 40.0,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", help="Approximate duration of the measurement in s.", min=1, max=3600)
+    ] = 40.0,
     ranks: Annotated[
         int | None,
         typer.Option(
-            help="Measure in so many processes at once, as the ranks of a job share this host.",
+            metavar="N",
+            help="Processes that measure at once, like the ranks of a job that share this host.",
             min=1,
             max=64,
             show_default="1, or torchrun's",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option(help="Replace a machine file that stands at the output path.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the machine file instead of a table.")] = False,
+    force: Force = False,
+    as_json: Json = False,
 ) -> None:
-    """Measure what this machine can do (memory, updates, copies), or fit another one from its traces, for `replay`."""
+    """Measure the rates that `replay` needs (memory, updates, copies), or fit them from traces of a machine."""
     if from_trace and ranks is not None:
         raise typer.BadParameter("--ranks is for measuring, and with --from-trace nothing is measured")
     called = name or ("fitted" if from_trace else socket.gethostname())

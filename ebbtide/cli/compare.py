@@ -1,4 +1,4 @@
-"""`ebbtide compare`: policies run for real, beside their prediction."""
+"""`ebbtide compare`: run policies and compare them with their prediction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ebbtide.cli.options import count, size
+from ebbtide.cli.options import Force, Json, Plot, count, size
 from ebbtide.cli.outputs import check_outputs, new_outputs, picture_format, tell_outputs
 
 
@@ -21,64 +21,66 @@ def compare(
         typer.Option(
             "--policy",
             metavar="P",
-            help="A policy, e.g. interleaved:3; may be repeated.",
+            help="Offload policy, e.g. interleaved:3. Repeatable.",
             show_default="zero-offload, pipelined, twin-flow:0.5, interleaved:2, adaptive",
         ),
     ] = None,
     iterations: Annotated[
-        int, typer.Option(help="Of each policy; the first two are left out of medians.", parser=count, metavar="N")
+        int,
+        typer.Option(help="Iterations per policy; the first two are left out of medians.", parser=count, metavar="N"),
     ] = 12,
     params: Annotated[
-        int, typer.Option(help="Parameters of the model, about, e.g. 5e8.", parser=count, metavar="N")
+        int, typer.Option(help="Approximate number of parameters of the model, e.g. 5e8.", parser=count, metavar="N")
     ] = 20_000_000,
     subgroup_params: Annotated[
         int | None,
-        typer.Option(help="Parameters of a subgroup.", parser=count, metavar="N", show_default="a tenth of the model"),
+        typer.Option(help="Parameters per subgroup.", parser=count, metavar="N", show_default="a tenth of the model"),
     ] = None,
     memory_budget: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Device memory for the optimizer's state, e.g. 2GiB.",
-            show_default="half of it and three subgroups",
+            help="Device memory for optimizer state, e.g. 2GiB.",
+            show_default="half of the state and three subgroups",
         ),
     ] = None,
-    link: Annotated[
+    emulate_link: Annotated[
         str | None,
         typer.Option(
             metavar="RATE",
-            help="Emulate the device, its link at so many bytes a second each way, e.g. 2GB.",
+            help="Emulate the device, with a link of this many bytes/s per direction, e.g. 2GB.",
             show_default="1GB where there is no GPU",
         ),
     ] = None,
     machine: Annotated[
         str | None,
         typer.Option(
-            help="A machine file to predict with; an emulated device has its own link and GPU.",
+            metavar="M",
+            help="Machine file to predict with; an emulated device has its own link and GPU.",
             show_default="this machine, measured",
         ),
     ] = None,
     against: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Measure others too: torch, deepspeed, torchao.")
+        str | None, typer.Option(metavar="NAME,...", help="Other optimizers to measure: torch, deepspeed, torchao.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of weights and tokens.", min=0, max=2**63 - 1)] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Draw both schedules of each policy: .png, .svg or .pdf.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of weights and tokens.", min=0, max=2**63 - 1)] = 0,
+    plot: Plot = None,
     save: Annotated[
-        Path | None, typer.Option(help="A folder for the schedules, a measured and a predicted trace per policy.")
+        Path | None, typer.Option(metavar="FOLDER", help="Also write a measured and a predicted trace per policy.")
     ] = None,
-    force: Annotated[bool, typer.Option(help="Replace the picture and the schedules if they exist.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    force: Force = False,
+    as_json: Json = False,
 ) -> None:
-    """Train a small model under each policy for real: what was measured beside what was predicted, and equal losses.
+    """Train a small model under each policy and compare measured with predicted times and losses.
 
-    On the GPU, or on an emulated device where there is none: then times tell nothing about a GPU, only whether
-    execution goes as predicted. Exit code 1 where the losses differ.
+    Without a GPU the device is emulated: times then say nothing about a GPU, only whether the plan ran as predicted.
+    The exit status is 1 if the losses differ by a bit.
     """
     check_outputs(plot, save)
     if subgroup_params == 0:
         raise typer.BadParameter("--subgroup-params is at least 1")
     budget = size(memory_budget) if memory_budget is not None else None
-    rate = size(link) if link is not None else None
+    rate = size(emulate_link) if emulate_link is not None else None
     _settle_threads()
 
     from ebbtide.analysis.plot import save as save_figure

@@ -1,4 +1,4 @@
-"""`ebbtide diff`: what changed between two runs."""
+"""`ebbtide diff`: compare two traces."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from ebbtide.cli.options import Json
 
 if TYPE_CHECKING:
     from ebbtide.analysis.diff import Change, Diff, TimeChange
@@ -22,11 +24,11 @@ Text = Callable[[float | None], str]
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A.ebb", help="A trace.")],
-    b: Annotated[Path, typer.Argument(metavar="B.ebb", help="The trace to compare with it.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    a: Annotated[Path, typer.Argument(metavar="A.ebb", help="First trace.")],
+    b: Annotated[Path, typer.Argument(metavar="B.ebb", help="Second trace.")],
+    as_json: Json = False,
 ) -> None:
-    """Time, memory and link use of two runs side by side, and what else is not the same."""
+    """Compare time, memory, link use and setup of two traces."""
     from ebbtide.analysis.diff import compare
     from ebbtide.profiler.trace import open_trace
 

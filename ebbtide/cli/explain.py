@@ -40,13 +40,13 @@ def print_findings(trace: Trace, found: Findings, iteration_ms: float | None) ->
         worth = ""
         if finding.worth_ms is not None:
             share = f" of {ms_text(iteration_ms)}" if iteration_ms else ""
-            worth = f" (worth up to {ms_text(finding.worth_ms)}{share} per iteration)"
+            worth = f" (potential gain: up to {ms_text(finding.worth_ms)}{share} per iteration)"
         typer.echo(f"\n{number}. {finding.title}{worth}")
         for line in finding.evidence:
             typer.echo(f"   - {line}")
         typer.echo(f"   {finding.advice}")
     if sum(finding.worth_ms is not None for finding in found.findings) > 1:
-        typer.echo("\nWorths overlap: they do not add up.")
+        typer.echo("\nEstimated gains overlap; do not add them.")
     if found.unknown:
         typer.echo("\nThis trace cannot tell:")
         for unknown in found.unknown:

@@ -1,4 +1,4 @@
-"""`ebbtide export`: a trace for ui.perfetto.dev and chrome://tracing."""
+"""`ebbtide export`: write a trace for ui.perfetto.dev and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Annotated
 
 import typer
 
+from ebbtide.cli.options import Force, TraceFile
+
 ENDINGS = (".json", ".json.gz")
 
 
 def export(
-    trace: Annotated[Path, typer.Argument(metavar="RUN.ebb", help="A trace.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The file to write: .json or .json.gz.")],
-    force: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
+    trace: TraceFile,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="File to write: .json or .json.gz.")],
+    force: Force = False,
 ) -> None:
     """Write a trace as trace-event JSON, which ui.perfetto.dev and chrome://tracing open."""
     if not output.name.lower().endswith(ENDINGS):

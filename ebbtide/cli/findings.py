@@ -1,21 +1,21 @@
-"""`ebbtide findings`: what holds a job back."""
+"""`ebbtide findings`: what slows a job down."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
+from ebbtide.cli.options import Json, TraceFile
+
 
 def findings(
-    trace: Annotated[Path, typer.Argument(metavar="RUN.ebb", help="A trace.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    trace: TraceFile,
+    as_json: Json = False,
 ) -> None:
-    """What holds this job back, with the evidence, and what it is worth per iteration."""
+    """Print what slows the job down, with evidence and the estimated gain per iteration."""
     from ebbtide.analysis.findings import find
-    from ebbtide.analysis.summary import summarize
+    from ebbtide.analysis.iterations import median_ms
     from ebbtide.cli.explain import print_findings
     from ebbtide.profiler.trace import open_trace
 
@@ -24,4 +24,4 @@ def findings(
     if as_json:
         typer.echo(json.dumps(found.as_json()))
     else:
-        print_findings(opened, found, summarize(opened).iteration_ms)
+        print_findings(opened, found, median_ms(opened, "iteration"))

@@ -1,4 +1,4 @@
-"""`ebbtide tables`: a trace as files for pandas, R and spreadsheets."""
+"""`ebbtide tables`: write a trace as files for pandas, R and spreadsheets."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ from typing import Annotated
 
 import typer
 
-from ebbtide.cli.options import size
+from ebbtide.cli.options import Force, MinBytes, TraceFile, size
 
 
 def tables(
-    trace: Annotated[Path, typer.Argument(metavar="RUN.ebb", help="A trace.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to write.")],
-    format: Annotated[str, typer.Option(help="csv or parquet.")] = "csv",
-    min_bytes: Annotated[str, typer.Option(help="How much must be free in a window, e.g. 500MB.")] = "1GiB",
-    force: Annotated[bool, typer.Option(help="Replace the folder if it holds tables and nothing else.")] = False,
+    trace: TraceFile,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FOLDER",
+            help="Folder to write; --force replaces one that holds nothing but tables.",
+        ),
+    ],
+    format: Annotated[str, typer.Option(metavar="csv|parquet", help="File format.")] = "csv",
+    min_bytes: MinBytes = "1GiB",
+    force: Force = False,
 ) -> None:
-    """Write the tables of a trace, a file each: phases, memory, link, transfers, ops, iterations and windows."""
+    """Write the tables of a trace as CSV or Parquet: phases, memory, link, transfers, ops, iterations, windows."""
     least = size(min_bytes)
 
     from ebbtide.analysis.frames import FORMATS, write_tables

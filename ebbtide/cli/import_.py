@@ -1,4 +1,4 @@
-"""`ebbtide import`: a trace from what other tools recorded."""
+"""`ebbtide import`: convert files of other tools into a trace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ebbtide.cli.options import size
+from ebbtide.cli.options import Force, size
 
 
 def import_(
@@ -16,22 +16,22 @@ def import_(
         list[Path],
         typer.Argument(
             metavar="SOURCE...",
-            help="The files of one run: DeepSpeed logs, NVML monitor CSVs, torch.profiler traces, memory snapshots.",
+            help="Files of one run: DeepSpeed log, NVML monitor CSV, torch.profiler traces, memory snapshot.",
         ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The trace to write.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="RUN.ebb", help="Trace to write.")],
     format: Annotated[
-        str | None, typer.Option(help="The format of the files.", show_default="recognised by content")
+        str | None, typer.Option(metavar="F", help="Format of the files.", show_default="recognised by content")
     ] = None,
     capacity: Annotated[
-        str | None, typer.Option(help="The memory of a device, e.g. 80GB, where the files do not tell it.")
+        str | None, typer.Option(metavar="SIZE", help="Memory of the GPU, e.g. 80GB, if the files do not state it.")
     ] = None,
     link: Annotated[
-        str | None, typer.Option(help="The device's PCIe link as GENERATIONxLANES, e.g. 5x16; it gives the peak.")
+        str | None, typer.Option(metavar="GENxLANES", help="PCIe link of the GPU, e.g. 5x16; gives the peak rate.")
     ] = None,
-    force: Annotated[bool, typer.Option(help="Replace a trace that stands at the output path.")] = False,
+    force: Force = False,
 ) -> None:
-    """Make a trace of what another tool recorded. Files that share a clock go together: a log and its monitor CSV."""
+    """Convert files of other tools into a trace. Give files of one run together, e.g. a log and its monitor CSV."""
     capacity_bytes = size(capacity) if capacity is not None else None
     lanes = _link(link) if link is not None else None
 

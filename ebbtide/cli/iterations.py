@@ -1,22 +1,20 @@
-"""`ebbtide iterations`: iterations and ranks held against each other."""
+"""`ebbtide iterations`: variation between iterations and ranks."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from ebbtide.cli.options import Rank
+from ebbtide.cli.options import Json, Rank, TraceFile
 
 
 def iterations(
-    trace: Annotated[Path, typer.Argument(metavar="RUN.ebb", help="A trace.")],
+    trace: TraceFile,
     rank: Rank = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """How much the iterations spread, which ones are odd, and which rank the others wait for."""
+    """Print how iterations vary, which are outliers, and which rank is the slowest."""
     from ebbtide.analysis.spread import iterations as hold
     from ebbtide.cli.explain import print_iterations, ranks
     from ebbtide.profiler.trace import open_trace

@@ -1,22 +1,20 @@
-"""`ebbtide link`: how the link was used."""
+"""`ebbtide link`: use of the link per phase."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from ebbtide.cli.options import Rank
+from ebbtide.cli.options import Json, Rank, TraceFile
 
 
 def link(
-    trace: Annotated[Path, typer.Argument(metavar="RUN.ebb", help="A trace.")],
+    trace: TraceFile,
     rank: Rank = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """How the link between host and device was used: bytes, rate and share of its peak, by phase and direction."""
+    """Print bytes, rate and share of the peak of the link between host and GPU, per phase and direction."""
     from ebbtide.analysis.link import link_use
     from ebbtide.cli.explain import print_link, ranks
     from ebbtide.profiler.trace import open_trace

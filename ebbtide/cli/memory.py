@@ -1,22 +1,20 @@
-"""`ebbtide memory`: whose the memory is."""
+"""`ebbtide memory`: memory pools per phase."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from ebbtide.cli.options import Rank
+from ebbtide.cli.options import Json, Rank, TraceFile
 
 
 def memory(
-    trace: Annotated[Path, typer.Argument(metavar="RUN.ebb", help="A trace.")],
+    trace: TraceFile,
     rank: Rank = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Every count of memory in each phase, and what lies between them: fragmentation, memory outside torch, free."""
+    """Print every memory pool per phase, and the differences: fragmentation, memory outside torch, free memory."""
     from ebbtide.analysis.memory import memory_use
     from ebbtide.cli.explain import print_memory, ranks
     from ebbtide.profiler.trace import open_trace

@@ -1,4 +1,4 @@
-"""`ebbtide merge`: the traces of several hosts as one."""
+"""`ebbtide merge`: join the traces of several hosts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Annotated
 
 import typer
 
+from ebbtide.cli.options import Force
+
 
 def merge(
-    traces: Annotated[list[Path], typer.Argument(metavar="RUN.ebb...", help="The traces of one job, one per host.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The trace to write.")],
-    force: Annotated[bool, typer.Option(help="Replace a trace that stands at the output path.")] = False,
+    traces: Annotated[list[Path], typer.Argument(metavar="RUN.ebb...", help="Traces of one job, one per host.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="RUN.ebb", help="Trace to write.")],
+    force: Force = False,
 ) -> None:
-    """Merge the traces that each node of a job recorded, by rank, onto one clock."""
+    """Join the traces that the hosts of one job recorded into one trace, on one clock."""
     from ebbtide.profiler.launch import next_commands
     from ebbtide.profiler.trace import open_trace
     from ebbtide.profiler.trace.merge import merge as merge_traces

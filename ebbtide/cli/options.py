@@ -1,8 +1,9 @@
-"""Reading the values that people type."""
+"""Options that commands share, and the parsers of their values."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +13,7 @@ _SIZE = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.
 
 
 def size(text: str) -> int:
-    """`500MB`, `2GiB`, `1e9` in bytes. Raises BadParameter for anything else."""
+    """Parse `500MB`, `2GiB` or `1e9` as bytes. Raises BadParameter for anything else."""
     match = _SIZE.fullmatch(text)
     try:
         number, unit, binary = match.groups() if match else ("", "", "")
@@ -26,7 +27,7 @@ def size(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """`12` or `5e8`. Raises BadParameter for what is not a whole number from 0."""
+    """Parse `12` or `5e8`. Raises BadParameter for what is not a whole number from 0."""
     try:
         value = float(text)
         whole = int(value)
@@ -38,7 +39,7 @@ def count(text: str) -> int:
 
 
 def iterations(text: str) -> tuple[int, int | None]:
-    """`3:6` (3, 4 and 5), `3:`, `:6` or `3`, as (first, end). Raises BadParameter for anything else."""
+    """Parse `3:6` (3, 4 and 5), `3:`, `:6` or `3` as (first, end). Raises BadParameter for anything else."""
     match = re.fullmatch(r"(\d*)(:?)(\d*)", text.strip())
     if match is None or text.strip() in ("", ":"):
         raise typer.BadParameter(f"{text!r} is not a range of iterations: write it like 3:6, 3: or :6")
@@ -50,7 +51,36 @@ def iterations(text: str) -> tuple[int, int | None]:
     return first, last
 
 
+TraceFile = Annotated[Path, typer.Argument(metavar="RUN.ebb", help="Trace to read.")]
 Rank = Annotated[
     int | None,
-    typer.Option("--rank", help="Only this rank.", parser=count, metavar="N", show_default="the first; all in --json"),
+    typer.Option("--rank", help="Rank to show.", parser=count, metavar="N", show_default="the first; --json: all"),
 ]
+Iterations = Annotated[
+    str | None,
+    typer.Option("--iterations", metavar="FROM:TO", help="Only these iterations, e.g. 3:6.", show_default="all"),
+]
+MinBytes = Annotated[
+    str, typer.Option("--min-bytes", metavar="SIZE", help="Least free memory of a window, e.g. 500MB or 2GiB.")
+]
+Machine = Annotated[
+    str | None,
+    typer.Option(
+        "--machine",
+        metavar="M",
+        help="Machine file, or name of a preset.",
+        show_default="the one recorded in the trace",
+    ),
+]
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        metavar="P",
+        help="Offload policy, e.g. twin-flow:0.4. Repeatable.",
+        show_default="all built-in ones",
+    ),
+]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw a picture: .png, .svg or .pdf.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace output that exists.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]

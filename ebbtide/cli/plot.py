@@ -1,4 +1,4 @@
-"""`ebbtide plot`: memory, link and free windows over time, as a picture."""
+"""`ebbtide plot`: draw memory, link and windows over time."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Annotated, Literal
 
 import typer
 
-from ebbtide.cli.options import count, size
+from ebbtide.cli.options import Force, Iterations, MinBytes, count, size
 from ebbtide.cli.options import iterations as parse_iterations
 from ebbtide.cli.outputs import picture_format
 
 
 def plot(
-    traces: Annotated[
-        list[Path], typer.Argument(metavar="RUN.ebb...", help="One or more traces: all are drawn on the same scales.")
+    traces: Annotated[list[Path], typer.Argument(metavar="RUN.ebb...", help="Traces to draw, all on the same scales.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="Picture to write: .png, .svg or .pdf.")
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The picture to write: .png, .svg or .pdf.")],
     kind: Annotated[
         Literal["both", "memory", "link", "windows"],
-        typer.Option(help="What to draw: memory and link, one of them, or the windows of free memory."),
+        typer.Option(metavar="KIND", help="both (memory and link), memory, link, or windows (of free memory)."),
     ] = "both",
-    min_bytes: Annotated[str, typer.Option(help="How much must be free in a window, e.g. 500MB.")] = "1GiB",
-    iterations: Annotated[str | None, typer.Option(help="Only these iterations, e.g. 3:6.", show_default="all")] = None,
+    min_bytes: MinBytes = "1GiB",
+    iterations: Iterations = None,
     rank: Annotated[
-        int | None, typer.Option(help="Only this rank.", parser=count, metavar="N", show_default="the first")
+        int | None, typer.Option(help="Rank to draw.", parser=count, metavar="N", show_default="the first")
     ] = None,
-    force: Annotated[bool, typer.Option(help="Replace the picture if it exists.")] = False,
+    force: Force = False,
 ) -> None:
-    """Draw memory over time with the phases, the use of the link, or when memory is free."""
+    """Draw memory and link use over time with the phases, or the windows of free memory."""
     written_as = picture_format(output)
     least = size(min_bytes)
     span = parse_iterations(iterations) if iterations is not None else (0, None)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ebbtide.cli.options import count, size
+from ebbtide.cli.options import Force, count, size
 from ebbtide.cli.options import iterations as parse_iterations
 
 
@@ -24,38 +24,36 @@ def profile(
         typer.Option(
             "-o",
             "--output",
-            help="The trace to write; {host} stands for the host's name.",
+            metavar="RUN.ebb",
+            help="Trace to write; {host} becomes the host's name.",
             show_default="NAME-TIME.ebb",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option(help="Replace a trace that stands at the output path.")] = False,
+    force: Force = False,
     iterations: Annotated[
-        str | None, typer.Option(help="Record only these iterations, e.g. 10:30.", show_default="all")
+        str | None,
+        typer.Option(metavar="FROM:TO", help="Record only these iterations, e.g. 10:30.", show_default="all"),
     ] = None,
     max_size: Annotated[
         str | None,
-        typer.Option(help="Stop recording (not the job) at this size, e.g. 2GiB.", show_default="none"),
+        typer.Option(metavar="SIZE", help="Stop recording (not the job) at this size.", show_default="none"),
     ] = None,
     allocator_iterations: Annotated[
         int,
-        typer.Option(
-            help="Of how many iterations to take the CUDA allocator's exact history.", parser=count, metavar="N"
-        ),
+        typer.Option(help="Iterations whose CUDA allocator history is recorded exactly.", parser=count, metavar="N"),
     ] = 3,
     transfers: Annotated[
         bool,
-        typer.Option("--transfers", help="Record each copy between host and GPU (CUPTI; slows the job a little)."),
+        typer.Option("--transfers", help="Record each copy between host and GPU (CUPTI, slows the job a little)."),
     ] = False,
     poll: Annotated[
         float,
-        typer.Option(
-            help="Milliseconds between readings of the job's own memory count; 0: at phases only.", min=0, max=60_000
-        ),
+        typer.Option(metavar="MS", help="Interval of memory readings inside phases; 0: none.", min=0, max=60_000),
     ] = 25.0,
 ) -> None:
-    """Record a training job: its phases, memory and link use.
+    """Record the phases, memory and link use of a training job.
 
-    The job runs as it is, with its own output; the exit status is the job's (128 + n for signal n).
+    The job runs unchanged, with its own output. The exit status is that of the job (128 + n for signal n).
     """
     from ebbtide.profiler.agent.options import Options
     from ebbtide.profiler.launch import next_commands

@@ -1,4 +1,4 @@
-"""`ebbtide replay`: what other policies would give."""
+"""`ebbtide replay`: predict an iteration under other policies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbtide.analysis.units import bytes_text, ms_text
-from ebbtide.cli.options import count, size
+from ebbtide.cli.options import Force, Json, Machine, Plot, Policies, count, size
 from ebbtide.cli.outputs import check_outputs, new_outputs, picture_format, tell_outputs
 from ebbtide.cli.tables import table
 
@@ -18,45 +18,46 @@ if TYPE_CHECKING:
 
 
 def replay(
-    trace: Annotated[Path | None, typer.Argument(metavar="[RUN.ebb]", help="A trace, to replay its workload.")] = None,
-    workload: Annotated[Path | None, typer.Option(help="A workload file instead of a trace.")] = None,
+    trace: Annotated[Path | None, typer.Argument(metavar="RUN.ebb", help="Trace whose workload is replayed.")] = None,
+    workload: Annotated[Path | None, typer.Option(metavar="W.json", help="Workload file instead of a trace.")] = None,
     params: Annotated[
-        int | None, typer.Option(help="A size instead of a trace, e.g. 13e9.", parser=count, metavar="N")
+        int | None, typer.Option(help="Number of parameters instead of a trace, e.g. 13e9.", parser=count, metavar="N")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Of a size: how many ranks share it.", min=1)] = 1,
-    forward_ms: Annotated[float, typer.Option(help="Of a size: the forward.", min=0)] = 0.0,
-    backward_ms: Annotated[float, typer.Option(help="Of a size: the backward.", min=0)] = 0.0,
-    free: Annotated[
+    ranks: Annotated[
+        int, typer.Option(metavar="N", help="Ranks that share the parameters (only with --params).", min=1)
+    ] = 1,
+    forward_ms: Annotated[
+        float, typer.Option(metavar="MS", help="Forward time in ms (only with --params).", min=0)
+    ] = 0.0,
+    backward_ms: Annotated[
+        float, typer.Option(metavar="MS", help="Backward time in ms (only with --params).", min=0)
+    ] = 0.0,
+    free_bytes: Annotated[
         str | None,
         typer.Option(
-            help="Device memory free beside the job, e.g. 20GiB; of a trace or a file instead of what they tell."
+            metavar="SIZE", help="Device memory that is free beside the job, e.g. 20GiB.", show_default="as recorded"
         ),
     ] = None,
-    machine: Annotated[
-        str | None, typer.Option(help="A machine file, or a preset's name.", show_default="the trace's own")
-    ] = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--policy", metavar="P", help="A policy, e.g. twin-flow:0.4; may be repeated.", show_default="all"
-        ),
-    ] = None,
-    policies: Annotated[
-        Path | None, typer.Option(help="A Python file of yours that registers policies; it is run.")
+    machine: Machine = None,
+    policy: Policies = None,
+    policy_file: Annotated[
+        Path | None, typer.Option(metavar="FILE.py", help="Python file that defines policies of your own; it is run.")
     ] = None,
     baseline: Annotated[
-        str | None, typer.Option(help="The policy that speed-ups are over.", show_default="the first one")
+        str | None, typer.Option(metavar="P", help="Baseline policy for speed-ups.", show_default="the first one")
     ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="What each mechanism is worth by itself.")] = False,
-    recommend: Annotated[bool, typer.Option("--recommend", help="What to do, in one line.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the policies: .png, .svg or .pdf.")] = None,
-    save: Annotated[Path | None, typer.Option(help="A folder for the schedules, a simulated trace per policy.")] = None,
-    force: Annotated[bool, typer.Option(help="Replace the picture and the schedules if they exist.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Print the gain of each mechanism.")] = False,
+    recommend: Annotated[bool, typer.Option("--recommend", help="Print the recommended setup in one line.")] = False,
+    plot: Plot = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Also write a simulated trace per policy.")
+    ] = None,
+    force: Force = False,
+    as_json: Json = False,
 ) -> None:
-    """What an iteration would take under other policies, and how far the best is from the limit."""
+    """Predict the iteration time under other offload policies, and the lower bound of any policy."""
     of_size = _size(params, ranks, forward_ms, backward_ms)
-    room = size(free) if free is not None else None
+    room = size(free_bytes) if free_bytes is not None else None
     check_outputs(plot, save)
 
     from ebbtide.interleave import explain as explaining
@@ -66,16 +67,16 @@ def replay(
 
     # What is written stands whole, or not at all, before anything is printed.
     with new_outputs(plot, save, force) as (picture, folder):
-        if policies is not None:
-            load_policies(policies)
+        if policy_file is not None:
+            load_policies(policy_file)
         job = find_workload(trace, workload, Size(**of_size) if of_size is not None else None, room)
         box = find_machine(machine, trace)
         try:
             found = run(job, box, policy)
         except PlanError as error:
-            if policies is None:
+            if policy_file is None:
                 raise
-            raise PolicyError(f"{policies}: {error}") from error
+            raise PolicyError(f"{policy_file}: {error}") from error
         names = [result.policy for result in found.results]
         if baseline is not None and baseline not in names:
             raise typer.BadParameter(f"{baseline!r} is not among the policies: {', '.join(names)}")
@@ -114,7 +115,7 @@ def _stage(trace: Path | None) -> int | None:
 def _size(params: int | None, ranks: int, forward_ms: float, backward_ms: float) -> dict[str, Any] | None:
     if params is None:
         if ranks != 1 or forward_ms or backward_ms:
-            raise typer.BadParameter("--ranks, --forward-ms and --backward-ms are of a size: they need --params")
+            raise typer.BadParameter("--ranks, --forward-ms and --backward-ms need --params")
         return None
     return {"params": params, "ranks": ranks, "forward_s": forward_ms / 1e3, "backward_s": backward_ms / 1e3}
 

@@ -1,4 +1,4 @@
-"""`ebbtide report`: a trace as one HTML page."""
+"""`ebbtide report`: write a trace as one HTML page."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Annotated
 
 import typer
 
-from ebbtide.cli.options import count, size
+from ebbtide.cli.options import Force, MinBytes, TraceFile, count, size
 
 
 def report(
-    trace: Annotated[Path, typer.Argument(metavar="RUN.ebb", help="A trace.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The page to write: .html.")],
-    min_bytes: Annotated[str, typer.Option(help="How much must be free in a window, e.g. 500MB.")] = "1GiB",
+    trace: TraceFile,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Page to write: .html.")],
+    min_bytes: MinBytes = "1GiB",
     rank: Annotated[
         int | None,
-        typer.Option(help="Draw only this rank.", parser=count, metavar="N", show_default="the first 8"),
+        typer.Option(help="Rank to draw.", parser=count, metavar="N", show_default="the first 8"),
     ] = None,
-    force: Annotated[bool, typer.Option(help="Replace the page if it exists.")] = False,
+    force: Force = False,
 ) -> None:
-    """Explain a trace in one HTML page: findings, summary, timeline, windows, iterations. It needs no network."""
+    """Write one HTML page that opens offline: findings, summary, timeline, windows, iterations."""
     if output.suffix.lower() not in (".html", ".htm"):
         raise typer.BadParameter(f"{output} must end in .html")
     least = size(min_bytes)

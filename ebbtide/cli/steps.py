@@ -1,25 +1,24 @@
-"""`ebbtide steps`: what the sub-steps of an update do."""
+"""`ebbtide steps`: sub-steps of the update."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ebbtide.cli.options import Rank
+from ebbtide.cli.options import Json, Rank, TraceFile
 
 
 def steps(
-    trace: Annotated[Path, typer.Argument(metavar="RUN.ebb", help="A trace.")],
+    trace: TraceFile,
     subgroups: Annotated[
-        bool, typer.Option("--subgroups", help="A table by subgroup too (--json always has it).")
+        bool, typer.Option("--subgroups", help="Also print a table per subgroup (--json always has it).")
     ] = False,
     rank: Rank = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Where the update's time goes, sub-step by sub-step: the CPU, the GPU, the copies that it waits for."""
+    """Print the sub-steps of the update: time on CPU and GPU, and the copies that each one waits for."""
     from ebbtide.analysis.substeps import sub_steps
     from ebbtide.cli.explain import print_steps, ranks
     from ebbtide.profiler.trace import open_trace

@@ -1,19 +1,19 @@
-"""`ebbtide summary`: a trace in one table."""
+"""`ebbtide summary`: time, memory and link use per phase."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
+from ebbtide.cli.options import Json, TraceFile
+
 
 def summary(
-    trace: Annotated[Path, typer.Argument(metavar="RUN.ebb", help="A trace.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    trace: TraceFile,
+    as_json: Json = False,
 ) -> None:
-    """Time, memory and link use of each phase, over the iterations of a trace."""
+    """Print time, memory and link use per phase: medians over the iterations of a trace."""
     from ebbtide.analysis.summary import summarize
     from ebbtide.cli.tables import print_summary
     from ebbtide.profiler.trace import open_trace

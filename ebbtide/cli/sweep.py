@@ -1,4 +1,4 @@
-"""`ebbtide sweep`: many workloads on many machines, under many policies, at many sizes."""
+"""`ebbtide sweep`: replay many workloads on many machines under many policies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from ebbtide.cli.options import count, size
+from ebbtide.cli.options import Force, Json, Plot, Policies, count, size
 from ebbtide.cli.outputs import picture_format
 from ebbtide.cli.sweep_report import progress, tell_best
 
@@ -23,53 +23,49 @@ Value = TypeVar("Value")
 
 
 def sweep(
-    output: Annotated[Path, typer.Option("-o", "--output", help="The table to write, a Parquet file.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Table to write, a Parquet file.")],
     traces: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN.ebb]...", help="Traces, to replay their workloads.")
+        list[Path] | None, typer.Argument(metavar="RUN.ebb...", help="Traces whose workloads are replayed.")
     ] = None,
-    workload: Annotated[
-        list[Path] | None, typer.Option(metavar="W.json", help="A workload file; may be given several times.")
-    ] = None,
+    workload: Annotated[list[Path] | None, typer.Option(metavar="W.json", help="Workload file. Repeatable.")] = None,
     machine: Annotated[
         list[str] | None,
-        typer.Option(metavar="M", help="A machine file or preset; several times.", show_default="each trace's own"),
+        typer.Option(
+            metavar="M", help="Machine file, or name of a preset. Repeatable.", show_default="those of the traces"
+        ),
     ] = None,
-    policy: Annotated[
-        list[str] | None, typer.Option(metavar="P", help="A policy; several times.", show_default="all")
-    ] = None,
+    policy: Policies = None,
     scale_params: Annotated[
         list[str] | None,
         typer.Option(
             metavar="F,...",
-            help="What if there were so many times the parameters: forward and backward take as many times as long, "
-            "and the parameters' own memory is no longer free.",
+            help="Factors for the number of parameters. Forward and backward times grow with it, free memory shrinks.",
         ),
     ] = None,
     free_bytes: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SIZE,...",
-            help="What if so much device memory were free where the iteration leaves least, e.g. 0,20GB: a longer "
-            "sequence, a larger batch. At other times more is free, as it was.",
+            help="Device memory that is free where the iteration leaves least, e.g. 0,20GB.",
         ),
     ] = None,
     subgroup_params: Annotated[
-        list[str] | None, typer.Option(metavar="N,...", help="Parameters of a subgroup, e.g. 1e8,5e8.")
+        list[str] | None, typer.Option(metavar="N,...", help="Parameters per subgroup, e.g. 1e8,5e8.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="A picture as well: .png, .svg or .pdf.")] = None,
+    plot: Plot = None,
     jobs: Annotated[
         int | None,
-        typer.Option(help="Processes at once.", parser=count, metavar="N", show_default="the cores there are"),
+        typer.Option(help="Processes that run at once.", parser=count, metavar="N", show_default="number of cores"),
     ] = None,
     scheduler: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Run on the Dask cluster of this scheduler instead.")
+        str | None, typer.Option(metavar="ADDRESS", help="Run on the Dask cluster of this scheduler.")
     ] = None,
-    force: Annotated[bool, typer.Option(help="Replace the table and the picture if they exist.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    force: Force = False,
+    as_json: Json = False,
 ) -> None:
-    """Replay every workload on every machine under every policy, at every size, into one table.
+    """Replay every workload on every machine under every policy into one table.
 
-    What is finished is kept in a file beside the output: when the sweep is stopped, the same command goes on.
+    A stopped sweep continues when the same command is run again: finished rows are kept in a file beside the output.
     """
     scenarios = _scenarios(scale_params or [], free_bytes or [], subgroup_params or [])
     if not (traces or workload):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbtide.cli.options import Rank, size
+from ebbtide.cli.options import Iterations, Json, MinBytes, Rank, TraceFile, size
 from ebbtide.cli.options import iterations as parse_iterations
 
 if TYPE_CHECKING:
@@ -17,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def windows(
-    trace: Annotated[Path, typer.Argument(metavar="RUN.ebb", help="A trace.")],
-    min_bytes: Annotated[str, typer.Option(help="How much must be free, e.g. 500MB.")] = "1GiB",
-    min_ms: Annotated[float, typer.Option(help="Only windows that last so long.", min=0)] = 0.0,
-    iterations: Annotated[str | None, typer.Option(help="Only these iterations, e.g. 3:6.", show_default="all")] = None,
+    trace: TraceFile,
+    min_bytes: MinBytes = "1GiB",
+    min_ms: Annotated[float, typer.Option(metavar="MS", help="Least length of a window in ms.", min=0)] = 0.0,
+    iterations: Iterations = None,
     rank: Rank = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """When at least so much device memory is free, in which phase, and how idle the link is then."""
+    """Print when device memory is free, in which phase, for how long, and how idle the link is then."""
     least = size(min_bytes)
     span = parse_iterations(iterations) if iterations is not None else None
 

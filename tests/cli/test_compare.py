@@ -18,7 +18,7 @@ from tests.conftest import ebbtide, torch_on_one_thread
 Printed = pytest.CaptureFixture[str]
 # A machine nobody measured, so that these runs need not.
 MACHINE = {"host_memory_bytes_per_s": 1e10, "cpu_update_params_per_s": 5e8, "cpu_cast_params_per_s": 1e9}
-TINY = "--params 2e5 --iterations 3 --link 500MB --machine m.json"
+TINY = "--params 2e5 --iterations 3 --emulate-link 500MB --machine m.json"
 PHASES = ("iteration", "forward", "backward", "update")
 
 
@@ -110,7 +110,7 @@ BAD = [
     ("--policy magic", "there is no policy 'magic'"),
     ("--policy twin-flow", "lacks the share"),
     ("--against magic", "there are torch, deepspeed, torchao"),
-    ("--link fast", "'fast' is not a size"),
+    ("--emulate-link fast", "'fast' is not a size"),
     ("--subgroup-params 0", "at least 1"),
     ("--memory-budget none", "'none' is not a size"),
     ("--policy gpu-only --memory-budget 1KB", "policy gpu-only cannot run here"),

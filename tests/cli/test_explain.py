@@ -138,8 +138,8 @@ def test_findings_stand_in_order_with_their_worth(written: dict[str, Path], caps
     told = text(capsys, "findings", written["troubled"])
     places = [told.index(f"{n}. {f['title']}") for n, f in enumerate(found["findings"], 1)]
     assert places == sorted(places)
-    assert "(worth up to 400.0 ms of 2,240 ms per iteration)" in told
-    assert "they do not add up" in told
+    assert "(potential gain: up to 400.0 ms of 2,240 ms per iteration)" in told
+    assert "Estimated gains overlap; do not add them." in told
     assert "cannot tell" not in told
     well = text(capsys, "findings", written["well"])
     assert "0 findings" in well

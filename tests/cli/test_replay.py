@@ -169,7 +169,7 @@ def test_explanation_and_recommendation_are_printed_and_in_the_object(place: Pat
     assert f"recommended: {found['recommend']['line']}\n" in told
     assert json.dumps(found["recommend"]["deepspeed"]) in told
     assert all(step["mechanism"] in told for step in steps)
-    fits = "--params 1e9 --forward-ms 100 --backward-ms 300 --free 20GB --machine m.json --policy pipelined"
+    fits = "--params 1e9 --forward-ms 100 --backward-ms 300 --free-bytes 20GB --machine m.json --policy pipelined"
     assert "recommended: do not offload: " in text(capsys, f"{fits} --recommend")
 
 
@@ -209,7 +209,7 @@ def test_pictures_and_schedules_are_replaced_with_force(place: Path, capsys: Pri
 
 def test_a_policy_in_a_file_of_ones_own(place: Path, capsys: Printed) -> None:
     try:
-        asked = "--policies own.py --policy own --policy own,half=last --policy twin-flow:0.5,params=pipelined"
+        asked = "--policy-file own.py --policy own --policy own,half=last --policy twin-flow:0.5,params=pipelined"
         found = answer(capsys, f"--workload w.json --machine m.json {asked}")
     finally:
         POLICIES.pop("own", None)
@@ -251,12 +251,12 @@ BAD = [
         "the share on the CPU is '3'; it must be a number from 0",
     ),
     ("--workload w.json --machine m.json --policy pipelined --policy twin-flow", "lacks the share"),
-    ("--workload w.json --machine m.json --policies nowhere.py", "is not a Python file that registers policies"),
-    ("--workload w.json --machine m.json --policies w.json", "is not a Python file that registers policies"),
-    (f"--workload w.json --machine m.json --policies {'x' * 300}.py", "is not a Python file"),
-    ("--workload w.json --machine m.json --policies broken.py", "broken.py cannot be run: ZeroDivisionError"),
+    ("--workload w.json --machine m.json --policy-file nowhere.py", "is not a Python file that registers policies"),
+    ("--workload w.json --machine m.json --policy-file w.json", "is not a Python file that registers policies"),
+    (f"--workload w.json --machine m.json --policy-file {'x' * 300}.py", "is not a Python file"),
+    ("--workload w.json --machine m.json --policy-file broken.py", "broken.py cannot be run: ZeroDivisionError"),
     (
-        "--workload w.json --machine m.json --policies unsound.py --policy own",
+        "--workload w.json --machine m.json --policy-file unsound.py --policy own",
         "unsound.py: policy own: subgroup 10 is n",
     ),
     (
@@ -274,7 +274,7 @@ BAD = [
     ("--workload w.json --machine negative.json --plot new.png --save new", "h2d_bytes_per_s is -1"),
     ("--params 0 --machine m.json", "at least 1"),
     ("--params many --machine m.json", "'many' is not a count"),
-    ("--params 1e9 --free much --machine m.json", "'much' is not a size"),
+    ("--params 1e9 --free-bytes much --machine m.json", "'much' is not a size"),
     ("--params 1e9 --backward-ms inf --machine m.json", "backward_s is inf"),
 ]
 
