@@ -16,8 +16,6 @@ import gzip
 import json
 import multiprocessing
 import os
-import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -26,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tables import spread
+from tables import machine_line, spread
 
 HTA = """
 import sys
@@ -116,10 +114,8 @@ def events_of(file: Path) -> int:
 
 
 def machine(hta_python: str) -> str:
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     hta = subprocess.run([hta_python, "-c", HTA_VERSION], capture_output=True, text=True, check=True).stdout.strip()
-    name = cpu.group(1) if cpu else platform.machine()
-    return f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, HolisticTraceAnalysis {hta}"
+    return f"{machine_line()}, HolisticTraceAnalysis {hta}"
 
 
 def row(file: Path, taken: dict[str, list[tuple[float, float]]]) -> str:

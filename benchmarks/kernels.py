@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -23,10 +21,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-from tables import spread
+from tables import machine_line, spread
 
 OURS, TORCH, DEEPSPEED, MEMORY = "ebbtide", "torch", "DeepSpeed", "memory"
 # Read and written by one pass, a parameter.
@@ -149,14 +146,12 @@ def run(name: str, python: str, args: argparse.Namespace) -> dict[str, float] | 
 
 
 def machine(deepspeed_python: str) -> str:
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     code = "from importlib.metadata import version; print(version('deepspeed'), 'with torch', version('torch'))"
     there = subprocess.run([deepspeed_python, "-c", code], capture_output=True, text=True, check=False)
     other = f", DeepSpeed {there.stdout.strip()}" if there.returncode == 0 else ""
     import torch
 
-    name = cpu.group(1) if cpu else platform.machine()
-    return f"{name}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}{other}"
+    return f"{machine_line()}, torch {torch.__version__}{other}"
 
 
 def main() -> None:

@@ -9,8 +9,6 @@ ratios of the median step time (the script's own clock, its first steps left out
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import re
 import statistics
 import subprocess
@@ -19,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tables import spread
+from tables import machine_line, spread
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
 STEP = re.compile(r"^step .*?([\d.]+) ms$", re.MULTILINE)
@@ -77,10 +75,8 @@ def compare(job: list[str], rounds: int) -> dict[str, list[float]]:
 def machine() -> str:
     import torch
 
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
-    name = cpu.group(1) if cpu else platform.machine()
-    return f"{name}, {os.cpu_count()} cores{gpu}, torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{machine_line()}{gpu}, torch {torch.__version__}"
 
 
 def main() -> None:

@@ -12,9 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -23,6 +20,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+from tables import machine_line
 
 from ebbtide.interleave.inputs import preset
 from ebbtide.interleave.policies import make_plan
@@ -111,11 +110,6 @@ def whole(command: Sequence[str], rounds: int) -> list[float]:
     return seconds(lambda: subprocess.run(command, check=True, capture_output=True), rounds)
 
 
-def machine() -> str:
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    return f"{cpu.group(1) if cpu else platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-
-
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--rounds", type=int, default=5)
@@ -123,7 +117,7 @@ def main() -> None:
     flags.add_argument("--limit", type=float, default=60.0)
     flags.add_argument("--policy", action="append", dest="policies")
     args = flags.parse_args()
-    print(f"{time.strftime('%Y-%m-%d')}, {machine()}, {args.rounds} rounds: median (least to most) in ms\n")
+    print(f"{time.strftime('%Y-%m-%d')}, {machine_line()}, {args.rounds} rounds: median (least to most) in ms\n")
     sizes = sorted(args.subgroups)
     print(f"| plan and simulate | {' | '.join(f'{size:,} subgroups' for size in sizes)} | grows with exponent |")
     print("|" + " --- |" * (len(sizes) + 2))

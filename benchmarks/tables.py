@@ -1,9 +1,13 @@
-"""Markdown."""
+"""Markdown tables, and the line that says on which machine they were made."""
 
 from __future__ import annotations
 
+import os
+import platform
+import re
 import statistics
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 
 def percent(predicted: float, measured: float) -> str:
@@ -20,3 +24,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for cells in (head, ["---"] * len(head), *rows):
         print(f"| {' | '.join(cells)} |", flush=True)
     print()
+
+
+def machine_line() -> str:
+    """Processor, cores that this process may use, and Python's version."""
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    name = cpu.group(1) if cpu else platform.machine()
+    return f"{name}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"

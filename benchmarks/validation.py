@@ -9,16 +9,12 @@ docs/validation.md.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import re
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from gains import gains, speed_up
 from published import Job, jobs, of
-from tables import percent, table
+from tables import machine_line, percent, table
 
 GB = 1e9
 
@@ -84,11 +80,6 @@ def blocking(job: Job) -> None:
         )
     head = "run | d2h pageable, GB/s, from the others | backward, s | simulated | error | update, s | simulated | error"
     table(head.split(" | "), rows)
-
-
-def machine_line() -> str:
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    return f"{cpu.group(1) if cpu else platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
 def main() -> None:

@@ -1,0 +1,85 @@
+"""Draw the pictures of README and docs from the traces in `traces/`.
+
+    python docs/pictures.py [-o docs/pictures]
+
+Every picture is the output of an ebbtide command. The one of the report is a screenshot by a headless Chromium, and is
+left as it is if none is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ebbtide.cli import run
+
+ROOT = Path(__file__).parents[1]
+TRACES = ROOT / "traces"
+BLOCKING, INTERLEAVED = TRACES / "h100-20b-blocking.ebb", TRACES / "h100-20b-interleaved-2.ebb"
+THREE_POLICIES = [TRACES / f"h100-20b-{kind}.ebb" for kind in ("blocking", "async", "interleaved-2")]
+# Picture -> the command that draws it, without its output.
+COMMANDS: dict[str, list[str | Path]] = {
+    "memory-and-link.png": ["plot", INTERLEAVED, "--iterations", "4:7", "-o"],
+    "windows.png": ["plot", INTERLEAVED, "--kind", "windows", "--iterations", "4:6", "-o"],
+    "three-policies.png": ["plot", *THREE_POLICIES, "--kind", "memory", "--iterations", "4:6", "-o"],
+    "policies.png": ["replay", TRACES / "a100-13b-async.ebb", "--machine", "a100-40gb-published", "--plot"],
+}
+REPORT = "report.png"
+REPORT_SIZE = "1180,1090"
+
+
+def draw(folder: Path) -> list[Path]:
+    """Draw all pictures into a folder. Returns those that were drawn."""
+    pictures = []
+    for name, words in COMMANDS.items():
+        path = folder / name
+        status = run([*map(str, words), str(path), "--force"])
+        if status:
+            raise SystemExit(status)
+        pictures.append(path)
+    if screenshot(folder / REPORT):
+        pictures.append(folder / REPORT)
+    return pictures
+
+
+def screenshot(path: Path) -> bool:
+    """Draw the top of the report of the H100 run. Returns whether a Chromium was there to do so."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        print("no Chromium is installed: the picture of the report is left as it is", file=sys.stderr)
+        return False
+    with tempfile.TemporaryDirectory() as scratch:
+        page = Path(scratch) / "report.html"
+        status = run(["report", str(BLOCKING), "--rank", "0", "-o", str(page)])
+        if status:
+            raise SystemExit(status)
+        options = [
+            "--headless",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--no-first-run",
+            f"--user-data-dir={scratch}/user",
+        ]
+        options += ["--disable-background-networking", "--disable-sync", "--disable-component-update"]
+        if os.geteuid() == 0:
+            options.append("--no-sandbox")
+        # The timeline is drawn by a script after the page has loaded.
+        shot = [f"--screenshot={path}", f"--window-size={REPORT_SIZE}", "--virtual-time-budget=10000"]
+        subprocess.run([browser, *options, *shot, page.as_uri()], check=True, capture_output=True, timeout=120)
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent / "pictures")
+    for path in draw(parser.parse_args().output):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""README and docs: links resolve, commands exist, pictures are those that the script draws."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ebbtide.cli import COMMANDS, run
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "traces" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+
+
+@pytest.fixture(scope="module")
+def pictures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links__lead_to_files_of_the_project(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands__that_pages_name_exist(page: Path) -> None:
+    known = {command for group in COMMANDS.values() for command in group}
+    named = re.findall(r"(?:^\$ |`)ebbtide ([a-z][a-z-]+)", page.read_text(), re.MULTILINE)
+    assert set(named) <= known
+
+
+def test_readme__names_every_command() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [name for group in COMMANDS.values() for name in group if f"ebbtide {name}" not in text] == []
+
+
+def test_help__shows_commands_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    places = [next(n for n, line in enumerate(lines) if f"─ {heading} ─" in line) for heading in COMMANDS]
+    assert places == sorted(places)
+    for heading, start in zip(COMMANDS, places, strict=True):
+        panel = lines[start : next(n for n in range(start, len(lines)) if lines[n].startswith("╰"))]
+        for name in COMMANDS[heading]:
+            assert any(line.startswith(f"│ {name} ") for line in panel)
+
+
+def test_pictures__are_those_that_the_script_draws(pictures: ModuleType, tmp_path: Path) -> None:
+    from matplotlib.testing.compare import compare_images
+
+    for name, words in pictures.COMMANDS.items():
+        assert run([*map(str, words), str(tmp_path / name)]) == 0
+        assert compare_images(str(ROOT / "docs" / "pictures" / name), str(tmp_path / name), tol=1.0) is None
