@@ -30,7 +30,7 @@ COMMANDS: dict[str, list[str | Path]] = {
     "policies.png": ["replay", TRACES / "a100-13b-async.ebb", "--machine", "a100-40gb-published", "--plot"],
 }
 REPORT = "report.png"
-REPORT_SIZE = "1180,1090"
+REPORT_SIZE = "1180,1100"
 
 
 def draw(folder: Path) -> list[Path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import io
 import os
 import random
 import shutil
@@ -17,7 +18,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,16 @@ def ebbtide(*arguments: str | Path, cwd: Path | None = None, env: dict[str, str]
     """Run the command as a user would."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     return run_process([sys.executable, "-m", "ebbtide", *arguments], cwd=cwd, env=environment)
+
+
+def ebbtide_in_process(*arguments: str | Path, cwd: Path | None = None) -> Run:
+    """Run the command in this process: for tests of what it prints, where a process of its own would only cost time."""
+    from ebbtide.cli import run
+
+    out, err = io.StringIO(), io.StringIO()
+    with chdir(cwd or Path.cwd()), redirect_stdout(out), redirect_stderr(err):
+        status = run([str(argument) for argument in arguments])
+    return Run(arguments, status, out.getvalue(), err.getvalue())
 
 
 def shared_folder(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], None]) -> Path:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "traces"
 TRACES = sorted(FOLDER.glob("*.ebb"))
 PUBLISHED = ROOT.parent / "shared" / "published"
-SHOWN = {"h100-20b-blocking", "h100-20b-interleaved-2", "a100-13b-async", "a100-torch-profiler"}
+SHOWN = {"h100-20b-interleaved-2", "a100-13b-async", "a100-torch-profiler"}
 every_trace = pytest.mark.parametrize("trace", TRACES, ids=lambda path: path.stem)
 # The others differ in their figures, not in what they hold.
 one_of_each_kind = pytest.mark.parametrize(

@@ -18,8 +18,8 @@ _LEAST_SHARE = 0.02
 _RULE = "blocking-gradients"
 _TITLE = "The backward waits while gradients are copied to the host"
 _ADVICE = (
-    "let the gradients go down asynchronously, beside the backward (DeepSpeed does so by default from 0.19.5; pinned "
-    "host buffers are needed)"
+    "copy gradients to the host asynchronously, overlapped with the backward (DeepSpeed does so by default from "
+    "0.19.5; it needs pinned host buffers)"
 )
 
 

@@ -57,7 +57,7 @@ def cpu_bound_update(study: Study) -> Finding | Unknown | None:
         "The update waits for the CPU while the link is idle",
         worth,
         tuple(evidence),
-        "update part of the subgroups on the GPU: keep their state there where memory is free, copy other state in and out",
+        "update part of the subgroups on the GPU: keep their state there if memory is free, else copy it in and out",
     )
 
 

@@ -136,6 +136,7 @@ def test_the_wheel_zooms_where_it_turns_and_reset_brings_all_back(chrome: Chrome
     assert wait(chrome, lambda: x_range(chrome) == whole)
 
 
+@pytest.mark.slow
 def test_a_drag_pans_and_with_the_other_tool_zooms_into_a_box(chrome: Chrome, shown: Any) -> None:
     shown(trained().build())
     timeline(chrome)
@@ -192,6 +193,7 @@ def test_the_readout_tells_time_and_value_of_every_line(chrome: Chrome, shown: A
     assert told().split("at ")[1].startswith("43.")
 
 
+@pytest.mark.slow
 def test_a_line_is_hidden_by_its_name(chrome: Chrome, shown: Any) -> None:
     shown(trained().build())
     visible = "return [...Bokeh.documents[0].all_models].find((m) => m.name === 'memory/allocated').visible"
@@ -236,6 +238,7 @@ def test_tables_sort_by_mouse_and_keys_figures_as_figures(chrome: Chrome, shown:
     assert [head.get_attribute("aria-sort") for head in heads] == ["ascending"] + ["none"] * (len(heads) - 1)
 
 
+@pytest.mark.slow
 def test_a_dark_page_has_a_dark_timeline(chrome: Chrome, shown: Any) -> None:
     shown(trained().build())
     colors = FIGURE + (
@@ -257,6 +260,7 @@ def test_a_dark_page_has_a_dark_timeline(chrome: Chrome, shown: Any) -> None:
     assert brightness(light[1]) < 3 * 128 < brightness(dark[1])
 
 
+@pytest.mark.slow
 def test_nothing_is_wider_than_a_narrow_screen(chrome: Chrome, shown: Any) -> None:
     shown(with_copies(trained(ranks=2)).build())
     screen = {"width": 400, "height": 800, "deviceScaleFactor": 2, "mobile": False}
@@ -270,6 +274,7 @@ def test_nothing_is_wider_than_a_narrow_screen(chrome: Chrome, shown: Any) -> No
         chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.slow
 def test_it_prints_with_its_timeline_and_without_its_buttons(chrome: Chrome, shown: Any) -> None:
     shown(trained().build())
     scaled = (

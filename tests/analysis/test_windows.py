@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ebbtide.analysis.windows import Window, find_windows
 from ebbtide.profiler.trace import Trace, TraceBuilder, TraceError
-from tests.conftest import ebbtide
+from tests.conftest import ebbtide, ebbtide_in_process
 
 MS = 1_000_000
 CAPACITY = 100
@@ -291,9 +291,9 @@ def test_the_command_prints_tables_and_json(tmp_path: Path) -> None:
             "streamed_params",
         )
     }
-    table = ebbtide("windows", path, "--min-bytes", "2.5GiB").stdout
+    table = ebbtide_in_process("windows", path, "--min-bytes", "2.5GiB").stdout
     assert "update" in table
     assert "forward" not in table
-    assert "never" in ebbtide("windows", path, "--min-bytes", "1TB").stdout
-    refused = ebbtide("windows", path, "--min-bytes", "some")
+    assert "never" in ebbtide_in_process("windows", path, "--min-bytes", "1TB").stdout
+    refused = ebbtide_in_process("windows", path, "--min-bytes", "some")
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)

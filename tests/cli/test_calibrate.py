@@ -17,7 +17,7 @@ from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulate import simulate
 from ebbtide.interleave.workload import Workload
 from ebbtide.profiler.trace import TraceBuilder
-from tests.conftest import Run, ebbtide
+from tests.conftest import Run, ebbtide, ebbtide_in_process
 
 HOST = ("host_memory_bytes", "host_memory_bytes_per_s", "cpu_update_params_per_s", "cpu_cast_params_per_s")
 CARD = ("h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s", "gpu_update_params_per_s", "step_overhead_s")
@@ -173,12 +173,12 @@ def test_a_machine_is_fitted_from_traces_alone(tmp_path: Path) -> None:
     assert set(told["unidentified"]) <= set(told["uncertainty"])
     assert "measured" not in found
 
-    run = ebbtide("calibrate", *given, "--force", cwd=tmp_path)
+    run = ebbtide_in_process("calibrate", *given, "--force", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert "these traces do not tell" in run.stdout
     assert "interleaved:5@1,grads=async" in run.stdout
     assert f"ebbtide replay {traces[0]} --machine fitted.json" in run.stderr
-    replayed = ebbtide(
+    replayed = ebbtide_in_process(
         "replay", traces[0], "--machine", "fitted.json", "--policy", "interleaved:3", "--json", cwd=tmp_path
     )
     assert replayed.returncode == 0, replayed.stderr
@@ -190,7 +190,7 @@ def test_traces_of_one_name_are_told_apart(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         paths.append(trace(tmp_path / folder, "run", **offload))
     out = tmp_path / "m.json"
-    run = ebbtide("calibrate", "--from-trace", paths[0], "--from-trace", paths[1], "-o", out)
+    run = ebbtide_in_process("calibrate", "--from-trace", paths[0], "--from-trace", paths[1], "-o", out)
     assert run.returncode == 0, run.stderr
     assert list(load_machine(out).more["fit"]["residuals"]) == [str(path) for path in paths]
 
@@ -209,14 +209,17 @@ def test_bad_input_gets_one_line_and_nothing_is_written(tmp_path: Path) -> None:
     large = trace(tmp_path, "large", ratio=1.0)
     (tmp_path / "taken.json").write_text("kept")
     before = sorted(tmp_path.iterdir())
-    refused(ebbtide("calibrate", "--from-trace", plain, cwd=tmp_path), "plain.ebb does not tell how it was offloaded")
-    refused(ebbtide("calibrate", "--from-trace", tmp_path / "none.ebb", cwd=tmp_path), "none.ebb")
+    refused(
+        ebbtide_in_process("calibrate", "--from-trace", plain, cwd=tmp_path),
+        "plain.ebb does not tell how it was offloaded",
+    )
+    refused(ebbtide_in_process("calibrate", "--from-trace", tmp_path / "none.ebb", cwd=tmp_path), "none.ebb")
     two = ("--from-trace", small, "--from-trace", large)
-    refused(ebbtide("calibrate", *two, cwd=tmp_path), "GPUs of different size (40.00 GiB, 80.00 GiB)")
-    refused(ebbtide("calibrate", "--from-trace", large, "--ranks", "2", cwd=tmp_path), "--ranks")
-    refused(ebbtide("calibrate", "-o", "taken.json", cwd=tmp_path), "taken.json exists already")
-    refused(ebbtide("calibrate", "-o", "no/where.json", cwd=tmp_path), "no/where.json")
+    refused(ebbtide_in_process("calibrate", *two, cwd=tmp_path), "GPUs of different size (40.00 GiB, 80.00 GiB)")
+    refused(ebbtide_in_process("calibrate", "--from-trace", large, "--ranks", "2", cwd=tmp_path), "--ranks")
+    refused(ebbtide_in_process("calibrate", "-o", "taken.json", cwd=tmp_path), "taken.json exists already")
+    refused(ebbtide_in_process("calibrate", "-o", "no/where.json", cwd=tmp_path), "no/where.json")
     for option, value in (("--ranks", "0"), ("--seconds", "0"), ("--seconds", "soon")):
-        refused(ebbtide("calibrate", option, value, cwd=tmp_path), option)
+        refused(ebbtide_in_process("calibrate", option, value, cwd=tmp_path), option)
     assert sorted(tmp_path.iterdir()) == before
     assert (tmp_path / "taken.json").read_text() == "kept"

@@ -13,7 +13,7 @@ from ebbtide.cli.diff import headline
 from ebbtide.profiler.trace import Trace, open_trace
 from tests.analysis.test_diff import made, trained
 from tests.cli.test_bad_input import contents, refused
-from tests.conftest import ebbtide
+from tests.conftest import ebbtide, ebbtide_in_process
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_json_is_the_comparison_and_nothing_else(place: Path) -> None:
 
 
 def test_people_read_the_largest_change_first(place: Path) -> None:
-    run = ebbtide("diff", "a.ebb", "b.ebb", cwd=place)
+    run = ebbtide_in_process("diff", "a.ebb", "b.ebb", cwd=place)
     assert (run.returncode, run.stderr) == (0, "")
     lines = [line.strip() for line in run.stdout.splitlines()]
     assert lines[0] == "A: a.ebb, 5 counted iterations"
@@ -46,7 +46,7 @@ def test_people_read_the_largest_change_first(place: Path) -> None:
     assert bytes_text(700) in rows["peak device"]
     assert "'a [/b].py'" in rows["command"]
     assert "model.params" not in run.stdout
-    same = ebbtide("diff", "a.ebb", "a.ebb", cwd=place)
+    same = ebbtide_in_process("diff", "a.ebb", "a.ebb", cwd=place)
     assert "No time differs by more than the spread" in same.stdout
     assert "Not the same" not in same.stdout
 
@@ -72,5 +72,5 @@ def test_the_headline(a: Trace, b: Trace, says: str) -> None:
 )
 def test_bad_input_is_one_line(place: Path, line: str, says: str) -> None:
     before = contents(place)
-    assert says in refused(ebbtide(*line.split(), cwd=place))
+    assert says in refused(ebbtide_in_process(*line.split(), cwd=place))
     assert contents(place) == before

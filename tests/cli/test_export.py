@@ -17,7 +17,7 @@ import pytest
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.trace_event_file import check
 from tests.cli.test_bad_input import contents, refused
-from tests.conftest import Recorded, ebbtide
+from tests.conftest import Recorded, ebbtide, ebbtide_in_process
 
 JOB = """
     import torch
@@ -66,10 +66,10 @@ def test_a_recorded_job_opens_in_perfetto_and_in_pandas(record: Callable[..., Re
 
 
 def test_force_replaces_what_stands(place: Path) -> None:
-    assert ebbtide("export", "a.ebb", "-o", "file.json", "--force", cwd=place).returncode == 0
+    assert ebbtide_in_process("export", "a.ebb", "-o", "file.json", "--force", cwd=place).returncode == 0
     check((place / "file.json").read_text())
     for format in ("csv", "parquet"):
-        run = ebbtide("tables", "a.ebb", "-o", "out", "--format", format, "--force", cwd=place)
+        run = ebbtide_in_process("tables", "a.ebb", "-o", "out", "--format", format, "--force", cwd=place)
         assert (run.returncode, run.stdout) == (0, "")
         assert "no table of windows" in run.stderr
         assert (place / "out" / f"link.{format}").exists()
@@ -101,7 +101,7 @@ def test_force_replaces_what_stands(place: Path) -> None:
 )
 def test_bad_input_is_one_line_and_writes_nothing(place: Path, line: str, says: str) -> None:
     before = contents(place)
-    assert says in refused(ebbtide(*line.split(), cwd=place))
+    assert says in refused(ebbtide_in_process(*line.split(), cwd=place))
     assert contents(place) == before
 
 

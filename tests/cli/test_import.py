@@ -12,7 +12,7 @@ import pytest
 from ebbtide.cli import run
 from ebbtide.profiler.trace import open_trace
 from tests.cli.test_bad_input import contents, refused
-from tests.conftest import Run, ebbtide
+from tests.conftest import Run, ebbtide, ebbtide_in_process
 
 DATA = Path(__file__).parents[1] / "profiler" / "importers" / "data"
 PUBLISHED = Path(__file__).parents[3] / "shared" / "published" / "deep-optimizer-states" / "h100-20B"
@@ -88,7 +88,9 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 
 def test_a_bad_file_ends_the_command_with_2(place: Path) -> None:
-    assert "turn on wall_clock_breakdown" in refused(ebbtide("import", "quiet.log", "-o", "x.ebb", cwd=place))
+    assert "turn on wall_clock_breakdown" in refused(
+        ebbtide_in_process("import", "quiet.log", "-o", "x.ebb", cwd=place)
+    )
 
 
 def test_a_log_from_import_to_windows(place: Path) -> None:
@@ -98,18 +100,18 @@ def test_a_log_from_import_to_windows(place: Path) -> None:
     assert [note.removeprefix("ebbtide: ") for note in notes] == open_trace(place / "x.ebb").notes
     assert "x.ebb" in last
     assert "summary" in last
-    summary = json.loads(ebbtide("summary", "x.ebb", "--json", cwd=place).stdout)
+    summary = json.loads(ebbtide_in_process("summary", "x.ebb", "--json", cwd=place).stdout)
     assert (summary["iterations"], summary["warmup_iterations"], summary["ranks"]) == (2, 0, 2)
     assert summary["memory"]["pool"] == "allocated"
     assert summary["memory"]["capacity_bytes"] is None
     for phase in summary["phases"]:
         assert phase["min_free_bytes"] is phase["h2d_bytes"] is phase["d2h_bytes"] is None
     assert summary["transfers"] == {way: {"count": None, "bytes": None, "busy_ms": None} for way in ("h2d", "d2h")}
-    assert "import takes --capacity" in refused(ebbtide("windows", "x.ebb", "--json", cwd=place))
+    assert "import takes --capacity" in refused(ebbtide_in_process("windows", "x.ebb", "--json", cwd=place))
     # With what the user knows there are windows: of rank 0, whose memory the log tells, and no other's.
-    again = ebbtide("import", "run.log", "-o", "x.ebb", "--capacity", "1GiB", "--force", cwd=place)
+    again = ebbtide_in_process("import", "run.log", "-o", "x.ebb", "--capacity", "1GiB", "--force", cwd=place)
     assert "capacity" not in again.stderr
-    windows = json.loads(ebbtide("windows", "x.ebb", "--json", "--min-bytes", "500MiB", cwd=place).stdout)
+    windows = json.loads(ebbtide_in_process("windows", "x.ebb", "--json", "--min-bytes", "500MiB", cwd=place).stdout)
     assert windows["capacity_bytes"] == 2**30
     assert {w["rank"] for w in windows["windows"]} == {0}
     assert {w["iteration"] for w in windows["windows"]} == {0, 1}
@@ -155,5 +157,5 @@ def test_a_published_run_from_import_to_windows(tmp_path: Path, command: Callabl
 
 
 def test_help_tells_the_options() -> None:
-    shown = ebbtide("import", "--help").stdout
+    shown = ebbtide_in_process("import", "--help").stdout
     assert all(word in shown for word in ("SOURCE...", "--format", "--capacity", "--link", "--force"))

@@ -10,7 +10,7 @@ import pytest
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.pictures import GPU, LINKED, MIB, train
 from tests.cli.test_bad_input import refused
-from tests.conftest import ebbtide
+from tests.conftest import ebbtide, ebbtide_in_process
 
 SIGNATURES = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
@@ -33,14 +33,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", ["both", "memory", "link", "windows"])
 def test_every_kind_is_drawn_in_every_format(place: Path, kind: str, format: str) -> None:
     output = f"{kind}.{format}"
-    run = ebbtide("plot", "run.ebb", "-o", output, "--kind", kind, "--min-bytes", "45MiB", cwd=place)
+    run = ebbtide_in_process("plot", "run.ebb", "-o", output, "--kind", kind, "--min-bytes", "45MiB", cwd=place)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", f"ebbtide: {output}\n")
     assert (place / output).read_bytes().startswith(SIGNATURES[format])
 
 
 def test_options_reach_the_picture(place: Path) -> None:
     chosen = ("--rank", "1", "--iterations", "1:3", "--kind", "windows", "--min-bytes", "41MiB")
-    assert ebbtide("plot", "run.ebb", "-o", "chosen.SVG", *chosen, cwd=place).returncode == 0
+    assert ebbtide_in_process("plot", "run.ebb", "-o", "chosen.SVG", *chosen, cwd=place).returncode == 0
     # Text is drawn as outlines; what it says stands in comments.
     said = re.findall(r"<!-- (.*?) -->", (place / "chosen.SVG").read_text())
     assert {"rank 1 · a GPU", "1", "2", "≥ 41.00 MiB free"} <= set(said)
@@ -50,12 +50,12 @@ def test_options_reach_the_picture(place: Path) -> None:
 
 def test_a_picture_is_replaced_only_when_forced(place: Path) -> None:
     (place / "taken.png").write_text("kept")
-    assert "--force" in refused(ebbtide("plot", "run.ebb", "-o", "taken.png", cwd=place))
+    assert "--force" in refused(ebbtide_in_process("plot", "run.ebb", "-o", "taken.png", cwd=place))
     assert (place / "taken.png").read_text() == "kept"
     assert ebbtide("plot", "run.ebb", "unlinked.ebb", "-o", "taken.png", "--force", cwd=place).returncode == 0
     assert (place / "taken.png").read_bytes().startswith(SIGNATURES["png"])
     (place / "folder.png").mkdir()
-    assert "not a file" in refused(ebbtide("plot", "run.ebb", "-o", "folder.png", "--force", cwd=place))
+    assert "not a file" in refused(ebbtide_in_process("plot", "run.ebb", "-o", "folder.png", "--force", cwd=place))
 
 
 @pytest.mark.parametrize(
@@ -70,5 +70,5 @@ def test_a_picture_is_replaced_only_when_forced(place: Path) -> None:
 )
 def test_what_cannot_be_drawn_is_one_line(place: Path, line: str, says: str) -> None:
     before = sorted(path.name for path in place.iterdir())
-    assert says in refused(ebbtide("plot", *line.split(), cwd=place))
+    assert says in refused(ebbtide_in_process("plot", *line.split(), cwd=place))
     assert sorted(path.name for path in place.iterdir()) == before

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.analysis.report_traces import trained
-from tests.conftest import ebbtide
+from tests.conftest import ebbtide, ebbtide_in_process
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_the_page_is_written_and_named(run: Path) -> None:
 
 
 def test_one_rank_is_drawn_on_request(run: Path) -> None:
-    assert ebbtide("report", "run.ebb", "-o", "run.html", "--rank", "1", cwd=run).returncode == 0
+    assert ebbtide_in_process("report", "run.ebb", "-o", "run.html", "--rank", "1", cwd=run).returncode == 0
     html = (run / "run.html").read_text()
     assert 'data-rank="1"' in html
     assert 'data-rank="0"' not in html
@@ -39,10 +39,10 @@ def test_one_rank_is_drawn_on_request(run: Path) -> None:
 
 def test_a_page_that_stands_is_replaced_only_with_force(run: Path) -> None:
     (run / "run.html").write_text("kept")
-    refused = ebbtide("report", "run.ebb", "-o", "run.html", cwd=run)
+    refused = ebbtide_in_process("report", "run.ebb", "-o", "run.html", cwd=run)
     assert (refused.returncode, (run / "run.html").read_text()) == (2, "kept")
     assert "--force" in refused.stderr
-    assert ebbtide("report", "run.ebb", "-o", "run.html", "--force", cwd=run).returncode == 0
+    assert ebbtide_in_process("report", "run.ebb", "-o", "run.html", "--force", cwd=run).returncode == 0
     assert (run / "run.html").read_text().startswith("<!doctype html>")
 
 
@@ -60,7 +60,7 @@ def test_a_page_that_stands_is_replaced_only_with_force(run: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(run: Path, line: str, says: str) -> None:
-    refused = ebbtide("report", *line.split(), cwd=run)
+    refused = ebbtide_in_process("report", *line.split(), cwd=run)
     assert (refused.returncode, refused.stdout) == (2, "")
     (message,) = refused.stderr.splitlines()
     assert says in message

@@ -163,10 +163,9 @@ def test_phases_agree_with_deepspeeds_own_timers(name: str, runs: dict[str, Run]
     assert len(theirs) == len(ours) == STEPS
     for phase in ("forward", "backward", "update"):
         expected = theirs[phase].median()
-        # A fault of the recorder shows in every iteration. What the scheduler puts between two readings of a clock on a
-        # busy machine does not, so the second smallest of the five differences counts.
-        off = np.quantile(np.abs(ours[phase].to_numpy() - theirs[phase].to_numpy()), 0.25)
-        assert off <= max(0.03 * expected, 1.0), phase
+        off = np.median(np.abs(ours[phase].to_numpy() - theirs[phase].to_numpy()))
+        # A phase is the whole call; DeepSpeed starts its timer some Python later: 0.2 to 1.1 ms on a slow core.
+        assert off <= max(0.03 * expected, 2.0), phase
 
 
 @pytest.mark.parametrize("name", NAMES)

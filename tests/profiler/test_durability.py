@@ -154,6 +154,7 @@ def test_max_size_ends_the_recording_and_not_the_job(record: Record) -> None:
     assert 5 < len(recorded.phases()) < 300
 
 
+@pytest.mark.slow
 def test_the_iteration_agrees_with_the_scripts_own_clock(record: Record) -> None:
     recorded = record(ENDLESS.replace("10**6", "30"))
     own = [float(line.split()[1]) for line in recorded.run.stdout.splitlines()]

@@ -70,9 +70,7 @@ def test_a_signal_that_ends_the_job_is_passed_on(number: int, record: Record) ->
     assert len(recorded.phases()) == 4
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", slow([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], but=[signal.SIGTERM]))
 def test_a_signal_to_the_profiler_reaches_the_job(number: signal.Signals, tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(
@@ -171,6 +169,7 @@ def test_an_isolated_python_is_recorded_where_ebbtide_is_installed(flag: str, re
     assert len(recorded.phases()) == 4
 
 
+@pytest.mark.slow
 def test_a_job_that_sets_pythonpath_itself_is_recorded(record: Record, tmp_path: Path) -> None:
     (tmp_path / "train.sh").write_text(f'PYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     recorded = record(PRELUDE + PLAIN, launcher=("bash", str(tmp_path / "train.sh")))
@@ -190,6 +189,7 @@ def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin" / "python"
 
 
+@pytest.mark.slow
 def test_another_environment_without_ebbtide_is_recorded(other_python: Path, record: Record) -> None:
     probe = "import importlib.util; assert importlib.util.find_spec('ebbtide') is None\n"
     recorded = record(probe + PRELUDE + PLAIN, launcher=(str(other_python),))

@@ -19,12 +19,7 @@ Record = Callable[..., Recorded]
 # Inductor starts a C++ compiler.
 COMPILED = [name for name in CASES if "compiled" in name and "without a compiler" not in name]
 # A process each. The loops that meet the recorder's start in different states.
-FEW = (
-    "a GradScaler",
-    "the optimizer in the backward",
-    "a compiled model, without a compiler",
-    "optimizer state made before training",
-)
+FEW = ("a GradScaler", "the optimizer in the backward")
 
 TRACE_ALL = """
 import json, sys
