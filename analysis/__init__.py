@@ -1,1 +1,19 @@
-"""Explains a trace: iterations, summaries, windows of free memory, and plots."""
+"""Explains traces: metrics per phase, windows of free memory, findings, plots and reports."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ebbtide.analysis.trace_analysis import TraceAnalysis
+
+__all__ = ["TraceAnalysis"]
+
+
+def __getattr__(name: str) -> Any:
+    # Commands import single modules of this package and should not load all others.
+    if name == "TraceAnalysis":
+        from ebbtide.analysis.trace_analysis import TraceAnalysis
+
+        return TraceAnalysis
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, fields
 from pathlib import Path
 
 import pandas as pd
@@ -14,7 +13,7 @@ from ebbtide.analysis.iterations import PHASES, durations_ms, intervals
 from ebbtide.analysis.output import new_output
 from ebbtide.analysis.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.traffic import DIRECTIONS
-from ebbtide.analysis.windows import Window, find_windows
+from ebbtide.analysis.windows import find_windows
 from ebbtide.profiler.trace import Trace, TraceError
 from ebbtide.profiler.trace.schema import TABLES, frame
 
@@ -22,8 +21,6 @@ FORMATS = ("csv", "parquet")
 # Beside the tables; it tells that the folder is one of ours, and which files in it are.
 _MARK = "tables.json"
 _FORMAT = "ebbtide-tables"
-# What pandas makes of the types of a dataclass.
-_KINDS = {"int": "int64", "int | None": "Int64", "float": "float64", "float | None": "float64", "str | None": "string"}
 
 
 def raw_table(trace: Trace, name: str) -> pd.DataFrame:
@@ -62,9 +59,7 @@ def _iterations(trace: Trace, rank: int, pool: str | None) -> pd.DataFrame:
 def windows_table(trace: Trace, min_bytes: int) -> pd.DataFrame:
     """A row per window with at least `min_bytes` free; the columns are those of `Window`. Raises TraceError where the
     trace has no memory line or no capacity."""
-    found = [asdict(window) for window in find_windows(trace, min_bytes).windows]
-    columns = {field.name: _KINDS[str(field.type)] for field in fields(Window)}
-    return pd.DataFrame(found, columns=list(columns)).astype(columns)
+    return find_windows(trace, min_bytes).to_pandas()
 
 
 def write_tables(trace: Trace, folder: Path, format: str, min_bytes: int, force: bool = False) -> list[str]:

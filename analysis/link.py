@@ -12,6 +12,7 @@ import pandas as pd
 from ebbtide.analysis.devices import link_peak, main_device
 from ebbtide.analysis.iterations import PHASES, counted
 from ebbtide.analysis.phases import link_table
+from ebbtide.analysis.records import to_frame
 from ebbtide.analysis.steps import union_length
 from ebbtide.analysis.traffic import DIRECTIONS, copies, traffic
 from ebbtide.profiler.trace import Trace
@@ -74,6 +75,10 @@ class Link:
     def as_json(self) -> dict[str, Any]:
         """The object that `ebbtide link --json` prints."""
         return asdict(self)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A row per rank, phase and direction, with the fields of `PhaseLink` as columns."""
+        return to_frame(self.phases, PhaseLink)
 
 
 def link_use(trace: Trace, ranks: Sequence[int] | None = None) -> Link:

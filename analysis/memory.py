@@ -11,6 +11,7 @@ import pandas as pd
 
 from ebbtide.analysis.devices import capacity_bytes, main_pool, memory_line
 from ebbtide.analysis.iterations import PHASES, counted, intervals
+from ebbtide.analysis.records import to_frame
 from ebbtide.analysis.steps import Ints, peak_between
 from ebbtide.profiler.trace import Trace
 
@@ -55,6 +56,10 @@ class Memory:
     def as_json(self) -> dict[str, Any]:
         """The object that `ebbtide memory --json` prints."""
         return asdict(self)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A row per rank, phase and pool, with the fields of `PoolUse` as columns."""
+        return to_frame(self.pools, PoolUse)
 
 
 def memory_use(trace: Trace, ranks: Sequence[int] | None = None) -> Memory:

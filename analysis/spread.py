@@ -50,6 +50,11 @@ class Iterations:
         """The object that `ebbtide iterations --json` prints."""
         return asdict(self)
 
+    def to_pandas(self) -> pd.DataFrame:
+        """A row per rank and iteration: milliseconds per phase, and whether medians leave it out (`warmup`)."""
+        columns = ["rank", "iteration", "warmup", *(f"{phase}_ms" for phase in ("iteration", *PHASES))]
+        return pd.DataFrame(self.rows, columns=columns).astype(dict.fromkeys(columns[3:], "float64"))
+
 
 def iterations(trace: Trace, ranks: Sequence[int] | None = None) -> Iterations:
     """Hold the iterations and ranks of a trace against each other; spreads and rows of all ranks or some."""

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import pandas as pd
+
 from ebbtide.analysis.devices import main_pool
 from ebbtide.analysis.iterations import counted
 from ebbtide.analysis.measured_ops import Measured, ResourceUse, SubStep
 from ebbtide.analysis.ops import follow_each_other, op_pieces
+from ebbtide.analysis.records import to_frame
 from ebbtide.profiler.trace import Trace, TraceError
 
 
@@ -28,6 +31,10 @@ class SubSteps:
     def as_json(self) -> dict[str, Any]:
         """The object that `ebbtide steps --json` prints."""
         return asdict(self)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A row per sub-step, with the fields of `SubStep` as columns (of `h2d` and `d2h`: h2d_FIELD, d2h_FIELD)."""
+        return to_frame(self.steps, SubStep)
 
 
 def sub_steps(trace: Trace, ranks: Sequence[int] | None = None, by_subgroup: bool = True) -> SubSteps:

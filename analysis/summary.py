@@ -12,6 +12,7 @@ import pandas as pd
 from ebbtide.analysis.devices import capacity_bytes, first_device, main_pool, memory_line
 from ebbtide.analysis.iterations import PHASES, counted, intervals, median_ms, slowest_times
 from ebbtide.analysis.phases import phase_bytes, phase_peaks
+from ebbtide.analysis.records import to_frame
 from ebbtide.analysis.steps import union_length
 from ebbtide.profiler.trace import Trace
 
@@ -82,6 +83,10 @@ class Summary:
             "memory": memory,
             "remarks": self.remarks,
         }
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A row per phase, with the fields of `PhaseSummary` as columns."""
+        return to_frame(self.phases, PhaseSummary)
 
 
 def summarize(trace: Trace) -> Summary:

@@ -13,6 +13,7 @@ from ebbtide.analysis.devices import capacity_bytes, link_peak, main_device, mai
 from ebbtide.analysis.free import FreeLine, runs
 from ebbtide.analysis.guaranteed import Place, by_place
 from ebbtide.analysis.iterations import intervals
+from ebbtide.analysis.records import to_frame
 from ebbtide.analysis.steps import Floats, Ints
 from ebbtide.analysis.traffic import DIRECTIONS, Traffic, traffic
 from ebbtide.profiler.trace import Trace, TraceError
@@ -59,6 +60,10 @@ class Windows:
     def as_json(self) -> dict[str, Any]:
         """The object that `ebbtide windows --json` prints."""
         return asdict(self)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A row per window, with the fields of `Window` as columns."""
+        return to_frame(self.windows, Window)
 
 
 def find_windows(trace: Trace, min_bytes: int, ranks: Sequence[int] | None = None) -> Windows:

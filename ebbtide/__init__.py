@@ -1,3 +1,23 @@
-"""ebbtide: where device memory and the PCIe link go while a model trains, and what to do with it."""
+"""Profile GPU memory and the PCIe link during training, and run the offload of optimizer state by it.
+
+`open_trace` opens a trace, `ebbtide.analysis.TraceAnalysis` explains it, `ebbtide.profiler.Tracer` records one from a
+script, `ebbtide.interleave.InterleavedAdamW` runs the offloaded optimizer. Importing this module loads nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ebbtide.profiler.trace import Trace, TraceError, open_trace
 
 __version__ = "0.1.0"
+__all__ = ["Trace", "TraceError", "__version__", "open_trace"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Trace", "TraceError", "open_trace"):
+        from ebbtide.profiler import trace
+
+        return getattr(trace, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import pandas as pd
+
+from ebbtide.analysis.records import to_frame
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -40,3 +44,7 @@ class Findings:
     def as_json(self) -> dict[str, Any]:
         """The object that `ebbtide findings --json` prints."""
         return asdict(self)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A row per finding, with the fields of `Finding` as columns."""
+        return to_frame(self.findings, Finding)

@@ -32,6 +32,10 @@ class Trace:
         self._load = load
         self._tables: dict[tuple[int, str], pd.DataFrame] = {}
 
+    def __repr__(self) -> str:
+        state = self.meta.get("state")
+        return f"Trace({str(self.path)!r}, source={self.meta.get('source')!r}, state={state!r}, ranks={self.ranks})"
+
     @property
     def ranks(self) -> list[int]:
         return [entry["rank"] for entry in self.meta["ranks"]]

@@ -1,0 +1,57 @@
+"""Tables from lists of dataclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from typing import Any, get_type_hints
+
+import pandas as pd
+
+# pandas dtype of each type of a dataclass field. Missing integers keep their other digits (`Int64`).
+_DTYPES: dict[Any, str] = {
+    int: "int64",
+    int | None: "Int64",
+    float: "float64",
+    float | None: "float64",
+    bool: "bool",
+    str: "str",
+    str | None: "string",
+}
+
+
+def to_frame(rows: Iterable[Any], kind: type) -> pd.DataFrame:
+    """Make a table of dataclass instances: a row each, a column per field, in the order of the fields.
+
+    A field that is a dataclass itself gives a column per field of it, named FIELD_SUBFIELD. Fields of other types
+    (tuples, lists) are kept as Python objects.
+
+    Args:
+        rows: Instances of `kind`.
+        kind: The dataclass, which names the columns where there are no rows.
+    """
+    dtypes = _dtypes(kind)
+    table = pd.DataFrame([_flat(asdict(row)) for row in rows], columns=list(dtypes))
+    return table.astype({column: dtype for column, dtype in dtypes.items() if dtype is not None})
+
+
+def _dtypes(kind: type) -> dict[str, str | None]:
+    hints = get_type_hints(kind)
+    dtypes: dict[str, str | None] = {}
+    for field in fields(kind):
+        hint = hints[field.name]
+        if hasattr(hint, "__dataclass_fields__"):
+            dtypes |= {f"{field.name}_{name}": dtype for name, dtype in _dtypes(hint).items()}
+        else:
+            dtypes[field.name] = _DTYPES.get(hint)
+    return dtypes
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}_{part}": inner for part, inner in value.items()}
+        else:
+            flat[name] = value
+    return flat

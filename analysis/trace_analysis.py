@@ -1,0 +1,115 @@
+"""The public way to analyse a trace in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ebbtide.profiler.trace import Trace
+
+if TYPE_CHECKING:
+    from ebbtide.analysis.findings import Findings
+    from ebbtide.analysis.link import Link
+    from ebbtide.analysis.memory import Memory
+    from ebbtide.analysis.spread import Iterations
+    from ebbtide.analysis.substeps import SubSteps
+    from ebbtide.analysis.summary import Summary
+    from ebbtide.analysis.windows import Windows
+
+
+class TraceAnalysis:
+    """The figures of one trace, as the commands of the same names print them.
+
+    Medians are over the counted iterations: the first two are left out where there are five or more. What was not
+    recorded is None. Every result is a frozen dataclass with `as_json()`, the object that the command prints with
+    `--json`, and `to_pandas()`, its main table.
+
+    Example:
+        >>> analysis = TraceAnalysis(ebbtide.open_trace("run.ebb"))
+        >>> analysis.windows(min_bytes=4 * 2**30, ranks=[0]).to_pandas()
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        """Take a trace, from `ebbtide.open_trace` or from an importer. Nothing is computed yet."""
+        self.trace = trace
+
+    def __repr__(self) -> str:
+        return f"TraceAnalysis({self.trace!r})"
+
+    def summary(self) -> Summary:
+        """Time, memory and link use of each phase."""
+        from ebbtide.analysis.summary import summarize
+
+        return summarize(self.trace)
+
+    def windows(self, min_bytes: int = 2**30, ranks: Sequence[int] | None = None) -> Windows:
+        """Windows of free device memory.
+
+        Args:
+            min_bytes: Least free memory of a window, bytes.
+            ranks: Ranks to look at; None: all.
+
+        Raises:
+            TraceError: No memory or no capacity was recorded, or a rank is not in the trace.
+        """
+        from ebbtide.analysis.windows import find_windows
+
+        return find_windows(self.trace, min_bytes, ranks)
+
+    def memory(self, ranks: Sequence[int] | None = None) -> Memory:
+        """Every memory pool in each phase, and the differences between pools.
+
+        Args:
+            ranks: Ranks to look at; None: all.
+
+        Raises:
+            TraceError: A rank is not in the trace.
+        """
+        from ebbtide.analysis.memory import memory_use
+
+        return memory_use(self.trace, ranks)
+
+    def link(self, ranks: Sequence[int] | None = None) -> Link:
+        """Bytes, rates and busy time of the link, per phase and direction.
+
+        Args:
+            ranks: Ranks to look at; None: all.
+
+        Raises:
+            TraceError: A rank is not in the trace.
+        """
+        from ebbtide.analysis.link import link_use
+
+        return link_use(self.trace, ranks)
+
+    def findings(self) -> Findings:
+        """Causes that hold the job back, with evidence and potential gain, the largest gain first."""
+        from ebbtide.analysis.findings import find
+
+        return find(self.trace)
+
+    def iterations(self, ranks: Sequence[int] | None = None) -> Iterations:
+        """Milliseconds of every iteration and phase, and how they spread over iterations and ranks.
+
+        Args:
+            ranks: Ranks to look at; None: all.
+
+        Raises:
+            TraceError: A rank is not in the trace.
+        """
+        from ebbtide.analysis.spread import iterations
+
+        return iterations(self.trace, ranks)
+
+    def substeps(self, ranks: Sequence[int] | None = None) -> SubSteps:
+        """Sub-steps of the update of a DeepSpeed job or of a simulated schedule.
+
+        Args:
+            ranks: Ranks to look at; None: all.
+
+        Raises:
+            TraceError: The trace has no sub-steps, or a rank is not in it.
+        """
+        from ebbtide.analysis.substeps import sub_steps
+
+        return sub_steps(self.trace, ranks)

@@ -1,0 +1,91 @@
+"""TraceAnalysis: the figures of the commands, as dataclasses and tables."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import ebbtide
+from ebbtide.analysis import TraceAnalysis
+from tests.conftest import ebbtide_in_process
+
+RUN = Path(__file__).parents[2] / "traces" / "h100-20b-blocking.ebb"
+# Method -> the command that prints the same, and its list that `to_pandas` makes a table of.
+METHODS = {
+    "summary": ("summary", "phases"),
+    "windows": ("windows", "windows"),
+    "memory": ("memory", "pools"),
+    "link": ("link", "phases"),
+    "findings": ("findings", "findings"),
+    "iterations": ("iterations", "rows"),
+    "substeps": ("steps", "steps"),
+}
+
+
+@pytest.fixture(scope="module")
+def analysis() -> TraceAnalysis:
+    return TraceAnalysis(ebbtide.open_trace(RUN))
+
+
+def call(analysis: TraceAnalysis, method: str) -> Any:
+    function: Callable[[], Any] = getattr(analysis, method)
+    return function()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_method__gives_what_the_command_prints(analysis: TraceAnalysis, method: str) -> None:
+    command, _ = METHODS[method]
+    printed = json.loads(ebbtide_in_process(command, RUN, "--json").stdout)
+    assert json.loads(json.dumps(call(analysis, method).as_json())) == printed
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_to_pandas__has_a_row_for_each_entry_and_every_value(analysis: TraceAnalysis, method: str) -> None:
+    result = call(analysis, method)
+    table, entries = result.to_pandas(), result.as_json()[METHODS[method][1]]
+    assert len(table) == len(entries) > 0
+    for (_, row), entry in zip(table.iterrows(), entries, strict=True):
+        for name, value in entry.items():
+            nested = (
+                {f"{name}_{part}": inner for part, inner in value.items()} if isinstance(value, dict) else {name: value}
+            )
+            for column, expected in nested.items():
+                if expected is None:
+                    assert pd.isna(row[column])
+                else:
+                    assert row[column] == expected
+
+
+def test_to_pandas__keeps_columns_and_types_without_rows(analysis: TraceAnalysis) -> None:
+    some, none = analysis.windows(2**30).to_pandas(), analysis.windows(2**50).to_pandas()
+    assert len(none) == 0
+    assert list(none.dtypes.items()) == list(some.dtypes.items())
+
+
+def test_ranks__select(analysis: TraceAnalysis) -> None:
+    assert set(analysis.link([2]).to_pandas()["rank"]) == {2}
+    assert set(analysis.iterations([1, 3]).to_pandas()["rank"]) == {1, 3}
+
+
+def test_missing_data__is_an_error_that_says_what_to_record() -> None:
+    analysis = TraceAnalysis(ebbtide.open_trace(RUN.with_name("a100-torch-profiler.ebb")))
+    with pytest.raises(ebbtide.TraceError, match="ebbtide profile"):
+        analysis.windows()
+
+
+def test_repr__names_the_trace(analysis: TraceAnalysis) -> None:
+    assert repr(analysis.trace) == f"Trace({str(RUN)!r}, source='imported', state='complete', ranks=[0, 1, 2, 3])"
+    assert repr(analysis) == f"TraceAnalysis({analysis.trace!r})"
+
+
+def test_import__loads_nothing_else() -> None:
+    code = "import sys, ebbtide, ebbtide.analysis; print(*{'numpy', 'pandas', 'pyarrow', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == ""
