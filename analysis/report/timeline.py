@@ -125,8 +125,9 @@ def _strips(drawing: Drawing, x_range: Range1d) -> Any:
     plot.yaxis.major_label_overrides = names
     plot.yaxis.axis_line_alpha = plot.yaxis.major_tick_line_alpha = 0
     for row, strip in enumerate(drawing.strips):
-        for color, boxes in strip.boxes.items():
-            _quads(plot, color, boxes, rows - row - 0.9, rows - row - 0.1, strip.tooltip, strip.fill)
+        bottom, top = rows - row - 0.9, rows - row - 0.1
+        drawn = [_quads(plot, color, boxes, bottom, top, strip.fill) for color, boxes in strip.boxes.items()]
+        _hover(plot, drawn, strip.tooltip)
     if numbers:
         middles = {(begins + ends) / 2: str(number) for number, begins, ends in numbers}
         plot.add_layout(LinearAxis(fixed_location=rows, axis_line_alpha=0, major_tick_line_alpha=0), "above")
@@ -152,7 +153,7 @@ def _panel(panel: Panel, drawing: Drawing, x_range: Range1d) -> Any:
         boxes, free = drawing.windows
         bottom = (panel.level - free / panel.scale).astype(np.float32)
         boxes = replace(boxes, facts=boxes.facts | {"bottom": bottom})
-        _quads(plot, "window", boxes, "bottom", panel.level, WINDOW, 0.16)
+        _hover(plot, [_quads(plot, "window", boxes, "bottom", panel.level, 0.16)], WINDOW)
     for line in panel.lines:
         source = ColumnDataSource({"x": line.x, "y": line.y.astype(np.float32)})
         width = 1.2 if panel.name == "link" else 1.6
@@ -163,10 +164,10 @@ def _panel(panel: Panel, drawing: Drawing, x_range: Range1d) -> Any:
     return plot
 
 
-def _quads(plot: Any, color: str, boxes: Boxes, bottom: float | str, top: float, tooltip: str, fill: float) -> None:
+def _quads(plot: Any, color: str, boxes: Boxes, bottom: float | str, top: float, fill: float) -> GlyphRenderer:
     source = ColumnDataSource({"left": boxes.left, "right": boxes.right, **boxes.facts})
     sides = {"left": "left", "right": "right", "bottom": bottom, "top": top}
-    drawn = _draw(
+    return _draw(
         plot,
         color,
         color,
@@ -174,12 +175,15 @@ def _quads(plot: Any, color: str, boxes: Boxes, bottom: float | str, top: float,
         Quad(**sides, fill_alpha=fill, line_alpha=0),
         Quad(**sides, fill_alpha=min(2 * fill, 1), line_alpha=1),
     )
-    plot.add_tools(HoverTool(renderers=[drawn], tooltips=tooltip, point_policy="follow_mouse", show_arrow=False))
+
+
+def _hover(plot: Any, drawn: list[GlyphRenderer], tooltip: str) -> None:
+    plot.add_tools(HoverTool(renderers=drawn, tooltips=tooltip, point_policy="follow_mouse", show_arrow=False))
 
 
 def _draw(plot: Any, name: str, color: str, source: ColumnDataSource, glyph: Any, hover: Any = None) -> GlyphRenderer:
-    """Add a renderer to a plot. `plot.quad` and `plot.step` would make three more glyphs for each, which nothing shows
-    and which take most of the time that a page takes."""
+    """Add a renderer to a plot. `plot.quad` and `plot.step` would make three more glyphs for each. Nothing shows them, and
+    they take much of the time of a page."""
     renderer = GlyphRenderer(data_source=source, glyph=glyph, hover_glyph=hover, name=name, tags=[color])
     plot.renderers.append(renderer)
     return renderer

@@ -193,7 +193,11 @@ def test_each_command_has_help(command: str) -> None:
     ("line", "unwanted"),
     [
         ("--help", {"torch", "pandas", "matplotlib", "numpy", "pyarrow"}),
-        ("summary a.ebb --json", {"torch", "matplotlib"}),
+        ("summary a.ebb --json", {"torch", "matplotlib", "scipy", "bokeh"}),
+        (
+            "replay --params 1e9 --free-bytes 4GB --machine h100-80gb-sxm-published",
+            {"torch", "matplotlib", "scipy", "bokeh"},
+        ),
         ("plot a.ebb -o x.png", {"torch"}),
         ("merge a.ebb b.ebb -o m.ebb", {"torch", "matplotlib"}),
     ],
