@@ -182,8 +182,10 @@ def _hover(plot: Any, drawn: list[GlyphRenderer], tooltip: str) -> None:
 
 
 def _draw(plot: Any, name: str, color: str, source: ColumnDataSource, glyph: Any, hover: Any = None) -> GlyphRenderer:
-    """Add a renderer to a plot. `plot.quad` and `plot.step` would make three more glyphs for each. Nothing shows them, and
-    they take much of the time of a page."""
+    """Add a renderer to a plot.
+
+    `plot.quad` and `plot.step` would make three more glyphs for each, which nothing shows and which take time.
+    """
     renderer = GlyphRenderer(data_source=source, glyph=glyph, hover_glyph=hover, name=name, tags=[color])
     plot.renderers.append(renderer)
     return renderer
