@@ -1,4 +1,4 @@
-"""How long commands take on a real trace, beside the time that Python takes to load pandas and pyarrow.
+"""Measure how long commands take on a real trace, beside the time that Python takes to load pandas and pyarrow.
 
     python benchmarks/commands.py [--rounds 5] [--trace traces/h100-20b-blocking.ebb]
 

@@ -39,14 +39,14 @@ def test_links__lead_to_files_of_the_project(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands__that_pages_name_exist(page: Path) -> None:
-    known = {command for group in COMMANDS.values() for command in group}
+    commands = {name for names in COMMANDS.values() for name in names}
     named = re.findall(r"(?:^\$ |`)ebbtide ([a-z][a-z-]+)", page.read_text(), re.MULTILINE)
-    assert set(named) <= known
+    assert set(named) <= commands
 
 
 def test_readme__names_every_command() -> None:
     text = (ROOT / "README.md").read_text()
-    assert [name for group in COMMANDS.values() for name in group if f"ebbtide {name}" not in text] == []
+    assert [name for names in COMMANDS.values() for name in names if f"ebbtide {name}" not in text] == []
 
 
 def test_help__shows_commands_in_groups(capsys: pytest.CaptureFixture[str]) -> None:

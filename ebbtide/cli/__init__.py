@@ -12,36 +12,27 @@ import typer
 
 import ebbtide
 
-# Heading in the help -> command -> its module and function.
-COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
-    "Record": {
-        "profile": ("profile", "profile"),
-        "import": ("import_", "import_"),
-        "merge": ("merge", "merge"),
-    },
-    "Explain": {
-        "summary": ("summary", "summary"),
-        "findings": ("findings", "findings"),
-        "windows": ("windows", "windows"),
-        "memory": ("memory", "memory"),
-        "link": ("link", "link"),
-        "steps": ("steps", "steps"),
-        "iterations": ("iterations", "iterations"),
-        "diff": ("diff", "diff"),
-        "plot": ("plot", "plot"),
-        "report": ("report", "report"),
-    },
-    "Predict": {
-        "calibrate": ("calibrate", "calibrate"),
-        "replay": ("replay", "replay"),
-        "sweep": ("sweep", "sweep"),
-    },
-    "Run": {"compare": ("compare", "compare")},
-    "Files": {
-        "export": ("export", "export"),
-        "tables": ("frames", "tables"),
-    },
+# Heading in the help -> its commands.
+COMMANDS = {
+    "Record": ("profile", "import", "merge"),
+    "Explain": (
+        "summary",
+        "findings",
+        "windows",
+        "memory",
+        "link",
+        "steps",
+        "iterations",
+        "diff",
+        "plot",
+        "report",
+    ),
+    "Predict": ("calibrate", "replay", "sweep"),
+    "Run": ("compare",),
+    "Files": ("export", "tables"),
 }
+# A command is the function of its name in the module of its name, except these: (module, function).
+_ELSEWHERE = {"import": ("import_", "import_"), "tables": ("frames", "tables")}
 
 
 def make_app(command: str | None = None) -> typer.Typer:
@@ -54,10 +45,11 @@ def make_app(command: str | None = None) -> typer.Typer:
         help="Profile GPU memory and the PCIe link during training, and plan the offload of optimizer state.",
     )
     app.callback()(_options)
-    known = any(command in group for group in COMMANDS.values())
-    for heading, group in COMMANDS.items():
-        for name, (module, function) in group.items():
-            if name == command or not known:
+    only_one = any(command in names for names in COMMANDS.values())
+    for heading, names in COMMANDS.items():
+        for name in names:
+            if name == command or not only_one:
+                module, function = _ELSEWHERE.get(name, (name, name))
                 run_command = getattr(import_module(f"ebbtide.cli.{module}"), function)
                 # All words after the first one that is no option belong to the recorded job.
                 settings = {"allow_interspersed_args": False} if name == "profile" else {}
