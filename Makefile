@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 DEMO := demo
 
 # Multiplies the random cases of `make test-all`.
-FUZZ ?= 10
+FUZZ ?= 4
 
 .PHONY: demo test test-all lint clean
 

@@ -64,8 +64,11 @@ def seeded(seed: object) -> Iterator[random.Random]:
 
 
 def pytest_configure() -> None:
-    """Remove stale locks of torch's extensions before any worker process starts."""
+    """Remove stale locks of torch's extensions before any worker process starts, and take Ctrl-C."""
     torch_extensions.register_user()
+    # A shell without job control starts background processes with SIGINT ignored, which their children inherit.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

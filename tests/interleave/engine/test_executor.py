@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 
 import pytest
@@ -349,10 +349,7 @@ def test_an_interrupted_wait_ends_after_the_step(fails: bool) -> None:
             raise RuntimeError("broken")
         ended.append(op.subgroup)
 
-    # A shell that starts the tests in the background has them ignore Ctrl-C.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with executing(perform) as executor, ExitStack() as after:
-        after.callback(signal.signal, signal.SIGINT, before)
+    with executing(perform) as executor:
         executor.begin(plan_of(op("cpu"), op("gpu", 0, number=1)))
         executor.reach(STEP)
         with pytest.raises(KeyboardInterrupt):
