@@ -13,31 +13,13 @@ from typing import Any
 import pytest
 
 import ebbtide as package
+from ebbtide.cli import COMMANDS as HELP_GROUPS
 from ebbtide.profiler.agent.spool import Spool
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.conftest import Run, ebbtide, ebbtide_in_process
 
 LONG = "x" * 300
-COMMANDS = (
-    "profile",
-    "summary",
-    "findings",
-    "windows",
-    "memory",
-    "link",
-    "iterations",
-    "plot",
-    "report",
-    "diff",
-    "export",
-    "tables",
-    "calibrate",
-    "replay",
-    "compare",
-    "sweep",
-    "merge",
-    "import",
-)
+COMMANDS = [name for names in HELP_GROUPS.values() for name in names]
 
 
 def trace(path: Path, rank: int) -> None:
