@@ -17,9 +17,9 @@ from types import FrameType
 from typing import Any
 
 import ebbtide
+from ebbtide.errors import TraceError
 from ebbtide.profiler.agent.options import Options
 from ebbtide.profiler.sampler.sampler import Sampler
-from ebbtide.profiler.trace.errors import TraceError
 from ebbtide.profiler.trace.files import SPOOL, new_trace, write_meta
 from ebbtide.profiler.trace.reader import Trace, finish, open_trace
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from ebbtide.errors import TraceError
 from ebbtide.profiler.agent import start
 from ebbtide.profiler.agent.options import Options
 from ebbtide.profiler.agent.spool import PHASES
 from ebbtide.profiler.launch import begin, closing, spool_folder
 from ebbtide.profiler.sampler.sampler import Sampler
-from ebbtide.profiler.trace.errors import TraceError
 from ebbtide.profiler.trace.files import new_trace
 from ebbtide.profiler.trace.reader import Trace
 

@@ -88,7 +88,7 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        from ebbtide.profiler.trace.errors import UserError
+        from ebbtide.errors import UserError
 
         if isinstance(error, UserError):
             return _fail(str(error))

@@ -9,11 +9,11 @@ import time
 from typing import Any, Callable
 from weakref import WeakSet
 
-from .facts import Facts
 from .gpu_clock import GpuClock
 from .iterations import IterationRule
+from .job_info import Facts
+from .memory_reader import MemoryLine, Reading
 from .options import Options
-from .pools import MemoryLine, Reading
 from .spool import (
     GPU_TIMES,
     ITERATION,

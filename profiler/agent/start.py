@@ -33,10 +33,10 @@ def start(torch: Any, directory: str, options: Options) -> Any:
     _leave(directory, "torch")
     try:
         # Here, so that a process without torch loads none of it.
-        from .deepspeed import DeepSpeedHooks
+        from .deepspeed.hooks import DeepSpeedHooks
+        from .detailed_capture import attach_slices
         from .hooks import Hooks
         from .recorder import Recorder
-        from .slices import attach_slices
 
         recorder = Recorder(torch, directory, options)
         hooks = Hooks(recorder, torch)

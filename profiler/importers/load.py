@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ebbtide.profiler.importers import deepspeed_log, kineto, memory_timeline, monitor, snapshot
+from ebbtide.profiler.importers.deepspeed import importer as deepspeed_log
+from ebbtide.profiler.importers.kineto import importer as kineto
+from ebbtide.profiler.importers.nvml_monitor import importer as monitor
 from ebbtide.profiler.importers.source import Source, SourceError
+from ebbtide.profiler.importers.torch_memory import snapshot
+from ebbtide.profiler.importers.torch_memory import timeline as memory_timeline
 from ebbtide.profiler.sampler.nvml import link_peak_bytes_per_s
 from ebbtide.profiler.trace import Trace, TraceBuilder
 

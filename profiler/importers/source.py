@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 from typing import IO
 
-from ebbtide.profiler.trace.errors import UserError
+from ebbtide.errors import UserError
 
 _GZIP = b"\x1f\x8b"
 _HEAD = 1 << 16

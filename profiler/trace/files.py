@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ebbtide.profiler.trace.errors import TraceError
+from ebbtide.errors import TraceError
 from ebbtide.profiler.trace.schema import FORMAT, SCHEMA, TABLES, arrow_schema
 
 META = "meta.json"

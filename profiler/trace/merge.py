@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ebbtide.profiler.trace.errors import TraceError
+from ebbtide.errors import TraceError
 from ebbtide.profiler.trace.files import new_trace, write_meta, write_rank
 from ebbtide.profiler.trace.reader import Trace, open_trace
 from ebbtide.profiler.trace.schema import TABLES

@@ -10,9 +10,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ebbtide.profiler.trace.errors import TraceError
+from ebbtide.errors import TraceError
 from ebbtide.profiler.trace.files import SPOOL, drop_ranks, drop_spools, write_meta, write_rank
-from ebbtide.profiler.trace.meta import read_meta
+from ebbtide.profiler.trace.metadata import read_meta
 from ebbtide.profiler.trace.schema import TABLES, Column, frame
 from ebbtide.profiler.trace.spools import recover
 

@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 from msgspec import UNSET
 
-from ebbtide.profiler.trace.chrome import ChromeTrace
-from ebbtide.profiler.trace.chrome_events import MISSING, Event, spans
-from ebbtide.profiler.trace.columns import Rows
+from ebbtide.profiler.chrome_trace.events import MISSING, Event, spans
+from ebbtide.profiler.chrome_trace.int_table import Rows
+from ebbtide.profiler.chrome_trace.reader import ChromeTrace
 from ebbtide.profiler.trace.schema import frame
 
 # The category that torch gives copies; the second is that of torch 1.8.

@@ -13,9 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from ebbtide.profiler.trace.chrome import ChromeTrace
-from ebbtide.profiler.trace.chrome_events import MISSING, Event, spans
-from ebbtide.profiler.trace.errors import UserError
+from ebbtide.errors import UserError
+from ebbtide.profiler.chrome_trace.events import MISSING, Event, spans
+from ebbtide.profiler.chrome_trace.reader import ChromeTrace
 
 BASE = 1_700_000_000_000_000_000
 

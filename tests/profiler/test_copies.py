@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
+from ebbtide.profiler.agent.detailed_capture import Copies
 from ebbtide.profiler.agent.options import Options
-from ebbtide.profiler.agent.slices import Copies
 
 PROFILE = torch.autograd.profiler.profile
 
@@ -47,7 +47,7 @@ def with_gpu(**cuda: Any) -> Any:
 
 @pytest.fixture
 def copies(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
-    monkeypatch.setattr("ebbtide.profiler.agent.slices._SLICE_SECONDS", 0.0)
+    monkeypatch.setattr("ebbtide.profiler.agent.detailed_capture._SLICE_SECONDS", 0.0)
     copies = Copies(recorder, with_gpu(), Options(transfers=True))  # type: ignore[arg-type]
     yield copies
     copies.close()

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.profiler.agent import gpu_clock, substeps
+from ebbtide.profiler.agent import gpu_clock
+from ebbtide.profiler.agent.deepspeed import substeps
+from ebbtide.profiler.agent.deepspeed.substeps import SubSteps
 from ebbtide.profiler.agent.gpu_clock import GpuClock
-from ebbtide.profiler.agent.substeps import SubSteps
 from tests.profiler.test_gpu_clock import MS, US, Cuda
 
 REST = ("rest", "host", None, None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from ebbtide.profiler.agent.detailed_capture import AllocatorHistory, allocator_lines
+from ebbtide.profiler.agent.memory_reader import REQUESTED, RESERVED
 from ebbtide.profiler.agent.options import Options
-from ebbtide.profiler.agent.pools import REQUESTED, RESERVED
-from ebbtide.profiler.agent.slices import AllocatorHistory, allocator_lines
 
 
 def entry(action: str, size: int, time_us: int) -> dict[str, Any]:

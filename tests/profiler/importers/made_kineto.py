@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from ebbtide.profiler.importers import kineto
+from ebbtide.profiler.importers.kineto import importer as kineto
 from ebbtide.profiler.importers.source import Source
 from ebbtide.profiler.trace import Trace, TraceBuilder
 

@@ -17,7 +17,7 @@ import pytest
 
 from ebbtide.analysis.summary import summarize
 from ebbtide.analysis.windows import find_windows
-from ebbtide.profiler.importers import deepspeed_log
+from ebbtide.profiler.importers.deepspeed import importer as deepspeed_log
 from ebbtide.profiler.importers.load import Hardware, import_trace
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import Trace

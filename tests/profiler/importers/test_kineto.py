@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ebbtide.profiler.importers import kineto
+from ebbtide.profiler.importers.kineto import importer as kineto
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.conftest import ebbtide

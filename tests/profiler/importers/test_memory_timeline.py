@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.profiler.importers import memory_timeline
-from ebbtide.profiler.importers.memory_timeline import CATEGORIES
 from ebbtide.profiler.importers.source import Source, SourceError
+from ebbtide.profiler.importers.torch_memory import timeline as memory_timeline
+from ebbtide.profiler.importers.torch_memory.timeline import CATEGORIES
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.conftest import examples, seeded
 

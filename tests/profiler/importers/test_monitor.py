@@ -11,8 +11,8 @@ import pytest
 
 from ebbtide.analysis.link import link_use
 from ebbtide.analysis.windows import find_windows
-from ebbtide.profiler.importers import monitor
 from ebbtide.profiler.importers.load import Hardware, import_trace
+from ebbtide.profiler.importers.nvml_monitor import importer as monitor
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import Trace
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.profiler.importers.snapshot_tables import read_tables
 from ebbtide.profiler.importers.source import Source, SourceError
+from ebbtide.profiler.importers.torch_memory.snapshot_tables import read_tables
 from tests.conftest import run_process
 
 EVENT = {"action": "alloc", "addr": 1, "size": 512, "stream": 0, "time_us": 1_700_000_000_000_000}
@@ -100,7 +100,7 @@ def test_they_cost_little_memory(tmp_path: Path) -> None:
     script = """if True:
         import resource, sys
         from pathlib import Path
-        from ebbtide.profiler.importers.snapshot_tables import read_tables
+        from ebbtide.profiler.importers.torch_memory.snapshot_tables import read_tables
         from ebbtide.profiler.importers.source import Source, SourceError
         for path in Path(sys.argv[1]).iterdir():
             try:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.profiler.importers import snapshot
 from ebbtide.profiler.importers.source import Source, SourceError
+from ebbtide.profiler.importers.torch_memory import snapshot
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.conftest import examples, seeded
 from tests.profiler.importers.made_snapshots import START_US, Allocator, event, job, segment

@@ -140,8 +140,8 @@ HOSTILE = [
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:24])
 def test_no_line_takes_long(tmp_path: Path, text: str) -> None:
     """Four times the line must not take sixteen times as long; the pattern that was worst took minutes."""
-    from ebbtide.profiler.importers.deepspeed_facts import FactsReader
-    from ebbtide.profiler.importers.deepspeed_times import TimesReader
+    from ebbtide.profiler.importers.deepspeed.durations import TimesReader
+    from ebbtide.profiler.importers.deepspeed.settings import FactsReader
 
     def seconds(size: int) -> float:
         spent = []

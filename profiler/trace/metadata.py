@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ebbtide.profiler.trace.errors import TraceError
+from ebbtide.errors import TraceError
 from ebbtide.profiler.trace.files import META
 from ebbtide.profiler.trace.schema import FORMAT, SCHEMA
 

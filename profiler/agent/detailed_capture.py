@@ -7,8 +7,8 @@ import os
 import time
 from typing import Any
 
+from .memory_reader import REQUESTED, RESERVED
 from .options import Options
-from .pools import REQUESTED, RESERVED
 from .recorder import Recorder
 from .spool import MEMORY
 

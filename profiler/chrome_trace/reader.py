@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ebbtide.profiler.trace.chrome_events import MOST_BASE_NS, Event, read_event, read_events, read_value
-from ebbtide.profiler.trace.errors import UserError
-from ebbtide.profiler.trace.json_window import BrokenOff, Stream, Window
+from ebbtide.errors import UserError
+from ebbtide.profiler.chrome_trace.events import MOST_BASE_NS, Event, read_event, read_events, read_value
+from ebbtide.profiler.chrome_trace.json_window import BrokenOff, Stream, Window
 
 CHUNK = 1 << 20
 # The top-level keys that are kept; a trace may hold others of any size.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ebbtide.profiler.importers.monitor import Coverage
+from ebbtide.profiler.importers.nvml_monitor.importer import Coverage
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.importers.text_log import overlap, zone_by_overlap
 from ebbtide.profiler.trace import TraceBuilder

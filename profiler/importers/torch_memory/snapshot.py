@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 import numpy as np
 import pandas as pd
 
-from ebbtide.profiler.importers.plain_pickle import ACTIONS, STATES
-from ebbtide.profiler.importers.rank_names import rank_of
-from ebbtide.profiler.importers.snapshot_tables import read_tables
 from ebbtide.profiler.importers.source import Source, SourceError
+from ebbtide.profiler.importers.torch_memory.rank_names import rank_of
+from ebbtide.profiler.importers.torch_memory.sandboxed_unpickler import ACTIONS, STATES
+from ebbtide.profiler.importers.torch_memory.snapshot_tables import read_tables
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 FORMAT = "torch-snapshot"

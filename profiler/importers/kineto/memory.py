@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ebbtide.profiler.trace.chrome_events import MISSING, Event, spans
-from ebbtide.profiler.trace.columns import Rows
+from ebbtide.profiler.chrome_trace.events import MISSING, Event, spans
+from ebbtide.profiler.chrome_trace.int_table import Rows
 
 # An instant event has this category, or none (torch before 1.12).
 CATEGORIES = frozenset({"cpu_instant_event", ""})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ebbtide.profiler.importers.monitor_table import TIME, Table
-from ebbtide.profiler.importers.monitor_times import Times, apart, read_times
+from ebbtide.profiler.importers.nvml_monitor.table import TIME, Table
+from ebbtide.profiler.importers.nvml_monitor.times import Times, apart, read_times
 
 # Which column says what, by the names that such files use. A column called `index` may be that of a data frame.
 FIGURES = {

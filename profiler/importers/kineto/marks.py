@@ -6,8 +6,8 @@ import re
 from collections import defaultdict
 from functools import lru_cache
 
-from ebbtide.profiler.trace.chrome_events import Event, spans
-from ebbtide.profiler.trace.columns import Rows
+from ebbtide.profiler.chrome_trace.events import Event, spans
+from ebbtide.profiler.chrome_trace.int_table import Rows
 
 FORWARD, BACKWARD, UPDATE = range(3)
 _STEP, _OPTIMIZER_STEP, _EVALUATED, _OP = range(3, 7)

@@ -13,8 +13,8 @@ from typing import IO, Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.profiler.importers import plain_pickle
 from ebbtide.profiler.importers.source import Source
+from ebbtide.profiler.importers.torch_memory import sandboxed_unpickler as plain_pickle
 
 _CHUNK = 1 << 20
 _SECONDS = 20

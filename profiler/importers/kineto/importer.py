@@ -9,15 +9,15 @@ from typing import Any, cast
 
 from msgspec import UNSET
 
-from ebbtide.profiler.importers.kineto_device import ACTIVITIES, LAUNCHES, Device
-from ebbtide.profiler.importers.kineto_marks import CALLS, OPS, Marks
-from ebbtide.profiler.importers.kineto_memory import CATEGORIES as MEMORY
-from ebbtide.profiler.importers.kineto_memory import Memory
-from ebbtide.profiler.importers.kineto_phases import phases
+from ebbtide.profiler.chrome_trace.events import Event
+from ebbtide.profiler.chrome_trace.reader import ChromeTrace
+from ebbtide.profiler.importers.kineto.device_times import ACTIVITIES, LAUNCHES, Device
+from ebbtide.profiler.importers.kineto.marks import CALLS, OPS, Marks
+from ebbtide.profiler.importers.kineto.memory import CATEGORIES as MEMORY
+from ebbtide.profiler.importers.kineto.memory import Memory
+from ebbtide.profiler.importers.kineto.phases import phases
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
-from ebbtide.profiler.trace.chrome import ChromeTrace
-from ebbtide.profiler.trace.chrome_events import Event
 from ebbtide.profiler.trace.transfers import CATEGORIES as COPIES
 from ebbtide.profiler.trace.transfers import Transfers
 

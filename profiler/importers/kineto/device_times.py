@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ebbtide.profiler.importers.intervals import within
-from ebbtide.profiler.trace.chrome_events import Event, spans
-from ebbtide.profiler.trace.columns import Rows
+from ebbtide.profiler.chrome_trace.events import Event, spans
+from ebbtide.profiler.chrome_trace.int_table import Rows
+from ebbtide.profiler.importers.kineto.intervals import within
 
 ACTIVITIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"})
 LAUNCHES = frozenset({"cuda_runtime", "cuda_driver", "Runtime"})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from .recorder import Recorder
-from .spool import HOST
+from ..recorder import Recorder
+from ..spool import HOST
 
 # Rest that lasts less goes to the row before it: it is mostly ours.
 _SHORT_NS = 10_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ebbtide.profiler.trace.columns import Ints
+from ebbtide.profiler.chrome_trace.int_table import Ints
 
 
 def within(times: pd.Series, starts: pd.Series, ends: pd.Series) -> Ints:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from ebbtide.profiler.importers.deepspeed_facts import Facts
-from ebbtide.profiler.importers.deepspeed_times import Mark
+from ebbtide.profiler.importers.deepspeed.durations import Mark
+from ebbtide.profiler.importers.deepspeed.settings import Facts
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 # A log tells of rank 0, and monitor files of those on its host: more are not worth their files.

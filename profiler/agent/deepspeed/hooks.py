@@ -10,12 +10,12 @@ import functools
 from typing import Any, Callable
 from weakref import WeakSet
 
-from .deepspeed_facts import facts
-from .hooks import as_backward
-from .imports import when_imported
-from .patches import Patches
-from .recorder import UPDATE, Recorder
+from ..hooks import as_backward
+from ..imports import when_imported
+from ..patches import Patches
+from ..recorder import UPDATE, Recorder
 from .reduction import Reduction
+from .settings import facts
 from .substeps import SubSteps
 from .zero_steps import STAGE_1_AND_2, STAGE_3, Row
 

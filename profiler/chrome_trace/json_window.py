@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-from ebbtide.profiler.trace.errors import UserError
+from ebbtide.errors import UserError
 
 # No value of a trace that makes sense is larger, or deeper.
 _MOST = 16 << 20

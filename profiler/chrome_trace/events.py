@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from ebbtide.profiler.trace.columns import Ints
-from ebbtide.profiler.trace.json_window import mended
+from ebbtide.profiler.chrome_trace.int_table import Ints
+from ebbtide.profiler.chrome_trace.json_window import mended
 
 MISSING = -1
 # The sum of a base (up to the year 2043), a time (up to 2112) and a duration fits into 64 bits of nanoseconds; and a

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet
 
-from .described import describe_model, describe_optimizers
+from .model_info import describe_model, describe_optimizers
 
 
 class Facts:

@@ -6,7 +6,7 @@ import functools
 import time
 from typing import Any, Callable
 
-from .recorder import Recorder
+from ..recorder import Recorder
 from .substeps import SubSteps
 from .zero import offloads
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ebbtide.profiler.importers.deepspeed_clock import ahead_ns
-from ebbtide.profiler.importers.deepspeed_facts import Facts, FactsReader
-from ebbtide.profiler.importers.deepspeed_meta import add_meta
-from ebbtide.profiler.importers.deepspeed_phases import Placed, dated, place, time_of
-from ebbtide.profiler.importers.deepspeed_times import Mark, Step, TimesReader
-from ebbtide.profiler.importers.monitor import Coverage
+from ebbtide.profiler.importers.deepspeed.clock import ahead_ns
+from ebbtide.profiler.importers.deepspeed.durations import Mark, Step, TimesReader
+from ebbtide.profiler.importers.deepspeed.metadata import add_meta
+from ebbtide.profiler.importers.deepspeed.phases import Placed, dated, place, time_of
+from ebbtide.profiler.importers.deepspeed.settings import Facts, FactsReader
+from ebbtide.profiler.importers.nvml_monitor.importer import Coverage
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.importers.text_log import Line, read_lines, zone_ns
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.profiler.agent.iterations import IterationRule
-from ebbtide.profiler.importers.intervals import outermost, within
-from ebbtide.profiler.importers.kineto_marks import BACKWARD, FORWARD, UPDATE, Marks
+from ebbtide.profiler.importers.kineto.intervals import outermost, within
+from ebbtide.profiler.importers.kineto.marks import BACKWARD, FORWARD, UPDATE, Marks
 from ebbtide.profiler.trace.spools import micro_steps
 
 _NAMES = np.array(["forward", "backward", "update"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ebbtide.profiler.importers.deepspeed_times import PHASES, Mark, Point, Step
+from ebbtide.profiler.importers.deepspeed.durations import PHASES, Mark, Point, Step
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.profiler.importers.monitor_columns import FACTS, FIGURES, LINK, read_devices, read_figures, row_times
-from ebbtide.profiler.importers.monitor_table import TIME, header_names, looks_like_dmon, read_table
+from ebbtide.profiler.importers.nvml_monitor.columns import FACTS, FIGURES, LINK, read_devices, read_figures, row_times
+from ebbtide.profiler.importers.nvml_monitor.table import TIME, header_names, looks_like_dmon, read_table
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.sampler.nvml import link_peak_bytes_per_s
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder

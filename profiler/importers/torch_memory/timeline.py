@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ebbtide.profiler.importers.rank_names import rank_of
 from ebbtide.profiler.importers.source import Source, SourceError
+from ebbtide.profiler.importers.torch_memory.rank_names import rank_of
 from ebbtide.profiler.trace import TraceBuilder
 
 FORMAT = "memory-timeline"

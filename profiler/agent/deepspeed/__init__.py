@@ -1,0 +1,1 @@
+"""Records DeepSpeed's phases, the sub-steps of its updates, and its settings."""

@@ -1,0 +1,1 @@
+"""Reads Chrome trace events from JSON files of any length, in constant memory."""

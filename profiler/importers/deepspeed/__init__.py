@@ -1,0 +1,1 @@
+"""Imports logs of DeepSpeed with wall clock breakdown."""

@@ -1,0 +1,1 @@
+"""Imports Chrome traces of torch.profiler (Kineto)."""

@@ -1,0 +1,1 @@
+"""Imports memory snapshots and memory timelines of PyTorch."""
