@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.devices import first_device
-from ebbtide.analysis.iterations import counted, slowest_times
-from ebbtide.analysis.summary import summarize
+from ebbtide.analysis.metrics.devices import first_device
+from ebbtide.analysis.metrics.iterations import counted, slowest_times
+from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.profiler.trace import Trace
 
 _LEAST_ITERATIONS = 3

@@ -9,12 +9,12 @@ from ebbtide.profiler.trace import Trace
 
 if TYPE_CHECKING:
     from ebbtide.analysis.findings import Findings
-    from ebbtide.analysis.link import Link
-    from ebbtide.analysis.memory import Memory
-    from ebbtide.analysis.spread import Iterations
-    from ebbtide.analysis.substeps import SubSteps
-    from ebbtide.analysis.summary import Summary
-    from ebbtide.analysis.windows import Windows
+    from ebbtide.analysis.metrics.iteration_stats import Iterations
+    from ebbtide.analysis.metrics.link import Link
+    from ebbtide.analysis.metrics.memory import Memory
+    from ebbtide.analysis.metrics.substeps.breakdown import SubSteps
+    from ebbtide.analysis.metrics.summary import Summary
+    from ebbtide.analysis.metrics.windows import Windows
 
 
 class TraceAnalysis:
@@ -38,7 +38,7 @@ class TraceAnalysis:
 
     def summary(self) -> Summary:
         """Time, memory and link use of each phase."""
-        from ebbtide.analysis.summary import summarize
+        from ebbtide.analysis.metrics.summary import summarize
 
         return summarize(self.trace)
 
@@ -52,7 +52,7 @@ class TraceAnalysis:
         Raises:
             TraceError: No memory or no capacity was recorded, or a rank is not in the trace.
         """
-        from ebbtide.analysis.windows import find_windows
+        from ebbtide.analysis.metrics.windows import find_windows
 
         return find_windows(self.trace, min_bytes, ranks)
 
@@ -65,7 +65,7 @@ class TraceAnalysis:
         Raises:
             TraceError: A rank is not in the trace.
         """
-        from ebbtide.analysis.memory import memory_use
+        from ebbtide.analysis.metrics.memory import memory_use
 
         return memory_use(self.trace, ranks)
 
@@ -78,7 +78,7 @@ class TraceAnalysis:
         Raises:
             TraceError: A rank is not in the trace.
         """
-        from ebbtide.analysis.link import link_use
+        from ebbtide.analysis.metrics.link import link_use
 
         return link_use(self.trace, ranks)
 
@@ -97,7 +97,7 @@ class TraceAnalysis:
         Raises:
             TraceError: A rank is not in the trace.
         """
-        from ebbtide.analysis.spread import iterations
+        from ebbtide.analysis.metrics.iteration_stats import iterations
 
         return iterations(self.trace, ranks)
 
@@ -110,6 +110,6 @@ class TraceAnalysis:
         Raises:
             TraceError: The trace has no sub-steps, or a rank is not in it.
         """
-        from ebbtide.analysis.substeps import sub_steps
+        from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
 
         return sub_steps(self.trace, ranks)

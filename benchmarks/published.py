@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ebbtide.analysis.summary import summarize
+from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.interleave.fit import Fit, Sample, fit, sample_of
 from ebbtide.interleave.machine import Machine
 from ebbtide.interleave.policies import make_plan

@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ebbtide.analysis.units import bytes_text
 from ebbtide.interleave.errors import MachineError, PolicyError
 from ebbtide.interleave.machine import Machine
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.schedule import Schedule
 from ebbtide.interleave.simulate import simulate
 from ebbtide.interleave.workload import Workload
+from ebbtide.units import bytes_text
 
 # A policy that gains less than this is not worth a change.
 _LEAST_GAIN = 0.02

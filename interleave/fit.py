@@ -72,7 +72,7 @@ def sample_of(trace: Trace) -> Sample:
         raise MachineError(
             f"{trace.path} does not tell how it was offloaded (a DeepSpeed configuration with offload_optimizer does)"
         )
-    from ebbtide.analysis.findings.study import Study
+    from ebbtide.analysis.metrics.trace_metrics import Study
 
     study = Study(trace)
     update, backward = study.ms("update"), study.ms("backward")

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from ebbtide.analysis.deepspeed import DeepSpeed, deepspeed_of
-from ebbtide.analysis.devices import capacity_bytes, main_pool, memory_line
-from ebbtide.analysis.findings.study import Study
-from ebbtide.analysis.free import FreeLine as Line
-from ebbtide.analysis.guaranteed import by_place
-from ebbtide.analysis.phases import phase_peaks
-from ebbtide.analysis.windows import pieces as phase_pieces
+from ebbtide.analysis.metrics.deepspeed import DeepSpeed, deepspeed_of
+from ebbtide.analysis.metrics.devices import capacity_bytes, main_pool, memory_line
+from ebbtide.analysis.metrics.phases import phase_peaks
+from ebbtide.analysis.metrics.recurring_windows import by_place
+from ebbtide.analysis.metrics.trace_metrics import Study
+from ebbtide.analysis.metrics.windows import pieces as phase_pieces
+from ebbtide.analysis.timeseries.thresholds import FreeLine as Line
 from ebbtide.interleave.errors import WorkloadError
 from ebbtide.interleave.workload import FreeLine, Workload
 from ebbtide.profiler.trace import Trace

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ebbtide.analysis.findings import copies, deepspeed, gradients, host, iteration, memory, update
 from ebbtide.analysis.findings.finding import Finding, Findings, Unknown
-from ebbtide.analysis.findings.study import Study
+from ebbtide.analysis.metrics.trace_metrics import Study
 from ebbtide.profiler.trace import Trace
 
 __all__ = ["RULES", "Finding", "Findings", "Unknown", "find"]

@@ -6,10 +6,10 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.findings.finding import Finding, Unknown
-from ebbtide.analysis.findings.study import Study, at_most
-from ebbtide.analysis.steps import union, union_length
-from ebbtide.analysis.traffic import covering
-from ebbtide.analysis.units import bytes_text, ms_text, rate_text
+from ebbtide.analysis.metrics.link_throughput import covering
+from ebbtide.analysis.metrics.trace_metrics import Study, at_most
+from ebbtide.analysis.timeseries.step_functions import union, union_length
+from ebbtide.units import bytes_text, ms_text, rate_text
 
 # What costs less than this share of an iteration is not worth a line.
 _LEAST_SHARE = 0.01

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ebbtide.analysis.deepspeed import DeepSpeed, resident
 from ebbtide.analysis.findings.finding import Finding, Unknown
-from ebbtide.analysis.findings.study import Study, at_most
-from ebbtide.analysis.units import bytes_text, count_text, ms_text, rate_text
+from ebbtide.analysis.metrics.deepspeed import DeepSpeed, resident
+from ebbtide.analysis.metrics.trace_metrics import Study, at_most
+from ebbtide.units import bytes_text, count_text, ms_text, rate_text
 
 # What costs less than these shares of an iteration is not worth a line.
 _LEAST_SHARE = 0.01

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from ebbtide.analysis.records import to_frame
+from ebbtide.analysis.dataframes import to_frame
 
 
 @dataclass(frozen=True)

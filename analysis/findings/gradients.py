@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ebbtide.analysis.findings.finding import Finding
-from ebbtide.analysis.findings.study import CopiesOf, Study, at_most
-from ebbtide.analysis.measured_ops import SubStep
-from ebbtide.analysis.units import bytes_text, ms_text, rate_text
+from ebbtide.analysis.metrics.substeps.aggregate import SubStep
+from ebbtide.analysis.metrics.trace_metrics import CopiesOf, Study, at_most
+from ebbtide.units import bytes_text, ms_text, rate_text
 
 # A backward computes two forwards' worth; recomputing adds one; reducing gradients over ranks about as much as
 # gathering parameters adds to a forward, so one more at most. Published runs with asynchronous copies took 3.8 to 4.7

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ebbtide.analysis.findings.finding import Finding, Unknown
-from ebbtide.analysis.findings.study import Study
-from ebbtide.analysis.units import bytes_text
+from ebbtide.analysis.metrics.trace_metrics import Study
+from ebbtide.units import bytes_text
 
 # Some pages of a process always lie in swap.
 _LEAST_SWAP = 64 << 20

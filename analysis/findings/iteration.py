@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ebbtide.analysis.findings.finding import Finding, Unknown
-from ebbtide.analysis.findings.study import Study, at_most
-from ebbtide.analysis.spread import iterations
-from ebbtide.analysis.units import ms_text
+from ebbtide.analysis.metrics.iteration_stats import iterations
+from ebbtide.analysis.metrics.trace_metrics import Study, at_most
+from ebbtide.units import ms_text
 
 # Between the phases jobs always do something: more than this share of the iteration is much.
 _MUCH_OTHER = 0.15

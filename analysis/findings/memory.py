@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ebbtide.analysis.findings.finding import Finding, Unknown
-from ebbtide.analysis.findings.study import STATE_BYTES, Study, at_most
-from ebbtide.analysis.units import bytes_text, count_text
+from ebbtide.analysis.metrics.trace_metrics import STATE_BYTES, Study, at_most
+from ebbtide.units import bytes_text, count_text
 
 _GIB = 2**30
 # Less than this share of a device is not worth a line.

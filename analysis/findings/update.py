@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ebbtide.analysis.findings.finding import Finding, Unknown
-from ebbtide.analysis.findings.study import STATE_BYTES, Study, at_most
-from ebbtide.analysis.units import bytes_text, count_text, ms_text
+from ebbtide.analysis.metrics.trace_metrics import STATE_BYTES, Study, at_most
+from ebbtide.units import bytes_text, count_text, ms_text
 
 # An update that is shorter than this part of the iteration holds nothing up.
 _LEAST_SHARE = 0.1

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ebbtide.analysis.devices import capacity_bytes, main_pool, memory_line
-from ebbtide.analysis.free import FreeLine
-from ebbtide.analysis.guaranteed import by_place
-from ebbtide.analysis.iterations import intervals
+from ebbtide.analysis.metrics.devices import capacity_bytes, main_pool, memory_line
+from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
+from ebbtide.analysis.metrics.recurring_windows import by_place
+from ebbtide.analysis.metrics.windows import Window, find_windows, pieces
 from ebbtide.analysis.plot.views import View
-from ebbtide.analysis.steps import Floats, Ints
-from ebbtide.analysis.traffic import DIRECTIONS
-from ebbtide.analysis.windows import Window, find_windows, pieces
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints
+from ebbtide.analysis.timeseries.thresholds import FreeLine
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ebbtide.analysis.devices import first_device
+from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.analysis.plot.fitting import number_iterations, plain, shortened
 from ebbtide.analysis.plot.link import link_panels
 from ebbtide.analysis.plot.memory import memory_panels

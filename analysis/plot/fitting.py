@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 
-from ebbtide.analysis.steps import Floats
+from ebbtide.analysis.timeseries.step_functions import Floats
 
 # Points between texts, and between a text and the edge of its box.
 _GAP = 3.0

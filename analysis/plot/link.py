@@ -10,13 +10,13 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
-from ebbtide.analysis.devices import link_peak
+from ebbtide.analysis.metrics.devices import link_peak
 from ebbtide.analysis.plot.link_lines import SLOTS, LinkLine, link_lines
 from ebbtide.analysis.plot.panels import Scale, draw_level
 from ebbtide.analysis.plot.styles import LINK_COLORS, LINK_FILLS
 from ebbtide.analysis.plot.views import View
-from ebbtide.analysis.units import ms_text, rate_text
 from ebbtide.profiler.trace import TraceError
+from ebbtide.units import ms_text, rate_text
 
 _SIGNS = {"h2d": 1.0, "d2h": -1.0}
 _WHERE = {"h2d": "up", "d2h": "down"}

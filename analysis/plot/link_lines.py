@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.devices import link_peak, main_device
+from ebbtide.analysis.metrics.devices import link_peak, main_device
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, Traffic, copies, of_copies, traffic
 from ebbtide.analysis.plot.styles import HOST_MEMORY_DASHES, Dashes
 from ebbtide.analysis.plot.views import View
-from ebbtide.analysis.steps import Floats, Ints
-from ebbtide.analysis.traffic import DIRECTIONS, Traffic, copies, of_copies, traffic
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 
 # More steps than these are drawn as their means over so many slots: extremes alone would fill the panel.
 _MOST_STEPS = 4000

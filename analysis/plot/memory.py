@@ -10,13 +10,13 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
-from ebbtide.analysis.devices import capacity_bytes, main_device, main_pool, memory_line
+from ebbtide.analysis.metrics.devices import capacity_bytes, main_device, main_pool, memory_line
 from ebbtide.analysis.plot.panels import Scale, draw_level
 from ebbtide.analysis.plot.styles import pool_styles
 from ebbtide.analysis.plot.views import View
-from ebbtide.analysis.steps import Ints, peak_between
-from ebbtide.analysis.units import bytes_text, ms_text
+from ebbtide.analysis.timeseries.step_functions import Ints, peak_between
 from ebbtide.profiler.trace import TraceError
+from ebbtide.units import bytes_text, ms_text
 
 # The whole time axis has so many slots. A line with more samples to a slot than these is drawn as a band, from the
 # smallest to the largest size in each slot: as a line it would be a surface that hides others.

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from ebbtide.analysis.plot.styles import LEVEL
 from ebbtide.analysis.plot.views import View
-from ebbtide.analysis.units import bytes_unit
+from ebbtide.units import bytes_unit
 
 # A level (capacity, peak) more than this many times above the highest line would press all lines flat: it is said
 # then, not drawn.

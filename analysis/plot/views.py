@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ebbtide.analysis.iterations import intervals
-from ebbtide.analysis.steps import Floats, Ints
+from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.profiler.trace import Trace, TraceError
 
 # The phases of an iteration that is a smaller part of the time axis cannot be told apart.

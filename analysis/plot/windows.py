@@ -12,15 +12,15 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
-from ebbtide.analysis.devices import capacity_bytes, main_pool
+from ebbtide.analysis.metrics.devices import capacity_bytes, main_pool
 from ebbtide.analysis.plot.boxes import Boxes, free_boxes, guaranteed_boxes
 from ebbtide.analysis.plot.fitting import label_boxes
 from ebbtide.analysis.plot.memory import MemoryPanel, shown_line
 from ebbtide.analysis.plot.panels import Panel, Scale
 from ebbtide.analysis.plot.styles import GUARANTEED, LINK_FILLS, WINDOW
 from ebbtide.analysis.plot.views import View
-from ebbtide.analysis.steps import Floats
-from ebbtide.analysis.units import bytes_text
+from ebbtide.analysis.timeseries.step_functions import Floats
+from ebbtide.units import bytes_text
 
 # left, right, bottom and top of boxes.
 Edges = tuple[Floats, Floats, Floats, Floats]

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.devices import capacity_bytes, main_pool, memory_line
-from ebbtide.analysis.free import FreeLine
-from ebbtide.analysis.guaranteed import by_place
-from ebbtide.analysis.iterations import PHASES, intervals
+from ebbtide.analysis.metrics.devices import capacity_bytes, main_pool, memory_line
+from ebbtide.analysis.metrics.iterations import PHASES, intervals
+from ebbtide.analysis.metrics.recurring_windows import by_place
+from ebbtide.analysis.metrics.windows import Window, pieces
 from ebbtide.analysis.report.columns import UNKNOWN
 from ebbtide.analysis.report.lines import Clock
-from ebbtide.analysis.steps import Floats, Ints
-from ebbtide.analysis.units import bytes_text, ms_text
-from ebbtide.analysis.windows import Window, pieces
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints
+from ebbtide.analysis.timeseries.thresholds import FreeLine
 from ebbtide.profiler.trace import Trace
+from ebbtide.units import bytes_text, ms_text
 
 
 @dataclass(frozen=True)

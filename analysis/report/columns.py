@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ebbtide.analysis.units import bytes_unit
+from ebbtide.units import bytes_unit
 
 UNKNOWN = "–"
 

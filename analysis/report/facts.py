@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from ebbtide.analysis.deepspeed import deepspeed_of
-from ebbtide.analysis.units import bytes_text, count_text, rate_text
+from ebbtide.analysis.metrics.deepspeed import deepspeed_of
 from ebbtide.profiler.trace import Trace
+from ebbtide.units import bytes_text, count_text, rate_text
 
 Fact = tuple[str, str]
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ebbtide.analysis.devices import capacity_bytes, link_peak, main_device, main_pool, memory_line
-from ebbtide.analysis.iterations import intervals
-from ebbtide.analysis.steps import Floats, Ints, thinned
-from ebbtide.analysis.traffic import DIRECTIONS, Traffic, copies, traffic
-from ebbtide.analysis.units import bytes_text, bytes_unit, rate_text
+from ebbtide.analysis.metrics.devices import capacity_bytes, link_peak, main_device, main_pool, memory_line
+from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, Traffic, copies, traffic
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints, thinned
 from ebbtide.profiler.trace import Trace
+from ebbtide.units import bytes_text, bytes_unit, rate_text
 
 # A capacity more than this many times above the highest line would press all lines flat: it is off the scale then.
 _MOST_ABOVE = 8.0

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ebbtide.analysis.findings import Findings
-from ebbtide.analysis.link import link_use
+from ebbtide.analysis.metrics.iteration_stats import iterations
+from ebbtide.analysis.metrics.link import link_use
+from ebbtide.analysis.metrics.summary import Summary, summarize
 from ebbtide.analysis.report.columns import Table
 from ebbtide.analysis.report.facts import Fact, facts
 from ebbtide.analysis.report.rank import RankView, rank_view
 from ebbtide.analysis.report.tables import MOST_ROWS, rank_table, summary_table
-from ebbtide.analysis.spread import iterations
-from ebbtide.analysis.summary import Summary, summarize
-from ebbtide.analysis.units import bytes_text
 from ebbtide.profiler.trace import Trace
+from ebbtide.units import bytes_text
 
 # A page is under 5 MB: so many ranks are drawn, and in all of them together so many points of lines, and so many boxes
 # of each kind.

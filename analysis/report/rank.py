@@ -8,20 +8,20 @@ from typing import Any
 
 import pandas as pd
 
-from ebbtide.analysis.iterations import intervals
-from ebbtide.analysis.link import Link
-from ebbtide.analysis.ops import follow_each_other, named_ops
+from ebbtide.analysis.metrics.iteration_stats import Iterations
+from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.link import Link
+from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
+from ebbtide.analysis.metrics.substeps.operations import follow_each_other, named_ops
+from ebbtide.analysis.metrics.windows import Windows, find_windows
 from ebbtide.analysis.report import tooltips
 from ebbtide.analysis.report.boxes import Choice, guaranteed_boxes, op_boxes, phase_boxes, window_boxes
 from ebbtide.analysis.report.columns import Table
 from ebbtide.analysis.report.lines import Panel, clock, panels
 from ebbtide.analysis.report.tables import iteration_table, link_tables, step_tables, window_tables
 from ebbtide.analysis.report.timeline import Drawing, Strip, timeline
-from ebbtide.analysis.spread import Iterations
-from ebbtide.analysis.substeps import sub_steps
-from ebbtide.analysis.units import bytes_text
-from ebbtide.analysis.windows import Windows, find_windows
 from ebbtide.profiler.trace import Trace, TraceError
+from ebbtide.units import bytes_text
 
 
 @dataclass(frozen=True)

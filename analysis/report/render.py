@@ -12,10 +12,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ebbtide.analysis.findings import Findings
-from ebbtide.analysis.output import new_output
 from ebbtide.analysis.report.page import Page, page
-from ebbtide.analysis.units import ms_text
+from ebbtide.output_files import new_output
 from ebbtide.profiler.trace import Trace
+from ebbtide.units import ms_text
 
 _SCRIPTS = ("tables.js", "readout.js", "controls.js", "timeline.js")
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from ebbtide.analysis.devices import capacity_bytes, first_device, main_pool, memory_line
-from ebbtide.analysis.iterations import PHASES
-from ebbtide.analysis.link import Link
-from ebbtide.analysis.measured_ops import SubStep
+from ebbtide.analysis.metrics.devices import capacity_bytes, first_device, main_pool, memory_line
+from ebbtide.analysis.metrics.iteration_stats import Iterations
+from ebbtide.analysis.metrics.iterations import PHASES
+from ebbtide.analysis.metrics.link import Link
+from ebbtide.analysis.metrics.substeps.aggregate import SubStep
+from ebbtide.analysis.metrics.substeps.breakdown import SubSteps
+from ebbtide.analysis.metrics.summary import Summary
+from ebbtide.analysis.metrics.windows import Window
 from ebbtide.analysis.report.columns import Column, Table, counts, milliseconds, rates, shares, sizes, words
-from ebbtide.analysis.spread import Iterations
-from ebbtide.analysis.substeps import SubSteps
-from ebbtide.analysis.summary import Summary
-from ebbtide.analysis.windows import Window
 from ebbtide.profiler.trace import Trace
 
 # More rows than these are for a program.

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbtide.analysis.units import bytes_text, ms_text, rate_text
 from ebbtide.cli.options import Force, Json
 from ebbtide.cli.tables import table
+from ebbtide.units import bytes_text, ms_text, rate_text
 
 if TYPE_CHECKING:
     from ebbtide.interleave.machine import Machine
@@ -78,8 +78,8 @@ def calibrate(
 
 
 def _fitted(traces: list[Path], name: str, path: Path, force: bool) -> Machine:
-    from ebbtide.analysis.output import new_output
     from ebbtide.interleave.calibrate.from_traces import machine_of
+    from ebbtide.output_files import new_output
 
     with new_output(path, force, Path.is_file, "a file") as file:
         machine = machine_of(traces, name)
@@ -89,9 +89,9 @@ def _fitted(traces: list[Path], name: str, path: Path, force: bool) -> Machine:
 
 def _measured(count: int | None, seconds: float, name: str, path: Path, force: bool) -> Machine | None:
     """The machine; None on all ranks but the first, which have nothing to say."""
-    from ebbtide.analysis.output import new_output
     from ebbtide.interleave.calibrate.ranks import ranks_of
     from ebbtide.interleave.calibrate.run import calibrate as run
+    from ebbtide.output_files import new_output
 
     with ranks_of(count, partial(run, seconds=seconds, name=name)) as ranks:
         if ranks.rank:

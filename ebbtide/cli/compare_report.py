@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ebbtide.analysis.units import bytes_text, count_text, ms_text, rate_text
 from ebbtide.cli.tables import table
+from ebbtide.units import bytes_text, count_text, ms_text, rate_text
 
 if TYPE_CHECKING:
     from ebbtide.interleave.compare.results import Comparison, Pair, Result

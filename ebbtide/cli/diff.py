@@ -41,8 +41,8 @@ def diff(
 
 def _print(diff: Diff) -> None:
 
-    from ebbtide.analysis.units import bytes_text, ms_text
     from ebbtide.cli.tables import table
+    from ebbtide.units import bytes_text, ms_text
 
     typer.echo(f"A: {diff.a}, {diff.counted[0]} counted iterations")
     typer.echo(f"B: {diff.b}, {diff.counted[1]} counted iterations")
@@ -66,7 +66,7 @@ def _print(diff: Diff) -> None:
 def headline(diff: Diff) -> str:
     """The largest change in one sentence: of the times that differ beyond their spread; where none does, of the sizes,
     as a share of the peak or of all that is moved in that direction."""
-    from ebbtide.analysis.units import bytes_text, ms_text
+    from ebbtide.units import bytes_text, ms_text
 
     iteration, *phases = diff.median_ms
     times = [time for time in (*phases, iteration) if time.beyond_spread]

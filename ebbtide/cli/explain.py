@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ebbtide.analysis.units import bytes_text, ms_text, rate_text
 from ebbtide.cli.tables import table
+from ebbtide.units import bytes_text, ms_text, rate_text
 
 if TYPE_CHECKING:
     from ebbtide.analysis.findings import Findings
-    from ebbtide.analysis.link import Link
-    from ebbtide.analysis.measured_ops import SubStep
-    from ebbtide.analysis.memory import Gap, Memory, PoolUse
-    from ebbtide.analysis.spread import Iterations
-    from ebbtide.analysis.substeps import SubSteps
+    from ebbtide.analysis.metrics.iteration_stats import Iterations
+    from ebbtide.analysis.metrics.link import Link
+    from ebbtide.analysis.metrics.memory import Gap, Memory, PoolUse
+    from ebbtide.analysis.metrics.substeps.aggregate import SubStep
+    from ebbtide.analysis.metrics.substeps.breakdown import SubSteps
     from ebbtide.profiler.trace import Trace
 
 

@@ -21,7 +21,7 @@ def export(
     if not output.name.lower().endswith(ENDINGS):
         raise typer.BadParameter(f"{output} must end in {' or '.join(ENDINGS)}")
 
-    from ebbtide.analysis.export import export as write
+    from ebbtide.analysis.export.chrome_trace import export as write
     from ebbtide.profiler.trace import open_trace
 
     write(open_trace(trace), output, force)

@@ -15,7 +15,7 @@ def findings(
 ) -> None:
     """Print what slows the job down, with evidence and the estimated gain per iteration."""
     from ebbtide.analysis.findings import find
-    from ebbtide.analysis.iterations import median_ms
+    from ebbtide.analysis.metrics.iterations import median_ms
     from ebbtide.cli.explain import print_findings
     from ebbtide.profiler.trace import open_trace
 

@@ -28,7 +28,7 @@ def tables(
     """Write the tables of a trace as CSV or Parquet: phases, memory, link, transfers, ops, iterations, windows."""
     least = size(min_bytes)
 
-    from ebbtide.analysis.frames import FORMATS, write_tables
+    from ebbtide.analysis.export.tables import FORMATS, write_tables
     from ebbtide.profiler.trace import open_trace
 
     if format not in FORMATS:

@@ -15,7 +15,7 @@ def iterations(
     as_json: Json = False,
 ) -> None:
     """Print how iterations vary, which are outliers, and which rank is the slowest."""
-    from ebbtide.analysis.spread import iterations as hold
+    from ebbtide.analysis.metrics.iteration_stats import iterations as hold
     from ebbtide.cli.explain import print_iterations, ranks
     from ebbtide.profiler.trace import open_trace
 

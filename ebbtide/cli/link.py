@@ -15,7 +15,7 @@ def link(
     as_json: Json = False,
 ) -> None:
     """Print bytes, rate and share of the peak of the link between host and GPU, per phase and direction."""
-    from ebbtide.analysis.link import link_use
+    from ebbtide.analysis.metrics.link import link_use
     from ebbtide.cli.explain import print_link, ranks
     from ebbtide.profiler.trace import open_trace
 

@@ -15,7 +15,7 @@ def memory(
     as_json: Json = False,
 ) -> None:
     """Print every memory pool per phase, and the differences: fragmentation, memory outside torch, free memory."""
-    from ebbtide.analysis.memory import memory_use
+    from ebbtide.analysis.metrics.memory import memory_use
     from ebbtide.cli.explain import print_memory, ranks
     from ebbtide.profiler.trace import open_trace
 

@@ -30,7 +30,7 @@ def check_outputs(plot: Path | None, save: Path | None) -> None:
 @contextmanager
 def new_outputs(plot: Path | None, save: Path | None, force: bool) -> Iterator[tuple[Path | None, Path | None]]:
     """Where to write the picture and the schedules: they stand whole, or not at all."""
-    from ebbtide.analysis.output import new_output
+    from ebbtide.output_files import new_output
 
     with ExitStack() as outputs:
         picture = outputs.enter_context(new_output(plot, force, Path.is_file, "a file")) if plot else None

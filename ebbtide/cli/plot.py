@@ -33,8 +33,8 @@ def plot(
     least = size(min_bytes)
     span = parse_iterations(iterations) if iterations is not None else (0, None)
 
-    from ebbtide.analysis.output import new_output
     from ebbtide.analysis.plot import draw, save
+    from ebbtide.output_files import new_output
     from ebbtide.profiler.trace import open_trace
 
     opened = [open_trace(path) for path in traces]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ebbtide.analysis.units import bytes_text, ms_text
 from ebbtide.cli.options import Force, Json, Machine, Plot, Policies, count, size
 from ebbtide.cli.outputs import check_outputs, new_outputs, picture_format, tell_outputs
 from ebbtide.cli.tables import table
+from ebbtide.units import bytes_text, ms_text
 
 if TYPE_CHECKING:
     from ebbtide.interleave.replay import Replay
@@ -105,7 +105,7 @@ def replay(
 
 def _stage(trace: Path | None) -> int | None:
     """Of ZeRO, where the trace is of a DeepSpeed job."""
-    from ebbtide.analysis.deepspeed import deepspeed_of
+    from ebbtide.analysis.metrics.deepspeed import deepspeed_of
     from ebbtide.profiler.trace import open_trace
 
     job = deepspeed_of(open_trace(trace)) if trace is not None else None

@@ -14,7 +14,7 @@ def summary(
     as_json: Json = False,
 ) -> None:
     """Print time, memory and link use per phase: medians over the iterations of a trace."""
-    from ebbtide.analysis.summary import summarize
+    from ebbtide.analysis.metrics.summary import summarize
     from ebbtide.cli.tables import print_summary
     from ebbtide.profiler.trace import open_trace
 

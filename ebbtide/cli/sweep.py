@@ -106,10 +106,10 @@ def sweep(
 
 def _run(tasks: list[Task], workers: Workers, output: Path, plot: Path | None, force: bool) -> list[Row]:
     """Raises UserError where no combination can be replayed, or nothing be written."""
-    from ebbtide.analysis.output import new_output
     from ebbtide.analysis.plot import save
     from ebbtide.interleave.sweep import Journal, journal_path, question, rows_of, write_rows
     from ebbtide.interleave.sweep.picture import check_room, draw
+    from ebbtide.output_files import new_output
     from ebbtide.profiler.trace import UserError
 
     if plot is not None:

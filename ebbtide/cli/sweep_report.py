@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ebbtide.analysis.units import bytes_text, count_text, ms_text
 from ebbtide.cli.tables import table
+from ebbtide.units import bytes_text, count_text, ms_text
 
 if TYPE_CHECKING:
     from ebbtide.interleave.sweep import Best, Row

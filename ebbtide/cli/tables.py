@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ebbtide.analysis.units import bytes_text, count_text, ms_text
+from ebbtide.units import bytes_text, count_text, ms_text
 
 if TYPE_CHECKING:
-    from ebbtide.analysis.summary import Summary
-    from ebbtide.analysis.windows import Window, Windows
+    from ebbtide.analysis.metrics.summary import Summary
+    from ebbtide.analysis.metrics.windows import Window, Windows
     from ebbtide.profiler.trace import Trace
 
 

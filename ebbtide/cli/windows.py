@@ -12,7 +12,7 @@ from ebbtide.cli.options import Iterations, Json, MinBytes, Rank, TraceFile, siz
 from ebbtide.cli.options import iterations as parse_iterations
 
 if TYPE_CHECKING:
-    from ebbtide.analysis.windows import Windows
+    from ebbtide.analysis.metrics.windows import Windows
 
 
 def windows(
@@ -27,7 +27,7 @@ def windows(
     least = size(min_bytes)
     span = parse_iterations(iterations) if iterations is not None else None
 
-    from ebbtide.analysis.windows import find_windows
+    from ebbtide.analysis.metrics.windows import find_windows
     from ebbtide.cli.explain import ranks
     from ebbtide.cli.tables import print_windows
     from ebbtide.profiler.trace import open_trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebbtide.analysis.findings.study import Study
+from ebbtide.analysis.metrics.trace_metrics import Study
 from ebbtide.profiler.trace import Trace
 
 # Of a step, whatever its size.

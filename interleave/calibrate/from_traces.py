@@ -8,13 +8,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ebbtide.analysis.devices import first_device
-from ebbtide.analysis.units import bytes_text
+from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.interleave.calibrate.from_steps import StepRates, step_rates
 from ebbtide.interleave.errors import MachineError
 from ebbtide.interleave.fit import Fit, Sample, fit, sample_of
 from ebbtide.interleave.machine import Machine
 from ebbtide.profiler.trace import Trace, open_trace
+from ebbtide.units import bytes_text
 
 
 def machine_of(paths: Sequence[Path], name: str) -> Machine:

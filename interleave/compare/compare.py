@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from ebbtide.analysis.units import bytes_text
 from ebbtide.interleave.calibrate import host
 from ebbtide.interleave.compare.box import Box, find_box
 from ebbtide.interleave.compare.job import shape_of
@@ -29,6 +28,7 @@ from ebbtide.interleave.policies import parse
 from ebbtide.interleave.schedule import Schedule
 from ebbtide.interleave.simulate import simulate
 from ebbtide.profiler.trace import UserError
+from ebbtide.units import bytes_text
 
 POLICIES = ("zero-offload", "pipelined", "twin-flow:0.5", "interleaved:2", "adaptive")
 LEAST_ITERATIONS = 3

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ebbtide.analysis.units import bytes_text
 from ebbtide.interleave.engine.device import Device
 from ebbtide.interleave.engine.engine import Engine
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
@@ -20,6 +19,7 @@ from ebbtide.interleave.engine.probe import probe
 from ebbtide.interleave.engine.reference import Scalars
 from ebbtide.interleave.machine import Machine
 from ebbtide.interleave.plan import Plan
+from ebbtide.units import bytes_text
 
 log = logging.getLogger("ebbtide")
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ebbtide.analysis.units import bytes_text
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.layout import Subgroup
 from ebbtide.interleave.machine import Machine
@@ -16,6 +15,7 @@ from ebbtide.interleave.schedule import Schedule
 from ebbtide.interleave.simulate import simulate
 from ebbtide.interleave.workload import FreeLine, Workload
 from ebbtide.profiler.trace import UserError
+from ebbtide.units import bytes_text
 
 # What comes to the device comes at once and leaves slowly: so a plan takes as much of its memory as it ever can.
 _CROWDING = Machine(

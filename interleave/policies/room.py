@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from ebbtide.analysis.steps import Floats
+from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.interleave.plan import BACKWARD, OTHER, UPDATE, made_points, point_at
 from ebbtide.interleave.workload import Workload, value_at
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.analysis.units import count_text
 from ebbtide.interleave.sweep.task import Row
 from ebbtide.profiler.trace import UserError
+from ebbtide.units import count_text
 
 _MOST_PANELS = 24
 _MOST_MACHINES = 6

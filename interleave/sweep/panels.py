@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator
 
-from ebbtide.analysis.units import count_text
 from ebbtide.interleave.sweep.grid import Axis, Grid
 from ebbtide.interleave.sweep.task import Row
+from ebbtide.units import count_text
 
 COMPUTE: dict[str, Any] = {"facecolor": "#d9d9d9", "edgecolor": "none"}
 BOUND: dict[str, Any] = {"color": "#222222", "lw": 1.2, "ls": (0, (1, 1.2))}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.analysis.deepspeed import deepspeed_of, resident
+from ebbtide.analysis.metrics.deepspeed import deepspeed_of, resident
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.deepspeed_jobs import SIZE, deepspeed_job
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.analysis.diff import Change, Diff, Fact, beyond_spread, compare
-from ebbtide.analysis.iterations import PHASES
-from ebbtide.analysis.summary import summarize
+from ebbtide.analysis.metrics.iterations import PHASES
+from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.conftest import examples
 

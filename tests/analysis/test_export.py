@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.export import export
+from ebbtide.analysis.export.chrome_trace import export
 from ebbtide.profiler.trace import RankBuilder, Trace, TraceBuilder, TraceError
 from tests.analysis.trace_event_file import counter, exported, rows, seen, slices
 

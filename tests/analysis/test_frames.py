@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.frames import FORMATS, iterations_table, raw_table, windows_table, write_tables
-from ebbtide.analysis.iterations import PHASES
-from ebbtide.analysis.summary import summarize
-from ebbtide.analysis.windows import find_windows
+from ebbtide.analysis.export.tables import FORMATS, iterations_table, raw_table, windows_table, write_tables
+from ebbtide.analysis.metrics.iterations import PHASES
+from ebbtide.analysis.metrics.summary import summarize
+from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.profiler.trace import Trace, TraceBuilder, UserError
 from ebbtide.profiler.trace.schema import TABLES
 

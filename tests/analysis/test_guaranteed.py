@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.free import FreeLine
-from ebbtide.analysis.guaranteed import Place, _lowest, by_place
-from ebbtide.analysis.windows import find_windows, pieces
+from ebbtide.analysis.metrics.recurring_windows import Place, _lowest, by_place
+from ebbtide.analysis.metrics.windows import find_windows, pieces
+from ebbtide.analysis.timeseries.thresholds import FreeLine
 from ebbtide.profiler.trace import Trace, TraceBuilder
 
 MS = 10**6

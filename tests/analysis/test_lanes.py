@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.lanes import lay_out, overlap
+from ebbtide.analysis.timeseries.lanes import lay_out, overlap
 
 Interval = tuple[int, int, int | None]
 INTERVALS = st.lists(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.analysis.link import KindOfCopies, Link, PhaseLink, link_use
+from ebbtide.analysis.metrics.link import KindOfCopies, Link, PhaseLink, link_use
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 MS = 10**6

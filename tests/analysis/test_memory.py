@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.memory import Memory, difference, memory_use
+from ebbtide.analysis.metrics.memory import Memory, difference, memory_use
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 MS = 10**6

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.analysis.output import new_output
+from ebbtide.output_files import new_output
 from ebbtide.profiler.trace import UserError
 
 

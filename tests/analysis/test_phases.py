@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.phases import link_table, phase_bytes, phase_peaks
+from ebbtide.analysis.metrics.phases import link_table, phase_bytes, phase_peaks
 from ebbtide.profiler.trace import Trace, TraceBuilder
 
 MS = 10**6

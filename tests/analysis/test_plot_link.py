@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.patches import StepPatch
 
+from ebbtide.analysis.metrics.link_throughput import traffic
 from ebbtide.analysis.plot import draw
-from ebbtide.analysis.traffic import traffic
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder, TraceError
 from tests.analysis.pictures import (
     LINKED,

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ebbtide.analysis.metrics.link_throughput import traffic
+from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.analysis.plot import draw
 from ebbtide.analysis.plot.figure import Kind
-from ebbtide.analysis.traffic import traffic
-from ebbtide.analysis.windows import find_windows
 from ebbtide.profiler.trace import Trace, open_trace
 from tests.analysis.pictures import boxes, labels, outside, overlapping, steps
 

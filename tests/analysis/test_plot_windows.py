@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.analysis.plot import draw
-from ebbtide.analysis.windows import find_windows
 from ebbtide.profiler.trace import Trace, TraceBuilder, TraceError
 from tests.analysis.pictures import GPU, LINKED, MIB, MS, boxes, facts, labels, steps, train, trained, with_counters
 

@@ -16,8 +16,8 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from ebbtide.analysis.findings import find
+from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.analysis.report import write_report
-from ebbtide.analysis.windows import find_windows
 from ebbtide.profiler.trace import Trace
 from tests.analysis.chromium import chromium, errors, point, prefer, requests, run
 from tests.analysis.report_traces import GIB, hostile, long, trained, with_copies

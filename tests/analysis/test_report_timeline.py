@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ebbtide.analysis.report as package
-from ebbtide.analysis.devices import memory_line
-from ebbtide.analysis.link import link_use
-from ebbtide.analysis.ops import named_ops
+from ebbtide.analysis.metrics.devices import memory_line
+from ebbtide.analysis.metrics.iteration_stats import iterations
+from ebbtide.analysis.metrics.link import link_use
+from ebbtide.analysis.metrics.substeps.operations import named_ops
+from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.analysis.report.boxes import Choice, guaranteed_boxes, op_boxes, window_boxes
 from ebbtide.analysis.report.lines import Panel, clock, panels
 from ebbtide.analysis.report.rank import _lanes, rank_view
-from ebbtide.analysis.spread import iterations
-from ebbtide.analysis.windows import find_windows
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulate import simulate
 from ebbtide.interleave.to_trace import trace_of

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.spread import Iterations, Spread, iterations, odd
+from ebbtide.analysis.metrics.iteration_stats import Iterations, Spread, iterations, odd
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 PHASES = ("forward", "backward", "update")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.steps import cumulative, peak_between, thinned, union_length
+from ebbtide.analysis.timeseries.step_functions import cumulative, peak_between, thinned, union_length
 
 Pair = tuple[int, int]
 Amount = tuple[int, int, int]

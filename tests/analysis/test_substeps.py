@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.analysis.iterations import counted
-from ebbtide.analysis.measured_ops import SubStep
-from ebbtide.analysis.ops import op_pieces
-from ebbtide.analysis.substeps import SubSteps, sub_steps
+from ebbtide.analysis.metrics.iterations import counted
+from ebbtide.analysis.metrics.substeps.aggregate import SubStep
+from ebbtide.analysis.metrics.substeps.breakdown import SubSteps, sub_steps
+from ebbtide.analysis.metrics.substeps.operations import op_pieces
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulate import simulate
 from ebbtide.interleave.to_trace import trace_of

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ebbtide.analysis.summary import PhaseSummary, Summary, TransferSummary, summarize
+from ebbtide.analysis.metrics.summary import PhaseSummary, Summary, TransferSummary, summarize
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 MS = 10**6

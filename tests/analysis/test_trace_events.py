@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ebbtide.analysis import trace_events
-from ebbtide.analysis.trace_events import microseconds
+from ebbtide.analysis.export import trace_events
+from ebbtide.analysis.export.trace_events import microseconds
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.trace_event_file import check, exported, rows, seen, slices
 

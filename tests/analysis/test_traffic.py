@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.traffic import Traffic, both_busy, copies, traffic
+from ebbtide.analysis.metrics.link_throughput import Traffic, both_busy, copies, traffic
 from ebbtide.profiler.trace import Trace, TraceBuilder
 
 MS = 10**6

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.windows import Window, find_windows
+from ebbtide.analysis.metrics.windows import Window, find_windows
 from ebbtide.profiler.trace import Trace, TraceBuilder, TraceError
 from tests.conftest import ebbtide, ebbtide_in_process
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from ebbtide.analysis.export import export
+from ebbtide.analysis.export.chrome_trace import export
 from ebbtide.profiler.trace import Trace
 
 Event = dict[str, Any]

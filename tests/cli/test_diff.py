@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ebbtide.analysis.diff import compare
-from ebbtide.analysis.units import bytes_text, ms_text
 from ebbtide.cli.diff import headline
 from ebbtide.profiler.trace import Trace, open_trace
+from ebbtide.units import bytes_text, ms_text
 from tests.analysis.test_diff import made, trained
 from tests.cli.test_bad_input import contents, refused
 from tests.conftest import ebbtide, ebbtide_in_process

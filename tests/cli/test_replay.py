@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.analysis.summary import summarize
+from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.cli import run
 from ebbtide.interleave.from_trace import workload_of
 from ebbtide.interleave.policies import BUILT_IN, POLICIES

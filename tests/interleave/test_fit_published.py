@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ebbtide.analysis.summary import summarize
+from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.interleave.calibrate.from_traces import machine_of
 from ebbtide.interleave.fit import fit, sample_of
 from ebbtide.interleave.inputs import preset, presets

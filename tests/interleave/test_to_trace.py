@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.summary import summarize
-from ebbtide.analysis.windows import find_windows
+from ebbtide.analysis.metrics.summary import summarize
+from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.interleave.from_trace import workload_of
 from ebbtide.interleave.machine import Machine, machine_from
 from ebbtide.interleave.policies import BUILT_IN, make_plan

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ebbtide.analysis.findings import Finding, Findings, Rule, Unknown, find
-from ebbtide.analysis.findings.study import Study
+from ebbtide.analysis.metrics.trace_metrics import Study
 from ebbtide.profiler.trace import Trace, TraceBuilder
 
 MS = 10**6

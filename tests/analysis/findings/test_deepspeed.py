@@ -14,7 +14,7 @@ from ebbtide.analysis.findings.deepspeed import (
     twin_flow_ratio,
 )
 from ebbtide.analysis.findings.gradients import blocking_gradients
-from ebbtide.analysis.findings.study import Study
+from ebbtide.analysis.metrics.trace_metrics import Study
 from tests.analysis.deepspeed_jobs import PEAK, SIZE, deepspeed_job, update_ms
 from tests.analysis.findings.jobs import PARAMS, async_copies, offloaded
 

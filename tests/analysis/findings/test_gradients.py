@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ebbtide.analysis.findings.gradients import blocking_gradients
-from ebbtide.analysis.findings.study import Study
+from ebbtide.analysis.metrics.trace_metrics import Study
 from tests.analysis.findings.jobs import PARAMS, Job, async_copies, devices, offloaded, on_cpu, on_gpu
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ebbtide.analysis.findings import find
-from ebbtide.analysis.findings.study import Study
-from ebbtide.analysis.windows import find_windows
+from ebbtide.analysis.metrics.trace_metrics import Study
+from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.profiler.trace import Trace, open_trace
 
 TRACES = Path(__file__).parents[3] / "traces"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.analysis.summary import summarize
+from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.interleave.compare.results import Comparison
 from ebbtide.interleave.compare.saving import save_traces
 from ebbtide.profiler.trace import open_trace

@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ebbtide.analysis.summary import summarize
-from ebbtide.analysis.windows import find_windows
+from ebbtide.analysis.metrics.summary import summarize
+from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.profiler.importers.deepspeed import importer as deepspeed_log
 from ebbtide.profiler.importers.load import Hardware, import_trace
 from ebbtide.profiler.importers.source import Source, SourceError

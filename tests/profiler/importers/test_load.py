@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbtide.analysis.summary import summarize
-from ebbtide.analysis.windows import find_windows
+from ebbtide.analysis.metrics.summary import summarize
+from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.profiler.importers.load import FORMATS, Hardware, import_trace, recognise
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import Trace, TraceError, open_trace

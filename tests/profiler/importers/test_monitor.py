@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from ebbtide.analysis.link import link_use
-from ebbtide.analysis.windows import find_windows
+from ebbtide.analysis.metrics.link import link_use
+from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.profiler.importers.load import Hardware, import_trace
 from ebbtide.profiler.importers.nvml_monitor import importer as monitor
 from ebbtide.profiler.importers.source import Source, SourceError

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.iterations import PHASES, counted, durations_ms, intervals
+from ebbtide.analysis.metrics.iterations import PHASES, counted, durations_ms, intervals
 from ebbtide.profiler.trace import Trace
 
 # An iteration is odd where it lies this many scaled median absolute deviations from the median, and 2 % of it: the

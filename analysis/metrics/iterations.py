@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.per_trace import once_per_trace
+from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.profiler.trace import Trace
 
 PHASES = ("forward", "backward", "update", "other")

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.devices import link_peak, memory_line
-from ebbtide.analysis.iterations import PHASES
-from ebbtide.analysis.ops import ON_HOST, apart
-from ebbtide.analysis.steps import Ints, peak_between, union
-from ebbtide.analysis.traffic import DIRECTIONS, copies, covering, traffic
+from ebbtide.analysis.metrics.devices import link_peak, memory_line
+from ebbtide.analysis.metrics.iterations import PHASES
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copies, covering, traffic
+from ebbtide.analysis.metrics.substeps.operations import ON_HOST, apart
+from ebbtide.analysis.timeseries.step_functions import Ints, peak_between, union
 from ebbtide.profiler.trace import Trace
 
 # A sub-step of the host that a pageable copy covers for so much of its time waits for that copy.

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.deepspeed import DeepSpeed, deepspeed_of
-from ebbtide.analysis.devices import capacity_bytes, first_device, main_pool
-from ebbtide.analysis.iterations import counted, intervals, median_ms
-from ebbtide.analysis.link import Link, PhaseLink, link_use
-from ebbtide.analysis.measured_ops import SubStep
-from ebbtide.analysis.memory import Memory, memory_use
-from ebbtide.analysis.phases import phase_peaks
-from ebbtide.analysis.steps import union_length
-from ebbtide.analysis.substeps import SubSteps, sub_steps
-from ebbtide.analysis.summary import Summary, summarize
-from ebbtide.analysis.traffic import copies
+from ebbtide.analysis.metrics.deepspeed import DeepSpeed, deepspeed_of
+from ebbtide.analysis.metrics.devices import capacity_bytes, first_device, main_pool
+from ebbtide.analysis.metrics.iterations import counted, intervals, median_ms
+from ebbtide.analysis.metrics.link import Link, PhaseLink, link_use
+from ebbtide.analysis.metrics.link_throughput import copies
+from ebbtide.analysis.metrics.memory import Memory, memory_use
+from ebbtide.analysis.metrics.phases import phase_peaks
+from ebbtide.analysis.metrics.substeps.aggregate import SubStep
+from ebbtide.analysis.metrics.substeps.breakdown import SubSteps, sub_steps
+from ebbtide.analysis.metrics.summary import Summary, summarize
+from ebbtide.analysis.timeseries.step_functions import union_length
 from ebbtide.profiler.trace import Trace, TraceError
 
 STATE_BYTES = 12

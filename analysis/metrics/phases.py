@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.devices import memory_line
-from ebbtide.analysis.iterations import PHASES, intervals
-from ebbtide.analysis.per_trace import once_per_trace
-from ebbtide.analysis.steps import peak_between
-from ebbtide.analysis.traffic import DIRECTIONS, both_busy, traffic
+from ebbtide.analysis.metrics.cache import once_per_trace
+from ebbtide.analysis.metrics.devices import memory_line
+from ebbtide.analysis.metrics.iterations import PHASES, intervals
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, both_busy, traffic
+from ebbtide.analysis.timeseries.step_functions import peak_between
 from ebbtide.profiler.trace import Trace
 
 

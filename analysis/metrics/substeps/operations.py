@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.iterations import intervals
-from ebbtide.analysis.traffic import DIRECTIONS
+from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.profiler.trace import Trace
 
 # The host's own clock tells of these; all else is told by the device's.

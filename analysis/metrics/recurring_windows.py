@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.free import FreeLine, runs
-from ebbtide.analysis.steps import Floats, Ints
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints
+from ebbtide.analysis.timeseries.thresholds import FreeLine, runs
 
 # Free bytes where a line has no value yet: nothing can be promised there.
 _NOTHING = np.iinfo(np.int64).min

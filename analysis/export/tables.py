@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from ebbtide.analysis.devices import main_pool
-from ebbtide.analysis.iterations import PHASES, durations_ms, intervals
-from ebbtide.analysis.output import new_output
-from ebbtide.analysis.phases import phase_bytes, phase_peaks
-from ebbtide.analysis.traffic import DIRECTIONS
-from ebbtide.analysis.windows import find_windows
+from ebbtide.analysis.metrics.devices import main_pool
+from ebbtide.analysis.metrics.iterations import PHASES, durations_ms, intervals
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
+from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
+from ebbtide.analysis.metrics.windows import find_windows
+from ebbtide.output_files import new_output
 from ebbtide.profiler.trace import Trace, TraceError
 from ebbtide.profiler.trace.schema import TABLES, frame
 

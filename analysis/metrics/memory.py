@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.devices import capacity_bytes, main_pool, memory_line
-from ebbtide.analysis.iterations import PHASES, counted, intervals
-from ebbtide.analysis.records import to_frame
-from ebbtide.analysis.steps import Ints, peak_between
+from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.metrics.devices import capacity_bytes, main_pool, memory_line
+from ebbtide.analysis.metrics.iterations import PHASES, counted, intervals
+from ebbtide.analysis.timeseries.step_functions import Ints, peak_between
 from ebbtide.profiler.trace import Trace
 
 # (name, the upper line, the lower line): what lies between two counts of the same memory.

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.devices import capacity_bytes, first_device, main_pool, memory_line
-from ebbtide.analysis.iterations import PHASES, counted, intervals, median_ms, slowest_times
-from ebbtide.analysis.phases import phase_bytes, phase_peaks
-from ebbtide.analysis.records import to_frame
-from ebbtide.analysis.steps import union_length
+from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.metrics.devices import capacity_bytes, first_device, main_pool, memory_line
+from ebbtide.analysis.metrics.iterations import PHASES, counted, intervals, median_ms, slowest_times
+from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
+from ebbtide.analysis.timeseries.step_functions import union_length
 from ebbtide.profiler.trace import Trace
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.devices import link_peak, main_device
-from ebbtide.analysis.iterations import PHASES, counted
-from ebbtide.analysis.phases import link_table
-from ebbtide.analysis.records import to_frame
-from ebbtide.analysis.steps import union_length
-from ebbtide.analysis.traffic import DIRECTIONS, copies, traffic
+from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.metrics.devices import link_peak, main_device
+from ebbtide.analysis.metrics.iterations import PHASES, counted
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copies, traffic
+from ebbtide.analysis.metrics.phases import link_table
+from ebbtide.analysis.timeseries.step_functions import union_length
 from ebbtide.profiler.trace import Trace
 
 

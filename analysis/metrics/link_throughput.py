@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.devices import link_peak, main_device
-from ebbtide.analysis.per_trace import once_per_trace
-from ebbtide.analysis.steps import Floats, Ints, cumulative, union
+from ebbtide.analysis.metrics.cache import once_per_trace
+from ebbtide.analysis.metrics.devices import link_peak, main_device
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints, cumulative, union
 from ebbtide.profiler.trace import Trace
 
 DIRECTIONS = ("h2d", "d2h")

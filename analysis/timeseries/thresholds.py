@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ebbtide.analysis.steps import Floats, Ints
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pandas as pd
 
-from ebbtide.analysis.devices import main_pool
-from ebbtide.analysis.iterations import counted
-from ebbtide.analysis.measured_ops import Measured, ResourceUse, SubStep
-from ebbtide.analysis.ops import follow_each_other, op_pieces
-from ebbtide.analysis.records import to_frame
+from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.metrics.devices import main_pool
+from ebbtide.analysis.metrics.iterations import counted
+from ebbtide.analysis.metrics.substeps.aggregate import Measured, ResourceUse, SubStep
+from ebbtide.analysis.metrics.substeps.operations import follow_each_other, op_pieces
 from ebbtide.profiler.trace import Trace, TraceError
 
 

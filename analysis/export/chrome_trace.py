@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.devices import first_device
-from ebbtide.analysis.iterations import intervals
-from ebbtide.analysis.lanes import overlap
-from ebbtide.analysis.output import new_output
-from ebbtide.analysis.steps import Ints
-from ebbtide.analysis.trace_events import Process, dumps
-from ebbtide.analysis.traffic import DIRECTIONS
+from ebbtide.analysis.export.trace_events import Process, dumps
+from ebbtide.analysis.metrics.devices import first_device
+from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
+from ebbtide.analysis.timeseries.lanes import overlap
+from ebbtide.analysis.timeseries.step_functions import Ints
+from ebbtide.output_files import new_output
 from ebbtide.profiler.trace import Trace, TraceError
 
 _EXPLAINED = (

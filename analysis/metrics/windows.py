@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.devices import capacity_bytes, link_peak, main_device, main_pool, memory_line
-from ebbtide.analysis.free import FreeLine, runs
-from ebbtide.analysis.guaranteed import Place, by_place
-from ebbtide.analysis.iterations import intervals
-from ebbtide.analysis.records import to_frame
-from ebbtide.analysis.steps import Floats, Ints
-from ebbtide.analysis.traffic import DIRECTIONS, Traffic, traffic
+from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.metrics.devices import capacity_bytes, link_peak, main_device, main_pool, memory_line
+from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, Traffic, traffic
+from ebbtide.analysis.metrics.recurring_windows import Place, by_place
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints
+from ebbtide.analysis.timeseries.thresholds import FreeLine, runs
 from ebbtide.profiler.trace import Trace, TraceError
 
 # Bytes of optimizer state per parameter: fp32 master, first and second moment of Adam.

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ebbtide.analysis.per_trace import once_per_trace
-from ebbtide.analysis.steps import Ints
+from ebbtide.analysis.metrics.cache import once_per_trace
+from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.profiler.trace import Trace
 
 

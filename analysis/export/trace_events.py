@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.lanes import lay_out
+from ebbtide.analysis.timeseries.lanes import lay_out
 
 # So many rows at a time become Python objects.
 _CHUNK = 20_000

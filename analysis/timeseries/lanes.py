@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ebbtide.analysis.steps import Ints
+from ebbtide.analysis.timeseries.step_functions import Ints
 
 
 def lay_out(starts: Ints, ends: Ints, parents: Sequence[int | None] | None = None) -> tuple[Ints, Ints]:

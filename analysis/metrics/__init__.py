@@ -1,0 +1,1 @@
+"""Computes the figures of a trace: phases, memory, free-memory windows, link throughput, sub-steps."""

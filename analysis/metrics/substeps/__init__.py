@@ -1,0 +1,1 @@
+"""Computes the sub-steps of an update from a trace's operations."""

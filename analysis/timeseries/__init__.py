@@ -1,0 +1,1 @@
+"""Step functions, intervals, and their placement on lanes."""
