@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ebbtide.interleave.bound import bound
-from ebbtide.interleave.machine import Machine
+from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.model.workload import FreeLine, Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.schedule import Schedule
-from ebbtide.interleave.simulate import simulate
-from ebbtide.interleave.workload import FreeLine, Workload
+from ebbtide.interleave.simulation.bound import bound
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.machine import Machine
 
 OTHERS = ("pipelined", "twin-flow:0.5", "twin-flow:0.8", "interleaved:2", "interleaved:3", "interleaved:4")
 Draw = Callable[[float, float], float]

@@ -7,10 +7,10 @@ from dataclasses import replace
 from published import Job, ran
 from tables import table
 
-from ebbtide.interleave.bound import bound
-from ebbtide.interleave.explain import explain
-from ebbtide.interleave.machine import Machine
-from ebbtide.interleave.workload import Workload
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.replay.ablation import explain
+from ebbtide.interleave.simulation.bound import bound
+from ebbtide.machines.machine import Machine
 
 GB = 1e9
 # Where it is not known what is free on the device, or all of it is: the least that is taken to be.

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ebbtide.analysis.metrics.summary import summarize
-from ebbtide.interleave.fit import Fit, Sample, fit, sample_of
-from ebbtide.interleave.machine import Machine
+from ebbtide.interleave.calibrate.fitting.fit import Fit, Sample, fit, sample_of
+from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.schedule import Schedule
-from ebbtide.interleave.simulate import simulate
-from ebbtide.interleave.workload import Workload
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.machine import Machine
 from ebbtide.profiler.trace import open_trace
 
 TRACES = Path(__file__).parents[1] / "traces"

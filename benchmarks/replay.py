@@ -23,11 +23,11 @@ from pathlib import Path
 
 from tables import machine_line
 
-from ebbtide.interleave.inputs import preset
+from ebbtide.interleave.model.workload import Workload, load_workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.replay import replay, workload_json
-from ebbtide.interleave.simulate import simulate
-from ebbtide.interleave.workload import Workload, load_workload
+from ebbtide.interleave.replay.results import replay, workload_json
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.catalog import preset
 
 MACHINE = "h100-80gb-sxm-published"
 POLICIES = ("zero-offload", "interleaved:2", "adaptive")

@@ -1,4 +1,4 @@
-"""What goes wrong with input that a user gave."""
+"""Errors of ebbtide."""
 
 
 class UserError(Exception):
@@ -6,4 +6,20 @@ class UserError(Exception):
 
 
 class TraceError(UserError):
-    """A trace that cannot be read, or not be written where it was asked for."""
+    """A trace cannot be read, or cannot be written to the given path."""
+
+
+class MachineError(UserError):
+    """A machine is invalid, or lacks a rate that is needed."""
+
+
+class WorkloadError(UserError):
+    """A workload is invalid, or cannot be derived from a trace."""
+
+
+class PolicyError(UserError):
+    """A policy does not exist, or has an invalid option."""
+
+
+class PlanError(Exception):
+    """A plan is invalid: an error in the policy that made it, not in the user's input."""

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ebbtide.profiler.trace import UserError
+from ebbtide.errors import UserError
 
 
 @contextlib.contextmanager

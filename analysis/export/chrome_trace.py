@@ -19,8 +19,9 @@ from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.timeseries.lanes import overlap
 from ebbtide.analysis.timeseries.step_functions import Ints
+from ebbtide.errors import TraceError
 from ebbtide.output_files import new_output
-from ebbtide.profiler.trace import Trace, TraceError
+from ebbtide.profiler.trace import Trace
 
 _EXPLAINED = (
     "Counters of the link: bytes/s over each sample's window. The format has no gaps: where a window ends and no other"

@@ -13,8 +13,9 @@ from ebbtide.analysis.metrics.iterations import PHASES, durations_ms, intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.metrics.windows import find_windows
+from ebbtide.errors import TraceError
 from ebbtide.output_files import new_output
-from ebbtide.profiler.trace import Trace, TraceError
+from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.schema import TABLES, frame
 
 FORMATS = ("csv", "parquet")

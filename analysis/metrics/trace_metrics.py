@@ -20,7 +20,8 @@ from ebbtide.analysis.metrics.substeps.aggregate import SubStep
 from ebbtide.analysis.metrics.substeps.breakdown import SubSteps, sub_steps
 from ebbtide.analysis.metrics.summary import Summary, summarize
 from ebbtide.analysis.timeseries.step_functions import union_length
-from ebbtide.profiler.trace import Trace, TraceError
+from ebbtide.errors import TraceError
+from ebbtide.profiler.trace import Trace
 
 STATE_BYTES = 12
 

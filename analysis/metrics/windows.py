@@ -16,7 +16,8 @@ from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, Traffic, traffi
 from ebbtide.analysis.metrics.recurring_windows import Place, by_place
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.analysis.timeseries.thresholds import FreeLine, runs
-from ebbtide.profiler.trace import Trace, TraceError
+from ebbtide.errors import TraceError
+from ebbtide.profiler.trace import Trace
 
 # Bytes of optimizer state per parameter: fp32 master, first and second moment of Adam.
 STATE_BYTES = 12

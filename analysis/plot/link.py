@@ -15,7 +15,7 @@ from ebbtide.analysis.plot.link_lines import SLOTS, LinkLine, link_lines
 from ebbtide.analysis.plot.panels import Scale, draw_level
 from ebbtide.analysis.plot.styles import LINK_COLORS, LINK_FILLS
 from ebbtide.analysis.plot.views import View
-from ebbtide.profiler.trace import TraceError
+from ebbtide.errors import TraceError
 from ebbtide.units import ms_text, rate_text
 
 _SIGNS = {"h2d": 1.0, "d2h": -1.0}

@@ -15,7 +15,7 @@ from ebbtide.analysis.plot.panels import Scale, draw_level
 from ebbtide.analysis.plot.styles import pool_styles
 from ebbtide.analysis.plot.views import View
 from ebbtide.analysis.timeseries.step_functions import Ints, peak_between
-from ebbtide.profiler.trace import TraceError
+from ebbtide.errors import TraceError
 from ebbtide.units import bytes_text, ms_text
 
 # The whole time axis has so many slots. A line with more samples to a slot than these is drawn as a band, from the

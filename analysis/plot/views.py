@@ -12,7 +12,8 @@ import pandas as pd
 
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
-from ebbtide.profiler.trace import Trace, TraceError
+from ebbtide.errors import TraceError
+from ebbtide.profiler.trace import Trace
 
 # The phases of an iteration that is a smaller part of the time axis cannot be told apart.
 _LEAST_ITERATION = 1 / 90

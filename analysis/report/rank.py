@@ -20,7 +20,8 @@ from ebbtide.analysis.report.columns import Table
 from ebbtide.analysis.report.lines import Panel, clock, panels
 from ebbtide.analysis.report.tables import iteration_table, link_tables, step_tables, window_tables
 from ebbtide.analysis.report.timeline import Drawing, Strip, timeline
-from ebbtide.profiler.trace import Trace, TraceError
+from ebbtide.errors import TraceError
+from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text
 
 

@@ -18,7 +18,7 @@ from ebbtide.cli.tables import table
 from ebbtide.units import bytes_text, ms_text, rate_text
 
 if TYPE_CHECKING:
-    from ebbtide.interleave.machine import Machine
+    from ebbtide.machines.machine import Machine
 
 
 def calibrate(
@@ -78,7 +78,7 @@ def calibrate(
 
 
 def _fitted(traces: list[Path], name: str, path: Path, force: bool) -> Machine:
-    from ebbtide.interleave.calibrate.from_traces import machine_of
+    from ebbtide.interleave.calibrate.fitting.from_traces import machine_of
     from ebbtide.output_files import new_output
 
     with new_output(path, force, Path.is_file, "a file") as file:

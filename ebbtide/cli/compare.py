@@ -85,11 +85,11 @@ def compare(
 
     from ebbtide.analysis.plot import save as save_figure
     from ebbtide.cli.compare_report import print_comparison
-    from ebbtide.interleave.compare.compare import Asked
-    from ebbtide.interleave.compare.compare import compare as run
-    from ebbtide.interleave.compare.picture import picture
-    from ebbtide.interleave.compare.saving import save_traces
-    from ebbtide.interleave.inputs import find_machine
+    from ebbtide.interleave.experiments.compare.compare import Asked
+    from ebbtide.interleave.experiments.compare.compare import compare as run
+    from ebbtide.interleave.experiments.compare.picture import picture
+    from ebbtide.interleave.experiments.compare.saving import save_traces
+    from ebbtide.interleave.replay.resolve import find_machine
 
     # What is written stands whole, or not at all, before anything is printed.
     with new_outputs(plot, save, force) as (image, folder):

@@ -11,7 +11,7 @@ from ebbtide.cli.tables import table
 from ebbtide.units import bytes_text, count_text, ms_text, rate_text
 
 if TYPE_CHECKING:
-    from ebbtide.interleave.compare.results import Comparison, Pair, Result
+    from ebbtide.interleave.experiments.compare.results import Comparison, Pair, Result
 
 
 def print_comparison(found: Comparison) -> None:

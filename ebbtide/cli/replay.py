@@ -14,7 +14,7 @@ from ebbtide.cli.tables import table
 from ebbtide.units import bytes_text, ms_text
 
 if TYPE_CHECKING:
-    from ebbtide.interleave.replay import Replay
+    from ebbtide.interleave.replay.results import Replay
 
 
 def replay(
@@ -60,10 +60,10 @@ def replay(
     room = size(free_bytes) if free_bytes is not None else None
     check_outputs(plot, save)
 
-    from ebbtide.interleave import explain as explaining
-    from ebbtide.interleave.errors import PlanError, PolicyError
-    from ebbtide.interleave.inputs import Size, find_machine, find_workload, load_policies
-    from ebbtide.interleave.replay import replay as run
+    from ebbtide.errors import PlanError, PolicyError
+    from ebbtide.interleave.replay import ablation as explaining
+    from ebbtide.interleave.replay.resolve import Size, find_machine, find_workload, load_policies
+    from ebbtide.interleave.replay.results import replay as run
 
     # What is written stands whole, or not at all, before anything is printed.
     with new_outputs(plot, save, force) as (picture, folder):
@@ -156,14 +156,14 @@ def _print(found: Replay, baseline: str) -> None:
 
 def _draw(found: Replay, file: Path, kind: str) -> None:
     from ebbtide.analysis.plot import save
-    from ebbtide.interleave.chart import chart
+    from ebbtide.interleave.replay.chart import chart
 
     save(chart(found), file, kind)
 
 
 def _save(found: Replay, folder: Path) -> None:
     """A trace for each policy; for one that was asked for twice, once."""
-    from ebbtide.interleave.to_trace import file_name, trace_of
+    from ebbtide.interleave.replay.schedule_to_trace import file_name, trace_of
 
     for policy, schedule in {schedule.plan.policy: schedule for schedule in found.schedules}.items():
         trace_of(schedule, found.machine).write(folder / f"{file_name(policy)}.ebb")

@@ -16,7 +16,7 @@ from ebbtide.cli.outputs import picture_format
 from ebbtide.cli.sweep_report import progress, tell_best
 
 if TYPE_CHECKING:
-    from ebbtide.interleave.sweep import Row, Scenario, Task, Workers
+    from ebbtide.interleave.experiments.sweep import Row, Scenario, Task, Workers
 
 _MOST_COMBINATIONS = 100_000
 Value = TypeVar("Value")
@@ -81,9 +81,9 @@ def sweep(
             "--jobs is at least 1, and does not go with --scheduler: a cluster has its own workers"
         )
 
+    from ebbtide.errors import UserError
+    from ebbtide.interleave.experiments.sweep import combinations, find_pairs, on_cluster, on_this_machine
     from ebbtide.interleave.policies import BUILT_IN, parse
-    from ebbtide.interleave.sweep import combinations, find_pairs, on_cluster, on_this_machine
-    from ebbtide.profiler.trace import UserError
 
     # What is known before the work is done is not told after it.
     for path in (output, plot):
@@ -107,10 +107,10 @@ def sweep(
 def _run(tasks: list[Task], workers: Workers, output: Path, plot: Path | None, force: bool) -> list[Row]:
     """Raises UserError where no combination can be replayed, or nothing be written."""
     from ebbtide.analysis.plot import save
-    from ebbtide.interleave.sweep import Journal, journal_path, question, rows_of, write_rows
-    from ebbtide.interleave.sweep.picture import check_room, draw
+    from ebbtide.errors import UserError
+    from ebbtide.interleave.experiments.sweep import Journal, journal_path, question, rows_of, write_rows
+    from ebbtide.interleave.experiments.sweep.picture import check_room, draw
     from ebbtide.output_files import new_output
-    from ebbtide.profiler.trace import UserError
 
     if plot is not None:
         check_room([question(task) for task in tasks])
@@ -135,7 +135,7 @@ def _scenarios(scale: list[str], free: list[str], subgroup: list[str]) -> list[S
     sizes: list[float | None] = [*_values("--free-bytes", free, _size)] or [None]
     counts: list[int | None] = [*_values("--subgroup-params", subgroup, _at_least_one)] or [None]
 
-    from ebbtide.interleave.sweep import Scenario
+    from ebbtide.interleave.experiments.sweep import Scenario
 
     return [Scenario(*values) for values in itertools.product(factors, sizes, counts)]
 

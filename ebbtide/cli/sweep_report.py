@@ -14,7 +14,7 @@ from ebbtide.cli.tables import table
 from ebbtide.units import bytes_text, count_text, ms_text
 
 if TYPE_CHECKING:
-    from ebbtide.interleave.sweep import Best, Row
+    from ebbtide.interleave.experiments.sweep import Best, Row
 
 # A person reads no more lines than these.
 _MOST_LINES = 40
@@ -49,7 +49,7 @@ def progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def tell_best(rows: list[Row], output: Path, as_json: bool) -> None:
-    from ebbtide.interleave.sweep import BASELINE, best_of
+    from ebbtide.interleave.experiments.sweep import BASELINE, best_of
 
     best = best_of(rows)
     errors = [str(row["error"]) for row in rows if row["error"]]

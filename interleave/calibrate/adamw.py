@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from ebbtide.interleave.engine.kernels import CpuKernel
-from ebbtide.interleave.engine.reference import Hyper
+from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from ebbtide.interleave.engine.numerics.reference import Hyper
 
 # What the larger of the kernels below keeps, a parameter: state 12, the gradient in both precisions, the parameter.
 KEPT_BYTES = 20

@@ -13,7 +13,7 @@ import torch
 from ebbtide.interleave.calibrate.adamw import KEPT_BYTES, cpu_kernels
 from ebbtide.interleave.calibrate.record import Record, Setup
 from ebbtide.interleave.calibrate.timing import timed
-from ebbtide.interleave.engine.kernels import ONE_PASS_BYTES
+from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES
 
 _COPY_BYTES = 64 << 20
 # Of host memory, for each byte that a copy within it moves.

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from ebbtide.interleave.errors import MachineError
+from ebbtide.errors import MachineError
 
 # Starting a process imports torch, and allocating takes its time: longer than this no rank keeps the others waiting.
 _PATIENCE_S = 300.0

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from ebbtide.errors import MachineError
 from ebbtide.interleave.calibrate import counters, cpu, gpu, host, link
 from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.interleave.calibrate.record import Record, Setup
-from ebbtide.interleave.errors import MachineError
-from ebbtide.interleave.machine import Machine
+from ebbtide.machines.machine import Machine
 
 # Runs that spread by more than this were disturbed.
 _UNSTEADY = 0.5

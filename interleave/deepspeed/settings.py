@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebbtide.interleave.engine.device import Device
-from ebbtide.interleave.engine.planner import Budget
-from ebbtide.interleave.machine import Machine
+from ebbtide.interleave.engine.adaptive.planner import Budget
+from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.machines.machine import Machine
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,16 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import log_dist
 
-from ebbtide.interleave.deepspeed.constants import CpuAdamConstants
+from ebbtide.interleave.deepspeed.adam_scalars import CpuAdamConstants
 from ebbtide.interleave.deepspeed.settings import Settings
-from ebbtide.interleave.deepspeed.slices import Extent, Gradients, cut, subgroups
+from ebbtide.interleave.deepspeed.subgroup_slices import Extent, Gradients, cut, subgroups
 from ebbtide.interleave.deepspeed.supported import check_optimizer, hyper_of
-from ebbtide.interleave.engine.driver import Driver
-from ebbtide.interleave.engine.emulated import EmulatedDevice
-from ebbtide.interleave.engine.open import open_device
-from ebbtide.interleave.engine.reference import Scalars
-from ebbtide.interleave.engine.store import EXP_AVG, EXP_AVG_SQ, MASTER
-from ebbtide.interleave.schedule import Schedule
+from ebbtide.interleave.engine.adaptive.runner import Driver
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.devices.open import open_device
+from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.runtime.store import EXP_AVG, EXP_AVG_SQ, MASTER
+from ebbtide.interleave.model.schedule import Schedule
 
 _MOMENTS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 

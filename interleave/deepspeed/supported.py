@@ -7,7 +7,7 @@ from typing import Any
 
 from ebbtide.interleave.engine.checks import check_group
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.reference import Hyper
+from ebbtide.interleave.engine.numerics.reference import Hyper
 
 # Tried with these, and with those between them.
 FIRST, LAST = (0, 19, 8), (0, 19, 8)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.portable import local
+from ebbtide.interleave.engine.state_dict import local
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

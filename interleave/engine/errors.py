@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ebbtide.profiler.trace import UserError
+from ebbtide.errors import UserError
 
 
 class EngineError(UserError):

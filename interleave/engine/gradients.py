@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ebbtide.interleave.engine.device import Device
+from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.norm import total
+from ebbtide.interleave.engine.numerics.norm import total
 
 # As torch.nn.utils.clip_grad_norm_ has it.
 _EPS = 1e-6

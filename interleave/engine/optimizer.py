@@ -8,24 +8,24 @@ from typing import Any, Literal
 
 import torch
 
-from ebbtide.interleave.engine import portable
+from ebbtide.interleave.engine import state_dict as portable
+from ebbtide.interleave.engine.adaptive.planner import Budget
+from ebbtide.interleave.engine.adaptive.runner import Driver
 from ebbtide.interleave.engine.checks import check_group, check_options, check_params
-from ebbtide.interleave.engine.device import Device
-from ebbtide.interleave.engine.driver import Driver
-from ebbtide.interleave.engine.engine import Engine
+from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.interleave.engine.devices.open import open_device
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.gradient_collector import Intake
 from ebbtide.interleave.engine.gradients import Gradients
-from ebbtide.interleave.engine.intake import Intake
-from ebbtide.interleave.engine.layout import divide
-from ebbtide.interleave.engine.loss_scale import LossScale
-from ebbtide.interleave.engine.open import open_device
-from ebbtide.interleave.engine.planner import Budget
-from ebbtide.interleave.engine.portable import local
-from ebbtide.interleave.engine.reference import Hyper
-from ebbtide.interleave.engine.store import MASTER
-from ebbtide.interleave.machine import Machine
-from ebbtide.interleave.plan import Plan
-from ebbtide.interleave.schedule import Schedule
+from ebbtide.interleave.engine.numerics.loss_scale import LossScale
+from ebbtide.interleave.engine.numerics.reference import Hyper
+from ebbtide.interleave.engine.runtime.engine import Engine
+from ebbtide.interleave.engine.runtime.layout import divide
+from ebbtide.interleave.engine.runtime.store import MASTER
+from ebbtide.interleave.engine.state_dict import local
+from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.machines.machine import Machine
 
 log = logging.getLogger("ebbtide")
 

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from ebbtide.interleave.bound import guide
-from ebbtide.interleave.errors import PolicyError
-from ebbtide.interleave.machine import Machine
-from ebbtide.interleave.plan import Plan
+from ebbtide.errors import PolicyError
+from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.placement import Placement, placed
 from ebbtide.interleave.policies.registry import Choice, make_plan, nothing_after_colon, policy
-from ebbtide.interleave.simulate import simulate
-from ebbtide.interleave.workload import Workload
+from ebbtide.interleave.simulation.bound import guide
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.machine import Machine
 
 # The search simulates some hundred plans: of more subgroups than this it merges neighbours first.
 _MOST_SUBGROUPS = 64

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ebbtide.interleave.building import PlanBuilder
-from ebbtide.interleave.errors import PolicyError
-from ebbtide.interleave.machine import Machine
-from ebbtide.interleave.plan import Plan
+from ebbtide.errors import PolicyError
+from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.plan_builder import PlanBuilder
 from ebbtide.interleave.policies.registry import GRADS, PARAMS, Choice, policy, to_number
 from ebbtide.interleave.policies.twin_flow import resident_count
-from ebbtide.interleave.workload import Workload
+from ebbtide.machines.machine import Machine
 
 # One subgroup comes while another is updated or goes.
 BUFFERS = 2

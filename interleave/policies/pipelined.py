@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ebbtide.interleave.machine import Machine
-from ebbtide.interleave.plan import Plan
+from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.registry import GRADS, PARAMS, Choice, nothing_after_colon, policy
 from ebbtide.interleave.policies.zero_offload import all_on_cpu
-from ebbtide.interleave.workload import Workload
+from ebbtide.machines.machine import Machine
 
 
 @policy("pipelined", grads=GRADS, params=PARAMS)

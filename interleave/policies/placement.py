@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebbtide.interleave.building import PlanBuilder
-from ebbtide.interleave.plan import STEP, UPDATE, Plan, made_points
-from ebbtide.interleave.policies.room import gradients_with_room, slot_points
-from ebbtide.interleave.workload import Workload
+from ebbtide.interleave.model.plan import STEP, UPDATE, Plan, made_points
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.capacity import gradients_with_room, slot_points
+from ebbtide.interleave.policies.plan_builder import PlanBuilder
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ebbtide.interleave.errors import PolicyError
-from ebbtide.interleave.machine import Machine
-from ebbtide.interleave.plan import Plan
-from ebbtide.interleave.workload import Workload
+from ebbtide.errors import PolicyError
+from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.machines.machine import Machine
 
 
 @dataclass(frozen=True)

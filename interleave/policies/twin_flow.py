@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ebbtide.interleave.building import PlanBuilder
-from ebbtide.interleave.machine import Machine
-from ebbtide.interleave.plan import Plan
+from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.plan_builder import PlanBuilder
 from ebbtide.interleave.policies.registry import GRADS, PARAMS_BLOCKING, Choice, policy
-from ebbtide.interleave.workload import Workload
+from ebbtide.machines.machine import Machine
 
 
 @policy("twin-flow", grads=GRADS, params=PARAMS_BLOCKING)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.analysis.export.chrome_trace import export
-from ebbtide.profiler.trace import RankBuilder, Trace, TraceBuilder, TraceError
+from ebbtide.errors import TraceError
+from ebbtide.profiler.trace import RankBuilder, Trace, TraceBuilder
 from tests.analysis.trace_event_file import counter, exported, rows, seen, slices
 
 START = 1_700_000_000_000_000_001

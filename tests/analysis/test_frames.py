@@ -15,7 +15,8 @@ from ebbtide.analysis.export.tables import FORMATS, iterations_table, raw_table,
 from ebbtide.analysis.metrics.iterations import PHASES
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.windows import find_windows
-from ebbtide.profiler.trace import Trace, TraceBuilder, UserError
+from ebbtide.errors import UserError
+from ebbtide.profiler.trace import Trace, TraceBuilder
 from ebbtide.profiler.trace.schema import TABLES
 
 MS = 10**6

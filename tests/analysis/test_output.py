@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.errors import UserError
 from ebbtide.output_files import new_output
-from ebbtide.profiler.trace import UserError
 
 
 def write(path: Path, force: bool = False, text: str = "new") -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from ebbtide.analysis.plot import draw
-from ebbtide.profiler.trace import Trace, TraceBuilder, TraceError
+from ebbtide.errors import TraceError
+from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.analysis.pictures import (
     GPU,
     MIB,

@@ -11,7 +11,8 @@ from matplotlib.patches import StepPatch
 
 from ebbtide.analysis.metrics.link_throughput import traffic
 from ebbtide.analysis.plot import draw
-from ebbtide.profiler.trace import RankBuilder, TraceBuilder, TraceError
+from ebbtide.errors import TraceError
+from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 from tests.analysis.pictures import (
     LINKED,
     MS,

@@ -6,7 +6,8 @@ import pytest
 
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.analysis.plot import draw
-from ebbtide.profiler.trace import Trace, TraceBuilder, TraceError
+from ebbtide.errors import TraceError
+from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.analysis.pictures import GPU, LINKED, MIB, MS, boxes, facts, labels, steps, train, trained, with_counters
 
 

@@ -18,7 +18,8 @@ from ebbtide.analysis.plot import LINK_COLORS, PHASE_COLORS
 from ebbtide.analysis.report import page, render, write_report
 from ebbtide.analysis.report.columns import Table, counts, milliseconds, sizes, words
 from ebbtide.analysis.report.lines import clock, panels
-from ebbtide.profiler.trace import Trace, TraceBuilder, TraceError
+from ebbtide.errors import TraceError
+from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.analysis.deepspeed_jobs import SIZE, deepspeed_job
 from tests.analysis.report_traces import GIB, GPU, HOSTILE, ITERATION, MS, hostile, long, trained, with_copies
 

@@ -21,8 +21,8 @@ from ebbtide.analysis.report.boxes import Choice, guaranteed_boxes, op_boxes, wi
 from ebbtide.analysis.report.lines import Panel, clock, panels
 from ebbtide.analysis.report.rank import _lanes, rank_view
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulate import simulate
-from ebbtide.interleave.to_trace import trace_of
+from ebbtide.interleave.replay.schedule_to_trace import trace_of
+from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.analysis.deepspeed_jobs import deepspeed_job
 from tests.analysis.report_traces import GIB, GPU, MS, train, trained

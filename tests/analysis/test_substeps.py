@@ -13,10 +13,11 @@ from ebbtide.analysis.metrics.iterations import counted
 from ebbtide.analysis.metrics.substeps.aggregate import SubStep
 from ebbtide.analysis.metrics.substeps.breakdown import SubSteps, sub_steps
 from ebbtide.analysis.metrics.substeps.operations import op_pieces
+from ebbtide.errors import TraceError
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulate import simulate
-from ebbtide.interleave.to_trace import trace_of
-from ebbtide.profiler.trace import TraceBuilder, TraceError
+from ebbtide.interleave.replay.schedule_to_trace import trace_of
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.deepspeed_jobs import GIB, MS, PEAK, SIZE, SUBGROUP, deepspeed_job, update_ms
 from tests.conftest import examples
 from tests.interleave.sweeps import machine, workload

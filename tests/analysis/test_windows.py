@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.analysis.metrics.windows import Window, find_windows
-from ebbtide.profiler.trace import Trace, TraceBuilder, TraceError
+from ebbtide.errors import TraceError
+from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.conftest import ebbtide, ebbtide_in_process
 
 MS = 1_000_000

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from ebbtide.interleave.inputs import preset
-from ebbtide.interleave.machine import load_machine
+from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulate import simulate
-from ebbtide.interleave.workload import Workload
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.catalog import preset
+from ebbtide.machines.machine import load_machine
 from ebbtide.profiler.trace import TraceBuilder
 from tests.conftest import Run, ebbtide, ebbtide_in_process
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ebbtide.cli import run
-from ebbtide.interleave.engine.emulated import EmulatedDevice
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.profiler.trace import open_trace
 from tests.conftest import ebbtide, torch_on_one_thread
 

@@ -12,8 +12,8 @@ import pytest
 
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.cli import run
-from ebbtide.interleave.from_trace import workload_of
 from ebbtide.interleave.policies import BUILT_IN, POLICIES
+from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.analysis.findings.jobs import PARAMS, Job, devices, offloaded
 from tests.conftest import ebbtide
@@ -24,7 +24,7 @@ Printed = pytest.CaptureFixture[str]
 FIXED = ("zero-offload", "twin-flow:0.5", "interleaved:2")
 OPTIONS = [part for policy in FIXED for part in ("--policy", policy)]
 OWN = '''
-from ebbtide.interleave.building import PlanBuilder
+from ebbtide.interleave.policies.plan_builder import PlanBuilder
 from ebbtide.interleave.policies import policy
 
 

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from ebbtide.cli import run as command
-from ebbtide.interleave.sweep import Journal, journal_path
-from ebbtide.interleave.sweep.task import key_of, run
+from ebbtide.interleave.experiments.sweep import Journal, journal_path
+from ebbtide.interleave.experiments.sweep.task import key_of, run
 from ebbtide.profiler.trace import TraceBuilder
 from tests.cli.test_bad_input import contents
 from tests.conftest import ebbtide

@@ -8,8 +8,8 @@ import itertools
 import numpy as np
 from scipy.optimize import linprog
 
-from ebbtide.interleave.machine import Machine
-from ebbtide.interleave.workload import Workload
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.machines.machine import Machine
 
 # Of each piece: fetched, evicted, updated on the CPU and on the GPU, gradients down, back up, and kept from this piece
 # on, updated parameters up; state and kept gradients on the device at its end.

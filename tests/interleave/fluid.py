@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ebbtide.interleave.machine import Machine
-from ebbtide.interleave.plan import Op
-from ebbtide.interleave.schedule import Schedule
-from ebbtide.interleave.workload import Workload
+from ebbtide.interleave.model.plan import Op
+from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.machines.machine import Machine
 
 
 def alone_s(op: Op, workload: Workload, machine: Machine) -> float:

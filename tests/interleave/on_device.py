@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ebbtide.interleave.schedule import Schedule
-from ebbtide.interleave.workload import value_at
+from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.model.workload import value_at
 
 # (from s, to s, bytes)
 Stay = tuple[float, float, float]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from ebbtide.interleave.machine import Machine
-from ebbtide.interleave.workload import FreeLine, Workload
+from ebbtide.interleave.model.workload import FreeLine, Workload
+from ebbtide.machines.machine import Machine
 
 
 def spread(low: float, high: float) -> st.SearchStrategy[float]:

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ebbtide.interleave.machine import Machine, machine_from
-from ebbtide.interleave.sweep import Row, Scenario, Task, combinations
-from ebbtide.interleave.sweep.task import run
-from ebbtide.interleave.workload import Workload, workload_from
+from ebbtide.interleave.experiments.sweep import Row, Scenario, Task, combinations
+from ebbtide.interleave.experiments.sweep.task import run
+from ebbtide.interleave.model.workload import Workload, workload_from
+from ebbtide.machines.machine import Machine, machine_from
 
 MACHINE: dict[str, Any] = {
     "name": "box",

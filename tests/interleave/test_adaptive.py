@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.interleave.bound import bound
-from ebbtide.interleave.errors import PolicyError
-from ebbtide.interleave.machine import Machine
+from ebbtide.errors import PolicyError
+from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.model.workload import FreeLine, Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.schedule import Schedule
-from ebbtide.interleave.simulate import simulate
-from ebbtide.interleave.workload import FreeLine, Workload
+from ebbtide.interleave.simulation.bound import bound
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.machine import Machine
 from tests.conftest import examples, slow
 from tests.interleave import on_device
 from tests.interleave.strategies import machines, workloads

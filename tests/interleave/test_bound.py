@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.bound import Bound, bound
-from ebbtide.interleave.errors import MachineError
-from ebbtide.interleave.machine import Machine
+from ebbtide.errors import MachineError
+from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulate import simulate
-from ebbtide.interleave.workload import Workload
+from ebbtide.interleave.simulation.bound import Bound, bound
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.machine import Machine
 from tests.interleave import bound_lp
 from tests.interleave.strategies import fixed_policies, machines, workloads
 from tests.interleave.test_simulate import BOX, DOWN, OVERHEAD, UP, C, G, even

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbtide.errors import MachineError
 from ebbtide.interleave.calibrate.adamw import OnePassAdamW, TorchAdamW
 from ebbtide.interleave.calibrate.cpu import Copier
 from ebbtide.interleave.calibrate.host import cache_bytes, cores, memory_bytes, working_set
@@ -19,7 +20,6 @@ from ebbtide.interleave.calibrate.link import copy_seconds, together_bytes_per_s
 from ebbtide.interleave.calibrate.ranks import Ranks, ranks_of
 from ebbtide.interleave.calibrate.record import Record
 from ebbtide.interleave.calibrate.timing import Timed, timed
-from ebbtide.interleave.errors import MachineError
 
 GIB = 2**30
 CPU = torch.device("cpu")

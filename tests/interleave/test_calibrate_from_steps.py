@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ebbtide.cli import run
-from ebbtide.interleave.calibrate.from_steps import step_rates
-from ebbtide.interleave.calibrate.from_traces import machine_of
-from ebbtide.interleave.errors import MachineError
+from ebbtide.errors import MachineError
+from ebbtide.interleave.calibrate.fitting.from_steps import step_rates
+from ebbtide.interleave.calibrate.fitting.from_traces import machine_of
 from tests.analysis.deepspeed_jobs import SIZE, deepspeed_job
 from tests.analysis.findings.jobs import offloaded, on_cpu
 

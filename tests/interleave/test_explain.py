@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from ebbtide.interleave.errors import MachineError
-from ebbtide.interleave.explain import explain, recommend
-from ebbtide.interleave.machine import Machine
+from ebbtide.errors import MachineError
+from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.schedule import Schedule
-from ebbtide.interleave.simulate import simulate
-from ebbtide.interleave.workload import Workload
+from ebbtide.interleave.replay.ablation import explain, recommend
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.machine import Machine
 from tests.conftest import examples
 from tests.interleave.strategies import machines, workloads
 from tests.interleave.sweeps import machine, workload

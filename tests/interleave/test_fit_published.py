@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from ebbtide.analysis.metrics.summary import summarize
-from ebbtide.interleave.calibrate.from_traces import machine_of
-from ebbtide.interleave.fit import fit, sample_of
-from ebbtide.interleave.inputs import preset, presets
+from ebbtide.interleave.calibrate.fitting.fit import fit, sample_of
+from ebbtide.interleave.calibrate.fitting.from_traces import machine_of
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulate import simulate
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.catalog import preset, presets
 from ebbtide.profiler.trace import Trace
 from tests.interleave.published import PRESETS, runs
 

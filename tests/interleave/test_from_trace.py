@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from ebbtide.interleave.errors import WorkloadError
-from ebbtide.interleave.from_trace import recorded_policy, workload_of
-from ebbtide.interleave.replay import replay
-from ebbtide.interleave.workload import Workload
-from ebbtide.profiler.trace import Trace, TraceBuilder, TraceError, open_trace
+from ebbtide.errors import TraceError, WorkloadError
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.replay.results import replay
+from ebbtide.interleave.replay.workload_from_trace import recorded_policy, workload_of
+from ebbtide.profiler.trace import Trace, TraceBuilder, open_trace
 from tests.analysis.deepspeed_jobs import SIZE, deepspeed_job
 from tests.analysis.findings.jobs import CAPACITY, GIB, MS, PARAMS, PEAK, PHASES, Job, devices, offloaded
 from tests.interleave.sweeps import machine

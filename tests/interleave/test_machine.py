@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.errors import MachineError
-from ebbtide.interleave.inputs import find_machine, preset, presets
-from ebbtide.interleave.machine import Machine, load_machine, machine_from
+from ebbtide.errors import MachineError
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulate import simulate
+from ebbtide.interleave.replay.resolve import find_machine
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.catalog import preset, presets
+from ebbtide.machines.machine import Machine, load_machine, machine_from
 from ebbtide.profiler.trace import TraceBuilder
 from tests.interleave.strategies import machines
 from tests.interleave.sweeps import MACHINE, machine, workload

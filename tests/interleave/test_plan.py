@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.errors import PlanError
-from ebbtide.interleave.machine import Machine
-from ebbtide.interleave.plan import BACKWARD, FORWARD, OTHER, UPDATE, Op, point_at
+from ebbtide.errors import PlanError
+from ebbtide.interleave.model.plan import BACKWARD, FORWARD, OTHER, UPDATE, Op, point_at
+from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.policies.placement import Placement, placed
-from ebbtide.interleave.workload import Workload
+from ebbtide.machines.machine import Machine
 from tests.interleave.strategies import machines, policies, workloads
 from tests.interleave.test_simulate import BOX, even
 

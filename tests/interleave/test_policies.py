@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from ebbtide.interleave.building import PlanBuilder
-from ebbtide.interleave.errors import PolicyError
-from ebbtide.interleave.machine import Machine
-from ebbtide.interleave.plan import STEP, Plan
+from ebbtide.errors import PolicyError
+from ebbtide.interleave.model.plan import STEP, Plan
+from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import BUILT_IN, POLICIES, Choice, make_plan, parse, policy
-from ebbtide.interleave.simulate import simulate
-from ebbtide.interleave.workload import Workload
+from ebbtide.interleave.policies.plan_builder import PlanBuilder
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.machine import Machine
 from tests.interleave.strategies import fixed_policies, machines, workloads
 from tests.interleave.test_simulate import BOX, even
 

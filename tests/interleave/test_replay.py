@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.interleave.errors import MachineError, PolicyError
-from ebbtide.interleave.machine import Machine
+from ebbtide.errors import MachineError, PolicyError
+from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import BUILT_IN, make_plan
-from ebbtide.interleave.replay import Result, replay
-from ebbtide.interleave.simulate import simulate
-from ebbtide.interleave.workload import Workload
+from ebbtide.interleave.replay.results import Result, replay
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.machine import Machine
 from tests.conftest import examples
 from tests.interleave.strategies import fixed_policies, machines, workloads
 from tests.interleave.sweeps import machine, workload

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from ebbtide.interleave.machine import Machine
-from ebbtide.interleave.schedule import host_traffic
-from ebbtide.interleave.workload import Workload
+from ebbtide.interleave.model.schedule import host_traffic
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.machines.machine import Machine
 from tests.interleave import on_device
 from tests.interleave.fluid import Fluid, traffic_bytes
 from tests.interleave.strategies import machines, policies, workloads

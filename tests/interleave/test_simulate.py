@@ -11,13 +11,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.errors import MachineError, PlanError
-from ebbtide.interleave.machine import Machine
-from ebbtide.interleave.plan import UPDATE, Op, Plan
+from ebbtide.errors import MachineError, PlanError
+from ebbtide.interleave.model.plan import UPDATE, Op, Plan
+from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.schedule import Schedule
-from ebbtide.interleave.simulate import simulate
-from ebbtide.interleave.workload import Workload
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.machine import Machine
 from tests.interleave.fluid import Fluid, traffic_bytes
 from tests.interleave.strategies import fixed_policies, machines, policies, workloads
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from ebbtide.interleave.replay import replay
-from ebbtide.interleave.sweep import (
+from ebbtide.errors import UserError
+from ebbtide.interleave.experiments.sweep import (
     SCHEMA,
     Journal,
     Row,
@@ -23,8 +23,8 @@ from ebbtide.interleave.sweep import (
     rows_of,
     write_rows,
 )
-from ebbtide.interleave.sweep.task import key_of, run
-from ebbtide.profiler.trace import UserError
+from ebbtide.interleave.experiments.sweep.task import key_of, run
+from ebbtide.interleave.replay.results import replay
 from tests.interleave.sweeps import machine, rows, tasks, workload, write_files
 
 FAST = ["zero-offload", "twin-flow:0.5", "interleaved:2"]

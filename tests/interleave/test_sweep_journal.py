@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.interleave.sweep import Journal, journal_path
-from ebbtide.profiler.trace import UserError
+from ebbtide.errors import UserError
+from ebbtide.interleave.experiments.sweep import Journal, journal_path
 
 
 def test_rows_are_on_disk_as_soon_as_they_are_added(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ebbtide.interleave.sweep import Row, Scenario
-from ebbtide.interleave.sweep.picture import check_room, draw
-from ebbtide.profiler.trace import UserError
+from ebbtide.errors import UserError
+from ebbtide.interleave.experiments.sweep import Row, Scenario
+from ebbtide.interleave.experiments.sweep.picture import check_room, draw
 from tests.interleave.sweeps import machine, rows, workload
 
 FAST = ["zero-offload", "twin-flow:0.5", "gpu-only"]

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.errors import WorkloadError
-from ebbtide.interleave.sweep import Scenario
-from ebbtide.interleave.sweep.scenario import with_least
-from ebbtide.interleave.workload import FreeLine
+from ebbtide.errors import WorkloadError
+from ebbtide.interleave.experiments.sweep import Scenario
+from ebbtide.interleave.experiments.sweep.scenario import with_least
+from ebbtide.interleave.model.workload import FreeLine
 from tests.interleave.sweeps import workload
 
 sizes = st.floats(0, 1e12)

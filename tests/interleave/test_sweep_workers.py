@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import ebbtide
-from ebbtide.interleave.sweep.workers import WorkerDied, on_cluster, on_this_machine
-from ebbtide.profiler.trace import UserError
+from ebbtide.errors import UserError
+from ebbtide.interleave.experiments.sweep.workers import WorkerDied, on_cluster, on_this_machine
 
 
 def double(number: int) -> int:

@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.windows import find_windows
-from ebbtide.interleave.from_trace import workload_of
-from ebbtide.interleave.machine import Machine, machine_from
+from ebbtide.errors import TraceError
+from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import BUILT_IN, make_plan
-from ebbtide.interleave.schedule import Schedule
-from ebbtide.interleave.simulate import simulate
-from ebbtide.interleave.to_trace import trace_of
-from ebbtide.interleave.workload import Workload
-from ebbtide.profiler.trace import Trace, TraceError
+from ebbtide.interleave.replay.schedule_to_trace import trace_of
+from ebbtide.interleave.replay.workload_from_trace import workload_of
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.machine import Machine, machine_from
+from ebbtide.profiler.trace import Trace
 from tests.interleave.strategies import fixed_policies, machines, workloads
 from tests.interleave.sweeps import machine, workload
 

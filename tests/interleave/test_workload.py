@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.errors import WorkloadError
-from ebbtide.interleave.inputs import Size, find_workload, workload_of_size
-from ebbtide.interleave.replay import workload_json
-from ebbtide.interleave.workload import Workload, load_workload, workload_from
+from ebbtide.errors import WorkloadError
+from ebbtide.interleave.model.workload import Workload, load_workload, workload_from
+from ebbtide.interleave.replay.resolve import Size, find_workload, workload_of_size
+from ebbtide.interleave.replay.results import workload_json
 from tests.interleave.strategies import workloads
 from tests.interleave.sweeps import WORKLOAD, workload
 

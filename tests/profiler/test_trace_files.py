@@ -18,7 +18,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ebbtide.profiler.trace import Trace, TraceBuilder, TraceError, open_trace
+from ebbtide.errors import TraceError
+from ebbtide.profiler.trace import Trace, TraceBuilder, open_trace
 from ebbtide.profiler.trace.files import write_rank
 from ebbtide.profiler.trace.merge import merge
 from ebbtide.profiler.trace.schema import SORT, TABLES, Column, frame

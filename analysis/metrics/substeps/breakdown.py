@@ -13,7 +13,8 @@ from ebbtide.analysis.metrics.devices import main_pool
 from ebbtide.analysis.metrics.iterations import counted
 from ebbtide.analysis.metrics.substeps.aggregate import Measured, ResourceUse, SubStep
 from ebbtide.analysis.metrics.substeps.operations import follow_each_other, op_pieces
-from ebbtide.profiler.trace import Trace, TraceError
+from ebbtide.errors import TraceError
+from ebbtide.profiler.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ebbtide.interleave import InterleavedAdamW
-from ebbtide.interleave.engine.emulated import EmulatedDevice
-from ebbtide.interleave.machine import load_machine
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.machines.machine import load_machine
 
 GPT = load(ROOT / "examples" / "train_gpt.py").GPT
 VOCABULARY, HALVES, STATE_BYTES = 512, 2, 12

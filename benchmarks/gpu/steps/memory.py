@@ -43,7 +43,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         step.tell(pin_bytes_per_s=None)
         return
-    from ebbtide.interleave.engine.cuda import CudaDevice
+    from ebbtide.interleave.engine.devices.cuda import CudaDevice
 
     device = CudaDevice(torch.device("cuda"))
     begun = time.perf_counter()

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from step import Step, arguments, begin, ebbtide, fresh
 
-from ebbtide.interleave.compare.box import Box, find_box
-from ebbtide.interleave.compare.compare import POLICIES
-from ebbtide.interleave.compare.job import shape_of
-from ebbtide.interleave.inputs import find_machine
+from ebbtide.interleave.experiments.compare.compare import POLICIES
+from ebbtide.interleave.experiments.compare.job import shape_of
+from ebbtide.interleave.experiments.compare.testbed import Box, find_box
+from ebbtide.interleave.replay.resolve import find_machine
 
 PARTS, SLOTS, STATE_BYTES = 10, 3, 12
 TINY_PARAMS, TINY_POLICIES, TINY_LINK = 2_000_000, ("pipelined", "adaptive"), 2e8

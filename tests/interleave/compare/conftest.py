@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ebbtide.interleave.compare.compare import Asked, compare
-from ebbtide.interleave.compare.results import Comparison
+from ebbtide.interleave.experiments.compare.compare import Asked, compare
+from ebbtide.interleave.experiments.compare.results import Comparison
 from tests.conftest import torch_on_one_thread
 
 TINY = 200_000

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from ebbtide.errors import UserError
 from ebbtide.interleave.calibrate import host
-from ebbtide.interleave.compare.box import Box
-from ebbtide.interleave.compare.compare import POLICIES, Asked, compare
-from ebbtide.interleave.compare.job import shape_of
-from ebbtide.interleave.compare.results import Comparison
-from ebbtide.interleave.compare.runs import Training, run_policy
-from ebbtide.interleave.engine.emulated import EmulatedDevice
-from ebbtide.interleave.machine import Machine
-from ebbtide.interleave.schedule import Schedule
-from ebbtide.interleave.simulate import simulate
-from ebbtide.profiler.trace import UserError
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.experiments.compare.compare import POLICIES, Asked, compare
+from ebbtide.interleave.experiments.compare.job import shape_of
+from ebbtide.interleave.experiments.compare.results import Comparison
+from ebbtide.interleave.experiments.compare.runs import Training, run_policy
+from ebbtide.interleave.experiments.compare.testbed import Box
+from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.machine import Machine
 from tests.interleave.compare.conftest import LINK, TINY
 
 # Of a machine nobody measured, so that tests need not.

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.compare.job import GPT, Job, Shape, shape_of
-from ebbtide.profiler.trace import UserError
+from ebbtide.errors import UserError
+from ebbtide.interleave.experiments.compare.job import GPT, Job, Shape, shape_of
 
 CPU = torch.device("cpu")
 

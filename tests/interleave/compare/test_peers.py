@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from ebbtide.interleave.compare.compare import Asked, compare
-from ebbtide.interleave.compare.results import Comparison
+from ebbtide.interleave.experiments.compare.compare import Asked, compare
+from ebbtide.interleave.experiments.compare.results import Comparison
 from tests.interleave.compare.conftest import LINK, TINY
 from tests.interleave.compare.test_compare import MACHINE
 

@@ -9,9 +9,9 @@ import pytest
 from matplotlib.collections import PolyCollection
 
 from ebbtide.analysis.plot import save
-from ebbtide.interleave.compare.picture import picture
-from ebbtide.interleave.compare.results import Comparison
-from ebbtide.interleave.plan import RESOURCES
+from ebbtide.interleave.experiments.compare.picture import picture
+from ebbtide.interleave.experiments.compare.results import Comparison
+from ebbtide.interleave.model.plan import RESOURCES
 
 
 def test_each_operation_is_drawn_in_its_lane_at_its_time(found: Comparison) -> None:

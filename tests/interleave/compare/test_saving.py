@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ebbtide.analysis.metrics.summary import summarize
-from ebbtide.interleave.compare.results import Comparison
-from ebbtide.interleave.compare.saving import save_traces
+from ebbtide.interleave.experiments.compare.results import Comparison
+from ebbtide.interleave.experiments.compare.saving import save_traces
 from ebbtide.profiler.trace import open_trace
 
 

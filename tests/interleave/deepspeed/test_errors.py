@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from ebbtide.errors import UserError
 from ebbtide.interleave.deepspeed import disable, enable, supported
-from ebbtide.interleave.engine.emulated import EmulatedDevice
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.profiler.trace import UserError
 
 from .training import Model, batches, config, digest, engine, loss_of, train
 

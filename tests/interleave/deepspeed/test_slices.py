@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.deepspeed.constants import CpuAdamConstants
-from ebbtide.interleave.deepspeed.slices import Extent, Gradients, cut, subgroups
-from ebbtide.interleave.engine.reference import Hyper
+from ebbtide.interleave.deepspeed.adam_scalars import CpuAdamConstants
+from ebbtide.interleave.deepspeed.subgroup_slices import Extent, Gradients, cut, subgroups
+from ebbtide.interleave.engine.numerics.reference import Hyper
 
 CPU = torch.device("cpu")
 groups_of_params = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=6), min_size=1, max_size=4)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ebbtide.interleave.engine import reference
+from ebbtide.interleave.engine.numerics import reference
+from ebbtide.interleave.engine.numerics.reference import Hyper
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
-from ebbtide.interleave.engine.reference import Hyper
 
 POLICIES = ("zero-offload", "pipelined", "twin-flow:0.4", "interleaved:2", "interleaved:3@0.6", "gpu-only")
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from ebbtide.interleave.plan import BACKWARD, FORWARD, OTHER, STEP, UPDATE, Kind, Op, Plan, Resource, made_points
-from ebbtide.interleave.workload import Workload
+from ebbtide.interleave.model.plan import BACKWARD, FORWARD, OTHER, STEP, UPDATE, Kind, Op, Plan, Resource, made_points
+from ebbtide.interleave.model.workload import Workload
 
 # Of a subgroup's state: on the host, with a cast of its own or without; on the device for good; fetched, updated and
 # flushed; on the device from the update to the beginning of the next iteration, or to somewhere before the next update.

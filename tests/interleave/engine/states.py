@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ebbtide.interleave.engine import reference
-from ebbtide.interleave.engine.reference import Scalars
+from ebbtide.interleave.engine.numerics import reference
+from ebbtide.interleave.engine.numerics.reference import Scalars
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = {2: torch.int16, 4: torch.int32}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from ebbtide.interleave.engine.emulated import EmulatedDevice
+from ebbtide.errors import UserError
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
-from ebbtide.interleave.machine import Machine
-from ebbtide.profiler.trace import UserError
+from ebbtide.machines.machine import Machine
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.training import MACHINE, Job, maker
 from tests.interleave.engine.twins import no_thread_left

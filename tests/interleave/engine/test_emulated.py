@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.engine.emulated import EmulatedDevice
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError
-from ebbtide.interleave.engine.reference import Hyper
+from ebbtide.interleave.engine.numerics.reference import Hyper
 from tests.interleave.engine.states import DTYPES, assert_same, bits, plausible_state, updated
 from tests.interleave.engine.twins import no_thread_left
 

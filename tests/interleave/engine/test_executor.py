@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.executor import Executor, Run, Stopped
-from ebbtide.interleave.plan import BACKWARD, OTHER, RESOURCES, STEP, UPDATE, Op, Plan
+from ebbtide.interleave.engine.runtime.executor import Executor, Run, Stopped
+from ebbtide.interleave.model.plan import BACKWARD, OTHER, RESOURCES, STEP, UPDATE, Op, Plan
 from tests.interleave.engine.plans import plans, workload_of
 from tests.interleave.engine.twins import Jitter, hasty_switches, no_thread_left, one_step
 

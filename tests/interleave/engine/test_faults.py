@@ -14,16 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.engine.device import Direction
-from ebbtide.interleave.engine.engine import Engine
+from ebbtide.interleave.engine.devices.device import Direction
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
-from ebbtide.interleave.engine.executor import Executor, Stopped
-from ebbtide.interleave.engine.kernels import CpuKernel
+from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
-from ebbtide.interleave.engine.reference import Scalars
-from ebbtide.interleave.engine.store import Store
-from ebbtide.interleave.plan import OTHER, Op, Plan
-from ebbtide.interleave.workload import Workload
+from ebbtide.interleave.engine.runtime.engine import Engine
+from ebbtide.interleave.engine.runtime.executor import Executor, Stopped
+from ebbtide.interleave.engine.runtime.store import Store
+from ebbtide.interleave.model.plan import OTHER, Op, Plan
+from ebbtide.interleave.model.workload import Workload
 from tests.interleave.engine.jobs import ReferenceAdamW, closing
 from tests.interleave.engine.plans import HOMES, device_bytes, make, plans, workload_of
 from tests.interleave.engine.states import bits

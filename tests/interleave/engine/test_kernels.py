@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from numba import njit
 
 from ebbtide.interleave.calibrate import host
-from ebbtide.interleave.engine import compiled
-from ebbtide.interleave.engine.kernels import CpuKernel
-from ebbtide.interleave.engine.reference import Hyper
+from ebbtide.interleave.engine.numerics import compiled
+from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from ebbtide.interleave.engine.numerics.reference import Hyper
 from tests.conftest import run_process
 from tests.interleave.engine.states import DTYPES, any_state, assert_same, bits, plausible_state, updated
 
@@ -178,7 +178,7 @@ def test_numba_is_imported_with_the_first_kernel_and_not_before() -> None:
 import sys
 import ebbtide.interleave
 assert not {"numba", "torch"} & set(sys.modules)
-import ebbtide.interleave.engine.kernels as kernels
+import ebbtide.interleave.engine.numerics.kernels as kernels
 assert "numba" not in sys.modules
 kernels.CpuKernel(1).close()
 assert "numba" in sys.modules

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.engine.layout import divide
+from ebbtide.interleave.engine.runtime.layout import divide
 from tests.interleave.engine.states import DTYPES
 
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.engine.kernels import CpuKernel
-from ebbtide.interleave.engine.norm import BLOCK, sum_of_squares, total
+from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from ebbtide.interleave.engine.numerics.norm import BLOCK, sum_of_squares, total
 from tests.interleave.engine.states import DTYPES, any_bits
 
 LENGTHS = st.integers(0, 1000) | st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 777, 5 * BLOCK])

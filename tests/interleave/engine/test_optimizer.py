@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ebbtide.interleave.engine.emulated import EmulatedDevice
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from tests.interleave.engine.jobs import POLICIES, Outcome, ReferenceAdamW, train
 from tests.interleave.engine.training import (

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from ebbtide.interleave.engine import planner
-from ebbtide.interleave.engine.emulated import EmulatedDevice
-from ebbtide.interleave.engine.layout import divide
-from ebbtide.interleave.engine.planner import Planner
-from ebbtide.interleave.machine import Machine
+from ebbtide.interleave.engine.adaptive import planner
+from ebbtide.interleave.engine.adaptive.planner import Planner
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.runtime.layout import divide
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulate import simulate
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.machine import Machine
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.training import maker, throttle_cpu
 

@@ -10,8 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.engine import reference
-from ebbtide.interleave.engine.reference import BFLOAT16_NAN, FLOAT16_NAN, NAN, Hyper, bfloat16_bits, float16_bits
+from ebbtide.interleave.engine.numerics import reference
+from ebbtide.interleave.engine.numerics.reference import (
+    BFLOAT16_NAN,
+    FLOAT16_NAN,
+    NAN,
+    Hyper,
+    bfloat16_bits,
+    float16_bits,
+)
 
 ROUNDINGS = pytest.mark.parametrize(
     ("rounded", "half"), [(bfloat16_bits, torch.bfloat16), (float16_bits, torch.float16)]

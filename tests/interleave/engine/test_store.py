@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.engine.engine import Engine
 from ebbtide.interleave.engine.errors import DeviceMemoryError
-from ebbtide.interleave.engine.executor import Executor
-from ebbtide.interleave.engine.store import Store
+from ebbtide.interleave.engine.runtime.engine import Engine
+from ebbtide.interleave.engine.runtime.executor import Executor
+from ebbtide.interleave.engine.runtime.store import Store
 from tests.interleave.engine.plans import HOMES, device_bytes, make, plans, workload_of
 from tests.interleave.engine.states import bits
 from tests.interleave.engine.twins import (

@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from ebbtide.interleave.engine.norm import BLOCK, sum_of_squares
-from ebbtide.interleave.engine.reference import Hyper
+from ebbtide.interleave.engine.numerics.norm import BLOCK, sum_of_squares
+from ebbtide.interleave.engine.numerics.reference import Hyper
 from tests.conftest import run_process
 from tests.interleave.engine.states import DTYPES, any_state, assert_same, plausible_state, updated
 
@@ -35,7 +35,7 @@ def test_sums_of_squares_are_the_cpus(dtype: torch.dtype, length: int) -> None:
 
 
 def check_updates(make: object, hyper: Hyper, grad: torch.dtype, out: torch.dtype, length: int, device: str) -> None:
-    from ebbtide.interleave.engine.triton_kernel import gpu_update
+    from ebbtide.interleave.engine.numerics.triton_kernel import gpu_update
 
     for begin in (0, 3):
         state = make(length, grad, out, 0)  # type: ignore[operator]
@@ -48,7 +48,7 @@ def check_updates(make: object, hyper: Hyper, grad: torch.dtype, out: torch.dtyp
 
 
 def check_sums(dtype: torch.dtype, length: int, device: str) -> None:
-    from ebbtide.interleave.engine.triton_kernel import gpu_sum_of_squares
+    from ebbtide.interleave.engine.numerics.triton_kernel import gpu_sum_of_squares
 
     gradient = torch.randn(length, generator=torch.Generator().manual_seed(length)).to(dtype)
     assert gpu_sum_of_squares(gradient.to(device))() == sum_of_squares(gradient)
@@ -80,7 +80,7 @@ def test_each_operation_says_how_it_rounds_and_flushes_nothing(half: str) -> Non
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ebbtide.interleave.engine import triton_kernel
+    from ebbtide.interleave.engine.numerics import triton_kernel
 
     pointers = {"grad": f"*{half}", "master": "*fp32", "exp_avg": "*fp32", "exp_avg_sq": "*fp32", "out": f"*{half}"}
     scalars = dict.fromkeys(Hyper().scalars(1)._fields, "fp32")

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ebbtide.interleave.engine import reference
-from ebbtide.interleave.engine.norm import sum_of_squares, total
+from ebbtide.interleave.engine.numerics import reference
+from ebbtide.interleave.engine.numerics.norm import sum_of_squares, total
+from ebbtide.interleave.engine.numerics.reference import Hyper
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
-from ebbtide.interleave.engine.reference import Hyper
-from ebbtide.interleave.machine import Machine
+from ebbtide.machines.machine import Machine
 from tests.interleave.engine.jobs import Outcome
 
 # (parameters or groups, options) -> an optimizer

@@ -12,17 +12,17 @@ from contextlib import contextmanager
 import torch
 from hypothesis import strategies as st
 
-from ebbtide.interleave.engine.device import Direction
-from ebbtide.interleave.engine.emulated import EmulatedDevice
-from ebbtide.interleave.engine.engine import Engine
-from ebbtide.interleave.engine.executor import Executor, Run
-from ebbtide.interleave.engine.kernels import CpuKernel
-from ebbtide.interleave.engine.layout import Piece, divide
-from ebbtide.interleave.engine.reference import Hyper, Scalars
-from ebbtide.interleave.engine.store import Inputs, Store
-from ebbtide.interleave.plan import BACKWARD, FORWARD, OTHER, STEP, UPDATE, Op, Plan
-from ebbtide.interleave.schedule import Schedule
-from ebbtide.interleave.workload import Workload
+from ebbtide.interleave.engine.devices.device import Direction
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
+from ebbtide.interleave.engine.runtime.engine import Engine
+from ebbtide.interleave.engine.runtime.executor import Executor, Run
+from ebbtide.interleave.engine.runtime.layout import Piece, divide
+from ebbtide.interleave.engine.runtime.store import Inputs, Store
+from ebbtide.interleave.model.plan import BACKWARD, FORWARD, OTHER, STEP, UPDATE, Op, Plan
+from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.model.workload import Workload
 from tests.interleave.engine.jobs import ReferenceAdamW
 from tests.interleave.engine.states import DTYPES, bits
 from tests.interleave.strategies import spread

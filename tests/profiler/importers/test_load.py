@@ -15,9 +15,10 @@ import pytest
 
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.windows import find_windows
+from ebbtide.errors import TraceError
 from ebbtide.profiler.importers.load import FORMATS, Hardware, import_trace, recognise
 from ebbtide.profiler.importers.source import Source, SourceError
-from ebbtide.profiler.trace import Trace, TraceError, open_trace
+from ebbtide.profiler.trace import Trace, open_trace
 from tests.conftest import examples, seeded
 
 DATA = Path(__file__).parent / "data"

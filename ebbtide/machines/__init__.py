@@ -1,0 +1,1 @@
+"""Machines: rates of a box, its file, and the presets that come with ebbtide."""

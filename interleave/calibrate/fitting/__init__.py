@@ -1,0 +1,1 @@
+"""Fits a machine's rates from traces."""

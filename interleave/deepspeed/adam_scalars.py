@@ -1,0 +1,44 @@
+"""The numbers that an update multiplies with, rounded as DeepSpeed's CPU Adam rounds them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
+
+
+class CpuAdamConstants:
+    """DeepSpeed's CPU Adam forms its constants in fp32 (1 - beta2 is 1.3e-5 off then), and the powers of its betas by
+    multiplying one step after the other, or anew where the step is not the next one. Ours are the same numbers, so that
+    whoever comes from DeepSpeed trains as before. One object for all subgroups of an optimizer, as there."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._betas: tuple[np.float32, np.float32] | None = None
+        self._powers = (np.float32(1), np.float32(1))
+
+    def scalars(self, hyper: Hyper, step: int, scale: float) -> Scalars:
+        """Of a step, counted from 1. scale: what each gradient is multiplied with."""
+        beta1, beta2 = betas = np.float32(hyper.beta1), np.float32(hyper.beta2)
+        if self._betas is None and step == 1:
+            self._powers = betas
+        elif betas == self._betas and step == self._step + 1:
+            self._powers = self._powers[0] * beta1, self._powers[1] * beta2
+        elif (betas, step) != (self._betas, self._step):
+            self._powers = np.float32(float(beta1) ** step), np.float32(float(beta2) ** step)
+        self._betas, self._step = betas, step
+        one, lr = np.float32(1), np.float32(hyper.lr)
+        power1, power2 = self._powers
+        return Scalars(
+            scale=np.float32(scale),
+            beta1=beta1,
+            share1=one - beta1,
+            beta2=beta2,
+            share2=one - beta2,
+            kept=one - lr * np.float32(hyper.weight_decay),
+            rate=lr / (one - power1),
+            root=np.float32(math.sqrt(one - power2)),
+            eps=np.float32(hyper.eps),
+        )

@@ -1,0 +1,1 @@
+"""Makes plans for a running job, and corrects them by measured rates."""

@@ -1,0 +1,1 @@
+"""The device protocol, and its implementations for CUDA and for an emulated device."""

@@ -1,0 +1,170 @@
+"""The loops that numba compiles; imported with the first kernel that is made, since numba takes long to import.
+
+They are serial and run without the GIL: kernels.py puts slices of them on threads of its own. bfloat16 come here as
+uint16 and float16 as int16, so that the type of an array tells which it holds.
+
+What makes their bits the reference's: numba sets none of LLVM's fast-math flags unless `fastmath` asks for it, and
+without the flag `contract` LLVM fuses no multiply-add and takes no approximate quotient or root (a test reads the
+compiled code). All conversions are of bits, by additions of integers, so they need nothing of the processor.
+"""
+
+# numba types these functions, each time for what they are called with.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numba.extending import overload, register_jitable
+
+from ebbtide.interleave.engine.numerics.norm import BLOCK, LANES
+from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, FLOAT16_NAN, NAN
+
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
+
+F = np.float32
+U = np.uint32
+_NAN, _BFLOAT16_NAN, _FLOAT16_NAN = U(NAN), U(BFLOAT16_NAN), U(FLOAT16_NAN)
+_INFINITE = U(0x7F800000)
+_MAGNITUDE = U(0x7FFFFFFF)
+# By so much the exponents of float32 and float16 differ.
+_BIAS = U((127 - 15) << 23)
+_LEAST_NORMAL, _LEAST_NORMAL_BITS = F(2.0**-14), U((127 - 14) << 23)
+# Its last bit weighs as much as the last of a subnormal float16: added to one, it makes the adder round there.
+_HALF, _HALF_BITS = F(0.5), U(126 << 23)
+
+
+@register_jitable
+def _one_nan(value):
+    bits = F(value).view(U)
+    return U(_NAN if (bits & _MAGNITUDE) > _INFINITE else bits).view(F)
+
+
+@register_jitable
+def _from_bfloat16(stored):
+    return U(U(stored) << U(16)).view(F)
+
+
+@register_jitable
+def _to_bfloat16(value):
+    bits = F(value).view(U)
+    rounded = U(U(U(bits + U(0x7FFF)) + U(U(bits >> U(16)) & U(1))) >> U(16))
+    return np.uint16(_BFLOAT16_NAN if (bits & _MAGNITUDE) > _INFINITE else rounded)
+
+
+@register_jitable
+def _from_float16(stored):
+    bits = U(np.uint16(stored))
+    size = U(U(bits & U(0x7FFF)) << U(13))
+    normal = U(size + _BIAS)
+    # What would get an exponent above float16's is infinite, or no number.
+    wide = U(normal + _BIAS) if size >= U(0x7C00 << 13) else normal
+    small = F(U(size + _LEAST_NORMAL_BITS).view(F) - _LEAST_NORMAL).view(U)
+    return U(U(small if size < U(0x0400 << 13) else wide) | U(U(bits & U(0x8000)) << U(16))).view(F)
+
+
+@register_jitable
+def _to_float16(value):
+    bits = F(value).view(U)
+    size = U(bits & _MAGNITUDE)
+    normal = U(U(U(U(size - _BIAS) + U(0xFFF)) + U(U(size >> U(13)) & U(1))) >> U(13))
+    small = U(F(size.view(F) + _HALF).view(U) - _HALF_BITS)
+    half = U(small if size < _LEAST_NORMAL_BITS else normal)
+    half = U(U(0x7C00) if size >= U((127 + 16) << 23) else half)
+    half = U(half | U(U(bits >> U(16)) & U(0x8000)))
+    return np.int16(_FLOAT16_NAN if size > _INFINITE else half)
+
+
+def _widened(stored):
+    """A gradient's value as float32, exactly. The body is chosen by type, below."""
+
+
+def _store(array, i, value):
+    """Rounds to what the array holds. The body is chosen by type, below."""
+
+
+@register_jitable
+def _same(value):
+    return value
+
+
+_FROM = {"uint16": _from_bfloat16, "int16": _from_float16, "float32": _same}
+_TO = {"uint16": _to_bfloat16, "int16": _to_float16, "float32": _same}
+
+
+@overload(_widened)
+def _choose_widened(stored):
+    convert = _FROM[stored.name]
+    return lambda stored: convert(stored)
+
+
+@overload(_store)
+def _choose_store(array, i, value):
+    convert = _TO[array.dtype.name]
+
+    def store(array, i, value):
+        array[i] = convert(value)
+
+    return store
+
+
+@register_jitable
+def _stepped(stored, p, m, v, scale, beta1, share1, beta2, share2, kept, rate, root, eps):
+    g = _widened(stored) * scale
+    apart = g - m
+    m = _one_nan(m + share1 * apart if share1 < _HALF else g - beta1 * apart)
+    v = _one_nan(beta2 * v + share2 * g * g)
+    return _one_nan(kept * p - rate * m / (np.sqrt(v) / root + eps)), m, v
+
+
+def _update(grad, master, exp_avg, exp_avg_sq, out, scale, beta1, share1, beta2, share2, kept, rate, root, eps):
+    for i in range(master.size):
+        p, m, v = _stepped(
+            grad[i], master[i], exp_avg[i], exp_avg_sq[i], scale, beta1, share1, beta2, share2, kept, rate, root, eps
+        )
+        exp_avg[i] = m
+        exp_avg_sq[i] = v
+        master[i] = p
+        _store(out, i, p)
+
+
+def _update_state(grad, master, exp_avg, exp_avg_sq, scale, beta1, share1, beta2, share2, kept, rate, root, eps):
+    for i in range(master.size):
+        p, m, v = _stepped(
+            grad[i], master[i], exp_avg[i], exp_avg_sq[i], scale, beta1, share1, beta2, share2, kept, rate, root, eps
+        )
+        exp_avg[i] = m
+        exp_avg_sq[i] = v
+        master[i] = p
+
+
+def _block_sums(grad, sums):
+    lanes = np.empty(LANES, np.float64)
+    for block in range(sums.size):
+        lanes[:] = 0
+        end = min((block + 1) * BLOCK, grad.size)
+        for begin in range(block * BLOCK, end, LANES):
+            # Of a slice numba knows that no index is negative; without it this takes eight times as long.
+            row = grad[begin : min(begin + LANES, end)]
+            for lane in range(row.size):
+                value = np.float64(_widened(row[lane]))
+                lanes[lane] += value * value
+        width = LANES // 2
+        while width:
+            for lane in range(width):
+                lanes[lane] += lanes[lane + width]
+            width //= 2
+        sums[block] = lanes[0]
+
+
+def _compiled(loop):
+    """Compiled on its first call for each combination of types, and kept on disk where there is a place for it."""
+    try:
+        return njit(**_OPTIONS, cache=True)(loop)
+    except RuntimeError:  # numba found no folder that it may write to.
+        return njit(**_OPTIONS)(loop)
+
+
+update = _compiled(_update)
+update_state = _compiled(_update_state)
+block_sums = _compiled(_block_sums)

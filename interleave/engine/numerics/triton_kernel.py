@@ -1,0 +1,131 @@
+"""The update on a GPU, bit for bit the reference's (reference.py): one Triton kernel, in the same order of operations.
+
+Quotient and root are the rounded-to-nearest ones, and multiply-adds stay apart (`enable_fp_fusion=False`). Importing
+this module needs triton, which comes with CUDA builds of torch.
+"""
+
+# triton types these functions, each time for what they are called with.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from ebbtide.interleave.engine.numerics.kernels import check
+from ebbtide.interleave.engine.numerics.norm import BLOCK, LANES, total
+from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, FLOAT16_NAN, NAN, Scalars
+
+_NAN = tl.constexpr(NAN)
+_BFLOAT16_NAN = tl.constexpr(BFLOAT16_NAN)
+_FLOAT16_NAN = tl.constexpr(FLOAT16_NAN)
+_ROWS = tl.constexpr(BLOCK // LANES)
+_PROGRAM = 1024
+# Triton's interpreter runs on the CPU.
+_DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
+_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.float16, torch.float32: torch.float32}
+
+
+@triton.jit
+def _one_nan(value):
+    bits = value.to(tl.uint32, bitcast=True)
+    return tl.where(value != value, _NAN, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _widened(stored):
+    # bfloat16 come as uint16, so that devices without it can take them too.
+    if stored.dtype == tl.uint16:
+        wide = (stored.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = stored.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def _rounded(value, dtype: tl.constexpr):
+    if dtype == tl.uint16:
+        bits = value.to(tl.uint32, bitcast=True)
+        half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        result = tl.where(value != value, _BFLOAT16_NAN, half).to(tl.uint16)
+    elif dtype == tl.float16:
+        half = value.to(tl.float16).to(tl.uint16, bitcast=True)
+        result = tl.where(value != value, _FLOAT16_NAN, half).to(tl.uint16).to(tl.float16, bitcast=True)
+    else:
+        result = value
+    return result
+
+
+@triton.jit
+def _update(
+    grad, master, exp_avg, exp_avg_sq, out, length,
+    scale, beta1, share1, beta2, share2, kept, rate, root, eps,
+    size: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
+    mask = at < length
+    g = _widened(tl.load(grad + at, mask=mask)) * scale
+    m = tl.load(exp_avg + at, mask=mask)
+    m = _one_nan(m + share1 * (g - m) if share1 < 0.5 else g - beta1 * (g - m))
+    v = _one_nan(beta2 * tl.load(exp_avg_sq + at, mask=mask) + share2 * g * g)
+    below = tl.div_rn(tl.sqrt_rn(v), root) + eps
+    p = _one_nan(kept * tl.load(master + at, mask=mask) - tl.div_rn(rate * m, below))
+    tl.store(exp_avg + at, m, mask=mask)
+    tl.store(exp_avg_sq + at, v, mask=mask)
+    tl.store(master + at, p, mask=mask)
+    tl.store(out + at, _rounded(p, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _lane_sums(grad, sums, length, lanes: tl.constexpr):
+    begin = tl.program_id(0).to(tl.int64) * (_ROWS * lanes)
+    lane = tl.arange(0, lanes)
+    summed = tl.zeros((lanes,), tl.float64)
+    for row in range(_ROWS):
+        at = begin + row * lanes + lane
+        value = _widened(tl.load(grad + at, mask=at < length, other=0)).to(tl.float64)
+        summed += value * value
+    tl.store(sums + tl.program_id(0) * lanes + lane, summed)
+
+
+def gpu_update(
+    grad: torch.Tensor,
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    out: torch.Tensor,
+    scalars: Scalars,
+) -> None:
+    """`CpuKernel.update` of tensors on one GPU, on its current stream: returns before it is done. Raises ValueError
+    where they are not what that takes."""
+    check(_DEVICE, (grad, out), (master, exp_avg, exp_avg_sq))
+    length = master.numel()
+    if length:
+        grid = (triton.cdiv(length, _PROGRAM),)
+        tensors = (
+            grad.detach().view(_BITS[grad.dtype]),
+            master,
+            exp_avg,
+            exp_avg_sq,
+            out.detach().view(_BITS[out.dtype]),
+        )
+        with torch.cuda.device_of(master):
+            _update[grid](*tensors, length, *map(float, scalars), size=_PROGRAM, enable_fp_fusion=False)
+
+
+def gpu_sum_of_squares(gradient: torch.Tensor) -> Callable[[], float]:
+    """`CpuKernel.sum_of_squares` of a gradient on a GPU, as it is now: what is returned waits for it."""
+    check(_DEVICE, (gradient,))
+    blocks = triton.cdiv(gradient.numel(), BLOCK)
+    lanes = torch.zeros(blocks, LANES, dtype=torch.float64, device=gradient.device)
+    if blocks:
+        with torch.cuda.device_of(gradient):
+            values = gradient.detach().view(_BITS[gradient.dtype])
+            _lane_sums[(blocks,)](values, lanes, gradient.numel(), lanes=LANES, enable_fp_fusion=False)
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lambda: total(lanes[:, 0].tolist())

@@ -1,0 +1,1 @@
+"""Runs a plan: executor, store of the optimizer state, one engine step."""

@@ -1,0 +1,1 @@
+"""Compares policies: trains under each of them, or replays many combinations."""

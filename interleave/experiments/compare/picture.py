@@ -1,0 +1,102 @@
+"""Measured and predicted schedules as one picture: what each resource does, operation by operation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from ebbtide.interleave.experiments.compare.results import Comparison, Result
+from ebbtide.interleave.model.plan import RESOURCES
+from ebbtide.interleave.model.schedule import Schedule
+
+matplotlib.use("Agg")
+
+# By kind; hatched as well, so that they are told apart in grey. Sources of gradients and parameters are light, state is
+# dark, arithmetic is in between.
+_LOOKS: dict[str, dict[str, Any]] = {
+    "gradient down": {"facecolor": "#f6c58f", "hatch": ""},
+    "gradient up": {"facecolor": "#f6c58f", "hatch": "xxxx"},
+    "update": {"facecolor": "#7fbf7b", "hatch": ""},
+    "cast": {"facecolor": "#d9f0d3", "hatch": "...."},
+    "upload": {"facecolor": "#c6dbef", "hatch": "////"},
+    "fetch": {"facecolor": "#2166ac", "hatch": ""},
+    "flush": {"facecolor": "#b2182b", "hatch": "\\\\\\\\"},
+}
+_EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.3}
+_HALVES = ("measured", "predicted")
+# Lanes, and the room between the two halves, in lanes.
+_LANES = len(RESOURCES)
+_BETWEEN = 0.6
+_END: dict[str, Any] = {"color": "#222222", "lw": 1.1, "ls": (0, (4, 2))}
+_FONT = 8
+
+
+def picture(found: Comparison) -> Figure:
+    """For each policy the lanes of the four resources, measured above predicted, over ms from where the update begins;
+    what happens before is left of 0. All have the same scale."""
+    results = found.results
+    figure = Figure(figsize=(9.5, 1.3 + 1.75 * len(results)), layout="constrained", dpi=130)
+    figure.set_label("ebbtide: policies, measured and predicted")
+    rows = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, result in zip(rows, results, strict=True):
+        _draw(axes, result)
+    schedules = [schedule for result in results for schedule in (result.measured, result.predicted)]
+    first = min(min((start for _, start in starts_ms(schedule)), default=0.0) for schedule in schedules)
+    last = max(1e3 * schedule.update_s for schedule in schedules)
+    rows[-1].set_xlim(min(first, 0.0) - 0.02 * last, 1.01 * last)
+    rows[-1].set_xlabel("time from the start of the update (ms)")
+    where = "an emulated device: these times tell nothing about a GPU" if found.box.emulated else found.box.name
+    figure.suptitle(
+        f"{found.shape.params / 1e6:,.3g} M parameters on {where}", x=0.01, ha="left", fontsize=10.5, parse_math=False
+    )
+    figure.legend(handles=_legend(schedules), loc="outside lower center", ncols=8, frameon=False, fontsize=_FONT)
+    return figure
+
+
+def starts_ms(schedule: Schedule) -> list[tuple[int, float]]:
+    """(index, ms from the start of the update) of the operations that are drawn: clipping is only a moment."""
+    begin = schedule.iteration_s - schedule.update_s
+    items = enumerate(schedule.items())
+    return [(index, 1e3 * (start - begin)) for index, (op, start, _) in items if op.kind in _LOOKS]
+
+
+def _draw(axes: Axes, result: Result) -> None:
+    ticks: list[float] = []
+    names: list[str] = []
+    for half, schedule in enumerate((result.measured, result.predicted)):
+        top = half * (_LANES + _BETWEEN)
+        for index, start in starts_ms(schedule):
+            op = schedule.plan.ops[index]
+            length = 1e3 * (schedule.ends[index] - schedule.starts[index])
+            lane = top + RESOURCES.index(op.resource)
+            axes.broken_barh([(start, length)], (lane - 0.42, 0.84), **_LOOKS[op.kind], **_EDGE)
+        axes.vlines(1e3 * schedule.update_s, top - 0.5, top + _LANES - 0.5, **_END)
+        ticks += [top + lane for lane in range(_LANES)]
+        names += RESOURCES
+        axes.text(
+            -0.075, top + (_LANES - 1) / 2, _HALVES[half], rotation=90, ha="center", va="center", fontsize=_FONT,
+            transform=axes.get_yaxis_transform(),
+        )  # fmt: skip
+    axes.axvline(0.0, color="#999999", lw=0.8)
+    axes.set_yticks(ticks, names, fontsize=_FONT - 1)
+    axes.set_ylim(2 * _LANES + _BETWEEN - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_title(_title(result), loc="left", fontsize=9, parse_math=False)
+
+
+def _title(result: Result) -> str:
+    update = result.times["update"]
+    ratio = "" if update.ratio is None else f", {update.ratio:.2f} times as long"
+    return f"{result.policy}: update measured {update.measured:,.1f} ms, predicted {update.predicted:,.1f} ms{ratio}"
+
+
+def _legend(schedules: Sequence[Schedule]) -> list[Any]:
+    there = {op.kind for schedule in schedules for op in schedule.plan.ops}
+    patches = [Patch(**looks, **_EDGE, label=kind) for kind, looks in _LOOKS.items() if kind in there]
+    return [*patches, matplotlib.lines.Line2D([], [], **_END, label="end of the update")]

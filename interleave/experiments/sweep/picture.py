@@ -1,0 +1,99 @@
+"""A sweep as a picture: a panel for each machine, and for each workload in each scenario beyond the drawn axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from ebbtide.analysis.plot.fitting import plain, shortened
+from ebbtide.interleave.experiments.sweep.grid import Grid
+from ebbtide.interleave.experiments.sweep.panels import (
+    BOUND,
+    COMPUTE,
+    FITS,
+    draw_bars,
+    draw_lines,
+    scale_bars,
+    scale_lines,
+)
+from ebbtide.interleave.experiments.sweep.task import Row
+
+_NAME_SIZE = 10.0
+
+
+def check_room(rows: Sequence[Row]) -> None:
+    """Raises UserError for more panels or policies than can be read. Rows may still lack their figures."""
+    Grid.of(rows)
+
+
+def draw(rows: Sequence[Row]) -> Figure:
+    """The iteration of each policy, over what was swept most finely, or as bars where nothing was. Raises UserError as
+    `check_room` does."""
+    grid = Grid.of(rows)
+    tall = 3.1 if grid.axis else 0.7 + 0.32 * len(grid.policies)
+    size = (max(7.0, 0.9 + 3.6 * len(grid.machines)), 1.3 + tall * len(grid.scenes))
+    figure = Figure(figsize=size, layout="constrained", dpi=130)
+    FigureCanvasAgg(figure)
+    figure.set_label("ebbtide: a sweep of " + ", ".join(dict.fromkeys(plain(scene.workload) for scene in grid.scenes)))
+    all_axes = figure.subplots(len(grid.scenes), len(grid.machines), squeeze=False, sharey="row")
+    for scene, line in zip(grid.scenes, all_axes, strict=True):
+        for machine, axes in zip(grid.machines, line, strict=True):
+            points = grid.points(scene, machine)
+            if grid.axis:
+                draw_lines(axes, grid, points)
+            else:
+                draw_bars(axes, grid, points)
+            axes.spines[["top", "right"]].set_visible(False)
+            if not any(row["error"] is None for row in points.values()):
+                _write(axes, next((str(row["error"]) for row in points.values()), "not in the sweep"))
+        if grid.axis:
+            scale_lines(line, grid.axis)
+            line[0].set_ylabel("iteration (s)")
+        else:
+            scale_bars(line)
+    for axes in all_axes[-1]:
+        axes.set_xlabel(grid.axis.label if grid.axis else "iteration (s)")
+    _legend(figure, grid, all_axes[0, 0])
+    _names(figure, grid, all_axes)
+    return figure
+
+
+def _names(figure: Figure, grid: Grid, all_axes: Any) -> None:
+    """Machines above the columns, workloads beside the rows."""
+    for machine, axes in zip(grid.machines, all_axes[0], strict=True):
+        text = shortened(figure, plain(machine), _NAME_SIZE, 3.3 * 72)
+        axes.set_title(text, fontsize=_NAME_SIZE, parse_math=False)
+    height = figure.get_size_inches()[1] * 72 / len(grid.scenes) - 60
+    for scene, line in zip(grid.scenes, all_axes, strict=True):
+        text = shortened(figure, plain(scene.name), _NAME_SIZE, height)
+        line[0].set_ylabel(f"{text}\n{line[0].get_ylabel()}".strip(), fontsize=_NAME_SIZE, parse_math=False)
+
+
+def _legend(figure: Figure, grid: Grid, axes: Axes) -> None:
+    handles: list[Artist] = [handle for handle in axes.get_legend_handles_labels()[0] if grid.axis]
+    handles += [Patch(label="forward, backward and other", **COMPUTE), *axes.plot([], [], label="bound", **BOUND)]
+    shown = {row["fits"] for row in grid.rows if row["error"] is None}
+    handles += [FITS[fits].handle(axes, bool(grid.axis)) for fits in (True, False, None) if fits in shown]
+    names = [plain(str(handle.get_label())) for handle in handles]
+    columns = min(len(handles), 3 if len(grid.machines) < 3 else 5)
+    legend = figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def _write(axes: Axes, text: str) -> None:
+    """What a panel says that has nothing to show."""
+    style: dict[str, Any] = {
+        "ha": "center",
+        "va": "center",
+        "transform": axes.transAxes,
+        "fontsize": 8,
+        "color": "#444444",
+    }
+    axes.text(0.5, 0.5, plain(text), wrap=True, parse_math=False, **style)

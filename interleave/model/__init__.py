@@ -1,0 +1,1 @@
+"""The data types: workload, plan and schedule."""

@@ -1,0 +1,1 @@
+"""Replays a trace under other policies: derives the workload, simulates, explains, recommends."""

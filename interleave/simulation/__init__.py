@@ -1,0 +1,1 @@
+"""Simulates plans, and computes lower bounds."""
