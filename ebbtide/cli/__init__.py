@@ -32,7 +32,7 @@ COMMANDS = {
     "Files": ("export", "tables"),
 }
 # A command is the function of its name in the module of its name, except these: (module, function).
-_ELSEWHERE = {"import": ("import_", "import_"), "tables": ("frames", "tables")}
+_ELSEWHERE = {"import": ("import_", "import_")}
 
 
 def make_app(command: str | None = None) -> typer.Typer:

@@ -84,7 +84,7 @@ def compare(
     _settle_threads()
 
     from ebbtide.analysis.plot import save as save_figure
-    from ebbtide.cli.compare_report import print_comparison
+    from ebbtide.cli.render.compare import print_comparison
     from ebbtide.interleave.experiments.compare.compare import Asked
     from ebbtide.interleave.experiments.compare.compare import compare as run
     from ebbtide.interleave.experiments.compare.picture import picture

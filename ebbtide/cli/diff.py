@@ -41,7 +41,7 @@ def diff(
 
 def _print(diff: Diff) -> None:
 
-    from ebbtide.cli.tables import table
+    from ebbtide.cli.render.tables import table
     from ebbtide.units import bytes_text, ms_text
 
     typer.echo(f"A: {diff.a}, {diff.counted[0]} counted iterations")

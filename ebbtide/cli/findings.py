@@ -16,7 +16,7 @@ def findings(
     """Print what slows the job down, with evidence and the estimated gain per iteration."""
     from ebbtide.analysis.findings import find
     from ebbtide.analysis.metrics.iterations import median_ms
-    from ebbtide.cli.explain import print_findings
+    from ebbtide.cli.render.analysis import print_findings
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)

@@ -16,7 +16,7 @@ def iterations(
 ) -> None:
     """Print how iterations vary, which are outliers, and which rank is the slowest."""
     from ebbtide.analysis.metrics.iteration_stats import iterations as hold
-    from ebbtide.cli.explain import print_iterations, ranks
+    from ebbtide.cli.render.analysis import print_iterations, ranks
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)

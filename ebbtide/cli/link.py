@@ -16,7 +16,7 @@ def link(
 ) -> None:
     """Print bytes, rate and share of the peak of the link between host and GPU, per phase and direction."""
     from ebbtide.analysis.metrics.link import link_use
-    from ebbtide.cli.explain import print_link, ranks
+    from ebbtide.cli.render.analysis import print_link, ranks
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)

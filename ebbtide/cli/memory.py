@@ -16,7 +16,7 @@ def memory(
 ) -> None:
     """Print every memory pool per phase, and the differences: fragmentation, memory outside torch, free memory."""
     from ebbtide.analysis.metrics.memory import memory_use
-    from ebbtide.cli.explain import print_memory, ranks
+    from ebbtide.cli.render.analysis import print_memory, ranks
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)

@@ -10,7 +10,7 @@ import typer
 
 from ebbtide.cli.options import Force, Json, Machine, Plot, Policies, count, size
 from ebbtide.cli.outputs import check_outputs, new_outputs, picture_format, tell_outputs
-from ebbtide.cli.tables import table
+from ebbtide.cli.render.tables import table
 from ebbtide.units import bytes_text, ms_text
 
 if TYPE_CHECKING:

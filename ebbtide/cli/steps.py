@@ -20,7 +20,7 @@ def steps(
 ) -> None:
     """Print the sub-steps of the update: time on CPU and GPU, and the copies that each one waits for."""
     from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
-    from ebbtide.cli.explain import print_steps, ranks
+    from ebbtide.cli.render.analysis import print_steps, ranks
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)

@@ -13,7 +13,7 @@ import typer
 
 from ebbtide.cli.options import Force, Json, Plot, Policies, count, size
 from ebbtide.cli.outputs import picture_format
-from ebbtide.cli.sweep_report import progress, tell_best
+from ebbtide.cli.render.sweep import progress, tell_best
 
 if TYPE_CHECKING:
     from ebbtide.interleave.experiments.sweep import Row, Scenario, Task, Workers

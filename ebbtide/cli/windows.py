@@ -28,8 +28,8 @@ def windows(
     span = parse_iterations(iterations) if iterations is not None else None
 
     from ebbtide.analysis.metrics.windows import find_windows
-    from ebbtide.cli.explain import ranks
-    from ebbtide.cli.tables import print_windows
+    from ebbtide.cli.render.analysis import ranks
+    from ebbtide.cli.render.tables import print_windows
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ebbtide.cli.tables import table
+from ebbtide.cli.render.tables import table
 from ebbtide.units import bytes_text, count_text, ms_text, rate_text
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Prints results as text: tables, and lines around them."""
