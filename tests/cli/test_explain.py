@@ -12,9 +12,9 @@ import pytest
 
 from ebbtide.cli import run
 from ebbtide.profiler.trace import TraceBuilder
-from tests.analysis.deepspeed_jobs import deepspeed_job
 from tests.analysis.findings.jobs import CAPACITY, MS, PEAK, Job, async_copies, devices, offloaded, on_cpu
 from tests.analysis.findings.test_find import troubled
+from tests.analysis.metrics.deepspeed_jobs import deepspeed_job
 from tests.conftest import ebbtide
 
 COMMANDS = ("findings", "link", "memory", "iterations", "windows", "steps")

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from ebbtide.profiler.trace import TraceBuilder
-from tests.analysis.trace_event_file import check
+from tests.analysis.export.trace_event_file import check
 from tests.cli.test_bad_input import contents, refused
 from tests.conftest import Recorded, ebbtide, ebbtide_in_process
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.profiler.trace import TraceBuilder
-from tests.analysis.pictures import GPU, LINKED, MIB, train
+from tests.analysis.plot.pictures import GPU, LINKED, MIB, train
 from tests.cli.test_bad_input import refused
 from tests.conftest import ebbtide, ebbtide_in_process
 

@@ -17,8 +17,8 @@ from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.analysis.findings.jobs import PARAMS, Job, devices, offloaded
 from tests.conftest import ebbtide
-from tests.interleave.sweeps import MACHINE, WORKLOAD, write_files
-from tests.interleave.test_replay import BOUND, RESULT
+from tests.interleave.experiments.sweep.sweeps import MACHINE, WORKLOAD, write_files
+from tests.interleave.replay.test_results import BOUND, RESULT
 
 Printed = pytest.CaptureFixture[str]
 FIXED = ("zero-offload", "twin-flow:0.5", "interleaved:2")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.analysis.report_traces import trained
+from tests.analysis.report.report_traces import trained
 from tests.conftest import ebbtide, ebbtide_in_process
 
 

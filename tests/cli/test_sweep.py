@@ -22,7 +22,7 @@ from ebbtide.interleave.experiments.sweep.task import key_of, run
 from ebbtide.profiler.trace import TraceBuilder
 from tests.cli.test_bad_input import contents
 from tests.conftest import ebbtide
-from tests.interleave.sweeps import MACHINE, WORKLOAD, tasks, write_files
+from tests.interleave.experiments.sweep.sweeps import MACHINE, WORKLOAD, tasks, write_files
 
 FAST = ("--workload", "w.json", "--machine", "m.json", "--policy", "zero-offload", "--policy", "interleaved:2")
 # Seconds of work, so that it can be stopped in the middle.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ebbtide.profiler import open_trace
 from tests.conftest import Run, run_process
-from tests.profiler.jobs import PLAIN, PRELUDE, STEPS
+from tests.profiler.agent.jobs import PLAIN, PRELUDE, STEPS
 
 
 def run(tmp_path: Path, body: str) -> Run:

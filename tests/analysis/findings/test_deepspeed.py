@@ -15,8 +15,8 @@ from ebbtide.analysis.findings.deepspeed import (
 )
 from ebbtide.analysis.findings.gradients import blocking_gradients
 from ebbtide.analysis.metrics.trace_metrics import Study
-from tests.analysis.deepspeed_jobs import PEAK, SIZE, deepspeed_job, update_ms
 from tests.analysis.findings.jobs import PARAMS, async_copies, offloaded
+from tests.analysis.metrics.deepspeed_jobs import PEAK, SIZE, deepspeed_job, update_ms
 
 RULES = (gradient_round_trip, pageable_masters, passes_beside_adam, twin_flow_ratio)
 

@@ -1,0 +1,153 @@
+"""Pictures of free windows show the figures of `find_windows`."""
+
+from __future__ import annotations
+
+import pytest
+
+from ebbtide.analysis.metrics.windows import find_windows
+from ebbtide.analysis.plot import draw
+from ebbtide.errors import TraceError
+from ebbtide.profiler.trace import Trace, TraceBuilder
+from tests.analysis.plot.pictures import (
+    GPU,
+    LINKED,
+    MIB,
+    MS,
+    boxes,
+    facts,
+    labels,
+    steps,
+    train,
+    trained,
+    with_counters,
+)
+
+
+def uneven() -> Trace:
+    """Three iterations of which the second uses more memory, and copies in the first."""
+    builder = TraceBuilder()
+    rank = train(builder.rank(0, devices=[LINKED]), 3)
+    rank.memory(14 * MS + 1, 90 * MIB).memory(15 * MS, 75 * MIB)
+    rank.transfer("h2d", 1 * MS, 2 * MS, 10**6).transfer("d2h", 9 * MS, 10 * MS, 10**6)
+    return builder.build("uneven.ebb")
+
+
+@pytest.mark.parametrize("min_bytes", [1, 20 * MIB, 45 * MIB])
+def test_boxes_are_the_windows(min_bytes: int) -> None:
+    trace = uneven()
+    found = find_windows(trace, min_bytes)
+    expected = [
+        (10 * w.iteration + w.start_ms, 10 * w.iteration + w.end_ms, 100 - w.free_bytes / MIB, 100)
+        for w in found.windows
+        if w.iteration is not None
+    ]
+    panel, _ = draw([trace], kind="windows", min_bytes=min_bytes).axes
+    assert boxes(panel, "≥") == [pytest.approx(box) for box in expected]
+
+
+def test_what_every_iteration_has_is_drawn_in_each_of_them() -> None:
+    trace = uneven()
+    guaranteed = find_windows(trace, 20 * MIB).guaranteed
+    # Iterations are alike in length here, so each of them has the times of the typical one.
+    expected = [
+        (10 * number + w.start_ms, 10 * number + w.end_ms, 100 - w.free_bytes / MIB, 100)
+        for w in guaranteed
+        for number in range(3)
+    ]
+    panel, _ = draw([trace], kind="windows", min_bytes=20 * MIB).axes
+    drawn = boxes(panel, "free in every iteration")
+    assert sorted(drawn) == [pytest.approx(box, abs=1e-5) for box in sorted(expected)]
+    # Nothing that every iteration has is more than what one has.
+    assert max(100 - bottom for *_, bottom, _ in drawn) <= max(100 - bottom for *_, bottom, _ in boxes(panel, "≥"))
+
+
+def test_boxes_lie_between_the_line_and_the_capacity() -> None:
+    panel, _ = draw([uneven()], kind="windows", min_bytes=1).axes
+    edges, values = steps(panel, "device")
+    for left, right, bottom, top in boxes(panel, "≥"):
+        within = [
+            v for v, start, end in zip(values, edges[:-1], edges[1:], strict=True) if start < right and end > left
+        ]
+        assert bottom == pytest.approx(max(within))
+        assert top == 100
+
+
+def test_the_strip_below_is_as_full_as_the_link_is_idle() -> None:
+    trace = uneven()
+    windows = find_windows(trace, 1).windows
+    _, strip = draw([trace], kind="windows", min_bytes=1).axes
+    assert [label.get_text() for label in strip.get_yticklabels()] == ["h2d idle", "d2h idle"]
+    outlines, filled = strip.collections[0::2], strip.collections[1::2]
+    for way, outer, inner in zip(("h2d", "d2h"), outlines, filled, strict=True):
+        shares = []
+        for whole, part in zip(outer.get_paths(), inner.get_paths(), strict=True):
+            shares.append(part.get_extents().height / whole.get_extents().height)
+        assert shares == pytest.approx([getattr(w, f"{way}_idle_share") for w in windows])
+
+
+def test_boxes_with_room_say_their_least_free_bytes() -> None:
+    panel, strip = draw([uneven()], kind="windows", min_bytes=20 * MIB).axes
+    said = [text.get_text() for text in panel.texts if text.get_text().endswith("MiB")]
+    found = [f"{w.free_bytes / MIB:.2f} MiB" for w in find_windows(uneven(), 20 * MIB).windows]
+    assert said
+    assert set(said) <= set(found)
+    assert "100 %" in [text.get_text() for text in strip.texts]
+
+
+def test_only_windows_that_are_shown_are_drawn() -> None:
+    panel, _ = draw([uneven()], span=(1, 2), kind="windows", min_bytes=1).axes
+    windows = [w for w in find_windows(uneven(), 1).windows if w.iteration == 1]
+    assert [box[:2] for box in boxes(panel, "≥")] == [pytest.approx((w.start_ms, w.end_ms)) for w in windows]
+
+
+def test_without_iterations_the_whole_trace_is_cut_into_windows() -> None:
+    builder = TraceBuilder()
+    rank = builder.rank(0, devices=[GPU])
+    for t, size in ((3, 20), (5, 80), (9, 10), (12, 30)):
+        rank.memory(t * MS, size * MIB)
+    (panel,) = draw([builder.build()], kind="windows", min_bytes=50 * MIB).axes
+    assert boxes(panel, "≥") == [(0, 2, 20, 100), (6, 9, 10, 100)]
+    assert "free in every iteration" not in labels(panel)
+
+
+def test_that_nothing_is_free_is_said() -> None:
+    (panel,) = draw([trained()], kind="windows").axes
+    assert "never 1.00 GiB free" in facts(panel)
+    assert labels(panel)[:2] == ["device", "capacity 100.00 MiB"]
+
+
+def test_a_capacity_far_above_is_on_the_scale_of_windows() -> None:
+    (panel,) = draw([trained(size=MIB)], kind="windows", min_bytes=MIB).axes
+    assert panel.get_ylim()[1] > 100
+    assert "capacity 100.00 MiB" in labels(panel)
+
+
+def test_of_very_many_windows_the_longest_are_drawn() -> None:
+    builder = TraceBuilder()
+    rank = builder.rank(0, devices=[GPU])
+    times, sizes = [], []
+    for number in range(11_000):
+        times += [number * 100, number * 100 + 10 + number % 50]
+        sizes += [10 * MIB, 99 * MIB]
+    rank.extend("memory", t_ns=times, device="cuda:0", pool="device", bytes=sizes)
+    (panel,) = draw([builder.build()], kind="windows", min_bytes=50 * MIB).axes
+    drawn = boxes(panel, "≥")
+    assert len(drawn) == 10_000
+    assert "1,000 shorter windows are not drawn" in facts(panel)
+    assert min(right - left for left, right, *_ in drawn) * MS > 13.9
+
+
+def test_traces_without_capacity_or_memory_are_refused() -> None:
+    with pytest.raises(TraceError, match="does not tell the capacity"):
+        draw([trained(devices=[])], kind="windows")
+    builder = TraceBuilder()
+    builder.rank(0, devices=[GPU]).phase("forward", 0, 5, 0)
+    with pytest.raises(TraceError, match="no memory line"):
+        draw([builder.build()], kind="windows")
+
+
+def test_counters_fill_the_strip_too() -> None:
+    _, strip = draw([with_counters()], kind="windows", min_bytes=1).axes
+    texts = [text.get_text() for text in strip.texts]
+    assert "20 %" in texts
+    assert "98 %" in texts

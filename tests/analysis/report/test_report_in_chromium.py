@@ -1,0 +1,308 @@
+"""The report in a real browser: it opens, zooms, tells what lies under the mouse, sorts, and asks for nothing."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium.webdriver import Chrome
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+from ebbtide.analysis.findings import find
+from ebbtide.analysis.metrics.windows import find_windows
+from ebbtide.analysis.report import write_report
+from ebbtide.profiler.trace import Trace
+from tests.analysis.report.chromium import chromium, errors, point, prefer, requests, run
+from tests.analysis.report.report_traces import GIB, hostile, long, trained, with_copies
+
+LEAST = 20 * GIB
+# A figure of the timeline by its name, and where a place of its data lies in the window.
+FIGURE = """
+const figure = (name) => [...Bokeh.documents.at(-1).all_models].find((m) => m.type === "Figure" && m.name === name);
+const view = (name) => find(Bokeh.index.roots, figure(name));
+function find(views, model) {
+  for (const view of views) {
+    if (view.model === model) return view;
+    const inside = find(view.child_views ?? [], model);
+    if (inside) return inside;
+  }
+}
+"""
+PLACE = (
+    FIGURE
+    + """
+const {frame, el} = view(arguments[0]), {x, y} = el.getBoundingClientRect();
+return [x + frame.x_scale.compute(arguments[1]), y + frame.y_scale.compute(arguments[2])];
+"""
+)
+# What hovering shows lies beside the page's own elements, in shadow trees.
+TEXT = """
+const texts = (node) => {
+  if (node.nodeType === 3) return [node.textContent];
+  if (["STYLE", "SCRIPT"].includes(node.nodeName)) return [];
+  return [...(node.shadowRoot?.childNodes ?? []), ...node.childNodes].flatMap(texts);
+};
+return texts(document.body).join(" ");
+"""
+
+
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    with chromium(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def shown(chrome: Chrome, tmp_path: Path) -> Callable[[Trace], None]:
+    """Opens the report of a trace, and waits until its timeline is drawn."""
+
+    def show(trace: Trace) -> None:
+        path = tmp_path / "report.html"
+        write_report(trace, find(trace), path, LEAST, force=True)
+        prefer(chrome, prefers_color_scheme="light")
+        requests(chrome), errors(chrome)
+        chrome.get(path.as_uri())
+        drawn = "return !document.querySelector('.timeline') || !!(globalThis.Bokeh && Bokeh.documents.length)"
+        wait(chrome, lambda: run(chrome, f"{drawn} && document.documentElement.dataset.painted"))
+
+    return show
+
+
+def wait(chrome: Chrome, until: Callable[[], Any]) -> Any:
+    return WebDriverWait(chrome, 20, poll_frequency=0.05).until(lambda _: until())
+
+
+def timeline(chrome: Chrome) -> None:
+    run(chrome, "document.querySelector('.rank:not([hidden]) .readout').scrollIntoView()")
+
+
+def x_range(chrome: Chrome) -> list[float]:
+    found: list[float] = run(chrome, FIGURE + "const {start, end} = figure('memory').x_range; return [start, end]")
+    return found
+
+
+def places(chrome: Chrome, figure: str, x: float, y: float) -> tuple[float, float]:
+    at_x, at_y = run(chrome, PLACE, figure, x, y)
+    return at_x, at_y
+
+
+def test_the_page_opens_without_an_error_and_asks_for_nothing(chrome: Chrome, shown: Any, tmp_path: Path) -> None:
+    shown(with_copies(trained(ranks=2)).build())
+    assert errors(chrome) == []
+    asked = requests(chrome)
+    assert (tmp_path / "report.html").as_uri() in asked
+    assert [url for url in asked if not url.startswith((tmp_path.as_uri(), "data:", "blob:"))] == []
+    heads = [head.text for head in chrome.find_elements(By.TAG_NAME, "h2") if head.is_displayed()]
+    assert heads[:3] == ["Findings", "Summary", "Timeline rank 0"]
+    assert heads[-2:] == ["Ranks compared", "The job"]
+
+
+def test_the_policy_forbids_what_the_page_does_not_need(chrome: Chrome, shown: Any) -> None:
+    shown(trained().build())
+    run(chrome, "fetch('https://example.invalid/').catch(() => {}); new Image().src = 'https://example.invalid/x.png'")
+    refused: list[str] = []
+    wait(chrome, lambda: refused.extend(errors(chrome)) or len(refused) >= 2)
+    told = " ".join(message for message in refused if "Content Security Policy" in message)
+    assert "connect-src" in told
+    assert "img-src" in told
+
+
+def test_what_stands_in_a_trace_does_not_run(chrome: Chrome, shown: Any) -> None:
+    shown(hostile())
+    assert chrome.title.endswith("· ebbtide")
+    assert errors(chrome) == []
+    assert run(chrome, "return document.images.length") == 0
+    assert "alert(2)" in run(chrome, TEXT)
+
+
+def test_the_wheel_zooms_where_it_turns_and_reset_brings_all_back(chrome: Chrome, shown: Any) -> None:
+    shown(with_copies(trained()).build())
+    timeline(chrome)
+    whole = x_range(chrome)
+    x, y = places(chrome, "memory", 40, 20)
+    ActionChains(chrome).scroll_from_origin(ScrollOrigin.from_viewport(round(x), round(y)), 0, -300).perform()
+    start, end = wait(chrome, lambda: x_range(chrome) != whole and x_range(chrome))
+    assert whole[0] < start < 40 < end < whole[1]
+    assert places(chrome, "memory", 40, 20)[0] == pytest.approx(x, abs=2)
+    assert places(chrome, "link", 40, 1)[0] == pytest.approx(x, abs=2)
+    chrome.find_element(By.CSS_SELECTOR, "[data-reset]").click()
+    assert wait(chrome, lambda: x_range(chrome) == whole)
+
+
+@pytest.mark.slow
+def test_a_drag_pans_and_with_the_other_tool_zooms_into_a_box(chrome: Chrome, shown: Any) -> None:
+    shown(trained().build())
+    timeline(chrome)
+    chrome.find_element(By.CSS_SELECTOR, "[data-zoom='0.5']").click()
+    start, end = x_range(chrome)
+    x, y = places(chrome, "memory", (start + end) / 2, 20)
+
+    def drag(over: int) -> None:
+        actions = ActionChains(chrome, duration=100)
+        pointer = actions.w3c_actions.pointer_action
+        pointer.move_to_location(round(x), round(y)).pointer_down()
+        pointer.move_to_location(round(x) + over // 2, round(y) + 20).move_to_location(round(x) + over, round(y) + 60)
+        pointer.pointer_up()
+        actions.perform()
+
+    drag(-100)
+    panned = wait(chrome, lambda: x_range(chrome)[0] > start and x_range(chrome))
+    assert panned[1] - panned[0] == pytest.approx(end - start)
+    chrome.find_element(By.CSS_SELECTOR, "[data-drag=BoxZoomTool]").send_keys(Keys.ENTER)
+    drag(150)
+    boxed = wait(chrome, lambda: x_range(chrome) != panned and x_range(chrome))
+    assert boxed[1] - boxed[0] < (panned[1] - panned[0]) / 3
+
+
+def test_hovering_a_window_tells_its_figures(chrome: Chrome, shown: Any) -> None:
+    trace = with_copies(trained()).build()
+    shown(trace)
+    timeline(chrome)
+    (window,) = [w for w in find_windows(trace, LEAST).windows if (w.iteration, w.phase) == (1, "forward")]
+    assert (window.free_bytes, window.h2d_idle_share) == (30 * GIB, 0.5)
+    for figure, y, tells in (
+        ("memory", 25, "window: forward iteration 1 within it 2.00 ms to 6.00 ms length 4.00 ms least free 30.00 GiB"),
+        ("memory", 25, "h2d idle 50 % d2h idle 50 %"),
+        ("strips", 1.5, "forward iteration 1 micro-step 0 length 4.00 ms"),
+        ("strips", 0.5, "free in every iteration phase forward at least 30.00 GiB"),
+    ):
+        point(chrome, *places(chrome, figure, 21, y))
+        wait(chrome, lambda tells=tells: tells in " ".join(run(chrome, TEXT).split()))
+
+
+def test_the_readout_tells_time_and_value_of_every_line(chrome: Chrome, shown: Any) -> None:
+    shown(with_copies(trained()).build())
+    timeline(chrome)
+    point(chrome, *places(chrome, "link", 2 * 19 + 5, 10))  # a copy runs from 35 to 37 ms, and from 42 ms
+
+    def told() -> str:
+        return " ".join(chrome.find_element(By.CLASS_NAME, "readout").text.split())
+
+    wait(chrome, lambda: "iteration 2, backward" in told())
+    assert "device 30.00 GiB" in told()
+    assert "allocated 1.00 GiB" in told()
+    assert "free 10.00 GiB capacity 40.00 GiB" in told()
+    assert "h2d 25.00 GB/s d2h 25.00 GB/s peak 32 GB/s" in told()
+    assert told().split("at ")[1].startswith("43.")
+
+
+@pytest.mark.slow
+def test_a_line_is_hidden_by_its_name(chrome: Chrome, shown: Any) -> None:
+    shown(trained().build())
+    visible = "return [...Bokeh.documents[0].all_models].find((m) => m.name === 'memory/allocated').visible"
+    key = chrome.find_element(By.CSS_SELECTOR, "[data-line='memory/allocated']")
+    assert (run(chrome, visible), key.get_attribute("aria-pressed")) == (True, "true")
+    key.send_keys(Keys.SPACE)
+    assert (run(chrome, visible), key.get_attribute("aria-pressed")) == (False, "false")
+
+
+def test_another_rank_is_shown_on_request(chrome: Chrome, shown: Any) -> None:
+    shown(trained(ranks=3).build())
+    assert run(chrome, "return Bokeh.documents.length") == 1
+    Select(chrome.find_element(By.ID, "rank")).select_by_value("2")
+    wait(chrome, lambda: run(chrome, "return Bokeh.documents.length") == 2)
+    assert [v.is_displayed() for v in chrome.find_elements(By.CLASS_NAME, "rank")] == [False, False, True]
+    timeline(chrome)
+    point(chrome, *places(chrome, "memory", 30, 20))
+    line = chrome.find_element(By.CSS_SELECTOR, "[data-rank='2'] [data-line='memory/allocated']")
+    wait(chrome, lambda: "3.00 GiB" in line.text)
+
+
+def test_tables_sort_by_mouse_and_keys_figures_as_figures(chrome: Chrome, shown: Any) -> None:
+    shown(trained(12).build())
+    table = chrome.find_element(By.CSS_SELECTOR, "#longest-0 table")
+
+    def column(place: int) -> list[str]:
+        return [row.text for row in table.find_elements(By.CSS_SELECTOR, f"tbody td:nth-child({place})")]
+
+    heads = table.find_elements(By.CSS_SELECTOR, "th")
+    labels = [head.text.split()[0] for head in heads]
+    iteration = labels.index("iteration")
+    heads[iteration].find_element(By.TAG_NAME, "button").click()
+    numbers = [int(text) for text in column(iteration + 1)]
+    assert numbers == sorted(numbers, reverse=True)
+    assert max(numbers) >= 10
+    assert heads[iteration].get_attribute("aria-sort") == "descending"
+    heads[iteration].find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
+    assert [int(text) for text in column(iteration + 1)] == sorted(numbers)
+    assert heads[iteration].get_attribute("aria-sort") == "ascending"
+    heads[0].find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
+    assert column(1) == sorted(column(1))
+    assert [head.get_attribute("aria-sort") for head in heads] == ["ascending"] + ["none"] * (len(heads) - 1)
+
+
+@pytest.mark.slow
+def test_a_dark_page_has_a_dark_timeline(chrome: Chrome, shown: Any) -> None:
+    shown(trained().build())
+    colors = FIGURE + (
+        "return [getComputedStyle(document.body).backgroundColor, figure('memory').left[0].major_label_text_color]"
+    )
+    light = run(chrome, colors)
+    prefer(chrome, prefers_color_scheme="dark")
+    wait(chrome, lambda: run(chrome, "return document.documentElement.dataset.painted") == "dark")
+    dark = run(chrome, colors)
+
+    def brightness(color: str) -> int:
+        parts = (
+            color[4:-1].split(",") if color.startswith("rgb(") else [str(int(color[n : n + 2], 16)) for n in (1, 3, 5)]
+        )
+        return sum(int(part) for part in parts)
+
+    assert brightness(light[0]) == 3 * 255
+    assert brightness(dark[0]) < 100
+    assert brightness(light[1]) < 3 * 128 < brightness(dark[1])
+
+
+@pytest.mark.slow
+def test_nothing_is_wider_than_a_narrow_screen(chrome: Chrome, shown: Any) -> None:
+    shown(with_copies(trained(ranks=2)).build())
+    screen = {"width": 400, "height": 800, "deviceScaleFactor": 2, "mobile": False}
+    chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    try:
+        wait(chrome, lambda: run(chrome, "return document.querySelector('.timeline').offsetWidth") < 400)
+        assert wait(chrome, lambda: run(chrome, "return document.documentElement.scrollWidth") <= 400)
+        width = run(chrome, FIGURE + "return figure('memory').inner_width")
+        assert 200 < width < 400
+    finally:
+        chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.slow
+def test_it_prints_with_its_timeline_and_without_its_buttons(chrome: Chrome, shown: Any) -> None:
+    shown(trained().build())
+    scaled = (
+        "addEventListener('beforeprint', () => { document.title = document.querySelector('.timeline').style.zoom })"
+    )
+    run(chrome, scaled)
+    printed = chrome.execute_cdp_cmd("Page.printToPDF", {"preferCSSPageSize": True})
+    assert base64.b64decode(printed["data"]).startswith(b"%PDF")
+    assert 0.5 < float(chrome.title) < 1
+    assert run(chrome, "return document.querySelector('.timeline').style.zoom") == ""
+    chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        seen = [chrome.find_element(By.CLASS_NAME, name).is_displayed() for name in ("controls", "timeline", "readout")]
+        assert seen == [False, True, True]
+    finally:
+        chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+@pytest.mark.slow
+def test_a_long_trace_opens_too(chrome: Chrome, shown: Any) -> None:
+    shown(long())
+    assert errors(chrome) == []
+    timeline(chrome)
+    point(chrome, *places(chrome, "memory", 300, 5))
+    wait(chrome, lambda: "GiB" in chrome.find_element(By.CSS_SELECTOR, "[data-line='memory/device'] b").text)
+
+
+def test_a_trace_without_anything_opens_without_an_error(chrome: Chrome, shown: Any) -> None:
+    write = trained(0).build()
+    shown(write)
+    assert errors(chrome) == []

@@ -1,0 +1,130 @@
+"""A schedule as a trace: what it tells is what was simulated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbtide.analysis.metrics.summary import summarize
+from ebbtide.analysis.metrics.windows import find_windows
+from ebbtide.errors import TraceError
+from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies import BUILT_IN, make_plan
+from ebbtide.interleave.replay.schedule_to_trace import trace_of
+from ebbtide.interleave.replay.workload_from_trace import workload_of
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.machine import Machine, machine_from
+from ebbtide.profiler.trace import Trace
+from tests.interleave.experiments.sweep.sweeps import machine, workload
+from tests.interleave.strategies import fixed_policies, machines, workloads
+
+
+def ran(policy: str, job: Workload, box: Machine) -> Schedule:
+    return simulate(make_plan(policy, job, box), job, box)
+
+
+def built(policy: str, iterations: int = 3, **changes: Any) -> tuple[Schedule, Trace]:
+    job, box = workload(**changes), machine()
+    schedule = ran(policy, job, box)
+    return schedule, trace_of(schedule, box, iterations).build()
+
+
+any_schedule = given(fixed_policies(), workloads(most=6), machines(), st.integers(1, 3))
+
+
+@any_schedule
+def test_its_phases_are_the_schedules(policy: str, job: Workload, box: Machine, iterations: int) -> None:
+    schedule = ran(policy, job, box)
+    trace = trace_of(schedule, box, iterations).build()
+    figures = {phase.phase: phase.median_ms for phase in summarize(trace).phases}
+    for phase in ("forward", "backward", "update", "other"):
+        # To the nanosecond, at both ends.
+        assert figures[phase] == pytest.approx(getattr(schedule, f"{phase}_s") * 1e3, abs=3e-6), phase
+    rows = trace.phases(0)
+    assert list(rows["iteration"]) == [n for n in range(iterations) for _ in range(3)]
+    assert (rows["end_ns"].to_numpy() >= rows["start_ns"].to_numpy()).all()
+    assert (rows["start_ns"].to_numpy()[1:] >= rows["end_ns"].to_numpy()[:-1]).all()
+
+
+@any_schedule
+def test_its_operations_and_copies_are_the_schedules(policy: str, job: Workload, box: Machine, iterations: int) -> None:
+    schedule = ran(policy, job, box)
+    trace = trace_of(schedule, box, iterations).build()
+    ops, copies = trace.ops(0), trace.transfers(0)
+    assert len(ops) == iterations * len(schedule.plan.ops)
+    last = ops[ops["iteration"] == iterations - 1]
+    base = (iterations - 1) * round(schedule.iteration_s * 1e9)
+    expected = sorted(
+        (base + round(start * 1e9), base + round(end * 1e9), op.resource) for op, start, end in schedule.items()
+    )
+    assert sorted(last[["start_ns", "end_ns", "resource"]].itertuples(index=False, name=None)) == expected
+    assert last["end_ns"].max() <= base + round(schedule.iteration_s * 1e9)
+    for direction in ("h2d", "d2h"):
+        rows = copies[copies["direction"] == direction]
+        moved = iterations * schedule.moved_bytes(direction)
+        assert int(rows["bytes"].sum()) == pytest.approx(moved, abs=len(rows) / 2 + 1e-6 * moved)
+    pageable = sum(op.pageable for op in schedule.plan.ops)
+    assert (copies["host_memory"] == "pageable").sum() == iterations * pageable
+
+
+@any_schedule
+def test_its_memory_stays_within_the_card_where_the_plan_fits(
+    policy: str, job: Workload, box: Machine, iterations: int
+) -> None:
+    schedule = ran(policy, job, box)
+    capacity = math.ceil(1e6 + schedule.peak_device_bytes + max(size for _, size in job.gpu_free or ()))
+    line = trace_of(schedule, replace(box, gpu_memory_bytes=capacity), iterations).build().memory(0)
+    assert set(line["pool"]) == {"device"}
+    assert line["bytes"].min() >= 0
+    over = np.diff(line["t_ns"], append=iterations * round(schedule.iteration_s * 1e9)) * (line["bytes"] > capacity + 2)
+    # Beyond the card for longer than rounding lasts: then it does not fit, and only then.
+    assert (over.max() > 2 + 2e-9 * schedule.iteration_s * 1e9) == (not schedule.fits_device(None))
+
+
+def test_where_the_jobs_memory_is_not_known_only_the_plans_is_told() -> None:
+    schedule, trace = built("twin-flow:0.5", gpu_free_bytes=None)
+    line = trace.memory(0)
+    assert set(line["pool"]) == {"planned"}
+    assert line["bytes"].max() == round(schedule.peak_device_bytes)
+    # And nothing can be called free.
+    with pytest.raises(TraceError):
+        find_windows(trace, 1)
+    schedule, trace = built("twin-flow:0.5")
+    assert set(trace.memory(0)["pool"]) == {"device"}
+    free = [window.free_bytes for window in find_windows(trace, 1).windows]
+    assert 0 < min(free) < max(free) <= 30e9
+
+
+@pytest.mark.parametrize("policy", [policy for policy in BUILT_IN if policy != "adaptive"])
+def test_it_reads_back_from_disk_as_it_was(policy: str, tmp_path: Path) -> None:
+    schedule = ran(policy, workload(), machine())
+    trace = trace_of(schedule, machine()).write(tmp_path / "run.ebb")
+    assert (trace.meta["source"], trace.meta["policy"]) == ("simulated", policy)
+    assert machine_from(trace.meta["machine"], "") == machine()
+    assert summarize(trace).iteration_ms == pytest.approx(schedule.iteration_s * 1e3, abs=3e-6)
+    again = trace_of(schedule, machine()).write(tmp_path / "again.ebb")
+    for file in sorted(path for path in trace.path.rglob("*") if path.is_file()):
+        assert file.read_bytes() == (again.path / file.relative_to(trace.path)).read_bytes()
+
+
+def test_its_workload_is_the_one_that_was_simulated() -> None:
+    """Of a plan that takes nothing on the device and does not make the job wait."""
+    line = [{"at_s": 0, "bytes": 20e9}, {"at_s": 0.2, "bytes": 6e9}, {"at_s": 0.8, "bytes": 20e9}]
+    schedule, trace = built("pipelined", gpu_free_bytes=line)
+    job, found = schedule.workload, workload_of(trace)
+    assert (found.params, found.subgroups) == (job.params, job.subgroups)
+    assert (found.forward_s, found.backward_s, found.other_s) == pytest.approx((0.2, 0.6, 0.0))
+    assert (found.param_bytes, found.grad_bytes, found.state_bytes) == (2, 2, 12)
+    for at in (0.0, 0.1, 0.19, 0.21, 0.5, 0.79, 0.81, 2.0):
+        assert found.free_at(at) == job.free_at(at)
+    assert ran("interleaved:2", found, machine()).iteration_s == pytest.approx(
+        ran("interleaved:2", job, machine()).iteration_s
+    )

@@ -1,0 +1,163 @@
+"""What a killed job, a crashed rank or a full disk leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ebbtide.profiler import open_trace
+from tests.conftest import Recorded, ebbtide, run_process, running_process
+from tests.profiler.agent.jobs import PLAIN, PRELUDE
+
+Record = Callable[..., Recorded]
+
+# Prints the wall time at the end of each step, and never ends by itself.
+ENDLESS = PRELUDE + textwrap.dedent(
+    """
+    import time
+    for step in range(10**6):
+        x, y = batch()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(step, time.monotonic(), flush=True)
+        time.sleep(0.02)
+    """
+)
+
+
+def test_a_job_killed_whole_leaves_all_but_its_last_second(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(ENDLESS)
+    path = tmp_path / "run.ebb"
+    command = [sys.executable, "-m", "ebbtide", "profile", "-o", str(path), "--", sys.executable, str(job)]
+    with running_process(command) as process:
+        assert process.stdout is not None
+        ends: dict[int, float] = {}
+        while not ends or ends[max(ends)] < ends[0] + 3:
+            step, at = process.stdout.readline().split()
+            ends[int(step)] = float(at)
+        os.killpg(process.pid, signal.SIGKILL)
+        killed = time.monotonic()
+    trace = open_trace(path)
+    assert trace.meta["state"] == "recording"
+    found = set(trace.phases(0)["iteration"].dropna())
+    assert {step for step, end in ends.items() if end < killed - 1} <= found
+    assert len(found) > 20
+    assert any("cut off" in note for note in trace.notes)
+    # Reading it again, and by the commands, gives the same.
+    summary = json.loads(ebbtide("summary", path, "--json").stdout)
+    assert summary["iterations"] == len(found)
+    assert any("not finished" in remark for remark in summary["remarks"])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = run_process(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder])
+    if mount.returncode:
+        pytest.skip("only root can mount a small tmpfs to fill")
+    yield folder
+    assert run_process(["umount", "--lazy", folder]).returncode == 0
+
+
+def test_a_full_disk_stops_the_recording_and_not_the_job(small_disk: Path, tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(ENDLESS.replace("10**6", "1500").replace("0.02", "0.002"))
+    path = small_disk / "run.ebb"
+    run = ebbtide("profile", "--poll", "1", "-o", path, "--", sys.executable, job)
+    assert run.returncode == 0, run.stderr
+    assert len(run.stdout.splitlines()) == 1500
+    warnings = [line for line in run.stderr.splitlines() if "trace:" not in line]
+    assert len(warnings) == 1, run.stderr
+    assert "no space left" in warnings[0].lower()
+    iterations = open_trace(path).phases(0)["iteration"].dropna()
+    assert 20 < iterations.nunique() < 1500
+    assert json.loads(ebbtide("summary", path, "--json").stdout)["iterations"] == iterations.nunique()
+
+
+def test_a_rank_that_crashes_leaves_its_part(record: Record) -> None:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    crash = """
+import os, pathlib, time
+time.sleep(1)
+if os.environ["RANK"] == "0":
+    pathlib.Path("recorded").touch()
+    time.sleep(60)
+while not pathlib.Path("recorded").exists():
+    time.sleep(0.05)
+os.kill(os.getpid(), 9)
+"""
+    recorded = record(PRELUDE + PLAIN + crash, launcher=launcher)
+    assert recorded.run.returncode == 1
+    assert recorded.trace.ranks == [0, 1]
+    assert len(recorded.phases(0)) == len(recorded.phases(1)) == 4
+    assert any("rank 1: its recording was cut off" in line for line in recorded.run.stderr.splitlines())
+
+
+def test_an_output_that_exists_is_refused_before_the_job_starts(record: Record) -> None:
+    first = record(PRELUDE + PLAIN)
+    second = record(PRELUDE + PLAIN)
+    assert second.run.returncode == 2
+    assert second.run.stderr.startswith("ebbtide: ")
+    assert "--force" in second.run.stderr
+    assert len(second.run.stderr.splitlines()) == 1
+    assert len(first.phases()) == 4
+    forced = record(PRELUDE + PLAIN.replace("STEPS", "2"), options=("--force",))
+    assert forced.run.returncode == 0
+    assert len(forced.phases()) == 2
+
+
+@pytest.mark.parametrize("path", ["/proc/nothing/run.ebb", "/dev/null/run.ebb"])
+def test_an_output_that_cannot_be_written_is_one_line(path: str) -> None:
+    run = ebbtide("profile", "-o", path, "--", "true")
+    assert run.returncode == 2
+    assert run.stderr.startswith(f"ebbtide: cannot write {path}")
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_only_the_iterations_asked_for_are_kept(record: Record) -> None:
+    recorded = record(PRELUDE + PLAIN.replace("STEPS", "12"), options=("--iterations", "4:7"))
+    trace = recorded.trace
+    phases = trace.phases(0)
+    assert list(phases["iteration"]) == [4, 4, 4, 5, 5, 5, 6, 6, 6]
+    begin = trace.rank(0)["first_iteration_start_ns"]
+    assert begin < phases["start_ns"].min()
+    assert trace.memory(0)["t_ns"].between(begin, phases["end_ns"].max()).all()
+    summary = json.loads(ebbtide("summary", recorded.path, "--json").stdout)
+    assert summary["iterations"] == 3
+    assert summary["warmup_iterations"] == 0
+
+
+@pytest.mark.slow
+def test_the_first_iterations_alone(record: Record) -> None:
+    recorded = record(PRELUDE + PLAIN.replace("STEPS", "6"), options=("--iterations", ":2"))
+    assert list(recorded.trace.phases(0)["iteration"]) == [0, 0, 0, 1, 1, 1]
+
+
+def test_max_size_ends_the_recording_and_not_the_job(record: Record) -> None:
+    recorded = record(ENDLESS.replace("10**6", "300").replace("0.02", "0.002"), options=("--max-size", "20KB"))
+    assert recorded.run.returncode == 0
+    assert len(recorded.run.stdout.splitlines()) == 300
+    assert "--max-size" in recorded.run.stderr
+    assert 5 < len(recorded.phases()) < 300
+
+
+@pytest.mark.slow
+def test_the_iteration_agrees_with_the_scripts_own_clock(record: Record) -> None:
+    recorded = record(ENDLESS.replace("10**6", "30"))
+    own = [float(line.split()[1]) for line in recorded.run.stdout.splitlines()]
+    ends = recorded.trace.phases(0).groupby("iteration")["end_ns"].max().to_numpy() / 1e9
+    assert np.median(np.diff(ends)) == pytest.approx(np.median(np.diff(own)), rel=0.05)
+    assert ends[-1] - ends[0] == pytest.approx(own[-1] - own[0], rel=0.05)

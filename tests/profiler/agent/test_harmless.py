@@ -1,0 +1,229 @@
+"""The job does not notice that it is recorded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import sysconfig
+import textwrap
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Recorded, Run, ebbtide, run_process, running_process, slow
+from tests.profiler.agent.jobs import CASES, PLAIN, PRELUDE
+
+Record = Callable[..., Recorded]
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow(
+        ["a plain loop", "a GradScaler", "a compiled model", "LBFGS with a closure"],
+        ["a plain loop"],
+    ),
+)
+def test_parameters_are_the_same_to_the_bit(name: str, record: Record, tmp_path: Path) -> None:
+    job = PRELUDE + textwrap.dedent(CASES[name][0])
+    job += "\nprint(b''.join(p.detach().numpy().tobytes() for p in model.parameters()).hex())\n"
+    recorded = record(job)
+    bare = _bare(tmp_path / "job.py")
+    assert len(bare.stdout) > 1000
+    assert recorded.run.stdout == bare.stdout
+    assert _job_lines(recorded.run.stderr) == bare.stderr
+    assert len(recorded.phases()) == 4
+
+
+def test_output_and_exit_status_are_the_jobs_own(record: Record) -> None:
+    recorded = record(
+        PRELUDE + PLAIN + "import sys; print('out', sys.argv[1:]); print('err', file=sys.stderr); sys.exit(7)\n",
+        arguments=("--help", "-o", "x"),
+    )
+    assert recorded.run.returncode == 7
+    assert recorded.run.stdout == "out ['--help', '-o', 'x']\n"
+    assert _job_lines(recorded.run.stderr) == "err\n"
+    assert recorded.trace.meta["exit"] == {"code": 7}
+
+
+def test_a_job_that_raises_keeps_its_traceback_and_its_trace(record: Record) -> None:
+    recorded = record(PRELUDE + PLAIN + "raise RuntimeError('the tide is out')\n")
+    assert recorded.run.returncode == 1
+    assert "RuntimeError: the tide is out" in recorded.run.stderr
+    assert len(recorded.phases()) == 4
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSEGV, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_that_ends_the_job_is_passed_on(number: int, record: Record) -> None:
+    recorded = record(PRELUDE + PLAIN + f"import os, time; time.sleep(0.5); os.kill(os.getpid(), {int(number)})\n")
+    assert recorded.run.returncode == 128 + number
+    assert recorded.trace.meta["exit"] == {"signal": int(number)}
+    assert len(recorded.phases()) == 4
+
+
+@pytest.mark.parametrize("number", slow([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], but=[signal.SIGTERM]))
+def test_a_signal_to_the_profiler_reaches_the_job(number: signal.Signals, tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(
+        PRELUDE
+        + PLAIN
+        + "import signal, sys, time\n"
+        + f"signal.signal(signal.{number.name}, lambda *_: sys.exit(21))\n"
+        + "print('ready', flush=True)\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "ebbtide", "profile", "-o", str(tmp_path / "run.ebb"), "--"]
+    with running_process([*command, sys.executable, job]) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(60) == 21
+
+
+def test_a_repository_with_our_names_runs_unchanged(tmp_path: Path, record: Record) -> None:
+    (tmp_path / "profiler.py").write_text("HERE = 'profiler.py of the job'\n")
+    for package in ("analysis", "interleave"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(f"HERE = '{package} of the job'\n")
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['SITE'] = 'sitecustomize of the job'\n")
+    job = (
+        "import os, sys, profiler, analysis, interleave, sitecustomize\n"
+        "print(profiler.HERE, analysis.HERE, interleave.HERE, os.environ['SITE'], sitecustomize.__file__, sys.path)\n"
+    )
+    recorded = record(job + PRELUDE + PLAIN, env={"PYTHONPATH": str(tmp_path)})
+    bare = _bare(tmp_path / "job.py", PYTHONPATH=str(tmp_path))
+    assert recorded.run.returncode == 0, recorded.run.stderr
+    assert recorded.run.stdout == bare.stdout
+    assert len(recorded.phases()) == 4
+
+
+def test_nothing_of_the_recorder_stays_in_models_copies_or_checkpoints(record: Record, tmp_path: Path) -> None:
+    recorded = record(
+        "import copy, io, pickle, pickletools, sys, threading\n"
+        + PRELUDE
+        + PLAIN
+        + textwrap.dedent(
+            """
+            data = pickle.dumps([model, copy.deepcopy(model), optimizer.state_dict()])
+            torch.save(model, file := io.BytesIO())
+            assert b"ebbtide" not in data + file.getvalue()
+            clone = copy.deepcopy(model)
+            assert clone(torch.ones(1, 16)).equal(model(torch.ones(1, 16)))
+            assert "_compiled_call_impl" not in vars(model)
+            assert not model._forward_hooks and not model._forward_pre_hooks
+            assert threading.active_count() == 1
+            replica = model._replicate_for_data_parallel()
+            """
+        )
+    )
+    assert recorded.run.returncode == 0, recorded.run.stderr
+
+
+def test_data_loader_workers_and_forks_record_nothing(record: Record) -> None:
+    recorded = record(
+        """
+        import os, sys
+        import torch
+        from torch import nn
+        from torch.utils.data import DataLoader
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        class Data(torch.utils.data.Dataset):
+            def __len__(self):
+                return 8
+            def __getitem__(self, index):
+                model(torch.ones(1, 4)).sum().backward()  # in the worker: not of the training
+                return torch.ones(4)
+        if __name__ == "__main__":
+            for x in DataLoader(Data(), batch_size=2, num_workers=2):
+                model(x).sum().backward()
+                optimizer.step()
+            if os.fork() == 0:
+                for _ in range(5):
+                    model(torch.ones(1, 4)).sum().backward()
+                    optimizer.step()
+                sys.exit(0)  # runs atexit handlers, in the child
+            os.wait()
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        """
+    )
+    assert recorded.run.returncode == 0, recorded.run.stderr
+    assert recorded.trace.ranks == [0]
+    assert len(recorded.phases()) == 5
+    assert recorded.trace.rank(0)["stopped"] == "closed"
+
+
+@pytest.mark.parametrize("flag", slow(["-I", "-E"], ["-I"]))
+def test_an_isolated_python_is_recorded_where_ebbtide_is_installed(flag: str, record: Record) -> None:
+    recorded = record(PRELUDE + PLAIN, launcher=(sys.executable, flag))
+    assert recorded.run.returncode == 0, recorded.run.stderr
+    assert len(recorded.phases()) == 4
+
+
+@pytest.mark.slow
+def test_a_job_that_sets_pythonpath_itself_is_recorded(record: Record, tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(f'PYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    recorded = record(PRELUDE + PLAIN, launcher=("bash", str(tmp_path / "train.sh")))
+    assert len(recorded.phases()) == 4
+
+
+@pytest.fixture(scope="session")
+def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment that has torch and not ebbtide."""
+    home = tmp_path_factory.mktemp("other")
+    venv.create(home, with_pip=False, symlinks=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = home / "lib" / version / "site-packages"
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if "ebbtide" not in entry.name and entry.suffix != ".pth":
+            (packages / entry.name).symlink_to(entry)
+    return home / "bin" / "python"
+
+
+@pytest.mark.slow
+def test_another_environment_without_ebbtide_is_recorded(other_python: Path, record: Record) -> None:
+    probe = "import importlib.util; assert importlib.util.find_spec('ebbtide') is None\n"
+    recorded = record(probe + PRELUDE + PLAIN, launcher=(str(other_python),))
+    assert recorded.run.returncode == 0, recorded.run.stderr
+    assert len(recorded.phases()) == 4
+
+
+def test_another_environment_in_isolation_says_why_not(other_python: Path, record: Record) -> None:
+    recorded = record(PRELUDE + PLAIN, launcher=(str(other_python), "-I"))
+    assert recorded.run.returncode == 0
+    (line,) = recorded.run.stderr.splitlines()
+    assert "nothing was recorded: no Python process loaded the agent" in line
+    assert not recorded.path.exists()
+
+
+def test_a_command_that_does_not_train_says_why_not(tmp_path: Path) -> None:
+    for command, reason in (
+        (["true"], "no Python process loaded the agent"),
+        ([sys.executable, "-c", "pass"], "imported torch"),
+        ([sys.executable, "-c", "import torch; torch.ones(3)"], "no module ran forward with gradients"),
+    ):
+        run = ebbtide("profile", "-o", tmp_path / "run.ebb", "--", *command)
+        assert run.returncode == 0
+        assert reason in run.stderr
+        assert len(run.stderr.splitlines()) == 1
+        assert not (tmp_path / "run.ebb").exists()
+
+
+def _bare(job: Path, **env: str) -> Run:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    run = run_process([sys.executable, job], cwd=job.parent, env=environment)
+    assert run.returncode == 0, run.stderr
+    return run
+
+
+def _job_lines(stderr: str) -> str:
+    return "".join(line for line in stderr.splitlines(keepends=True) if not line.startswith("ebbtide: "))

@@ -1,0 +1,182 @@
+"""Link use from each source that a card may have, and the choice among them."""
+
+from __future__ import annotations
+
+import pynvml
+import pytest
+
+from ebbtide.profiler.sampler.links import (
+    CounterSource,
+    GpmSource,
+    LinkSample,
+    LinkSource,
+    ThroughputSource,
+    best_source,
+    wrapped,
+)
+from ebbtide.profiler.sampler.nvml import Gpu, GpuLost, Nvml, NvmlError, Unsupported
+from tests.profiler.sampler.fake_nvml import FakeCard, FakeNvml, counting, hopper, older
+
+MS = 1_000_000
+RX, TX = pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES, pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES
+
+
+def gpu_of(card: FakeCard) -> Gpu:
+    return Nvml(FakeNvml(card)).gpus()[0]
+
+
+class Clock:
+    """Stands where it was put, in milliseconds."""
+
+    ms = 0
+
+    def __call__(self) -> int:
+        return self.ms * MS
+
+
+def read_at(source: LinkSource, clock: Clock, *milliseconds: int) -> list[LinkSample | None]:
+    samples = []
+    for clock.ms in milliseconds:
+        samples.append(source.read())
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "moved"),
+    [
+        (5, 5, 0),
+        (5, 12, 7),
+        (2**32 - 3, 4, 7),
+        (2**64 - 3, 4, 7),
+        (2**32 - 1, 2**32 + 6, 7),
+        (2**33, 2**33 + 7, 7),
+    ],
+)
+def test_a_counter_moves_past_its_end(before: int, after: int, moved: int) -> None:
+    assert wrapped(before, after) == moved
+
+
+def test_counters_give_the_mean_over_the_time_between_two_readings() -> None:
+    source = CounterSource(gpu_of(counting(step=(1_000_000, 20_000))), clock := Clock())
+    assert read_at(source, clock, 100, 110, 130) == [
+        None,
+        LinkSample(110 * MS, 10 * MS, 1e8, 2e6),
+        LinkSample(130 * MS, 20 * MS, 5e7, 1e6),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bits", "value_type"),
+    [
+        (32, pynvml.NVML_VALUE_TYPE_UNSIGNED_INT),
+        (32, pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG),
+        (64, pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG),
+    ],
+)
+def test_a_wrapped_counter_keeps_its_rate(bits: int, value_type: int) -> None:
+    card = counting(counters=[2**bits - 1, 2**bits - 5], step=(1000, 10), bits=bits, value_type=value_type)
+    source = CounterSource(gpu_of(card), clock := Clock())
+    assert read_at(source, clock, 0, 10, 20) == [
+        None,
+        LinkSample(10 * MS, 10 * MS, 1e5, 1e3),
+        LinkSample(20 * MS, 10 * MS, 1e5, 1e3),
+    ]
+
+
+def test_counters_read_twice_in_one_moment_give_nothing() -> None:
+    source = CounterSource(gpu_of(counting()), clock := Clock())
+    assert read_at(source, clock, 1, 1) == [None, None]
+
+
+def test_after_a_passing_error_the_window_is_longer_and_no_byte_is_lost() -> None:
+    card = counting(step=(1_000_000, 0)).fail("nvmlDeviceGetFieldValues", pynvml.NVML_ERROR_TIMEOUT, first=2, last=2)
+    source = CounterSource(gpu_of(card), clock := Clock())
+    assert read_at(source, clock, 0) == [None]
+    with pytest.raises(NvmlError, match="Timeout"):
+        read_at(source, clock, 10)
+    assert read_at(source, clock, 20) == [LinkSample(20 * MS, 20 * MS, 5e7, 0.0)]
+
+
+def test_counters_of_a_lost_card_say_so() -> None:
+    source = CounterSource(gpu_of(counting().fail("nvmlDeviceGetFieldValues", pynvml.NVML_ERROR_GPU_IS_LOST, first=3)))
+    source.read()
+    source.read()
+    with pytest.raises(GpuLost):
+        source.read()
+
+
+def test_gpm_gives_the_mean_between_two_samples_and_gives_them_back() -> None:
+    library = FakeNvml(hopper(gpm=(100.0, 1.0)))
+    source = GpmSource(Nvml(library).gpus()[0], clock := Clock())
+    assert read_at(source, clock, 0, 120, 250) == [
+        None,
+        LinkSample(120 * MS, 120 * MS, 100 * 2**20, 2**20),
+        LinkSample(250 * MS, 130 * MS, 100 * 2**20, 2**20),
+    ]
+    assert len(library.samples) == 1  # the last, for the next reading
+
+
+def test_gpm_samples_closer_than_100_ms_give_nothing() -> None:
+    library = FakeNvml(hopper(gpm=(100.0, 1.0)))
+    source = GpmSource(Nvml(library).gpus()[0], clock := Clock())
+    assert read_at(source, clock, 0, 1, 60, 130) == [
+        None,
+        None,
+        None,
+        LinkSample(130 * MS, 130 * MS, 100 * 2**20, 2**20),
+    ]
+    assert len(library.samples) == 1
+
+
+@pytest.mark.parametrize("function", ["nvmlGpmSampleGet", "nvmlGpmMetricsGet"])
+def test_gpm_recovers_from_a_passing_error(function: str) -> None:
+    library = FakeNvml(card := hopper().fail(function, pynvml.NVML_ERROR_TIMEOUT, first=2, last=2))
+    source = GpmSource(Nvml(library).gpus()[0], clock := Clock())
+    assert read_at(source, clock, 0) == [None]
+    if function == "nvmlGpmMetricsGet":
+        assert read_at(source, clock, 200) != [None]
+    with pytest.raises(NvmlError, match="Timeout"):
+        read_at(source, clock, 400)
+    assert card.calls[function] == 2
+    assert None not in read_at(source, clock, 600, 800)
+    assert len(library.samples) == 1
+
+
+def test_throughput_gives_a_sample_at_once() -> None:
+    source = ThroughputSource(gpu_of(older(throughput=(2_000_000, 3))), clock := Clock())
+    assert read_at(source, clock, 42) == [LinkSample(42 * MS, 20 * MS, 2e9, 3e3)]
+
+
+def test_throughput_that_is_not_permitted() -> None:
+    source = ThroughputSource(gpu_of(older().fail("nvmlDeviceGetPcieThroughput", pynvml.NVML_ERROR_NO_PERMISSION)))
+    with pytest.raises(Unsupported, match="Permission"):
+        source.read()
+
+
+@pytest.mark.parametrize(
+    ("card", "name", "refused"),
+    [
+        (counting(gpm=(1.0, 1.0), throughput=(1, 1)), "nvml-counters", []),
+        (hopper(), "gpm", ["nvml-counters"]),
+        (older(), "nvml-throughput", ["nvml-counters", "gpm"]),
+        (FakeCard(), None, ["nvml-counters", "gpm", "nvml-throughput"]),
+        (counting(returns={TX: pynvml.NVML_ERROR_NOT_SUPPORTED}), None, ["nvml-counters", "gpm", "nvml-throughput"]),
+        (older(counters=[0, 0], returns={RX: pynvml.NVML_ERROR_NO_PERMISSION}), "nvml-throughput",
+         ["nvml-counters", "gpm"]),
+        (hopper().fail("nvmlGpmSampleGet", pynvml.NVML_ERROR_NO_PERMISSION), "nvml-throughput",
+         ["nvml-counters", "gpm"]),
+    ],
+)  # fmt: skip
+def test_the_best_source_of_each_card(card: FakeCard, name: str | None, refused: list[str]) -> None:
+    source, reasons = best_source(gpu_of(card))
+    assert (source.name if source else None) == name
+    assert [reason.partition(": ")[0] for reason in reasons] == refused
+    assert all(reason.partition(": ")[2] for reason in reasons)
+
+
+@pytest.mark.parametrize("function", ["nvmlDeviceGetFieldValues", "nvmlGpmQueryDeviceSupport", "nvmlGpmSampleGet"])
+def test_a_card_lost_while_its_sources_are_tried_has_no_further_source(function: str) -> None:
+    card = hopper().fail(function, pynvml.NVML_ERROR_GPU_IS_LOST)
+    with pytest.raises(GpuLost):
+        best_source(gpu_of(card))
+    assert card.calls["nvmlDeviceGetPcieThroughput"] == 0
