@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from ebbtide import host_limits
 from ebbtide.errors import MachineError
-from ebbtide.interleave.calibrate import counters, cpu, gpu, host, link
+from ebbtide.interleave.calibrate import counters, cpu, gpu, host_memory, link
 from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.interleave.calibrate.record import Record, Setup
 from ebbtide.machines.machine import Machine
@@ -31,7 +32,7 @@ class Part:
 
 
 _ON_HOST = (
-    Part("host memory", host.bandwidth, 2),
+    Part("host memory", host_memory.bandwidth, 2),
     Part("update on the CPU", cpu.update, 2),
     Part("cast on the CPU", cpu.cast, 1),
 )
@@ -97,7 +98,7 @@ def _slowest(key: str, values: list[float]) -> float:
 
 
 def _setup(ranks: Ranks, window_s: float, device: int | None, record: Record) -> Setup:
-    cores = max(1, host.cores() // ranks.local_count)
+    cores = max(1, host_limits.cores() // ranks.local_count)
     asked = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(asked) if asked.isdigit() and int(asked) > 0 else cores
     if threads != cores:
@@ -110,13 +111,13 @@ def _setup(ranks: Ranks, window_s: float, device: int | None, record: Record) ->
             f"measured by {ranks.count} ranks, and this host has {torch.cuda.device_count()} GPUs: where a job's ranks "
             f"share its memory, measure with --ranks {torch.cuda.device_count()}"
         )
-    memory = host.memory_bytes()
+    memory = host_limits.memory_bytes()
     share = memory // ranks.local_count if memory is not None else None
     if share is not None:
         split = f", divided by {ranks.local_count} ranks" if ranks.local_count > 1 else ""
         record.rate("host_memory_bytes", float(share), f"of the host, or what its control groups allow{split}")
-    cache = host.cache_bytes()
-    size = host.working_set(share, cache)
+    cache = host_limits.cache_bytes()
+    size = host_memory.working_set(share, cache)
     if cache is not None and size < 4 * cache:
         record.notes.append(
             f"memory is scarce beside the caches ({cache >> 20} MiB): the CPU's rates may be of caches in part"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from .deepspeed.zero import here, inner, masters, of_deepspeed, sizes, swaps, whole
+from .zero_optimizer import here, inner, masters, of_deepspeed, sizes, swaps, whole
 
 
 def describe_model(modules: list[Any], optimizers: list[Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.profiler.agent.spool import HOST, LINK, LINK_SOURCES, MEMORY, MISSING, POOLS, Spool
-from ebbtide.profiler.sampler import host_memory as host
+from ebbtide.profiler.sampler import host
 from ebbtide.profiler.sampler.links import LinkSource, best_source
 from ebbtide.profiler.sampler.nvml import Gpu, Nvml, NvmlError
 

@@ -63,7 +63,7 @@ def test_threads_that_the_environment_sets_are_said(measured: tuple[Run, Path]) 
 
 
 def _cores() -> int:
-    from ebbtide.interleave.calibrate.host import cores
+    from ebbtide.host_limits import cores
 
     return cores()
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ebbtide.interleave.calibrate import host
+from ebbtide import host_limits
 from ebbtide.interleave.engine.numerics.norm import BLOCK, total
 from ebbtide.interleave.engine.numerics.reference import Scalars
 
@@ -42,7 +42,7 @@ class CpuKernel:
         from ebbtide.interleave.engine.numerics import compiled
 
         self._compiled = compiled
-        self.threads = threads or max(1, host.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self.threads = threads or max(1, host_limits.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         # A thread begins with the flags of the one that makes it, and some libraries make theirs flush subnormals.
         self._pool = ThreadPoolExecutor(
             self.threads, "ebbtide-cpu", initializer=torch.set_flush_denormal, initargs=(False,)

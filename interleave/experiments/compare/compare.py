@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from ebbtide import host_limits
 from ebbtide.errors import UserError
-from ebbtide.interleave.calibrate import host
 from ebbtide.interleave.experiments.compare.baselines import PEERS, run_peer
 from ebbtide.interleave.experiments.compare.job import shape_of
 from ebbtide.interleave.experiments.compare.results import (
@@ -72,7 +72,7 @@ def compare(asked: Asked, tell: Tell = lambda *_: None) -> Comparison:
     if asked.iterations < LEAST_ITERATIONS:
         raise UserError(f"--iterations is at least {LEAST_ITERATIONS}: the first {_WARMUP} only warm up")
     shape = shape_of(asked.params)
-    needed, there = _HOST_BYTES * shape.params, host.memory_bytes()
+    needed, there = _HOST_BYTES * shape.params, host_limits.memory_bytes()
     if there is not None and needed > there:
         raise UserError(
             f"--params {asked.params:g} takes {bytes_text(needed)} of host memory: it has {bytes_text(there)}"

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ebbtide.interleave.calibrate import cpu, host
+from ebbtide import host_limits
+from ebbtide.interleave.calibrate import cpu, host_memory
 from ebbtide.interleave.calibrate.adamw import KEPT_BYTES, OnePassAdamW
 from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.interleave.calibrate.record import Record, Setup
@@ -66,7 +67,7 @@ def find_box(params: int, memory_budget: float, link_bytes_per_s: float | None, 
     else:
         link = link_bytes_per_s or LINK_BYTES_PER_S
         # A core is left to what stands for the device.
-        threads = max(1, host.cores() - 1)
+        threads = max(1, host_limits.cores() - 1)
         found = machine or _measured(params, threads)
         found = replace(
             found,
@@ -86,12 +87,12 @@ def find_box(params: int, memory_budget: float, link_bytes_per_s: float | None, 
 
 def _measured(params: int, threads: int) -> Machine:
     """The CPU's rates, over as much memory as the job's state takes: caches hold as much of it, too."""
-    cores = host.cores()
+    cores = host_limits.cores()
     record = Record()
     setup = Setup(Ranks(), cores, cores, KEPT_BYTES * params, _WINDOW_S, None)
     before = torch.get_num_threads()
     try:
-        host.bandwidth(setup, record)
+        host_memory.bandwidth(setup, record)
         cpu.cast(setup, record)
     finally:
         torch.set_num_threads(before)

@@ -7,8 +7,8 @@ import time
 from typing import Any, Callable
 
 from ..recorder import Recorder
+from ..zero_optimizer import offloads
 from .substeps import SubSteps
-from .zero import offloads
 
 # A bucket that was empty takes less.
 _SHORT_NS = 10_000

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .zero import masters, offloads, sizes
+from ..zero_optimizer import masters, offloads, sizes
 
 _CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 

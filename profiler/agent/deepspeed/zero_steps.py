@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
+from ..zero_optimizer import masters, place, sizes
 from .substeps import SubSteps
-from .zero import masters, place, sizes
 
 
 class Row:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 
-from ebbtide.interleave.calibrate import host
+from ebbtide import host_limits
 from ebbtide.interleave.engine.numerics import compiled
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Hyper
@@ -156,7 +156,7 @@ def test_what_it_cannot_take_is_refused(kernels: dict[int, CpuKernel], place: in
 
 def test_threads_are_the_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(host, "cores", lambda: 8)
+    monkeypatch.setattr(host_limits, "cores", lambda: 8)
     for ranks, threads in (("1", 8), ("3", 2), ("20", 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         kernel = CpuKernel()

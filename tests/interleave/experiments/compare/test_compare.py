@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from ebbtide import host_limits
 from ebbtide.errors import UserError
-from ebbtide.interleave.calibrate import host
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.experiments.compare.compare import POLICIES, Asked, compare
 from ebbtide.interleave.experiments.compare.job import shape_of
@@ -149,7 +149,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(asked: dict[str, Any], s
 
 
 def test_a_model_that_the_host_has_no_memory_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(host_limits, "memory_bytes", lambda: 1 << 20)
     with pytest.raises(UserError, match=r"--params 200000 takes .* of host memory: it has 1\.00 MiB"):
         small()
 

@@ -1,4 +1,4 @@
-"""What Linux tells of the host and of the processes of a job."""
+"""Describes the host, and reads the memory of a job's processes from /proc."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from ebbtide import host_limits
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def describe() -> dict[str, Any]:
-    """The host's facts for the trace's meta. Its CPU is the device of a job without a GPU."""
+    """Return the description of the host for a trace's metadata. Its CPU is the device of a job without a GPU."""
     return {
         "name": socket.gethostname(),
         "kernel": platform.release(),
@@ -21,8 +23,8 @@ def describe() -> dict[str, Any]:
             "device": "cpu",
             "kind": "cpu",
             "name": _cpu_name(),
-            "capacity_bytes": _memory_bytes(),
-            "cores": len(os.sched_getaffinity(0)),
+            "capacity_bytes": host_limits.memory_bytes(),
+            "cores": host_limits.cores(),
         },
         "gpus": [],
     }
@@ -41,16 +43,6 @@ def swap_bytes(pid: int) -> int | None:
     """Bytes of a process that lie in swap, None where it is gone or the kernel does not say."""
     match = _search(f"/proc/{pid}/status", r"VmSwap:\s+(\d+) kB")
     return int(match) * 1024 if match else None
-
-
-def _memory_bytes() -> int | None:
-    """The memory this job may use: the host's, or what its control group allows."""
-    total = _search("/proc/meminfo", r"MemTotal:\s+(\d+) kB")
-    limits = [int(total) * 1024] if total else []
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        found = _search(limit, r"^(\d+)$")
-        limits += [int(found)] if found else []
-    return min(limits, default=None)
 
 
 def _cpu_name() -> str:

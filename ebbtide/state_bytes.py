@@ -1,0 +1,9 @@
+"""Bytes per parameter in mixed-precision training with Adam."""
+
+from __future__ import annotations
+
+# bf16 or fp16, on the device.
+PARAM_BYTES = 2
+GRAD_BYTES = 2
+# Optimizer state: fp32 master weight, first moment, second moment.
+STATE_BYTES = 12

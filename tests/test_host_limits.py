@@ -1,0 +1,84 @@
+"""What a process may use of its host, read from made-up hosts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ebbtide.host_limits import cache_bytes, cores, memory_bytes
+
+GIB = 2**30
+
+
+def host(root: Path, **files: str) -> Path:
+    """A made-up host: files by their paths, with `__` for a slash."""
+    for name, text in files.items():
+        file = root / name.replace("__", "/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    return root
+
+
+MEMINFO = f"MemTotal:       {64 * GIB // 1024} kB\nMemFree: 1 kB"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"proc__meminfo": MEMINFO}, 64 * GIB),
+        ({"proc__self__cgroup": "0::/"}, None),
+        (
+            {"proc__meminfo": MEMINFO, "proc__self__cgroup": "0::/a/b", "sys__fs__cgroup__a__memory.max": str(8 * GIB)}
+            | {"sys__fs__cgroup__a__b__memory.max": "max"},
+            8 * GIB,
+        ),
+        # Inside a container the group's own path is not mounted.
+        (
+            {"proc__meminfo": MEMINFO, "proc__self__cgroup": "0::/../x", "sys__fs__cgroup__memory.max": str(4 * GIB)},
+            4 * GIB,
+        ),
+        (
+            {"proc__meminfo": MEMINFO, "proc__self__cgroup": "5:cpu,cpuacct:/job\n4:memory:/job"}
+            | {"sys__fs__cgroup__memory__job__memory.limit_in_bytes": str(16 * GIB)}
+            | {"sys__fs__cgroup__memory__memory.limit_in_bytes": "9223372036854771712"},
+            16 * GIB,
+        ),
+    ],
+)
+def test_memory_bytes__is_the_least_of_host_and_control_groups(
+    tmp_path: Path, files: dict[str, str], expected: int | None
+) -> None:
+    assert memory_bytes(host(tmp_path, **files)) == expected
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"proc__self__cgroup": "0::/job", "sys__fs__cgroup__job__cpu.max": "150000 100000"},
+        {
+            "proc__self__cgroup": "3:cpu,cpuacct:/job",
+            "sys__fs__cgroup__cpu__job__cpu.cfs_quota_us": "50000",
+            "sys__fs__cgroup__cpu__job__cpu.cfs_period_us": "100000",
+        },
+    ],
+)
+def test_cores__a_quota_limits_them_to_one_at_least(tmp_path: Path, files: dict[str, str]) -> None:
+    assert cores(host(tmp_path, **files)) == 1
+
+
+@pytest.mark.parametrize("quota", ["max 100000", "100000000 100000"])
+def test_cores__are_those_of_the_affinity_where_no_quota_is_less(tmp_path: Path, quota: str) -> None:
+    root = host(tmp_path, proc__self__cgroup="0::/", **{"sys__fs__cgroup__cpu.max": quota})
+    assert cores(root) == len(os.sched_getaffinity(0))
+
+
+def test_cache_bytes__counts_each_last_level_cache_once(tmp_path: Path) -> None:
+    for core, shared in enumerate(("0-1", "0-1", "2-3", "2-3")):
+        cache = {"index0": ("1", "48K", str(core)), "index3": ("3", "32768K", shared)}
+        for index, values in cache.items():
+            for name, value in zip(("level", "size", "shared_cpu_list"), values, strict=True):
+                host(tmp_path, **{f"sys__devices__system__cpu__cpu{core}__cache__{index}__{name}": value})
+    assert cache_bytes(tmp_path) == 64 << 20
+    assert cache_bytes(tmp_path / "none") is None
