@@ -1,4 +1,4 @@
-"""Tables from lists of dataclasses."""
+"""Converts lists of dataclasses into pandas tables."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, dict):
-            flat |= {f"{name}_{part}": inner for part, inner in value.items()}
+            flat |= {f"{name}_{field}": part for field, part in value.items()}
         else:
             flat[name] = value
     return flat

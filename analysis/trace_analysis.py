@@ -1,4 +1,4 @@
-"""The public way to analyse a trace in Python."""
+"""The public facade for analysing a trace in Python."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ebbtide.profiler.trace import Trace
 if TYPE_CHECKING:
     from ebbtide.analysis.findings import Findings
     from ebbtide.analysis.metrics.iteration_stats import Iterations
-    from ebbtide.analysis.metrics.link import Link
-    from ebbtide.analysis.metrics.memory import Memory
+    from ebbtide.analysis.metrics.link import LinkUse
+    from ebbtide.analysis.metrics.memory import MemoryUse
     from ebbtide.analysis.metrics.substeps.breakdown import SubSteps
     from ebbtide.analysis.metrics.summary import Summary
     from ebbtide.analysis.metrics.windows import Windows
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class TraceAnalysis:
     """The figures of one trace, as the commands of the same names print them.
 
-    Medians are over the counted iterations: the first two are left out where there are five or more. What was not
+    Medians are over the steady iterations: the first two are left out where there are five or more. What was not
     recorded is None. Every result is a frozen dataclass with `as_json()`, the object that the command prints with
     `--json`, and `to_pandas()`, its main table.
 
@@ -56,7 +56,7 @@ class TraceAnalysis:
 
         return find_windows(self.trace, min_bytes, ranks)
 
-    def memory(self, ranks: Sequence[int] | None = None) -> Memory:
+    def memory(self, ranks: Sequence[int] | None = None) -> MemoryUse:
         """Every memory pool in each phase, and the differences between pools.
 
         Args:
@@ -69,7 +69,7 @@ class TraceAnalysis:
 
         return memory_use(self.trace, ranks)
 
-    def link(self, ranks: Sequence[int] | None = None) -> Link:
+    def link(self, ranks: Sequence[int] | None = None) -> LinkUse:
         """Bytes, rates and busy time of the link, per phase and direction.
 
         Args:
@@ -97,9 +97,9 @@ class TraceAnalysis:
         Raises:
             TraceError: A rank is not in the trace.
         """
-        from ebbtide.analysis.metrics.iteration_stats import iterations
+        from ebbtide.analysis.metrics.iteration_stats import compare_iterations
 
-        return iterations(self.trace, ranks)
+        return compare_iterations(self.trace, ranks)
 
     def substeps(self, ranks: Sequence[int] | None = None) -> SubSteps:
         """Sub-steps of the update of a DeepSpeed job or of a simulated schedule.

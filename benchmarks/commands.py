@@ -1,9 +1,9 @@
-"""Measure how long commands take on a real trace, beside the time that Python takes to load pandas and pyarrow.
+"""Measure how long commands take on a real trace, relative to the time that importing pandas and pyarrow takes.
 
     python benchmarks/commands.py [--rounds 5] [--trace traces/h100-20b-blocking.ebb]
 
-Every command is measured as a whole process, from its start to its end, in turn with a process that only imports pandas
-and pyarrow.parquet, the least that a script takes to read a Parquet file. The ratio is taken within each round.
+Every command is measured as a whole process, in turn with a process that only imports pandas and pyarrow.parquet: the
+minimum for a script that reads a Parquet file. Ratios are within a round.
 Prints Markdown, see docs/performance.md.
 """
 
@@ -24,7 +24,7 @@ MACHINE = "h100-80gb-sxm-published"
 
 
 def commands(trace: Path, folder: Path) -> dict[str, list[str]]:
-    """The commands to measure, by how they are written."""
+    """Return the arguments of each command to measure, by its name in the table."""
     return {
         "ebbtide --version": ["--version"],
         "ebbtide --help": ["--help"],
@@ -38,10 +38,10 @@ def commands(trace: Path, folder: Path) -> dict[str, list[str]]:
 
 
 def seconds(command: list[str]) -> float:
-    """Wall time of one process."""
-    begun = time.perf_counter()
+    """Return the wall time of one process."""
+    begin = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True)
-    return time.perf_counter() - begun
+    return time.perf_counter() - begin
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--trace", type=Path, default=ROOT / "traces" / "h100-20b-blocking.ebb")
     arguments = parser.parse_args()
-    print(f"{time.strftime('%Y-%m-%d')}, {machine_line()}, {arguments.rounds} rounds: median (least to most)\n")
+    print(f"{time.strftime('%Y-%m-%d')}, {machine_line()}, {arguments.rounds} rounds: median (minimum to maximum)\n")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name, words in commands(arguments.trace, Path(folder)).items():

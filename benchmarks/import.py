@@ -1,12 +1,12 @@
-"""What importing a torch.profiler trace costs: ebbtide beside HolisticTraceAnalysis, on the same files.
+"""Measure the import of torch.profiler traces by ebbtide and by HolisticTraceAnalysis (HTA).
 
     python benchmarks/import.py --hta-python PATH [--rounds 5] [--events 3000000] FILE...
 
-PATH is the Python of an environment with HolisticTraceAnalysis. Of ebbtide the whole command is measured, to the trace
-on disk; of the other the parsing alone, to its table in memory, which is less than an analysis of copies takes there.
-Each file is taken as it is, the first also repeated (steps, times and numbers going on) until it has so many events.
-Both run in turn as processes of their own; the figures are the wall time and the peak of resident memory of the whole
-process, and their ratios within each round. Prints Markdown.
+PATH is the Python of an environment with HTA. For ebbtide the whole command is measured, up to the trace on disk; for
+HTA only parsing, up to its table in memory, which is less than an analysis of copies takes there. Each file is imported
+as it is; the first one is also repeated, with continued steps, times and numbers, up to the given number of events.
+Both run in turn in their own processes. The figures are wall time and peak resident memory of the process, and ratios
+within each round. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ def commands(file: Path, hta_python: str, folder: Path) -> dict[str, list[str]]:
 
 
 def cost(command: list[str]) -> tuple[float, float]:
-    """(wall seconds, peak of resident MiB) of one run."""
-    begun = time.perf_counter()
+    """Return the wall time in s and the peak resident memory in MiB of one run."""
+    begin = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
-        said = process.stderr.read()
+        error_output = process.stderr.read()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        sys.exit(f"{command[0]} failed: {said.decode(errors='replace')[-2000:]}")
-    return time.perf_counter() - begun, usage.ru_maxrss / 1024
+        sys.exit(f"{command[0]} failed: {error_output.decode(errors='replace')[-2000:]}")
+    return time.perf_counter() - begin, usage.ru_maxrss / 1024
 
 
 def compare(file: Path, hta_python: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    taken: dict[str, list[tuple[float, float]]] = {"ebbtide": [], "HTA": []}
+    costs: dict[str, list[tuple[float, float]]] = {"ebbtide": [], "HTA": []}
     with tempfile.TemporaryDirectory() as folder:
         order = list(commands(file, hta_python, Path(folder)).items())
         for number in range(rounds):
             for name, command in order if number % 2 else reversed(order):
-                taken[name].append(cost(command))
-                print(f"  {file.name}: {name} {taken[name][-1]}", file=sys.stderr)
-    return taken
+                costs[name].append(cost(command))
+                print(f"  {file.name}: {name} {costs[name][-1]}", file=sys.stderr)
+    return costs
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -72,13 +72,13 @@ def read(file: Path) -> dict[str, Any]:
     return trace
 
 
-def repeat(file: Path, least: int, target: Path) -> None:
-    """Write a trace of at least so many events: those of `file`, again and again, each time later."""
+def repeat(file: Path, min_events: int, target: Path) -> None:
+    """Write a trace of at least `min_events` events: those of `file`, repeated at later and later times."""
     trace = read(file)
     events = trace.pop("traceEvents")
     with target.open("w") as out:
         out.write(json.dumps(trace)[:-1] + ', "traceEvents": [\n  ')
-        for number in range(-(-least // len(events))):
+        for number in range(-(-min_events // len(events))):
             out.write(",\n  " * (number > 0))
             out.write(",\n  ".join(map(json.dumps, later(events, number))))
         out.write("\n]}\n")
@@ -99,16 +99,16 @@ def later(events: list[dict[str, Any]], number: int) -> Iterator[dict[str, Any]]
         yield shifted
 
 
-def count(file: Path, to: Any) -> None:
-    to.send(len(read(file)["traceEvents"]))
+def send_count(file: Path, connection: Any) -> None:
+    connection.send(len(read(file)["traceEvents"]))
 
 
-def events_of(file: Path) -> int:
-    """Counted in another process: what this one holds would count as memory of those that it starts."""
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.Process(target=count, args=(file, there))
+def count_events(file: Path) -> int:
+    """Count events in another process: memory of this one would count as memory of the processes that it starts."""
+    receiver, sender = multiprocessing.Pipe()
+    process = multiprocessing.Process(target=send_count, args=(file, sender))
     process.start()
-    number: int = here.recv()
+    number: int = receiver.recv()
     process.join()
     return number
 
@@ -118,11 +118,11 @@ def machine(hta_python: str) -> str:
     return f"{machine_line()}, HolisticTraceAnalysis {hta}"
 
 
-def row(file: Path, taken: dict[str, list[tuple[float, float]]]) -> str:
-    ours, theirs = taken["ebbtide"], taken["HTA"]
+def row(file: Path, costs: dict[str, list[tuple[float, float]]]) -> str:
+    ours, theirs = costs["ebbtide"], costs["HTA"]
     cells = [
         f"`{file.name}`",
-        f"{events_of(file):,}",
+        f"{count_events(file):,}",
         f"{file.stat().st_size / 2**20:.1f}",
         spread([seconds for seconds, _ in ours], 2),
         spread([other[0] / own[0] for own, other in zip(ours, theirs, strict=True)], 1),
@@ -135,14 +135,14 @@ def row(file: Path, taken: dict[str, list[tuple[float, float]]]) -> str:
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("files", type=Path, nargs="+", metavar="FILE")
-    flags.add_argument("--hta-python", required=True)
-    flags.add_argument("--rounds", type=int, default=5)
-    flags.add_argument("--events", type=int, default=3_000_000)
+    flags.add_argument("--hta-python", required=True, help="Python of an environment with HTA")
+    flags.add_argument("--rounds", type=int, default=5, help="runs of each tool per file")
+    flags.add_argument("--events", type=int, default=3_000_000, help="events of the repeated file")
     args = flags.parse_args()
-    print(f"{time.strftime('%Y-%m-%d')}, {machine(args.hta_python)}, {args.rounds} rounds: median (least to most)\n")
     print(
-        "| trace | events | MiB | ebbtide, s | HTA's time / ebbtide's | ebbtide, peak MiB | HTA's memory / ebbtide's |"
+        f"{time.strftime('%Y-%m-%d')}, {machine(args.hta_python)}, {args.rounds} rounds: median (minimum to maximum)\n"
     )
+    print("| trace | events | MiB | ebbtide, s | HTA / ebbtide (time) | ebbtide, peak MiB | HTA / ebbtide (memory) |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         large = Path(folder) / "repeated.json"

@@ -1,12 +1,12 @@
-"""What the CPU's update takes: ebbtide's one pass beside torch's AdamW, DeepSpeed's CPU Adam and the memory itself.
+"""Measure the update on the CPU: ebbtide's kernel, torch's AdamW, DeepSpeed's CPU Adam, and the memory bandwidth.
 
     python benchmarks/kernels.py [--deepspeed-python PATH] [--rounds 7] [--params 100] [--seconds 3]
 
-Each begins with a bf16 gradient and ends with a bf16 parameter; master and moments are fp32. Torch's and DeepSpeed's
-need their gradient in fp32, so their casts count. PATH is the Python of an environment with DeepSpeed, where this one
-has none. The memory's bandwidth is the best of three loops over fp32 arrays on as many threads (bytes read and written;
-that a line is read before it is overwritten is not counted). Each is a process of its own, they take turns in changing
-order, and the ratios are within a round. Prints Markdown.
+Each takes a bf16 gradient and returns a bf16 parameter; master and moments are fp32. Torch and DeepSpeed need an
+fp32 gradient, so their casts count. PATH is the Python of an environment with DeepSpeed, if this one does not have it.
+The memory bandwidth is the best of three loops over fp32 arrays on as many threads (bytes read and written, without
+write-allocate traffic). Each runs in its own process, they take turns in changing order, and ratios are within a round.
+Prints Markdown.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from tables import machine_line, spread
 
 OURS, TORCH, DEEPSPEED, MEMORY = "ebbtide", "torch", "DeepSpeed", "memory"
-# Read and written by one pass, a parameter.
+# Read and written by one pass per parameter.
 BYTES = 28
 
 
@@ -68,20 +68,20 @@ STEPS = {OURS: ebbtide_step, TORCH: torch_step, DEEPSPEED: deepspeed_step}
 
 
 def rate(step: Callable[[], object], amount: float, seconds: float) -> float:
-    """Amount a second: the median of runs after the first two (which compile, and touch the memory)."""
+    """Return the amount per second: the median of all runs after two that compile and touch the memory."""
     step()
     step()
     lengths = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(lengths) < 5:
-        begun = time.perf_counter()
+        begin = time.perf_counter()
         step()
-        lengths.append(time.perf_counter() - begun)
+        lengths.append(time.perf_counter() - begin)
     return amount / statistics.median(lengths)
 
 
 def bandwidth(params: int, threads: int, seconds: float) -> dict[str, float]:
-    """Bytes a second of copy (a = b), triad (a = b + s * c) and scaling in place (a = s * a)."""
+    """Return the bytes per second of copy (a = b), triad (a = b + s * c) and scaling in place (a = s * a)."""
     import numpy as np
     from numba import njit
 
@@ -102,15 +102,15 @@ def bandwidth(params: int, threads: int, seconds: float) -> dict[str, float]:
     arrays = [np.ones(params, np.float32) for _ in range(3)]
     edges = [params * number // threads for number in range(threads + 1)]
     pool = ThreadPoolExecutor(threads)
-    found = {}
+    rates = {}
     for loop, moved in ((copy, 8), (triad, 12), (scale, 24)):
         compiled = njit(nogil=True)(loop)
 
         def part(number: int, compiled: Any = compiled) -> None:
             compiled(*(array[edges[number] : edges[number + 1]] for array in arrays))
 
-        found[loop.__name__] = rate(lambda part=part: list(pool.map(part, range(threads))), moved * params, seconds)
-    return found
+        rates[loop.__name__] = rate(lambda part=part: list(pool.map(part, range(threads))), moved * params, seconds)
+    return rates
 
 
 def measure(name: str, params: int, threads: int, seconds: float) -> dict[str, float]:
@@ -120,7 +120,7 @@ def measure(name: str, params: int, threads: int, seconds: float) -> dict[str, f
 
 
 def first_call_s() -> tuple[float, float]:
-    """Seconds until a first update of a new process is done, with nothing kept on disk and again."""
+    """Return the seconds that the first update of a new process takes, without and with a compiled kernel on disk."""
     code = (
         "import time, torch; begun = time.perf_counter()\n"
         "from ebbtide.interleave.calibrate.adamw import OnePassAdamW\n"
@@ -134,21 +134,21 @@ def first_call_s() -> tuple[float, float]:
 
 
 def run(name: str, python: str, args: argparse.Namespace) -> dict[str, float] | str:
-    """What a process of its own measures, or why it could not."""
+    """Measure in another process; return its rates, or an error message."""
     options = ["--params", str(args.params), "--seconds", str(args.seconds), "--measure", name]
     environment = {**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
     done = subprocess.run([python, __file__, *options], env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["it failed"])[-1]
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    print(f"  load {os.getloadavg()[0]:.1f}: {name} {found}", file=sys.stderr)
-    return found
+    rates: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    print(f"  load {os.getloadavg()[0]:.1f}: {name} {rates}", file=sys.stderr)
+    return rates
 
 
 def machine(deepspeed_python: str) -> str:
     code = "from importlib.metadata import version; print(version('deepspeed'), 'with torch', version('torch'))"
-    there = subprocess.run([deepspeed_python, "-c", code], capture_output=True, text=True, check=False)
-    other = f", DeepSpeed {there.stdout.strip()}" if there.returncode == 0 else ""
+    versions = subprocess.run([deepspeed_python, "-c", code], capture_output=True, text=True, check=False)
+    other = f", DeepSpeed {versions.stdout.strip()}" if versions.returncode == 0 else ""
     import torch
 
     return f"{machine_line()}, torch {torch.__version__}{other}"
@@ -158,48 +158,48 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("--deepspeed-python", default=sys.executable)
     flags.add_argument("--rounds", type=int, default=7)
-    flags.add_argument("--params", type=int, default=100, help="millions")
-    flags.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    flags.add_argument("--params", type=int, default=100, help="parameters in millions")
+    flags.add_argument("--seconds", type=float, default=3.0, help="duration of each measurement in s")
     flags.add_argument("--measure", choices=[*STEPS, MEMORY], help=argparse.SUPPRESS)
     args = flags.parse_args()
     if args.measure:
         threads = len(os.sched_getaffinity(0))
         print(json.dumps(measure(args.measure, args.params * 1_000_000, threads, args.seconds)))
         return
-    missing: dict[str, str] = {}
+    errors: dict[str, str] = {}
     rounds: list[dict[str, dict[str, float]]] = []
     for number in range(args.rounds):
-        names = [name for name in (MEMORY, OURS, TORCH, DEEPSPEED) if name not in missing]
-        found = {}
+        names = [name for name in (MEMORY, OURS, TORCH, DEEPSPEED) if name not in errors]
+        results = {}
         for name in names if number % 2 else reversed(names):
             result = run(name, args.deepspeed_python if name == DEEPSPEED else sys.executable, args)
             if isinstance(result, str):
-                missing[name] = result
+                errors[name] = result
             else:
-                found[name] = result
-        rounds.append(found)
-    report(args, rounds, missing)
+                results[name] = result
+        rounds.append(results)
+    report(args, rounds, errors)
 
 
-def report(args: argparse.Namespace, rounds: list[dict[str, dict[str, float]]], missing: dict[str, str]) -> None:
-    about = f"{args.params} M parameters, {args.rounds} rounds: median (least to most)"
-    print(f"{time.strftime('%Y-%m-%d')}, {machine(args.deepspeed_python)}, {about}\n")
-    print("| update | Gparam/s | ebbtide's rate / its rate | 28 B x its rate / bandwidth |")
+def report(args: argparse.Namespace, rounds: list[dict[str, dict[str, float]]], errors: dict[str, str]) -> None:
+    setup = f"{args.params} M parameters, {args.rounds} rounds: median (minimum to maximum)"
+    print(f"{time.strftime('%Y-%m-%d')}, {machine(args.deepspeed_python)}, {setup}\n")
+    print("| update | Gparam/s | rate of ebbtide / rate | 28 B x rate / bandwidth |")
     print("| --- | --- | --- | --- |")
     for name in STEPS:
-        if name in missing:
-            print(f"| {name} | not measured: {missing[name]} | | |")
+        if name in errors:
+            print(f"| {name} | not measured: {errors[name]} | | |")
             continue
-        rates = [found[name]["params_per_s"] for found in rounds]
-        ahead = [found[OURS]["params_per_s"] / own for found, own in zip(rounds, rates, strict=True)]
-        shares = [BYTES * own / max(found[MEMORY].values()) for found, own in zip(rounds, rates, strict=True)]
-        print(f"| {name} | {spread([own / 1e9 for own in rates], 2)} | {spread(ahead, 2)} | {spread(shares, 2)} |")
+        rates = [results[name]["params_per_s"] for results in rounds]
+        ratios = [results[OURS]["params_per_s"] / own for results, own in zip(rounds, rates, strict=True)]
+        shares = [BYTES * own / max(results[MEMORY].values()) for results, own in zip(rounds, rates, strict=True)]
+        print(f"| {name} | {spread([own / 1e9 for own in rates], 2)} | {spread(ratios, 2)} | {spread(shares, 2)} |")
     print("\n| loop over memory | GB/s |\n| --- | --- |")
     for loop in rounds[0][MEMORY]:
-        print(f"| {loop} | {spread([found[MEMORY][loop] / 1e9 for found in rounds], 1)} |")
-    compiled, kept = (f"{seconds:.1f} s" for seconds in first_call_s())
+        print(f"| {loop} | {spread([results[MEMORY][loop] / 1e9 for results in rounds], 1)} |")
+    uncached, cached = (f"{seconds:.1f} s" for seconds in first_call_s())
     print(
-        f"\nA first update in a new process: {compiled} (numba's import and compiling), then {kept} (read from disk)."
+        f"\nFirst update of a new process: {uncached} (import of numba, compilation), then {cached} (compiled before)."
     )
 
 

@@ -1,9 +1,9 @@
-"""What recording costs: the same job bare, under `ebbtide profile`, and under torch.profiler with memory recording.
+"""Measure the cost of recording: a job bare, under `ebbtide profile`, and under torch.profiler with memory recording.
 
     python benchmarks/overhead.py [--rounds 9] [--quick]
 
-The three run in turn, in changing order, and each is compared with the bare run of its own round: the figures are
-ratios of the median step time (the script's own clock, its first steps left out). Prints Markdown.
+The three run in turn in changing order, and each is compared with the bare run of its round: the figures are ratios of
+the median step time (by the clock of the script, without its first steps). Prints Markdown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tables import machine_line, spread
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
 STEP = re.compile(r"^step .*?([\d.]+) ms$", re.MULTILINE)
 
-# Steps of some hundred milliseconds, of some ten, and of a few: what a recorder costs per phase shows in the last.
+# Steps of about a hundred, ten, and a few milliseconds: costs per phase are visible in the last.
 JOBS = {
     "4.8 M parameters": ["--steps", "24"],
     "0.9 M parameters, context 64": ["--layers", "4", "--width", "128", "--context", "64", "--steps", "120"],
@@ -52,23 +52,23 @@ def commands(job: list[str], folder: Path) -> dict[str, list[str]]:
 
 
 def step_ms(command: list[str]) -> float:
-    """The median step of one run, ms."""
+    """Return the median step of one run in ms."""
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     return statistics.median(float(ms) for ms in STEP.findall(run.stdout)[SKIP:])
 
 
 def compare(job: list[str], rounds: int) -> dict[str, list[float]]:
-    """Per variant its median step over that of the bare run of the same round, and the bare runs in ms."""
+    """Return for each variant the ratio of its median step to that of the bare run, per round; for `bare` the ms."""
     figures: dict[str, list[float]] = {"bare": [], "ebbtide": [], "torch.profiler": []}
     with tempfile.TemporaryDirectory() as folder:
         variants = list(commands(job, Path(folder)).items())
         for number in range(rounds):
             order = variants[number % 3 :] + variants[: number % 3]
-            taken = {name: step_ms(command) for name, command in order}
-            figures["bare"].append(taken["bare"])
+            steps_ms = {name: step_ms(command) for name, command in order}
+            figures["bare"].append(steps_ms["bare"])
             for name in ("ebbtide", "torch.profiler"):
-                figures[name].append(taken[name] / taken["bare"])
-            print(f"  {taken}", file=sys.stderr)
+                figures[name].append(steps_ms[name] / steps_ms["bare"])
+            print(f"  {steps_ms}", file=sys.stderr)
     return figures
 
 
@@ -82,10 +82,10 @@ def machine() -> str:
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("--rounds", type=int, default=9)
-    flags.add_argument("--quick", action="store_true", help="two rounds, to see that it works")
+    flags.add_argument("--quick", action="store_true", help="only two rounds, to check that the benchmark works")
     args = flags.parse_args()
     rounds = 2 if args.quick else args.rounds
-    print(f"{time.strftime('%Y-%m-%d')}, {machine()}, {rounds} rounds: median (least to most)\n")
+    print(f"{time.strftime('%Y-%m-%d')}, {machine()}, {rounds} rounds: median (minimum to maximum)\n")
     print("| job | bare step, ms | under `ebbtide profile` / bare | under torch.profiler / bare |")
     print("| --- | --- | --- | --- |")
     for name, job in JOBS.items():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ebbtide.analysis.metrics.summary import summarize
-from ebbtide.interleave.calibrate.fitting.fit import Fit, Sample, fit, sample_of
+from ebbtide.interleave.calibrate.fitting.fit import FitSample, MachineFit, fit, sample_of
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
@@ -21,84 +20,79 @@ BLOCKING = "-blocking"
 
 
 @dataclass(frozen=True)
-class Run:
-    """A published run: what it tells a fit, and its measured iteration, s."""
+class PublishedRun:
+    """A published run: its sample for a fit, and its measured iteration in seconds."""
 
-    sample: Sample
+    sample: FitSample
     iteration_s: float
 
 
 @dataclass(frozen=True)
-class Job:
+class PublishedJob:
     """Runs of one job on one machine, by the name of their trace.
 
-    runs: those with asynchronous gradient copies. blocking: those with blocking copies, by the name of the run that
-    differs in nothing else. fitted: the runs that the others are predicted from. static: the run that offloads
-    everything and interleaves nothing. free_known: whether the memory of the device was recorded, and not the
-    allocator's lines of a log alone.
+    Attributes:
+        title: The job and its machine in words.
+        runs: Runs with asynchronous gradient copies.
+        blocking: Runs with blocking copies, by the name of the run that is otherwise the same.
+        fitted: Runs from which the others are predicted.
+        static: The run that offloads everything and does not interleave.
+        free_known: Whether the memory of the device was recorded, and not only the allocator's lines of a log.
     """
 
     title: str
-    runs: dict[str, Run]
-    blocking: dict[str, Run]
+    runs: dict[str, PublishedRun]
+    blocking: dict[str, PublishedRun]
     fitted: tuple[str, ...]
     static: str
     free_known: bool
 
-    def fit(self, names: Iterable[str]) -> Fit:
+    def fit(self, names: Iterable[str]) -> MachineFit:
+        """Fit a machine to some of the runs."""
         return fit([self.runs[name].sample for name in names])
 
     def machine(self, names: Iterable[str], blocking: Iterable[str]) -> Machine:
-        """Fitted on these runs, and on these with blocking copies as to what the others do not tell."""
+        """Fit a machine to some of the runs, and the rate of blocking copies to some of the blocking runs."""
         return self.with_blocking(self.fit(names).machine, blocking)
 
     def interleaved(self) -> str:
-        """The run that offloads everything, every second subgroup interleaved."""
+        """Return the run that offloads everything and interleaves every second subgroup."""
         return self.static.replace("-async", "-interleaved-2")
 
-    def blocking_sample(self, name: str) -> Sample:
-        """With the compute of the run whose copies are asynchronous: what of a blocking backward is waiting is not
-        recorded."""
+    def blocking_sample(self, name: str) -> FitSample:
+        """Return a blocking run with the compute of its asynchronous run, since the waiting was not recorded."""
         return replace(self.blocking[name].sample, workload=self.runs[name].sample.workload)
 
     def with_blocking(self, machine: Machine, names: Iterable[str]) -> Machine:
-        """The machine with the rate of blocking gradient copies, which asynchronous runs do not tell, from these."""
-        known = replace(machine, d2h_pageable_bytes_per_s=None)
-        return fit([self.blocking_sample(name) for name in names], known).machine
+        """Fit the rate of blocking gradient copies, which asynchronous runs do not determine, to these runs."""
+        measured = replace(machine, d2h_pageable_bytes_per_s=None)
+        return fit([self.blocking_sample(name) for name in names], measured).machine
 
-    def counted_as_then(self) -> Job:
-        """With residents as the DeepSpeed of these runs (0.13) chose them: of N subgroups the first int(R N) are
-        on the CPU. Today's rounds to the other side."""
-        title = f"{self.title}, residents counted as by DeepSpeed 0.13"
+    def with_current_rounding(self) -> PublishedJob:
+        """Return the job with resident subgroups chosen as a current DeepSpeed does, not as the one that ran (0.13)."""
+
+        def changed(run: PublishedRun) -> PublishedRun:
+            workload = replace(run.sample.workload, deepspeed_version=None)
+            return replace(run, sample=replace(run.sample, workload=workload))
+
         return replace(
             self,
-            title=title,
-            runs={name: replace(run, sample=_then(run.sample)) for name, run in self.runs.items()},
-            blocking={name: replace(run, sample=_then(run.sample)) for name, run in self.blocking.items()},
+            title=f"{self.title}, resident subgroups chosen as by a current DeepSpeed",
+            runs={name: changed(run) for name, run in self.runs.items()},
+            blocking={name: changed(run) for name, run in self.blocking.items()},
         )
 
 
-def ran(policy: str, workload: Workload, machine: Machine) -> Schedule:
+def simulated(policy: str, workload: Workload, machine: Machine) -> Schedule:
     return simulate(make_plan(policy, workload, machine), workload, machine)
 
 
-def of(sample: Sample, machine: Machine) -> Schedule:
-    return ran(sample.policy, sample.workload, machine)
+def simulated_sample(sample: FitSample, machine: Machine) -> Schedule:
+    return simulated(sample.policy, sample.workload, machine)
 
 
-def _then(sample: Sample) -> Sample:
-    """The same subgroups from the other end, and the share that leaves so many of them resident."""
-    sizes = sample.workload.subgroups
-    found = re.search(r"(?<=[:@])0\.\d+", sample.policy)
-    policy = sample.policy
-    if found:
-        on_cpu = int(float(found[0]) * len(sizes))
-        policy = policy.replace(found[0], f"{(on_cpu - 0.5) / len(sizes):.4f}")
-    return replace(sample, policy=policy, workload=replace(sample.workload, sizes=sizes[::-1]))
-
-
-def jobs() -> tuple[Job, Job]:
-    """The job on H100 and the one on A100."""
+def jobs() -> tuple[PublishedJob, PublishedJob]:
+    """Return the job on H100 and the one on A100."""
     h100 = _job(
         "h100-20b",
         "20B on 4 H100 80 GB",
@@ -114,17 +108,17 @@ def jobs() -> tuple[Job, Job]:
     return h100, a100
 
 
-def _job(prefix: str, title: str, fitted: tuple[str, ...], free_known: bool) -> Job:
-    asynchronous: dict[str, Run] = {}
-    blocking: dict[str, Run] = {}
+def _job(prefix: str, title: str, fitted: tuple[str, ...], free_known: bool) -> PublishedJob:
+    asynchronous: dict[str, PublishedRun] = {}
+    blocking: dict[str, PublishedRun] = {}
     for path in sorted(TRACES.glob(f"{prefix}*.ebb")):
         trace = open_trace(path)
         iteration_ms = summarize(trace).iteration_ms
         assert iteration_ms is not None
-        run = Run(sample_of(trace), iteration_ms / 1e3)
+        run = PublishedRun(sample_of(trace), iteration_ms / 1e3)
         if trace.name.endswith(BLOCKING):
-            # By the name of the run that differs only in its asynchronous copies.
+            # By the name of the run that is the same but for its asynchronous copies.
             blocking[trace.name.replace(BLOCKING, "-async")] = run
         else:
             asynchronous[trace.name] = run
-    return Job(title, asynchronous, blocking, fitted, f"{prefix}-async", free_known)
+    return PublishedJob(title, asynchronous, blocking, fitted, f"{prefix}-async", free_known)

@@ -1,4 +1,4 @@
-"""How right the simulator is against measurement: published training runs, some fitted, the others predicted.
+"""Accuracy of the simulator against measurements: published training runs, some fitted, the others predicted.
 
     python benchmarks/validation.py
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from gains import gains, speed_up
-from published import Job, jobs, of
+from published import PublishedJob, jobs, simulated_sample
 from tables import machine_line, percent, table
 
 GB = 1e9
@@ -24,58 +24,58 @@ def mean_and_largest(errors: Sequence[float]) -> str:
     return f"mean {100 * sum(sizes) / len(sizes):.1f} %, largest {100 * max(sizes):.1f} %"
 
 
-def predictions(job: Job) -> None:
-    box = job.fit(job.fitted).machine
+def predictions(job: PublishedJob) -> None:
+    fitted_machine = job.fit(job.fitted).machine
     rows = []
     errors: dict[str, list[float]] = {"update": [], "iteration": [], "update left out": [], "iteration left out": []}
     for name, run in job.runs.items():
-        without = job.fit(other for other in job.runs if other != name).machine
+        without_run = job.fit(other for other in job.runs if other != name).machine
         cells = []
-        for kind, machine in (("", box), (" left out", without)):
-            found = of(run.sample, machine)
-            if kind or name not in job.fitted:
-                errors[f"update{kind}"].append(found.update_s / run.sample.update_s - 1)
-                errors[f"iteration{kind}"].append(found.iteration_s / run.iteration_s - 1)
-            cells += [f"{found.update_s:.3f}", percent(found.update_s, run.sample.update_s)]
-            cells += [f"{found.iteration_s:.3f}", percent(found.iteration_s, run.iteration_s)]
+        for suffix, machine in (("", fitted_machine), (" left out", without_run)):
+            schedule = simulated_sample(run.sample, machine)
+            if suffix or name not in job.fitted:
+                errors[f"update{suffix}"].append(schedule.update_s / run.sample.update_s - 1)
+                errors[f"iteration{suffix}"].append(schedule.iteration_s / run.iteration_s - 1)
+            cells += [f"{schedule.update_s:.3f}", percent(schedule.update_s, run.sample.update_s)]
+            cells += [f"{schedule.iteration_s:.3f}", percent(schedule.iteration_s, run.iteration_s)]
         fitted = "yes" if name in job.fitted else "no"
         measured = [f"{run.sample.update_s:.3f}", f"{run.iteration_s:.3f}"]
         rows.append([f"`{name}`", fitted, *measured, *cells[:4], cells[5], cells[7]])
     head = "run | fitted | update, s | iteration, s | update, simulated | error | iteration, simulated | error"
     table([*head.split(" | "), "update, left out: error", "iteration, left out: error"], rows)
-    for kind, what in (("", "Runs that were not fitted"), (" left out", "Each run by a fit on all others")):
-        update, iteration = errors[f"update{kind}"], errors[f"iteration{kind}"]
-        print(f"{what}: update {mean_and_largest(update)}; iteration {mean_and_largest(iteration)}.\n")
+    for suffix, title in (("", "Runs that were not fitted"), (" left out", "Each run by a fit on all others")):
+        update, iteration = errors[f"update{suffix}"], errors[f"iteration{suffix}"]
+        print(f"{title}: update {mean_and_largest(update)}; iteration {mean_and_largest(iteration)}.\n")
 
 
-def rates(job: Job) -> None:
-    found = job.fit(job.runs)
+def rates(job: PublishedJob) -> None:
+    result = job.fit(job.runs)
     rows = []
-    for key, factor in found.uncertainty.items():
-        told = "no" if key in found.unidentified else "yes"
-        rows.append([f"`{key}`", f"{getattr(found.machine, key):.3g}", f"{factor:.2f}", told])
-    table(["rate", "value", "within a factor of", "told by the runs"], rows)
+    for key, factor in result.uncertainty.items():
+        determined = "no" if key in result.unidentified else "yes"
+        rows.append([f"`{key}`", f"{getattr(result.machine, key):.3g}", f"{factor:.2f}", determined])
+    table(["rate", "value", "within a factor of", "determined by the runs"], rows)
 
 
-def blocking(job: Job) -> None:
-    machine = job.fit(job.runs).machine
+def blocking(job: PublishedJob) -> None:
+    asynchronous = job.fit(job.runs).machine
     rows = []
     for name, run in job.blocking.items():
         others = [other for other in job.blocking if other != name]
-        box = job.with_blocking(machine, others or [name])
-        found = of(job.blocking_sample(name), box)
+        machine = job.with_blocking(asynchronous, others or [name])
+        schedule = simulated_sample(job.blocking_sample(name), machine)
         measured = run.sample.backward_s
         assert measured is not None
         rows.append(
             [
                 f"`{run.sample.policy}`",
-                f"{(box.d2h_pageable_bytes_per_s or 0.0) / GB:.2f}" + ("" if others else " (from this run)"),
+                f"{(machine.d2h_pageable_bytes_per_s or 0.0) / GB:.2f}" + ("" if others else " (from this run)"),
                 f"{measured:.3f}",
-                f"{found.backward_s:.3f}",
-                percent(found.backward_s, measured),
+                f"{schedule.backward_s:.3f}",
+                percent(schedule.backward_s, measured),
                 f"{run.sample.update_s:.3f}",
-                f"{found.update_s:.3f}",
-                percent(found.update_s, run.sample.update_s),
+                f"{schedule.update_s:.3f}",
+                percent(schedule.update_s, run.sample.update_s),
             ]
         )
     head = "run | d2h pageable, GB/s, from the others | backward, s | simulated | error | update, s | simulated | error"
@@ -83,20 +83,20 @@ def blocking(job: Job) -> None:
 
 
 def main() -> None:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     h100, a100 = jobs()
-    then = h100.counted_as_then()
+    current = h100.with_current_rounding()
     print(f"{time.strftime('%Y-%m-%d')}, computed on {machine_line()}.\n")
-    for title, show, of_jobs in (
-        ("Predicted and measured", predictions, (h100, then, a100)),
-        ("What the runs tell of the machine", rates, (h100, a100)),
+    for title, show, shown_jobs in (
+        ("Predicted and measured", predictions, (h100, current, a100)),
+        ("Rates that the runs determine", rates, (h100, a100)),
         ("Blocking gradients", blocking, (h100, a100)),
         ("The published speed-up, taken apart", speed_up, (h100,)),
-        ("`adaptive` beside `interleaved:2`", gains, (h100, a100)),
+        ("`adaptive` compared with `interleaved:2`", gains, (h100, a100)),
     ):
         print(f"### {title}\n")
-        for job in of_jobs:
+        for job in shown_jobs:
             print(f"{job.title}:\n")
             show(job)
 

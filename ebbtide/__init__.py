@@ -1,7 +1,8 @@
-"""Profile GPU memory and the PCIe link during training, and run the offload of optimizer state by it.
+"""A profiler of GPU memory and the PCIe link in training, and an optimizer that uses it to offload its state.
 
 `open_trace` opens a trace, `ebbtide.analysis.TraceAnalysis` explains it, `ebbtide.profiler.Tracer` records one from a
-script, `ebbtide.interleave.InterleavedAdamW` runs the offloaded optimizer. Importing this module loads nothing else.
+script, `ebbtide.interleave.InterleavedAdamW` runs the offloaded optimizer. Importing this module does not import its
+packages.
 """
 
 from __future__ import annotations

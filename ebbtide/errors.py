@@ -1,4 +1,4 @@
-"""Errors of ebbtide."""
+"""The exceptions of ebbtide."""
 
 
 class UserError(Exception):

@@ -1,6 +1,6 @@
-"""What a process may use of its host: memory, cores, and the caches that its cores have.
+"""Limits of the host for this process: memory, cores, and caches.
 
-Affinity, control groups of either version and CPU quotas are taken into account, so that figures hold in containers.
+Affinity, control groups of both versions and CPU quotas count, so that the figures are right in containers.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _control_group_values(root: Path, controller: str, unified: str, legacy: str
     names are separated by a space, and so are their contents. Inside a container the group's own path may not be
     mounted, so the root of the mount is read in any case.
     """
-    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
-        _, names, path = line.split(":", 2)
+    for group_line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        _, names, path = group_line.split(":", 2)
         if names and controller not in names.split(","):
             continue
         mount = root / "sys/fs/cgroup" / (controller if names else "")

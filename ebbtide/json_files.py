@@ -1,54 +1,102 @@
-"""JSON files that people write: read with care, and complained about in one line."""
+"""Reads JSON files that people write, and converts them to constrained types with one-line errors."""
 
 from __future__ import annotations
 
 import json
+import re
+import reprlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+
+import msgspec
 
 from ebbtide.errors import UserError
 
+T = TypeVar("T")
+
 # A machine or workload file is far shorter than this.
-_MOST_BYTES = 16 << 20
+_MAX_BYTES = 16 << 20
 
 
-def read_object(path: Path, what: str, error: type[UserError]) -> dict[str, Any]:
-    """The JSON object in a file. Raises `error` where there is none."""
+def read_object(path: Path, kind: str, error: type[UserError]) -> dict[str, Any]:
+    """Read the JSON object in a file.
+
+    Args:
+        path: The file.
+        kind: The kind of file for messages, as in "machine".
+        error: The class of the error.
+
+    Raises:
+        UserError: As `error`, where the file cannot be read or is not a JSON object.
+    """
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise error(f"{path} is too large for a {what} file")
-        found = json.loads(path.read_bytes(), parse_constant=_refuse)
+        if path.stat().st_size > _MAX_BYTES:
+            raise error(f"{path} is too large for a {kind} file")
+        content = json.loads(path.read_bytes(), parse_constant=_refuse)
     except OSError as reason:
-        raise error(f"{what} file {path} cannot be read: {reason.strerror or reason}") from None
+        raise error(f"{kind} file {path} cannot be read: {reason.strerror or reason}") from None
     except (ValueError, RecursionError):
-        raise error(f"{what} file {path} is not JSON") from None
-    if not isinstance(found, dict):
-        raise error(f"{what} file {path} is not a JSON object")
-    return found
+        raise error(f"{kind} file {path} is not JSON") from None
+    if not isinstance(content, dict):
+        raise error(f"{kind} file {path} is not a JSON object")
+    return content
 
 
 def _refuse(constant: str) -> Any:
-    """NaN and Infinity, which Python reads and JSON does not have."""
+    """Refuse NaN and Infinity, which Python reads and JSON does not have."""
     raise ValueError(constant)
 
 
-def number(
-    values: dict[str, Any], key: str, error: type[UserError], what: str, most: float = 1e18, least: float = 0.0
-) -> float | None:
-    """A number from `least` to `most`; None where it is missing or null. Raises `error` for anything else."""
-    value = values.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        raise error(f"{what}: {key} is {value!r}, which is not a number")
-    # Compared before it is converted: an integer may be too long for a float.
-    if not least <= value <= most:
-        raise error(f"{what}: {key} is {_short(value)}; it must be from {least:g} to {most:g}")
-    return float(value)
+def number_range(minimum: float, maximum: float) -> msgspec.Meta:
+    """Return the constraint of a number, both bounds included, with a description for messages."""
+    return msgspec.Meta(ge=minimum, le=maximum, description=f"a number from {minimum:g} to {maximum:g}")
 
 
-def _short(value: float) -> str:
+def convert_object(values: dict[str, Any], kind: type[T], name: str, error: type[UserError]) -> T:
+    """Convert a JSON object to a dataclass or struct whose fields are constrained with msgspec.
+
+    null counts as missing; keys that are not fields are ignored.
+
+    Args:
+        values: The object.
+        kind: The class.
+        name: The name of the object in messages, as in "box.json".
+        error: The class of the error.
+
+    Raises:
+        UserError: As `error`, where a value is missing or does not fit; the message names its key, the value and what
+            is allowed.
+    """
+    hints = get_type_hints(kind, include_extras=True)
     try:
-        return f"{value:g}"
-    except OverflowError:
-        return "beyond all numbers"
+        return msgspec.convert({key: values[key] for key in hints if values.get(key) is not None}, kind)
+    except msgspec.ValidationError as reason:
+        location, text = validation_problem(reason)
+        key = re.split(r"[.\[]", location)[0]
+        if missing := re.search(r"missing required field (\w+)", text):
+            raise error(f"{name}{f': an entry of {key}' if key else ''} has no {missing[1]}") from None
+        raise error(f"{name}: {key} is {_short(values[key])}; it must be {_description(hints[key]) or text}") from None
+
+
+def _description(hint: Any) -> str | None:
+    """Return the description of a constrained type, or of a member of a union."""
+    metas = [meta for part in (hint, *get_args(hint)) for meta in getattr(part, "__metadata__", ())]
+    return next((meta.description for meta in metas if meta.description), None)
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else reprlib.repr(value)
+
+
+class ValidationProblem(NamedTuple):
+    """A JSON value that was refused. location: as in `ranks[0].devices[1].name`, empty for the whole object."""
+
+    location: str
+    reason: str
+
+
+def validation_problem(error: msgspec.ValidationError) -> ValidationProblem:
+    """Split the message of msgspec, "Expected `int`, got `str` - at `$.ranks[0].rank`", into its parts."""
+    reason, _, location = str(error).partition(" - at `$")
+    reason = reason.replace("`", "")
+    return ValidationProblem(location.rstrip("`").lstrip("."), reason[:1].lower() + reason[1:])

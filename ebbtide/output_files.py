@@ -1,4 +1,4 @@
-"""Output that stands whole at its path, or not at all."""
+"""Writes output files and folders completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,11 +14,18 @@ from ebbtide.errors import UserError
 
 @contextlib.contextmanager
 def new_output(path: Path, force: bool, ours: Callable[[Path], bool], kind: str) -> Iterator[Path]:
-    """Yield a path for the block to write a file or a folder to; when it ends that takes its place at `path`. If the
-    block raises, all is as it was.
+    """Yield a temporary path for the block to write a file or a folder to, and then move that to `path`.
 
-    force: replace what stands at `path`, if it is `ours`; kind says in words what that is. Raises UserError where
-    something stands there, or nothing can be written.
+    If the block raises, the file system is as before.
+
+    Args:
+        path: The path of the output.
+        force: Replace existing output at `path`.
+        ours: Whether a path may be replaced: whether it is output of the same kind.
+        kind: The kind of output for messages, as in "a report".
+
+    Raises:
+        UserError: Something else exists at `path`, or nothing can be written.
     """
     if os.path.lexists(path):
         if not force:
@@ -26,24 +33,24 @@ def new_output(path: Path, force: bool, ours: Callable[[Path], bool], kind: str)
         if not ours(path):
             raise UserError(f"{path} is not {kind}: --force replaces only that, choose another path")
     try:
-        # In the same folder, so that it is the same file system: only there is a rename one step.
-        aside = Path(tempfile.mkdtemp(prefix=".ebbtide-", dir=path.parent))
+        # In the same folder, so that it is on the same file system: only there a rename is one step.
+        temporary = Path(tempfile.mkdtemp(prefix=".ebbtide-", dir=path.parent))
         try:
-            yield aside / "new"
-            _replace(path, aside)
+            yield temporary / "new"
+            _replace(path, temporary)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def _replace(path: Path, aside: Path) -> None:
-    """A file is replaced in one step; a folder has to move away first, and comes back if that goes wrong."""
+def _replace(path: Path, temporary: Path) -> None:
+    """Replace a file in one step, or a folder in two; the old folder is restored if the second fails."""
     if path.is_dir():
-        os.replace(path, aside / "old")
+        os.replace(path, temporary / "old")
     try:
-        os.replace(aside / "new", path)
+        os.replace(temporary / "new", path)
     except OSError:
-        if os.path.lexists(aside / "old"):
-            os.replace(aside / "old", path)
+        if os.path.lexists(temporary / "old"):
+            os.replace(temporary / "old", path)
         raise

@@ -1,4 +1,4 @@
-"""Quantities as text. GB is 1e9, GiB is 2**30; what is not known is a dash."""
+"""Formats quantities for people. GB is 1e9, GiB is 2**30; a quantity that is not known is a dash."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def bytes_unit(largest: float) -> tuple[float, str]:
-    """(bytes in one unit, its name) of the unit in which `largest` bytes read best."""
+    """Return (bytes in one unit, its name) of the unit in which `largest` bytes read best."""
     power = 0
     while power + 1 < len(_UNITS) and abs(largest) >= 1024 ** (power + 1):
         power += 1
@@ -14,7 +14,7 @@ def bytes_unit(largest: float) -> tuple[float, str]:
 
 
 def bytes_text(size: float | None) -> str:
-    """`1.50 GiB`."""
+    """Format bytes, as in `1.50 GiB`."""
     if size is None:
         return "-"
     scale, unit = bytes_unit(size)
@@ -22,7 +22,7 @@ def bytes_text(size: float | None) -> str:
 
 
 def ms_text(milliseconds: float | None) -> str:
-    """`12.3 ms`."""
+    """Format milliseconds, as in `12.3 ms`."""
     if milliseconds is None:
         return "-"
     digits = 2 if abs(milliseconds) < 10 else 1 if abs(milliseconds) < 1000 else 0
@@ -30,7 +30,7 @@ def ms_text(milliseconds: float | None) -> str:
 
 
 def rate_text(bytes_per_s: float | None) -> str:
-    """`12.3 GB/s`: decimal, as links are rated."""
+    """Format a rate, as in `12.3 GB/s`; units are decimal, as for links."""
     if bytes_per_s is None:
         return "-"
     for scale, unit in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
@@ -40,7 +40,7 @@ def rate_text(bytes_per_s: float | None) -> str:
 
 
 def count_text(count: float | None) -> str:
-    """`3.83 G`, `125 M`."""
+    """Format a count, as in `3.83 G` and `125 M`."""
     if count is None:
         return "-"
     for scale, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):

@@ -1,11 +1,11 @@
 """Train the small GPT of train_gpt.py with DeepSpeed: ZeRO stage 3, the optimizer offloaded to the CPU.
 
-    deepspeed examples/train_deepspeed.py                     # on all GPUs; on the CPU where there is none
+    deepspeed examples/train_deepspeed.py                     # on all GPUs, or on the CPU if there is none
     python examples/train_deepspeed.py --layers 12 --width 768
     ebbtide profile -o run.ebb -- deepspeed examples/train_deepspeed.py
     deepspeed examples/train_deepspeed.py --policy adaptive   # the same job, driven by ebbtide
 
-Plain DeepSpeed, as most scripts for it are; one line of it is ebbtide's.
+This is plain DeepSpeed, like most scripts for it; one call is ebbtide's.
 """
 
 import argparse
@@ -17,10 +17,11 @@ import deepspeed
 import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
-from train_gpt import GPT, Sentences, sizes
+from train_gpt import GPT, Sentences, make_parser
 
 
 def config(args: argparse.Namespace) -> dict:
+    """Return the configuration of DeepSpeed."""
     return {
         "train_micro_batch_size_per_gpu": args.batch,
         "gradient_accumulation_steps": args.accumulate,
@@ -36,8 +37,8 @@ def config(args: argparse.Namespace) -> dict:
     }
 
 
-def alone() -> None:
-    """Without a launcher: one rank."""
+def set_single_rank() -> None:
+    """Set the environment of one rank, if no launcher has set it."""
     if "RANK" in os.environ:
         return
     with socket.socket() as probe:
@@ -49,15 +50,15 @@ def alone() -> None:
 
 
 def main() -> None:
-    flags = sizes(__doc__.splitlines()[0])
+    flags = make_parser(__doc__.splitlines()[0])
     flags.add_argument("--stage", type=int, default=3, choices=[1, 2, 3])
-    flags.add_argument("--ratio", type=float, default=1.0, help="Twin-Flow: the share that the CPU updates")
+    flags.add_argument("--ratio", type=float, default=1.0, help="Twin-Flow: the share that the CPU updates; default 1")
     flags.add_argument("--sub-group-size", type=int, default=1_000_000)
-    flags.add_argument("--policy", help="drive it by this policy of ebbtide's, e.g. adaptive")
-    flags.add_argument("--local_rank", type=int, help="from the launcher")
+    flags.add_argument("--policy", help="policy of ebbtide for the update, e.g. adaptive; default: plain DeepSpeed")
+    flags.add_argument("--local_rank", type=int, help="local rank, set by the launcher")
     args = flags.parse_args()
 
-    alone()
+    set_single_rank()
     deepspeed.init_distributed(verbose=False)
     torch.manual_seed(args.seed)
     data = Sentences(20_000, args.context, args.seed)
@@ -76,14 +77,14 @@ def main() -> None:
         print(f"{parameters / 1e6:.1f} million parameters on {engine.world_size} of {engine.device.type}", flush=True)
     batches = iter(loader)
     for step in range(args.steps):
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(args.accumulate):
             tokens, targets = (part.to(engine.device) for part in next(batches))
             loss = F.cross_entropy(engine(tokens).flatten(0, 1).float(), targets.flatten())
             engine.backward(loss)
             engine.step()
         if first:
-            print(f"step {step:3d}  loss {loss.item():.4f}  {1e3 * (time.perf_counter() - began):7.1f} ms", flush=True)
+            print(f"step {step:3d}  loss {loss.item():.4f}  {1e3 * (time.perf_counter() - start):7.1f} ms", flush=True)
     engine.destroy()
     torch.distributed.destroy_process_group()
 

@@ -1,11 +1,11 @@
-"""Train a small GPT on a text that it makes itself.
+"""Train a small GPT on a text that the script generates.
 
     python examples/train_gpt.py                      # a small model, on the GPU if there is one
     python examples/train_gpt.py --layers 12 --width 768 --steps 50
     ebbtide profile -o run.ebb -- python examples/train_gpt.py
-    python examples/train_gpt.py --dtype bfloat16 --optimizer interleaved    # its state offloaded, by ebbtide
+    python examples/train_gpt.py --dtype bfloat16 --optimizer interleaved    # optimizer state offloaded by ebbtide
 
-Plain PyTorch, as most training scripts are: a data loader, a model, AdamW, gradient accumulation, clipping.
+This is plain PyTorch, like most training scripts: a data loader, a model, AdamW, gradient accumulation, clipping.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Sentences(Dataset):
-    """A made-up language: sentences of subject, verb and object, as a stream of characters."""
+    """Characters of generated sentences, each of a subject, a verb and an object."""
 
     subjects = ("the tide", "a gull", "the moon", "an old boat", "the harbour", "her anchor")
     verbs = ("lifts", "follows", "holds", "turns", "remembers", "leaves")
@@ -38,12 +38,12 @@ class Sentences(Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         start = index * self.context
-        piece = self.tokens[start : start + self.context + 1]
-        return piece[:-1], piece[1:]
+        tokens = self.tokens[start : start + self.context + 1]
+        return tokens[:-1], tokens[1:]
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each with a norm before it and a skip around it."""
+    """Attention and a feed-forward layer, each with a layer norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -63,6 +63,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """A decoder-only transformer."""
+
     def __init__(self, vocabulary: int, context: int, layers: int, width: int, heads: int) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
@@ -78,7 +80,8 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def adamw(name: str) -> type[torch.optim.Optimizer]:
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return the optimizer of a name: torch's AdamW, or the one of ebbtide."""
     if name == "adamw":
         return torch.optim.AdamW
     from ebbtide.interleave import InterleavedAdamW
@@ -86,22 +89,22 @@ def adamw(name: str) -> type[torch.optim.Optimizer]:
     return InterleavedAdamW
 
 
-def sizes(description: str) -> argparse.ArgumentParser:
-    """The flags that say how large the model is, and how long it trains."""
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser with the options for the size of the model and the length of the training."""
     flags = argparse.ArgumentParser(description=description)
     flags.add_argument("--layers", type=int, default=6)
     flags.add_argument("--width", type=int, default=256)
     flags.add_argument("--heads", type=int, default=8)
     flags.add_argument("--context", type=int, default=256)
     flags.add_argument("--batch", type=int, default=8)
-    flags.add_argument("--accumulate", type=int, default=1, help="micro-steps per update")
+    flags.add_argument("--accumulate", type=int, default=1, help="micro-steps per update; default 1")
     flags.add_argument("--steps", type=int, default=20)
     flags.add_argument("--seed", type=int, default=0)
     return flags
 
 
 def main() -> None:
-    flags = sizes(__doc__.splitlines()[0])
+    flags = make_parser(__doc__.splitlines()[0])
     flags.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     flags.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     flags.add_argument("--optimizer", default="adamw", choices=["adamw", "interleaved"])
@@ -115,10 +118,10 @@ def main() -> None:
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters / 1e6:.1f} million parameters, {args.dtype} on {args.device}")
 
-    optimizer = adamw(args.optimizer)(model.parameters(), lr=3e-4)
+    optimizer = optimizer_class(args.optimizer)(model.parameters(), lr=3e-4)
     batches = iter(loader)
     for step in range(args.steps):
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(args.accumulate):
             tokens, targets = (part.to(args.device) for part in next(batches))
             loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
@@ -126,7 +129,7 @@ def main() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        print(f"step {step:3d}  loss {loss.item():.4f}  {1e3 * (time.perf_counter() - began):7.1f} ms", flush=True)
+        print(f"step {step:3d}  loss {loss.item():.4f}  {1e3 * (time.perf_counter() - start):7.1f} ms", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     pip install 'ebbtide[transformers]'
     python examples/train_hf.py --steps 20
 
-The one line that changes is `optimizers=`.
+Only the argument `optimizers=` differs from a usual script.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from ebbtide.interleave import InterleavedAdamW
 
 
 class Counting(Dataset):
-    """Sequences that count on from a random token: something a small model learns quickly."""
+    """Sequences that count up from a random token, which a small model learns quickly."""
 
     def __init__(self, sequences: int, length: int, vocabulary: int) -> None:
         first = torch.randint(vocabulary, (sequences, 1), generator=torch.Generator().manual_seed(0))
@@ -34,8 +34,8 @@ def main() -> None:
     flags.add_argument("--steps", type=int, default=20)
     flags.add_argument("--layers", type=int, default=2)
     flags.add_argument("--width", type=int, default=128)
-    flags.add_argument("--policy", default="adaptive", help="as `ebbtide replay` takes it")
-    flags.add_argument("--output", default="hf-output", help="a folder for the Trainer")
+    flags.add_argument("--policy", default="adaptive", help="policy, as for `ebbtide replay`; default adaptive")
+    flags.add_argument("--output", default="hf-output", help="output folder of the Trainer; default hf-output")
     args = flags.parse_args()
 
     torch.manual_seed(0)

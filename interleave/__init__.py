@@ -1,4 +1,4 @@
-"""Plans, simulates and runs optimizer updates from what a trace shows."""
+"""Plans, simulates and runs optimizer updates, based on what traces show of a job."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ __all__ = ["InterleavedAdamW"]
 
 
 def __getattr__(name: str) -> Any:
-    # Only who trains needs torch and numba.
+    # Imported on first use: only training needs torch and numba.
     if name == "InterleavedAdamW":
         from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 

@@ -1,6 +1,6 @@
-"""Records what a training job did: `open_trace` reads it, `Tracer` records from inside a script.
+"""Makes traces: `Tracer` records inside a script, `TraceBuilder` takes rows from elsewhere, `open_trace` reads them.
 
-Importing this loads nothing: it happens inside other people's jobs.
+Importing this package loads nothing else, since that happens inside training jobs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recording from inside a script: `with Tracer("run.ebb"): train()`."""
+"""Records from inside a script: `with Tracer("run.ebb"): train()`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ebbtide.errors import TraceError
+from ebbtide.phases import PHASES, UPDATE
 from ebbtide.profiler.agent import start
 from ebbtide.profiler.agent.options import Options
-from ebbtide.profiler.agent.spool import PHASES
-from ebbtide.profiler.launch import begin, closing, spool_folder
+from ebbtide.profiler.recording import finish_recording, open_recording, require_linux, spool_folder
 from ebbtide.profiler.sampler.sampler import Sampler
 from ebbtide.profiler.trace.files import new_trace
 from ebbtide.profiler.trace.reader import Trace
@@ -23,11 +23,27 @@ from ebbtide.profiler.trace.reader import Trace
 class Tracer:
     """Records this process while the `with` block runs, as `ebbtide profile` would.
 
-    path: the trace to write. Under `ebbtide profile` the process is recorded already: then this only adds the
-    phases marked by `phase`, and `path` is not used. The samples come from threads of this process here, so they
-    share its interpreter lock; `ebbtide profile` takes them from outside.
+    Under `ebbtide profile` the process is recorded already: the tracer then only adds the phases marked by `phase`, and
+    `path` is not used. The samples come from threads of this process, so they share its interpreter lock;
+    `ebbtide profile` takes them from outside.
 
-    Raises TraceError where `path` is taken (see `force`) or cannot be written.
+    Args:
+        path: The trace to write.
+        iterations: First iteration to record, and the end (exclusive); None: to the end of the block.
+        allocator_iterations: Number of iterations in which the CUDA allocator's history is recorded.
+        transfers: Whether to record each copy (CUPTI).
+        max_bytes: Size limit of the process's spool, in bytes; None: no limit.
+        poll_ms: Interval of memory readings between phase boundaries, in ms; 0: none.
+        force: Whether to replace a trace that exists.
+
+    Attributes:
+        path: The trace to write.
+        trace: After the block, what was recorded; None if nothing was.
+        warnings: After the block, one line for each thing that is incomplete.
+
+    Raises:
+        TraceError: On entry, if `path` exists (see `force`) or cannot be written, or this torch or platform cannot be
+            recorded.
     """
 
     def __init__(
@@ -42,7 +58,7 @@ class Tracer:
         force: bool = False,
     ) -> None:
         self.path = Path(path)
-        self.trace: Trace | None = None  # what was recorded, after the block
+        self.trace: Trace | None = None
         self.warnings: list[str] = []
         self._force = force
         first, last = iterations
@@ -53,11 +69,12 @@ class Tracer:
     def __enter__(self) -> Tracer:
         import torch
 
-        self._recorder = start.running()
+        self._recorder = start.current_recorder()
         if self._recorder is not None:
             return self
+        require_linux()
         with new_trace(self.path, self._force):
-            sampler = begin(self.path, list(sys.argv), self._options)
+            sampler = open_recording(self.path, list(sys.argv), self._options)
             self._recorder = start.start(torch, str(spool_folder(self.path)), self._options)
             if self._recorder is None:
                 raise TraceError(f"cannot record with torch {torch.__version__}: see docs/recording.md")
@@ -72,17 +89,21 @@ class Tracer:
         start.stop()
         sampler.stop()
         changes = {"host": sampler.host, "ended_wall_ns": time.time_ns(), "notes": list(sampler.notes)}
-        outcome = closing(self.path, changes, list(sampler.notes), first=self._options.first)
-        self.trace, self.warnings = outcome.trace, outcome.warnings
+        result = finish_recording(self.path, changes, list(sampler.notes), first_iteration=self._options.first)
+        self.trace, self.warnings = result.trace, result.warnings
         for warning in self.warnings:
             warnings.warn(f"ebbtide: {warning}", stacklevel=2)
 
     @contextlib.contextmanager
     def phase(self, phase: Literal["forward", "backward", "update"]) -> Iterator[None]:
-        """Mark a phase by hand, where it cannot be found (a step compiled as one function, say).
+        """Mark a phase by hand, where it cannot be detected (for example, a step compiled as one function).
 
-        What is found inside it belongs to it. An update that follows a backward ends an iteration, as an
-        optimizer's step does.
+        Phases detected inside it belong to it. An update that follows a backward ends an iteration, as an optimizer's
+        step does.
+
+        Raises:
+            ValueError: If `phase` is not a phase.
+            RuntimeError: If the tracer's `with` block has not been entered.
         """
         if phase not in PHASES:
             raise ValueError(f"{phase!r} is not a phase: forward, backward or update")
@@ -94,10 +115,10 @@ class Tracer:
             yield
         finally:
             if outermost:
-                if phase == "update":
-                    recorder.stepped.append(_ByHand)
+                if phase == UPDATE:
+                    recorder.stepped.append(_ManualOptimizer)
                 recorder.leave()
 
 
-class _ByHand:
-    """Stands for the optimizer of updates that are marked by hand."""
+class _ManualOptimizer:
+    """Represents the optimizer of updates that are marked by hand."""

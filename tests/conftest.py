@@ -1,4 +1,4 @@
-"""Shared by all tests: their environment, random-case counts, real jobs and real commands.
+"""Fixtures and helpers of all tests: environment, number of random cases, real jobs and real commands.
 
 `EBBTIDE_FUZZ` multiplies the number of random cases of every property test and fuzzer: 1 by default, more in
 `make test-all`.
@@ -47,7 +47,7 @@ settings.register_profile(
     deadline=None,
     derandomize=False,
     print_blob=True,
-    # Which depends on what else the machine does.
+    # How slow a test is depends on the load of the machine.
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ebbtide")
@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt all that is imported by now from the garbage collection: some tests collect often."""
+    """Exempt all imported modules from garbage collection: some tests collect often."""
     gc.collect()
     gc.freeze()
 
@@ -137,8 +137,8 @@ def run_process(
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             stdout, stderr = process.communicate()
-            what = " ".join(words)
-            pytest.fail(f"not finished after {timeout_s:g} s: {what}\n{stdout[-2000:]}\n{stderr[-4000:]}")
+            command_line = " ".join(words)
+            pytest.fail(f"not finished after {timeout_s:g} s: {command_line}\n{stdout[-2000:]}\n{stderr[-4000:]}")
     return Run(words, process.returncode, stdout, stderr)
 
 
@@ -165,13 +165,13 @@ def running_process(
 
 
 def ebbtide(*arguments: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> Run:
-    """Run the command as a user would."""
+    """Run the command in a process of its own, with one thread for torch."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     return run_process([sys.executable, "-m", "ebbtide", *arguments], cwd=cwd, env=environment)
 
 
 def ebbtide_in_process(*arguments: str | Path, cwd: Path | None = None) -> Run:
-    """Run the command in this process: for tests of what it prints, where a process of its own would only cost time."""
+    """Run the command in this process, which is faster than `ebbtide`."""
     from ebbtide.cli import run
 
     out, err = io.StringIO(), io.StringIO()
@@ -220,19 +220,22 @@ class Recorded:
 
 @pytest.fixture
 def record(tmp_path: Path) -> Callable[..., Recorded]:
-    """Profile a script given as text; `options` go to `ebbtide profile`, `launcher` before the script."""
+    """Return a function that profiles a script given as text.
+
+    Its `options` go to `ebbtide profile`, its `launcher` is put before the script.
+    """
 
     def run(
         script: str,
         options: Sequence[str] = (),
         launcher: Sequence[str] = (sys.executable,),
         arguments: Sequence[str] = (),
-        **more: Any,
+        **process_options: Any,
     ) -> Recorded:
         file = tmp_path / "job.py"
         file.write_text(textwrap.dedent(script))
         path = tmp_path / "run.ebb"
         job = [*launcher, str(file), *arguments]
-        return Recorded(ebbtide("profile", "-o", path, *options, "--", *job, cwd=tmp_path, **more), path)
+        return Recorded(ebbtide("profile", "-o", path, *options, "--", *job, cwd=tmp_path, **process_options), path)
 
     return run

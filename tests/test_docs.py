@@ -1,4 +1,4 @@
-"""README and docs: links resolve, commands exist, pictures are those that the script draws."""
+"""README and docs: links resolve, commands exist, pictures are up to date."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_links__lead_to_files_of_the_project(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands__that_pages_name_exist(page: Path) -> None:
+def test_commands__in_pages_exist(page: Path) -> None:
     commands = {name for names in COMMANDS.values() for name in names}
     named = re.findall(r"(?:^\$ |`)ebbtide ([a-z][a-z-]+)", page.read_text(), re.MULTILINE)
     assert set(named) <= commands
@@ -52,15 +52,15 @@ def test_readme__names_every_command() -> None:
 def test_help__shows_commands_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    places = [next(n for n, line in enumerate(lines) if f"─ {heading} ─" in line) for heading in COMMANDS]
-    assert places == sorted(places)
-    for heading, start in zip(COMMANDS, places, strict=True):
+    positions = [next(n for n, line in enumerate(lines) if f"─ {heading} ─" in line) for heading in COMMANDS]
+    assert positions == sorted(positions)
+    for heading, start in zip(COMMANDS, positions, strict=True):
         panel = lines[start : next(n for n in range(start, len(lines)) if lines[n].startswith("╰"))]
         for name in COMMANDS[heading]:
             assert any(line.startswith(f"│ {name} ") for line in panel)
 
 
-def test_pictures__are_those_that_the_script_draws(pictures: ModuleType, tmp_path: Path) -> None:
+def test_pictures__equal_those_of_the_script(pictures: ModuleType, tmp_path: Path) -> None:
     from matplotlib.testing.compare import compare_images
 
     for name, words in pictures.COMMANDS.items():

@@ -1,4 +1,4 @@
-"""What a process may use of its host, read from made-up hosts."""
+"""Limits of the host, read from invented files of /proc and /sys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 2**30
 
 
 def host(root: Path, **files: str) -> Path:
-    """A made-up host: files by their paths, with `__` for a slash."""
+    """Write the files of an invented host; names are their paths with `__` for a slash."""
     for name, text in files.items():
         file = root / name.replace("__", "/")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ MEMINFO = f"MemTotal:       {64 * GIB // 1024} kB\nMemFree: 1 kB"
             | {"sys__fs__cgroup__a__b__memory.max": "max"},
             8 * GIB,
         ),
-        # Inside a container the group's own path is not mounted.
+        # Inside a container the path of the group is not mounted.
         (
             {"proc__meminfo": MEMINFO, "proc__self__cgroup": "0::/../x", "sys__fs__cgroup__memory.max": str(4 * GIB)},
             4 * GIB,
@@ -64,12 +64,12 @@ def test_memory_bytes__is_the_least_of_host_and_control_groups(
         },
     ],
 )
-def test_cores__a_quota_limits_them_to_one_at_least(tmp_path: Path, files: dict[str, str]) -> None:
+def test_cores__a_quota_limits_them_but_never_below_one(tmp_path: Path, files: dict[str, str]) -> None:
     assert cores(host(tmp_path, **files)) == 1
 
 
 @pytest.mark.parametrize("quota", ["max 100000", "100000000 100000"])
-def test_cores__are_those_of_the_affinity_where_no_quota_is_less(tmp_path: Path, quota: str) -> None:
+def test_cores__are_those_of_the_affinity_without_a_lower_quota(tmp_path: Path, quota: str) -> None:
     root = host(tmp_path, proc__self__cgroup="0::/", **{"sys__fs__cgroup__cpu.max": quota})
     assert cores(root) == len(os.sched_getaffinity(0))
 

@@ -1,4 +1,4 @@
-"""Output stands whole at its path, or all is as it was."""
+"""Tests of output that is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def write(path: Path, force: bool = False, text: str = "new") -> None:
         assert not path.exists() or path.read_text() == "old"
 
 
-def test_a_file_appears_whole(tmp_path: Path) -> None:
+def test_new_output__writes_a_complete_file(tmp_path: Path) -> None:
     write(tmp_path / "out")
     assert os.listdir(tmp_path) == ["out"]
     assert (tmp_path / "out").read_text() == "new"
-    # As any other file of the user's, not as the private ones of tempfile.
+    # The mode of other files of the user, not that of the private ones of tempfile.
     (tmp_path / "plain").touch()
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def test_what_stands_is_kept_unless_forced(tmp_path: Path) -> None:
+def test_new_output__keeps_an_existing_file_unless_forced(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("old")
     with pytest.raises(UserError, match="--force"):
         write(tmp_path / "out")
@@ -36,7 +36,7 @@ def test_what_stands_is_kept_unless_forced(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_force_replaces_nothing_of_another_kind(tmp_path: Path) -> None:
+def test_new_output__force_replaces_only_output_of_its_kind(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match="is not a file"):
         write(tmp_path / "out", force=True)
@@ -46,7 +46,7 @@ def test_force_replaces_nothing_of_another_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_a_block_that_fails_leaves_all_as_it_was(tmp_path: Path, force: bool) -> None:
+def test_new_output__failed_block_changes_nothing(tmp_path: Path, force: bool) -> None:
     if force:
         (tmp_path / "out").write_text("old")
     before = os.listdir(tmp_path)
@@ -56,7 +56,7 @@ def test_a_block_that_fails_leaves_all_as_it_was(tmp_path: Path, force: bool) ->
     assert not force or (tmp_path / "out").read_text() == "old"
 
 
-def test_a_folder_comes_back_where_the_new_one_cannot_take_its_place(tmp_path: Path) -> None:
+def test_new_output__restores_a_folder_that_could_not_be_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "kept").touch()
     with (
@@ -68,6 +68,6 @@ def test_a_folder_comes_back_where_the_new_one_cannot_take_its_place(tmp_path: P
     assert os.listdir(tmp_path / "out") == ["kept"]
 
 
-def test_where_nothing_can_be_written_it_is_one_line(tmp_path: Path) -> None:
+def test_new_output__reports_an_unwritable_path_on_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write .*nowhere/out: No such file or directory"):
         write(tmp_path / "nowhere" / "out")

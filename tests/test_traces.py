@@ -1,4 +1,4 @@
-"""The traces of `traces/`: every command reads them, and they are what the published files give."""
+"""The traces of `traces/`: every command reads them, and converting the published files gives them again."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 
 from ebbtide.cli import run
+from ebbtide.phases import ITERATION_PARTS, PHASES
 from ebbtide.profiler.trace import open_trace
 from ebbtide.profiler.trace.schema import TABLES
 
@@ -22,7 +23,7 @@ TRACES = sorted(FOLDER.glob("*.ebb"))
 PUBLISHED = ROOT.parent / "shared" / "published"
 SHOWN = {"h100-20b-interleaved-2", "a100-13b-async", "a100-torch-profiler"}
 every_trace = pytest.mark.parametrize("trace", TRACES, ids=lambda path: path.stem)
-# The others differ in their figures, not in what they hold.
+# The others differ in their figures, not in their content.
 one_of_each_kind = pytest.mark.parametrize(
     "trace",
     [pytest.param(path, marks=[] if path.stem in SHOWN else pytest.mark.slow, id=path.stem) for path in TRACES],
@@ -32,13 +33,13 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run a command line in this process: its exit status, stdout and stderr."""
+    """Return a function that runs a command line in this process and returns its exit status, stdout and stderr."""
 
-    def go(*arguments: str | Path) -> tuple[int, str, str]:
+    def run_command(*arguments: str | Path) -> tuple[int, str, str]:
         status = run([str(argument) for argument in arguments])
         return status, *capsys.readouterr()
 
-    return go
+    return run_command
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def test_summary__names_device_and_phases(command: Command, trace: Path) -> None
     status, out, _ = command("summary", trace, "--json")
     phases = {phase["phase"]: phase for phase in json.loads(out)["phases"]}
     assert status == 0
-    assert all(phases[phase]["median_ms"] > 0 for phase in ("forward", "backward", "update"))
+    assert all(phases[phase]["median_ms"] > 0 for phase in PHASES)
     status, out, _ = command("summary", trace)
     assert status == 0
     assert "100" in out.split("device: NVIDIA ")[1].splitlines()[0]
@@ -89,7 +90,7 @@ def test_windows__finds_free_memory_where_memory_was_recorded(command: Command, 
     else:
         assert status == 0
         windows = json.loads(out)["windows"]
-        assert {window["phase"] for window in windows} == {"forward", "backward", "update", "other"}
+        assert {window["phase"] for window in windows} == set(ITERATION_PARTS)
         idle = [window["h2d_idle_share"] is not None for window in windows]
         assert any(idle) == trace.stem.startswith("h100")
 

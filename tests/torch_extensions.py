@@ -2,12 +2,13 @@
 
 torch guards each extension by a file named `lock`. A process that is killed leaves that file behind, and every later
 process waits for it without a limit. So the tests never use the user's `~/.cache/torch_extensions`, and locks of their
-own, which the kernel releases when a process ends, tell when a `lock` file is stale:
+own, which the kernel releases when a process ends, show when a `lock` file is stale:
 
-- `users.lock` is held (shared) by every test process. Whoever gets it exclusively is alone, and removes `lock` files.
-- `compile.lock` is held by whoever compiles. Until the extensions are there nobody else loads them.
+- `users.lock` is locked (shared) by every test process. A process that can lock it exclusively is alone, and removes
+  `lock` files.
+- `compile.lock` is locked by the process that compiles. Until the extensions exist no other process loads them.
 
-`python -m tests.torch_extensions` compiles them ahead of the tests: what `make test` does once.
+`python -m tests.torch_extensions` compiles them before the tests, as `make test` does.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ DIRECTORY = Path(sys.prefix) / "torch_extensions"
 # Four minutes of CPU time if nothing is there yet. In a test, pytest's own timeout comes after it.
 COMPILE_TIMEOUT_S = 900.0
 COMPILE_TIMEOUT_IN_TEST_S = 270.0
-# What nearly every job loads.
+# Extensions that nearly every job loads.
 BUILDERS = ("CPUAdamBuilder", "ShareMemCommBuilder")
 _COMPILE = """
 import sys
@@ -48,7 +49,7 @@ class ExtensionError(RuntimeError):
 
 
 def missing_requirement() -> str | None:
-    """Say what the extensions need and this environment does not have, or None."""
+    """Return a message if this environment lacks what the extensions need, else None."""
     if importlib.util.find_spec("deepspeed") is None:
         return "DeepSpeed is not installed"
     if shutil.which("c++") is None:
@@ -100,7 +101,7 @@ def compile_extensions(timeout_s: float = COMPILE_TIMEOUT_S, builders: tuple[str
 
 
 def _run_compiler(timeout_s: float, builders: tuple[str, ...], locks: tuple[int, ...]) -> None:
-    """Compile in a process of its own. It inherits the locks: they stay held if only this process is killed."""
+    """Compile in a process of its own. It inherits the locks: they stay locked if only this process is killed."""
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(DIRECTORY)}
     with subprocess.Popen(
         [sys.executable, "-c", _COMPILE, *builders],

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbtide.profiler.importers.load import Hardware, import_trace
+from ebbtide.profiler.importers.importer import Hardware
+from ebbtide.profiler.importers.load import import_trace
 from ebbtide.profiler.trace.files import write_meta
 
 RESULTS = "github.com/mauryaavinash95/deep-optimizer-states-results"
@@ -65,7 +66,7 @@ def convert(run: PublishedRun, folder: Path, output: Path) -> Path:
             sources.append(Path(scratch) / short_name)
             sources[-1].symlink_to(_find(folder, file_name))
         trace = import_trace(sources, path, force=True, hardware=run.hardware)
-    meta = dict(trace.meta)
+    meta = dict(trace.raw_meta)
     meta.pop("command", None)
     meta["provenance"] = {"origin": run.origin, "files": list(run.files.values()), "converted_by": "traces/convert.py"}
     for rank in meta["ranks"]:

@@ -17,7 +17,7 @@ from ebbtide.analysis.export.trace_events import Process, dumps
 from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
-from ebbtide.analysis.timeseries.lanes import overlap
+from ebbtide.analysis.timeseries.lanes import any_overlap
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.errors import TraceError
 from ebbtide.output_files import new_output
@@ -58,7 +58,7 @@ def events(trace: Trace, origin_ns: int) -> Iterator[str]:
     tids = itertools.count(len(trace.ranks) + 1)
     for pid, rank in enumerate(trace.ranks, start=1):
         process = Process(pid, tids, origin_ns)
-        device = first_device(trace, rank).get("name")
+        device = first_device(trace, rank).name
         yield from process.named(f"rank {rank} · {device}" if device else f"rank {rank}")
         yield from _phases(process, trace, rank)
         yield from _copies(process, trace, rank)
@@ -68,10 +68,10 @@ def events(trace: Trace, origin_ns: int) -> Iterator[str]:
 
 
 def _about(trace: Trace, origin_ns: int) -> dict[str, Any]:
-    offset = (trace.meta.get("clock") or {}).get("wall_offset_ns")
+    offset = trace.meta.clock.wall_offset_ns
     return {
         "trace": trace.path.name,
-        "source": str(trace.meta.get("source")),
+        "source": str(trace.meta.source),
         "start_ns": origin_ns,
         "start_unix_ns": origin_ns + offset if isinstance(offset, int) else None,
         "link": _EXPLAINED,
@@ -121,7 +121,7 @@ def _copies(process: Process, trace: Trace, rank: int) -> Iterator[str]:
     rows = _checked(trace, trace.transfers(rank), "a copy")
     for (device, way), group in rows.groupby(["device", "direction"], sort=True):
         track = f"{way} copies {device}"
-        if not overlap(group["start_ns"].to_numpy(np.int64), group["end_ns"].to_numpy(np.int64)):
+        if not any_overlap(group["start_ns"].to_numpy(np.int64), group["end_ns"].to_numpy(np.int64)):
             yield from process.slices(track, "copy", group)
             continue
         for stream, part in group.groupby("stream", dropna=False):

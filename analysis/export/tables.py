@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pandas as pd
 
-from ebbtide.analysis.metrics.devices import main_pool
-from ebbtide.analysis.metrics.iterations import PHASES, durations_ms, intervals
+from ebbtide.analysis.metrics.devices import peak_pool
+from ebbtide.analysis.metrics.iterations import durations_ms, intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.errors import TraceError
 from ebbtide.output_files import new_output
+from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.schema import TABLES, frame
 
@@ -38,11 +39,11 @@ def iterations_table(trace: Trace) -> pd.DataFrame:
     PHASE_h2d_bytes and PHASE_d2h_bytes. Phases are forward, backward, update, other. Times are the device's where
     every phase has them, peaks are between host times. Missing: what was not recorded, or a phase that did not run.
     """
-    pool = main_pool(trace)
+    pool = peak_pool(trace)
     parts = [_iterations(trace, rank, pool) for rank in trace.ranks]
     columns = {"rank": "int64", "iteration": "int64", "start_ns": "int64", "end_ns": "int64"}
-    columns |= {f"{name}_ms": "float64" for name in ("iteration", *PHASES)} | {"pool": "string"}
-    columns |= {f"{phase}_{what}_bytes": "Int64" for what in ("peak", *DIRECTIONS) for phase in PHASES}
+    columns |= {f"{name}_ms": "float64" for name in ("iteration", *ITERATION_PARTS)} | {"pool": "string"}
+    columns |= {f"{phase}_{what}_bytes": "Int64" for what in ("peak", *DIRECTIONS) for phase in ITERATION_PARTS}
     table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
     return table.reindex(columns=list(columns)).astype(columns)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.timeseries.lanes import lay_out
+from ebbtide.analysis.timeseries.lanes import assign_lanes
 
 # So many rows at a time become Python objects.
 _CHUNK = 20_000
@@ -56,10 +56,10 @@ class Process:
         """A slice per row, on one track or, where slices overlap, as many as it takes.
 
         rows: name, start_ns, end_ns; every other column becomes an argument, null where it has no value. parents: see
-        lay_out.
+        assign_lanes.
         """
         starts, ends = rows["start_ns"].to_numpy(np.int64), rows["end_ns"].to_numpy(np.int64)
-        order, lanes = lay_out(starts, ends, parents)
+        order, lanes = assign_lanes(starts, ends, parents)
         tids = [next(self._tids) for _ in range(int(lanes.max()) + 1 if len(lanes) else 0)]
         for number, tid in enumerate(tids):
             name = track if number == 0 else f"{track} ({number + 1})"

@@ -1,44 +1,68 @@
-"""What holds a job back: small rules, each with its evidence and what it is worth."""
+"""Rules that find what slows a job down: one file per rule, named for its finding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ebbtide.analysis.findings import copies, deepspeed, gradients, host, iteration, memory, update
+from ebbtide.analysis.findings import (
+    between_phases,
+    blocking_gradients,
+    cpu_bound_update,
+    fragmentation,
+    free_memory,
+    gradient_round_trip,
+    memory_outside_torch,
+    one_direction,
+    pageable_copies,
+    pageable_masters,
+    passes_beside_adam,
+    phases,
+    shared_link,
+    slow_rank,
+    swapping,
+    too_few_threads,
+    twin_flow_ratio,
+)
 from ebbtide.analysis.findings.finding import Finding, Findings, Unknown
-from ebbtide.analysis.metrics.trace_metrics import Study
+from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.profiler.trace import Trace
 
-__all__ = ["RULES", "Finding", "Findings", "Unknown", "find"]
+__all__ = ["RULES", "Finding", "Findings", "Rule", "Unknown", "find"]
 
-# A rule looks at a trace: a Finding, an Unknown where the trace cannot tell, None where all is well.
-Rule = Callable[[Study], Finding | Unknown | None]
+# A rule returns a Finding, an Unknown where the trace cannot answer its question, or None where it finds nothing.
+Rule = Callable[[TraceMetrics], Finding | Unknown | None]
 
+# Findings without a gain, and questions, are listed in this order.
 RULES: tuple[Rule, ...] = (
-    iteration.phases_recorded,
-    gradients.blocking_gradients,
-    update.cpu_bound_update,
-    update.too_few_threads,
-    deepspeed.gradient_round_trip,
-    deepspeed.pageable_masters,
-    deepspeed.passes_beside_adam,
-    deepspeed.twin_flow_ratio,
-    copies.pageable_copies,
-    copies.one_direction,
-    copies.shared_link,
-    memory.free_memory,
-    memory.memory_outside_torch,
-    memory.fragmentation,
-    host.swapping,
-    iteration.between_phases,
-    iteration.slow_rank,
+    phases.check,
+    blocking_gradients.check,
+    cpu_bound_update.check,
+    too_few_threads.check,
+    gradient_round_trip.check,
+    pageable_masters.check,
+    passes_beside_adam.check,
+    twin_flow_ratio.check,
+    pageable_copies.check,
+    one_direction.check,
+    shared_link.check,
+    free_memory.check,
+    memory_outside_torch.check,
+    fragmentation.check,
+    swapping.check,
+    between_phases.check,
+    slow_rank.check,
 )
 
 
 def find(trace: Trace) -> Findings:
-    """Ask every rule. Findings with a worth come first, the dearest at the top; worths of different findings overlap:
-    they do not add up."""
-    study = Study(trace)
-    said = [rule(study) for rule in RULES]
-    findings = sorted((s for s in said if isinstance(s, Finding)), key=lambda f: -(f.worth_ms or 0.0))
-    return Findings(tuple(findings), tuple(s for s in said if isinstance(s, Unknown)))
+    """Apply every rule to a trace.
+
+    Returns:
+        Findings with a potential gain come first, the largest at the top. Gains of different findings overlap: do not
+        add them.
+    """
+    metrics = TraceMetrics(trace)
+    results = [rule(metrics) for rule in RULES]
+    findings = [result for result in results if isinstance(result, Finding)]
+    findings.sort(key=lambda finding: -(finding.potential_gain_ms or 0.0))
+    return Findings(tuple(findings), tuple(result for result in results if isinstance(result, Unknown)))

@@ -1,10 +1,11 @@
-"""What a rule says of a trace."""
+"""The results of rules: findings, and questions that a trace cannot answer."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
@@ -12,22 +13,33 @@ from ebbtide.analysis.dataframes import to_frame
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that holds the job back.
+    """A cause that slows the job down.
 
-    rule: the rule's name. title: one line. worth_ms: the most that an iteration would gain if it were gone, None where
-    that cannot be put into a time. evidence: what was measured, a line each. advice: what to do.
+    Attributes:
+        rule: Name of the rule.
+        title: The cause in one line.
+        potential_gain_ms: The most that an iteration would gain without the cause; None if it cannot be expressed as a
+            time. `worth_ms` in JSON.
+        evidence: Measured figures, a line each.
+        advice: What to do.
     """
 
     rule: str
     title: str
-    worth_ms: float | None
+    potential_gain_ms: float | None
     evidence: tuple[str, ...]
     advice: str
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """A question that the trace cannot answer, and what to record so that it can."""
+    """A question that the trace cannot answer.
+
+    Attributes:
+        rule: Name of the rule.
+        question: The question.
+        record: What to record so that the rule can answer it.
+    """
 
     rule: str
     question: str
@@ -36,15 +48,30 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Findings:
-    """All that the rules say: the findings, the dearest first, and what could not be told."""
+    """Results of all rules.
+
+    Attributes:
+        findings: The findings, the largest potential gain first.
+        unknown: The questions that the trace cannot answer.
+    """
 
     findings: tuple[Finding, ...]
     unknown: tuple[Unknown, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `ebbtide findings --json` prints."""
-        return asdict(self)
+        """Return the object that `ebbtide findings --json` prints."""
+        printed = asdict(self)
+        printed["findings"] = tuple(
+            {"worth_ms" if key == "potential_gain_ms" else key: value for key, value in finding.items()}
+            for finding in printed["findings"]
+        )
+        return printed
 
     def to_pandas(self) -> pd.DataFrame:
-        """A row per finding, with the fields of `Finding` as columns."""
-        return to_frame(self.findings, Finding)
+        """Return a row per finding, with the keys of the JSON objects as columns."""
+        return to_frame(self.findings, Finding).rename(columns={"potential_gain_ms": "worth_ms"})
+
+
+def clamp_gain(*milliseconds: float) -> float:
+    """Return the smallest of some upper limits of a gain, and never less than 0 ms."""
+    return float(max(0.0, np.min(milliseconds)))

@@ -1,110 +1,139 @@
-"""What a trace's meta tells of a DeepSpeed job."""
+"""The setup of a DeepSpeed job, with figures computed from it."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ebbtide.profiler.trace import Trace
+if TYPE_CHECKING:
+    # Policies import this module in training jobs, which need no tables.
+    from ebbtide.profiler.trace import Trace
+    from ebbtide.profiler.trace.metadata import DeepSpeedInfo
 
 
 @dataclass(frozen=True)
-class DeepSpeed:
-    """How DeepSpeed was set up, on rank 0. config: what its user wrote; offload: its section offload_optimizer.
+class DeepSpeedSetup:
+    """The setup of DeepSpeed on the first rank.
 
-    ratio: the share of the parameters that the CPU is asked to update (Twin-Flow), None where nothing is offloaded to
-    it. subgroups: parameters of each, padding included; on_cpu: which of them have their state there; both empty where
-    not told. masters_pinned, gradients_pinned: whether fp32 masters and the host's gradients lie in pinned memory.
-    policy: of ebbtide's engine, where it drove the job. Facts that were not recorded are None.
+    Attributes:
+        info: The recorded values; None or empty where they were not recorded.
     """
 
-    version: str | None
-    stage: int | None
-    config: dict[str, Any]
-    offload: dict[str, Any]
-    ratio: float | None
-    subgroups: tuple[int, ...]
-    on_cpu: tuple[bool, ...]
-    masters_pinned: bool | None
-    gradients_pinned: bool | None
-    checkpointing: bool | None
-    policy: str | None
+    info: DeepSpeedInfo
 
     @property
-    def zero(self) -> dict[str, Any]:
-        """The section zero_optimization of the configuration, empty where there is none."""
-        return _dict(self.config.get("zero_optimization"))
+    def zero_config(self) -> dict[str, Any]:
+        """The section `zero_optimization` of the user's configuration; empty where there is none."""
+        return _section(self.info.config, "zero_optimization")
+
+    @property
+    def offload_config(self) -> dict[str, Any]:
+        """The section `zero_optimization.offload_optimizer` of the configuration; empty where there is none."""
+        return _section(self.zero_config, "offload_optimizer")
+
+    @property
+    def stage(self) -> int | None:
+        """The stage of ZeRO, as recorded, else as configured."""
+        if self.info.stage is not None:
+            return self.info.stage
+        stage = self.zero_config.get("stage")
+        return stage if isinstance(stage, int) else None
+
+    @property
+    def ratio(self) -> float | None:
+        """The configured share of the parameters that the CPU updates (Twin-Flow); None where nothing is offloaded."""
+        if self.offload_config.get("device") not in ("cpu", "nvme"):
+            return None
+        # ZeRO-1 and ZeRO-2 do not have a ratio: they offload everything.
+        if self.stage in (1, 2):
+            return 1.0
+        ratio = self.offload_config.get("ratio", 1.0)
+        return float(ratio) if isinstance(ratio, (int, float)) and 0 <= ratio <= 1 else None
+
+    @property
+    def subgroups(self) -> tuple[int, ...]:
+        """Parameters of each subgroup, padding included; empty where they were not recorded."""
+        return self.info.subgroup_params
+
+    @property
+    def on_cpu(self) -> tuple[bool, ...]:
+        """Whether the state of each subgroup is in host memory; empty where that was not recorded."""
+        devices = self.info.subgroup_devices
+        return (
+            tuple(device.partition(":")[0] == "cpu" for device in devices)
+            if len(devices) == len(self.subgroups)
+            else ()
+        )
 
     @property
     def real_ratio(self) -> float | None:
-        """The share of the parameters whose state really lies on the CPU: whole subgroups; None where not told."""
+        """The share of the parameters whose state is in host memory, as recorded: a sum of whole subgroups."""
         if not self.on_cpu:
             return None
-        held = sum(size for size, there in zip(self.subgroups, self.on_cpu, strict=True) if there)
-        return held / sum(self.subgroups)
+        return sum(size for size, on_cpu in zip(self.subgroups, self.on_cpu, strict=True) if on_cpu) / sum(
+            self.subgroups
+        )
+
+    @property
+    def rounded_ratio(self) -> float | None:
+        """The share that the configured ratio gives when it is rounded to whole subgroups, by the rule of the version.
+
+        None where ratio or subgroups were not recorded, and for stages that do not split between subgroups.
+        """
+        if self.ratio is None or not self.subgroups or self.stage != 3:
+            return None
+        count = len(self.subgroups)
+        on_gpu = resident_subgroups(self.ratio, count, self.info.version)
+        # Before 0.18 the last subgroups are resident, since then the first.
+        sizes = self.subgroups[: count - on_gpu] if residents_are_last(self.info.version) else self.subgroups[on_gpu:]
+        return sum(sizes) / sum(self.subgroups)
 
     @property
     def cpu_share(self) -> float:
-        """The share whose state lies on the CPU, as far as is known; 1 where nothing else is told."""
+        """The share whose state is in host memory: as recorded, else as configured, else 1."""
         for share in (self.real_ratio, self.ratio):
             if share is not None:
                 return share
         return 1.0
 
 
-def deepspeed_of(trace: Trace) -> DeepSpeed | None:
-    """The DeepSpeed facts of a trace; None where it tells of none. What is not of its kind counts as not told."""
-    meta = trace.meta.get("deepspeed")
-    if not isinstance(meta, dict):
-        return None
-    config = _dict(meta.get("config"))
-    zero = _dict(config.get("zero_optimization"))
-    offload = _dict(zero.get("offload_optimizer"))
-    stage = _kind(meta.get("stage"), int)
-    stage = _kind(zero.get("stage"), int) if stage is None else stage
-    subgroups = _list(meta.get("subgroup_params"))
-    if not all(type(size) is int and size > 0 for size in subgroups):
-        subgroups = ()
-    devices = _list(meta.get("subgroup_devices"))
-    told = len(devices) == len(subgroups) and all(isinstance(device, str) for device in devices)
-    return DeepSpeed(
-        version=_kind(meta.get("version"), str),
-        stage=stage,
-        config=config,
-        offload=offload,
-        ratio=_ratio(offload, stage),
-        subgroups=subgroups,
-        on_cpu=tuple(device.partition(":")[0] == "cpu" for device in devices) if told else (),
-        masters_pinned=_kind(meta.get("masters_pinned"), bool),
-        gradients_pinned=_kind(meta.get("gradients_pinned"), bool),
-        checkpointing=_kind(meta.get("activation_checkpointing"), bool),
-        policy=_kind(meta.get("policy"), str),
-    )
+def deepspeed_of(trace: Trace) -> DeepSpeedSetup | None:
+    """Return the DeepSpeed setup of a trace; None where none was recorded."""
+    return DeepSpeedSetup(trace.meta.deepspeed) if trace.meta.deepspeed is not None else None
 
 
-def resident(ratio: float, subgroups: int) -> int:
-    """How many of the first subgroups DeepSpeed keeps on the GPU: it puts subgroup i on the CPU where
-    i >= int((1 - ratio) * subgroups) (runtime/zero/stage3.py of 0.19)."""
-    return int((1 - ratio) * subgroups)
+def resident_subgroups(ratio: float, subgroups: int, version: str | None = None) -> int:
+    """Return how many subgroups Twin-Flow keeps on the GPU, state and update, as DeepSpeed rounds them.
+
+    This is the only definition; policies, fits and findings call it. A plan for a new job passes no version. The replay
+    of a recorded job passes `deepspeed_of(trace).info.version`.
+
+    From 0.18 on, subgroup i is resident where i < int((1 - ratio) * subgroups): the first ones. Up to 0.17, subgroup i
+    is on the CPU where i < int(ratio * subgroups): the last ones are resident (runtime/zero/stage3.py of each). The
+    products are floating point as in DeepSpeed: (1 - 0.9) * 10 is just less than 1, so none is resident.
+
+    Args:
+        ratio: The share of the parameters to update on the CPU, from 0 to 1.
+        subgroups: The number of subgroups.
+        version: The version of DeepSpeed, as in `0.13.3+c7da512a`; None: a current one.
+    """
+    return subgroups - int(ratio * subgroups) if residents_are_last(version) else int((1 - ratio) * subgroups)
 
 
-def _ratio(offload: dict[str, Any], stage: int | None) -> float | None:
-    if offload.get("device") not in ("cpu", "nvme"):
-        return None
-    asked = offload.get("ratio", 1.0)
-    # ZeRO-1 and ZeRO-2 know no ratio: they offload everything.
-    if stage in (1, 2):
-        return 1.0
-    return float(asked) if isinstance(asked, (int, float)) and 0 <= asked <= 1 else None
+def version_numbers(version: str | None) -> tuple[int, ...]:
+    """Return the numbers of a version to compare: (0, 13, 3) for `0.13.3+c7da512a`; empty where it is not known."""
+    numbers = re.match(r"\d+(\.\d+)*", version or "")
+    return tuple(int(number) for number in numbers[0].split(".")) if numbers else ()
 
 
-def _kind(value: Any, kind: type) -> Any:
-    return value if isinstance(value, kind) else None
+def residents_are_last(version: str | None) -> bool:
+    """Return whether the version rounds down the subgroups on the CPU instead of those on the GPU. Its resident
+    subgroups are then the last ones instead of the first."""
+    numbers = version_numbers(version)
+    return bool(numbers) and numbers < (0, 18)
 
 
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, list) else ()
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}

@@ -1,19 +1,18 @@
-"""Which device and which pool a rank's figures are about."""
+"""The device and the memory pools that a rank's figures describe."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.metadata import DeviceInfo
 
 
 @once_per_trace
-def memory_line(trace: Trace, rank: int, pool: str) -> tuple[Ints, Ints]:
-    """(times ns, bytes) of one pool: on the rank's first device, or on the host for a pool of the host's."""
+def memory_timeline(trace: Trace, rank: int, pool: str) -> tuple[Ints, Ints]:
+    """Return (times in ns, bytes) of one pool: on the rank's first device, or on the host for a pool of the host."""
     rows = trace.memory(rank)
     rows = rows[rows["pool"] == pool]
     device = main_device(trace, rank)
@@ -23,35 +22,53 @@ def memory_line(trace: Trace, rank: int, pool: str) -> tuple[Ints, Ints]:
 
 
 def main_device(trace: Trace, rank: int) -> str | None:
-    device: str | None = first_device(trace, rank).get("device")
-    return device
+    """Return the name of the rank's first device, `cuda:0` or `cpu`."""
+    return first_device(trace, rank).device
 
 
 def capacity_bytes(trace: Trace, rank: int) -> int | None:
-    """The memory of the rank's first device: the card's, or the host's where the job runs on the CPU."""
-    capacity: int | None = first_device(trace, rank).get("capacity_bytes")
-    return capacity
+    """Return the memory of the rank's first device: the card's, or the host's where the job runs on the CPU."""
+    return first_device(trace, rank).capacity_bytes
 
 
 def link_peak(trace: Trace, rank: int) -> float | None:
-    """The most that the link of the rank's first device carries in one direction, bytes/s; None where not known."""
-    peak: float | None = (first_device(trace, rank).get("link") or {}).get("peak_bytes_per_s")
-    return peak
+    """Return the peak bytes/s of the first device's link in one direction; None where it was not recorded."""
+    return first_device(trace, rank).link.peak_bytes_per_s
 
 
-def first_device(trace: Trace, rank: int) -> dict[str, Any]:
-    """The meta of the device that a rank's figures are about; empty where the trace names none."""
-    devices: list[dict[str, Any]] = trace.rank(rank).get("devices") or [{}]
-    return devices[0]
+def first_device(trace: Trace, rank: int) -> DeviceInfo:
+    """Return the device that a rank's figures describe; an empty entry where the trace has none."""
+    return trace.rank(rank).main_device
 
 
-# What says most about a device, the surest first. A snapshot or a memory timeline alone has only its tensors.
-_POOLS = ("device", "allocated", "requested", "tensors", "heap")
+# Pools that count the memory of a device, the most complete first. An imported memory timeline has only `tensors`.
+_FREE_POOLS = ("device", "reserved", "allocated", "requested", "tensors", "heap")
+_PEAK_POOLS = ("device", "allocated", "requested", "tensors", "heap")
+
+
+def free_pool(trace: Trace) -> str | None:
+    """Return the pool that free memory is computed from; None where the trace has no memory of a device.
+
+    Free memory is the capacity minus this pool: the first one recorded of `device`, `reserved`, `allocated`,
+    `requested`, `tensors` and `heap`. Memory that torch has reserved is not free for others, even if no tensor uses it.
+    """
+    return _first_recorded(trace, _FREE_POOLS)
+
+
+def peak_pool(trace: Trace) -> str | None:
+    """Return the pool whose peaks are reported: the first one recorded of `device`, `allocated`, `requested`, `tensors`
+    and `heap`; None where the trace has no memory of a device.
+
+    `reserved` is not one of them: it includes blocks that no tensor uses, so its peak says little about the job.
+    """
+    return _first_recorded(trace, _PEAK_POOLS)
+
+
+def _first_recorded(trace: Trace, pools: tuple[str, ...]) -> str | None:
+    recorded = _recorded_pools(trace)
+    return next((pool for pool in pools if pool in recorded), None)
 
 
 @once_per_trace
-def main_pool(trace: Trace) -> str | None:
-    """The pool that says most about the device: `device` where recorded, else `allocated`, `requested` or `tensors`,
-    else `heap`."""
-    recorded = {pool for rank in trace.ranks for pool in trace.memory(rank)["pool"].unique()}
-    return next((pool for pool in _POOLS if pool in recorded), None)
+def _recorded_pools(trace: Trace) -> frozenset[str]:
+    return frozenset(pool for rank in trace.ranks for pool in trace.memory(rank)["pool"].unique())

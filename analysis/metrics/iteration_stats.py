@@ -1,4 +1,4 @@
-"""Iterations and ranks held against each other: what is usual, how far it spreads, which ones are odd."""
+"""Compares iterations and ranks: medians, spread, outliers, the slowest rank."""
 
 from __future__ import annotations
 
@@ -9,22 +9,34 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.metrics.iterations import PHASES, counted, durations_ms, intervals
+from ebbtide.analysis.metrics.iterations import durations_ms, intervals, steady_iterations
+from ebbtide.analysis.timeseries.statistics import scaled_mad
+from ebbtide.phases import ITERATION_PARTS, PHASES
 from ebbtide.profiler.trace import Trace
 
-# An iteration is odd where it lies this many scaled median absolute deviations from the median, and 2 % of it: the
-# modified z-score of Iglewicz and Hoaglin, "How to Detect and Handle Outliers" (1993), with their 3.5.
-_ODD_DEVIATIONS = 3.5
-_ODD_SHARE = 0.02
-_MAD_SCALE = 1.4826
-# Times are whole nanoseconds: a smaller difference is what rounding left.
+# An iteration is an outlier if it is more than this many scaled median absolute deviations from the median, and more
+# than 2 % of the median: the modified z-score of Iglewicz and Hoaglin, "How to Detect and Handle Outliers" (1993), with
+# their 3.5.
+_OUTLIER_DEVIATIONS = 3.5
+_OUTLIER_SHARE = 0.02
+# Times are whole nanoseconds: a smaller difference comes from rounding.
 _NANOSECOND_MS = 1e-6
+_TIMES = ("iteration", *ITERATION_PARTS)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Milliseconds of one phase (or `iteration`) of one rank over the counted iterations. spread_ms: scaled median
-    absolute deviation, which for normal noise is the standard deviation. odd: iterations far from the median."""
+    """Times of one phase of one rank over the steady iterations.
+
+    Attributes:
+        rank: The rank.
+        phase: A phase, `other`, or `iteration`.
+        median_ms: Median.
+        spread_ms: Scaled median absolute deviation, which for normal noise is the standard deviation.
+        min_ms: Smallest time.
+        max_ms: Largest time.
+        outliers: Numbers of the iterations that are far from the median; `odd` in JSON.
+    """
 
     rank: int
     phase: str
@@ -32,13 +44,20 @@ class Spread:
     spread_ms: float
     min_ms: float
     max_ms: float
-    odd: list[int]
+    outliers: list[int]
 
 
 @dataclass(frozen=True)
 class Iterations:
-    """warmup: the iterations that are left out. rows: a dict per rank and iteration with its milliseconds per phase.
-    slowest_rank: how often each rank, of all, was the one whose phases took longest; None with one rank."""
+    """Times of all iterations and ranks.
+
+    Attributes:
+        counted: How many steady iterations medians are over.
+        warmup: Numbers of the iterations that are left out.
+        spreads: One entry per rank and phase.
+        rows: A dict per rank and iteration with its milliseconds per phase.
+        slowest_rank: For each rank in how many iterations its phases took longest; None with one rank.
+    """
 
     counted: int
     warmup: list[int]
@@ -47,58 +66,64 @@ class Iterations:
     slowest_rank: dict[int, int] | None
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `ebbtide iterations --json` prints."""
-        return asdict(self)
+        """Return the object that `ebbtide iterations --json` prints."""
+        printed = asdict(self)
+        for spread in printed["spreads"]:
+            spread["odd"] = spread.pop("outliers")
+        return printed
 
     def to_pandas(self) -> pd.DataFrame:
-        """A row per rank and iteration: milliseconds per phase, and whether medians leave it out (`warmup`)."""
-        columns = ["rank", "iteration", "warmup", *(f"{phase}_ms" for phase in ("iteration", *PHASES))]
+        """Return a row per rank and iteration: milliseconds per phase, and whether medians leave it out (`warmup`)."""
+        columns = ["rank", "iteration", "warmup", *(f"{phase}_ms" for phase in _TIMES)]
         return pd.DataFrame(self.rows, columns=columns).astype(dict.fromkeys(columns[3:], "float64"))
 
 
-def iterations(trace: Trace, ranks: Sequence[int] | None = None) -> Iterations:
-    """Hold the iterations and ranks of a trace against each other; spreads and rows of all ranks or some."""
-    numbers = set(counted(trace)[0])
+def compare_iterations(trace: Trace, ranks: Sequence[int] | None = None) -> Iterations:
+    """Compare the iterations and ranks of a trace.
+
+    Args:
+        trace: The trace.
+        ranks: Ranks that spreads and rows are about; None: all. The slowest rank is always found among all.
+    """
+    numbers = set(steady_iterations(trace).numbers)
     spreads, rows = [], []
     totals: dict[int, pd.Series[float]] = {}
     warmup: set[int] = set()
     for rank in trace.ranks:
-        cut = intervals(trace, rank)
-        if cut.spans.empty:
+        times = intervals(trace, rank)
+        if times.spans.empty:
             continue
-        table = durations_ms(cut)
+        table = durations_ms(times)
         warmup |= {int(number) for number in table.index} - numbers
-        usual = table[table.index.isin(numbers)]
-        totals[rank] = usual[["forward", "backward", "update"]].sum(axis=1)
+        steady = table[table.index.isin(numbers)]
+        totals[rank] = steady[list(PHASES)].sum(axis=1)
         if ranks is not None and rank not in ranks:
             continue
-        for phase in ("iteration", *PHASES):
-            if usual[phase].notna().any():
-                spreads.append(_spread(rank, phase, usual[phase].dropna()))
-        phases = ["iteration", *PHASES]
-        for number, times in zip(table.index, table[phases].itertuples(index=False, name=None), strict=True):
-            values = {f"{p}_ms": None if np.isnan(ms) else ms for p, ms in zip(phases, times, strict=True)}
-            rows.append({"rank": rank, "iteration": int(number), "warmup": number not in numbers, **values})
+        for phase in _TIMES:
+            if steady[phase].notna().any():
+                spreads.append(_spread(rank, phase, steady[phase].dropna()))
+        for number, values in zip(table.index, table[list(_TIMES)].itertuples(index=False, name=None), strict=True):
+            figures = {f"{p}_ms": None if np.isnan(ms) else ms for p, ms in zip(_TIMES, values, strict=True)}
+            rows.append({"rank": rank, "iteration": int(number), "warmup": number not in numbers, **figures})
     return Iterations(len(numbers), sorted(warmup), spreads, rows, _slowest(totals))
 
 
-def odd(values: pd.Series[float]) -> list[int]:
-    """The labels of values that lie far from the median of all."""
+def outliers(values: pd.Series[float]) -> list[int]:
+    """Return the labels of the values that are far from the median."""
     distance = (values - values.median()).abs()
-    limit = max(_ODD_DEVIATIONS * _MAD_SCALE * float(distance.median()), _ODD_SHARE * abs(float(values.median())))
+    limit = max(_OUTLIER_DEVIATIONS * scaled_mad(values), _OUTLIER_SHARE * abs(float(values.median())))
     return [int(label) for label in values.index[distance > max(limit, _NANOSECOND_MS)]]
 
 
 def _spread(rank: int, phase: str, values: pd.Series[float]) -> Spread:
-    median = float(values.median())
     return Spread(
         rank=rank,
         phase=phase,
-        median_ms=median,
-        spread_ms=_MAD_SCALE * float((values - median).abs().median()),
+        median_ms=float(values.median()),
+        spread_ms=scaled_mad(values),
         min_ms=float(values.min()),
         max_ms=float(values.max()),
-        odd=odd(values),
+        outliers=outliers(values),
     )
 
 
@@ -107,6 +132,6 @@ def _slowest(totals: dict[int, pd.Series[float]]) -> dict[int, int] | None:
         return None
     table = pd.DataFrame(totals).dropna()
     slowest = table.idxmax(axis=1)
-    # Ranks that took as long as each other, to the nanosecond, are copies of one: nobody is slowest then.
+    # Ranks with equal times, to the nanosecond, are copies of one rank: none of them is the slowest.
     slowest = slowest[table.nunique(axis=1) > 1]
     return {rank: int((slowest == rank).sum()) for rank in totals}

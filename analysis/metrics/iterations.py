@@ -1,26 +1,32 @@
-"""A trace cut into iterations and phases, and what memory and link did in each."""
+"""Splits a trace into iterations and phases, and measures their times."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace
+from ebbtide.analysis.timeseries.statistics import median_or_none
+from ebbtide.phases import ITERATION_PARTS, OTHER, PHASES
 from ebbtide.profiler.trace import Trace
 
-PHASES = ("forward", "backward", "update", "other")
+# Where a trace does not state its warm-up: the first iterations, of traces with at least so many.
+_WARMUP_ITERATIONS = 2
+_MIN_ITERATIONS_FOR_WARMUP = 5
 
 
 @dataclass(frozen=True)
 class Intervals:
-    """Where a rank's iterations and phases lie.
+    """Times of a rank's iterations and phases, on the device's clock where every phase has device times, else on the
+    host's.
 
-    spans: iteration, start_ns, end_ns; an iteration begins where the one before ended. phases: iteration,
-    micro_step, phase, start_ns, end_ns, in order and without `other`. Both on device times where every phase has
-    them, else on host times.
+    Attributes:
+        spans: Table of iteration, start_ns, end_ns. An iteration begins where the one before ended.
+        phases: Table of iteration, micro_step, phase, start_ns, end_ns, in order of time and without `other`.
     """
 
     spans: pd.DataFrame
@@ -28,23 +34,29 @@ class Intervals:
 
     @cached_property
     def with_other(self) -> pd.DataFrame:
-        """iteration, phase, start_ns, end_ns: the phases, and `other` wherever an iteration has none."""
+        """Table of iteration, phase, start_ns, end_ns: the phases, and `other` for the time without a phase."""
         phases = self.phases[["iteration", "phase", "start_ns", "end_ns"]]
         if phases.empty:
             return phases
         starts = phases["start_ns"].to_numpy(np.int64)
         ends = np.append(self.spans["start_ns"].iloc[0], phases["end_ns"].to_numpy(np.int64))
-        # Up to where something ran before each phase: iterations follow each other without a gap.
+        # The latest end before each phase: iterations follow each other without a gap.
         reached = np.maximum.accumulate(ends)[:-1]
         gap = starts > reached
         iterations = phases["iteration"].to_numpy()[gap]
-        other = {"iteration": iterations, "phase": "other", "start_ns": reached[gap], "end_ns": starts[gap]}
+        other = {"iteration": iterations, "phase": OTHER, "start_ns": reached[gap], "end_ns": starts[gap]}
         return pd.concat([phases, pd.DataFrame(other)], ignore_index=True)
 
 
 @once_per_trace
 def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
-    """The finished iterations of a rank. device_times False: host times, by which memory lines are cut."""
+    """Split the finished iterations of a rank into phases.
+
+    Args:
+        trace: The trace.
+        rank: The rank.
+        device_times: False for host times, which memory timelines use.
+    """
     phases = trace.phases(rank)
     phases = phases[phases["iteration"].notna()]
     columns = ["iteration", "micro_step", "phase"]
@@ -61,49 +73,64 @@ def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
     ends = frame.groupby("iteration")["end_ns"].max()
     starts = np.roll(ends.to_numpy(np.int64), 1)
     if len(ends):
-        begin = trace.rank(rank).get("first_iteration_start_ns")
-        # Device clocks are placed to within microseconds: a first phase may seem to begin before its iteration.
+        begin = trace.rank(rank).first_iteration_start_ns
+        # Device clocks are aligned to within microseconds: a first phase may seem to begin before its iteration.
         earliest = int(frame["start_ns"].min())
-        starts[0] = earliest if begin is None else min(int(begin), earliest)
+        starts[0] = earliest if begin is None else min(begin, earliest)
     spans = pd.DataFrame({"iteration": ends.index, "start_ns": starts, "end_ns": ends.to_numpy(np.int64)})
     return Intervals(spans.astype("int64"), frame)
 
 
+class SteadyIterations(NamedTuple):
+    """Iterations of a trace without its warm-up.
+
+    Attributes:
+        numbers: The iterations that medians are over, ascending.
+        warmup: How many iterations before them are left out.
+    """
+
+    numbers: list[int]
+    warmup: int
+
+
 @once_per_trace
-def counted(trace: Trace) -> tuple[list[int], int]:
-    """(the iterations that count, how many before them are warm-up): the first two are left out where there are five
-    or more, unless the trace's meta says otherwise."""
+def steady_iterations(trace: Trace) -> SteadyIterations:
+    """Return the iterations of all ranks without the warm-up.
+
+    The first two are warm-up where there are five or more, unless the trace's metadata states another number.
+    """
     numbers = sorted({int(i) for rank in trace.ranks for i in trace.phases(rank)["iteration"].dropna().unique()})
-    warmup = trace.meta.get("warmup_iterations")
+    warmup = trace.meta.warmup_iterations
     if warmup is None:
-        warmup = 2 if len(numbers) >= 5 else 0
-    return numbers[warmup:], int(warmup)
+        warmup = _WARMUP_ITERATIONS if len(numbers) >= _MIN_ITERATIONS_FOR_WARMUP else 0
+    return SteadyIterations(numbers[warmup:], warmup)
 
 
-def durations_ms(cut: Intervals) -> pd.DataFrame:
-    """Milliseconds per iteration (index) and phase (columns of PHASES and `iteration`); NaN for a phase that no
-    iteration has."""
-    length = (cut.phases["end_ns"] - cut.phases["start_ns"]) / 1e6
-    by_phase = length.groupby([cut.phases["iteration"], cut.phases["phase"]]).sum().unstack(fill_value=0.0)
-    table = by_phase.reindex(index=cut.spans["iteration"], fill_value=0.0).reindex(columns=list(PHASES[:3]))
-    table["iteration"] = ((cut.spans["end_ns"] - cut.spans["start_ns"]) / 1e6).to_numpy()
-    table["other"] = (table["iteration"] - table[list(PHASES[:3])].sum(axis=1)).clip(lower=0.0)
+def durations_ms(times: Intervals) -> pd.DataFrame:
+    """Return milliseconds per iteration (index) and part (columns `iteration` and ITERATION_PARTS).
+
+    NaN for a phase that no iteration has.
+    """
+    length = (times.phases["end_ns"] - times.phases["start_ns"]) / 1e6
+    by_phase = length.groupby([times.phases["iteration"], times.phases["phase"]]).sum().unstack(fill_value=0.0)
+    table = by_phase.reindex(index=times.spans["iteration"], fill_value=0.0).reindex(columns=list(PHASES))
+    table["iteration"] = ((times.spans["end_ns"] - times.spans["start_ns"]) / 1e6).to_numpy()
+    table[OTHER] = (table["iteration"] - table[list(PHASES)].sum(axis=1)).clip(lower=0.0)
     return table
 
 
 @once_per_trace
 def slowest_times(trace: Trace) -> pd.DataFrame:
-    """Milliseconds of the slowest rank, per counted iteration (index) and phase (columns of PHASES and `iteration`)."""
+    """Return milliseconds of the slowest rank per steady iteration (index) and part (columns `iteration` and
+    ITERATION_PARTS)."""
     tables = [durations_ms(intervals(trace, rank)) for rank in trace.ranks]
     if not tables:
-        return pd.DataFrame(columns=["iteration", *PHASES], dtype=float)
+        return pd.DataFrame(columns=["iteration", *ITERATION_PARTS], dtype=float)
     slowest = pd.concat(tables).groupby(level=0).max()
-    return slowest[slowest.index.isin(counted(trace)[0])]
+    return slowest[slowest.index.isin(steady_iterations(trace).numbers)]
 
 
 @once_per_trace
 def median_ms(trace: Trace, phase: str) -> float | None:
-    """The median over the counted iterations of `slowest_times` of a phase (or `iteration`); None where it was not
-    recorded."""
-    times = slowest_times(trace)[phase].dropna()
-    return float(times.median()) if len(times) else None
+    """Return the median of `slowest_times` of a phase, `other` or `iteration`; None where it was not recorded."""
+    return median_or_none(slowest_times(trace)[phase])

@@ -1,4 +1,4 @@
-"""How the link between host and device was used: per direction, phase and iteration."""
+"""Measures how the link between host and device was used, per direction and phase."""
 
 from __future__ import annotations
 
@@ -11,19 +11,29 @@ import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
 from ebbtide.analysis.metrics.devices import link_peak, main_device
-from ebbtide.analysis.metrics.iterations import PHASES, counted
+from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copies, traffic
 from ebbtide.analysis.metrics.phases import link_table
+from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import union_length
+from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
 
 @dataclass(frozen=True)
 class PhaseLink:
-    """One direction in one phase; medians over the counted iterations, None for what was not recorded.
+    """One direction of the link in one phase: medians over the steady iterations, None if not recorded.
 
-    busy_ms: time in which copies ran. mean_bytes_per_s: over the whole phase. busy_bytes_per_s: over busy_ms.
-    share_of_peak: of mean_bytes_per_s. both_ms: time in which copies ran in both directions at once.
+    Attributes:
+        rank: The rank.
+        phase: The phase, or `other`.
+        direction: `h2d` or `d2h`.
+        bytes: Bytes moved.
+        busy_ms: Time in which copies ran.
+        both_ms: Time in which copies ran in both directions at once.
+        mean_bytes_per_s: Rate over the whole phase.
+        busy_bytes_per_s: Rate over `busy_ms`.
+        share_of_peak: `mean_bytes_per_s` as a share of the link's peak.
     """
 
     rank: int
@@ -38,10 +48,19 @@ class PhaseLink:
 
 
 @dataclass(frozen=True)
-class KindOfCopies:
-    """All copies of one direction and kind of host memory (`pinned`, `pageable`, None where not told) of a rank.
+class CopyKind:
+    """All copies of a rank in one direction from or to one kind of host memory, over the whole trace.
 
-    A pageable copy is staged by the driver: slower, and the host waits for it.
+    The driver stages a pageable copy through a buffer: it is slower, and the host waits for it.
+
+    Attributes:
+        rank: The rank.
+        direction: `h2d` or `d2h`.
+        host_memory: `pinned`, `pageable`, or None if not recorded.
+        count: Number of copies.
+        bytes: Bytes of the copies whose size was recorded; None if there is none.
+        busy_ms: Time in which at least one of them ran.
+        busy_bytes_per_s: Rate over `busy_ms`.
     """
 
     rank: int
@@ -55,52 +74,68 @@ class KindOfCopies:
 
 @dataclass(frozen=True)
 class RankLink:
-    """Where a rank's figures are from: `copies`, the name of a counter, or None; its peak in one direction; how many
-    samples were left out because no link has such rates."""
+    """The source of a rank's figures.
+
+    Attributes:
+        rank: The rank.
+        source: `copies`, the name of a counter, or None where nothing was recorded.
+        peak_bytes_per_s: Peak rate of the link in one direction.
+        rejected_samples: Per direction the number of samples left out because no link has such rates;
+            `false_samples` in JSON.
+    """
 
     rank: int
     source: str | None
     peak_bytes_per_s: float | None
-    false_samples: dict[str, int]
+    rejected_samples: dict[str, int]
 
 
 @dataclass(frozen=True)
-class Link:
-    """The link of every rank."""
+class LinkUse:
+    """Link use of every rank.
+
+    Attributes:
+        ranks: Where each rank's figures come from.
+        phases: An entry per rank, phase and direction.
+        copies: An entry per rank, direction and kind of host memory.
+    """
 
     ranks: list[RankLink]
     phases: list[PhaseLink]
-    copies: list[KindOfCopies]
+    copies: list[CopyKind]
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `ebbtide link --json` prints."""
-        return asdict(self)
+        """Return the object that `ebbtide link --json` prints."""
+        printed = asdict(self)
+        for entry in printed["ranks"]:
+            entry["false_samples"] = entry.pop("rejected_samples")
+        return printed
 
     def to_pandas(self) -> pd.DataFrame:
-        """A row per rank, phase and direction, with the fields of `PhaseLink` as columns."""
+        """Return a row per rank, phase and direction, with the fields of `PhaseLink` as columns."""
         return to_frame(self.phases, PhaseLink)
 
 
-def link_use(trace: Trace, ranks: Sequence[int] | None = None) -> Link:
-    """How the link was used in each phase, by every rank."""
+def link_use(trace: Trace, ranks: Sequence[int] | None = None) -> LinkUse:
+    """Measure the link use of all ranks (None) or some."""
     entries, phases, kinds = [], [], []
-    iterations, _ = counted(trace)
+    iterations = steady_iterations(trace).numbers
     for rank in trace.ranks if ranks is None else ranks:
-        moved = {way: traffic(trace, rank, way) for way in DIRECTIONS}
-        false = {way: found.false_samples if found is not None else 0 for way, found in moved.items()}
+        moved = {direction: traffic(trace, rank, direction) for direction in DIRECTIONS}
+        rejected = {direction: m.rejected_samples if m is not None else 0 for direction, m in moved.items()}
         peak = link_peak(trace, rank)
-        entries.append(RankLink(rank, _source(trace, rank), peak, false))
+        entries.append(RankLink(rank, _source(trace, rank), peak, rejected))
         table = link_table(trace, rank)
         table = table[table["iteration"].isin(iterations)]
-        for (phase, way), rows in table.groupby(["phase", "direction"]):
-            phases.append(_phase_link(rank, str(phase), str(way), rows, peak))
-        kinds += _kinds(trace, rank)
-    phases.sort(key=lambda use: (use.rank, PHASES.index(use.phase), DIRECTIONS.index(use.direction)))
-    return Link(entries, phases, kinds)
+        for (phase, direction), rows in table.groupby(["phase", "direction"]):
+            phases.append(_phase_link(rank, str(phase), str(direction), rows, peak))
+        kinds += _copy_kinds(trace, rank)
+    phases.sort(key=lambda use: (use.rank, ITERATION_PARTS.index(use.phase), DIRECTIONS.index(use.direction)))
+    return LinkUse(entries, phases, kinds)
 
 
 def _source(trace: Trace, rank: int) -> str | None:
-    if trace.rank(rank).get("transfers_recorded"):
+    if trace.rank(rank).transfers_recorded:
         return "copies"
     rows = trace.link(rank)
     sources = rows.loc[rows["device"] == main_device(trace, rank), "source"].unique()
@@ -109,33 +144,28 @@ def _source(trace: Trace, rank: int) -> str | None:
 
 def _phase_link(rank: int, phase: str, direction: str, rows: pd.DataFrame, peak: float | None) -> PhaseLink:
     seconds, busy = rows["length_ms"] / 1e3, rows["busy_ms"] / 1e3
-    mean = _median(rows["bytes"] / seconds.where(seconds > 0))
+    mean = median_or_none(rows["bytes"] / seconds.where(seconds > 0))
     return PhaseLink(
         rank=rank,
         phase=phase,
         direction=direction,
-        bytes=_median(rows["bytes"]),
-        busy_ms=_median(rows["busy_ms"]),
-        both_ms=_median(rows["both_ms"]),
+        bytes=median_or_none(rows["bytes"]),
+        busy_ms=median_or_none(rows["busy_ms"]),
+        both_ms=median_or_none(rows["both_ms"]),
         mean_bytes_per_s=mean,
-        busy_bytes_per_s=_median(rows["bytes"] / busy.where(busy > 0)),
+        busy_bytes_per_s=median_or_none(rows["bytes"] / busy.where(busy > 0)),
         share_of_peak=mean / peak if mean is not None and peak else None,
     )
 
 
-def _kinds(trace: Trace, rank: int) -> list[KindOfCopies]:
+def _copy_kinds(trace: Trace, rank: int) -> list[CopyKind]:
     kinds = []
-    for way in DIRECTIONS:
-        rows = copies(trace, rank, way)
+    for direction in DIRECTIONS:
+        rows = copies(trace, rank, direction)
         for host, group in rows.groupby(rows["host_memory"].fillna("")):
             sized = group["bytes"].dropna()
             busy = union_length(group["start_ns"].to_numpy(np.int64), group["end_ns"].to_numpy(np.int64))
             size = int(sized.sum()) if len(sized) else None
             rate = size / (busy / 1e9) if size is not None and busy else None
-            kinds.append(KindOfCopies(rank, way, str(host) or None, len(group), size, busy / 1e6, rate))
+            kinds.append(CopyKind(rank, direction, str(host) or None, len(group), size, busy / 1e6, rate))
     return kinds
-
-
-def _median(values: pd.Series[float]) -> float | None:
-    known = values.dropna()
-    return float(known.median()) if len(known) else None

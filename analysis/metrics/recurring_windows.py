@@ -1,4 +1,4 @@
-"""What every iteration has at the same place."""
+"""Finds free memory that recurs at the same relative position in every iteration."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
-from ebbtide.analysis.timeseries.thresholds import FreeLine, runs
+from ebbtide.analysis.timeseries.thresholds import FreeTimeline, intervals_at_least
+from ebbtide.phases import OTHER
 
-# Free bytes where a line has no value yet: nothing can be promised there.
-_NOTHING = np.iinfo(np.int64).min
+# Free bytes where a timeline has no value yet: no memory is guaranteed there.
+_NOT_RECORDED = np.iinfo(np.int64).min
+# A step function on [0, 1): (where each value begins, values).
 Envelope = tuple[Floats, Ints]
 
 
 @dataclass(frozen=True)
-class Place:
-    """A stretch of one phase that every iteration has.
+class PhaseSegment:
+    """A part of one phase that every iteration has.
 
-    starts, ends: where it lies in each iteration, ns. start_ns, length_ns: where it lies in the typical iteration.
+    Attributes:
+        phase: The phase, or `other`.
+        starts: Its start in each iteration, ns.
+        ends: Its end in each iteration, ns.
+        start_ns: Its start in the typical iteration, from that iteration's start.
+        length_ns: Its length in the typical iteration.
     """
 
     phase: str
@@ -29,59 +36,65 @@ class Place:
     start_ns: float
     length_ns: float
 
-    def windows(self, line: FreeLine, min_bytes: int) -> Iterator[tuple[float, float, int]]:
-        """(begins, ends, least free bytes) of what has enough free in all iterations; 0 to 1 of the stretch."""
-        yield from runs(*self.lowest(line), 1.0, min_bytes)
+    def windows(self, timeline: FreeTimeline, min_bytes: int) -> Iterator[tuple[float, float, int]]:
+        """Yield (start, end, least free bytes) of the parts that have `min_bytes` free in all iterations; 0 to 1 of the
+        segment."""
+        yield from intervals_at_least(*self.least_free(timeline), 1.0, min_bytes)
 
-    def lowest(self, line: FreeLine) -> Envelope:
-        """(where each value begins, from 0 to 1; values) of the least free bytes of all iterations."""
-        envelopes = [_relative(line, int(s), int(e)) for s, e in zip(self.starts, self.ends, strict=True)]
-        return _lowest(envelopes)
+    def least_free(self, timeline: FreeTimeline) -> Envelope:
+        """Return (where each value begins, values): the least free bytes over all iterations, on 0 to 1 of the
+        segment."""
+        envelopes = [_relative(timeline, int(s), int(e)) for s, e in zip(self.starts, self.ends, strict=True)]
+        return _lower_envelope(envelopes)
 
 
-def by_place(pieces: pd.DataFrame) -> list[Place]:
-    """The stretches that every iteration has, one after the other, each as long as its median: medians of starts
-    would make neighbours overlap.
+def recurring_segments(phases: pd.DataFrame) -> list[PhaseSegment]:
+    """Return the segments that every iteration has, in the order of a typical iteration.
 
-    pieces: iteration, phase, place, origin_ns, start_ns, end_ns.
+    The typical iteration puts one segment after the other, each as long as its median: with medians of starts,
+    neighbours would overlap.
+
+    Args:
+        phases: Table of iteration, phase, position, origin_ns, start_ns, end_ns, as `phase_table` returns it.
     """
-    pieces = pieces[pieces["iteration"].notna()]
-    every = set(pieces["iteration"])
+    phases = phases[phases["iteration"].notna()]
+    every = set(phases["iteration"])
     groups = []
-    for (phase, place), group in pieces[pieces["end_ns"] > pieces["start_ns"]].groupby(["phase", "place"], sort=False):
-        # The first iteration begins with its first phase: it alone may have nothing before it.
+    lasting = phases[phases["end_ns"] > phases["start_ns"]]
+    for (phase, position), group in lasting.groupby(["phase", "position"], sort=False):
+        # The first iteration begins with its first phase: it alone may have no `other` before it.
         lacking = every - set(group["iteration"])
-        if not lacking or ((phase, place) == ("other", 0) and lacking == {min(every)}):
+        if not lacking or ((phase, position) == (OTHER, 0) and lacking == {min(every)}):
             groups.append((float((group["start_ns"] - group["origin_ns"]).median()), str(phase), group))
-    places = []
+    segments = []
     reached = 0.0
     for _, phase, group in sorted(groups, key=lambda item: item[0]):
         starts, ends = group["start_ns"].to_numpy(np.int64), group["end_ns"].to_numpy(np.int64)
         length = float(np.median(ends - starts))
-        places.append(Place(phase, starts, ends, reached, length))
+        segments.append(PhaseSegment(phase, starts, ends, reached, length))
         reached += length
-    return places
+    return segments
 
 
-def _relative(line: FreeLine, start: int, end: int) -> Envelope:
-    """(where each value begins, from 0 to 1; values) of the line within [start, end)."""
-    times, free = line.between(start, end)
-    places = (times - start) / (end - start)
-    if not len(places) or places[0] > 0:
-        places, free = np.append(0.0, places), np.append(_NOTHING, free)
-    return places, free
+def _relative(timeline: FreeTimeline, start: int, end: int) -> Envelope:
+    """Return the timeline within [start, end), with times scaled to 0 to 1."""
+    times, free = timeline.between(start, end)
+    positions = (times - start) / (end - start)
+    if not len(positions) or positions[0] > 0:
+        positions, free = np.append(0.0, positions), np.append(_NOT_RECORDED, free)
+    return positions, free
 
 
-def _lowest(envelopes: list[Envelope]) -> Envelope:
-    """The lowest of several step functions on [0, 1)."""
+def _lower_envelope(envelopes: list[Envelope]) -> Envelope:
+    """Return the smallest of several step functions on [0, 1), at each point."""
     while len(envelopes) > 1:
         paired = [_lower(*pair) for pair in zip(envelopes[::2], envelopes[1::2], strict=False)]
         envelopes = paired + envelopes[len(paired) * 2 :]
     return envelopes[0]
 
 
-def _lower(one: Envelope, other: Envelope) -> Envelope:
-    places = np.union1d(one[0], other[0])
-    values = np.minimum(*(free[np.searchsorted(at, places, side="right") - 1] for at, free in (one, other)))
+def _lower(a: Envelope, b: Envelope) -> Envelope:
+    positions = np.union1d(a[0], b[0])
+    values = np.minimum(*(free[np.searchsorted(edges, positions, side="right") - 1] for edges, free in (a, b)))
     changes = np.append(True, np.diff(values) != 0)
-    return places[changes], values[changes]
+    return positions[changes], values[changes]

@@ -1,8 +1,9 @@
-"""A trace in figures: what `ebbtide summary` prints."""
+"""Summarizes a trace: time, memory and link use per phase."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,19 +11,30 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
-from ebbtide.analysis.metrics.devices import capacity_bytes, first_device, main_pool, memory_line
-from ebbtide.analysis.metrics.iterations import PHASES, counted, intervals, median_ms, slowest_times
+from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_timeline, peak_pool
+from ebbtide.analysis.metrics.iterations import Intervals, intervals, median_ms, slowest_times, steady_iterations
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
+from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import union_length
+from ebbtide.phases import ITERATION_PARTS, OTHER
 from ebbtide.profiler.trace import Trace
 
 
 @dataclass(frozen=True)
 class PhaseSummary:
-    """One phase over the counted iterations; None for what was not recorded.
+    """One phase over the steady iterations; None for figures that were not recorded.
 
-    count: how often it came, each micro-step once. median_ms, p95_ms: of its time per iteration, on the slowest
-    rank. share: its part of the time of all counted iterations. Bytes: median over iterations and ranks.
+    Attributes:
+        phase: The phase, or `other`.
+        count: How often it ran, each micro-step once.
+        median_ms: Median of its time per iteration, on the slowest rank.
+        p95_ms: 95th percentile of the same, with linear interpolation.
+        peak_bytes: Peak of `MemorySummary.pool`, median over iterations and ranks.
+        min_free_bytes: Least free memory (capacity - `Summary.free_pool`), median over iterations and ranks.
+        h2d_bytes: Bytes moved to the device per iteration, median over iterations and ranks.
+        d2h_bytes: Bytes moved to the host per iteration, median over iterations and ranks.
+        share: Its part of the time of all steady iterations.
     """
 
     phase: str
@@ -38,7 +50,13 @@ class PhaseSummary:
 
 @dataclass(frozen=True)
 class TransferSummary:
-    """All copies of one direction in the trace, all ranks; None where copies were not recorded."""
+    """All copies of one direction in the trace, on all ranks; None where copies were not recorded.
+
+    Attributes:
+        count: Number of copies.
+        bytes: Bytes of all copies; None if no copy has a size.
+        busy_ms: Time in which copies ran, summed over ranks.
+    """
 
     count: int | None
     bytes: int | None
@@ -47,7 +65,14 @@ class TransferSummary:
 
 @dataclass(frozen=True)
 class MemorySummary:
-    """Peaks over the whole trace, the largest rank's. pool: the one that peak_bytes is of."""
+    """Peaks over the whole trace, of the rank with the largest.
+
+    Attributes:
+        capacity_bytes: Memory of the first rank's device.
+        peak_bytes: Peak of `pool`.
+        pool: The pool whose peak is reported: `device` where recorded, else `allocated`, else `heap`.
+        pools: Peak of each recorded pool, bytes.
+    """
 
     capacity_bytes: int | None
     peak_bytes: int | None
@@ -57,7 +82,20 @@ class MemorySummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a trace says in one page."""
+    """The figures of a trace on one page.
+
+    Attributes:
+        iterations: Number of iterations, warm-up included.
+        warmup_iterations: How many of them medians leave out.
+        ranks: Number of ranks.
+        iteration_ms: Median time of an iteration, on the slowest rank.
+        phases: One entry per phase, and `other`.
+        transfers: One entry per direction.
+        memory: Peaks.
+        free_pool: The pool that free memory is computed from; None where no memory of a device was recorded.
+        about: Lines on the job: command, device, model, optimizer.
+        remarks: Lines on the quality of the data.
+    """
 
     iterations: int
     warmup_iterations: int
@@ -66,11 +104,12 @@ class Summary:
     phases: list[PhaseSummary]
     transfers: dict[str, TransferSummary]
     memory: MemorySummary
+    free_pool: str | None
     about: list[str]
     remarks: list[str]
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `ebbtide summary --json` prints."""
+        """Return the object that `ebbtide summary --json` prints."""
         memory = asdict(self.memory)
         memory["pools"] = {pool: {"peak_bytes": peak} for pool, peak in self.memory.pools.items()}
         return {
@@ -79,79 +118,81 @@ class Summary:
             "ranks": self.ranks,
             "iteration_ms": self.iteration_ms,
             "phases": [asdict(phase) for phase in self.phases],
-            "transfers": {way: asdict(transfer) for way, transfer in self.transfers.items()},
+            "transfers": {direction: asdict(transfer) for direction, transfer in self.transfers.items()},
             "memory": memory,
+            "free_pool": self.free_pool,
             "remarks": self.remarks,
         }
 
     def to_pandas(self) -> pd.DataFrame:
-        """A row per phase, with the fields of `PhaseSummary` as columns."""
+        """Return a row per phase, with the fields of `PhaseSummary` as columns."""
         return to_frame(self.phases, PhaseSummary)
 
 
 def summarize(trace: Trace) -> Summary:
     """Summarize a trace. Medians leave the warm-up out."""
-    cuts = {rank: intervals(trace, rank) for rank in trace.ranks}
-    numbers, warmup = counted(trace)
-    pool = main_pool(trace)
+    times = [intervals(trace, rank) for rank in trace.ranks]
+    steady = steady_iterations(trace)
+    pool, pool_of_free = peak_pool(trace), free_pool(trace)
     slowest = slowest_times(trace)
     total = median_ms(trace, "iteration")
-    peaks = _stacked([phase_peaks(trace, rank, pool) for rank in trace.ranks] if pool else [], numbers)
-    free = _free(trace, pool, numbers)
-    moved = {way: _stacked([phase_bytes(trace, rank, way) for rank in trace.ranks], numbers) for way in ("h2d", "d2h")}
+    peaks = _stack([phase_peaks(trace, rank, pool) for rank in trace.ranks] if pool else [], steady.numbers)
+    free = _stack([_free(trace, rank, pool_of_free) for rank in trace.ranks] if pool_of_free else [], steady.numbers)
+    moved = {
+        direction: _stack([phase_bytes(trace, rank, direction) for rank in trace.ranks], steady.numbers)
+        for direction in DIRECTIONS
+    }
     phases = []
-    for phase in PHASES:
-        times = slowest[phase]
+    for phase in ITERATION_PARTS:
+        phase_times = slowest[phase]
         median = median_ms(trace, phase)
         phases.append(
             PhaseSummary(
                 phase=phase,
-                count=_count(phase, list(cuts.values())),
+                count=_count(phase, times),
                 median_ms=median,
-                p95_ms=float(np.percentile(times, 95)) if median is not None else None,
-                peak_bytes=_whole(_median(peaks[phase])),
-                min_free_bytes=_whole(_median(free[phase])),
-                h2d_bytes=_whole(_median(moved["h2d"][phase])),
-                d2h_bytes=_whole(_median(moved["d2h"][phase])),
-                share=float(times.sum() / slowest["iteration"].sum()) if median is not None and total else None,
+                p95_ms=float(np.percentile(phase_times, 95)) if median is not None else None,
+                peak_bytes=_median_bytes(peaks[phase]),
+                min_free_bytes=_median_bytes(free[phase]),
+                h2d_bytes=_median_bytes(moved["h2d"][phase]),
+                d2h_bytes=_median_bytes(moved["d2h"][phase]),
+                share=float(phase_times.sum() / slowest["iteration"].sum()) if median is not None and total else None,
             )
         )
     return Summary(
-        iterations=len(numbers) + warmup,
-        warmup_iterations=warmup,
+        iterations=len(steady.numbers) + steady.warmup,
+        warmup_iterations=steady.warmup,
         ranks=len(trace.ranks),
         iteration_ms=total,
         phases=phases,
-        transfers={way: _transfers(trace, way) for way in ("h2d", "d2h")},
+        transfers={direction: _transfers(trace, direction) for direction in DIRECTIONS},
         memory=_memory(trace, pool),
+        free_pool=pool_of_free,
         about=_about(trace),
         remarks=_remarks(trace),
     )
 
 
-def _stacked(tables: list[pd.DataFrame | None], counted: list[int]) -> pd.DataFrame:
-    """The counted iterations of all ranks, one below the other."""
-    known = [table[table.index.isin(counted)] for table in tables if table is not None]
-    return pd.concat(known) if known else pd.DataFrame(columns=list(PHASES), dtype=float)
+def _stack(tables: Iterable[pd.DataFrame | None], iterations: list[int]) -> pd.DataFrame:
+    """Concatenate some iterations of all ranks."""
+    recorded = [table[table.index.isin(iterations)] for table in tables if table is not None]
+    return pd.concat(recorded) if recorded else pd.DataFrame(columns=list(ITERATION_PARTS), dtype=float)
 
 
-def _free(trace: Trace, pool: str | None, counted: list[int]) -> pd.DataFrame:
-    tables: list[pd.DataFrame | None] = []
-    for rank in trace.ranks:
-        capacity = capacity_bytes(trace, rank)
-        tables.append(capacity - phase_peaks(trace, rank, pool) if pool and capacity is not None else None)
-    return _stacked(tables, counted)
+def _free(trace: Trace, rank: int, pool: str) -> pd.DataFrame | None:
+    capacity = capacity_bytes(trace, rank)
+    return capacity - phase_peaks(trace, rank, pool) if capacity is not None else None
 
 
-def _count(phase: str, cuts: list[Any]) -> int:
-    if phase == "other":
-        return max((len(cut.spans) for cut in cuts), default=0)
-    rows = [cut.phases[cut.phases["phase"] == phase] for cut in cuts]
+def _count(phase: str, times: list[Intervals]) -> int:
+    if phase == OTHER:
+        return max((len(rank.spans) for rank in times), default=0)
+    rows = [rank.phases[rank.phases["phase"] == phase] for rank in times]
     return max((len(r[["iteration", "micro_step"]].drop_duplicates()) for r in rows), default=0)
 
 
 def _transfers(trace: Trace, direction: str) -> TransferSummary:
-    recorded = [rank for rank in trace.ranks if trace.rank(rank).get("transfers_recorded")]
+    recorded = [rank for rank in trace.ranks if trace.rank(rank).transfers_recorded]
     if not recorded:
         return TransferSummary(None, None, None)
     tables = [trace.transfers(rank) for rank in recorded]
@@ -166,64 +207,60 @@ def _memory(trace: Trace, pool: str | None) -> MemorySummary:
     peaks: dict[str, int] = {}
     for rank in trace.ranks:
         for name in trace.memory(rank)["pool"].unique():
-            _, sizes = memory_line(trace, rank, name)
+            _, sizes = memory_timeline(trace, rank, name)
             peaks[name] = max(peaks.get(name, 0), int(sizes.max()))
     capacity = capacity_bytes(trace, trace.ranks[0]) if trace.ranks else None
     return MemorySummary(capacity, peaks.get(pool or ""), pool, dict(sorted(peaks.items())))
 
 
 def _about(trace: Trace) -> list[str]:
-    """The job in a few lines: device, model, optimizer."""
+    """Describe the job in a few lines: command, device, model, optimizer."""
     lines = []
-    if command := trace.meta.get("command"):
+    if command := trace.meta.command:
         lines.append(f"command: {command_text(command)}")
-    for entry in trace.meta["ranks"][:1]:
-        device = first_device(trace, entry["rank"])
-        if device.get("name"):
-            torch = f", torch {entry['torch']}" if entry.get("torch") else ""
-            lines.append(f"device: {device['name']} ({device.get('device')}){torch}")
-        model = entry.get("model") or {}
-        if model.get("params"):
-            names = "".join(f"{name}, " for name in model.get("classes") or [])
-            kinds = f" ({', '.join(sorted(model['dtypes']))})" if model.get("dtypes") else ""
-            lines.append(f"model: {names}{model['params']:,} parameters on this rank{kinds}")
-        for optimizer in entry.get("optimizers") or []:
-            params = f", {optimizer['params']:,} parameters" if optimizer.get("params") is not None else ""
-            state = f", state {optimizer['state_bytes'] / 2**20:,.1f} MiB" if "state_bytes" in optimizer else ""
-            lines.append(f"optimizer: {optimizer.get('class', 'unknown')}{params}{state}")
+    for entry in trace.meta.ranks[:1]:
+        device = entry.main_device
+        if device.name:
+            torch = f", torch {entry.torch}" if entry.torch else ""
+            lines.append(f"device: {device.name} ({device.device}){torch}")
+        model = entry.model
+        if model.params:
+            names = "".join(f"{name}, " for name in model.classes)
+            kinds = f" ({', '.join(sorted(model.dtypes))})" if model.dtypes else ""
+            lines.append(f"model: {names}{model.params:,} parameters on this rank{kinds}")
+        for optimizer in entry.optimizers:
+            params = f", {optimizer.params:,} parameters" if optimizer.params is not None else ""
+            state = f", state {optimizer.state_bytes / 2**20:,.1f} MiB" if optimizer.state_bytes is not None else ""
+            lines.append(f"optimizer: {optimizer.class_name or 'unknown'}{params}{state}")
     return lines
 
 
-def command_text(command: list[Any], longest: int = 110) -> str:
-    """A job's command as people know it: from its script on, and not longer than a line."""
+def command_text(command: Iterable[Any], max_chars: int = 110) -> str:
+    """Return a job's command on one line, from its script on and cut to a length."""
     words = [str(word) for word in command]
     script = next((n for n, word in enumerate(words) if word.endswith(".py")), 0)
-    text = shlex.join(words if len(shlex.join(words)) <= longest else words[script:])
-    return text if len(text) <= longest else text[: longest - 2] + " …"
+    text = shlex.join(words if len(shlex.join(words)) <= max_chars else words[script:])
+    return text if len(text) <= max_chars else text[: max_chars - 2] + " …"
 
 
 def _remarks(trace: Trace) -> list[str]:
-    """What the figures do not show by themselves."""
+    """Describe limits of the data that the figures do not show."""
     link = any(len(trace.link(rank)) for rank in trace.ranks)
-    copies = any(trace.rank(rank).get("transfers_recorded") for rank in trace.ranks)
+    copies = any(trace.rank(rank).transfers_recorded for rank in trace.ranks)
     remarks = []
     if not link and not copies:
         remarks.append("no GPU link was recorded" + ("" if _has_gpu(trace) else " (this job ran on the CPU)"))
     elif not copies:
         remarks.append("link bytes are from sampled counters; `ebbtide profile --transfers` records each copy")
-    if trace.meta.get("state") == "recording":
-        remarks.append("this trace was not finished: its recording was cut off, or still goes on")
+    if trace.meta.state == "recording":
+        remarks.append("this trace is not finished: its recording was cut off or is still running")
     return remarks
 
 
 def _has_gpu(trace: Trace) -> bool:
-    return any(d.get("kind") == "cuda" for rank in trace.ranks for d in trace.rank(rank).get("devices") or [])
+    return any(device.kind == "cuda" for entry in trace.meta.ranks for device in entry.devices)
 
 
-def _median(values: pd.Series[float]) -> float | None:
-    known = values.dropna()
-    return float(known.median()) if len(known) else None
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else round(value)
+def _median_bytes(values: pd.Series[float]) -> int | None:
+    median = median_or_none(values)
+    return None if median is None else round(median)

@@ -1,4 +1,4 @@
-"""When device memory is free, how much, and whether the link is idle then."""
+"""Finds windows of free device memory, and how idle the link is in them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,38 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
-from ebbtide.analysis.metrics.devices import capacity_bytes, link_peak, main_device, main_pool, memory_line
+from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, link_peak, main_device, memory_timeline
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, Traffic, traffic
-from ebbtide.analysis.metrics.recurring_windows import Place, by_place
+from ebbtide.analysis.metrics.recurring_windows import PhaseSegment, recurring_segments
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
-from ebbtide.analysis.timeseries.thresholds import FreeLine, runs
+from ebbtide.analysis.timeseries.thresholds import FreeTimeline, intervals_at_least
 from ebbtide.errors import TraceError
+from ebbtide.phases import OTHER
 from ebbtide.profiler.trace import Trace
-
-# Bytes of optimizer state per parameter: fp32 master, first and second moment of Adam.
-STATE_BYTES = 12
+from ebbtide.state_bytes import STATE_BYTES
 
 
 @dataclass(frozen=True)
 class Window:
     """An interval in which at least `Windows.min_bytes` of a device are free.
 
-    start_ms, end_ms: from the start of its iteration, or of the trace where it has no phases; iteration and phase are
-    None then. A guaranteed window has no iteration: it is free in all of them. free_bytes: the least over the window.
-    Idle shares: of the window's time; None where neither copies nor counters tell. resident_params: how many
-    parameters' state (12 B: fp32 master and two moments) fits into free_bytes. streamed_params: how many parameters'
-    state could come in, be updated and go out again in the window, through a few buffers, if the idle part of both
-    directions ran at the link's peak: an upper bound; None where peak or idleness is not known.
+    Attributes:
+        rank: The rank.
+        device: The rank's first device.
+        iteration: The iteration; None for a recurring window, which is free in all iterations, and in a trace without
+            phases.
+        phase: The phase, or `other`; None in a trace without phases.
+        start_ms: Start, from the start of the iteration, or of the trace where it has no phases.
+        end_ms: End, from the same origin.
+        free_bytes: Least free memory in the window.
+        h2d_idle_share: Share of the window in which the link moved nothing to the device; None if not recorded.
+        d2h_idle_share: The same from the device to the host.
+        resident_params: Number of parameters whose optimizer state (12 B each: fp32 master and two moments) fits into
+            `free_bytes`.
+        streamed_params: Number of parameters whose state could be fetched, updated and flushed in the window through a
+            few buffers, if the idle share of both directions ran at the link's peak: an upper bound. None if the peak
+            or the idle shares are not known.
     """
 
     rank: int
@@ -50,109 +59,135 @@ class Window:
 
 @dataclass(frozen=True)
 class Windows:
-    """All windows of a trace for one threshold. capacity_bytes: of the first device."""
+    """All windows of a trace for one threshold.
+
+    Attributes:
+        min_bytes: Least free memory of a window.
+        capacity_bytes: Memory of the first device.
+        pool: The pool that free memory is computed from: capacity minus this pool.
+        devices: A dict per rank with `rank`, `device` and `capacity_bytes`.
+        windows: Windows of each iteration.
+        guaranteed: Recurring windows.
+        unrecorded_ranks: Ranks without a sample of `pool`, of which no window can be known.
+    """
 
     min_bytes: int
     capacity_bytes: int | None
+    pool: str
     devices: list[dict[str, Any]]
     windows: list[Window]
     guaranteed: list[Window]
+    unrecorded_ranks: list[int]
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `ebbtide windows --json` prints."""
+        """Return the object that `ebbtide windows --json` prints."""
         return asdict(self)
 
     def to_pandas(self) -> pd.DataFrame:
-        """A row per window, with the fields of `Window` as columns."""
+        """Return a row per window, with the fields of `Window` as columns."""
         return to_frame(self.windows, Window)
 
 
 def find_windows(trace: Trace, min_bytes: int, ranks: Sequence[int] | None = None) -> Windows:
-    """The windows of a trace in which at least `min_bytes` are free, cut where a phase begins or ends; of all ranks or
-    some.
+    """Find the windows in which at least `min_bytes` are free, cut where a phase begins or ends.
 
-    Free is the device's capacity less the pool that says most about it (`main_pool`). Where the memory line has no
-    value yet there is no window. Raises TraceError where the trace has no memory line or no capacity.
+    Free memory is the device's capacity minus the pool of `free_pool`. There is no window before the first sample.
+
+    Args:
+        trace: The trace.
+        min_bytes: Least free memory of a window.
+        ranks: Ranks to look at; None: all.
+
+    Raises:
+        TraceError: No memory of a device was recorded, or the capacity of a device is not known.
     """
-    pool = main_pool(trace)
+    pool = free_pool(trace)
     if pool is None:
-        raise TraceError(f"{trace.path} has no memory line of a device: record it with `ebbtide profile`")
+        raise TraceError(f"{trace.path} has no memory timeline of a device: record it with `ebbtide profile`")
     devices: list[dict[str, Any]] = []
     windows: list[Window] = []
     guaranteed: list[Window] = []
+    unrecorded: list[int] = []
     for rank in trace.ranks if ranks is None else ranks:
-        times, used = memory_line(trace, rank, pool)
+        times, used = memory_timeline(trace, rank, pool)
         capacity = capacity_bytes(trace, rank)
         devices.append({"rank": rank, "device": main_device(trace, rank), "capacity_bytes": capacity})
         if not len(times):
+            unrecorded.append(rank)
             continue
         if capacity is None:
             raise TraceError(
-                f"{trace.path} does not tell the capacity of rank {rank}'s device: nothing can be called free "
-                "(ebbtide import takes --capacity)"
+                f"{trace.path} does not state the capacity of rank {rank}'s device, so free memory cannot be computed; "
+                "pass --capacity to `ebbtide import`"
             )
-        finder = _Finder(trace, rank, FreeLine(times, capacity - used), min_bytes)
+        finder = _WindowFinder(trace, rank, FreeTimeline(times, capacity - used), min_bytes)
         windows += finder.windows()
         guaranteed += finder.guaranteed()
-    return Windows(min_bytes, devices[0]["capacity_bytes"] if devices else None, devices, windows, guaranteed)
+    capacity = devices[0]["capacity_bytes"] if devices else None
+    return Windows(min_bytes, capacity, pool, devices, windows, guaranteed, unrecorded)
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A window before its shares are known. origin_ns: where its times count from."""
+class _FreeInterval:
+    """A window before its idle shares are computed; its times count from `origin_ns`."""
 
     iteration: int | None
     phase: str | None
     origin_ns: int
     start_ns: int
     end_ns: int
-    free: int
+    free_bytes: int
 
 
-class _Finder:
+class _WindowFinder:
     """Finds the windows of one rank."""
 
-    def __init__(self, trace: Trace, rank: int, line: FreeLine, min_bytes: int) -> None:
+    def __init__(self, trace: Trace, rank: int, timeline: FreeTimeline, min_bytes: int) -> None:
         self._trace = trace
         self._rank = rank
-        self._line = line
+        self._timeline = timeline
         self._min_bytes = min_bytes
         self._peak = link_peak(trace, rank)
-        self._traffic = {way: traffic(trace, rank, way) for way in DIRECTIONS}
-        self._pieces = pieces(trace, rank, line)
+        self._traffic = {direction: traffic(trace, rank, direction) for direction in DIRECTIONS}
+        self._phases = phase_table(trace, rank, timeline)
 
     def windows(self) -> list[Window]:
-        found = list(self._found())
-        starts = np.array([f.start_ns for f in found], np.int64)
-        ends = np.array([f.end_ns for f in found], np.int64)
-        idle = [_idle(self._traffic[way], starts, ends, self._peak) for way in DIRECTIONS]
+        """Return the windows of each iteration."""
+        free = list(self._free_intervals())
+        starts = np.array([f.start_ns for f in free], np.int64)
+        ends = np.array([f.end_ns for f in free], np.int64)
+        idle = [_idle(self._traffic[direction], starts, ends, self._peak) for direction in DIRECTIONS]
         return [
-            self._window(f.iteration, f.phase, f.start_ns - f.origin_ns, f.end_ns - f.origin_ns, f.free, h2d, d2h)
-            for f, h2d, d2h in zip(found, *idle, strict=True)
+            self._window(f.iteration, f.phase, f.start_ns - f.origin_ns, f.end_ns - f.origin_ns, f.free_bytes, h2d, d2h)
+            for f, h2d, d2h in zip(free, *idle, strict=True)
         ]
 
-    def _found(self) -> Iterator[_Found]:
+    def _free_intervals(self) -> Iterator[_FreeInterval]:
         columns = ["iteration", "phase", "origin_ns", "start_ns", "end_ns"]
-        for iteration, phase, origin, start, end in self._pieces[columns].itertuples(index=False, name=None):
-            for begins, ends, free in runs(*self._line.between(start, end), end, self._min_bytes):
-                yield _Found(iteration, phase, origin, int(begins), int(ends), free)
+        for iteration, phase, origin, start, end in self._phases[columns].itertuples(index=False, name=None):
+            parts = intervals_at_least(*self._timeline.between(start, end), end, self._min_bytes)
+            for begins, ends, free_bytes in parts:
+                yield _FreeInterval(iteration, phase, origin, int(begins), int(ends), free_bytes)
 
     def guaranteed(self) -> list[Window]:
-        """What is free in every iteration at the same place. The times are those of an iteration whose phases follow
-        each other in their usual order, each as long as its median; of all iterations the least free, and the least
-        idle, counts at each point of a phase. A phase that some iteration lacks guarantees nothing."""
-        found = []
-        for place in by_place(self._pieces):
-            for begins, ends, free in place.windows(self._line, self._min_bytes):
-                idle = [self._least_idle(self._traffic[way], place, begins, ends) for way in DIRECTIONS]
-                start, end = place.start_ns + place.length_ns * begins, place.start_ns + place.length_ns * ends
-                found.append(self._window(None, place.phase, start, end, free, *idle))
-        return found
+        """Return the windows that recur at the same relative position in every iteration.
 
-    def _least_idle(self, moved: Traffic | None, place: Place, begins: float, ends: float) -> float | None:
-        lengths = place.ends - place.starts
-        start = place.starts + np.rint(lengths * begins).astype(np.int64)
-        end = np.maximum(place.starts + np.rint(lengths * ends).astype(np.int64), start + 1)
+        Their times are those of an iteration whose phases follow each other in their usual order, each as long as its
+        median. At each point of a phase the iteration with the least free memory counts, and the one with the least
+        idle link. A phase that some iteration lacks has no recurring window.
+        """
+        windows = []
+        for segment in recurring_segments(self._phases):
+            for begins, ends, free in segment.windows(self._timeline, self._min_bytes):
+                idle = [self._least_idle(self._traffic[direction], segment, begins, ends) for direction in DIRECTIONS]
+                start, end = (segment.start_ns + segment.length_ns * edge for edge in (begins, ends))
+                windows.append(self._window(None, segment.phase, start, end, free, *idle))
+        return windows
+
+    def _least_idle(self, moved: Traffic | None, segment: PhaseSegment, begins: float, ends: float) -> float | None:
+        lengths = segment.ends - segment.starts
+        start = segment.starts + np.rint(lengths * begins).astype(np.int64)
+        end = np.maximum(segment.starts + np.rint(lengths * ends).astype(np.int64), start + 1)
         shares = _idle(moved, start, end, self._peak)
         return None if None in shares else min(share for share in shares if share is not None)
 
@@ -191,19 +226,23 @@ def _idle(moved: Traffic | None, starts: Ints, ends: Ints, peak: float | None) -
     return [None if np.isnan(share) else float(share) for share in shares]
 
 
-def pieces(trace: Trace, rank: int, line: FreeLine) -> pd.DataFrame:
-    """iteration, phase, place, origin_ns, start_ns, end_ns: the phases of each iteration in order, `other` included,
-    or the whole trace as one where it has none. place: which one of its phase it is within the iteration; of `other`,
-    how many phases came before it."""
-    cut = intervals(trace, rank, device_times=False)
-    if cut.spans.empty:
-        start, end = int(line.times[0]), int(line.times[-1])
-        whole = {"iteration": None, "phase": None, "place": 0, "origin_ns": start, "start_ns": start, "end_ns": end}
-        return pd.DataFrame([whole], dtype=object)
-    found = cut.with_other.sort_values("start_ns", kind="stable")
-    # The rest of an iteration is told apart by how many phases came before it: the first one has none at its start.
-    phases_before = (found["phase"] != "other").groupby(found["iteration"]).cumsum()
-    nth = found.groupby(["iteration", "phase"]).cumcount()
-    found["place"] = phases_before.where(found["phase"] == "other", nth)
-    origins = cut.spans[["iteration", "start_ns"]].rename(columns={"start_ns": "origin_ns"})
-    return found.merge(origins, on="iteration")
+def phase_table(trace: Trace, rank: int, timeline: FreeTimeline) -> pd.DataFrame:
+    """Return the phases of each iteration in order, `other` included.
+
+    Returns:
+        Columns iteration, phase, position, origin_ns (the iteration's start), start_ns, end_ns. position: which one of
+        its phase it is within the iteration, from 0; of `other` the number of phases before it. Where the trace has no
+        phases, one row spans the timeline, without iteration and phase.
+    """
+    times = intervals(trace, rank, device_times=False)
+    if times.spans.empty:
+        start, end = int(timeline.times[0]), int(timeline.times[-1])
+        row = {"iteration": None, "phase": None, "position": 0, "origin_ns": start, "start_ns": start, "end_ns": end}
+        return pd.DataFrame([row], dtype=object)
+    phases = times.with_other.sort_values("start_ns", kind="stable")
+    # `other` is numbered by the phases before it: the first iteration may have none at its start.
+    phases_before = (phases["phase"] != OTHER).groupby(phases["iteration"]).cumsum()
+    nth = phases.groupby(["iteration", "phase"]).cumcount()
+    phases["position"] = phases_before.where(phases["phase"] == OTHER, nth)
+    origins = times.spans[["iteration", "start_ns"]].rename(columns={"start_ns": "origin_ns"})
+    return phases.merge(origins, on="iteration")

@@ -1,4 +1,4 @@
-"""A figure of one or more traces: a stack of panels for each, all on the same scales."""
+"""Figures of one or more traces: a stack of panels for each, all on the same scales."""
 
 from __future__ import annotations
 
@@ -14,48 +14,59 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ebbtide.analysis.metrics.devices import first_device
-from ebbtide.analysis.plot.fitting import number_iterations, plain, shortened
 from ebbtide.analysis.plot.link import link_panels
 from ebbtide.analysis.plot.memory import memory_panels
-from ebbtide.analysis.plot.panels import Panel, Scale, shared_scale
+from ebbtide.analysis.plot.panels import PlotPanel, shared_scale
 from ebbtide.analysis.plot.phases import draw_phases
-from ebbtide.analysis.plot.views import View, views
+from ebbtide.analysis.plot.styles import NOTE_COLOR
+from ebbtide.analysis.plot.text import number_iterations, plain_text, shorten_text
+from ebbtide.analysis.plot.views import IterationRange, View, make_views
 from ebbtide.analysis.plot.windows import IdlePanel, WindowsPanel, windows_panels
+from ebbtide.analysis.timeline.panels import Scale
 from ebbtide.profiler.trace import Trace
 
 Kind = Literal["both", "memory", "link", "windows"]
 _WIDTH = 11.0
 # Points: the widest text of a legend, and the sizes of the fonts.
-_LEGEND = 190.0
-_NAME_SIZE = 10.5
-_FACTS_SIZE = 8.5
+_LEGEND_WIDTH = 190.0
+_TITLE_SIZE = 10.5
+_NOTE_SIZE = 8.5
+# Entries per column of a legend.
+_LEGEND_ROWS = 14
 
 
 @contextmanager
-def _any_letters() -> Iterator[None]:
-    """Names may hold letters that the font lacks: they are drawn as boxes, and that is all."""
+def _ignore_missing_glyphs() -> Iterator[None]:
+    """Draw letters that the font lacks as boxes, without a warning: names of traces may have any letters."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")
         yield
 
 
-@_any_letters()
+@_ignore_missing_glyphs()
 def draw(
     traces: Sequence[Trace],
-    span: tuple[int, int | None] = (0, None),
+    span: IterationRange = (0, None),
     rank: int | None = None,
     kind: Kind = "both",
     min_bytes: int = 2**30,
 ) -> Figure:
-    """A figure with a stack of panels per trace over time, beginning with its first iteration that is shown; axes of
-    all traces have the same scales.
+    """Draw a stack of panels per trace over time; axes of all traces have the same scales.
 
-    span: the iterations [first, end) to show. rank: the one to show, else each trace's first. kind: `memory` (below
-    it that of the host, where recorded), `link`, `both` (the link where recorded), or `windows` (when at least
-    min_bytes are free, and how idle the link is then). Raises TraceError where a trace has no such rank or
-    iterations, or nothing of that kind.
+    Time counts from the start of the first iteration that is shown.
+
+    Args:
+        traces: The traces.
+        span: Iterations [first, end) to show; end None: until the last one.
+        rank: The rank to show; None: the first one of each trace.
+        kind: `memory` (of the device, and of the host where recorded), `link`, `both` (memory of the device, and the
+            link where recorded), or `windows` (windows of free memory, and how idle the link is in them).
+        min_bytes: Least free memory of a window, bytes.
+
+    Raises:
+        TraceError: A trace has no such rank or iterations, or no data of that kind.
     """
-    stacks = [_panels(view, kind, len(traces), min_bytes) for view in views(traces, span, rank)]
+    stacks = [_panels(view, kind, len(traces), min_bytes) for view in make_views(traces, span, rank)]
     panels = [panel for stack in stacks for panel in stack]
     scales = {name: shared_scale([p for p in panels if p.name == name]) for name in {p.name for p in panels}}
     heights = [panel.height for panel in panels]
@@ -66,29 +77,38 @@ def draw(
     rows = iter(np.atleast_1d(figure.subplots(len(panels), 1, height_ratios=heights)).ravel())
     drawn = [[(next(rows), panel, scales[panel.name]) for panel in stack] for stack in stacks]
     for name, stack in zip(names, drawn, strict=True):
-        for place, (axes, panel, scale) in enumerate(stack):
-            _draw(axes, panel, scale, first=place == 0, last=place == len(stack) - 1)
-        _titled(stack[0][0], name)
+        for index, (axes, panel, scale) in enumerate(stack):
+            _draw_panel(axes, panel, scale, is_first=index == 0, is_last=index == len(stack) - 1)
+        _set_title(stack[0][0], name)
     figure.draw_without_rendering()
-    # What follows fits itself into the layout as it now is.
+    # Texts from here on are fitted into the layout as it is now.
     figure.set_layout_engine("none")
     for name, stack in zip(names, drawn, strict=True):
-        _finish(*stack[0][:2], name, _facts([panel for _, panel, _ in stack], kind))
+        _write_head(*stack[0][:2], name, _notes([panel for _, panel, _ in stack], kind))
         for axes, panel, scale in stack:
             if isinstance(panel, (WindowsPanel, IdlePanel)):
                 panel.annotate(axes, scale)
     return figure
 
 
-@_any_letters()
+@_ignore_missing_glyphs()
 def save(figure: Figure, file: Path | IO[bytes], format: str) -> None:
-    """Write a figure as png, svg or pdf, with its title in the file's metadata. Raises OSError."""
+    """Write a figure to a file, with its title in the file's metadata.
+
+    Args:
+        figure: A figure of `draw`.
+        file: Path, or an open binary file.
+        format: `png`, `svg` or `pdf`.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     figure.savefig(file, format=format, metadata={"Title": figure.get_label()})
 
 
-def _panels(view: View, kind: Kind, traces: int, min_bytes: int) -> list[Panel]:
-    """The panels of one trace, from the top."""
-    tall, low = (3.6, 1.7) if traces == 1 else (2.4, 1.4)
+def _panels(view: View, kind: Kind, trace_count: int, min_bytes: int) -> list[PlotPanel]:
+    """Return the panels of one trace, from the top."""
+    tall, low = (3.6, 1.7) if trace_count == 1 else (2.4, 1.4)
     if kind == "link":
         return [*link_panels(view, (tall + low) / 2, required=True)]
     if kind == "windows":
@@ -97,71 +117,74 @@ def _panels(view: View, kind: Kind, traces: int, min_bytes: int) -> list[Panel]:
     return [*memory_panels(view, tall, with_host=kind == "memory", required=not link), *link]
 
 
-def _draw(axes: Axes, panel: Panel, scale: Scale, first: bool, last: bool) -> None:
+def _draw_panel(axes: Axes, panel: PlotPanel, scale: Scale, is_first: bool, is_last: bool) -> None:
+    axis = panel.view.axis
     handles = panel.draw(axes, scale)
     bands = draw_phases(axes, panel.view, panel.on_gpu) if not isinstance(panel, IdlePanel) else []
-    if first:
+    if is_first:
         handles += bands
-    axes.set_xlim(0, panel.view.length / panel.view.unit_ns)
+    axes.set_xlim(0, axis.length_ns / axis.unit_ns)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelbottom=last)
-    if last:
-        axes.set_xlabel(f"time ({panel.view.unit})")
+    axes.tick_params(labelbottom=is_last)
+    if is_last:
+        axes.set_xlabel(f"time ({axis.unit})")
     figure = cast(Figure, axes.get_figure())
+    labels = [plain_text(str(handle.get_label())) for handle in handles]
     legend = axes.legend(
         handles=handles,
-        labels=[shortened(figure, plain(str(handle.get_label())), _FACTS_SIZE, _LEGEND) for handle in handles],
+        labels=[shorten_text(figure, label, _NOTE_SIZE, _LEGEND_WIDTH) for label in labels],
         loc="upper left",
         bbox_to_anchor=(1.005, 1.0),
         borderaxespad=0.0,
         frameon=False,
-        fontsize=_FACTS_SIZE,
-        ncols=1 + len(handles) // 14,
+        fontsize=_NOTE_SIZE,
+        ncols=1 + len(handles) // _LEGEND_ROWS,
     )
     for text in legend.get_texts():
         text.set_parse_math(False)
 
 
-def _facts(stack: Sequence[Panel], kind: Kind) -> str:
-    """What else than its name is to be known of the picture of a trace."""
+def _notes(stack: Sequence[PlotPanel], kind: Kind) -> str:
+    """Return the line below a trace's name: rank, device, remarks."""
     view = stack[0].view
-    facts = [f"rank {view.rank}"] if len(view.trace.ranks) > 1 else []
-    facts += [str(name)] if (name := first_device(view.trace, view.rank).get("name")) else []
+    notes = [f"rank {view.rank}"] if len(view.trace.ranks) > 1 else []
+    notes += [name] if (name := first_device(view.trace, view.rank).name) else []
     if kind == "both" and not any(panel.name == "link" for panel in stack):
-        facts.append("no GPU link was recorded")
-    if not view.is_wide:
-        facts.append("no room for the phases: show fewer --iterations")
+        notes.append("no GPU link was recorded")
+    if not view.has_room_for_phases:
+        notes.append("phases too short to draw: show fewer --iterations")
     elif view.has_gpu_times and any(panel.on_gpu for panel in stack):
-        facts.append("phases behind the link: as the GPU ran them")
-    return " · ".join([*facts, *(remark for panel in stack for remark in panel.remarks)])
+        notes.append("phases behind the link: GPU times")
+    return " · ".join([*notes, *(remark for panel in stack for remark in panel.remarks)])
 
 
-def _titled(axes: Axes, name: str) -> None:
-    """Set the name of a trace, with room below it for the facts and the iterations' numbers."""
-    axes.set_title(name, loc="left", fontsize=_NAME_SIZE, pad=29, parse_math=False)
+def _set_title(axes: Axes, name: str) -> None:
+    """Set the name of a trace, with room below it for the notes and the numbers of iterations."""
+    axes.set_title(name, loc="left", fontsize=_TITLE_SIZE, pad=29, parse_math=False)
 
 
-def _finish(axes: Axes, panel: Panel, name: str, facts: str) -> None:
-    """Fit what stands above the panels of a trace into the room there is."""
+def _write_head(axes: Axes, panel: PlotPanel, name: str, notes: str) -> None:
+    """Fit name, notes and numbers of iterations into the room above the panels of a trace."""
     figure = cast(Figure, axes.get_figure())
     room = (1 - axes.get_position().x0) * _WIDTH * 72 - 6
-    _titled(axes, shortened(figure, name, _NAME_SIZE, room))
-    text = shortened(figure, plain(facts), _FACTS_SIZE, room)
-    looks: dict[str, Any] = {"fontsize": _FACTS_SIZE, "color": "#444444", "parse_math": False}
-    axes.annotate(text, (0, 1), xycoords="axes fraction", xytext=(0, 15), textcoords="offset points", **looks)
-    spans = panel.view.spans(panel.on_gpu)
-    middles = (panel.view.x(spans["start_ns"].to_numpy()) + panel.view.x(spans["end_ns"].to_numpy())) / 2
+    _set_title(axes, shorten_text(figure, name, _TITLE_SIZE, room))
+    text = shorten_text(figure, plain_text(notes), _NOTE_SIZE, room)
+    style: dict[str, Any] = {"fontsize": _NOTE_SIZE, "color": NOTE_COLOR, "parse_math": False}
+    axes.annotate(text, (0, 1), xycoords="axes fraction", xytext=(0, 15), textcoords="offset points", **style)
+    spans, axis = panel.view.iteration_spans(panel.on_gpu), panel.view.axis
+    middles = (axis.x(spans["start_ns"].to_numpy()) + axis.x(spans["end_ns"].to_numpy())) / 2
     number_iterations(axes, middles, spans["iteration"].tolist())
 
 
 def _names(traces: Sequence[Trace]) -> list[str]:
-    """What traces are called; by their paths where several have one name."""
+    """Return the names of traces; the paths of those that share a name."""
     names = [trace.name for trace in traces]
     return [
-        plain(name if names.count(name) == 1 else str(trace.path)) for name, trace in zip(names, traces, strict=True)
+        plain_text(name if names.count(name) == 1 else str(trace.path))
+        for name, trace in zip(names, traces, strict=True)
     ]
 
 
 def _title(names: Sequence[str], kind: Kind) -> str:
-    shown = {"both": "memory and link", "windows": "windows of free memory"}.get(kind, kind)
-    return f"ebbtide: {shown} of {', '.join(names)}"
+    content = {"both": "memory and link", "windows": "windows of free memory"}.get(kind, kind)
+    return f"ebbtide: {content} of {', '.join(names)}"

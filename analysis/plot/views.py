@@ -1,4 +1,4 @@
-"""What is shown of each trace, all on one scale of time."""
+"""The interval of each trace that a figure shows, all on one scale of time."""
 
 from __future__ import annotations
 
@@ -7,76 +7,81 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from ebbtide.analysis.metrics.iterations import intervals
-from ebbtide.analysis.timeseries.step_functions import Floats, Ints
+from ebbtide.analysis.timeline.axis import TimeAxis, recorded_interval
+from ebbtide.analysis.timeline.boxes import clip_boxes, has_gpu_times, phase_boxes
 from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import Trace
 
-# The phases of an iteration that is a smaller part of the time axis cannot be told apart.
-_LEAST_ITERATION = 1 / 90
-# Of what follows the last phase so large a part is shown, of the time before it.
-_AFTERWARDS = 1 / 25
+# The phases of an iteration that is a smaller share of the time axis cannot be told apart.
+_MIN_ITERATION_SHARE = 1 / 90
+# Time after the last phase that is shown, as a share of the time before.
+_SHARE_AFTER_LAST_PHASE = 1 / 25
+# Iterations [first, end); end None: until the last one.
+IterationRange = tuple[int, int | None]
+_ALL: IterationRange = (0, None)
 
 
 @dataclass(frozen=True)
 class View:
-    """One rank of a trace from start to end, ns on its clock. asked: the iterations [first, end) to show. length: ns of
-    the longest of all views that are drawn together; unit_ns and unit: of the time axis, which begins at start."""
+    """One rank of a trace within an interval.
+
+    Attributes:
+        trace: The trace.
+        rank: The rank.
+        iterations: Iterations to show.
+        axis: The interval. Its origin is its start; its length that of the longest view of the figure.
+    """
 
     trace: Trace
     rank: int
-    asked: tuple[int, int | None]
-    start: int
-    end: int
-    length: int
-    unit_ns: float
-    unit: str
+    iterations: IterationRange
+    axis: TimeAxis
 
-    def x(self, times: Ints) -> Floats:
-        return np.asarray((times - self.start) / self.unit_ns)
-
-    def inside(self, starts: Ints, ends: Ints) -> npt.NDArray[np.bool_]:
-        return np.asarray((ends > self.start) & (starts < self.end))
-
-    def spans(self, on_gpu: bool) -> pd.DataFrame:
-        """iteration, start_ns, end_ns of the finished iterations that are shown, by the GPU's times or the host's."""
-        return _asked(intervals(self.trace, self.rank, on_gpu).spans, self.asked)
+    def iteration_spans(self, on_gpu: bool) -> pd.DataFrame:
+        """Return iteration, start_ns, end_ns of the finished iterations to show, by times of the GPU or the host."""
+        return _select(intervals(self.trace, self.rank, on_gpu).spans, self.iterations)
 
     def phases(self, on_gpu: bool) -> pd.DataFrame:
-        """phase, start_ns, end_ns of what is shown of the phases, those of an unfinished iteration too."""
-        rows = self.trace.phases(self.rank)
-        start, end = ("gpu_start_ns", "gpu_end_ns") if on_gpu and self.has_gpu_times else ("start_ns", "end_ns")
-        rows = rows[rows[end].notna()]
-        starts, ends = rows[start].to_numpy(np.int64), rows[end].to_numpy(np.int64)
-        times = {"start_ns": starts.clip(self.start, self.end), "end_ns": ends.clip(self.start, self.end)}
-        return rows[["phase"]].assign(**times)[self.inside(starts, ends)]
+        """Return the boxes of phases in the view, also of an unfinished iteration.
+
+        Times of the GPU are used only where every phase has them.
+        """
+        return clip_boxes(phase_boxes(self.trace, self.rank, on_gpu and self.has_gpu_times), self.axis)
 
     @cached_property
-    def is_wide(self) -> bool:
-        """Whether there is room to draw the phases of each iteration."""
-        spans = self.spans(on_gpu=False)
+    def has_room_for_phases(self) -> bool:
+        """Whether iterations are long enough to draw their phases."""
+        spans = self.iteration_spans(on_gpu=False)
         lengths = spans["end_ns"] - spans["start_ns"]
-        return spans.empty or float(lengths.median()) >= self.length * _LEAST_ITERATION
+        return spans.empty or float(lengths.median()) >= self.axis.length_ns * _MIN_ITERATION_SHARE
 
     @cached_property
     def has_gpu_times(self) -> bool:
-        """Whether every phase of a finished iteration has them: else they are not used."""
-        rows = self.trace.phases(self.rank)
-        finished = rows.loc[rows["iteration"].notna(), "gpu_end_ns"]
-        return len(finished) > 0 and bool(finished.notna().all())
+        """Whether every phase of a finished iteration has times of the GPU."""
+        return has_gpu_times(self.trace, self.rank)
 
 
-def views(traces: Sequence[Trace], span: tuple[int, int | None], rank: int | None) -> list[View]:
-    """span: the iterations [first, end) to show. rank: the one to show, else each trace's first. Raises TraceError
-    where a trace has no such rank or no such iterations, or nothing at all."""
-    chosen = [(trace, _rank(trace, rank)) for trace in traces]
-    times = [_times(trace, r, span) for trace, r in chosen]
-    length = max(max(end - start for start, end in times), 1)
-    unit_ns, unit = (1e9, "s") if length >= 2e9 else (1e6, "ms")
-    return [View(trace, r, span, *cut, length, unit_ns, unit) for (trace, r), cut in zip(chosen, times, strict=True)]
+def make_views(traces: Sequence[Trace], iterations: IterationRange, rank: int | None) -> list[View]:
+    """Choose the interval of each trace.
+
+    Args:
+        traces: The traces of a figure.
+        iterations: Iterations to show.
+        rank: The rank to show; None: the first one of each trace.
+
+    Raises:
+        TraceError: A trace has no such rank or no such iterations, or no data.
+    """
+    ranks = [(trace, _rank(trace, rank)) for trace in traces]
+    bounds = [_bounds(trace, number, iterations) for trace, number in ranks]
+    length = max(max(end - start for start, end in bounds), 1)
+    return [
+        View(trace, number, iterations, TimeAxis(start, start, end, length))
+        for (trace, number), (start, end) in zip(ranks, bounds, strict=True)
+    ]
 
 
 def _rank(trace: Trace, rank: int | None) -> int:
@@ -84,45 +89,38 @@ def _rank(trace: Trace, rank: int | None) -> int:
         trace.rank(rank)
         return rank
     if not trace.ranks:
-        raise TraceError(f"{trace.path} holds no rank: nothing was recorded in it")
+        raise TraceError(f"{trace.path} has no ranks: nothing was recorded in it")
     return trace.ranks[0]
 
 
-def _times(trace: Trace, rank: int, span: tuple[int, int | None]) -> tuple[int, int]:
-    """(start ns, end ns) to show: the iterations asked for, or all there is, with a little of what followed."""
-    if span != (0, None):
-        return _of_iterations(trace, rank, span)
+def _bounds(trace: Trace, rank: int, iterations: IterationRange) -> tuple[int, int]:
+    """Return (start ns, end ns) of the iterations; of all of them, with a little of what followed."""
+    if iterations != _ALL:
+        return _iteration_bounds(trace, rank, iterations)
+    recorded = recorded_interval(trace, rank)
+    if recorded is None:
+        raise TraceError(f"{trace.path} has no phases, memory samples or link data: nothing to draw")
     phases = trace.phases(rank)
-    memory, link, copies = trace.memory(rank)["t_ns"], trace.link(rank), trace.transfers(rank)
-    starts_and_ends = (
-        (memory, memory),
-        (link["t_ns"] - link["window_ns"], link["t_ns"]),
-        (copies["start_ns"], copies["end_ns"]),
-    )
-    recorded = [(int(starts.min()), int(ends.max())) for starts, ends in starts_and_ends if len(starts)]
-    if phases.empty and not recorded:
-        raise TraceError(f"{trace.path} holds neither phases nor memory nor link: there is nothing to draw")
-    last = max((end for _, end in recorded), default=0)
     if phases.empty:
-        return min(start for start, _ in recorded), last
+        return recorded
     spans = intervals(trace, rank, device_times=False).spans
     start = int(pd.concat([phases["start_ns"], spans["start_ns"]]).min())
     end = int(pd.concat([phases["end_ns"], phases["gpu_end_ns"].dropna()]).max())
-    return start, min(end + int((end - start) * _AFTERWARDS), max(end, last))
+    return start, min(end + int((end - start) * _SHARE_AFTER_LAST_PHASE), recorded[1])
 
 
-def _of_iterations(trace: Trace, rank: int, span: tuple[int, int | None]) -> tuple[int, int]:
+def _iteration_bounds(trace: Trace, rank: int, iterations: IterationRange) -> tuple[int, int]:
     spans = intervals(trace, rank, device_times=False).spans
-    kept = _asked(spans, span)
-    if kept.empty:
-        has = f"{spans['iteration'].min()} to {spans['iteration'].max()}" if len(spans) else "none"
-        asked = f"{span[0]}:{'' if span[1] is None else span[1]}"
-        raise TraceError(f"{trace.path} has no iterations {asked} (it has {has})")
-    # The GPU is done with an iteration later than the host.
-    last = _asked(intervals(trace, rank).spans, span)["end_ns"].max()
-    return int(kept["start_ns"].min()), max(int(kept["end_ns"].max()), int(last))
+    selected = _select(spans, iterations)
+    if selected.empty:
+        available = f"{spans['iteration'].min()} to {spans['iteration'].max()}" if len(spans) else "none"
+        first, end = iterations
+        raise TraceError(f"{trace.path} has no iterations {first}:{'' if end is None else end} (it has {available})")
+    # The GPU ends an iteration later than the host.
+    gpu_end = _select(intervals(trace, rank).spans, iterations)["end_ns"].max()
+    return int(selected["start_ns"].min()), max(int(selected["end_ns"].max()), int(gpu_end))
 
 
-def _asked(spans: pd.DataFrame, asked: tuple[int, int | None]) -> pd.DataFrame:
-    first, after = asked
-    return spans[(spans["iteration"] >= first) & (spans["iteration"] < (np.inf if after is None else after))]
+def _select(spans: pd.DataFrame, iterations: IterationRange) -> pd.DataFrame:
+    first, end = iterations
+    return spans[(spans["iteration"] >= first) & (spans["iteration"] < (np.inf if end is None else end))]

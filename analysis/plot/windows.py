@@ -1,45 +1,64 @@
-"""The panels of free windows: boxes between the memory line and the capacity, and how idle the link is in each."""
+"""Draws windows of free memory: boxes between the memory line and the capacity, and how idle the link is in them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
-from ebbtide.analysis.metrics.devices import capacity_bytes, main_pool
-from ebbtide.analysis.plot.boxes import Boxes, free_boxes, guaranteed_boxes
-from ebbtide.analysis.plot.fitting import label_boxes
-from ebbtide.analysis.plot.memory import MemoryPanel, shown_line
-from ebbtide.analysis.plot.panels import Panel, Scale
-from ebbtide.analysis.plot.styles import GUARANTEED, LINK_FILLS, WINDOW
+from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
+from ebbtide.analysis.metrics.windows import find_windows
+from ebbtide.analysis.plot.memory import MemoryPanel
+from ebbtide.analysis.plot.panels import PlotPanel
+from ebbtide.analysis.plot.styles import OUTLINE_COLOR, box_properties
+from ebbtide.analysis.plot.text import label_boxes
 from ebbtide.analysis.plot.views import View
+from ebbtide.analysis.timeline.boxes import clip_boxes, recurring_boxes, window_boxes
+from ebbtide.analysis.timeline.memory import free_memory_panel
+from ebbtide.analysis.timeline.panels import Scale
+from ebbtide.analysis.timeline.reduction import PICTURE, PICTURE_BOXES, BoxSampler
+from ebbtide.analysis.timeline.styles import COLORS, RECURRING, WINDOW, BoxStyle
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.units import bytes_text
 
-# left, right, bottom and top of boxes.
-Edges = tuple[Floats, Floats, Floats, Floats]
-# Of more boxes than these the longest are drawn.
-_MOST_BOXES = 10_000
+_SHARE_COLOR = "#c4c4c4"
+
+
+class BoxEdges(NamedTuple):
+    """Edges of boxes in the units of the axes, one value per box."""
+
+    left: Floats
+    right: Floats
+    bottom: Floats
+    top: Floats
+
+    @property
+    def corners(self) -> list[Floats]:
+        """The four corners of each box, 4 x 2."""
+        x = np.stack([self.left, self.left, self.right, self.right], axis=1)
+        y = np.stack([self.bottom, self.top, self.top, self.bottom], axis=1)
+        return list(np.stack([x, y], axis=2))
 
 
 @dataclass(frozen=True)
 class WindowsPanel:
-    """The line that windows are found by, and the windows above it."""
+    """The line that free memory is computed from, with the windows above it; see `PlotPanel`."""
 
     memory: MemoryPanel
-    boxes: Boxes
-    guaranteed: Boxes
+    windows: pd.DataFrame
+    recurring: pd.DataFrame
     min_bytes: int
-    capacity: float
     remarks: Sequence[str]
     name: str = "memory"
-    whole: bool = True
+    level_required: bool = True
     on_gpu: bool = False
 
     @property
@@ -52,7 +71,7 @@ class WindowsPanel:
 
     @property
     def level(self) -> float | None:
-        return self.capacity
+        return self.memory.level
 
     @property
     def height(self) -> float:
@@ -60,101 +79,117 @@ class WindowsPanel:
 
     def draw(self, axes: Axes, scale: Scale) -> list[Artist]:
         drawn = self.memory.draw(axes, scale)
-        if len(self.boxes.free):
-            drawn.append(self._draw(axes, scale, self.boxes, f"≥ {bytes_text(self.min_bytes)} free", WINDOW))
-        if len(self.guaranteed.free):
-            drawn.append(self._draw(axes, scale, self.guaranteed, "free in every iteration", GUARANTEED))
+        for boxes, label, style in (
+            (self.windows, f"≥ {bytes_text(self.min_bytes)} free", WINDOW),
+            (self.recurring, "free in every iteration", RECURRING),
+        ):
+            if len(boxes):
+                drawn.append(self._draw_boxes(axes, scale, boxes, label, style))
         return drawn
 
-    def _draw(self, axes: Axes, scale: Scale, boxes: Boxes, label: str, looks: dict[str, Any]) -> Artist:
-        edges = self._edges(boxes, scale)
-        if not self.view.is_wide:
-            # Outlines would hide what they surround.
-            looks = {**looks, "ec": "face", "lw": 0.1}
-        return axes.add_collection(PolyCollection(_corners(*edges), label=label, zorder=0.8, **looks))
+    def _draw_boxes(self, axes: Axes, scale: Scale, boxes: pd.DataFrame, label: str, style: BoxStyle) -> Artist:
+        properties = box_properties(style)
+        if not self.view.has_room_for_phases:
+            # Outlines would hide the boxes.
+            properties |= {"ec": "face", "lw": 0.1}
+        corners = self._edges(boxes, scale).corners
+        return axes.add_collection(PolyCollection(corners, label=label, zorder=0.8, **properties))
 
     def annotate(self, axes: Axes, scale: Scale) -> None:
-        """Say the least free bytes in each box that has room for it, once the layout stands."""
-        label_boxes(axes, *self._edges(self.boxes, scale), [bytes_text(int(free)) for free in self.boxes.free])
+        """Write the least free bytes into each box that has room for it. Needs the final layout."""
+        label_boxes(axes, *self._edges(self.windows, scale), [bytes_text(free) for free in self.windows["free_bytes"]])
 
-    def _edges(self, boxes: Boxes, scale: Scale) -> Edges:
-        """From the peak of each window up to the capacity."""
-        free = boxes.free.astype(np.float64)
-        top = np.full(len(free), self.capacity / scale.size)
-        return self.view.x(boxes.starts), self.view.x(boxes.ends), (self.capacity - free) / scale.size, top
+    def _edges(self, boxes: pd.DataFrame, scale: Scale) -> BoxEdges:
+        """Return boxes from the peak of each window up to the capacity."""
+        capacity = self.level or 0.0
+        bottom = (capacity - boxes["free_bytes"].to_numpy(np.float64)) / scale.size
+        return BoxEdges(*_horizontal_edges(self.view, boxes), bottom, np.full(len(boxes), capacity / scale.size))
 
 
 @dataclass(frozen=True)
 class IdlePanel:
-    """A row per direction, in which the box of each window is filled as far as the link is idle."""
+    """A row per direction: the box of each window is filled to the share in which the link is idle; see `PlotPanel`."""
 
     view: View
-    boxes: Boxes
-    rows: Sequence[str]
+    windows: pd.DataFrame
+    directions: Sequence[str]
     name: str = "idle link"
     largest: float = 0.0
     level: float | None = None
-    whole: bool = False
+    level_required: bool = False
     on_gpu: bool = False
     remarks: Sequence[str] = ()
 
     @property
     def height(self) -> float:
-        return 0.32 * len(self.rows) + 0.1
+        return 0.32 * len(self.directions) + 0.1
 
     def draw(self, axes: Axes, scale: Scale) -> list[Artist]:
-        left, right = self.view.x(self.boxes.starts), self.view.x(self.boxes.ends)
-        for row, direction in enumerate(self.rows):
-            shares, (low, high) = self.boxes.idle[direction], self._row(row)
-            known = ~np.isnan(shares)
-            bottom, top = np.full(len(shares), low), np.full(len(shares), high)
-            outline = _corners(left[known], right[known], bottom[known], top[known])
-            axes.add_collection(PolyCollection(outline, fc="white", ec="#777777", lw=0.5 * self.view.is_wide))
-            filled = bottom + shares * (high - low)
-            corners = _corners(left[known], right[known], bottom[known], filled[known])
-            axes.add_collection(PolyCollection(corners, fc=LINK_FILLS[direction], lw=0))
-        axes.set_ylim(0, len(self.rows))
-        middles = [sum(self._row(row)) / 2 for row in range(len(self.rows))]
-        axes.set_yticks(middles, [f"{direction} idle" for direction in self.rows])
+        for direction, shares, edges in self._rows():
+            recorded = ~np.isnan(shares)
+            outline = BoxEdges(*(edge[recorded] for edge in edges))
+            axes.add_collection(
+                PolyCollection(outline.corners, fc="white", ec=OUTLINE_COLOR, lw=0.5 * self.view.has_room_for_phases)
+            )
+            idle = outline._replace(top=outline.bottom + shares[recorded] * (outline.top - outline.bottom))
+            axes.add_collection(PolyCollection(idle.corners, fc=COLORS[f"{direction}-fill"].light, lw=0))
+        axes.set_ylim(0, len(self.directions))
+        middles = [sum(self._row_bounds(row)) / 2 for row in range(len(self.directions))]
+        axes.set_yticks(middles, [f"{direction} idle" for direction in self.directions])
         axes.tick_params(axis="y", length=0, labelsize=8)
-        return [Patch(fc="#c4c4c4", label="share of the window, in %")]
-
-    def _row(self, row: int) -> tuple[float, float]:
-        """(bottom, top) of a row: the first is the upper one."""
-        bottom = len(self.rows) - 1 - row + 0.08
-        return bottom, bottom + 0.84
+        return [Patch(fc=_SHARE_COLOR, label="share of the window, in %")]
 
     def annotate(self, axes: Axes, scale: Scale) -> None:
-        left, right = self.view.x(self.boxes.starts), self.view.x(self.boxes.ends)
-        for row, direction in enumerate(self.rows):
-            low, high = (np.full(len(left), edge) for edge in self._row(row))
-            texts = ["" if np.isnan(share) else f"{100 * share:.0f} %" for share in self.boxes.idle[direction]]
-            label_boxes(axes, left, right, low, high, texts)
+        """Write the shares into the boxes that have room for them. Needs the final layout."""
+        for _, shares, edges in self._rows():
+            label_boxes(axes, *edges, ["" if np.isnan(share) else f"{100 * share:.0f} %" for share in shares])
+
+    def _rows(self) -> Iterator[tuple[str, Floats, BoxEdges]]:
+        """Yield (direction, idle shares, whole boxes) of each row."""
+        left, right = _horizontal_edges(self.view, self.windows)
+        for row, direction in enumerate(self.directions):
+            bottom, top = (np.full(len(left), bound) for bound in self._row_bounds(row))
+            yield direction, self.windows[f"{direction}_idle_share"].to_numpy(), BoxEdges(left, right, bottom, top)
+
+    def _row_bounds(self, row: int) -> tuple[float, float]:
+        """Return (bottom, top) of a row, counted from above."""
+        bottom = len(self.directions) - 1 - row + 0.08
+        return bottom, bottom + 0.84
 
 
-def windows_panels(view: View, height: float, min_bytes: int) -> list[Panel]:
-    """Raises TraceError where the trace has no memory line or no capacity."""
-    boxes = free_boxes(view, min_bytes)
-    remarks = []
-    if not len(boxes.free):
+def windows_panels(view: View, height: float, min_bytes: int) -> list[PlotPanel]:
+    """Return the panel of windows, and the one of the idle link where it was recorded.
+
+    Args:
+        view: Trace, rank and interval.
+        height: Height of the first panel, inches.
+        min_bytes: Least free memory of a window, bytes.
+
+    Raises:
+        TraceError: No memory of a device was recorded, or its capacity is unknown.
+    """
+    free = find_windows(view.trace, min_bytes, [view.rank])
+    windows = clip_boxes(window_boxes(view.trace, view.rank, free.windows), view.axis)
+    recurring = windows.iloc[:0]
+    if free.guaranteed:
+        recurring = clip_boxes(recurring_boxes(view.trace, view.rank, min_bytes), view.axis)
+    remarks = [f"free memory: capacity minus {free.pool}"]
+    if not len(windows):
         remarks.append(f"never {bytes_text(min_bytes)} free")
-    if len(boxes.free) > _MOST_BOXES:
-        remarks.append(f"{len(boxes.free) - _MOST_BOXES:,} shorter windows are not drawn")
-    boxes, guaranteed = boxes.longest(_MOST_BOXES), guaranteed_boxes(view, min_bytes).longest(_MOST_BOXES)
-    pool = main_pool(view.trace) or ""
-    line = shown_line(view, pool)
-    capacity = capacity_bytes(view.trace, view.rank)
-    memory = MemoryPanel(view, "memory", {} if line is None else {pool: line}, capacity, height)
-    remarks += memory.remarks
-    panels: list[Panel] = [WindowsPanel(memory, boxes, guaranteed, min_bytes, float(capacity or 0), remarks)]
-    rows = [direction for direction, shares in boxes.idle.items() if not np.isnan(shares).all()]
-    if rows:
-        panels.append(IdlePanel(view, boxes, rows))
+    starts = intervals(view.trace, view.rank, device_times=False).spans["start_ns"].to_numpy(np.int64)
+    sampler = BoxSampler(starts, max(len(windows), len(recurring)), PICTURE_BOXES)
+    windows, recurring = sampler.sample(windows), sampler.sample(recurring)
+    if sampler.stride > 1:
+        remarks.append(f"windows of one iteration in {sampler.stride} are drawn")
+    if sampler.dropped:
+        remarks.append(f"{sampler.dropped:,} shorter windows are not drawn")
+    memory = MemoryPanel(view, free_memory_panel(view.trace, view.rank, view.axis, PICTURE), height)
+    panels: list[PlotPanel] = [WindowsPanel(memory, windows, recurring, min_bytes, [*remarks, *memory.remarks])]
+    directions = [way for way in DIRECTIONS if windows[f"{way}_idle_share"].notna().any()]
+    if directions:
+        panels.append(IdlePanel(view, windows, directions))
     return panels
 
 
-def _corners(left: Floats, right: Floats, bottom: Floats, top: Floats) -> list[Floats]:
-    """The four corners of each box: 4 x 2."""
-    x = np.stack([left, left, right, right], axis=1)
-    y = np.stack([bottom, top, top, bottom], axis=1)
-    return list(np.stack([x, y], axis=2))
+def _horizontal_edges(view: View, boxes: pd.DataFrame) -> tuple[Floats, Floats]:
+    return view.axis.x(boxes["start_ns"].to_numpy(np.int64)), view.axis.x(boxes["end_ns"].to_numpy(np.int64))

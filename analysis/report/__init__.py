@@ -1,8 +1,8 @@
-"""One HTML file that explains a trace to a person."""
+"""Writes one HTML file that explains a trace."""
 
 from __future__ import annotations
 
-from ebbtide.analysis.report.page import Page, page
-from ebbtide.analysis.report.render import render, write_report
+from ebbtide.analysis.report.page import Page, build_page
+from ebbtide.analysis.report.render import render_page, write_report
 
-__all__ = ["Page", "page", "render", "write_report"]
+__all__ = ["Page", "build_page", "render_page", "write_report"]

@@ -1,68 +1,91 @@
-"""What the page says, before it is HTML."""
+"""Collects the content of the page, before it is HTML."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ebbtide.analysis.findings import Findings
-from ebbtide.analysis.metrics.iteration_stats import iterations
+from ebbtide.analysis.metrics.iteration_stats import compare_iterations
 from ebbtide.analysis.metrics.link import link_use
 from ebbtide.analysis.metrics.summary import Summary, summarize
-from ebbtide.analysis.report.columns import Table
-from ebbtide.analysis.report.facts import Fact, facts
+from ebbtide.analysis.report.columns import ReportTable
+from ebbtide.analysis.report.job_description import JobDetail, describe_job
 from ebbtide.analysis.report.rank import RankView, rank_view
-from ebbtide.analysis.report.tables import MOST_ROWS, rank_table, summary_table
+from ebbtide.analysis.report.tables import MAX_ROWS, rank_table, summary_table
+from ebbtide.analysis.report.timeline_content import DetailLimits
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text
 
-# A page is under 5 MB: so many ranks are drawn, and in all of them together so many points of lines, and so many boxes
-# of each kind.
-MOST_RANKS = 8
-_MOST_POINTS = 80_000
-_MOST_BOXES = 4_500
+# Limits that keep a page smaller than 5 MB. Points and boxes of each kind are those of all ranks together.
+MAX_RANKS = 8
+_MAX_POINTS = 80_000
+_MAX_BOXES = 4_500
+_MIN_ROWS = 50
+_SOURCES = {"recorded": "a recorded run", "imported": "an imported run", "simulated": "a simulation"}
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A figure that stands by itself: label, value with its unit, and what it is to be seen against."""
+class KeyFigure:
+    """A figure at the top of the summary: label, value with its unit, and what it relates to."""
 
     label: str
     value: str
-    beside: str
+    context: str
 
 
 @dataclass(frozen=True)
 class Page:
-    """missing: lines on what was not recorded. left_out: a line on ranks that are not drawn."""
+    """Content of the page.
+
+    Attributes:
+        name: Name of the trace.
+        about: Line on the source of the trace, its ranks and iterations.
+        findings: Findings of the rules.
+        summary: Figures of the trace.
+        figures: The most important figures.
+        phases: Table of phases; None where there are no iterations.
+        ranks: Ranks that are shown.
+        omitted_ranks: Line on ranks that are not shown; None where all are.
+        compared: Table of all ranks; None for a single rank.
+        job: Description of the job.
+        missing: Lines on what was not recorded.
+        notes: Notes of the trace.
+    """
 
     name: str
     about: str
     findings: Findings
     summary: Summary
-    figures: list[Figure]
-    phases: Table | None
+    figures: list[KeyFigure]
+    phases: ReportTable | None
     ranks: list[RankView]
-    left_out: str | None
-    compared: Table | None
-    facts: list[Fact]
+    omitted_ranks: str | None
+    compared: ReportTable | None
+    job: list[JobDetail]
     missing: list[str]
-    notes: list[str]
+    notes: Sequence[str]
 
 
-def page(trace: Trace, findings: Findings, min_bytes: int, rank: int | None = None) -> Page:
-    """All that the page tells. rank: the only one to draw. Raises TraceError for a rank that is not there."""
+def build_page(trace: Trace, findings: Findings, min_bytes: int, rank: int | None = None) -> Page:
+    """Collect the content of a trace's page.
+
+    Args:
+        trace: The trace.
+        findings: Its findings.
+        min_bytes: Least free memory of a window, bytes.
+        rank: The only rank to show; None: the first ones.
+
+    Raises:
+        TraceError: The trace has no such rank.
+    """
     if rank is not None:
         trace.rank(rank)
-    drawn = [rank] if rank is not None else trace.ranks[:MOST_RANKS]
-    others = len(trace.ranks) - len(drawn)
-    left_out = None
-    if others:
-        ranks = "rank is" if others == 1 else "ranks are"
-        left_out = f"{others} more {ranks} not drawn: --rank N draws another one"
+    shown = [rank] if rank is not None else trace.ranks[:MAX_RANKS]
     summary = summarize(trace)
-    spread, link = iterations(trace), link_use(trace)
-    share = max(len(drawn), 1)
-    limits = _MOST_POINTS // share, _MOST_BOXES // share, max(MOST_ROWS // share, 50)
+    iterations, link = compare_iterations(trace), link_use(trace)
+    count = max(len(shown), 1)
+    limits = DetailLimits(_MAX_POINTS // count, _MAX_BOXES // count, max(MAX_ROWS // count, _MIN_ROWS))
     return Page(
         name=trace.name,
         about=_about(trace, summary),
@@ -70,54 +93,58 @@ def page(trace: Trace, findings: Findings, min_bytes: int, rank: int | None = No
         summary=summary,
         figures=_figures(summary),
         phases=summary_table(summary) if summary.iterations else None,
-        ranks=[rank_view(trace, number, spread, link, min_bytes, *limits) for number in drawn],
-        left_out=left_out,
-        compared=rank_table(trace, spread, MOST_ROWS) if len(trace.ranks) > 1 else None,
-        facts=facts(trace),
+        ranks=[rank_view(trace, number, iterations, link, min_bytes, limits) for number in shown],
+        omitted_ranks=_omitted(len(trace.ranks) - len(shown)),
+        compared=rank_table(trace, iterations, MAX_ROWS) if len(trace.ranks) > 1 else None,
+        job=describe_job(trace),
         missing=_missing(trace, summary),
         notes=trace.notes,
     )
 
 
+def _omitted(count: int) -> str | None:
+    if not count:
+        return None
+    return f"{count} more {'rank is' if count == 1 else 'ranks are'} not drawn: --rank N draws another one"
+
+
 def _about(trace: Trace, summary: Summary) -> str:
-    source = {"recorded": "a recorded run", "imported": "an imported run", "simulated": "a simulation"}
     ranks = f"{len(trace.ranks)} rank{'' if len(trace.ranks) == 1 else 's'}"
-    parts = [source.get(str(trace.meta.get("source")), "a run"), ranks]
+    parts = [_SOURCES.get(trace.meta.source or "", "a run"), ranks]
     if summary.iterations:
         warmup = f", the first {summary.warmup_iterations} left out as warm-up" if summary.warmup_iterations else ""
         parts.append(f"{summary.iterations} iterations{warmup}")
     return " · ".join(parts)
 
 
-def _figures(summary: Summary) -> list[Figure]:
+def _figures(summary: Summary) -> list[KeyFigure]:
     figures = []
     if summary.iteration_ms is not None:
-        counted = summary.iterations - summary.warmup_iterations
-        figures.append(Figure("iteration", f"{summary.iteration_ms:,.0f} ms", f"median of {counted}"))
+        steady = summary.iterations - summary.warmup_iterations
+        figures.append(KeyFigure("iteration", f"{summary.iteration_ms:,.0f} ms", f"median of {steady}"))
     memory = summary.memory
     if memory.peak_bytes is not None:
-        capacity = (
-            f"of {bytes_text(memory.capacity_bytes)}" if memory.capacity_bytes is not None else "capacity not known"
-        )
-        figures.append(Figure(f"peak {memory.pool} memory", bytes_text(memory.peak_bytes), capacity))
-    for way, words in (("h2d", "host to device"), ("d2h", "device to host")):
-        moved = [getattr(phase, f"{way}_bytes") for phase in summary.phases]
-        known = [size for size in moved if size is not None]
-        if known:
-            figures.append(Figure(way, bytes_text(sum(known)), f"{words}, per iteration"))
+        capacity = "capacity unknown" if memory.capacity_bytes is None else f"of {bytes_text(memory.capacity_bytes)}"
+        figures.append(KeyFigure(f"peak {memory.pool} memory", bytes_text(memory.peak_bytes), capacity))
+    for direction, description in (("h2d", "host to device"), ("d2h", "device to host")):
+        sizes = [getattr(phase, f"{direction}_bytes") for phase in summary.phases]
+        recorded = [size for size in sizes if size is not None]
+        if recorded:
+            figures.append(KeyFigure(direction, bytes_text(sum(recorded)), f"{description}, per iteration"))
     return figures
 
 
 def _missing(trace: Trace, summary: Summary) -> list[str]:
-    lines: list[str] = []
     if not trace.ranks:
-        lines.append("this trace holds no rank: nothing was recorded in it")
-    elif not summary.iterations:
-        lines.append("no finished iteration was recorded: nothing can be said phase by phase")
-    if trace.ranks and summary.memory.pool is None:
+        return ["this trace has no ranks: nothing was recorded in it"]
+    lines = []
+    if not summary.iterations:
+        lines.append("no finished iteration was recorded: there are no figures by phase")
+    if summary.memory.pool is None:
         lines.append("no memory of a device was recorded")
-    elif trace.ranks and summary.memory.capacity_bytes is None:
+    elif summary.memory.capacity_bytes is None:
         lines.append(
-            "the capacity of the device is not known: nothing can be called free (`ebbtide import` takes `--capacity`)"
+            "the capacity of the device is not known, so free memory cannot be computed: pass `--capacity` to "
+            "`ebbtide import`"
         )
-    return [*lines, *(summary.remarks if trace.ranks else ())]
+    return [*lines, *summary.remarks]

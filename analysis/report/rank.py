@@ -1,25 +1,21 @@
-"""What the page shows of one rank: its timeline, windows, iterations and link."""
+"""Collects what the page shows of one rank: timeline, windows, sub-steps, iterations, link."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
-
 from ebbtide.analysis.metrics.iteration_stats import Iterations
-from ebbtide.analysis.metrics.iterations import intervals
-from ebbtide.analysis.metrics.link import Link
+from ebbtide.analysis.metrics.link import LinkUse
 from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
-from ebbtide.analysis.metrics.substeps.operations import follow_each_other, named_ops
 from ebbtide.analysis.metrics.windows import Windows, find_windows
-from ebbtide.analysis.report import tooltips
-from ebbtide.analysis.report.boxes import Choice, guaranteed_boxes, op_boxes, phase_boxes, window_boxes
-from ebbtide.analysis.report.columns import Table
-from ebbtide.analysis.report.lines import Panel, clock, panels
-from ebbtide.analysis.report.tables import iteration_table, link_tables, step_tables, window_tables
-from ebbtide.analysis.report.timeline import Drawing, Strip, timeline
+from ebbtide.analysis.report.chart_panels import ChartPanel
+from ebbtide.analysis.report.columns import ReportTable
+from ebbtide.analysis.report.tables import iteration_table, window_tables
+from ebbtide.analysis.report.timeline import timeline_json
+from ebbtide.analysis.report.timeline_content import DetailLimits, timeline_content
+from ebbtide.analysis.report.transfer_tables import link_tables, substep_tables
 from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text
@@ -27,105 +23,87 @@ from ebbtide.units import bytes_text
 
 @dataclass(frozen=True)
 class RankView:
-    """timeline: what Bokeh embeds, None where nothing was recorded that could be drawn. windows: their tables;
-    windows_line says what they are, or why there are none. steps: of the update, where its sub-steps are known."""
+    """Content of the page on one rank.
+
+    Attributes:
+        rank: The rank.
+        timeline: Argument of Bokeh.embed.embed_item; None where nothing was recorded that a timeline could show.
+        unit: Unit of the time axis.
+        panels: Panels of the timeline, whose lines the page lists.
+        timeline_notes: Remarks on the timeline.
+        windows: Tables of windows.
+        windows_line: What the windows are, or why there are none.
+        steps: Tables of sub-steps; empty where they were not recorded.
+        iterations: Table of iterations; None where there are none.
+        link: Tables of the link.
+    """
 
     rank: int
     timeline: dict[str, Any] | None
     unit: str
-    panels: list[Panel]
-    timeline_notes: list[str]
-    windows: list[Table]
+    panels: Sequence[ChartPanel]
+    timeline_notes: Sequence[str]
+    windows: list[ReportTable]
     windows_line: str
-    steps: list[Table]
-    iterations: Table | None
-    link: list[Table]
+    steps: list[ReportTable]
+    iterations: ReportTable | None
+    link: list[ReportTable]
 
 
 def rank_view(
-    trace: Trace, rank: int, spread: Iterations, link: Link, min_bytes: int, points: int, boxes: int, rows: int
+    trace: Trace, rank: int, iterations: Iterations, link: LinkUse, min_bytes: int, limits: DetailLimits
 ) -> RankView:
-    """points: of all lines; boxes: of each kind; rows: of each table; the most to show."""
-    found: Windows | None = None
+    """Collect the content of the page on one rank.
+
+    Args:
+        trace: The trace.
+        rank: The rank.
+        iterations: Times of all iterations.
+        link: Link use of all ranks.
+        min_bytes: Least free memory of a window, bytes.
+        limits: Limits of detail.
+    """
+    windows: Windows | None = None
     try:
-        found = find_windows(trace, min_bytes, [rank])
-        line = _windows_line(found, min_bytes)
+        windows = find_windows(trace, min_bytes, [rank])
+        windows_line = _windows_line(windows)
     except TraceError as error:
-        line = str(error)
-    drawn = _drawing(trace, rank, found, min_bytes, points, boxes)
+        windows_line = str(error)
+    has_windows = windows is not None and bool(windows.windows)
+    content = timeline_content(trace, rank, windows if has_windows else None, limits)
     return RankView(
         rank=rank,
-        timeline=timeline(drawn[0]) if drawn else None,
-        unit=drawn[0].clock.unit if drawn else "s",
-        panels=list(drawn[0].panels) if drawn else [],
-        timeline_notes=drawn[1] if drawn else [],
-        windows=window_tables(found.windows, found.guaranteed, rows) if found and found.windows else [],
-        windows_line=line,
-        steps=_steps(trace, rank, rows),
-        iterations=iteration_table(spread, rank, rows),
+        timeline=timeline_json(content) if content else None,
+        unit=content.axis.unit if content else "s",
+        panels=content.panels if content else (),
+        timeline_notes=content.notes if content else (),
+        windows=window_tables(windows.windows, windows.guaranteed, windows.pool, limits.rows)
+        if windows is not None and has_windows
+        else [],
+        windows_line=windows_line,
+        steps=_steps(trace, rank, limits.rows),
+        iterations=iteration_table(iterations, rank, limits.rows),
         link=link_tables(link, rank),
     )
 
 
-def _steps(trace: Trace, rank: int, rows: int) -> list[Table]:
+def _steps(trace: Trace, rank: int, max_rows: int) -> list[ReportTable]:
     try:
-        return step_tables(sub_steps(trace, [rank]), rows)
+        return substep_tables(sub_steps(trace, [rank]), max_rows)
     except TraceError:
         return []
 
 
-def _windows_line(found: Windows, min_bytes: int) -> str:
-    least = bytes_text(min_bytes)
-    if not found.windows:
-        return f"Never are {least} free: try a smaller --min-bytes."
-    line = f"When at least {least} of {bytes_text(found.capacity_bytes)} are free (--min-bytes)"
-    if not found.guaranteed and any(window.iteration is not None for window in found.windows):
-        return f"{line}; no place of the iteration has that in every iteration."
+def _windows_line(windows: Windows) -> str:
+    threshold = bytes_text(windows.min_bytes)
+    if windows.unrecorded_ranks:
+        return f"The {windows.pool} memory of this rank was not recorded, so its windows are not known."
+    if not windows.windows:
+        return f"{threshold} are never free: try a smaller `--min-bytes`. Free memory is capacity minus {windows.pool}."
+    line = (
+        f"Times with at least {threshold} of {bytes_text(windows.capacity_bytes)} free (`--min-bytes`); free memory is "
+        f"capacity minus {windows.pool}"
+    )
+    if not windows.guaranteed and any(window.iteration is not None for window in windows.windows):
+        return f"{line}. No position in the iteration has that in every iteration."
     return f"{line}."
-
-
-def _drawing(
-    trace: Trace, rank: int, found: Windows | None, min_bytes: int, points: int, boxes: int
-) -> tuple[Drawing, list[str]] | None:
-    at = clock(trace, rank)
-    if at is None:
-        return None
-    shown = panels(trace, rank, at, points)
-    some, always = (found.windows, found.guaranteed) if found else ([], [])
-    choose = Choice(trace, rank, len(some), len(always), boxes)
-    strips = []
-    if len(trace.phases(rank)):
-        strips.append(Strip("phases", phase_boxes(trace, rank, at, choose), tooltips.PHASE))
-    if trace.phases(rank)["gpu_start_ns"].notna().any():
-        strips.append(Strip("on GPU", phase_boxes(trace, rank, at, choose, on_gpu=True), tooltips.PHASE))
-    each = Choice(trace, rank, len(trace.ops(rank)), 0, boxes)
-    for resource, rows in _lanes(trace, rank):
-        strips.append(Strip(resource, op_boxes(rows, at, each), tooltips.OP))
-    if always:
-        free = guaranteed_boxes(trace, rank, at, min_bytes, choose)
-        strips.append(Strip("always free", {"window": free}, tooltips.GUARANTEED, 0.5))
-    if not strips and not shown:
-        return None
-    windows = window_boxes(trace, rank, at, some, choose) if some else None
-    notes = [note for panel in shown for note in panel.notes]
-    if choose.step > 1:
-        notes.append(f"phases and windows are drawn for one iteration in {choose.step}")
-    if choose.left_out:
-        notes.append(f"the {choose.left_out:,} shortest phases and windows are not drawn")
-    if each.step > 1 or each.left_out:
-        notes.append("not all sub-steps are drawn (`ebbtide export` has all)")
-    spans = intervals(trace, rank, device_times=False).spans
-    starts, ends = at(spans["start_ns"].to_numpy()), at(spans["end_ns"].to_numpy())
-    numbers = list(zip(map(int, spans["iteration"]), map(float, starts), map(float, ends), strict=True))
-    return Drawing(at, strips, shown, numbers, windows), notes
-
-
-def _lanes(trace: Trace, rank: int) -> Iterator[tuple[str, pd.DataFrame]]:
-    """(name, sub-steps) of each lane: DeepSpeed's follow each other, a schedule's run on all resources at once."""
-    rows = named_ops(trace, rank)
-    if follow_each_other(rows):
-        yield "sub-steps", rows
-        return
-    for resource in ("host", "cpu", "gpu", "h2d", "d2h"):
-        if (rows["resource"] == resource).any():
-            yield resource, rows[rows["resource"] == resource]

@@ -1,6 +1,6 @@
-"""What hovering the boxes of a timeline shows, as templates that Bokeh fills in.
+"""Tooltips of the boxes of a timeline: templates that Bokeh fills in with escaped values.
 
-They live in a shadow tree, which the page's style sheet does not reach. Bokeh escapes what it fills in.
+They are in a shadow tree, which the page's style sheet does not reach.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def _tooltip(title: str, **rows: str) -> str:
 
 
 PHASE = _tooltip("$name", **{"iteration": "@iteration", "micro-step": "@micro_step", "length": "@ms{0,0.00} ms"})
-OP = _tooltip("@op", on="@on", subgroup="@subgroup", bytes="@bytes", length="@ms{0,0.00} ms")
-GUARANTEED = _tooltip("free in every iteration", **{"phase": "@phase", "at least": "@free"})
+SUBSTEP = _tooltip("@op", on="@on", subgroup="@subgroup", bytes="@bytes", length="@ms{0,0.00} ms")
+RECURRING = _tooltip("free in every iteration", **{"phase": "@phase", "at least": "@free"})
 WINDOW = _tooltip(
     "window: @phase",
     **{

@@ -1,1 +1,1 @@
-"""Step functions, intervals, and their placement on lanes."""
+"""Step functions, intervals, their placement on lanes, and statistics."""

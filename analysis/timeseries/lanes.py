@@ -1,4 +1,4 @@
-"""Laying intervals out on lanes, so that on each lane they nest or lie apart."""
+"""Placement of intervals on lanes, so that on each lane they nest or do not overlap."""
 
 from __future__ import annotations
 
@@ -10,43 +10,51 @@ import numpy as np
 from ebbtide.analysis.timeseries.step_functions import Ints
 
 
-def lay_out(starts: Ints, ends: Ints, parents: Sequence[int | None] | None = None) -> tuple[Ints, Ints]:
-    """(the order to draw the intervals in, the lane of each interval): the fewest lanes for intervals without parents.
+def assign_lanes(starts: Ints, ends: Ints, parents: Sequence[int | None] | None = None) -> tuple[Ints, Ints]:
+    """Assign each interval to a lane; intervals without parents need the fewest lanes possible.
 
-    starts, ends: ns, no end before its start. parents: for each interval the place of another one, or None. An
-    interval lies on the lane of its parent if it lies within it and no sibling is in the way, else on a lane that is
-    free for all of its time. In the order, times rise, and a parent comes before what is nested in it.
+    An interval shares the lane of its parent if it is within the parent and does not overlap a sibling on that lane.
+    Otherwise it gets a lane that is free for all of its time.
+
+    Args:
+        starts: Start of each interval, ns.
+        ends: End of each interval, ns; not before its start.
+        parents: For each interval the index of its parent, or None. None: no interval has a parent.
+
+    Returns:
+        (drawing order, lane of each interval). In the drawing order times rise, and a parent comes before the intervals
+        nested in it.
     """
-    # Those without length go first: then they are past when what begins with them begins.
+    # Intervals without length go first: they have ended when the intervals that begin with them begin.
     order = np.lexsort((-ends, ends > starts, starts))
     lanes = np.zeros(len(starts), np.int64)
-    nests: list[list[int]] = []  # per lane, the intervals that are open, each within the one before
-    taken: list[tuple[int, int]] = []  # (end, lane)
-    free: list[int] = []
-    for one in order.tolist():
-        start, end = int(starts[one]), int(ends[one])
-        parent = parents[one] if parents is not None else None
+    nests: list[list[int]] = []  # per lane, the open intervals, each within the one before
+    busy_lanes: list[tuple[int, int]] = []  # (end, lane)
+    free_lanes: list[int] = []
+    for index in order.tolist():
+        start, end = int(starts[index]), int(ends[index])
+        parent = parents[index] if parents is not None else None
         if parent is not None and 0 <= parent < len(lanes) and nests and end <= ends[parent]:
             nest = nests[lanes[parent]]
             while nest and ends[nest[-1]] <= start:
                 nest.pop()
             if nest and nest[-1] == parent:
-                nest.append(one)
-                lanes[one] = lanes[parent]
+                nest.append(index)
+                lanes[index] = lanes[parent]
                 continue
-        while taken and taken[0][0] <= start:
-            heapq.heappush(free, heapq.heappop(taken)[1])
-        if not free:
-            free.append(len(nests))
+        while busy_lanes and busy_lanes[0][0] <= start:
+            heapq.heappush(free_lanes, heapq.heappop(busy_lanes)[1])
+        if not free_lanes:
+            free_lanes.append(len(nests))
             nests.append([])
-        lane = heapq.heappop(free)
-        nests[lane] = [one]
-        heapq.heappush(taken, (end, lane))
-        lanes[one] = lane
+        lane = heapq.heappop(free_lanes)
+        nests[lane] = [index]
+        heapq.heappush(busy_lanes, (end, lane))
+        lanes[index] = lane
     return order, lanes
 
 
-def overlap(starts: Ints, ends: Ints) -> bool:
-    """Whether any two of the intervals have time in common."""
+def any_overlap(starts: Ints, ends: Ints) -> bool:
+    """Return whether any two of the intervals share time."""
     order = np.lexsort((ends, starts))
     return bool((starts[order][1:] < np.maximum.accumulate(ends[order])[:-1]).any())

@@ -1,4 +1,4 @@
-"""Step functions and rates over time, exactly: a sample holds from its time until the next one."""
+"""Exact step functions and rates over time: a sample holds from its time until the next one."""
 
 from __future__ import annotations
 
@@ -12,46 +12,59 @@ Floats = npt.NDArray[np.float64]
 
 
 def peak_between(times: Ints, values: Ints, starts: Ints, ends: Ints) -> Floats:
-    """The largest value of a step function over each interval [start, end], its ends included.
+    """Return the largest value of a step function in each interval [start, end], both ends included.
 
-    times: sorted, ns. Before its first sample the function has no value; NaN where an interval has none at all.
+    Args:
+        times: Times of the samples, ns, sorted. The function has no value before its first sample.
+        values: Value from each time until the next one.
+        starts: Start of each interval, ns.
+        ends: End of each interval, ns.
+
+    Returns:
+        A value per interval; NaN where the function has no value in it.
     """
     peaks = np.full(len(starts), np.nan)
     if not len(times):
         return peaks
     first = np.maximum(np.searchsorted(times, starts, side="right") - 1, 0)
     after = np.searchsorted(times, ends, side="right")
-    known = after > first
-    if known.any():
-        bounds = np.stack([first[known], after[known]], axis=1).ravel()
+    has_value = after > first
+    if has_value.any():
+        bounds = np.stack([first[has_value], after[has_value]], axis=1).ravel()
         padded = np.append(values, np.iinfo(np.int64).min)
-        peaks[known] = np.maximum.reduceat(padded, bounds)[::2]
+        peaks[has_value] = np.maximum.reduceat(padded, bounds)[::2]
     return peaks
 
 
 def cumulative(starts: Ints, ends: Ints, amounts: Floats) -> Callable[[Ints], Floats]:
-    """The total that has passed by a time, where each amount passes evenly between its start and end.
+    """Return the running total of amounts, each of which passes evenly between its start and end.
 
-    Amounts may overlap in time. Returns a function of times (ns); differences of it are exact amounts.
+    Args:
+        starts: Start of each amount, ns. Amounts may overlap in time.
+        ends: End of each amount, ns.
+        amounts: The amounts, for example bytes.
+
+    Returns:
+        A function from times (ns) to the total that has passed by each time. Its differences are exact amounts.
     """
     if not len(starts):
-        return lambda at: np.zeros(len(at))
+        return lambda times: np.zeros(len(times))
     # An amount that takes no time passes in the nanosecond before its end.
     begins = np.minimum(starts, ends - 1)
     rates = amounts / (ends - begins)
-    times = np.concatenate([begins, ends])
+    edges = np.concatenate([begins, ends])
     changes = np.concatenate([rates, -rates])
-    order = np.argsort(times, kind="stable")
-    times, rate = times[order], np.cumsum(changes[order])
-    # Where nothing is on its way the rate is 0, not what rounding left of it.
+    order = np.argsort(edges, kind="stable")
+    edges, rate = edges[order], np.cumsum(changes[order])
+    # Where no amount passes the rate is 0, not the remainder of rounding.
     rate[np.cumsum(np.sign(changes[order])) == 0] = 0.0
-    totals = np.concatenate([[0.0], np.cumsum(rate[:-1] * np.diff(times))])
-    begin, since = times[0], (times - times[0]).astype(np.float64)
-    return lambda at: np.interp((at - begin).astype(np.float64), since, totals)
+    totals = np.concatenate([[0.0], np.cumsum(rate[:-1] * np.diff(edges))])
+    begin, since = edges[0], (edges - edges[0]).astype(np.float64)
+    return lambda times: np.interp((times - begin).astype(np.float64), since, totals)
 
 
 def union(starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
-    """(starts, ends) of the stretches that at least one interval covers, apart and in order."""
+    """Return (starts, ends) of the union of intervals: disjoint and in order."""
     if not len(starts):
         return starts, ends
     order = np.argsort(starts, kind="stable")
@@ -61,18 +74,27 @@ def union(starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
 
 
 def union_length(starts: Ints, ends: Ints) -> int:
-    """How long at least one of the intervals lasts, ns."""
+    """Return the length of the union of intervals, ns."""
     starts, ends = union(starts, ends)
     return int((ends - starts).sum())
 
 
-def thinned(times: Ints, values: Ints, most: int) -> tuple[Ints, Ints]:
-    """A step function by at most `most` (at least 4) of its samples: where it has more, the first, the last, and of
-    each stretch between them the smallest and the largest value."""
+def downsample(times: Ints, values: Ints, max_samples: int) -> tuple[Ints, Ints]:
+    """Reduce a step function to at most `max_samples` of its samples, and keep its extremes.
+
+    Args:
+        times: Times of the samples, ns, sorted.
+        values: Value from each time until the next one.
+        max_samples: At least 4.
+
+    Returns:
+        (times, values). A longer function keeps its first and last sample, and the smallest and largest value of each
+        stretch between them.
+    """
     count = len(times)
-    if count <= most:
+    if count <= max_samples:
         return times, values
-    stretch = -(-count // ((most - 2) // 2))
+    stretch = -(-count // ((max_samples - 2) // 2))
     base = np.arange(0, count, stretch)
     # The last stretch is filled up with its last value, which changes no extreme.
     folded = np.pad(values, (0, len(base) * stretch - count), mode="edge").reshape(-1, stretch)

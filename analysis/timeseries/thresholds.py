@@ -1,4 +1,4 @@
-"""Free bytes over time."""
+"""Free bytes over time, and the intervals in which they reach a threshold."""
 
 from __future__ import annotations
 
@@ -11,28 +11,43 @@ from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 
 
 @dataclass(frozen=True)
-class FreeLine:
-    """A step function that begins with its first sample. times: ns, sorted; free: bytes."""
+class FreeTimeline:
+    """Free memory as a step function, which has no value before its first sample.
+
+    Attributes:
+        times: Times of the samples, ns, sorted.
+        free: Free bytes from each time until the next one.
+    """
 
     times: Ints
     free: Ints
 
     def between(self, start: int, end: int) -> tuple[Ints, Ints]:
-        """(times at which each value begins, values) within [start, end); the first time is where values begin."""
+        """Cut the timeline to [start, end).
+
+        Returns:
+            (times at which each value begins, values). The first time is `start`, or the first sample where that is
+            later. Of several samples at one time the last one counts.
+        """
         first = max(int(np.searchsorted(self.times, start, side="right")) - 1, 0)
         after = int(np.searchsorted(self.times, end, side="left"))
         times = np.maximum(self.times[first:after], start)
-        # Of samples at one time the last holds.
         last = np.append(np.diff(times) > 0, True) if len(times) else np.empty(0, bool)
         return times[last], self.free[first:after][last]
 
 
-def runs(times: Ints | Floats, values: Ints, end: float, least: int) -> Iterator[tuple[float, float, int]]:
-    """(start, end, smallest value) of each longest interval of a step function whose values are at least `least`.
+def intervals_at_least(
+    times: Ints | Floats, values: Ints, end: float, threshold: int
+) -> Iterator[tuple[float, float, int]]:
+    """Yield (start, end, smallest value) of each maximal interval in which a step function reaches the threshold.
 
-    times: where each value begins, increasing; the last one holds until `end`.
+    Args:
+        times: Where each value begins, increasing.
+        values: Values; the last one holds until `end`.
+        end: End of the step function, in the unit of `times`.
+        threshold: Smallest value inside an interval.
     """
-    edges = np.diff(np.concatenate([[0], (values >= least).astype(np.int8), [0]]))
+    edges = np.diff(np.concatenate([[0], (values >= threshold).astype(np.int8), [0]]))
     bounds = np.append(times, end)
     for first, after in zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True):
         if bounds[after] > bounds[first]:

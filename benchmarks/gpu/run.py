@@ -1,10 +1,10 @@
-"""Everything that only a GPU can show, in steps that are bounded, resumable and told as JSON.
+"""Measures what only a GPU can show, in steps with time limits that can be resumed; results are JSON.
 
     python benchmarks/gpu/run.py OUT [--minutes 9.5] [--step NAME]... [--rehearse] [--pack FILE.tar.gz]
 
-Each step is a process of its own with a limit; what is known of it stands in OUT/NAME.json. A step that is done is not
-run again, one is not begun with too little time left, and one that fails stops no other. --rehearse runs the same steps
-with tiny sizes on the CPU and the emulated device. README.md says what each step tells.
+Each step is a process with a time limit; its result is OUT/NAME.json. A step that is done is not run again, a step is
+not started with too little time left, and a step that fails stops no other. --rehearse runs the same steps with tiny
+sizes on the CPU and the emulated device. README.md describes the steps.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from pathlib import Path
 from typing import Any
 
 from listing import ALL
-from runner import DONE, Run, line, pack
+from runner import DONE, StepRunner, pack, status_text
 
 PACKAGES = ("torch", "triton", "nvidia-ml-py", "numba", "numpy", "pandas", "pyarrow", "deepspeed", "torchao")
-ASK_CARD = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max", "--format=csv,noheader"]
+GPU_QUERY = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max", "--format=csv,noheader"]
 
 
 def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    package_versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            package_versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            package_versions[name] = None
+    return package_versions
 
 
-def card() -> str | None:
+def gpu_description() -> str | None:
     try:
-        return subprocess.run(ASK_CARD, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+        return subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -50,7 +50,7 @@ def machine() -> dict[str, Any]:
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     return {
-        "gpu": card(),
+        "gpu": gpu_description(),
         "cpu": cpu.group(1) if cpu else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "host_memory_bytes": int(memory.group(1)) * 1024 if memory else None,
@@ -61,30 +61,30 @@ def machine() -> dict[str, Any]:
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("out", type=Path)
-    flags.add_argument("--minutes", type=float, default=9.5, help="all in all")
+    flags.add_argument("out", type=Path, help="folder of the results")
+    flags.add_argument("--minutes", type=float, default=9.5, help="time limit of all steps together")
     flags.add_argument(
-        "--step", action="append", choices=[step.name for step in ALL], help="only this; may be repeated"
+        "--step", action="append", choices=[step.name for step in ALL], help="run only this step; repeatable"
     )
-    flags.add_argument("--rehearse", action="store_true")
-    flags.add_argument("--pack", type=Path, help="an archive of the results, kept up to date")
+    flags.add_argument("--rehearse", action="store_true", help="tiny sizes, without a GPU")
+    flags.add_argument("--pack", type=Path, help="archive of the results, updated after each step")
     args = flags.parse_args()
     end = time.monotonic() + 60 * args.minutes
-    # Whoever ends this ends the step that runs.
+    # Ending this process also ends the running step.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # In the order asked for.
+    # In the order of the options.
     steps = [next(step for step in ALL if step.name == name) for name in args.step] if args.step else ALL
     args.out.mkdir(parents=True, exist_ok=True)
-    # First, so that it stands whatever happens.
-    about = {"date": time.strftime("%Y-%m-%d"), "rehearsed": args.rehearse, **machine()}
-    (args.out / "summary.json").write_text(json.dumps(about, indent=1))
-    results = Run(args.out, end, args.rehearse, args.pack).all(steps)
-    about["steps"] = {result["name"]: line(result) for result in results}
-    (args.out / "summary.json").write_text(json.dumps(about, indent=1))
+    # Written first, so that it exists even if this process is killed.
+    summary = {"date": time.strftime("%Y-%m-%d"), "rehearsed": args.rehearse, **machine()}
+    (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
+    results = StepRunner(args.out, end, args.rehearse, args.pack).run_all(steps)
+    summary["steps"] = {result["name"]: status_text(result) for result in results}
+    (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
     if args.pack:
         pack(args.out, args.pack)
-    for name, told in about["steps"].items():
-        print(f"{name:14} {told}")
+    for name, status in summary["steps"].items():
+        print(f"{name:14} {status}")
     sys.exit(0 if all(result["status"] == DONE for result in results) else 1)
 
 

@@ -1,4 +1,4 @@
-"""Fetch what a GPU machine without a network may lack, as wheels for Python 3.12 on x86-64.
+"""Fetch packages for a GPU machine without a network, as wheels for Python 3.12 on x86-64.
 
     python benchmarks/gpu/wheels.py [FOLDER]       # default: benchmarks/gpu/wheels, which git ignores
 
@@ -6,8 +6,8 @@ There:  python3 -m pip install -q --no-index --no-deps --no-compile --target SIT
         export PYTHONPATH=SITE
         python3 -c "import numba" || python3 -m pip install -q --no-index --no-deps --target SITE FOLDER/older/*.whl
 
-DeepSpeed is published as source: its wheel is made here, of Python alone; what it compiles it compiles at first use.
-Versions are those of constraints.txt. torch, triton and numba are not among them: such machines have them.
+DeepSpeed is published as source: its wheel is built here from Python code only; it compiles the rest at first use.
+Versions are those of constraints.txt. torch, triton and numba are not included: such machines have them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-CONSTRAINTS = HERE.parent.parent / "constraints.txt"
+FOLDER = Path(__file__).resolve().parent
+CONSTRAINTS = FOLDER.parent.parent / "constraints.txt"
 BUILT = ("deepspeed", "hjson")
 FETCHED = (
     "pydantic",
@@ -34,10 +34,10 @@ FETCHED = (
     "xyzservices",
     "torchao",
 )
-# Installed only where the numba there refuses the NumPy there for being newer than itself.
+# Installed only if the NumPy of that machine is too new for its numba.
 OLDER = ("numpy",)
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)] + ["manylinux2014_x86_64"]
-# Torch is there, and is not to be fetched for the build.
+# The build uses the installed torch instead of fetching one.
 WHEEL = ["wheel", "--quiet", "--no-deps", "--no-build-isolation"]
 DOWNLOAD = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--implementation", "cp"]
 
@@ -48,7 +48,9 @@ def pip(*words: str) -> None:
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("folder", type=Path, nargs="?", default=HERE / "wheels")
+    flags.add_argument(
+        "folder", type=Path, nargs="?", default=FOLDER / "wheels", help="folder to write (default: wheels)"
+    )
     folder = flags.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     constrained = ["--constraint", str(CONSTRAINTS)]

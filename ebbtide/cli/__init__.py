@@ -51,14 +51,14 @@ def make_app(command: str | None = None) -> typer.Typer:
             if name == command or not only_one:
                 module, function = _ELSEWHERE.get(name, (name, name))
                 run_command = getattr(import_module(f"ebbtide.cli.{module}"), function)
-                # All words after the first one that is no option belong to the recorded job.
+                # All words after the first one that is not an option belong to the recorded job.
                 settings = {"allow_interspersed_args": False} if name == "profile" else {}
                 app.command(name, rich_help_panel=heading, context_settings=settings)(run_command)
     return app
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"ebbtide {ebbtide.__version__}")
         raise typer.Exit
 
@@ -66,7 +66,7 @@ def _version(asked: bool) -> None:
 def _options(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_version)
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
@@ -84,7 +84,7 @@ def run(arguments: Sequence[str]) -> int:
     except (typer.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:
-        # The reader of our output (a pager, head) has gone; Python must not try to flush what is left.
+        # The reader of the output (a pager, head) has ended: Python must not try to flush the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:

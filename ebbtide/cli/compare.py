@@ -1,18 +1,16 @@
-"""`ebbtide compare`: run policies and compare them with their prediction."""
+"""`ebbtide compare`: run policies and compare them with their predictions."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ebbtide.cli.options import Force, Json, Plot, count, size
-from ebbtide.cli.outputs import check_outputs, new_outputs, picture_format, tell_outputs
+from ebbtide.cli.outputs import check_outputs, new_outputs, picture_format, print_outputs
 
 
 def compare(
@@ -40,7 +38,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Device memory for optimizer state, e.g. 2GiB.",
+            help="Device memory for optimizer state in bytes, e.g. 2GiB.",
             show_default="half of the state and three subgroups",
         ),
     ] = None,
@@ -48,7 +46,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="RATE",
-            help="Emulate the device, with a link of this many bytes/s per direction, e.g. 2GB.",
+            help="Emulate the device; rate of its link in bytes/s per direction, e.g. 2GB.",
             show_default="1GB where there is no GPU",
         ),
     ] = None,
@@ -56,87 +54,85 @@ def compare(
         str | None,
         typer.Option(
             metavar="M",
-            help="Machine file to predict with; an emulated device has its own link and GPU.",
-            show_default="this machine, measured",
+            help="Machine file, or name of a preset, to predict with. Emulated devices have their own link and GPU.",
+            show_default="this machine, which is measured",
         ),
     ] = None,
     against: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Other optimizers to measure: torch, deepspeed, torchao.")
+        str | None,
+        typer.Option(
+            metavar="NAME,...", help="Other optimizers to measure: torch, deepspeed, torchao.", show_default="none"
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of weights and tokens.", min=0, max=2**63 - 1)] = 0,
     plot: Plot = None,
     save: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Also write a measured and a predicted trace per policy.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Also write a measured and a predicted trace per policy into this folder."),
     ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Train a small model under each policy and compare measured with predicted times and losses.
+    """Train a small model under each policy and compare measured with predicted times.
 
-    Without a GPU the device is emulated: times then say nothing about a GPU, only whether the plan ran as predicted.
-    The exit status is 1 if the losses differ by a bit.
+    Without a GPU the device is emulated: times then say nothing about a GPU, only whether the plan runs as predicted.
+    Losses must be equal under all policies, bit for bit; otherwise the exit status is 1.
     """
     check_outputs(plot, save)
     if subgroup_params == 0:
-        raise typer.BadParameter("--subgroup-params is at least 1")
-    budget = size(memory_budget) if memory_budget is not None else None
-    rate = size(emulate_link) if emulate_link is not None else None
-    _settle_threads()
+        raise typer.BadParameter("--subgroup-params must be at least 1")
+    memory_budget_bytes = size(memory_budget) if memory_budget is not None else None
+    link_bytes_per_s = size(emulate_link) if emulate_link is not None else None
+    _set_environment()
 
     from ebbtide.analysis.plot import save as save_figure
     from ebbtide.cli.render.compare import print_comparison
-    from ebbtide.interleave.experiments.compare.compare import Asked
+    from ebbtide.cli.render.progress import progress_bar
+    from ebbtide.interleave.experiments.compare.compare import CompareConfig
     from ebbtide.interleave.experiments.compare.compare import compare as run
-    from ebbtide.interleave.experiments.compare.picture import picture
+    from ebbtide.interleave.experiments.compare.picture import draw_comparison
     from ebbtide.interleave.experiments.compare.saving import save_traces
-    from ebbtide.interleave.replay.resolve import find_machine
+    from ebbtide.machines.catalog import find_machine
 
-    # What is written stands whole, or not at all, before anything is printed.
-    with new_outputs(plot, save, force) as (image, folder):
-        asked = Asked(
+    # All outputs are complete before anything is printed.
+    with new_outputs(plot, save, force) as (picture_file, folder):
+        config = CompareConfig(
             policies=policy,
             iterations=iterations,
             params=params,
             subgroup_params=subgroup_params,
-            memory_budget=budget,
-            link_bytes_per_s=rate,
-            machine=find_machine(machine, None) if machine is not None else None,
-            peers=[name.strip() for name in against.split(",")] if against is not None else [],
+            memory_budget=memory_budget_bytes,
+            link_bytes_per_s=link_bytes_per_s,
+            machine=find_machine(machine) if machine is not None else None,
+            baselines=[name.strip() for name in against.split(",")] if against is not None else [],
             seed=seed,
         )
-        with _progress() as tell:
-            found = run(asked, tell)
-        if image is not None and plot is not None:
-            save_figure(picture(found), image, picture_format(plot))
+        with progress_bar() as update:
+            comparison = run(
+                config, lambda name, done, total: update(f"{name} (iteration {done} of {total})", done, total)
+            )
+        if picture_file is not None and plot is not None:
+            save_figure(draw_comparison(comparison), picture_file, picture_format(plot))
         if folder is not None:
-            save_traces(found, folder)
+            save_traces(comparison, folder)
     if as_json:
-        typer.echo(json.dumps(found.as_json()))
+        typer.echo(json.dumps(comparison.as_json()))
     else:
-        print_comparison(found)
-    tell_outputs(plot, save)
-    if not found.losses_equal:
-        differ = ", ".join(result.policy for result in found.results if not result.losses_equal)
-        typer.echo(f"ebbtide: the losses of {differ} are not those of {found.results[0].policy}: a fault", err=True)
+        print_comparison(comparison)
+    print_outputs(plot, save)
+    if not comparison.losses_equal:
+        differing = ", ".join(result.policy for result in comparison.results if not result.losses_equal)
+        typer.echo(
+            f"ebbtide: the losses of {differing} differ from those of "
+            f"{comparison.results[0].policy}: this is a bug, please report it",
+            err=True,
+        )
         raise typer.Exit(1)
 
 
-def _settle_threads() -> None:
-    """What has to be set before torch is there."""
-    # Else matrix products on a GPU differ from run to run.
+def _set_environment() -> None:
+    """Set variables that torch reads when it is imported."""
+    # Otherwise matrix products on a GPU differ from run to run.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Threads of torch that wait for more to do leave the cores to the updates.
+    # Waiting threads of torch leave the cores to the updates.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], object]]:
-    """A bar on stderr; none where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        line = bar.add_task("")
-        yield lambda label, done, total: bar.update(line, description=label, completed=done, total=total)

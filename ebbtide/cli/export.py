@@ -25,4 +25,4 @@ def export(
     from ebbtide.profiler.trace import open_trace
 
     write(open_trace(trace), output, force)
-    typer.echo(f"ebbtide: {output}   open it in https://ui.perfetto.dev", err=True)
+    typer.echo(f"ebbtide: {output} (open it in https://ui.perfetto.dev)", err=True)

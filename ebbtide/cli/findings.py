@@ -16,12 +16,12 @@ def findings(
     """Print what slows the job down, with evidence and the estimated gain per iteration."""
     from ebbtide.analysis.findings import find
     from ebbtide.analysis.metrics.iterations import median_ms
-    from ebbtide.cli.render.analysis import print_findings
+    from ebbtide.cli.render.findings import print_findings
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)
-    found = find(opened)
+    result = find(opened)
     if as_json:
-        typer.echo(json.dumps(found.as_json()))
+        typer.echo(json.dumps(result.as_json()))
     else:
-        print_findings(opened, found, median_ms(opened, "iteration"))
+        print_findings(opened, result, median_ms(opened, "iteration"))

@@ -21,22 +21,39 @@ def import_(
     ],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="RUN.ebb", help="Trace to write.")],
     format: Annotated[
-        str | None, typer.Option(metavar="F", help="Format of the files.", show_default="recognised by content")
+        str | None,
+        typer.Option(
+            metavar="F",
+            help="Format: deepspeed-log, kineto, memory-timeline, nvml-monitor, torch-snapshot.",
+            show_default="recognised by content",
+        ),
     ] = None,
     capacity: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of the GPU, e.g. 80GB, if the files do not state it.")
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Memory of the GPU in bytes, e.g. 80GB.", show_default="as stated by the files"
+        ),
     ] = None,
     link: Annotated[
-        str | None, typer.Option(metavar="GENxLANES", help="PCIe link of the GPU, e.g. 5x16; gives the peak rate.")
+        str | None,
+        typer.Option(
+            metavar="GENxLANES",
+            help="PCIe link of the GPU, e.g. 5x16, for its peak rate.",
+            show_default="as stated by the files",
+        ),
     ] = None,
     force: Force = False,
 ) -> None:
-    """Convert files of other tools into a trace. Give files of one run together, e.g. a log and its monitor CSV."""
+    """Convert files of other tools into a trace.
+
+    Give all files of a run together, e.g. a log and its monitor CSV.
+    """
     capacity_bytes = size(capacity) if capacity is not None else None
     lanes = _link(link) if link is not None else None
 
-    from ebbtide.profiler.importers.load import Hardware, import_trace
-    from ebbtide.profiler.launch import next_commands
+    from ebbtide.profiler.importers.importer import Hardware
+    from ebbtide.profiler.importers.load import import_trace
+    from ebbtide.profiler.recording import next_commands
 
     trace = import_trace(sources, output, format, force, Hardware(capacity_bytes, lanes))
     for note in trace.notes:
@@ -47,6 +64,6 @@ def import_(
 def _link(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"\s*(?:gen)?\s*([1-6])\s*x\s*(1|2|4|8|16|32)\s*", text, re.IGNORECASE)
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not a link: write generation x lanes, like 5x16")
+        raise typer.BadParameter(f"{text!r} is not a link: write generation x lanes, e.g. 5x16")
     generation, width = match.groups()
     return int(generation), int(width)

@@ -15,13 +15,14 @@ def iterations(
     as_json: Json = False,
 ) -> None:
     """Print how iterations vary, which are outliers, and which rank is the slowest."""
-    from ebbtide.analysis.metrics.iteration_stats import iterations as hold
-    from ebbtide.cli.render.analysis import print_iterations, ranks
+    from ebbtide.analysis.metrics.iteration_stats import compare_iterations
+    from ebbtide.cli.render.iterations import print_iterations
+    from ebbtide.cli.render.ranks import choose_ranks
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)
-    found = hold(opened, ranks(opened, rank, as_json))
+    result = compare_iterations(opened, choose_ranks(opened, rank, as_json))
     if as_json:
-        typer.echo(json.dumps(found.as_json()))
+        typer.echo(json.dumps(result.as_json()))
     else:
-        print_iterations(opened, found)
+        print_iterations(opened, result)

@@ -16,12 +16,13 @@ def link(
 ) -> None:
     """Print bytes, rate and share of the peak of the link between host and GPU, per phase and direction."""
     from ebbtide.analysis.metrics.link import link_use
-    from ebbtide.cli.render.analysis import print_link, ranks
+    from ebbtide.cli.render.link import print_link
+    from ebbtide.cli.render.ranks import choose_ranks
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)
-    found = link_use(opened, ranks(opened, rank, as_json))
+    result = link_use(opened, choose_ranks(opened, rank, as_json))
     if as_json:
-        typer.echo(json.dumps(found.as_json()))
+        typer.echo(json.dumps(result.as_json()))
     else:
-        print_link(opened, found)
+        print_link(opened, result)

@@ -16,12 +16,13 @@ def memory(
 ) -> None:
     """Print every memory pool per phase, and the differences: fragmentation, memory outside torch, free memory."""
     from ebbtide.analysis.metrics.memory import memory_use
-    from ebbtide.cli.render.analysis import print_memory, ranks
+    from ebbtide.cli.render.memory import print_memory
+    from ebbtide.cli.render.ranks import choose_ranks
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)
-    found = memory_use(opened, ranks(opened, rank, as_json))
+    result = memory_use(opened, choose_ranks(opened, rank, as_json))
     if as_json:
-        typer.echo(json.dumps(found.as_json()))
+        typer.echo(json.dumps(result.as_json()))
     else:
-        print_memory(opened, found)
+        print_memory(opened, result)

@@ -16,7 +16,7 @@ def merge(
     force: Force = False,
 ) -> None:
     """Join the traces that the hosts of one job recorded into one trace, on one clock."""
-    from ebbtide.profiler.launch import next_commands
+    from ebbtide.profiler.recording import next_commands
     from ebbtide.profiler.trace import open_trace
     from ebbtide.profiler.trace.merge import merge as merge_traces
 

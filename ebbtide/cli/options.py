@@ -1,4 +1,4 @@
-"""Options that commands share, and the parsers of their values."""
+"""Options that several commands have, and the parsers of their values."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def size(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """Parse `12` or `5e8`. Raises BadParameter for what is not a whole number from 0."""
+    """Parse `12` or `5e8`. Raises BadParameter for anything but a whole number from 0."""
     try:
         value = float(text)
-        whole = int(value)
+        number = int(value)
     except (ValueError, OverflowError):
-        value, whole = 0.5, 0
-    if value != whole or whole < 0:
+        value, number = 0.5, 0
+    if value != number or number < 0:
         raise typer.BadParameter(f"{text!r} is not a count: write a whole number, like 12 or 5e8")
-    return whole
+    return number
 
 
 def iterations(text: str) -> tuple[int, int | None]:
@@ -47,21 +47,26 @@ def iterations(text: str) -> tuple[int, int | None]:
     first = int(start or 0)
     last = first + 1 if not colon else int(end) if end else None
     if last is not None and last <= first:
-        raise typer.BadParameter(f"{text!r} has no iterations in it: the second number is where it ends")
+        raise typer.BadParameter(f"{text!r} is an empty range: the second number is its end, which is not included")
     return first, last
 
 
 TraceFile = Annotated[Path, typer.Argument(metavar="RUN.ebb", help="Trace to read.")]
 Rank = Annotated[
     int | None,
-    typer.Option("--rank", help="Rank to show.", parser=count, metavar="N", show_default="the first; --json: all"),
+    typer.Option(
+        "--rank", help="Rank to show.", parser=count, metavar="N", show_default="the first one; all with --json"
+    ),
 ]
 Iterations = Annotated[
     str | None,
-    typer.Option("--iterations", metavar="FROM:TO", help="Only these iterations, e.g. 3:6.", show_default="all"),
+    typer.Option(
+        "--iterations", metavar="FROM:TO", help="Only these iterations, e.g. 3:6 for 3, 4 and 5.", show_default="all"
+    ),
 ]
 MinBytes = Annotated[
-    str, typer.Option("--min-bytes", metavar="SIZE", help="Least free memory of a window, e.g. 500MB or 2GiB.")
+    str,
+    typer.Option("--min-bytes", metavar="SIZE", help="Minimum free memory of a window in bytes, e.g. 500MB or 2GiB."),
 ]
 Machine = Annotated[
     str | None,
@@ -78,9 +83,11 @@ Policies = Annotated[
         "--policy",
         metavar="P",
         help="Offload policy, e.g. twin-flow:0.4. Repeatable.",
-        show_default="all built-in ones",
+        show_default="all built-in policies",
     ),
 ]
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw a picture: .png, .svg or .pdf.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace output that exists.")]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Also write a picture to this .png, .svg or .pdf file.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace existing output.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]

@@ -19,7 +19,9 @@ def plot(
     ],
     kind: Annotated[
         Literal["both", "memory", "link", "windows"],
-        typer.Option(metavar="KIND", help="both (memory and link), memory, link, or windows (of free memory)."),
+        typer.Option(
+            metavar="KIND", help="What to draw: both (memory and link), memory, link, or windows (of free memory)."
+        ),
     ] = "both",
     min_bytes: MinBytes = "1GiB",
     iterations: Iterations = None,
@@ -29,8 +31,8 @@ def plot(
     force: Force = False,
 ) -> None:
     """Draw memory and link use over time with the phases, or the windows of free memory."""
-    written_as = picture_format(output)
-    least = size(min_bytes)
+    file_format = picture_format(output)
+    min_size = size(min_bytes)
     span = parse_iterations(iterations) if iterations is not None else (0, None)
 
     from ebbtide.analysis.plot import draw, save
@@ -39,5 +41,5 @@ def plot(
 
     opened = [open_trace(path) for path in traces]
     with new_output(output, force, Path.is_file, "a file") as temporary:
-        save(draw(opened, span, rank, kind, least), temporary, written_as)
+        save(draw(opened, span, rank, kind, min_size), temporary, file_format)
     typer.echo(f"ebbtide: {output}", err=True)

@@ -17,7 +17,7 @@ from ebbtide.cli.options import iterations as parse_iterations
 def profile(
     command: Annotated[
         list[str],
-        typer.Argument(metavar="-- CMD...", help="The job as you start it: python, torchrun, deepspeed, ..."),
+        typer.Argument(metavar="-- CMD...", help="Command that starts the job: python, torchrun, deepspeed, ..."),
     ],
     output: Annotated[
         str | None,
@@ -26,7 +26,7 @@ def profile(
             "--output",
             metavar="RUN.ebb",
             help="Trace to write; {host} becomes the host's name.",
-            show_default="NAME-TIME.ebb",
+            show_default="SCRIPT-TIME.ebb",
         ),
     ] = None,
     force: Force = False,
@@ -36,19 +36,27 @@ def profile(
     ] = None,
     max_size: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Stop recording (not the job) at this size.", show_default="none"),
+        typer.Option(
+            metavar="SIZE",
+            help="Size of the trace at which recording stops, e.g. 2GiB; the job continues.",
+            show_default="no limit",
+        ),
     ] = None,
     allocator_iterations: Annotated[
         int,
-        typer.Option(help="Iterations whose CUDA allocator history is recorded exactly.", parser=count, metavar="N"),
+        typer.Option(
+            help="Number of iterations whose CUDA allocator history is recorded exactly.", parser=count, metavar="N"
+        ),
     ] = 3,
     transfers: Annotated[
         bool,
-        typer.Option("--transfers", help="Record each copy between host and GPU (CUPTI, slows the job a little)."),
+        typer.Option("--transfers", help="Record each copy between host and GPU with CUPTI; slows the job slightly."),
     ] = False,
     poll: Annotated[
         float,
-        typer.Option(metavar="MS", help="Interval of memory readings inside phases; 0: none.", min=0, max=60_000),
+        typer.Option(
+            metavar="MS", help="Interval of memory readings during phases in ms; 0 for none.", min=0, max=60_000
+        ),
     ] = 25.0,
 ) -> None:
     """Record the phases, memory and link use of a training job.
@@ -56,8 +64,8 @@ def profile(
     The job runs unchanged, with its own output. The exit status is that of the job (128 + n for signal n).
     """
     from ebbtide.profiler.agent.options import Options
-    from ebbtide.profiler.launch import next_commands
     from ebbtide.profiler.launch import profile as record
+    from ebbtide.profiler.recording import next_commands
 
     first, last = parse_iterations(iterations) if iterations is not None else (0, None)
     options = Options(
@@ -78,6 +86,6 @@ def profile(
 
 
 def _name(command: list[str]) -> str:
-    """Named after the script, as people know their job by it."""
+    """Return a default name for the trace: the name of the script and the time."""
     script = next((Path(word).stem for word in command if word.endswith(".py")), Path(command[0]).name)
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', script)}-{time.strftime('%Y%m%d-%H%M%S')}.ebb"

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbtide.cli.options import Force, Json, Machine, Plot, Policies, count, size
-from ebbtide.cli.outputs import check_outputs, new_outputs, picture_format, tell_outputs
-from ebbtide.cli.render.tables import table
-from ebbtide.units import bytes_text, ms_text
+from ebbtide.cli.outputs import check_outputs, new_outputs, picture_format, print_outputs
 
 if TYPE_CHECKING:
+    from ebbtide.interleave.replay.resolve import JobSize
     from ebbtide.interleave.replay.results import Replay
+    from ebbtide.profiler.trace import Trace
 
 
 def replay(
-    trace: Annotated[Path | None, typer.Argument(metavar="RUN.ebb", help="Trace whose workload is replayed.")] = None,
-    workload: Annotated[Path | None, typer.Option(metavar="W.json", help="Workload file instead of a trace.")] = None,
+    trace: Annotated[Path | None, typer.Argument(metavar="RUN.ebb", help="Trace to take the workload from.")] = None,
+    workload: Annotated[Path | None, typer.Option(metavar="W.json", help="Workload file, instead of a trace.")] = None,
     params: Annotated[
-        int | None, typer.Option(help="Number of parameters instead of a trace, e.g. 13e9.", parser=count, metavar="N")
+        int | None, typer.Option(help="Number of parameters, instead of a trace, e.g. 13e9.", parser=count, metavar="N")
     ] = None,
     ranks: Annotated[
-        int, typer.Option(metavar="N", help="Ranks that share the parameters (only with --params).", min=1)
+        int, typer.Option(metavar="N", help="Number of ranks that share the parameters (only with --params).", min=1)
     ] = 1,
     forward_ms: Annotated[
         float, typer.Option(metavar="MS", help="Forward time in ms (only with --params).", min=0)
@@ -35,135 +35,116 @@ def replay(
     free_bytes: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Device memory that is free beside the job, e.g. 20GiB.", show_default="as recorded"
+            metavar="SIZE",
+            help="Device memory in bytes that the job leaves free, e.g. 20GiB.",
+            show_default="that of the trace or workload",
         ),
     ] = None,
     machine: Machine = None,
     policy: Policies = None,
     policy_file: Annotated[
-        Path | None, typer.Option(metavar="FILE.py", help="Python file that defines policies of your own; it is run.")
+        Path | None,
+        typer.Option(metavar="FILE.py", help="Python file that registers your own policies; it is executed."),
     ] = None,
     baseline: Annotated[
         str | None, typer.Option(metavar="P", help="Baseline policy for speed-ups.", show_default="the first one")
     ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Print the gain of each mechanism.")] = False,
-    recommend: Annotated[bool, typer.Option("--recommend", help="Print the recommended setup in one line.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Also print the gain of each mechanism.")] = False,
+    recommend: Annotated[
+        bool, typer.Option("--recommend", help="Also print the recommended setup in one line.")
+    ] = False,
     plot: Plot = None,
     save: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Also write a simulated trace per policy.")
+        Path | None, typer.Option(metavar="FOLDER", help="Also write a simulated trace per policy into this folder.")
     ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Predict the iteration time under other offload policies, and the lower bound of any policy."""
-    of_size = _size(params, ranks, forward_ms, backward_ms)
-    room = size(free_bytes) if free_bytes is not None else None
+    """Predict the iteration time under other offload policies, and the lower bound for any policy."""
+    job_size = _job_size(params, ranks, forward_ms, backward_ms)
+    free = size(free_bytes) if free_bytes is not None else None
     check_outputs(plot, save)
 
+    from ebbtide.cli.render.replay import print_ablation, print_replay
     from ebbtide.errors import PlanError, PolicyError
-    from ebbtide.interleave.replay import ablation as explaining
-    from ebbtide.interleave.replay.resolve import Size, find_machine, find_workload, load_policies
+    from ebbtide.interleave.replay import ablation
+    from ebbtide.interleave.replay import recommend as recommendation
+    from ebbtide.interleave.replay.resolve import (
+        load_policies,
+        note_other_machine,
+        resolve_machine,
+        resolve_workload,
+    )
     from ebbtide.interleave.replay.results import replay as run
+    from ebbtide.profiler.trace import open_trace
 
-    # What is written stands whole, or not at all, before anything is printed.
+    # All outputs are complete before anything is printed.
     with new_outputs(plot, save, force) as (picture, folder):
         if policy_file is not None:
             load_policies(policy_file)
-        job = find_workload(trace, workload, Size(**of_size) if of_size is not None else None, room)
-        box = find_machine(machine, trace)
+        recording = open_trace(trace) if trace is not None else None
+        job = resolve_workload(recording, workload, job_size, free)
+        rates = resolve_machine(machine, recording)
+        job = note_other_machine(job, rates, recording)
         try:
-            found = run(job, box, policy)
+            replayed = run(job, rates, policy)
         except PlanError as error:
             if policy_file is None:
                 raise
             raise PolicyError(f"{policy_file}: {error}") from error
-        names = [result.policy for result in found.results]
+        names = [result.policy for result in replayed.results]
         if baseline is not None and baseline not in names:
             raise typer.BadParameter(f"{baseline!r} is not among the policies: {', '.join(names)}")
-        steps = explaining.explain(job, box) if explain else None
-        advice = explaining.recommend(job, box, _stage(trace)) if recommend else None
+        steps = ablation.explain(job, rates) if explain else None
+        advice = recommendation.recommend(job, rates, _stage(recording)) if recommend else None
         if picture is not None and plot is not None:
-            _draw(found, picture, picture_format(plot))
+            _draw(replayed, picture, picture_format(plot))
         if folder is not None:
-            _save(found, folder)
+            _save(replayed, folder)
     if as_json:
-        more: dict[str, Any] = {}
+        additions: dict[str, Any] = {}
         if steps is not None:
-            more["explain"] = [vars(step) for step in steps]
+            additions["explain"] = [vars(step) for step in steps]
         if advice is not None:
-            more["recommend"] = vars(advice)
-        typer.echo(json.dumps({**found.as_json(), **more}))
+            additions["recommend"] = vars(advice)
+        typer.echo(json.dumps({**replayed.as_json(), **additions}))
     else:
-        _print(found, baseline or names[0])
+        print_replay(replayed, baseline or names[0])
         if steps is not None:
-            rows = [[step.mechanism, step.policy, ms_text(step.iteration_ms), ms_text(step.gain_ms)] for step in steps]
-            table("Each mechanism, added to those before it", ["mechanism", "policy", "iteration", "gain"], rows)
+            print_ablation(steps)
         if advice is not None:
             typer.echo(f"recommended: {advice.line}")
-    tell_outputs(plot, save)
+    print_outputs(plot, save)
 
 
-def _stage(trace: Path | None) -> int | None:
-    """Of ZeRO, where the trace is of a DeepSpeed job."""
+def _stage(trace: Trace | None) -> int | None:
+    """Return the stage of ZeRO of a DeepSpeed job, None for other jobs."""
     from ebbtide.analysis.metrics.deepspeed import deepspeed_of
-    from ebbtide.profiler.trace import open_trace
 
-    job = deepspeed_of(open_trace(trace)) if trace is not None else None
+    job = deepspeed_of(trace) if trace is not None else None
     return job.stage if job is not None else None
 
 
-def _size(params: int | None, ranks: int, forward_ms: float, backward_ms: float) -> dict[str, Any] | None:
+def _job_size(params: int | None, ranks: int, forward_ms: float, backward_ms: float) -> JobSize | None:
     if params is None:
         if ranks != 1 or forward_ms or backward_ms:
             raise typer.BadParameter("--ranks, --forward-ms and --backward-ms need --params")
         return None
-    return {"params": params, "ranks": ranks, "forward_s": forward_ms / 1e3, "backward_s": backward_ms / 1e3}
+    from ebbtide.interleave.replay.resolve import JobSize
+
+    return JobSize(params, ranks, forward_ms / 1e3, backward_ms / 1e3)
 
 
-def _print(found: Replay, baseline: str) -> None:
-    job, least = found.workload, found.bound
-    params = f"{job.params / 1e9:.3g} G parameters a rank in {len(job.subgroups):,} subgroups"
-    typer.echo(f"{job.name} on {found.machine.name}: {params}")
-    for note in job.notes:
-        typer.echo(f"note: {note}")
-    base = next(result.iteration_ms for result in found.results if result.policy == baseline)
-    rows = [
-        [
-            result.policy,
-            ms_text(result.iteration_ms),
-            f"{base / result.iteration_ms:.2f}x" if result.iteration_ms else "-",
-            ms_text(result.backward_ms),
-            ms_text(result.update_ms),
-            ms_text(result.exposed_ms),
-            result.limited_by,
-            bytes_text(result.peak_device_bytes),
-            {True: "yes", False: "no", None: "not known"}[result.fits],
-        ]
-        for result in found.results
-    ]
-    bound_ms = least.iteration_s * 1e3
-    faster = f"{base / bound_ms:.2f}x" if bound_ms else "-"
-    rows.append(["bound", ms_text(bound_ms), faster, "", "", ms_text(least.exposed_s * 1e3), "", "", ""])
-    times = ["iteration", "speed-up", "backward", "update", "exposed"]
-    columns = ["policy", *times, "update limited by", "on the device", "fits"]
-    table(f"One iteration of each policy (speed-up over {baseline})", columns, rows)
-    for result, schedule in zip(found.results, found.schedules, strict=True):
-        if schedule.plan.remark:
-            typer.echo(f"{result.policy}: {schedule.plan.remark}")
-    for name, why in found.skipped.items():
-        typer.echo(f"left out: {name} ({why})")
-
-
-def _draw(found: Replay, file: Path, kind: str) -> None:
+def _draw(replayed: Replay, file: Path, kind: str) -> None:
     from ebbtide.analysis.plot import save
     from ebbtide.interleave.replay.chart import chart
 
-    save(chart(found), file, kind)
+    save(chart(replayed), file, kind)
 
 
-def _save(found: Replay, folder: Path) -> None:
-    """A trace for each policy; for one that was asked for twice, once."""
+def _save(replayed: Replay, folder: Path) -> None:
+    """Write one trace per distinct policy."""
     from ebbtide.interleave.replay.schedule_to_trace import file_name, trace_of
 
-    for policy, schedule in {schedule.plan.policy: schedule for schedule in found.schedules}.items():
-        trace_of(schedule, found.machine).write(folder / f"{file_name(policy)}.ebb")
+    for policy, schedule in {schedule.plan.policy: schedule for schedule in replayed.schedules}.items():
+        trace_of(schedule, replayed.machine).write(folder / f"{file_name(policy)}.ebb")

@@ -12,7 +12,7 @@ from ebbtide.cli.options import Force, MinBytes, TraceFile, count, size
 
 def report(
     trace: TraceFile,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Page to write: .html.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="HTML file to write.")],
     min_bytes: MinBytes = "1GiB",
     rank: Annotated[
         int | None,
@@ -23,12 +23,12 @@ def report(
     """Write one HTML page that opens offline: findings, summary, timeline, windows, iterations."""
     if output.suffix.lower() not in (".html", ".htm"):
         raise typer.BadParameter(f"{output} must end in .html")
-    least = size(min_bytes)
+    min_size = size(min_bytes)
 
     from ebbtide.analysis.findings import find
     from ebbtide.analysis.report import write_report
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)
-    write_report(opened, find(opened), output, least, rank, force)
-    typer.echo(f"ebbtide: {output}   open it in a browser", err=True)
+    write_report(opened, find(opened), output, min_size, rank, force)
+    typer.echo(f"ebbtide: {output} (open it in a browser)", err=True)

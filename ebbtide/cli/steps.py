@@ -20,12 +20,13 @@ def steps(
 ) -> None:
     """Print the sub-steps of the update: time on CPU and GPU, and the copies that each one waits for."""
     from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
-    from ebbtide.cli.render.analysis import print_steps, ranks
+    from ebbtide.cli.render.ranks import choose_ranks
+    from ebbtide.cli.render.steps import print_steps
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)
-    found = sub_steps(opened, ranks(opened, rank, as_json), subgroups or as_json)
+    result = sub_steps(opened, choose_ranks(opened, rank, as_json), subgroups or as_json)
     if as_json:
-        typer.echo(json.dumps(found.as_json()))
+        typer.echo(json.dumps(result.as_json()))
     else:
-        print_steps(opened, found)
+        print_steps(opened, result)

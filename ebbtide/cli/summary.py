@@ -15,7 +15,7 @@ def summary(
 ) -> None:
     """Print time, memory and link use per phase: medians over the iterations of a trace."""
     from ebbtide.analysis.metrics.summary import summarize
-    from ebbtide.cli.render.tables import print_summary
+    from ebbtide.cli.render.summary import print_summary
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)

@@ -13,25 +13,32 @@ import typer
 
 from ebbtide.cli.options import Force, Json, Plot, Policies, count, size
 from ebbtide.cli.outputs import picture_format
-from ebbtide.cli.render.sweep import progress, tell_best
+from ebbtide.cli.render.sweep import print_sweep, sweep_progress
 
 if TYPE_CHECKING:
-    from ebbtide.interleave.experiments.sweep import Row, Scenario, Task, Workers
+    from ebbtide.interleave.experiments.sweep import Row, Scenario, Task, TaskRunner
 
-_MOST_COMBINATIONS = 100_000
+_MAX_COMBINATIONS = 100_000
 Value = TypeVar("Value")
 
 
 def sweep(
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Table to write, a Parquet file.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="Parquet file to write, one row per combination.")
+    ],
     traces: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN.ebb...", help="Traces whose workloads are replayed.")
+        list[Path] | None, typer.Argument(metavar="RUN.ebb...", help="Traces to take workloads from.")
     ] = None,
-    workload: Annotated[list[Path] | None, typer.Option(metavar="W.json", help="Workload file. Repeatable.")] = None,
+    workload: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="W.json", help="Workload file to replay in addition to traces. Repeatable."),
+    ] = None,
     machine: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="M", help="Machine file, or name of a preset. Repeatable.", show_default="those of the traces"
+            metavar="M",
+            help="Machine file, or name of a preset. Repeatable.",
+            show_default="the one recorded in each trace",
         ),
     ] = None,
     policy: Policies = None,
@@ -39,98 +46,110 @@ def sweep(
         list[str] | None,
         typer.Option(
             metavar="F,...",
-            help="Factors for the number of parameters. Forward and backward times grow with it, free memory shrinks.",
+            help="Factors for the number of parameters. Forward and backward times are scaled, free memory shrinks.",
+            show_default="1",
         ),
     ] = None,
     free_bytes: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SIZE,...",
-            help="Device memory that is free where the iteration leaves least, e.g. 0,20GB.",
+            help="Lowest free device memory of the iteration in bytes, e.g. 0,20GB.",
+            show_default="that of the workload",
         ),
     ] = None,
     subgroup_params: Annotated[
-        list[str] | None, typer.Option(metavar="N,...", help="Parameters per subgroup, e.g. 1e8,5e8.")
+        list[str] | None,
+        typer.Option(
+            metavar="N,...", help="Parameters per subgroup, e.g. 1e8,5e8.", show_default="those of the workload"
+        ),
     ] = None,
     plot: Plot = None,
     jobs: Annotated[
         int | None,
-        typer.Option(help="Processes that run at once.", parser=count, metavar="N", show_default="number of cores"),
+        typer.Option(help="Number of worker processes.", parser=count, metavar="N", show_default="number of cores"),
     ] = None,
     scheduler: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Run on the Dask cluster of this scheduler.")
+        str | None,
+        typer.Option(
+            metavar="ADDRESS", help="Address of the scheduler of a Dask cluster to run on.", show_default="this machine"
+        ),
     ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Replay every workload on every machine under every policy into one table.
 
-    A stopped sweep continues when the same command is run again: finished rows are kept in a file beside the output.
+    Run the same command again to continue a stopped sweep: finished rows are kept in a file next to the output.
     """
     scenarios = _scenarios(scale_params or [], free_bytes or [], subgroup_params or [])
     if not (traces or workload):
-        raise typer.BadParameter("nothing to replay: name traces, or workload files with --workload")
+        raise typer.BadParameter("nothing to replay: give traces, or workload files with --workload")
     if plot is not None:
         picture_format(plot)
     if plot is not None and plot.resolve() == output.resolve():
-        raise typer.BadParameter(f"{plot} cannot be both the table and the picture: name two files")
+        raise typer.BadParameter(f"{plot} cannot be both the table and the picture: choose two files")
     if scheduler == "":
-        raise typer.BadParameter("--scheduler needs an address, like tcp://host:8786")
+        raise typer.BadParameter("--scheduler needs an address, e.g. tcp://host:8786")
     if jobs == 0 or (jobs and scheduler):
         raise typer.BadParameter(
-            "--jobs is at least 1, and does not go with --scheduler: a cluster has its own workers"
+            "--jobs must be at least 1, and cannot be combined with --scheduler: a cluster has its own workers"
         )
 
+    from ebbtide import host_limits
     from ebbtide.errors import UserError
-    from ebbtide.interleave.experiments.sweep import combinations, find_pairs, on_cluster, on_this_machine
+    from ebbtide.interleave.experiments.sweep import combinations, find_pairs, run_locally, run_on_cluster
     from ebbtide.interleave.policies import BUILT_IN, parse
 
-    # What is known before the work is done is not told after it.
+    # Fail before the work is done, not after it.
     for path in (output, plot):
         if path is not None and os.path.lexists(path) and not force:
-            raise UserError(f"{path} exists already: choose another, or replace it with --force")
+            raise UserError(f"{path} exists already: choose another path, or replace it with --force")
         if path is not None and not path.parent.is_dir():
             raise UserError(f"cannot write {path}: there is no folder {path.parent}")
-    policies = _once(policy or BUILT_IN)
+    policies = _distinct(policy or BUILT_IN)
     for text in policies:
         parse(text)
-    pairs = find_pairs(_once(traces or []), _once(workload or []), _once(machine or []))
+    pairs = find_pairs(_distinct(traces or []), _distinct(workload or []), _distinct(machine or []))
     total = len(pairs) * len(scenarios) * len(policies)
-    if total > _MOST_COMBINATIONS:
-        raise UserError(f"these are {total:,} combinations: sweep at most {_MOST_COMBINATIONS:,} at once")
-    cores = len(os.sched_getaffinity(0))
-    workers = partial(on_cluster, address=scheduler) if scheduler else partial(on_this_machine, jobs=jobs or cores)
-    rows = _run(combinations(pairs, scenarios, policies), workers, output, plot, force)
-    tell_best(rows, output, as_json)
+    if total > _MAX_COMBINATIONS:
+        raise UserError(f"{total:,} combinations: sweep at most {_MAX_COMBINATIONS:,} at once")
+    runner = (
+        partial(run_on_cluster, address=scheduler)
+        if scheduler
+        else partial(run_locally, jobs=jobs or host_limits.cores())
+    )
+    rows = _run(combinations(pairs, scenarios, policies), runner, output, plot, force)
+    print_sweep(rows, output, as_json)
 
 
-def _run(tasks: list[Task], workers: Workers, output: Path, plot: Path | None, force: bool) -> list[Row]:
-    """Raises UserError where no combination can be replayed, or nothing be written."""
+def _run(tasks: list[Task], runner: TaskRunner, output: Path, plot: Path | None, force: bool) -> list[Row]:
+    """Compute all rows and write the outputs. Raises UserError if no combination can be replayed."""
     from ebbtide.analysis.plot import save
     from ebbtide.errors import UserError
-    from ebbtide.interleave.experiments.sweep import Journal, journal_path, question, rows_of, write_rows
-    from ebbtide.interleave.experiments.sweep.picture import check_room, draw
+    from ebbtide.interleave.experiments.sweep import Journal, compute_rows, journal_path, scenario_columns, write_rows
+    from ebbtide.interleave.experiments.sweep.picture import check_panels, draw_sweep
     from ebbtide.output_files import new_output
 
     if plot is not None:
-        check_room([question(task) for task in tasks])
+        check_panels([scenario_columns(task) for task in tasks])
     with Journal(journal_path(output)) as journal:
-        with progress() as tell:
-            rows = rows_of(tasks, journal, workers, tell)
+        with sweep_progress() as progress:
+            rows = compute_rows(tasks, journal, runner, progress)
         if all(row["error"] for row in rows):
-            journal.drop()
+            journal.delete()
             raise UserError(f"none of the {len(rows)} combinations can be replayed; the first: {rows[0]['error']}")
         with new_output(output, force, Path.is_file, "a file") as temporary:
             write_rows(rows, tasks, temporary)
             if plot is not None:
                 with new_output(plot, force, Path.is_file, "a file") as picture:
-                    save(draw(rows), picture, picture_format(plot))
-        journal.drop()
+                    save(draw_sweep(rows), picture, picture_format(plot))
+        journal.delete()
     return rows
 
 
 def _scenarios(scale: list[str], free: list[str], subgroup: list[str]) -> list[Scenario]:
-    """All combinations of the values of the options; what is not asked for stays as it is."""
+    """Return all combinations of the values of the options; options that are not given change nothing."""
     factors = _values("--scale-params", scale, _factor) or [1.0]
     sizes: list[float | None] = [*_values("--free-bytes", free, _size)] or [None]
     counts: list[int | None] = [*_values("--subgroup-params", subgroup, _at_least_one)] or [None]
@@ -141,14 +160,14 @@ def _scenarios(scale: list[str], free: list[str], subgroup: list[str]) -> list[S
 
 
 def _values(option: str, texts: list[str], read: Callable[[str], Value]) -> list[Value]:
-    """The values of an option that takes several, with commas or by being repeated."""
+    """Return the values of an option that is repeated or has several values separated by commas."""
     try:
-        return _once(read(part) for text in texts for part in text.split(","))
+        return _distinct(read(part) for text in texts for part in text.split(","))
     except typer.BadParameter as error:
         raise typer.BadParameter(f"{option}: {error.message}") from None
 
 
-def _once(values: Iterable[Value]) -> list[Value]:
+def _distinct(values: Iterable[Value]) -> list[Value]:
     return list(dict.fromkeys(values))
 
 
@@ -158,7 +177,7 @@ def _factor(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 1e-6 <= value <= 1e6:
-        raise typer.BadParameter(f"{text!r} is not a factor: write a number above 0, like 0.5 or 2")
+        raise typer.BadParameter(f"{text!r} is not a factor: write a number above 0, e.g. 0.5 or 2")
     return value
 
 

@@ -18,7 +18,7 @@ def tables(
             "-o",
             "--output",
             metavar="FOLDER",
-            help="Folder to write; --force replaces one that holds nothing but tables.",
+            help="Folder to write; --force replaces it only if it contains nothing but tables.",
         ),
     ],
     format: Annotated[str, typer.Option(metavar="csv|parquet", help="File format.")] = "csv",
@@ -26,13 +26,13 @@ def tables(
     force: Force = False,
 ) -> None:
     """Write the tables of a trace as CSV or Parquet: phases, memory, link, transfers, ops, iterations, windows."""
-    least = size(min_bytes)
+    min_size = size(min_bytes)
 
     from ebbtide.analysis.export.tables import FORMATS, write_tables
     from ebbtide.profiler.trace import open_trace
 
     if format not in FORMATS:
         raise typer.BadParameter(f"{format!r} is not a format: choose {' or '.join(FORMATS)}")
-    for line in write_tables(open_trace(trace), output, format, least, force):
-        typer.echo(f"ebbtide: {line}", err=True)
+    for note in write_tables(open_trace(trace), output, format, min_size, force):
+        typer.echo(f"ebbtide: {note}", err=True)
     typer.echo(f"ebbtide: {output}", err=True)

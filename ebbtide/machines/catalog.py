@@ -1,11 +1,14 @@
-"""The machines that come with ebbtide."""
+"""The machines that come with ebbtide, and the lookup of a machine by name or file."""
 
 from __future__ import annotations
 
+import os
 from importlib import resources
+from pathlib import Path
+from typing import Any
 
 from ebbtide.errors import MachineError
-from ebbtide.machines.machine import Machine, load_machine
+from ebbtide.machines.machine import Machine, load_machine, machine_from
 
 
 def presets() -> list[str]:
@@ -20,3 +23,29 @@ def preset(name: str) -> Machine:
         raise MachineError(f"there is no machine {name!r}: name a file, or one of {', '.join(presets())}")
     with resources.as_file(resources.files("ebbtide.machines").joinpath("presets", f"{name}.json")) as path:
         return load_machine(path)
+
+
+def find_machine(
+    name_or_path: str | None, recorded: dict[str, Any] | None = None, recorded_in: str = "the trace"
+) -> Machine:
+    """Return a machine by file or by the name of a preset, or the one recorded in a trace.
+
+    Args:
+        name_or_path: A machine file, or a name among `presets()`; None for the recorded machine.
+        recorded: The machine in the metadata of a trace, None if there is none.
+        recorded_in: Where it was recorded, for error messages.
+
+    Raises:
+        MachineError: There is no such machine, or no machine is named or recorded.
+    """
+    if name_or_path is not None:
+        path = Path(name_or_path)
+        if os.path.exists(path) or path.suffix == ".json" or path.name != name_or_path:
+            return load_machine(path)
+        return preset(name_or_path)
+    if recorded is not None:
+        return machine_from(recorded, f"the machine of {recorded_in}")
+    raise MachineError(
+        "there is no machine: name one with --machine, a file (`ebbtide calibrate` writes it) or one of "
+        + ", ".join(presets())
+    )

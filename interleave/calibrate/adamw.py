@@ -9,16 +9,24 @@ import torch
 
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Hyper
+from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
-# What the larger of the kernels below keeps, a parameter: state 12, the gradient in both precisions, the parameter.
-KEPT_BYTES = 20
+_FP32_GRAD_BYTES = 4
+# Memory per parameter of the larger of the kernels below: state, gradient in both precisions, parameter.
+KERNEL_BYTES = STATE_BYTES + GRAD_BYTES + _FP32_GRAD_BYTES + PARAM_BYTES
 _HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
 
-Step = Callable[[], object]
+UpdateCall = Callable[[], object]
 
 
 class TorchAdamW:
-    """torch's fused AdamW, with the casts that it needs around it. On a GPU a call only launches it."""
+    """torch's fused AdamW with the casts that it needs. On a GPU a call only launches the kernels.
+
+    Args:
+        params: Number of parameters.
+        device: Device of all tensors.
+        threads: CPU threads of torch; not used on a GPU.
+    """
 
     def __init__(self, params: int, device: torch.device, threads: int = 1) -> None:
         if device.type == "cpu":
@@ -44,19 +52,24 @@ class TorchAdamW:
 
     @property
     def state(self) -> list[torch.Tensor]:
-        """The fp32 master and moments, once a step has made them."""
+        """The fp32 master and moments; valid after the first call, which creates the moments."""
         moments = self._optimizer.state[self.master]
         return [self.master.detach(), moments["exp_avg"], moments["exp_avg_sq"]]
 
 
 class OnePassAdamW:
-    """The engine's own kernel."""
+    """The engine's own CPU kernel.
+
+    Args:
+        params: Number of parameters.
+        threads: CPU threads of the kernel.
+    """
 
     def __init__(self, params: int, threads: int) -> None:
         self.gradient = torch.full((params,), 1e-3, dtype=torch.bfloat16)
         self.half = torch.ones_like(self.gradient)
         self.master = torch.ones(params)
-        # Written, not only asked for: pages that nobody has touched cost their first user.
+        # Filled, not only allocated: the first access to a page costs time.
         self._first, self._second = torch.full((params,), 0.0), torch.full((params,), 0.0)
         self._kernel = CpuKernel(threads)
         self._steps = 0
@@ -67,8 +80,8 @@ class OnePassAdamW:
         self._kernel.update(self.gradient, self.master, self._first, self._second, self.half, scalars)
 
 
-def cpu_kernels(params: int, threads: int) -> dict[str, Callable[[], Step]]:
-    """The kernels that can run here, by what to call them; each is made when it is called."""
+def cpu_kernels(params: int, threads: int) -> dict[str, Callable[[], UpdateCall]]:
+    """Return a factory for each CPU kernel by its name in machine files."""
     return {
         "torch AdamW(fused=True) and its casts": lambda: TorchAdamW(params, torch.device("cpu"), threads),
         "one pass by numba": lambda: OnePassAdamW(params, threads),

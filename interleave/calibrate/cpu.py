@@ -1,62 +1,67 @@
-"""What the CPU does of an update, and how it and copies slow each other down."""
+"""Measures updates and casts on the CPU, and the contention of updates and copies."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from ebbtide.interleave.calibrate.adamw import KEPT_BYTES, cpu_kernels
+from ebbtide.interleave.calibrate.adamw import KERNEL_BYTES, cpu_kernels
 from ebbtide.interleave.calibrate.record import Record, Setup
-from ebbtide.interleave.calibrate.timing import timed
+from ebbtide.interleave.calibrate.timing import measure_time
 from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES
 
 _COPY_BYTES = 64 << 20
-# Of host memory, for each byte that a copy within it moves.
-_READ_AND_WRITTEN = 2
+# fp32 and bf16.
+_CAST_BYTES = 6
 
 
-def update(setup: Setup, record: Record) -> None:
-    """cpu_update_params_per_s: the fastest kernel, its state in memory and not in caches."""
-    params = setup.working_set // KEPT_BYTES
-    how = f"threads: {setup.threads}, {params / 1e6:.1f} M parameters"
+def measure_update(setup: Setup, record: Record) -> None:
+    """Measure `cpu_update_params_per_s`: the fastest kernel, with its state in memory and not in caches."""
+    params = setup.working_set // KERNEL_BYTES
+    size = f"threads: {setup.threads}, {params / 1e6:.1f} M parameters"
     rates = {}
     for name, make in cpu_kernels(params, setup.threads).items():
-        timing = timed(make(), setup.window_s, setup.ranks)
+        timing = measure_time(make(), setup.window_s, setup.ranks)
         rates[name] = params / timing.seconds
         if rates[name] == max(rates.values()):
-            record.rate("cpu_update_params_per_s", rates[name], f"{name} ({how})", timing)
-            record.more["cpu_update"] = {
+            record.rate("cpu_update_params_per_s", rates[name], f"{name} ({size})", timing)
+            record.extra["cpu_update"] = {
                 "kernel": name,
                 "threads": setup.threads,
                 "params": params,
                 "params_per_s": rates,
             }
-            record.host_traffic(ONE_PASS_BYTES * rates[name], f"update, counted as one pass: {name} ({how})", timing)
+            record.host_traffic(ONE_PASS_BYTES * rates[name], f"update, counted as one pass: {name} ({size})", timing)
 
 
-def cast(setup: Setup, record: Record) -> None:
-    """cpu_cast_params_per_s: fp32 to bf16."""
+def measure_cast(setup: Setup, record: Record) -> None:
+    """Measure `cpu_cast_params_per_s`: fp32 to bf16."""
     torch.set_num_threads(setup.threads)
-    master = torch.ones(setup.working_set // 6)
+    master = torch.ones(setup.working_set // _CAST_BYTES)
     half = torch.empty_like(master, dtype=torch.bfloat16)
-    timing = timed(lambda: half.copy_(master), setup.window_s, setup.ranks)
-    params = len(master)
+    timing = measure_time(lambda: half.copy_(master), setup.window_s, setup.ranks)
     record.rate(
-        "cpu_cast_params_per_s", params / timing.seconds, f"torch copy_ to bfloat16 (threads: {setup.threads})", timing
+        "cpu_cast_params_per_s",
+        len(master) / timing.seconds,
+        f"torch copy_ to bfloat16 (threads: {setup.threads})",
+        timing,
     )
 
 
-def contention(setup: Setup, record: Record) -> None:
-    """How the update slows while a thread copies in host memory. That thread has a core for itself, so that what is
-    shared is memory."""
+def measure_contention(setup: Setup, record: Record) -> None:
+    """Measure contention of the update and copies by another thread within host memory.
+
+    The copying thread has a core of its own, so that memory is the only shared resource.
+    """
     threads = min(setup.threads, setup.cores - 1)
     if threads < 1:
-        record.notes.append("one core cannot update and copy at once: how they slow each other is not known")
+        record.notes.append("contention of updates and copies is not known: measuring it takes two cores")
         return
     source, target = np.ones(_COPY_BYTES, np.uint8), np.ones(_COPY_BYTES, np.uint8)
 
@@ -64,43 +69,66 @@ def contention(setup: Setup, record: Record) -> None:
         np.copyto(target, source)
         return _COPY_BYTES
 
-    beside(setup, record, copy, "a thread's copies in host memory", threads, _READ_AND_WRITTEN)
+    # A copy within host memory reads and writes each byte.
+    copies = ContendingCopies("copies by a thread within host memory", copy, host_bytes_per_byte=2.0)
+    record_contention(setup, record, copies, threads)
 
 
-def beside(setup: Setup, record: Record, copy: Callable[[], int], what: str, threads: int, traffic: float) -> None:
-    """more.contention: rates of update and copies alone and together. copy: makes some copies and returns their bytes
-    when they have ended. traffic: bytes of host memory read and written for each byte copied."""
-    params = setup.working_set // KEPT_BYTES
-    kernel = record.more["cpu_update"]["kernel"]
-    step = cpu_kernels(params, threads)[kernel]()
-    update_alone = params / timed(step, setup.window_s, setup.ranks).seconds
-    with Copier(copy) as copier:
+@dataclass(frozen=True)
+class ContendingCopies:
+    """Copies to measure together with updates.
+
+    Attributes:
+        description: Name of the copies in the machine file.
+        copy: Makes some copies and returns their bytes when they have ended.
+        host_bytes_per_byte: Bytes of host memory read and written per byte copied.
+    """
+
+    description: str
+    copy: Callable[[], int]
+    host_bytes_per_byte: float
+
+
+def record_contention(setup: Setup, record: Record, copies: ContendingCopies, threads: int) -> None:
+    """Measure the rates of updates and copies, alone and together, and record them as `contention`."""
+    params = setup.working_set // KERNEL_BYTES
+    kernel = record.extra["cpu_update"]["kernel"]
+    update = cpu_kernels(params, threads)[kernel]()
+    update_alone = params / measure_time(update, setup.window_s, setup.ranks).seconds
+    with Copier(copies.copy) as copier:
         setup.ranks.wait()
-        copies_alone = copier.rate_over(lambda: time.sleep(setup.window_s))
-        found: list[float] = []
-        copies_beside = copier.rate_over(lambda: found.append(timed(step, setup.window_s, setup.ranks).seconds))
-    update_beside = params / found[0]
+        copies_alone = copier.rate_during(lambda: time.sleep(setup.window_s))
+        update_s: list[float] = []
+        copies_together = copier.rate_during(
+            lambda: update_s.append(measure_time(update, setup.window_s, setup.ranks).seconds)
+        )
+    update_together = params / update_s[0]
     record.host_traffic(
-        ONE_PASS_BYTES * update_beside + traffic * copies_beside, f"update (threads: {threads}) beside {what}"
+        ONE_PASS_BYTES * update_together + copies.host_bytes_per_byte * copies_together,
+        f"update (threads: {threads}) during {copies.description}",
     )
-    record.more["contention"] = {
-        "copies": what,
+    record.extra["contention"] = {
+        "copies": copies.description,
         "update_threads": threads,
-        "update_params_per_s": {"alone": update_alone, "beside": update_beside},
-        "copy_bytes_per_s": {"alone": copies_alone, "beside": copies_beside},
-        "update_share": update_beside / update_alone,
-        "copy_share": copies_beside / copies_alone,
-        "asked_host_bytes_per_s": ONE_PASS_BYTES * update_alone + traffic * copies_alone,
+        "update_params_per_s": {"alone": update_alone, "beside": update_together},
+        "copy_bytes_per_s": {"alone": copies_alone, "beside": copies_together},
+        "update_share": update_together / update_alone,
+        "copy_share": copies_together / copies_alone,
+        "asked_host_bytes_per_s": ONE_PASS_BYTES * update_alone + copies.host_bytes_per_byte * copies_alone,
     }
 
 
 class Copier:
-    """A thread that copies until it is told to stop."""
+    """A thread that copies from the start to the end of a `with` block.
+
+    Args:
+        copy: Makes some copies and returns their bytes when they have ended.
+    """
 
     def __init__(self, copy: Callable[[], int]) -> None:
         self._copy = copy
-        self._moved = 0
-        self._going = True
+        self._copied_bytes = 0
+        self._running = True
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -109,23 +137,27 @@ class Copier:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._going = False
+        self._running = False
         self._thread.join()
 
-    def rate_over(self, doing: Callable[[], object]) -> float:
-        """Bytes copied a second while something is done, and until one copy has ended. Raises what a copy raises."""
-        begin, before = time.perf_counter(), self._moved
-        doing()
-        while self._moved == before and self._error is None:
+    def rate_during(self, action: Callable[[], object]) -> float:
+        """Return the bytes copied per second during an action, and until at least one copy has ended.
+
+        Raises:
+            Exception: The error of a failed copy.
+        """
+        begin, before = time.perf_counter(), self._copied_bytes
+        action()
+        while self._copied_bytes == before and self._error is None:
             time.sleep(1e-3)
         if self._error is not None:
             raise self._error
-        return (self._moved - before) / (time.perf_counter() - begin)
+        return (self._copied_bytes - before) / (time.perf_counter() - begin)
 
     def _run(self) -> None:
         try:
             self._copy()
-            while self._going:
-                self._moved += self._copy()
+            while self._running:
+                self._copied_bytes += self._copy()
         except Exception as error:
             self._error = error

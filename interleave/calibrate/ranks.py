@@ -1,12 +1,12 @@
-"""The processes that measure at the same time, one for each rank of a job."""
+"""Processes that measure at the same time, one per rank of a job."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,87 +17,162 @@ from typing import Any
 
 from ebbtide.errors import MachineError
 
-# Starting a process imports torch, and allocating takes its time: longer than this no rank keeps the others waiting.
-_PATIENCE_S = 300.0
-_FAILED = "failed"
-# What torchrun and DeepSpeed's launcher tell each process.
-_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# A rank imports torch and allocates within this time. If one does not, all others stop.
+_TIMEOUT_S = 300.0
+# A connection breaks before the operating system reports the end of the process.
+_REAP_S = 2.0
+_FAILURE_KEY = "failure"
+# Set by torchrun and DeepSpeed's launcher in each process.
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class _PeerLostError(MachineError):
+    """Another rank failed, was killed, or does not answer."""
 
 
 class Ranks:
-    """One of `count` ranks; alone unless told otherwise. local_count: the ranks of this host. store: one of
-    torch.distributed's, shared by all. helpers: processes that this one started."""
+    """This process as one of several ranks; a single rank by default.
+
+    Args:
+        rank: Number of this rank, from 0.
+        count: Number of all ranks.
+        local_rank: Number of this rank on its host.
+        local_count: Number of ranks on this host.
+        store: Store of torch.distributed that all ranks share; None for a single rank.
+        helpers: Processes of other ranks that this process has started.
+    """
 
     def __init__(
-        self, rank: int = 0, count: int = 1, local_rank: int = 0, local_count: int = 1, store: Any = None
+        self,
+        rank: int = 0,
+        count: int = 1,
+        local_rank: int = 0,
+        local_count: int = 1,
+        store: Any = None,
+        helpers: tuple[BaseProcess, ...] = (),
     ) -> None:
         self.rank = rank
         self.count = count
         self.local_rank = local_rank
         self.local_count = local_count
-        self.helpers: list[BaseProcess] = []
+        self.helpers = helpers
         self._store = store
-        self._met = 0
 
     def wait(self) -> None:
-        """Go on when all ranks have come here. Raises MachineError where one has failed."""
-        if self.count == 1:
-            return
-        self._met += 1
-        if self._store.add(f"here-{self._met}", 1) == self.count:
-            self._store.set(f"go-{self._met}", "")
-        self._for(f"go-{self._met}")
+        """Wait until all ranks have called this.
 
-    def gather(self, mine: dict[str, float]) -> list[dict[str, float]]:
-        """What each rank found, in their order. Raises MachineError where one has failed."""
-        if self.count == 1:
-            return [mine]
-        self._store.set(f"found-{self.rank}", json.dumps(mine))
-        return [json.loads(self._for(f"found-{rank}")) for rank in range(self.count)]
-
-    def fail(self, why: str) -> None:
-        """Tell the others that this rank cannot go on."""
+        Raises:
+            MachineError: Another rank failed, was killed, or does not answer.
+        """
         if self.count > 1:
-            self._store.set(_FAILED, f"rank {self.rank}: {why}")
+            from torch import distributed
 
-    def _for(self, key: str) -> bytes:
-        """The value of a key, as soon as it is set."""
-        patience = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                self._store.wait([key], timedelta(seconds=1))
-            except RuntimeError:  # it is not set yet
-                self._complain(time.monotonic() > patience)
-            else:
-                value: bytes = self._store.get(key)
-                return value
+            with self._peers():
+                distributed.barrier()
 
-    def _complain(self, late: bool) -> None:
-        if self._store.check([_FAILED]):
-            raise MachineError(self._store.get(_FAILED).decode())
-        if any(helper.exitcode not in (None, 0) for helper in self.helpers):
-            raise MachineError(f"one of {self.count} ranks was killed: is there memory for so many? try fewer --ranks")
-        if late:
-            raise MachineError(f"one of {self.count} ranks does not answer any more")
+    def gather(self, rates: dict[str, float]) -> list[dict[str, float]]:
+        """Exchange the rates of all ranks and return them in the order of the ranks.
+
+        Raises:
+            MachineError: Another rank failed, was killed, or does not answer.
+        """
+        if self.count == 1:
+            return [rates]
+        from torch import distributed
+
+        gathered: list[Any] = [None] * self.count
+        with self._peers():
+            distributed.all_gather_object(gathered, rates)
+        return gathered
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[Ranks]:
+        """Connect to the other ranks by gloo for the block; report an error of the block to them.
+
+        Raises:
+            MachineError: Another rank failed, was killed, or does not answer.
+        """
+        from torch import distributed
+
+        with self._peers():
+            self._wait_for_start()
+            with _stdout_to_stderr():
+                distributed.init_process_group(
+                    "gloo",
+                    store=self._store,
+                    rank=self.rank,
+                    world_size=self.count,
+                    timeout=timedelta(seconds=_TIMEOUT_S),
+                )
+        try:
+            yield self
+        except _PeerLostError:
+            raise
+        except Exception as error:
+            self._store.set(_FAILURE_KEY, f"rank {self.rank}: {str(error) or type(error).__name__}")
+            raise
+        finally:
+            distributed.destroy_process_group()
+
+    def _wait_for_start(self) -> None:
+        """Wait until all ranks have started. gloo would not notice a rank that was killed before it connects."""
+        self._store.set(f"started-{self.rank}", "")
+        keys = [f"started-{rank}" for rank in range(self.count)]
+        deadline = time.monotonic() + _TIMEOUT_S
+        while not self._store.check(keys):
+            if self._has_dead_helper() or time.monotonic() > deadline:
+                raise RuntimeError("a rank has not started")
+            time.sleep(0.05)
+
+    @contextlib.contextmanager
+    def _peers(self) -> Iterator[None]:
+        """Turn an error of gloo or of the store into one line."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise _PeerLostError(self._reason()) from error
+
+    def _reason(self) -> str:
+        deadline = time.monotonic() + _REAP_S
+        while time.monotonic() < deadline:
+            # The store may have ended with the rank that held it.
+            with contextlib.suppress(RuntimeError):
+                if self._store.check([_FAILURE_KEY]):
+                    return str(self._store.get(_FAILURE_KEY).decode())
+            if self._has_dead_helper():
+                return f"one of {self.count} ranks was killed: is there memory for so many? try fewer --ranks"
+            time.sleep(0.05)
+        return f"one of {self.count} ranks has ended, or did not answer for {_TIMEOUT_S:g} s"
+
+    def _has_dead_helper(self) -> bool:
+        return any(helper.exitcode not in (None, 0) for helper in self.helpers)
 
 
 @contextlib.contextmanager
-def ranks_of(count: int | None, work: Callable[[Ranks], object]) -> Iterator[Ranks]:
-    """This process's place among the ranks of its launcher, or among `count` processes of this host: the others are
-    started here and do `work`. Raises MachineError for a count under a launcher."""
-    launched = all(name in os.environ for name in _LAUNCHED) and os.environ["WORLD_SIZE"] != "1"
+def join_ranks(count: int | None, work: Callable[[Ranks], object]) -> Iterator[Ranks]:
+    """Join the ranks of a launcher, or start `count - 1` further processes on this host that call `work`.
+
+    Args:
+        count: Number of ranks to run on this host; None for a single rank or those of the launcher.
+        work: Called with its `Ranks` in each process started here; must be picklable.
+
+    Raises:
+        MachineError: A count was given under a launcher, there are too few GPUs, or a rank failed.
+    """
+    launched = all(name in os.environ for name in _LAUNCHER_VARIABLES) and os.environ["WORLD_SIZE"] != "1"
     if launched and count is not None:
-        raise MachineError("--ranks starts ranks, and a launcher has started some already: use one of them")
+        raise MachineError("--ranks starts ranks, but a launcher has started some already: use only one of them")
     if launched:
-        yield _of_launcher()
+        with _launched_ranks().joined() as ranks:
+            yield ranks
     elif count is None or count == 1:
         yield Ranks()
     else:
-        with _started(count, work) as ranks:
+        with _started_ranks(count, work) as ranks:
             yield ranks
 
 
-def _of_launcher() -> Ranks:
+def _launched_ranks() -> Ranks:
     from torch.distributed import rendezvous
 
     store, rank, count = next(iter(rendezvous("env://")))
@@ -105,22 +180,23 @@ def _of_launcher() -> Ranks:
 
 
 @contextlib.contextmanager
-def _started(count: int, work: Callable[[Ranks], object]) -> Iterator[Ranks]:
+def _started_ranks(count: int, work: Callable[[Ranks], object]) -> Iterator[Ranks]:
     import torch
 
     if 0 < torch.cuda.device_count() < count:
-        raise MachineError(f"--ranks is {count}, and each rank needs one of the {torch.cuda.device_count()} GPUs here")
-    # A process with threads must not be forked, and CUDA does not survive it.
+        raise MachineError(f"--ranks is {count}, but each rank needs one of the {torch.cuda.device_count()} GPUs here")
+    # A process with threads must not be forked, and CUDA does not survive a fork.
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ebbtide-") as folder:
         file = Path(folder) / "store"
-        helpers = [spawn.Process(target=_help, args=(work, file, rank, count), daemon=True) for rank in range(1, count)]
+        helpers = tuple(
+            spawn.Process(target=_run_helper, args=(work, file, rank, count), daemon=True) for rank in range(1, count)
+        )
         try:
             for helper in helpers:
                 helper.start()
-            ranks = _of_file(file, 0, count)
-            ranks.helpers = list(helpers)
-            yield ranks
+            with _local_ranks(file, 0, count, helpers).joined() as ranks:
+                yield ranks
         finally:
             for helper in helpers:
                 if helper.pid is not None:
@@ -128,17 +204,31 @@ def _started(count: int, work: Callable[[Ranks], object]) -> Iterator[Ranks]:
                     helper.join()
 
 
-def _of_file(file: Path, rank: int, count: int) -> Ranks:
+def _local_ranks(file: Path, rank: int, count: int, helpers: tuple[BaseProcess, ...] = ()) -> Ranks:
     from torch.distributed import FileStore
 
-    return Ranks(rank, count, rank, count, FileStore(str(file), count))
+    return Ranks(rank, count, rank, count, FileStore(str(file), count), helpers)
 
 
-def _help(work: Callable[[Ranks], object], file: Path, rank: int, count: int) -> None:
-    # Ctrl-C reaches all processes of the terminal: the first rank ends the others.
+def _run_helper(work: Callable[[Ranks], object], file: Path, rank: int, count: int) -> None:
+    # Ctrl-C reaches all processes of the terminal; the first rank ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ranks = _of_file(file, rank, count)
     try:
-        work(ranks)
-    except Exception as error:
-        ranks.fail(str(error) or type(error).__name__)
+        with _local_ranks(file, rank, count).joined() as ranks:
+            work(ranks)
+    except Exception:
+        # Rank 0 reports the error; a traceback of this process would only add noise.
+        sys.exit(1)
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Redirect file descriptor 1: gloo in some versions of torch prints to stdout as it connects."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)

@@ -1,4 +1,4 @@
-"""What a calibration is told, and what it finds."""
+"""Input and results of a calibration."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ebbtide.interleave.calibrate.ranks import Ranks
-from ebbtide.interleave.calibrate.timing import Timed
+from ebbtide.interleave.calibrate.timing import Timing
 
 
 @dataclass(frozen=True)
 class Setup:
-    """threads, cores: of this rank. working_set: bytes to measure over on the host. window_s: how long to measure each
-    thing. device: number of this rank's CUDA device; None: there is none."""
+    """Input of all measurements of one rank.
+
+    Attributes:
+        ranks: The ranks that measure at the same time.
+        threads: CPU threads of this rank.
+        cores: CPU cores of this rank.
+        working_set: Bytes of host memory to measure over.
+        window_s: Duration of each measurement in seconds.
+        device: Number of this rank's CUDA device; None without a GPU.
+    """
 
     ranks: Ranks
     threads: int
@@ -24,21 +32,28 @@ class Setup:
 
 @dataclass
 class Record:
-    """rates: by the keys of a machine file. measured: of each rate how it was measured, in how many runs, and how they
-    spread. more: further keys of the file. notes: lines for people."""
+    """Results of a calibration.
+
+    Attributes:
+        rates: Rates by their keys in a machine file.
+        measured: How each rate was measured, the number of runs, and their spread.
+        extra: Further keys of the machine file.
+        notes: Lines for the user.
+    """
 
     rates: dict[str, float] = field(default_factory=dict)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
-    more: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def rate(self, key: str, value: float, how: str, timing: Timed | None = None) -> None:
+    def rate(self, key: str, value: float, how: str, timing: Timing | None = None) -> None:
+        """Record a rate and how it was measured."""
         self.rates[key] = value
         runs = {"runs": timing.runs, "spread": round(timing.spread, 4)} if timing is not None else {}
         self.measured[key] = {"how": how, **runs}
 
-    def host_traffic(self, bytes_per_s: float, how: str, timing: Timed | None = None) -> None:
-        """The bandwidth of the host's memory is the most that was ever seen to pass."""
+    def host_traffic(self, bytes_per_s: float, how: str, timing: Timing | None = None) -> None:
+        """Record measured traffic of host memory. The highest one of all measurements is taken as its bandwidth."""
         key = "host_memory_bytes_per_s"
         if bytes_per_s > self.rates.get(key, 0.0):
             self.rate(key, bytes_per_s, how, timing)

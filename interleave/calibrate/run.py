@@ -1,4 +1,4 @@
-"""One calibration, from its first measurement to the machine."""
+"""Runs a calibration, from the first measurement to the machine."""
 
 from __future__ import annotations
 
@@ -16,79 +16,101 @@ from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.interleave.calibrate.record import Record, Setup
 from ebbtide.machines.machine import Machine
 
-# Runs that spread by more than this were disturbed.
-_UNSTEADY = 0.5
+# Runs that spread by more than this share of the median were disturbed.
+_UNSTEADY_SPREAD = 0.5
 
-Began = Callable[[str, float], object]
+# Called with the label of a part as it begins, and the share of the calibration that is done.
+PartProgress = Callable[[str, float], object]
 
 
 @dataclass(frozen=True)
 class Part:
-    """windows: how many things it measures, each for as long."""
+    """One part of a calibration.
+
+    Attributes:
+        label: Name for the progress bar.
+        run: Measures, and writes into the record.
+        windows: Number of measurements of equal duration.
+    """
 
     label: str
     run: Callable[[Setup, Record], None]
     windows: int
 
 
-_ON_HOST = (
-    Part("host memory", host_memory.bandwidth, 2),
-    Part("update on the CPU", cpu.update, 2),
-    Part("cast on the CPU", cpu.cast, 1),
+_HOST_PARTS = (
+    Part("host memory", host_memory.measure_bandwidth, 2),
+    Part("update on the CPU", cpu.measure_update, 2),
+    Part("cast on the CPU", cpu.measure_cast, 1),
 )
-_WITHOUT_GPU = (*_ON_HOST, Part("update beside copies", cpu.contention, 3))
-_WITH_GPU = (
-    *_ON_HOST,
-    Part("GPU memory", gpu.memory, 0),
-    Part("pinned copies", link.pinned, 3),
-    Part("pageable copies", link.pageable, 2),
-    Part("update on the GPU", gpu.update, 1),
-    Part("overhead of a step", gpu.overhead, 1),
-    Part("update beside copies", link.contention, 3),
-    Part("the card's counters", counters.counters, 6),
+_PARTS_WITHOUT_GPU = (*_HOST_PARTS, Part("update during copies", cpu.measure_contention, 3))
+_PARTS_WITH_GPU = (
+    *_HOST_PARTS,
+    Part("GPU memory", gpu.record_memory, 0),
+    Part("pinned copies", link.measure_pinned_copies, 3),
+    Part("pageable copies", link.measure_pageable_copies, 2),
+    Part("update on the GPU", gpu.measure_update, 1),
+    Part("overhead of a step", gpu.measure_overhead, 1),
+    Part("update during copies", link.measure_contention, 3),
+    Part("link counters of the GPU", counters.check_counters, 6),
 )
 
 
-def calibrate(ranks: Ranks, seconds: float, name: str, began: Began = lambda *_: None) -> Machine:
-    """Measure in about so many seconds what a machine can do while all ranks measure; every rank must call this. The
-    slowest sets the pace. began: is told of each part as it begins, and the share of the whole that is done. Raises
-    MachineError where a rank failed or memory does not suffice."""
-    record = _measure(ranks, seconds, began)
-    each = ranks.gather(record.rates)
-    more: dict[str, Any] = {"measured": record.measured, **record.more}
+def calibrate(ranks: Ranks, seconds: float, name: str, progress: PartProgress = lambda *_: None) -> Machine:
+    """Measure the rates of this machine while all ranks measure; every rank must call this.
+
+    Args:
+        ranks: The ranks that measure together. The rate of the slowest one counts.
+        seconds: Approximate duration.
+        name: Name of the machine.
+        progress: Called as each part begins.
+
+    Raises:
+        MachineError: A rank failed, or memory does not suffice.
+    """
+    record = _measure(ranks, seconds, progress)
+    rates_by_rank = ranks.gather(record.rates)
+    extra: dict[str, Any] = {"measured": record.measured, **record.extra}
     rates = dict(record.rates)
     if ranks.count > 1:
-        rates = {key: _slowest(key, [found[key] for found in each if key in found]) for key in record.rates}
-        more["ranks"] = {"count": ranks.count, "each": {key: [found.get(key) for found in each] for key in rates}}
-    shared = more.get("contention")
-    if shared is not None:
-        # What the simulator would say: together they get what there is, each slowed by the same factor.
-        shared["fluid_share"] = min(1.0, rates["host_memory_bytes_per_s"] / shared.pop("asked_host_bytes_per_s"))
-    return Machine(name=name, **rates, more={**more, "notes": record.notes})
+        rates = {key: _slowest(key, [each[key] for each in rates_by_rank if key in each]) for key in record.rates}
+        extra["ranks"] = {
+            "count": ranks.count,
+            "each": {key: [each.get(key) for each in rates_by_rank] for key in rates},
+        }
+    contention = extra.get("contention")
+    if contention is not None:
+        # The simulator's prediction: both share the bandwidth of host memory, slowed by the same factor.
+        demand = contention.pop("asked_host_bytes_per_s")
+        contention["fluid_share"] = min(1.0, rates["host_memory_bytes_per_s"] / demand)
+    return Machine(name=name, **rates, extra={**extra, "notes": record.notes})
 
 
-def _measure(ranks: Ranks, seconds: float, began: Began) -> Record:
+def _measure(ranks: Ranks, seconds: float, progress: PartProgress) -> Record:
     record = Record()
     device = ranks.local_rank % torch.cuda.device_count() if torch.cuda.is_available() else None
     if device is not None:
         torch.cuda.set_device(device)
-    parts = _WITH_GPU if device is not None else _WITHOUT_GPU
+    parts = _PARTS_WITH_GPU if device is not None else _PARTS_WITHOUT_GPU
     windows = sum(part.windows for part in parts)
     setup = _setup(ranks, seconds / windows, device, record)
     done = 0
     for part in parts:
-        began(part.label, done / windows)
+        progress(part.label, done / windows)
         try:
             part.run(setup, record)
         except torch.OutOfMemoryError:
-            raise MachineError(f"the GPU has no room to measure {part.label}: end what else runs on it") from None
+            raise MachineError(
+                f"too little free GPU memory to measure {part.label}: end other processes that use the GPU"
+            ) from None
         done += part.windows
-    unsteady = [key for key, about in record.measured.items() if about.get("spread", 0.0) > _UNSTEADY]
+    unsteady = [key for key, entry in record.measured.items() if entry.get("spread", 0.0) > _UNSTEADY_SPREAD]
     if unsteady:
-        record.notes.append(f"not steady: {', '.join(unsteady)}; measure again when nothing else runs here")
+        record.notes.append(f"unsteady rates: {', '.join(unsteady)}; measure again when nothing else runs on this host")
     if device is None:
         record.notes.append(
-            "there is no GPU here: its rates and the link's are null; fit them with --from-trace, or write them in"
+            "there is no GPU here: rates of the GPU and of the link are null; fit them with --from-trace, or edit "
+            "the file"
         )
     return record
 
@@ -99,28 +121,28 @@ def _slowest(key: str, values: list[float]) -> float:
 
 def _setup(ranks: Ranks, window_s: float, device: int | None, record: Record) -> Setup:
     cores = max(1, host_limits.cores() // ranks.local_count)
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(asked) if asked.isdigit() and int(asked) > 0 else cores
+    omp_threads = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(omp_threads) if omp_threads.isdigit() and int(omp_threads) > 0 else cores
     if threads != cores:
         record.notes.append(
-            f"OMP_NUM_THREADS={asked}: the CPU's rates are of {threads} threads, and a rank has {cores} cores: set "
-            "it to what the job has (torchrun sets 1 where it is not set)"
+            f"OMP_NUM_THREADS={omp_threads}: CPU rates are of {threads} threads, but a rank has {cores} cores; set it "
+            "to the value of the job (torchrun sets 1 by default)"
         )
     if device is not None and ranks.count < torch.cuda.device_count():
         record.notes.append(
-            f"measured by {ranks.count} ranks, and this host has {torch.cuda.device_count()} GPUs: where a job's ranks "
-            f"share its memory, measure with --ranks {torch.cuda.device_count()}"
+            f"measured with {ranks.count} of {torch.cuda.device_count()} GPUs of this host: if the ranks of a job "
+            f"share the host, measure with --ranks {torch.cuda.device_count()}"
         )
     memory = host_limits.memory_bytes()
     share = memory // ranks.local_count if memory is not None else None
     if share is not None:
         split = f", divided by {ranks.local_count} ranks" if ranks.local_count > 1 else ""
-        record.rate("host_memory_bytes", float(share), f"of the host, or what its control groups allow{split}")
+        record.rate("host_memory_bytes", float(share), f"memory of the host, or limit of its control groups{split}")
     cache = host_limits.cache_bytes()
     size = host_memory.working_set(share, cache)
     if cache is not None and size < 4 * cache:
         record.notes.append(
-            f"memory is scarce beside the caches ({cache >> 20} MiB): the CPU's rates may be of caches in part"
+            f"little memory compared with the CPU caches ({cache >> 20} MiB): CPU rates may be partly those of caches"
         )
-    record.more["working_set_bytes"] = size
+    record.extra["working_set_bytes"] = size
     return Setup(ranks, threads, cores, size, window_s, device)

@@ -1,4 +1,4 @@
-"""Timing what runs over and over."""
+"""Times a call that is repeated."""
 
 from __future__ import annotations
 
@@ -10,32 +10,41 @@ import numpy as np
 
 from ebbtide.interleave.calibrate.ranks import Ranks
 
-_LEAST_RUNS = 3
+_MIN_RUNS = 3
 
 
 @dataclass(frozen=True)
-class Timed:
-    """seconds: the median of one run. runs: how many. spread: from the 10th to the 90th percentile, over the median."""
+class Timing:
+    """The duration of a repeated call.
+
+    Attributes:
+        seconds: Median of one run.
+        runs: Number of runs.
+        spread: Distance from the 10th to the 90th percentile, divided by the median.
+    """
 
     seconds: float
     runs: int
     spread: float
 
     @classmethod
-    def of(cls, seconds: list[float]) -> Timed:
+    def from_runs(cls, seconds: list[float]) -> Timing:
+        """Summarize the durations of all runs in seconds."""
         short, middle, long = map(float, np.percentile(seconds, [10, 50, 90]))
         return cls(middle, len(seconds), (long - short) / middle)
 
 
-def timed(run: Callable[[], object], window_s: float, ranks: Ranks) -> Timed:
-    """Run once unmeasured, wait for the other ranks, then run for that long, three times at least. The run must end
-    when its work has ended."""
+def measure_time(run: Callable[[], object], window_s: float, ranks: Ranks) -> Timing:
+    """Call `run` once unmeasured, wait for the other ranks, then call it for `window_s` seconds, at least three times.
+
+    `run` must return only when its work has ended.
+    """
     run()
     ranks.wait()
-    lengths: list[float] = []
+    durations: list[float] = []
     end = time.perf_counter() + window_s
-    while len(lengths) < _LEAST_RUNS or time.perf_counter() < end:
+    while len(durations) < _MIN_RUNS or time.perf_counter() < end:
         begin = time.perf_counter()
         run()
-        lengths.append(time.perf_counter() - begin)
-    return Timed.of(lengths)
+        durations.append(time.perf_counter() - begin)
+    return Timing.from_runs(durations)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO stage 3 with offload, driven by a policy of ours: `enable` before `deepspeed.initialize`."""
+"""Drives DeepSpeed's ZeRO stage 3 with offload by a policy: call `enable` before `deepspeed.initialize`."""
 
 from ebbtide.interleave.deepspeed.patching import disable, enable
 

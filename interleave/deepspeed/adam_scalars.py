@@ -1,4 +1,4 @@
-"""The numbers that an update multiplies with, rounded as DeepSpeed's CPU Adam rounds them."""
+"""The scalars of an update, rounded as DeepSpeed's CPU Adam rounds them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import numpy as np
 from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
 
 
-class CpuAdamConstants:
-    """DeepSpeed's CPU Adam forms its constants in fp32 (1 - beta2 is 1.3e-5 off then), and the powers of its betas by
-    multiplying one step after the other, or anew where the step is not the next one. Ours are the same numbers, so that
-    whoever comes from DeepSpeed trains as before. One object for all subgroups of an optimizer, as there."""
+class CpuAdamScalars:
+    """Computes the scalars of DeepSpeed's CPU Adam, so that a job trains as it did with DeepSpeed.
+
+    DeepSpeed's CPU Adam computes its scalars in fp32 (so 1 - beta2 is off by 1.3e-5). It multiplies the powers of its
+    betas up step by step, and computes them anew if the step is not the next one. As there, one object serves all
+    subgroups of an optimizer.
+    """
 
     def __init__(self) -> None:
         self._step = 0
@@ -20,7 +23,13 @@ class CpuAdamConstants:
         self._powers = (np.float32(1), np.float32(1))
 
     def scalars(self, hyper: Hyper, step: int, scale: float) -> Scalars:
-        """Of a step, counted from 1. scale: what each gradient is multiplied with."""
+        """Return the scalars of a step.
+
+        Args:
+            hyper: The hyperparameters.
+            step: The step, counted from 1.
+            scale: Factor for each gradient.
+        """
         beta1, beta2 = betas = np.float32(hyper.beta1), np.float32(hyper.beta2)
         if self._betas is None and step == 1:
             self._powers = betas

@@ -1,16 +1,18 @@
-"""Puts our optimizer in the place of ZeRO stage 3's, and takes it out again."""
+"""Patches DeepSpeed so that `deepspeed.initialize` builds InterleavedStage3, and undoes it."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from ebbtide.interleave.deepspeed.settings import Settings
 from ebbtide.interleave.deepspeed.supported import check_engine, check_version
-from ebbtide.interleave.engine.adaptive.planner import Budget
+from ebbtide.interleave.engine.adaptive.budget import Budget
 from ebbtide.interleave.engine.checks import check_options
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
@@ -19,12 +21,23 @@ from ebbtide.machines.machine import Machine
 
 log = logging.getLogger("ebbtide")
 
-# DeepSpeed's own `_configure_optimizer`, while ours stands in for it.
-_original: list[Any] = []
+
+@dataclass
+class _Patch:
+    """The patch of DeepSpeed.
+
+    Attributes:
+        original: `DeepSpeedEngine._configure_optimizer` of DeepSpeed while it is replaced; else None.
+    """
+
+    original: Callable[..., Any] | None = None
+
+
+_patch = _Patch()
 
 
 class Enabled:
-    """`with enable(...):` takes our optimizer out again at its end; those that were made stay."""
+    """The result of `enable`: as a context manager it calls `disable` at its end. Existing engines stay as they are."""
 
     def __enter__(self) -> Enabled:
         return self
@@ -45,16 +58,27 @@ def enable(
     device: Device | None = None,
     beside: bool = False,
 ) -> Enabled:
-    """From now on `deepspeed.initialize` makes engines whose optimizer follows a policy of ours; call it before. The
-    configuration stays as it is (ZeRO stage 3, offload_optimizer to the cpu); its `ratio` does not count.
+    """Let `deepspeed.initialize` create engines whose optimizer follows a policy of ebbtide; call this before it.
 
-    policy, memory_budget, machine, threads, device: as InterleavedAdamW takes them. subgroup_params: how much state
-    moves as one, at most; DeepSpeed's sub_group_size, by which checkpoints are laid out, stays what it is.
-    beside: there are engines already, which stay as they are.
+    The configuration stays as it is (ZeRO stage 3, offload_optimizer to the cpu); its `ratio` has no effect.
 
-    Raises EngineError for a version of DeepSpeed that this was not tried with and where there are engines already;
-    PolicyError for a policy that cannot be. `deepspeed.initialize` raises EngineError for a
-    configuration that this cannot drive.
+    Args:
+        policy: As for InterleavedAdamW.
+        memory_budget: As for InterleavedAdamW.
+        machine: As for InterleavedAdamW.
+        subgroup_params: Maximum number of parameters whose state is moved and updated as one. DeepSpeed's
+            sub_group_size, which determines the layout of checkpoints, does not change.
+        threads: As for InterleavedAdamW.
+        device: As for InterleavedAdamW.
+        beside: Allow that engines exist already; they stay as they are.
+
+    Returns:
+        A context manager that calls `disable` at its end.
+
+    Raises:
+        EngineError: For a version of DeepSpeed that is not tested, for an option that is not valid, and if engines
+            exist already. `deepspeed.initialize` raises it for a configuration that is not supported.
+        PolicyError: If the policy is not valid.
     """
     check_version()
     check_options("streamed", subgroup_params, threads, memory_budget)
@@ -64,12 +88,12 @@ def enable(
     from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401  derives from what is replaced below
     from deepspeed.runtime.zero import stage3
 
-    made = (type(found) for found in gc.get_objects())
-    theirs = (kind for kind in made if issubclass(kind, stage3.DeepSpeedZeroOptimizer_Stage3))
-    if not beside and not all(hasattr(kind, "settings") for kind in theirs):
+    types = (type(instance) for instance in gc.get_objects())
+    stage3_types = (kind for kind in types if issubclass(kind, stage3.DeepSpeedZeroOptimizer_Stage3))
+    if not beside and not all(hasattr(kind, "settings") for kind in stage3_types):
         raise EngineError(
             "there is an engine of ZeRO stage 3 already, which cannot be driven any more: call enable() before "
-            "deepspeed.initialize(), or enable(beside=True) for the engines to come"
+            "deepspeed.initialize(), or enable(beside=True) for the engines created from now on"
         )
     disable()
     original = DeepSpeedEngine._configure_optimizer
@@ -78,24 +102,25 @@ def enable(
     @functools.wraps(original)
     def configure_optimizer(engine: Any, *args: Any, **kwargs: Any) -> Any:
         check_engine(engine)
-        # Before the name is bound: it derives from what the name stands for.
+        # Imported before the name is replaced: InterleavedStage3 derives from the class of this name.
         from ebbtide.interleave.deepspeed.stage3 import InterleavedStage3
 
-        theirs = stage3.DeepSpeedZeroOptimizer_Stage3
+        deepspeed_class = stage3.DeepSpeedZeroOptimizer_Stage3
         stage3.DeepSpeedZeroOptimizer_Stage3 = type("InterleavedStage3", (InterleavedStage3,), {"settings": settings})
         try:
             return original(engine, *args, **kwargs)
         finally:
-            stage3.DeepSpeedZeroOptimizer_Stage3 = theirs
+            stage3.DeepSpeedZeroOptimizer_Stage3 = deepspeed_class
 
-    _original.append(original)
+    _patch.original = original
     DeepSpeedEngine._configure_optimizer = configure_optimizer
     return Enabled()
 
 
 def disable() -> None:
-    """From now on `deepspeed.initialize` makes DeepSpeed's own optimizer."""
-    if _original:
+    """Let `deepspeed.initialize` create DeepSpeed's own optimizer from now on."""
+    if _patch.original is not None:
         from deepspeed.runtime.engine import DeepSpeedEngine
 
-        DeepSpeedEngine._configure_optimizer = _original.pop()
+        DeepSpeedEngine._configure_optimizer = _patch.original
+        _patch.original = None

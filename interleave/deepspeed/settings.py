@@ -1,17 +1,17 @@
-"""What `enable` was asked for."""
+"""The arguments of `enable`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebbtide.interleave.engine.adaptive.planner import Budget
+from ebbtide.interleave.engine.adaptive.budget import Budget
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.machines.machine import Machine
 
 
 @dataclass(frozen=True)
 class Settings:
-    """As `enable` takes them."""
+    """The settings of an optimizer; see `enable` for their meaning."""
 
     policy: str = "adaptive"
     memory_budget: Budget | None = None

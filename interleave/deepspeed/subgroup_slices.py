@@ -1,4 +1,4 @@
-"""How DeepSpeed's subgroups are cut for the engine, and how a slice's gradient is put together."""
+"""Slices of DeepSpeed's subgroups, which the engine moves and updates, and the gradients of slices."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
-from ebbtide.interleave.engine.runtime.layout import Piece, Subgroup
+from ebbtide.interleave.engine.runtime.layout import ParamSegment, Subgroup
 
 
 @dataclass(frozen=True)
-class Slice:
-    """A run of elements of one of DeepSpeed's subgroups: what the engine moves and updates as one."""
+class SubgroupSlice:
+    """A run of elements of one of DeepSpeed's subgroups, which the engine moves and updates as one.
+
+    Attributes:
+        group: The number of DeepSpeed's subgroup.
+        begin: First element, in the subgroup.
+        end: Element after the last one.
+    """
 
     group: int
     begin: int
@@ -20,104 +26,133 @@ class Slice:
 
     @property
     def params(self) -> int:
+        """Number of elements."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
-class Extent:
-    """Where this rank's part of a parameter lies in its subgroup."""
+class ParamExtent:
+    """The elements of a subgroup that are this rank's part of a parameter.
+
+    Attributes:
+        group: The number of DeepSpeed's subgroup.
+        begin: First element, in the subgroup.
+        end: Element after the last one.
+    """
 
     group: int
     begin: int
     end: int
 
 
-def cut(sizes: Sequence[int], most: int) -> list[Slice]:
-    """Slices of at most so many elements, in order. sizes: elements of each of DeepSpeed's subgroups."""
+def cut_subgroups(sizes: Sequence[int], max_params: int) -> list[SubgroupSlice]:
+    """Cut DeepSpeed's subgroups into slices, in order.
+
+    Args:
+        sizes: Elements of each of DeepSpeed's subgroups.
+        max_params: Maximum elements of a slice.
+    """
     return [
-        Slice(group, begin, min(size, begin + most))
+        SubgroupSlice(group, begin, min(size, begin + max_params))
         for group, size in enumerate(sizes)
-        for begin in range(0, size, most)
+        for begin in range(0, size, max_params)
     ]
 
 
-def subgroups(slices: Sequence[Slice], dtype: torch.dtype, grad_dtype: torch.dtype) -> list[Subgroup]:
-    """What the engine takes them for: each is one flat parameter."""
+def engine_subgroups(slices: Sequence[SubgroupSlice], dtype: torch.dtype, grad_dtype: torch.dtype) -> list[Subgroup]:
+    """Return the slices as subgroups of the engine: each has one flat parameter."""
     return [
-        Subgroup(piece.params, dtype, (Piece(number, 0, piece.params, 0),), grad_dtype)
-        for number, piece in enumerate(slices)
+        Subgroup(part.params, dtype, (ParamSegment(number, 0, part.params, 0),), grad_dtype)
+        for number, part in enumerate(slices)
     ]
 
 
-class Gradients:
-    """Gradients of slices, each in a buffer on the device that is there from the first parameter of it to arrive until
-    it is let go. extents: by parameter, of those that this rank has elements of; params: elements of all of them.
-    dtype: what gradients accumulate in. What does not arrive is zero."""
+class SliceGradients:
+    """Collects the gradients of parameters into gradients of slices.
 
-    def __init__(self, slices: Sequence[Slice], extents: Mapping[int, Extent], dtype: torch.dtype) -> None:
+    The gradient of a slice is in a buffer on the device. The buffer exists from the first gradient of the slice that is
+    added until the gradient is taken out. Elements without a gradient are zero.
+
+    Args:
+        slices: The slices.
+        extents: The extents of the parameters that this rank has elements of, by parameter.
+        dtype: The type in which gradients accumulate.
+
+    Attributes:
+        params: The elements of all extents.
+    """
+
+    def __init__(self, slices: Sequence[SubgroupSlice], extents: Mapping[int, ParamExtent], dtype: torch.dtype) -> None:
         self._slices = slices
         self._extents = extents
         self._dtype = dtype
         self.params = sum(extent.end - extent.begin for extent in extents.values())
-        self._touches = {param: self._overlapping(extent) for param, extent in extents.items()}
+        self._slices_of = {param: self._overlapping(extent) for param, extent in extents.items()}
         self._buffers: dict[int, torch.Tensor] = {}
-        self._arrived: set[int] = set()
+        self._added: set[int] = set()
         self._expected = [0] * len(slices)
-        for touched in self._touches.values():
-            for number in touched:
+        for numbers in self._slices_of.values():
+            for number in numbers:
                 self._expected[number] += 1
         self._missing = list(self._expected)
 
     def __contains__(self, param: int) -> bool:
-        """Whether this rank has elements of a parameter."""
+        """Return whether this rank has elements of a parameter."""
         return param in self._extents
 
     @property
-    def any(self) -> bool:
-        """Whether a gradient has arrived since the last step."""
-        return bool(self._arrived)
+    def is_empty(self) -> bool:
+        """Whether no gradient was added since the last step."""
+        return not self._added
 
-    def forget(self) -> None:
-        """The step is over, or there is none."""
+    def clear(self) -> None:
+        """Drop all gradients, after a step or if there is none."""
         self._buffers.clear()
-        self._arrived.clear()
+        self._added.clear()
         self._missing = list(self._expected)
 
-    def has(self, param: int) -> bool:
-        """Whether a parameter's gradient has arrived since the last step."""
-        return param in self._arrived
+    def has_gradient(self, param: int) -> bool:
+        """Return whether the gradient of a parameter was added since the last step."""
+        return param in self._added
 
-    def arrive(self, param: int, gradient: torch.Tensor) -> list[int]:
-        """A parameter's gradient (flat; shorter than its extent where that ends in padding) is made. Returns the slices
-        that are whole with it."""
-        whole = []
-        for number, here, there in self._parts(param, gradient.numel()):
-            self._buffer(number, gradient.device)[here].copy_(gradient[there])
-        if param not in self._arrived:
-            self._arrived.add(param)
-            for number in self._touches[param]:
+    def add(self, param: int, gradient: torch.Tensor) -> list[int]:
+        """Add the gradient of a parameter.
+
+        Args:
+            param: The parameter.
+            gradient: The gradient, flat; shorter than the extent if that ends in padding.
+
+        Returns:
+            The slices whose gradient is complete with it.
+        """
+        completed = []
+        for number, slice_span, param_span in self._overlaps(param, gradient.numel()):
+            self._buffer(number, gradient.device)[slice_span].copy_(gradient[param_span])
+        if param not in self._added:
+            self._added.add(param)
+            for number in self._slices_of[param]:
                 self._missing[number] -= 1
                 if not self._missing[number]:
-                    whole.append(number)
-        return whole
+                    completed.append(number)
+        return completed
 
-    def of_param(self, param: int, device: torch.device) -> torch.Tensor:
-        """A parameter's gradient, flat, in new memory; zero where it has not arrived."""
+    def param_gradient(self, param: int, device: torch.device) -> torch.Tensor:
+        """Return the gradient of a parameter, flat, in new memory; zero if it was not added."""
         extent = self._extents[param]
-        found = torch.zeros(extent.end - extent.begin, dtype=self._dtype, device=device)
-        for number, here, there in self._parts(param, found.numel()):
+        gradient = torch.zeros(extent.end - extent.begin, dtype=self._dtype, device=device)
+        for number, slice_span, param_span in self._overlaps(param, gradient.numel()):
             if number in self._buffers:
-                found[there] = self._buffers[number][here]
-        return found
+                gradient[param_span] = self._buffers[number][slice_span]
+        return gradient
 
-    def take(self, number: int, device: torch.device) -> torch.Tensor:
-        """The gradient of a slice, which is not kept here any more."""
+    def pop(self, number: int, device: torch.device) -> torch.Tensor:
+        """Remove and return the gradient of a slice."""
         buffer = self._buffer(number, device)
         del self._buffers[number]
         return buffer
 
-    def put(self, number: int, gradient: torch.Tensor) -> None:
-        """Keep a slice's gradient here again."""
+    def restore(self, number: int, gradient: torch.Tensor) -> None:
+        """Put the gradient of a slice back."""
         self._buffers[number] = gradient
 
     def _buffer(self, number: int, device: torch.device) -> torch.Tensor:
@@ -125,22 +160,22 @@ class Gradients:
             self._buffers[number] = torch.zeros(self._slices[number].params, dtype=self._dtype, device=device)
         return self._buffers[number]
 
-    def _overlapping(self, extent: Extent) -> list[int]:
+    def _overlapping(self, extent: ParamExtent) -> list[int]:
         return [
             number
-            for number, piece in enumerate(self._slices)
-            if piece.group == extent.group and piece.begin < extent.end and extent.begin < piece.end
+            for number, part in enumerate(self._slices)
+            if part.group == extent.group and part.begin < extent.end and extent.begin < part.end
         ]
 
-    def _parts(self, param: int, length: int) -> Iterator[tuple[int, slice, slice]]:
-        """(slice's number, where in it, where in the parameter) of the first `length` elements of a parameter."""
+    def _overlaps(self, param: int, length: int) -> Iterator[tuple[int, slice, slice]]:
+        """Yield (number of the slice, span in it, span in the parameter) for the first elements of a parameter."""
         extent = self._extents[param]
-        for number in self._touches[param]:
-            piece = self._slices[number]
-            begin, end = max(piece.begin, extent.begin), min(piece.end, extent.begin + length)
+        for number in self._slices_of[param]:
+            part = self._slices[number]
+            begin, end = max(part.begin, extent.begin), min(part.end, extent.begin + length)
             if begin < end:
                 yield (
                     number,
-                    slice(begin - piece.begin, end - piece.begin),
+                    slice(begin - part.begin, end - part.begin),
                     slice(begin - extent.begin, end - extent.begin),
                 )

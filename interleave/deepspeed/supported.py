@@ -1,4 +1,4 @@
-"""Which DeepSpeed, and which of its configurations and optimizers, this can drive; one line for the rest."""
+"""Checks of the DeepSpeed version, configuration and optimizer; each error is one line."""
 
 from __future__ import annotations
 
@@ -9,41 +9,49 @@ from ebbtide.interleave.engine.checks import check_group
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.reference import Hyper
 
-# Tried with these, and with those between them.
+# The tested versions: these and those between them.
 FIRST, LAST = (0, 19, 8), (0, 19, 8)
 
 
 def check_version() -> None:
-    """Raise EngineError without DeepSpeed, and for a version that this was not tried with."""
+    """Check the version. Raises EngineError without DeepSpeed, and for a version that is not tested."""
     try:
-        found = version("deepspeed")
+        installed = version("deepspeed")
     except PackageNotFoundError:
         raise EngineError("DeepSpeed is not installed: pip install 'ebbtide[deepspeed]'") from None
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:3] if part.isdigit())
+    numbers = tuple(int(part) for part in installed.split("+")[0].split(".")[:3] if part.isdigit())
     if not FIRST <= numbers <= LAST:
         raise EngineError(
-            f"DeepSpeed {found} was not tried with this: it must be {_text(FIRST)}"
+            f"DeepSpeed {installed} is not tested with ebbtide: install {_text(FIRST)}"
             + (f" to {_text(LAST)}" if LAST != FIRST else "")
         )
 
 
 def check_engine(engine: Any) -> None:
-    """Raise EngineError for an engine (a DeepSpeedEngine that is being made) whose configuration cannot be driven."""
+    """Check the configuration of an engine.
+
+    Args:
+        engine: A DeepSpeedEngine that is being initialized.
+
+    Raises:
+        EngineError: If the configuration is not supported.
+    """
     stage = int(engine.zero_optimization_stage())
     if stage != 3:
         raise EngineError(
-            f"this drives ZeRO stage 3, and the configuration has stage {stage}: set zero_optimization.stage to 3, or "
-            "do not call enable()"
+            f"ebbtide supports ZeRO stage 3, but the configuration has stage {stage}: set zero_optimization.stage to 3 "
+            "or do not call enable()"
         )
-    if _place(engine.zero_offload_param()) is not None or _place(engine.zero_offload_optimizer()) == "nvme":
+    optimizer_target = _offload_target(engine.zero_offload_optimizer())
+    if _offload_target(engine.zero_offload_param()) is not None or optimizer_target == "nvme":
         raise EngineError(
-            "ZeRO-Infinity (offload_param, or offload to nvme) is not driven: offload only the optimizer, to the cpu"
+            "ZeRO-Infinity (offload_param, or offload to nvme) is not supported: offload only the optimizer, to the cpu"
         )
-    if _place(engine.zero_offload_optimizer()) is None:
+    if optimizer_target is None:
         raise EngineError(
             'the optimizer is not offloaded: set zero_optimization.offload_optimizer to {"device": "cpu"}'
         )
-    for what, there in (
+    for feature, is_enabled in (
         ("SuperOffload (offload_optimizer.super_offload)", engine.super_offload()),
         ("ZenFlow", engine.zenflow),
         ("half-precision masters", engine.fp16_master_weights_and_gradients()),
@@ -53,39 +61,44 @@ def check_engine(engine: Any) -> None:
         ("DeepCompile", engine.is_deepcompile_enabled()),
         ("torch_autocast with float16", _autocasts_to_half(engine)),
     ):
-        if there:
-            raise EngineError(f"{what} is not driven: turn it off, or do not call enable()")
+        if is_enabled:
+            raise EngineError(f"{feature} is not supported: turn it off, or do not call enable()")
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise EngineError for an optimizer that is no AdamW as ours is."""
+    """Check that an optimizer is AdamW.
+
+    Args:
+        optimizer: The optimizer that DeepSpeed would use.
+
+    Raises:
+        EngineError: If it is another algorithm, or has options that are not supported.
+    """
     name = type(optimizer).__name__
     if name not in ("DeepSpeedCPUAdam", "AdamW"):
-        raise EngineError(
-            f"the optimizer is {name}: this drives DeepSpeedCPUAdam (type AdamW or Adam) and torch's AdamW"
-        )
+        raise EngineError(f"the optimizer is {name}: use DeepSpeedCPUAdam (type AdamW or Adam) or torch's AdamW")
     if not getattr(optimizer, "fp32_optimizer_states", True):
-        raise EngineError("fp32_optimizer_states is off: moments of half precision are not driven")
+        raise EngineError("fp32_optimizer_states is off: moments of half precision are not supported")
     for group in optimizer.param_groups:
         hyper_of(optimizer, group)
 
 
 def hyper_of(optimizer: Any, group: dict[str, Any]) -> Hyper:
-    """Hyperparameters of a group. Raises EngineError for those that ours does not have."""
+    """Return the hyperparameters of a group. Raises EngineError for those that are not supported."""
     check_group(group)
     if not group.get("bias_correction", True):
-        raise EngineError("bias_correction is off: this always corrects")
+        raise EngineError("bias_correction is off, which is not supported: turn it on")
     decay = float(group["weight_decay"])
     if decay and not getattr(optimizer, "adam_w_mode", True):
         raise EngineError(
-            "Adam with weight_decay (L2) is not driven: set adam_w_mode to true (decoupled), or weight_decay to 0"
+            "Adam with weight_decay (L2) is not supported: set adam_w_mode to true (decoupled), or weight_decay to 0"
         )
     beta1, beta2 = group["betas"]
     return Hyper(float(group["lr"]), float(beta1), float(beta2), float(group["eps"]), decay)
 
 
-def _place(offload: Any) -> str | None:
-    """Where something is offloaded to; None: nowhere."""
+def _offload_target(offload: Any) -> str | None:
+    """Return the device that something is offloaded to; None if it is not offloaded."""
     device = getattr(offload, "device", None)
     name = getattr(device, "value", device)
     return None if name in (None, "none") else str(name)

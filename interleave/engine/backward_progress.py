@@ -1,4 +1,4 @@
-"""How far a backward has come, by the gradients that it has made."""
+"""The progress of a backward, from the gradients that it has computed."""
 
 from __future__ import annotations
 
@@ -8,49 +8,57 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ebbtide.interleave.engine.state_dict import local
+from ebbtide.interleave.engine.local_shards import local_shard
 
 
-class Progress:
-    """Calls made(parameter's index, share of all gradients that there are now) when a backward has made a gradient for
-    the last time in a step: a step may have several backwards, as many as the step before had. In the first step
-    nothing is known, and nothing is said. made is a method, whose object this does not keep alive."""
+class BackwardProgress:
+    """Reports each gradient as soon as a backward has computed it for the last time in a step.
 
-    def __init__(self, params: Sequence[torch.Tensor], made: Callable[[int, float], None]) -> None:
-        self._made_last = weakref.WeakMethod(made)
-        self._sizes = [local(param).numel() for param in params]
-        # A rank may hold empty shards alone.
-        self._total = max(1, sum(self._sizes))
+    A step may have several backwards: as many as the step before had. In the first step that number is not known, and
+    nothing is reported.
+
+    Args:
+        params: The parameters to watch.
+        on_ready: A method to call with the index of the parameter and the share of all gradients that are ready. The
+            object that it is bound to is not kept alive.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], on_ready: Callable[[int, float], None]) -> None:
+        self._on_ready = weakref.WeakMethod(on_ready)
+        self._sizes = [local_shard(param).numel() for param in params]
+        # A rank may have only empty shards.
+        self._total_size = max(1, sum(self._sizes))
         self._times = [0] * len(params)
-        self._expected = [0] * len(params)
-        self._made = 0
-        me = weakref.ref(self)
+        self._expected_times = [0] * len(params)
+        self._ready_size = 0
+        weak_self = weakref.ref(self)
         self._handles: list[RemovableHandle] = []
         for index, param in enumerate(params):
             if param.requires_grad:
-                self._handles.append(param.register_post_accumulate_grad_hook(_hook(me, index)))
+                self._handles.append(param.register_post_accumulate_grad_hook(_make_hook(weak_self, index)))
 
-    def stepped(self) -> None:
-        """The step is over: what it had the next one will have."""
-        self._expected, self._times, self._made = self._times, [0] * len(self._times), 0
+    def end_step(self) -> None:
+        """Expect as many gradients of each parameter in the next step as this step had."""
+        self._expected_times, self._times, self._ready_size = self._times, [0] * len(self._times), 0
 
-    def remove(self) -> None:
+    def remove_hooks(self) -> None:
+        """Stop watching."""
         for handle in self._handles:
             handle.remove()
 
-    def _fired(self, index: int) -> None:
+    def _count_gradient(self, index: int) -> None:
         self._times[index] += 1
-        if self._times[index] == self._expected[index]:
-            self._made += self._sizes[index]
-            made = self._made_last()
-            if made is not None:
-                made(index, self._made / self._total)
+        if self._times[index] == self._expected_times[index]:
+            self._ready_size += self._sizes[index]
+            on_ready = self._on_ready()
+            if on_ready is not None:
+                on_ready(index, self._ready_size / self._total_size)
 
 
-def _hook(progress: weakref.ref[Progress], index: int) -> Callable[[torch.Tensor], None]:
-    def fired(_: torch.Tensor) -> None:
-        found = progress()
-        if found is not None:
-            found._fired(index)
+def _make_hook(progress_ref: weakref.ref[BackwardProgress], index: int) -> Callable[[torch.Tensor], None]:
+    def hook(_: torch.Tensor) -> None:
+        progress = progress_ref()
+        if progress is not None:
+            progress._count_gradient(index)
 
-    return fired
+    return hook

@@ -1,4 +1,4 @@
-"""What can go wrong while a plan runs."""
+"""Errors raised while a plan runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from ebbtide.errors import UserError
 
 
 class EngineError(UserError):
-    """The optimizer cannot go on, or cannot do what it is asked."""
+    """The optimizer cannot continue, or does not support what was requested."""
 
 
 class DeviceMemoryError(EngineError):
-    """The device has no room for what a plan puts there."""
+    """The device has too little free memory for what a plan puts there."""

@@ -1,4 +1,4 @@
-"""How gradients come to the engine: all at the step, or each as soon as a backward has made it."""
+"""Hands gradients to the engine: all at the step, or each as soon as a backward has computed it."""
 
 from __future__ import annotations
 
@@ -6,72 +6,82 @@ from collections.abc import Sequence
 
 import torch
 
-from ebbtide.interleave.engine.backward_progress import Progress
+from ebbtide.interleave.engine.backward_progress import BackwardProgress
 from ebbtide.interleave.engine.checks import flat_gradient
-from ebbtide.interleave.engine.gradient_placeholder import added, spend, stand_in
-from ebbtide.interleave.engine.gradients import Gradients
+from ebbtide.interleave.engine.gradient_norm import GradientNorm
+from ebbtide.interleave.engine.gradient_placeholder import added_gradients, make_placeholder, mark_used
+from ebbtide.interleave.engine.local_shards import local_shard, wrap_shard
 from ebbtide.interleave.engine.runtime.engine import Engine
-from ebbtide.interleave.engine.state_dict import like, local
 
 
-class Intake:
-    """The gradients of these parameters. streams: each leaves when it is made for the last time in a step, and
-    something that only has its shape stands in `p.grad`. Somebody may set that to None, or run one more backward: then
-    the gradient is taken back, without or with what was added, and leaves with the step."""
+class GradientCollector:
+    """Collects the gradients of parameters for an engine.
 
-    def __init__(self, params: Sequence[torch.Tensor], engine: Engine, gradients: Gradients, streams: bool) -> None:
+    With streamed gradients, each gradient is offloaded when it is computed for the last time in a step, and `p.grad`
+    is a placeholder that only has its shape. A job may set that to None, or run one more backward: then the gradients
+    are recalled, without the dropped ones and with what was added, and are submitted at the step.
+
+    Args:
+        params: The parameters.
+        engine: The engine that updates them.
+        norm: Receives every gradient that is offloaded.
+        streamed: Whether gradients are offloaded as soon as they are computed.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], engine: Engine, norm: GradientNorm, streamed: bool) -> None:
         self._params = params
         self._engine = engine
-        self._gradients = gradients
-        self._streams = streams
-        # What stands in p.grad for gradients that were taken, by the parameter's index.
-        self._guards: dict[int, torch.Tensor] = {}
-        self._progress = Progress(params, self._made)
+        self._norm = norm
+        self._streamed = streamed
+        # The placeholders in p.grad of the offloaded gradients, by the parameter's index.
+        self._placeholders: dict[int, torch.Tensor] = {}
+        self._progress = BackwardProgress(params, self._on_ready)
 
     def collect(self) -> dict[int, torch.Tensor]:
-        """The gradients that have not been taken, flat, by the parameter's index."""
+        """Return the gradients that were not offloaded, flat, by the parameter's index."""
         engine = self._engine
-        if not (engine.under_way and all(map(self._as_it_was, engine.taken))):
-            self.give_back()
+        if not (engine.is_running and all(map(self._is_unchanged, engine.offloaded_params))):
+            self.recall()
         return {
             index: flat_gradient(param)
             for index, param in enumerate(self._params)
-            if param.grad is not None and index not in engine.taken
+            if param.grad is not None and index not in engine.offloaded_params
         }
 
-    def give_back(self) -> None:
-        """Gradients that were taken are in `p.grad` again, with what was added to them since; nothing is under way."""
-        for index, gradient in self._engine.give_back([local(param).detach() for param in self._params]).items():
-            param, guard = self._params[index], self._guards[index]
-            if param.grad is guard:
-                for more in added(guard):
-                    gradient += local(more).reshape(-1)
-                param.grad = like(param, gradient.view(local(param).shape))
-        self._guards.clear()
-        self._gradients.forget()
+    def recall(self) -> None:
+        """Put offloaded gradients back into `p.grad`, with what was added to them since, and stop the plan."""
+        gradients = self._engine.recall_gradients([local_shard(param).detach() for param in self._params])
+        for index, gradient in gradients.items():
+            param, placeholder = self._params[index], self._placeholders[index]
+            if param.grad is placeholder:
+                for added in added_gradients(placeholder):
+                    gradient += local_shard(added).reshape(-1)
+                param.grad = wrap_shard(param, gradient.view(local_shard(param).shape))
+        self._placeholders.clear()
+        self._norm.clear()
 
-    def stepped(self) -> None:
-        """The step is over, or left out."""
-        for guard in self._guards.values():
-            spend(guard)
-        self._guards.clear()
-        self._progress.stepped()
+    def end_step(self) -> None:
+        """Prepare for the next step, after a step that was done or skipped."""
+        for placeholder in self._placeholders.values():
+            mark_used(placeholder)
+        self._placeholders.clear()
+        self._progress.end_step()
 
     def close(self) -> None:
-        """Look at no backward any more."""
-        self._progress.remove()
+        """Stop watching backwards."""
+        self._progress.remove_hooks()
 
-    def _as_it_was(self, index: int) -> bool:
-        """A gradient that was taken: nobody has set it to None, or added to it."""
-        guard = self._guards[index]
-        return self._params[index].grad is guard and not added(guard)
+    def _is_unchanged(self, index: int) -> bool:
+        """Return whether nobody has set an offloaded gradient to None or added to it."""
+        placeholder = self._placeholders[index]
+        return self._params[index].grad is placeholder and not added_gradients(placeholder)
 
-    def _made(self, index: int, share: float) -> None:
-        """The backward has made a gradient for the last time in this step (see Progress)."""
+    def _on_ready(self, index: int, ready_share: float) -> None:
+        """Offload a gradient that the backward has computed for the last time in this step (see BackwardProgress)."""
         engine, param = self._engine, self._params[index]
-        if self._streams and engine.under_way and index not in engine.taken:
+        if self._streamed and engine.is_running and index not in engine.offloaded_params:
             gradient = flat_gradient(param)
-            self._gradients.note(index, gradient)
-            engine.take(index, gradient)
-            self._guards[index] = param.grad = stand_in(param)
-        engine.reach(share)
+            self._norm.add(index, gradient)
+            engine.offload_gradient(index, gradient)
+            self._placeholders[index] = param.grad = make_placeholder(param)
+        engine.report_progress(ready_share)

@@ -1,90 +1,150 @@
-"""State dicts: between the optimizer's flat state and what torch.optim.AdamW writes, parameter by parameter."""
+"""State dicts: converts between the state of subgroups and the state per parameter of torch.optim.AdamW."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ebbtide.interleave.engine.checks import check_group
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.runtime.store import EXP_AVG, EXP_AVG_SQ, MASTER, Store
+from ebbtide.interleave.engine.local_shards import local_shard, wrap_shard
+from ebbtide.interleave.engine.runtime.subgroup_states import EXP_AVG, EXP_AVG_SQ, MASTER, SubgroupStates
 
-# Whatever torch's defaults are.
+# Explicit, so that the defaults of torch that a job sets have no effect.
 _HOST: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-NAMES = {"master": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+_ROWS = {"master": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+@dataclass(frozen=True)
+class SavedStates:
+    """The parameters of an optimizer that a state dict has or that the optimizer has updated, and their states.
+
+    Attributes:
+        params: The parameters.
+        states: The state of each, (3, elements).
+        steps: The number of updates of each.
+    """
+
+    params: list[torch.Tensor]
+    states: list[torch.Tensor]
+    steps: list[int]
 
 
-def gathered(store: Store, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of each parameter its state, (3, elements), in new host memory."""
-    found = [torch.empty((3, local(param).numel()), **_HOST) for param in params]
-    for number, subgroup in enumerate(store.subgroups):
-        state = store.read(number)
-        for piece in subgroup.pieces:
-            found[piece.param][:, piece.begin : piece.end] = state[:, piece.at : piece.at + piece.end - piece.begin]
-    return found
+def gather_states(states: SubgroupStates, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the state of each parameter, (3, elements), in new host memory."""
+    param_states = [torch.empty((3, local_shard(param).numel()), **_HOST) for param in params]
+    for number, subgroup in enumerate(states.subgroups):
+        state = states.read(number)
+        for segment in subgroup.segments:
+            param_states[segment.param][:, segment.begin : segment.end] = state[:, segment.span]
+    return param_states
 
 
-def scatter(store: Store, states: Sequence[torch.Tensor]) -> None:
+def scatter_states(states: SubgroupStates, param_states: Sequence[torch.Tensor]) -> None:
     """Set the state of every parameter."""
-    for number, subgroup in enumerate(store.subgroups):
+    for number, subgroup in enumerate(states.subgroups):
         state = torch.empty((3, subgroup.params), **_HOST)
-        for piece in subgroup.pieces:
-            state[:, piece.at : piece.at + piece.end - piece.begin] = states[piece.param][:, piece.begin : piece.end]
-        store.write(number, state)
+        for segment in subgroup.segments:
+            state[:, segment.span] = param_states[segment.param][:, segment.begin : segment.end]
+        states.write(number, state)
 
 
-def fresh(param: torch.Tensor) -> torch.Tensor:
-    """State of a parameter that has not been updated yet: the master is the parameter, the moments are 0."""
-    state = torch.zeros((3, local(param).numel()), **_HOST)
-    state[MASTER] = local(param).detach().reshape(-1)
+def initial_state(param: torch.Tensor) -> torch.Tensor:
+    """Return the state of a parameter before its first update: the master is the parameter, the moments are 0."""
+    state = torch.zeros((3, local_shard(param).numel()), **_HOST)
+    state[MASTER] = local_shard(param).detach().reshape(-1)
     return state
 
 
-def entry(param: torch.Tensor, state: torch.Tensor, step: int) -> dict[str, Any]:
-    """A parameter's entry in a state dict: torch.optim.AdamW's, and the fp32 master. Of a DTensor, DTensors."""
-    shape = local(param).shape
-    found: dict[str, Any] = {"step": torch.tensor(float(step), **_HOST)}
-    for name, row in NAMES.items():
-        found[name] = like(param, state[row].clone().view(shape))
-    return found
+def update_master(state: torch.Tensor, param: torch.Tensor) -> None:
+    """Set the master to the parameter, except for elements whose master already rounds to the parameter."""
+    value = local_shard(param).detach().reshape(-1).cpu()
+    master = state[MASTER]
+    different = master.to(value.dtype) != value
+    master[different] = value[different].float()
 
 
-def parse(param: torch.Tensor, found: Mapping[str, Any], where: str) -> tuple[torch.Tensor, int]:
-    """(state, step) of an entry. Without a master, as torch writes it, the master is the parameter. Raises EngineError
-    where the entry is not of this parameter."""
-    if not isinstance(found, Mapping):
-        raise EngineError(f"{where} is {type(found).__name__}: this is not a state dict of AdamW")
-    if "max_exp_avg_sq" in found:
-        raise EngineError(f"{where} is of AMSGrad, which this optimizer does not do")
-    state = fresh(param)
-    for name, row in NAMES.items():
-        value = found.get(name)
+def make_entry(param: torch.Tensor, state: torch.Tensor, step: int) -> dict[str, Any]:
+    """Return the entry of a parameter in a state dict: that of torch.optim.AdamW, and the fp32 master.
+
+    The tensors of a DTensor's entry are DTensors."""
+    shape = local_shard(param).shape
+    entry: dict[str, Any] = {"step": torch.tensor(float(step), **_HOST)}
+    for name, row in _ROWS.items():
+        entry[name] = wrap_shard(param, state[row].clone().view(shape))
+    return entry
+
+
+def read_state_dict(
+    state_dict: Mapping[str, Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+    updated_params: Collection[torch.Tensor],
+    check: Callable[[Sequence[torch.Tensor]], None],
+) -> SavedStates:
+    """Read the states from a state dict of InterleavedAdamW or torch.optim.AdamW, without a change of anything.
+
+    Args:
+        state_dict: The state dict.
+        param_groups: The groups of the optimizer that loads it.
+        defaults: The default hyperparameters of that optimizer.
+        updated_params: The parameters that the optimizer has state of; it needs state of all of them.
+        check: Raises EngineError for parameters that the optimizer cannot update.
+
+    Raises:
+        EngineError: If this is not a state dict of AdamW for the same model.
+    """
+    groups, saved = state_dict.get("param_groups"), state_dict.get("state")
+    if not isinstance(groups, list) or not isinstance(saved, dict):
+        raise EngineError("this is not the state dict of an optimizer: it has no param_groups or no state")
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+        raise EngineError("this is not the state dict of an optimizer: its param_groups have no params")
+    saved_sizes = [len(group["params"]) for group in groups]
+    own_sizes = [len(group["params"]) for group in param_groups]
+    if saved_sizes != own_sizes:
+        raise EngineError(
+            f"this is the state dict of another model: its groups have {saved_sizes} parameters, those of this "
+            f"optimizer {own_sizes}"
+        )
+    for group in groups:
+        check_group({**defaults, **group})
+    saved_names = [name for group in groups for name in group["params"]]
+    own_params = [param for group in param_groups for param in group["params"]]
+    name_of = dict(zip(own_params, saved_names, strict=True))
+    # Parameters that are frozen now may have been updated before.
+    params = [param for param, name in name_of.items() if param in updated_params or name in saved]
+    check(params)
+    states, steps = [], []
+    for param in params:
+        entry, source = saved.get(name_of[param]), f"state of parameter {name_of[param]}"
+        state, step = _parse_entry(param, entry, source) if entry is not None else (initial_state(param), 0)
+        states.append(state)
+        steps.append(step)
+    return SavedStates(params, states, steps)
+
+
+def _parse_entry(param: torch.Tensor, entry: Mapping[str, Any], source: str) -> tuple[torch.Tensor, int]:
+    """Return the state and the step in an entry. Without a master, as torch writes it, the master is the parameter."""
+    if not isinstance(entry, Mapping):
+        raise EngineError(f"{source} is {type(entry).__name__}: this is not a state dict of AdamW")
+    if "max_exp_avg_sq" in entry:
+        raise EngineError(f"{source} is of AMSGrad, which this optimizer does not support")
+    state = initial_state(param)
+    for name, row in _ROWS.items():
+        value = entry.get(name)
         if value is None and name == "master":
             continue
         if not isinstance(value, torch.Tensor):
-            raise EngineError(f"{where} has no {name} that is a tensor: this is not a state dict of AdamW")
-        value = local(value)
-        if value.shape != local(param).shape:
-            shapes = f"{tuple(value.shape)}, the parameter is {tuple(local(param).shape)}"
-            raise EngineError(f"{where}: {name} is {shapes}: this is the state dict of another model")
+            raise EngineError(f"{source} has no {name} that is a tensor: this is not a state dict of AdamW")
+        value = local_shard(value)
+        if value.shape != local_shard(param).shape:
+            shapes = f"{tuple(value.shape)}, the parameter is {tuple(local_shard(param).shape)}"
+            raise EngineError(f"{source}: {name} is {shapes}: this is the state dict of another model")
         state[row] = value.reshape(-1)
     try:
-        return state, int(found.get("step", 0))
+        return state, int(entry.get("step", 0))
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise EngineError(f"{where}: step is not a number: this is not a state dict of AdamW") from None
-
-
-def like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of something that lies as the parameter does."""
-    if not hasattr(param, "to_local"):
-        return value
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = param.device_mesh, param.placements
-    return DTensor.from_local(value, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
+        raise EngineError(f"{source}: step is not a number: this is not a state dict of AdamW") from None

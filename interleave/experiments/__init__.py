@@ -1,1 +1,1 @@
-"""Compares policies: trains under each of them, or replays many combinations."""
+"""Compares policies: by training under each of them, or by replaying many combinations."""

@@ -1,4 +1,4 @@
-"""A plan: what is moved and updated in one iteration, where, and what waits for what."""
+"""Plans: which operations one iteration runs, on which resource, and in which order."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Literal, NamedTuple
 from ebbtide.errors import PlanError
 from ebbtide.interleave.model.workload import Workload
 
-Kind = Literal["gradient down", "gradient up", "clip", "fetch", "update", "flush", "cast", "upload"]
+OpKind = Literal["gradient down", "gradient up", "clip", "fetch", "update", "flush", "cast", "upload"]
 Resource = Literal["cpu", "gpu", "h2d", "d2h"]
 RESOURCES: tuple[Resource, ...] = ("cpu", "gpu", "h2d", "d2h")
 
-# Points of an iteration at which an operation may begin: the number of the phase plus the share of it that is done.
-# The update begins at UPDATE; at STEP the optimizer's step has got going, and its operations are issued.
+# Points of an iteration at which an operation may start: the number of the phase plus the share of it that is done.
+# The update begins at UPDATE. At STEP the overhead of the optimizer's step is over and its operations are issued.
 OTHER, FORWARD, BACKWARD, UPDATE, STEP = 0.0, 1.0, 2.0, 3.0, 4.0
 
-_WHERE: dict[str, tuple[Resource, ...]] = {
+_RESOURCES_OF_KIND: dict[OpKind, tuple[Resource, ...]] = {
     "gradient down": ("d2h",),
     "gradient up": ("h2d",),
     "clip": ("cpu",),
@@ -31,13 +31,21 @@ _WHERE: dict[str, tuple[Resource, ...]] = {
 class Op(NamedTuple):
     """One operation on one subgroup.
 
-    params, nbytes: its work (bytes moved; 0 for updates and casts). point: the earliest place in the iteration, see
-    above. after: indices of operations that must have ended. pageable: of the host memory of a copy. blocking: forward
-    and backward stand still until it has ended. acquire, release: bytes of device memory taken when it begins and given
-    back when it ends.
+    Attributes:
+        kind: What the operation does.
+        resource: The resource that runs it.
+        subgroup: Index of the subgroup, -1 for an operation on all of them.
+        params: Parameters it works on.
+        nbytes: Bytes moved; 0 for updates and casts.
+        point: The earliest point of the iteration at which it may start (see `UPDATE`).
+        after: Indices of the operations that must have ended.
+        pageable: Whether the host memory of a copy is pageable rather than pinned.
+        blocking: Whether forward and backward stop until it has ended.
+        acquire: Bytes of device memory allocated when it starts.
+        release: Bytes of device memory freed when it ends.
     """
 
-    kind: Kind
+    kind: OpKind
     resource: Resource
     subgroup: int
     params: int
@@ -52,13 +60,18 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The operations of one iteration, which repeats. They stand in an order that respects `after`; each resource takes
-    its own in that order, one at a time.
+    """The operations of one iteration. Every iteration repeats them.
 
-    resident: subgroups whose state never leaves the device. parked: subgroups whose state is on the device when the
-    iteration begins, leaves it in the iteration and comes back. kept_gradients: subgroups whose gradient stays on the
-    device until the update. held_bytes: device memory that is taken all the time (resident state). remark: what a
-    policy has to say of it.
+    Attributes:
+        policy: The policy's string.
+        ops: Operations, in an order that respects `after`. Each resource runs its own in that order, one at a time.
+        subgroups: Number of subgroups.
+        resident: Subgroups whose state never leaves the device.
+        parked: Subgroups whose state is on the device when the iteration begins, leaves it during the iteration and
+            returns before its end.
+        kept_gradients: Subgroups whose gradient stays on the device until the update.
+        resident_bytes: Device memory of resident state.
+        remark: A note of the policy on this plan, for people.
     """
 
     policy: str
@@ -67,144 +80,160 @@ class Plan:
     resident: frozenset[int]
     parked: frozenset[int]
     kept_gradients: frozenset[int]
-    held_bytes: float
+    resident_bytes: float
     remark: str = ""
 
     def validate(self, workload: Workload) -> Plan:
-        """The plan itself. Raises PlanError where something waits for what comes later, is read before it is written,
-        happens twice or never, or device memory is not given back."""
-        Check(self, workload).run()
+        """Check that the plan updates every subgroup exactly once, with all inputs ready and all memory released.
+
+        Returns:
+            The plan itself.
+
+        Raises:
+            PlanError: An operation waits for a later one, reads what has not been written, is missing or repeated,
+                or device memory is not released.
+        """
+        _PlanChecker(self, workload).run()
         return self
 
     def counts(self) -> dict[str, int]:
-        """How many operations there are of each kind, updates by where they run."""
-        found: dict[str, int] = {}
+        """Return the number of operations of each kind; updates are counted per resource (`update on cpu`)."""
+        totals: dict[str, int] = {}
         for op in self.ops:
             name = f"update on {op.resource}" if op.kind == "update" else op.kind
-            found[name] = found.get(name, 0) + 1
-        return found
+            totals[name] = totals.get(name, 0) + 1
+        return totals
 
 
-class Check:
-    """Walks through a plan once, knowing of each subgroup what has happened to it."""
+class _PlanChecker:
+    """Walks through a plan once and tracks which operations each subgroup has had so far."""
 
     def __init__(self, plan: Plan, workload: Workload) -> None:
         self._plan = plan
         self._clipping = workload.clipping
-        self._made = [UPDATE] * plan.subgroups if workload.gradients_stay else made_points(workload)
+        self._gradient_points = (
+            [UPDATE] * plan.subgroups if workload.gradients_held_until_step else gradient_ready_points(workload)
+        )
         self._clip = -1
-        kinds: tuple[Kind, ...] = ("gradient down", "gradient up", "fetch", "update", "flush", "cast", "upload")
-        # Of each kind the index of a subgroup's operation, -1 where it has not come yet.
-        self._seen: dict[str, list[int]] = {kind: [-1] * plan.subgroups for kind in kinds}
+        kinds: tuple[OpKind, ...] = ("gradient down", "gradient up", "fetch", "update", "flush", "cast", "upload")
+        # By kind and subgroup: the index of the operation, -1 before it has been reached.
+        self._indices: dict[str, list[int]] = {kind: [-1] * plan.subgroups for kind in kinds}
 
     def run(self) -> None:
-        taken = 0.0
+        allocated = 0.0
         for index, op in enumerate(self._plan.ops):
-            if op.resource not in _WHERE[op.kind]:
-                raise self._wrong(op, f"cannot run on {op.resource}")
+            if op.resource not in _RESOURCES_OF_KIND[op.kind]:
+                raise self._error(op, f"cannot run on {op.resource}")
             if op.after and not 0 <= min(op.after) <= max(op.after) < index:
-                raise self._wrong(op, "waits for what comes later")
+                raise self._error(op, "waits for a later operation")
             if not OTHER <= op.point <= STEP:
-                raise self._wrong(op, f"begins at {op.point}, which is no place in an iteration")
-            taken += op.acquire - op.release
+                raise self._error(op, f"starts at point {op.point}, which is outside of the iteration")
+            allocated += op.acquire - op.release
             if op.kind == "clip":
-                self._clips(op)
+                self._check_clip(op)
                 self._clip = index
                 continue
             if not 0 <= op.subgroup < self._plan.subgroups:
-                raise self._wrong(op, "is of none that there is")
-            seen = self._seen[op.kind]
-            if seen[op.subgroup] >= 0:
-                raise self._wrong(op, "comes twice")
-            self._inputs(op)
-            seen[op.subgroup] = index
-        if abs(taken) > 1e-6:
-            raise PlanError(f"policy {self._plan.policy}: {taken:.0f} bytes of device memory are not given back")
-        self._outputs()
+                raise self._error(op, "is on a subgroup that does not exist")
+            indices = self._indices[op.kind]
+            if indices[op.subgroup] >= 0:
+                raise self._error(op, "is repeated")
+            self._check_inputs(op)
+            indices[op.subgroup] = index
+        if abs(allocated) > 1e-6:
+            raise PlanError(f"policy {self._plan.policy}: {allocated:.0f} bytes of device memory are not released")
+        self._check_outputs()
 
-    def _clips(self, op: Op) -> None:
-        """Clipping comes once and needs every gradient."""
+    def _check_clip(self, op: Op) -> None:
+        """Clipping runs once and needs every gradient."""
         if self._clip >= 0:
-            raise self._wrong(op, "comes twice")
+            raise self._error(op, "is repeated")
         if op.point < UPDATE and self._plan.kept_gradients:
-            raise self._wrong(op, "comes before all gradients are made")
+            raise self._error(op, "starts before all gradients are ready")
         inputs = set(op.after)
-        for subgroup, down in enumerate(self._seen["gradient down"]):
+        for subgroup, down in enumerate(self._indices["gradient down"]):
             if down not in inputs and subgroup not in self._plan.kept_gradients:
-                raise self._wrong(op, f"does not wait for the gradient of subgroup {subgroup}")
+                raise self._error(op, f"does not wait for the gradient of subgroup {subgroup}")
 
-    def _inputs(self, op: Op) -> None:
-        """What an operation reads must be there, and it must wait for it."""
+    def _check_inputs(self, op: Op) -> None:
+        """An operation must come after, and wait for, those that write what it reads."""
         subgroup = op.subgroup
         if op.kind == "gradient down":
-            self._is_made(op)
+            self._require_gradient(op)
         elif op.kind == "gradient up":
-            self._waits(op, "gradient down")
+            self._require(op, "gradient down")
         elif op.kind == "fetch" and subgroup in self._plan.parked:
-            # It leaves the device first, with what the iteration before made, and comes back.
-            self._waits(op, "flush")
+            # Parked state was updated in the iteration before. It leaves the device first and returns later.
+            self._require(op, "flush")
         elif op.kind == "flush" and subgroup in self._plan.resident:
-            raise self._wrong(op, "takes state away that stays for good")
+            raise self._error(op, "removes state that is resident")
         elif (op.kind == "flush" and subgroup not in self._plan.parked) or op.kind == "cast":
-            self._waits(op, "update")
-            if self._seen["upload"][subgroup] >= 0:
-                raise self._wrong(op, "comes after the upload")
+            self._require(op, "update")
+            if self._indices["upload"][subgroup] >= 0:
+                raise self._error(op, "comes after the upload")
         elif op.kind == "upload":
-            self._waits(op, "cast" if self._seen["cast"][subgroup] >= 0 else "update")
+            self._require(op, "cast" if self._indices["cast"][subgroup] >= 0 else "update")
         elif op.kind == "update":
-            if self._clipping and (self._clip < 0 or self._clip not in op.after):
-                raise self._wrong(op, "does not wait for the clipping of all gradients")
-            if op.resource == "cpu":
-                if subgroup in self._plan.resident or self._seen["fetch"][subgroup] >= 0:
-                    raise self._wrong(op, "runs on the CPU with its state on the device")
-                self._waits(op, "gradient down")
-                if subgroup in self._plan.parked:
-                    self._waits(op, "flush")
-                return
-            if subgroup not in self._plan.resident:
-                self._waits(op, "fetch")
-            if subgroup not in self._plan.kept_gradients:
-                self._waits(op, "gradient up")
-            elif not self._clipping:
-                self._is_made(op)
+            self._check_update(op)
 
-    def _is_made(self, op: Op) -> None:
-        if op.point < self._made[op.subgroup]:
-            raise self._wrong(op, "begins before its gradient is made")
+    def _check_update(self, op: Op) -> None:
+        subgroup = op.subgroup
+        if self._clipping and (self._clip < 0 or self._clip not in op.after):
+            raise self._error(op, "does not wait for the clipping of all gradients")
+        if op.resource == "cpu":
+            if subgroup in self._plan.resident or self._indices["fetch"][subgroup] >= 0:
+                raise self._error(op, "runs on the CPU with its state on the device")
+            self._require(op, "gradient down")
+            if subgroup in self._plan.parked:
+                self._require(op, "flush")
+            return
+        if subgroup not in self._plan.resident:
+            self._require(op, "fetch")
+        if subgroup not in self._plan.kept_gradients:
+            self._require(op, "gradient up")
+        elif not self._clipping:
+            self._require_gradient(op)
 
-    def _waits(self, op: Op, kind: str) -> None:
-        index = self._seen[kind][op.subgroup]
+    def _require_gradient(self, op: Op) -> None:
+        if op.point < self._gradient_points[op.subgroup]:
+            raise self._error(op, "starts before its gradient is ready")
+
+    def _require(self, op: Op, kind: str) -> None:
+        index = self._indices[kind][op.subgroup]
         if index < 0:
-            raise self._wrong(op, f"comes without a {kind} before it")
+            raise self._error(op, f"comes without a {kind} before it")
         if index not in op.after:
-            raise self._wrong(op, f"does not wait for its {kind}")
+            raise self._error(op, f"does not wait for its {kind}")
 
-    def _outputs(self) -> None:
-        """Every subgroup is updated, and what was updated gets to where it belongs."""
-        for subgroup, update in enumerate(self._seen["update"]):
+    def _check_outputs(self) -> None:
+        """Every subgroup is updated, and the results are copied to where the next iteration expects them."""
+        for subgroup, update in enumerate(self._indices["update"]):
             if update < 0:
                 raise PlanError(f"policy {self._plan.policy}: subgroup {subgroup} is never updated")
             op = self._plan.ops[update]
-            if op.resource == "cpu" and self._seen["upload"][subgroup] < 0:
-                raise self._wrong(op, "is not followed by an upload")
-            if op.resource == "gpu" and subgroup not in self._plan.resident and self._seen["flush"][subgroup] < 0:
-                raise self._wrong(op, "is not followed by a flush")
+            if op.resource == "cpu" and self._indices["upload"][subgroup] < 0:
+                raise self._error(op, "is not followed by an upload")
+            if op.resource == "gpu" and subgroup not in self._plan.resident and self._indices["flush"][subgroup] < 0:
+                raise self._error(op, "is not followed by a flush")
 
-    def _wrong(self, op: Op, what: str) -> PlanError:
-        return PlanError(f"policy {self._plan.policy}: {op.kind} of subgroup {op.subgroup} {what}")
+    def _error(self, op: Op, problem: str) -> PlanError:
+        return PlanError(f"policy {self._plan.policy}: {op.kind} of subgroup {op.subgroup} {problem}")
 
 
-def made_points(workload: Workload) -> list[float]:
-    """The points at which the backward has made each subgroup's gradient: in reverse, the last those of subgroup 0."""
-    points, done = [], 0
+def gradient_ready_points(workload: Workload) -> list[float]:
+    """Return the point of the iteration at which the backward has computed each subgroup's gradient.
+
+    The backward computes gradients in reverse: those of subgroup 0 come last.
+    """
+    points, params_done = [], 0
     for size in reversed(workload.subgroups):
-        done += size
-        points.append(min(BACKWARD + done / workload.params, UPDATE))
+        params_done += size
+        points.append(min(BACKWARD + params_done / workload.params, UPDATE))
     return points[::-1]
 
 
 def point_at(workload: Workload, seconds: float) -> float:
-    """The point of an iteration that lies so many seconds after its start, nothing having waited."""
+    """Return the point of an iteration that is reached after so many seconds without any waiting."""
     begin = 0.0
     for phase, length in enumerate((workload.other_s, workload.forward_s, workload.backward_s)):
         if seconds < begin + length:

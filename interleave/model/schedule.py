@@ -1,4 +1,4 @@
-"""A plan with times: predicted by the simulator, or measured by an executor."""
+"""Schedules: plans with times, predicted by the simulator or measured by an executor."""
 
 from __future__ import annotations
 
@@ -11,25 +11,38 @@ from ebbtide.interleave.model.plan import RESOURCES, Op, Plan
 from ebbtide.interleave.model.workload import Workload
 
 # A cast reads fp32 and writes half precision.
-_CAST_BYTES = 4.0
+_CAST_READ_BYTES = 4.0
 
 
 def host_traffic(op: Op, workload: Workload) -> float:
-    """Bytes of host memory that an operation reads and writes: an update on the CPU reads gradient and state, and
-    writes state and parameter; a copy passes through once."""
+    """Return the bytes of host memory that an operation reads and writes.
+
+    An update on the CPU reads gradient and state, and writes state and parameter. A copy passes through host memory
+    once.
+    """
     if op.resource == "gpu":
         return 0.0
     if op.kind == "update":
         return workload.cpu_update_bytes * op.params
     if op.kind == "cast":
-        return (_CAST_BYTES + workload.param_bytes) * op.params
+        return (_CAST_READ_BYTES + workload.param_bytes) * op.params
     return op.nbytes
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """starts, ends: of each operation, seconds from the iteration's start. other_s, forward_s, backward_s, update_s: as
-    they became, waiting included; the iteration is their sum."""
+    """A plan with the times of one iteration.
+
+    Attributes:
+        plan: The plan that was run.
+        workload: The workload it was run for.
+        starts: Start of each operation, seconds from the start of the iteration.
+        ends: End of each operation, likewise.
+        other_s: Length of the part outside of all phases, seconds, waiting included.
+        forward_s: Length of the forward, likewise.
+        backward_s: Length of the backward, likewise.
+        update_s: Length of the update, likewise. The iteration is the sum of the four.
+    """
 
     plan: Plan
     workload: Workload
@@ -42,23 +55,24 @@ class Schedule:
 
     @property
     def iteration_s(self) -> float:
+        """Length of the iteration, seconds."""
         return self.other_s + self.forward_s + self.backward_s + self.update_s
 
     @property
     def exposed_s(self) -> float:
-        """What the optimizer adds to the iteration."""
+        """Seconds that the optimizer adds to the iteration."""
         return max(0.0, self.iteration_s - self.workload.compute_s)
 
     def items(self) -> Iterator[tuple[Op, float, float]]:
-        """(operation, start s, end s), in the plan's order."""
+        """Yield (operation, start s, end s) in the plan's order."""
         return zip(self.plan.ops, self.starts, self.ends, strict=True)
 
     def moved_bytes(self, direction: str) -> float:
-        """Bytes moved in a direction (`h2d`, `d2h`)."""
+        """Return the bytes moved in a direction (`h2d` or `d2h`)."""
         return sum(op.nbytes for op in self.plan.ops if op.resource == direction)
 
     def busy_shares(self) -> dict[str, float]:
-        """The share of the update phase in which each resource works."""
+        """Return the share of the update phase during which each resource is busy."""
         begin = self.iteration_s - self.update_s
         busy = dict.fromkeys(RESOURCES, 0.0)
         for op, start, end in self.items():
@@ -66,90 +80,113 @@ class Schedule:
         return {resource: min(1.0, s / self.update_s) if self.update_s > 0 else 0.0 for resource, s in busy.items()}
 
     def host_traffic_in_update(self) -> float:
-        """Bytes that CPU updates, casts and copies read and write in host memory within the update."""
+        """Return the bytes of host memory that CPU updates, casts and copies read and write during the update."""
         begin = self.iteration_s - self.update_s
         total = 0.0
         for op, start, end in self.items():
-            inside = 1.0 if start >= begin else (end - begin) / (end - start) if end > begin else 0.0
-            total += inside * host_traffic(op, self.workload)
+            share = 1.0 if start >= begin else (end - begin) / (end - start) if end > begin else 0.0
+            total += share * host_traffic(op, self.workload)
         return total
 
-    def device_line(self) -> tuple[np.ndarray, np.ndarray]:
-        """(times s, bytes) of the device memory that the plan takes, a step function over the iteration: resident
-        state, buffers, parked state and kept gradients."""
-        changes = [(0.0, self.plan.held_bytes + self._parked_at_start())]
+    def device_memory_line(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the device memory that the plan uses, as a step function over the iteration.
+
+        It counts resident state, buffers, parked state and kept gradients.
+
+        Returns:
+            Times in seconds, and the bytes in use from each of them on.
+        """
+        changes = [(0.0, self.plan.resident_bytes + self._parked_at_start())]
         for op, start, end in self.items():
             if op.acquire:
                 changes.append((start, op.acquire))
             if op.release:
                 changes.append((end, -op.release))
-        changes += self._gradients()
-        # At one moment what is given back comes before what is taken.
+        changes += self._kept_gradient_changes()
+        # At equal times memory is released before it is allocated.
         changes.sort()
-        times = np.array([at for at, _ in changes])
+        times = np.array([time for time, _ in changes])
         sizes = np.cumsum([size for _, size in changes])
-        last = np.append(np.diff(times) > 0, True)
-        return times[last], np.maximum(sizes[last], 0.0)
+        last_of_time = np.append(np.diff(times) > 0, True)
+        return times[last_of_time], np.maximum(sizes[last_of_time], 0.0)
 
     def _parked_at_start(self) -> float:
         sizes = self.workload.subgroups
         return self.workload.state_bytes * sum(sizes[subgroup] for subgroup in self.plan.parked)
 
-    def _gradients(self) -> list[tuple[float, float]]:
-        """A kept gradient lies on the device from where the backward, in reverse, begins to make it, to its update."""
-        if not self.plan.kept_gradients or self.workload.gradients_stay:
+    def _kept_gradient_changes(self) -> list[tuple[float, float]]:
+        """Return (time, bytes) of kept gradients: from when the backward, in reverse, starts to compute one until its
+        update has ended."""
+        if not self.plan.kept_gradients or self.workload.gradients_held_until_step:
             return []
         sizes = self.workload.subgroups
         begin = self.other_s + self.forward_s
-        done, made = 0, {}
+        params_done, gradient_starts = 0, {}
         for subgroup in reversed(range(len(sizes))):
-            made[subgroup] = begin + self.backward_s * done / self.workload.params
-            done += sizes[subgroup]
+            gradient_starts[subgroup] = begin + self.backward_s * params_done / self.workload.params
+            params_done += sizes[subgroup]
         changes = []
         for op, _, end in self.items():
             if op.kind == "update" and op.subgroup in self.plan.kept_gradients:
                 size = self.workload.grad_bytes * op.params
-                changes += [(made[op.subgroup], size), (end, -size)]
+                changes += [(gradient_starts[op.subgroup], size), (end, -size)]
         return changes
 
     @property
     def peak_device_bytes(self) -> float:
-        return float(self.device_line()[1].max())
+        """Largest device memory that the plan uses at any time, bytes."""
+        return float(self.device_memory_line()[1].max())
 
     def fits_device(self, gpu_memory_bytes: float | None) -> bool | None:
-        """Whether the plan's device memory stays within what is free at every instant; None where that is not known."""
+        """Return whether the plan's device memory stays within the free memory at every instant.
+
+        Args:
+            gpu_memory_bytes: Memory of the whole device. It matters only if the workload's free memory is not known.
+
+        Returns:
+            None if it is not known.
+        """
         if self.workload.gpu_free is None:
             if self.peak_device_bytes == 0:
                 return True
             return False if gpu_memory_bytes is not None and self.peak_device_bytes > gpu_memory_bytes else None
-        times, used = self.device_line()
-        line = self.free_line()
-        assert line is not None
-        free_times, free = line
-        # Between the changes; what lasts no longer than rounding does not count.
+        times, used = self.device_memory_line()
+        free_line = self.free_memory_line()
+        assert free_line is not None
+        free_times, free = free_line
+        # Compared in the middle between any two changes. Intervals as short as rounding errors do not count.
         edges = np.union1d(np.append(times, self.iteration_s), free_times[free_times <= self.iteration_s])
-        lasts = np.diff(edges) > 1e-9 * self.iteration_s
-        middle = ((edges[:-1] + edges[1:]) / 2)[lasts]
-        taken = used[np.searchsorted(times, middle, side="right") - 1]
-        there = free[np.maximum(np.searchsorted(free_times, middle, side="right") - 1, 0)]
-        return bool(np.all(taken <= there * (1 + 1e-9) + 1.0))
+        long_enough = np.diff(edges) > 1e-9 * self.iteration_s
+        middles = ((edges[:-1] + edges[1:]) / 2)[long_enough]
+        used_then = used[np.searchsorted(times, middles, side="right") - 1]
+        free_then = free[np.maximum(np.searchsorted(free_times, middles, side="right") - 1, 0)]
+        return bool(np.all(used_then <= free_then * (1 + 1e-9) + 1.0))
 
-    def free_line(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """(times s, bytes) of what is free beside the job, a step function over the iteration as it became: waiting in
-        forward or backward stretches what the workload tells on its own times. None where that is not known."""
+    def free_memory_line(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the device memory that the job itself leaves free, as a step function over this schedule.
+
+        Waiting in a phase stretches the workload's own steps in that phase.
+
+        Returns:
+            Times in seconds, and the bytes free from each of them on. None if it is not known.
+        """
         if self.workload.gpu_free is None:
             return None
-        own = np.cumsum([0.0, self.workload.other_s, self.workload.forward_s, self.workload.backward_s])
-        became = np.cumsum([0.0, self.other_s, self.forward_s, self.backward_s])
-        told = np.array([at for at, _ in self.workload.gpu_free])
-        times = np.where(told <= own[-1], np.interp(told, own, became), told - own[-1] + became[-1])
+        without_waiting = np.cumsum([0.0, self.workload.other_s, self.workload.forward_s, self.workload.backward_s])
+        with_waiting = np.cumsum([0.0, self.other_s, self.forward_s, self.backward_s])
+        own_times = np.array([time for time, _ in self.workload.gpu_free])
+        times = np.where(
+            own_times <= without_waiting[-1],
+            np.interp(own_times, without_waiting, with_waiting),
+            own_times - without_waiting[-1] + with_waiting[-1],
+        )
         return times, np.array([size for _, size in self.workload.gpu_free])
 
     def host_bytes(self) -> float:
-        """Host memory that the plan needs: state that does not live on the device for good, and gradients that come
-        down, in buffers of their own."""
+        """Return the host memory that the plan needs: state that is not resident, and separate buffers for gradients
+        that are copied down and parameters that are copied up."""
         sizes = self.workload.subgroups
-        away = sum(size for subgroup, size in enumerate(sizes) if subgroup not in self.plan.resident)
+        offloaded = sum(size for subgroup, size in enumerate(sizes) if subgroup not in self.plan.resident)
         down = sum(op.nbytes for op in self.plan.ops if op.kind == "gradient down")
         up = sum(op.nbytes for op in self.plan.ops if op.kind == "upload")
-        return self.workload.state_bytes * away + down + up
+        return self.workload.state_bytes * offloaded + down + up

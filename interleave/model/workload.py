@@ -1,33 +1,58 @@
-"""What must be updated, and what the rest of the iteration looks like."""
+"""The workload of a job: the parameters to update, and the times and memory of the rest of an iteration."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from ebbtide.errors import WorkloadError
-from ebbtide.json_files import number, read_object
+from ebbtide.json_files import convert_object, number_range, read_object
+from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
 # (seconds from the iteration's start, bytes free from there on), in order; the first at 0.
-FreeLine = tuple[tuple[float, float], ...]
-_MOST_SUBGROUPS = 10_000_000
+FreeMemorySteps = tuple[tuple[float, float], ...]
+_MAX_SUBGROUPS = 10_000_000
+_SIZES = "a list of whole numbers above 0 that add up to params"
+Params = Annotated[float, number_range(1, 1e15)]
+Seconds = Annotated[float, number_range(0, 1e6)]
+BytesPerParam = Annotated[float, number_range(0, 64)]
+FreeBytes = Annotated[float, number_range(0, 1e14)]
+BusyShare = Annotated[
+    float, Meta(ge=0, lt=1, description="a number from 0 to less than 1: a link that is always busy moves nothing")
+]
+Sizes = Annotated[list[Annotated[int, Meta(ge=1)]], Meta(max_length=_MAX_SUBGROUPS, description=_SIZES)]
+Flag = Annotated[bool, Meta(description="true or false")]
 
 
 @dataclass(frozen=True)
 class Workload:
     """One rank's part of a job. An iteration is other, forward, backward, update, in this order.
 
-    params: parameters whose state the rank holds. subgroup_params: of a subgroup; the last one may be smaller. sizes:
-    the parameters of each subgroup, where they were recorded.
-    Bytes are per parameter: param_bytes (half-precision copy on the device), grad_bytes, state_bytes (fp32 master and
-    moments). forward_s, backward_s, other_s: without any waiting for the optimizer. gpu_free: what is free beside the
-    job's own parameters, gradients and activations, a step function over the iteration; None: not known.
-    Busy shares: what the job itself takes of the link. clipping: whether all gradients are needed before any update.
-    gradients_stay: they lie on the device, in the job's own memory, and come down only when the step begins; else each
-    may leave as soon as it is made.
-    notes: what is estimated or not known, for people.
+    Attributes:
+        name: The name, for people.
+        params: Parameters whose state the rank holds.
+        subgroup_params: Parameters of a subgroup; the last one may be smaller.
+        forward_s: The forward, without any waiting for the optimizer; so are backward_s and other_s.
+        backward_s: The backward.
+        other_s: The part of the iteration that no phase covers.
+        param_bytes: Bytes per parameter of the half-precision copy on the device.
+        grad_bytes: Bytes per parameter of a gradient.
+        state_bytes: Bytes per parameter of the optimizer state: fp32 master weight and moments.
+        gpu_free: Device memory that the job's own parameters, gradients and activations leave free, as a step function
+            over the iteration; None: not known.
+        h2d_busy_share: The share of the link's time that the job's own copies to the device take.
+        d2h_busy_share: The same of copies to the host.
+        clipping: Whether all gradients are needed before any update.
+        gradients_held_until_step: Whether gradients stay on the device, in the job's own memory, until the step begins;
+            else each may be copied to the host as soon as it is ready. The key of the file is `gradients_stay`.
+        sizes: The parameters of each subgroup, where they were recorded.
+        deepspeed_version: The version of DeepSpeed that ran the recorded job; None for other jobs.
+        notes: What is estimated or not known, for people.
     """
 
     name: str
@@ -36,15 +61,16 @@ class Workload:
     forward_s: float
     backward_s: float
     other_s: float = 0.0
-    param_bytes: float = 2.0
-    grad_bytes: float = 2.0
-    state_bytes: float = 12.0
-    gpu_free: FreeLine | None = None
+    param_bytes: float = float(PARAM_BYTES)
+    grad_bytes: float = float(GRAD_BYTES)
+    state_bytes: float = float(STATE_BYTES)
+    gpu_free: FreeMemorySteps | None = None
     h2d_busy_share: float = 0.0
     d2h_busy_share: float = 0.0
     clipping: bool = True
-    gradients_stay: bool = False
+    gradients_held_until_step: bool = False
     sizes: tuple[int, ...] | None = None
+    deepspeed_version: str | None = None
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -52,130 +78,132 @@ class Workload:
         """Parameters of each subgroup, in the order of the forward."""
         if self.sizes is not None:
             return self.sizes
-        whole, rest = divmod(self.params, self.subgroup_params)
-        return (self.subgroup_params,) * whole + ((rest,) if rest else ())
+        count, remainder = divmod(self.params, self.subgroup_params)
+        return (self.subgroup_params,) * count + ((remainder,) if remainder else ())
 
     @property
     def cpu_update_bytes(self) -> float:
-        """What an update on the CPU reads and writes of host memory, a parameter: gradient and state in, state and
-        half-precision parameter out."""
+        """Bytes per parameter that an update on the CPU reads from and writes to host memory.
+
+        Gradient and state are read, state and half-precision parameter are written.
+        """
         return self.grad_bytes + 2 * self.state_bytes + self.param_bytes
 
     @property
-    def waits(self) -> bool:
-        """Whether no update can begin before the backward is over."""
-        return self.clipping or self.gradients_stay
+    def needs_all_gradients(self) -> bool:
+        """Whether no update can begin before the end of the backward."""
+        return self.clipping or self.gradients_held_until_step
 
     @property
     def compute_s(self) -> float:
-        """The iteration without its update."""
+        """The length of the iteration without its update."""
         return self.other_s + self.forward_s + self.backward_s
 
     def free_at(self, seconds: float) -> float | None:
-        """Bytes free at a time of the iteration; the last value holds through the update."""
+        """Return the free bytes at a time of the iteration; the last value is that of the update. None: not known."""
         if self.gpu_free is None:
             return None
         return value_at(self.gpu_free, seconds)
 
-    def gpu_free_from(self, seconds: float) -> FreeLine:
-        """The free line from a time of the iteration on; it must be known."""
-        line = self.gpu_free or ((0.0, 0.0),)
-        return ((seconds, value_at(line, seconds)), *((at, size) for at, size in line if at > seconds))
+    def gpu_free_from(self, seconds: float) -> FreeMemorySteps:
+        """Return the steps of free memory from a time of the iteration on. gpu_free must be known."""
+        steps = self.gpu_free or ((0.0, 0.0),)
+        return ((seconds, value_at(steps, seconds)), *((at_s, size) for at_s, size in steps if at_s > seconds))
 
     @property
-    def least_free(self) -> float | None:
-        """Bytes free at every moment of the iteration."""
+    def min_free_bytes(self) -> float | None:
+        """The bytes that are free at every moment of the iteration; None: not known."""
         return min(size for _, size in self.gpu_free) if self.gpu_free is not None else None
 
 
-def value_at(line: FreeLine, seconds: float) -> float:
-    """The value of a step function that begins at 0."""
-    return next(size for at, size in reversed(line) if at <= max(seconds, 0.0))
+def value_at(steps: FreeMemorySteps, seconds: float) -> float:
+    """Return the value of a step function that begins at 0."""
+    return next(size for at_s, size in reversed(steps) if at_s <= max(seconds, 0.0))
+
+
+class _FreeMemoryStep(msgspec.Struct):
+    at_s: Seconds
+    bytes: FreeBytes
+
+
+class WorkloadFile(msgspec.Struct):
+    """The object of a workload file."""
+
+    params: Params
+    forward_s: Seconds
+    backward_s: Seconds
+    name: Any = None
+    subgroup_params: Params | None = None
+    other_s: Seconds = 0.0
+    param_bytes: BytesPerParam = float(PARAM_BYTES)
+    grad_bytes: BytesPerParam = float(GRAD_BYTES)
+    state_bytes: Annotated[float, number_range(1, 1024)] = float(STATE_BYTES)
+    gpu_free_bytes: (
+        Annotated[
+            FreeBytes | list[_FreeMemoryStep],
+            Meta(description='a number from 0 to 1e+14, or a list of {"at_s", "bytes"} with at_s from 0 to 1e+06'),
+        ]
+        | None
+    ) = None
+    h2d_busy_share: BusyShare = 0.0
+    d2h_busy_share: BusyShare = 0.0
+    clipping: Flag = True
+    gradients_stay: Flag = False
+    sizes: Annotated[list[Annotated[int, Meta(ge=1)]], Meta(max_length=_MAX_SUBGROUPS, description=_SIZES)] | None = (
+        None
+    )
+    deepspeed_version: Annotated[str, Meta(description="a text")] | None = None
+    notes: Annotated[list[str], Meta(description="a list of texts")] = []
 
 
 def workload_from(values: dict[str, Any], where: str) -> Workload:
-    """A workload from the object of a workload file. Raises WorkloadError for values that are missing or cannot be."""
+    """Convert the object of a workload file.
 
-    def need(key: str, most: float, least: float = 0.0) -> float:
-        value = number(values, key, WorkloadError, where, most, least)
-        if value is None:
-            raise WorkloadError(f"{where} has no {key}")
-        return value
+    Args:
+        values: The object; null counts as missing.
+        where: The source, for messages; it names a workload without a name.
 
-    def may(key: str, default: float, most: float, least: float = 0.0) -> float:
-        value = number(values, key, WorkloadError, where, most, least)
-        return default if value is None else value
-
-    params = round(need("params", 1e15, 1))
-    subgroup = min(round(may("subgroup_params", params, 1e15, 1)), params)
-    if params / subgroup > _MOST_SUBGROUPS:
-        raise WorkloadError(f"{where}: more than {_MOST_SUBGROUPS:,} subgroups: choose larger ones")
+    Raises:
+        WorkloadError: A value is missing, has the wrong type or is out of range.
+    """
+    file = convert_object(values, WorkloadFile, where, WorkloadError)
+    params = round(file.params)
+    subgroup_params = min(round(file.subgroup_params or params), params)
+    if params / subgroup_params > _MAX_SUBGROUPS:
+        raise WorkloadError(f"{where}: more than {_MAX_SUBGROUPS:,} subgroups: choose larger ones")
+    if file.sizes is not None and sum(file.sizes) != params:
+        raise WorkloadError(f"{where}: sizes is a list with the sum {sum(file.sizes)}; it must be {_SIZES}")
     return Workload(
-        name=where if values.get("name") is None else str(values["name"]),
+        name=where if file.name is None else str(file.name),
         params=params,
-        subgroup_params=subgroup,
-        forward_s=need("forward_s", 1e6),
-        backward_s=need("backward_s", 1e6),
-        other_s=may("other_s", 0.0, 1e6),
-        param_bytes=may("param_bytes", 2.0, 64),
-        grad_bytes=may("grad_bytes", 2.0, 64),
-        state_bytes=may("state_bytes", 12.0, 1024, 1),
-        gpu_free=_free(values.get("gpu_free_bytes"), where),
-        h2d_busy_share=_share(values, "h2d_busy_share", where),
-        d2h_busy_share=_share(values, "d2h_busy_share", where),
-        clipping=_flag(values, "clipping", True, where),
-        gradients_stay=_flag(values, "gradients_stay", False, where),
-        sizes=_sizes(values.get("sizes"), params, where),
+        subgroup_params=subgroup_params,
+        forward_s=file.forward_s,
+        backward_s=file.backward_s,
+        other_s=file.other_s,
+        param_bytes=file.param_bytes,
+        grad_bytes=file.grad_bytes,
+        state_bytes=file.state_bytes,
+        gpu_free=_free_steps(file.gpu_free_bytes),
+        h2d_busy_share=file.h2d_busy_share,
+        d2h_busy_share=file.d2h_busy_share,
+        clipping=file.clipping,
+        gradients_held_until_step=file.gradients_stay,
+        sizes=None if file.sizes is None else tuple(file.sizes),
+        deepspeed_version=file.deepspeed_version,
+        notes=tuple(file.notes),
     )
 
 
 def load_workload(path: Path) -> Workload:
-    """Read a workload file. Raises WorkloadError where it is none."""
+    """Read a workload file. Raises WorkloadError where it is not a valid one."""
     return workload_from(read_object(path, "workload", WorkloadError), path.name)
 
 
-def _flag(values: dict[str, Any], key: str, default: bool, where: str) -> bool:
-    value = values.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise WorkloadError(f"{where}: {key} is neither true nor false")
-    return default if value is None else value
-
-
-def _sizes(value: Any, params: int, where: str) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    whole = isinstance(value, list) and all(type(size) is int and size > 0 for size in value)
-    if not whole or sum(value) != params or len(value) > _MOST_SUBGROUPS:
-        raise WorkloadError(f"{where}: sizes is not a list of whole numbers above 0 that add up to params")
-    return tuple(value)
-
-
-def _share(values: dict[str, Any], key: str, where: str) -> float:
-    share = number(values, key, WorkloadError, where, 1.0) or 0.0
-    if share == 1.0:
-        raise WorkloadError(f"{where}: {key} is 1: a link that is always busy moves nothing")
-    return share
-
-
-def _free(value: Any, where: str) -> FreeLine | None:
-    if value is None:
-        return None
-    if not isinstance(value, list):
-        size = number({"gpu_free_bytes": value}, "gpu_free_bytes", WorkloadError, where, 1e14)
-        return ((0.0, size or 0.0),)
-    line = []
-    for item in value:
-        if not isinstance(item, dict):
-            raise WorkloadError(f'{where}: gpu_free_bytes is a number, or a list of {{"at_s", "bytes"}}')
-        at = number(item, "at_s", WorkloadError, f"{where}: gpu_free_bytes", 1e6)
-        size = number(item, "bytes", WorkloadError, f"{where}: gpu_free_bytes", 1e14)
-        if at is None or size is None:
-            raise WorkloadError(f"{where}: an entry of gpu_free_bytes lacks at_s or bytes")
-        line.append((at, size))
-    line.sort(key=lambda entry: entry[0])
-    if not line:
-        return None
-    if line[0][0] > 0:
-        # Before the first entry nothing is known to be free.
-        line.insert(0, (0.0, 0.0))
-    return tuple(line)
+def _free_steps(free: float | list[_FreeMemoryStep] | None) -> FreeMemorySteps | None:
+    if not isinstance(free, list):
+        return None if free is None else ((0.0, free),)
+    steps = sorted(((step.at_s, step.bytes) for step in free), key=lambda step: step[0])
+    if steps and steps[0][0] > 0:
+        # What is free before the first entry is not known.
+        steps.insert(0, (0.0, 0.0))
+    return tuple(steps) or None

@@ -1,23 +1,41 @@
-"""The policies, a file each. Importing this registers all of them."""
+"""The policies, one file each. Importing this package imports, and so registers, every module in it."""
 
-from ebbtide.interleave.policies import adaptive, gpu_only, interleaved, pipelined, twin_flow, zero_offload
-from ebbtide.interleave.policies.registry import POLICIES, Choice, Policy, make_plan, parse, policy
+from importlib import import_module
+from pkgutil import iter_modules
 
-# What is replayed where nothing else is asked for.
-BUILT_IN = ("zero-offload", "twin-flow:0.5", "pipelined", "interleaved:2", "adaptive", "gpu-only")
+from ebbtide.interleave.policies.plan_builder import PlanBuilder
+from ebbtide.interleave.policies.registry import (
+    POLICIES,
+    DefaultRun,
+    Policy,
+    PolicyFunction,
+    PolicySpec,
+    make_plan,
+    parse,
+    policy,
+)
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+
+# The policies that are replayed if the user names none.
+BUILT_IN = tuple(
+    run.text
+    for run in sorted(
+        (registered.default_run for registered in POLICIES.values() if registered.default_run is not None),
+        key=lambda run: run.position,
+    )
+)
 
 __all__ = [
     "BUILT_IN",
     "POLICIES",
-    "Choice",
+    "DefaultRun",
+    "PlanBuilder",
     "Policy",
-    "adaptive",
-    "gpu_only",
-    "interleaved",
+    "PolicyFunction",
+    "PolicySpec",
     "make_plan",
     "parse",
-    "pipelined",
     "policy",
-    "twin_flow",
-    "zero_offload",
 ]

@@ -1,27 +1,42 @@
-"""Where each subgroup's state lives and is updated, in five numbers, and the plan of it."""
+"""Placements: where each subgroup's state is kept and updated, in a few counts, and the plan that follows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ebbtide.interleave.model.plan import STEP, UPDATE, Plan, made_points
+from ebbtide.interleave.model.plan import STEP, UPDATE, Plan, gradient_ready_points
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.capacity import gradients_with_room, slot_points
+from ebbtide.interleave.policies.capacity import gradients_that_fit, slot_points
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
+
+
+class PlacementChange(NamedTuple):
+    """A change of the counts of a `Placement`, by field."""
+
+    resident: int = 0
+    moved: int = 0
+    slots: int = 0
+    early: int = 0
+    late: int = 0
+    round_trip_gradients: int = 0
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Counts of subgroups; what is neither resident nor moved is updated on the CPU.
+    """Counts of subgroups by where their state is. Subgroups neither resident nor moved are updated on the CPU.
 
-    resident: their state never leaves the device. moved: their state comes to the device, is updated there and goes
-    again, one after the other. slots: how many of them have room on the device at once. early: so many of the first
-    are fetched before the update, as soon as there is room for them. late: so many of the last leave at the start of
-    the next iteration. What is both early and late is parked: it leaves for the forward alone.
-
-    back: so many gradients go down and come back up though there may be room for them, those of the last that are
-    moved. mixed, where nothing clips: the CPU's subgroups stand between those of the GPU in the order of the backward,
-    else before them.
+    Attributes:
+        resident: Subgroups whose state never leaves the device.
+        moved: Subgroups whose state is fetched, updated on the device and flushed, one after the other.
+        slots: How many moved subgroups fit on the device at once.
+        early: How many of the first moved subgroups are fetched before the update, as soon as memory is free.
+        late: How many of the last moved subgroups are flushed at the start of the next iteration. Subgroups both early
+            and late are parked: their state leaves the device for the forward only.
+        round_trip_gradients: How many gradients, those of the last moved subgroups, are copied down and back up even
+            if there is memory to keep them.
+        interleave_cpu_gpu: Without clipping: whether the CPU's subgroups alternate with the GPU's in the order of the
+            backward. Otherwise they come first.
     """
 
     resident: int
@@ -29,69 +44,93 @@ class Placement:
     slots: int
     early: int = 0
     late: int = 0
-    back: int = 0
-    mixed: bool = True
+    round_trip_gradients: int = 0
+    interleave_cpu_gpu: bool = True
 
     def on_cpu(self, count: int) -> int:
+        """Return how many of `count` subgroups are updated on the CPU."""
         return count - self.resident - self.moved
 
     @property
     def parked(self) -> int:
+        """Number of subgroups that are both early and late."""
         return max(0, self.early + self.late - self.moved)
 
-    def within(self, count: int, in_update: int, at_start: int) -> Placement:
-        """The nearest that is sound: of `count` subgroups, with room for the state of so many in the update and when
-        the iteration starts."""
-        resident = min(max(self.resident, 0), count, in_update, at_start)
+    def clamped(self, count: int, fit_in_update: int, fit_at_start: int) -> Placement:
+        """Return the nearest placement that is possible.
+
+        Args:
+            count: Number of subgroups.
+            fit_in_update: How many subgroups have state that fits on the device in the update.
+            fit_at_start: How many fit when the iteration starts.
+        """
+        resident = min(max(self.resident, 0), count, fit_in_update, fit_at_start)
         moved = min(max(self.moved, 0), count - resident)
-        slots = min(max(self.slots, 1), moved, in_update - resident)
+        slots = min(max(self.slots, 1), moved, fit_in_update - resident)
         if not slots:
             return Placement(resident, 0, 0)
         early = min(max(self.early, 0), slots)
-        late = min(max(self.late, 0), slots, at_start - resident)
-        return Placement(resident, moved, slots, early, late, min(max(self.back, 0), resident + moved), self.mixed)
+        late = min(max(self.late, 0), slots, fit_at_start - resident)
+        round_trips = min(max(self.round_trip_gradients, 0), resident + moved)
+        return Placement(resident, moved, slots, early, late, round_trips, self.interleave_cpu_gpu)
 
-    def moved_by(self, step: tuple[int, ...], times: int) -> Placement:
-        """A step along (resident, moved, slots, early, late, back)."""
-        values = zip(self._counts(), step, strict=True)
-        return self._with([value + times * share for value, share in values])
+    def changed(self, change: PlacementChange, times: int = 1) -> Placement:
+        """Return the placement after so many times a change. Its counts may be out of range (see `clamped`)."""
+        return Placement(
+            self.resident + times * change.resident,
+            self.moved + times * change.moved,
+            self.slots + times * change.slots,
+            self.early + times * change.early,
+            self.late + times * change.late,
+            self.round_trip_gradients + times * change.round_trip_gradients,
+            self.interleave_cpu_gpu,
+        )
 
     def scaled(self, factor: int) -> Placement:
-        return self._with([factor * value for value in self._counts()])
+        """Return the placement with every count multiplied."""
+        return Placement(
+            factor * self.resident,
+            factor * self.moved,
+            factor * self.slots,
+            factor * self.early,
+            factor * self.late,
+            factor * self.round_trip_gradients,
+            self.interleave_cpu_gpu,
+        )
 
-    def _with(self, counts: list[int]) -> Placement:
-        resident, moved, slots, early, late, back = counts
-        return Placement(resident, moved, slots, early, late, back, self.mixed)
 
-    def _counts(self) -> tuple[int, ...]:
-        return self.resident, self.moved, self.slots, self.early, self.late, self.back
+def plan_of(workload: Workload, placement: Placement, text: str) -> Plan:
+    """Make the plan of a placement.
 
+    Resident subgroups are the first ones, since the backward computes their gradients last. Uploads come before
+    fetches on the link, since only subgroups of the CPU are uploaded. Subgroups that must be flushed are updated
+    before those that stay.
 
-def placed(workload: Workload, placement: Placement, text: str) -> Plan:
-    """The plan of a placement, under the name `text`.
-
-    Resident subgroups come first: the backward makes their gradients last. Uploads go before fetches on the link, since
-    only what the CPU has updated is uploaded; what must leave again is updated before what stays.
+    Args:
+        workload: The workload to plan for.
+        placement: A placement that is possible (see `Placement.clamped`).
+        text: The policy's string.
     """
     builder = PlanBuilder(text, workload, early=True)
     resident = range(placement.resident)
     on_cpu, moved = _split(workload, placement)
-    kept = [*resident, *moved][: len(resident) + len(moved) - placement.back]
-    if workload.waits:
-        kept = gradients_with_room(workload, resident, kept, moved, placement.slots)
+    kept = [*resident, *moved][: len(resident) + len(moved) - placement.round_trip_gradients]
+    if workload.needs_all_gradients:
+        kept = gradients_that_fit(workload, resident, kept, moved, placement.slots)
     points = slot_points(workload, placement.resident, moved, placement.slots, kept)
-    slots = _slots(workload, moved, points)
-    # Who has each slot last keeps it, and leaves it at the start of the next iteration.
-    lasts = dict(zip(slots, moved, strict=True))
-    late = {slot: subgroup for slot, subgroup in lasts.items() if subgroup in moved[len(moved) - placement.late :]}
+    slots = _assign_slots(workload, moved, points)
+    # The last subgroup in each slot stays in it, and is flushed at the start of the next iteration if it is late.
+    last_in_slot = dict(zip(slots, moved, strict=True))
+    late_subgroups = moved[len(moved) - placement.late :]
+    late = {slot: subgroup for slot, subgroup in last_in_slot.items() if subgroup in late_subgroups}
     builder.leave(late.values())
     builder.gradients(keep=frozenset(kept))
-    # What gives each slot its room.
-    free = {slot: builder.leaving(subgroup) for slot, subgroup in late.items()}
+    # By slot: the flush that frees it.
+    freed_by = {slot: builder.leaving(subgroup) for slot, subgroup in late.items()}
 
     def fetch(number: int, point: float) -> None:
         slot = slots[number]
-        builder.fetch(moved[number], (free[slot],) if slot in free else (), point)
+        builder.fetch(moved[number], (freed_by[slot],) if slot in freed_by else (), point)
 
     for number in range(placement.early):
         fetch(number, points[slots[number]])
@@ -102,47 +141,48 @@ def placed(workload: Workload, placement: Placement, text: str) -> Plan:
             fetch(number, _fetch_point(workload, points[slots[number]], number < placement.slots))
         update = builder.update_fetched(subgroup)
         if late.get(slots[number]) != subgroup:
-            free[slots[number]] = builder.flush(subgroup, update)
+            freed_by[slots[number]] = builder.flush(subgroup, update)
     for subgroup in resident:
         builder.resident(subgroup)
     return builder.plan()
 
 
-def _slots(workload: Workload, moved: list[int], points: list[float]) -> list[int]:
-    """Of each moved subgroup the slot it goes through: of those that there is room for when it is due, the one that was
-    taken longest ago."""
-    made = made_points(workload)
-    taken = [-1] * len(points)
-    found = []
+def _assign_slots(workload: Workload, moved: list[int], points: list[float]) -> list[int]:
+    """Return the slot of each moved subgroup: of the slots that have memory when it is due, the least recently used."""
+    ready_points = gradient_ready_points(workload)
+    last_used = [-1] * len(points)
+    slots = []
     for number, subgroup in enumerate(moved):
-        due = UPDATE if workload.waits else made[subgroup]
-        # Slots have their room one after the other: the first always counts.
-        there = max(1, sum(point <= due for point in points))
-        slot = min(range(there), key=taken.__getitem__)
-        taken[slot] = number
-        found.append(slot)
-    return found
+        due = UPDATE if workload.needs_all_gradients else ready_points[subgroup]
+        # Slots get their memory one after the other. The first one always counts.
+        available = max(1, sum(point <= due for point in points))
+        slot = min(range(available), key=last_used.__getitem__)
+        last_used[slot] = number
+        slots.append(slot)
+    return slots
 
 
 def _split(workload: Workload, placement: Placement) -> tuple[list[int], list[int]]:
-    """Subgroups of the CPU, and moved ones, in the order of their updates."""
-    rest = range(placement.resident, len(workload.subgroups))
-    if workload.waits:
-        # Gradients that the backward makes first have gone down by its end.
-        return list(rest[placement.moved :]), list(rest[: placement.moved])
-    # Updates follow the gradients, which come in reverse: both kinds have work from the first on.
-    backwards = rest[::-1]
-    if not placement.mixed:
+    """Return the subgroups of the CPU and the moved ones, each in the order of their updates."""
+    offloaded = range(placement.resident, len(workload.subgroups))
+    if workload.needs_all_gradients:
+        # The CPU gets those whose gradients are computed first: they have been copied down when the backward ends.
+        return list(offloaded[placement.moved :]), list(offloaded[: placement.moved])
+    # Updates follow the gradients, which come in reverse. Both kinds have work from the first gradient on.
+    backward_order = offloaded[::-1]
+    if not placement.interleave_cpu_gpu:
         on_cpu = placement.on_cpu(len(workload.subgroups))
-        return list(backwards[:on_cpu]), list(backwards[on_cpu:])
-    every = len(rest) / placement.moved if placement.moved else 0.0
-    moved = [backwards[int(every * number + every / 2)] for number in range(placement.moved)]
-    return sorted(set(rest) - set(moved), reverse=True), moved
+        return list(backward_order[:on_cpu]), list(backward_order[on_cpu:])
+    spacing = len(offloaded) / placement.moved if placement.moved else 0.0
+    moved = [backward_order[int(spacing * number + spacing / 2)] for number in range(placement.moved)]
+    return sorted(set(offloaded) - set(moved), reverse=True), moved
 
 
-def _fetch_point(workload: Workload, room: float, first: bool) -> float:
-    """first: into a slot that is free when the update begins; such fetches are issued as soon as the backward is over,
-    later ones by the step."""
-    if not workload.waits:
-        return room
-    return UPDATE if first else STEP
+def _fetch_point(workload: Workload, slot_point: float, into_free_slot: bool) -> float:
+    """Return when a fetch within the update may start.
+
+    Fetches into a slot that is free when the update begins start when the backward is over, later ones with the step.
+    """
+    if not workload.needs_all_gradients:
+        return slot_point
+    return UPDATE if into_free_slot else STEP

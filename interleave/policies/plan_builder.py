@@ -1,22 +1,31 @@
-"""What policies make plans of: the ways in which one subgroup can be handled."""
+"""PlanBuilder: assembles a plan from the ways in which one subgroup can be updated."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ebbtide.interleave.model.plan import OTHER, STEP, UPDATE, Kind, Op, Plan, Resource, made_points
+from ebbtide.interleave.model.plan import OTHER, STEP, UPDATE, Op, OpKind, Plan, Resource, gradient_ready_points
 from ebbtide.interleave.model.workload import Workload
 
 
 @dataclass
 class PlanBuilder:
-    """Collects operations in the order in which each resource takes them.
+    """Collects operations in the order in which each resource runs them.
 
-    Gradients come first, as the backward makes them; then `clip` where the workload needs all of them before any
-    update; then the updates. blocking_gradients: they come down as DeepSpeed did it before 0.19.5, into pageable
-    memory while the backward waits. early: updates begin as soon as their gradient is there, where no clipping keeps
-    them from it; else when the step begins."""
+    Call `gradients` first, then one or more methods per subgroup, then `plan`. `gradients` also adds the clipping,
+    if the workload needs all gradients before any update.
+
+    Attributes:
+        policy: The policy's string.
+        workload: The workload to plan for.
+        blocking_gradients: Copy gradients as DeepSpeed did before 0.19.5: into pageable memory, while the backward
+            waits.
+        early: Start an update as soon as its gradient is ready, if the workload does not need all gradients first;
+            otherwise updates start with the step.
+        ops: The operations so far.
+        sizes: Parameters of each subgroup.
+    """
 
     policy: str
     workload: Workload
@@ -26,18 +35,18 @@ class PlanBuilder:
 
     def __post_init__(self) -> None:
         self.sizes = self.workload.subgroups
-        self._made = made_points(self.workload)
-        self.early = self.early and not self.workload.waits
-        self._down: dict[int, int] = {}
+        self._gradient_points = gradient_ready_points(self.workload)
+        self.early = self.early and not self.workload.needs_all_gradients
+        self._gradient_copies: dict[int, int] = {}
         self._clip: tuple[int, ...] = ()
         self._resident: set[int] = set()
-        self._leaving: dict[int, int] = {}
+        self._first_flushes: dict[int, int] = {}
         self._kept: set[int] = set()
         self._fetches: dict[int, int] = {}
 
     def add(
         self,
-        kind: Kind,
+        kind: OpKind,
         resource: Resource,
         subgroup: int,
         bytes_per_param: float = 0.0,
@@ -48,7 +57,7 @@ class PlanBuilder:
         acquire: float = 0.0,
         release: float = 0.0,
     ) -> int:
-        """Append an operation and return its index."""
+        """Append an operation (see `Op`) and return its index."""
         params = self.sizes[subgroup] if subgroup >= 0 else 0
         nbytes = bytes_per_param * params
         self.ops.append(
@@ -57,100 +66,135 @@ class PlanBuilder:
         return len(self.ops) - 1
 
     def gradients(self, keep: frozenset[int] = frozenset()) -> None:
-        """Bring down the gradients of all subgroups but those in `keep`, as the backward makes them, or as
-        it is over where they stay until then."""
+        """Copy gradients to the host as soon as they are ready, or after the backward if they are held until then.
+
+        Args:
+            keep: Subgroups whose gradients stay on the device instead.
+        """
         for subgroup in reversed(range(len(self.sizes))):
-            point = UPDATE if self.workload.gradients_stay else self._made[subgroup]
+            point = UPDATE if self.workload.gradients_held_until_step else self._gradient_points[subgroup]
             if subgroup in keep:
                 self._kept.add(subgroup)
                 continue
-            self._down[subgroup] = self.add(
+            self._gradient_copies[subgroup] = self.add(
                 "gradient down",
                 "d2h",
                 subgroup,
                 self.workload.grad_bytes,
                 point=point,
                 pageable=self.blocking_gradients,
-                blocking=self.blocking_gradients and not self.workload.gradients_stay,
+                blocking=self.blocking_gradients and not self.workload.gradients_held_until_step,
             )
         if self.workload.clipping:
-            self._clip = (self.add("clip", "cpu", -1, after=tuple(self._down.values())),)
+            self._clip = (self.add("clip", "cpu", -1, after=tuple(self._gradient_copies.values())),)
 
     def on_cpu(self, subgroup: int, blocking_upload: bool = False, after: tuple[int, ...] = ()) -> int:
-        """Update on the CPU; returns the upload. blocking_upload: the half-precision copy is made by a pass of its
-        own and goes up from pageable memory; else the update writes it and it goes up from pinned memory."""
+        """Update a subgroup on the CPU.
+
+        Args:
+            subgroup: Index of the subgroup.
+            blocking_upload: Convert to half precision in a pass of its own and upload from pageable memory. Otherwise
+                the update writes the half-precision copy and it is uploaded from pinned memory.
+            after: Indices of further operations to wait for.
+
+        Returns:
+            Index of the upload.
+        """
         width = self.workload.param_bytes
-        waits = (self._down[subgroup], *self._clip, *after)
-        point = self._step(subgroup)
-        update = self.add("update", "cpu", subgroup, after=waits, point=point)
+        inputs = (self._gradient_copies[subgroup], *self._clip, *after)
+        point = self._update_point(subgroup)
+        update = self.add("update", "cpu", subgroup, after=inputs, point=point)
         if not blocking_upload:
             return self.add("upload", "h2d", subgroup, width, (update,), point)
         cast = self.add("cast", "cpu", subgroup, after=(update,))
         return self.add("upload", "h2d", subgroup, width, (cast,), pageable=True)
 
     def resident(self, subgroup: int) -> None:
-        """Update on the GPU; the state never leaves it."""
+        """Update a subgroup on the GPU whose state never leaves the device."""
         self._resident.add(subgroup)
-        self.add("update", "gpu", subgroup, after=self._gradient(subgroup), point=self._step(subgroup))
+        self.add("update", "gpu", subgroup, after=self._gradient(subgroup), point=self._update_point(subgroup))
 
     def leave(self, subgroups: Iterable[int]) -> None:
-        """State that is on the device when the iteration begins leaves it at once. To be called before `gradients`."""
+        """Flush parked state, which is on the device when the iteration begins, at its start.
+
+        Call it before `gradients`.
+        """
         for subgroup in subgroups:
             size = self.workload.state_bytes
-            room = size * self.sizes[subgroup]
-            self._leaving[subgroup] = self.add("flush", "d2h", subgroup, size, point=OTHER, release=room)
+            released = size * self.sizes[subgroup]
+            self._first_flushes[subgroup] = self.add("flush", "d2h", subgroup, size, point=OTHER, release=released)
 
     def leaving(self, subgroup: int) -> int:
-        """The flush with which a subgroup's state leaves at the start of the iteration."""
-        return self._leaving[subgroup]
+        """Return the index of the flush that `leave` added for a subgroup."""
+        return self._first_flushes[subgroup]
 
     def fetch(self, subgroup: int, after: tuple[int, ...] = (), point: float = STEP) -> int:
-        """Fetch state; returns the fetch. after: what gives it its room."""
+        """Fetch state to the device.
+
+        Args:
+            subgroup: Index of the subgroup.
+            after: Indices of the operations that free the memory it needs.
+            point: The earliest point of the iteration at which it may start.
+
+        Returns:
+            Index of the fetch.
+        """
         size = self.workload.state_bytes
-        gone = (self._leaving[subgroup],) if subgroup in self._leaving else ()
+        own_flush = (self._first_flushes[subgroup],) if subgroup in self._first_flushes else ()
         self._fetches[subgroup] = self.add(
-            "fetch", "h2d", subgroup, size, tuple({*gone, *after}), point, acquire=size * self.sizes[subgroup]
+            "fetch", "h2d", subgroup, size, tuple({*own_flush, *after}), point, acquire=size * self.sizes[subgroup]
         )
         return self._fetches[subgroup]
 
     def update_fetched(self, subgroup: int) -> int:
-        """Update fetched state on the GPU; returns the update."""
-        waits = (self._fetches[subgroup], *self._gradient(subgroup))
-        return self.add("update", "gpu", subgroup, after=waits, point=self._step(subgroup))
+        """Update fetched state on the GPU and return the index of the update."""
+        inputs = (self._fetches[subgroup], *self._gradient(subgroup))
+        return self.add("update", "gpu", subgroup, after=inputs, point=self._update_point(subgroup))
 
     def flush(self, subgroup: int, update: int) -> int:
-        """Send updated state back; returns the flush, which gives its room to others."""
+        """Copy state to the host after an update, free its device memory, and return the index of the flush."""
         size = self.workload.state_bytes
         return self.add(
-            "flush", "d2h", subgroup, size, (update,), self._step(subgroup), release=size * self.sizes[subgroup]
+            "flush", "d2h", subgroup, size, (update,), self._update_point(subgroup), release=size * self.sizes[subgroup]
         )
 
     def through_gpu(self, subgroup: int, after: tuple[int, ...] = ()) -> int:
-        """Fetch, update on the GPU, flush, all within the update; returns the flush. after: what gives it its room."""
+        """Fetch, update on the GPU and flush a subgroup, all within the update.
+
+        Args:
+            subgroup: Index of the subgroup.
+            after: Indices of the operations that free the memory it needs.
+
+        Returns:
+            Index of the flush.
+        """
         self.fetch(subgroup, after)
         return self.flush(subgroup, self.update_fetched(subgroup))
 
     def _gradient(self, subgroup: int) -> tuple[int, ...]:
-        """What an update on the GPU waits for: its gradient, brought back up if it went down, and the clipping."""
+        """Return the inputs of an update on the GPU: the gradient, copied back if it was copied down, and clipping."""
         if subgroup in self._kept:
             return self._clip
-        down = (self._down[subgroup], *self._clip)
-        up = self.add("gradient up", "h2d", subgroup, self.workload.grad_bytes, down, self._step(subgroup))
+        inputs = (self._gradient_copies[subgroup], *self._clip)
+        up = self.add("gradient up", "h2d", subgroup, self.workload.grad_bytes, inputs, self._update_point(subgroup))
         return (up, *self._clip)
 
-    def _step(self, subgroup: int) -> float:
-        """Where the update of a subgroup may begin."""
-        return self._made[subgroup] if self.early else STEP
+    def _update_point(self, subgroup: int) -> float:
+        return self._gradient_points[subgroup] if self.early else STEP
 
     def plan(self) -> Plan:
-        """The plan, checked."""
-        held = self.workload.state_bytes * sum(self.sizes[s] for s in self._resident)
+        """Return the plan.
+
+        Raises:
+            PlanError: The plan is not valid (see `Plan.validate`).
+        """
+        resident_bytes = self.workload.state_bytes * sum(self.sizes[s] for s in self._resident)
         return Plan(
             policy=self.policy,
             ops=tuple(self.ops),
             subgroups=len(self.sizes),
             resident=frozenset(self._resident),
-            parked=frozenset(self._leaving),
+            parked=frozenset(self._first_flushes),
             kept_gradients=frozenset(self._kept),
-            held_bytes=held,
+            resident_bytes=resident_bytes,
         ).validate(self.workload)

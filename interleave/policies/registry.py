@@ -1,9 +1,10 @@
-"""Policies by name, and the strings that people write for them: `twin-flow:0.4`, `interleaved:2@0.8,grads=blocking`."""
+"""The registry of policies, and the strings that select them: `twin-flow:0.4`, `interleaved:2@0.8,grads=blocking`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ebbtide.errors import PolicyError
 from ebbtide.interleave.model.plan import Plan
@@ -12,31 +13,68 @@ from ebbtide.machines.machine import Machine
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A policy as it was asked for: `text` is the string given, `value` what follows the colon, `knobs` what follows
-    commas."""
+class PolicySpec:
+    """A policy's string, taken apart.
+
+    Attributes:
+        text: The string as the user wrote it.
+        name: Name of the policy.
+        value: Text after the colon, None without a colon.
+        options: Options after commas, with defaults filled in.
+    """
 
     text: str
     name: str
     value: str | None = None
-    knobs: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
 
-    def number(self, what: str, default: float | None, least: float, most: float) -> float:
-        """The value as a number from `least` to `most`. Raises PolicyError for anything else."""
-        return to_number(self.text, self.value, what, default, least, most)
+    def number(self, what: str, default: float | None, minimum: float, maximum: float) -> float:
+        """Return the value as a number from `minimum` to `maximum`.
+
+        Args:
+            what: Meaning of the number, for the error message.
+            default: Number if there is no value; None if a value is required.
+            minimum: Smallest number allowed.
+            maximum: Largest number allowed.
+
+        Raises:
+            PolicyError: The value is missing or not such a number.
+        """
+        return to_number(self.text, self.value, what, default, minimum, maximum)
 
 
-Rule = Callable[[Workload, Machine, Choice], Plan]
+PolicyFunction = Callable[[Workload, Machine, PolicySpec], Plan]
+
+
+class DefaultRun(NamedTuple):
+    """The run of a built-in policy where the user names no policy.
+
+    Attributes:
+        text: The policy's string.
+        position: Sort key among the built-in policies.
+    """
+
+    text: str
+    position: int
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A rule that makes a plan. knobs: the values that each knob may have, the first one its default."""
+    """A registered policy.
+
+    Attributes:
+        name: Name in a policy's string.
+        function: Makes the plan.
+        options: The values that each option may have, the default first.
+        summary: First line of the function's docstring.
+        default_run: How the policy is run by default, None if it is not.
+    """
 
     name: str
-    rule: Rule
-    knobs: Mapping[str, tuple[str, ...]]
+    function: PolicyFunction
+    options: Mapping[str, tuple[str, ...]]
     summary: str
+    default_run: DefaultRun | None = None
 
 
 POLICIES: dict[str, Policy] = {}
@@ -45,59 +83,77 @@ PARAMS = ("pipelined", "blocking")
 PARAMS_BLOCKING = ("blocking", "pipelined")
 
 
-def policy(name: str, **knobs: tuple[str, ...]) -> Callable[[Rule], Rule]:
-    """Register a rule under a name. Its docstring's first line says what it does."""
+def policy(
+    name: str, default_run: DefaultRun | None = None, /, **options: tuple[str, ...]
+) -> Callable[[PolicyFunction], PolicyFunction]:
+    """Register the decorated function as a policy.
 
-    def register(rule: Rule) -> Rule:
-        summary = (rule.__doc__ or "").strip().split("\n")[0]
-        POLICIES[name] = Policy(name, rule, knobs, summary)
-        return rule
+    Args:
+        name: Name of the policy. The first line of the function's docstring is its summary.
+        default_run: For built-in policies: how `ebbtide replay` runs it by default.
+        **options: The values that each option may have, the default first.
+    """
+
+    def register(function: PolicyFunction) -> PolicyFunction:
+        summary = (function.__doc__ or "").strip().split("\n")[0]
+        POLICIES[name] = Policy(name, function, options, summary, default_run)
+        return function
 
     return register
 
 
-def parse(text: str) -> Choice:
-    """Read a policy's string. Raises PolicyError for a policy, a knob or a knob's value that does not exist."""
-    head, *rest = (part.strip() for part in text.split(","))
+def parse(text: str) -> PolicySpec:
+    """Parse a policy's string.
+
+    Raises:
+        PolicyError: The policy, an option or an option's value does not exist.
+    """
+    head, *option_texts = (part.strip() for part in text.split(","))
     name, colon, value = head.partition(":")
     if name not in POLICIES:
         raise PolicyError(f"{text!r}: there is no policy {name!r}; there are {', '.join(sorted(POLICIES))}")
-    known = POLICIES[name].knobs
-    knobs = {key: values[0] for key, values in known.items()}
-    for part in rest:
-        key, equals, chosen = (piece.strip() for piece in part.partition("="))
-        if not equals or key not in known:
-            has = "it has " + ", ".join(f"{k}={'|'.join(v)}" for k, v in known.items()) if known else "it has none"
-            raise PolicyError(f"{text!r}: {name} has no knob {part!r}; {has}")
-        if chosen not in known[key]:
-            raise PolicyError(f"{text!r}: {key} is one of {', '.join(known[key])}")
-        knobs[key] = chosen
-    return Choice(text, name, value if colon else None, knobs)
+    allowed = POLICIES[name].options
+    options = {key: values[0] for key, values in allowed.items()}
+    for option_text in option_texts:
+        key, equals, chosen = (part.strip() for part in option_text.partition("="))
+        if not equals or key not in allowed:
+            choices = (
+                "it has " + ", ".join(f"{k}={'|'.join(v)}" for k, v in allowed.items()) if allowed else "it has none"
+            )
+            raise PolicyError(f"{text!r}: {name} has no option {option_text!r}; {choices}")
+        if chosen not in allowed[key]:
+            raise PolicyError(f"{text!r}: {key} is one of {', '.join(allowed[key])}")
+        options[key] = chosen
+    return PolicySpec(text, name, value if colon else None, options)
 
 
 def make_plan(text: str, workload: Workload, machine: Machine) -> Plan:
-    """The plan of the policy that a string names. Raises PolicyError for a string that names none, MachineError where a
-    rate that it needs is not known."""
-    choice = parse(text)
-    return POLICIES[choice.name].rule(workload, machine, choice)
+    """Make the plan of the policy that a string selects.
+
+    Raises:
+        PolicyError: The string selects no policy, or the policy cannot plan this workload.
+        MachineError: The machine lacks a rate that the policy needs.
+    """
+    spec = parse(text)
+    return POLICIES[spec.name].function(workload, machine, spec)
 
 
-def to_number(text: str, value: str | None, what: str, default: float | None, least: float, most: float) -> float:
-    """A number of a policy's string."""
+def to_number(text: str, value: str | None, what: str, default: float | None, minimum: float, maximum: float) -> float:
+    """Convert a part of a policy's string to a number. See `PolicySpec.number`."""
     if value is None or not value.strip():
         if default is None:
             raise PolicyError(f"{text!r} lacks {what}: write it after a colon")
         return default
     try:
-        found = float(value)
+        number = float(value)
     except ValueError:
-        found = float("nan")
-    if not least <= found <= most:
-        raise PolicyError(f"{text!r}: {what} is {value!r}; it must be a number from {least:g} to {most:g}")
-    return found
+        number = float("nan")
+    if not minimum <= number <= maximum:
+        raise PolicyError(f"{text!r}: {what} is {value!r}; it must be a number from {minimum:g} to {maximum:g}")
+    return number
 
 
-def nothing_after_colon(choice: Choice) -> None:
-    """Raise PolicyError for a value that a policy does not take."""
-    if choice.value is not None:
-        raise PolicyError(f"{choice.text!r}: {choice.name} takes nothing after a colon")
+def reject_value(spec: PolicySpec) -> None:
+    """Raise PolicyError if the string has a value after the colon, for policies that take none."""
+    if spec.value is not None:
+        raise PolicyError(f"{spec.text!r}: {spec.name} takes nothing after a colon")

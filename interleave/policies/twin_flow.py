@@ -1,31 +1,37 @@
-"""Twin-Flow, of ZeRO-Offload++."""
+"""Twin-Flow, the static split of ZeRO-Offload++."""
 
 from __future__ import annotations
 
+from ebbtide.analysis.metrics.deepspeed import resident_subgroups, residents_are_last
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import GRADS, PARAMS_BLOCKING, Choice, policy
+from ebbtide.interleave.policies.registry import GRADS, PARAMS_BLOCKING, DefaultRun, PolicySpec, policy
 from ebbtide.machines.machine import Machine
 
 
-@policy("twin-flow", grads=GRADS, params=PARAMS_BLOCKING)
-def twin_flow(workload: Workload, machine: Machine, choice: Choice) -> Plan:
-    """A static split: the share R after the colon is updated on the CPU, the rest is resident on the GPU for good."""
-    ratio = choice.number("the share on the CPU", None, 0.0, 1.0)
-    builder = PlanBuilder(choice.text, workload, choice.knobs["grads"] == "blocking")
-    on_gpu = resident_count(len(builder.sizes), ratio)
-    builder.gradients(keep=frozenset(range(on_gpu)))
-    blocking = choice.knobs["params"] == "blocking"
-    for subgroup in range(on_gpu):
+@policy("twin-flow", DefaultRun("twin-flow:0.5", position=20), grads=GRADS, params=PARAMS_BLOCKING)
+def twin_flow(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+    """Split statically: the share R after the colon is updated on the CPU, the rest stays resident on the GPU."""
+    ratio = spec.number("the share on the CPU", None, 0.0, 1.0)
+    builder = PlanBuilder(spec.text, workload, spec.options["grads"] == "blocking")
+    resident = resident_range(workload, ratio)
+    builder.gradients(keep=frozenset(resident))
+    blocking = spec.options["params"] == "blocking"
+    for subgroup in resident:
         builder.resident(subgroup)
-    before: tuple[int, ...] = ()
-    for subgroup in range(on_gpu, len(builder.sizes)):
-        upload = builder.on_cpu(subgroup, blocking, before)
-        before = (upload,) if blocking else ()
+    previous_upload: tuple[int, ...] = ()
+    for subgroup in (number for number in range(len(builder.sizes)) if number not in resident):
+        upload = builder.on_cpu(subgroup, blocking, previous_upload)
+        previous_upload = (upload,) if blocking else ()
     return builder.plan()
 
 
-def resident_count(subgroups: int, ratio: float) -> int:
-    """How many of the subgroups, the first ones, stay on the GPU: whole ones, rounded down, as DeepSpeed does it."""
-    return int((1 - ratio) * subgroups + 1e-9)
+def resident_range(workload: Workload, ratio: float) -> range:
+    """Return the subgroups that stay on the GPU if the share `ratio` is offloaded, as DeepSpeed chooses them.
+
+    A workload of a recorded DeepSpeed job follows the version that it ran under, others follow a current one.
+    """
+    count = len(workload.subgroups)
+    resident = resident_subgroups(ratio, count, workload.deepspeed_version)
+    return range(count - resident, count) if residents_are_last(workload.deepspeed_version) else range(resident)

@@ -1,29 +1,28 @@
-"""ZeRO-Offload."""
+"""ZeRO-Offload: all updates on the CPU, as DeepSpeed runs them."""
 
 from __future__ import annotations
 
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import GRADS, PARAMS_BLOCKING, Choice, nothing_after_colon, policy
+from ebbtide.interleave.policies.registry import GRADS, PARAMS_BLOCKING, DefaultRun, PolicySpec, policy, reject_value
 from ebbtide.machines.machine import Machine
 
 
-@policy("zero-offload", grads=GRADS, params=PARAMS_BLOCKING)
-def zero_offload(workload: Workload, machine: Machine, choice: Choice) -> Plan:
-    """Every subgroup is updated on the CPU, as DeepSpeed does it: one after the other, conversion and copy in the
-    loop."""
-    nothing_after_colon(choice)
-    return all_on_cpu(workload, choice)
+@policy("zero-offload", DefaultRun("zero-offload", position=10), grads=GRADS, params=PARAMS_BLOCKING)
+def zero_offload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+    """Update every subgroup on the CPU as DeepSpeed does: one by one, conversion and copy inside the loop."""
+    reject_value(spec)
+    return all_on_cpu(workload, spec)
 
 
-def all_on_cpu(workload: Workload, choice: Choice) -> Plan:
-    """All subgroups on the CPU, with the knobs of the choice."""
-    builder = PlanBuilder(choice.text, workload, choice.knobs["grads"] == "blocking")
+def all_on_cpu(workload: Workload, spec: PolicySpec) -> Plan:
+    """Make the plan that updates all subgroups on the CPU, with the options `grads` and `params` of the spec."""
+    builder = PlanBuilder(spec.text, workload, spec.options["grads"] == "blocking")
     builder.gradients()
-    blocking = choice.knobs["params"] == "blocking"
-    before: tuple[int, ...] = ()
+    blocking = spec.options["params"] == "blocking"
+    previous_upload: tuple[int, ...] = ()
     for subgroup in range(len(builder.sizes)):
-        upload = builder.on_cpu(subgroup, blocking, before)
-        before = (upload,) if blocking else ()
+        upload = builder.on_cpu(subgroup, blocking, previous_upload)
+        previous_upload = (upload,) if blocking else ()
     return builder.plan()

@@ -1,1 +1,1 @@
-"""Replays a trace under other policies: derives the workload, simulates, explains, recommends."""
+"""Replays a job under other policies: its workload from a trace, the results, the gain of each mechanism, advice."""

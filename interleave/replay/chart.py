@@ -1,4 +1,4 @@
-"""A replay as a picture: the iteration of each policy, phase by phase, and the bound."""
+"""A bar chart of a replay: the iteration of each policy, phase by phase, and the bound."""
 
 from __future__ import annotations
 
@@ -8,34 +8,39 @@ from matplotlib.figure import Figure
 
 from ebbtide.analysis.plot import PHASE_COLORS
 from ebbtide.interleave.replay.results import Replay
+from ebbtide.phases import OTHER, PHASES
 
 matplotlib.use("Agg")
 
 _HATCHES = {"other": "", "forward": "//", "backward": "\\\\", "update": ""}
+_OTHER_COLOR = "#d0d0d0"
+_FITS_TEXTS = {True: "", False: ", does not fit", None: ", not known to fit"}
 
 
 def chart(replay: Replay) -> Figure:
-    """Bars of the phases of each policy, in the order asked for, with the bound as a line; fits or not beside them."""
+    """Draw the phases of each policy as bars, in the order requested, and the bound as a line.
+
+    Policies that do not fit, or are not known to fit, are labelled.
+    """
     results = replay.results
     figure = Figure(figsize=(9.5, 1.6 + 0.5 * len(results)), layout="constrained", dpi=130)
     axes = figure.subplots()
-    places = np.arange(len(results))
-    reached = np.zeros(len(results))
-    colors = {"other": "#d0d0d0", **PHASE_COLORS}
-    for phase in ("other", "forward", "backward", "update"):
+    rows = np.arange(len(results))
+    ends = np.zeros(len(results))
+    colors = {OTHER: _OTHER_COLOR, **PHASE_COLORS}
+    for phase in (OTHER, *PHASES):
         lengths = np.array([getattr(result, f"{phase}_ms") for result in results])
         axes.barh(
-            places, lengths, left=reached, height=0.62, color=colors[phase], hatch=_HATCHES[phase], edgecolor="white",
+            rows, lengths, left=ends, height=0.62, color=colors[phase], hatch=_HATCHES[phase], edgecolor="white",
             linewidth=0.5, label=phase,
         )  # fmt: skip
-        reached += lengths
-    least = replay.bound.iteration_s * 1e3
-    axes.axvline(least, color="#222222", lw=1.2, ls=(0, (5, 3)), label=f"bound {least:,.0f} ms")
-    for place, result, end in zip(places, results, reached, strict=True):
-        fits = {True: "", False: ", does not fit", None: ", not known to fit"}[result.fits]
+        ends += lengths
+    bound_ms = replay.bound.iteration_s * 1e3
+    axes.axvline(bound_ms, color="#222222", lw=1.2, ls=(0, (5, 3)), label=f"bound {bound_ms:,.0f} ms")
+    for row, result, end in zip(rows, results, ends, strict=True):
         axes.annotate(
-            f"{end:,.0f} ms{fits}",
-            (end, place),
+            f"{end:,.0f} ms{_FITS_TEXTS[result.fits]}",
+            (end, row),
             xytext=(4, 0),
             textcoords="offset points",
             va="center",
@@ -43,9 +48,9 @@ def chart(replay: Replay) -> Figure:
             # The line of the bound must not cross the text.
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
         )
-    axes.set_yticks(places, [result.policy for result in results])
+    axes.set_yticks(rows, [result.policy for result in results])
     axes.invert_yaxis()
-    axes.set_xlim(0, max(float(reached.max()), least) * 1.28)
+    axes.set_xlim(0, max(float(ends.max()), bound_ms) * 1.28)
     axes.set_xlabel("time of an iteration (ms), simulated")
     axes.set_title(f"{replay.workload.name} on {replay.machine.name}", loc="left", fontsize=10.5)
     axes.spines[["top", "right"]].set_visible(False)

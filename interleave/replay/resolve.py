@@ -1,4 +1,4 @@
-"""Where a replay's workload and machine come from."""
+"""Resolves what a replay runs on: its workload, its machine, and policies in a file of the user."""
 
 from __future__ import annotations
 
@@ -6,16 +6,31 @@ import importlib.util
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ebbtide.errors import MachineError, PolicyError, WorkloadError
+from ebbtide.errors import PolicyError, WorkloadError
 from ebbtide.interleave.model.workload import Workload, load_workload, workload_from
-from ebbtide.machines.catalog import preset, presets
-from ebbtide.machines.machine import Machine, load_machine, machine_from
+from ebbtide.machines.catalog import find_machine
+from ebbtide.machines.machine import Machine
+from ebbtide.units import bytes_text
+
+if TYPE_CHECKING:
+    from ebbtide.profiler.trace import Trace
+
+# Devices whose memory differs by less than this share count as the same.
+_SAME_CAPACITY = 0.05
 
 
 @dataclass(frozen=True)
-class Size:
-    """A job that is known by its size alone. params: of the whole model; its state is divided among the ranks."""
+class JobSize:
+    """A job of which only the size is known.
+
+    Attributes:
+        params: Parameters of the whole model.
+        ranks: Ranks that share the optimizer state.
+        forward_s: Length of the forward, seconds.
+        backward_s: Length of the backward, seconds.
+    """
 
     params: int
     ranks: int = 1
@@ -23,16 +38,25 @@ class Size:
     backward_s: float = 0.0
 
 
-def find_workload(
-    trace: Path | None, file: Path | None, size: Size | None = None, free_bytes: int | None = None
+def resolve_workload(
+    trace: Trace | None, file: Path | None, size: JobSize | None = None, free_bytes: int | None = None
 ) -> Workload:
-    """The workload of a trace, a file or a size. free_bytes: of device memory, all the time, instead of what they tell.
-    Raises WorkloadError where none, or more than one, is given."""
-    found = _found(trace, file, size)
-    return found if free_bytes is None else replace(found, gpu_free=((0.0, float(free_bytes)),))
+    """Return the workload of a trace, a workload file or a size.
+
+    Args:
+        trace: An opened trace.
+        file: A workload file.
+        size: A size.
+        free_bytes: Free device memory at all times, instead of what the source has.
+
+    Raises:
+        WorkloadError: There is not exactly one source, or it has no workload.
+    """
+    workload = _workload(trace, file, size)
+    return workload if free_bytes is None else replace(workload, gpu_free=((0.0, float(free_bytes)),))
 
 
-def _found(trace: Path | None, file: Path | None, size: Size | None) -> Workload:
+def _workload(trace: Trace | None, file: Path | None, size: JobSize | None) -> Workload:
     if sum(source is not None for source in (trace, file, size)) != 1:
         raise WorkloadError("name a trace, a --workload file, or a size (--params): one of the three")
     if file is not None:
@@ -40,14 +64,17 @@ def _found(trace: Path | None, file: Path | None, size: Size | None) -> Workload
     if size is not None:
         return workload_of_size(size)
     from ebbtide.interleave.replay.workload_from_trace import workload_of
-    from ebbtide.profiler.trace import open_trace
 
     assert trace is not None
-    return workload_of(open_trace(trace))
+    return workload_of(trace)
 
 
-def workload_of_size(size: Size) -> Workload:
-    """A workload in bf16 with Adam, in subgroups of 1e8 parameters. Raises WorkloadError for a size that cannot be."""
+def workload_of_size(size: JobSize) -> Workload:
+    """Return a workload in bf16 with Adam, in subgroups of 1e8 parameters.
+
+    Raises:
+        WorkloadError: There are no parameters or no ranks.
+    """
     if size.params < 1 or size.ranks < 1:
         raise WorkloadError("--params and --ranks must be at least 1")
     values = {
@@ -57,14 +84,57 @@ def workload_of_size(size: Size) -> Workload:
         "forward_s": size.forward_s,
         "backward_s": size.backward_s,
     }
-    found = workload_from(values, "the size")
+    workload = workload_from(values, "the size")
     if size.forward_s or size.backward_s:
-        return found
-    return replace(found, notes=("forward and backward are not known: only the update is replayed",))
+        return workload
+    return replace(workload, notes=("forward and backward are not known: only the update is replayed",))
+
+
+def resolve_machine(name_or_path: str | None, trace: Trace | None) -> Machine:
+    """Return a machine by name or file, or the one that was recorded in the trace.
+
+    Raises:
+        MachineError: There is no such machine, or none was named or recorded.
+    """
+    if trace is None:
+        return find_machine(name_or_path)
+    return find_machine(name_or_path, trace.meta.machine, recorded_in=str(trace.path))
+
+
+def note_other_machine(workload: Workload, machine: Machine, trace: Trace | None) -> Workload:
+    """Add a note to the workload of a trace if the machine is not the one of the trace.
+
+    Times of forward and backward, and the free memory, are those of the recording on any machine.
+    """
+    if trace is None:
+        return workload
+    other = _other_machine(machine, trace)
+    if other is None:
+        return workload
+    note = f"the trace was recorded on {other}: forward, backward and free memory are replayed as recorded"
+    return replace(workload, notes=(*workload.notes, note))
+
+
+def _other_machine(machine: Machine, trace: Trace) -> str | None:
+    """Return the machine of a trace in words if it is known to be another one."""
+    if trace.meta.machine is not None:
+        name = trace.meta.machine.get("name")
+        return f"the machine {name}" if name != machine.name else None
+    device = trace.meta.ranks[0].main_device if trace.meta.ranks else None
+    capacity = device.capacity_bytes if device is not None and device.kind == "cuda" else None
+    if not capacity or not machine.gpu_memory_bytes:
+        return None
+    if abs(capacity / machine.gpu_memory_bytes - 1) <= _SAME_CAPACITY:
+        return None
+    return f"a GPU of {bytes_text(capacity)}, not {bytes_text(machine.gpu_memory_bytes)}"
 
 
 def load_policies(path: Path) -> None:
-    """Run a Python file of the user's, which registers policies. Raises PolicyError where it cannot be run."""
+    """Run a Python file of the user that registers policies.
+
+    Raises:
+        PolicyError: The file cannot be run.
+    """
     spec = importlib.util.spec_from_file_location(f"ebbtide_policies_{path.stem}", path)
     if spec is None or spec.loader is None or not os.path.isfile(path):
         raise PolicyError(f"{path} is not a Python file that registers policies")
@@ -72,22 +142,3 @@ def load_policies(path: Path) -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     except Exception as error:
         raise PolicyError(f"{path} cannot be run: {error!r}") from error
-
-
-def find_machine(asked: str | None, trace: Path | None) -> Machine:
-    """A machine by file or preset, or the one recorded with the trace. Raises MachineError where there is none."""
-    if asked is not None:
-        path = Path(asked)
-        if os.path.exists(path) or path.suffix == ".json" or path.name != asked:
-            return load_machine(path)
-        return preset(asked)
-    if trace is not None:
-        from ebbtide.profiler.trace import open_trace
-
-        recorded = open_trace(trace).meta.get("machine")
-        if isinstance(recorded, dict):
-            return machine_from(recorded, f"the machine of {trace}")
-    raise MachineError(
-        "there is no machine: name one with --machine, a file (`ebbtide calibrate` writes it) or one of "
-        + ", ".join(presets())
-    )

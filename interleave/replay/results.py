@@ -1,4 +1,4 @@
-"""What each policy would give: plans made, simulated, and held against the bound."""
+"""The results of a replay: the plan of each policy, simulated, and the bound."""
 
 from __future__ import annotations
 
@@ -14,11 +14,31 @@ from ebbtide.interleave.simulation.bound import Bound, bound
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 
+# Above these shares a resource counts as what limits the update.
+_LIMITING_MEMORY_SHARE = 0.95
+_LIMITING_BUSY_SHARE = 0.75
+
 
 @dataclass(frozen=True)
-class Result:
-    """One policy's iteration. Times in ms; bytes per iteration and rank; busy: shares of the update phase. fits: None
-    where device or host memory are not known."""
+class PolicyResult:
+    """The iteration of one policy. Bytes are per iteration and rank.
+
+    Attributes:
+        policy: The policy's string.
+        iteration_ms: Iteration time.
+        forward_ms: Its forward.
+        backward_ms: Its backward.
+        update_ms: Its update.
+        other_ms: The part of it outside of these phases.
+        exposed_ms: Time that the optimizer adds to the iteration.
+        h2d_bytes: Bytes copied to the device.
+        d2h_bytes: Bytes copied to the host.
+        busy: Busy share of each resource during the update.
+        peak_device_bytes: Largest device memory of the plan.
+        host_bytes: Host memory of the plan.
+        fits: Whether both memories suffice; None if it is not known.
+        limited_by: What limits the update: a resource, "host memory" (its bandwidth), "dependencies" or "nothing".
+    """
 
     policy: str
     iteration_ms: float
@@ -38,35 +58,52 @@ class Result:
 
 @dataclass(frozen=True)
 class Replay:
-    """All results, in the order asked for. skipped: policies that this machine's rates do not suffice for, and why."""
+    """The results of all policies, in the order requested.
+
+    Attributes:
+        workload: The workload.
+        machine: The machine.
+        results: A result per policy.
+        schedules: The schedule of each result.
+        bound: Lower bounds of any policy.
+        skipped: Built-in policies that were left out, and why.
+    """
 
     workload: Workload
     machine: Machine
-    results: list[Result]
+    results: list[PolicyResult]
     schedules: list[Schedule]
     bound: Bound
     skipped: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `ebbtide replay --json` prints."""
-        found = self.bound
+        """Return the object that `ebbtide replay --json` prints."""
         return {
             "workload": workload_json(self.workload),
             "machine": self.machine.as_json(),
             "results": [asdict(result) for result in self.results],
             "bound": {
-                "update_ms": found.update_s * 1e3,
-                "iteration_ms": found.iteration_s * 1e3,
-                "exposed_ms": found.exposed_s * 1e3,
-                "exposed_whole_subgroups_ms": found.exposed_whole_s * 1e3,
+                "update_ms": self.bound.update_s * 1e3,
+                "iteration_ms": self.bound.iteration_s * 1e3,
+                "exposed_ms": self.bound.exposed_s * 1e3,
+                "exposed_whole_subgroups_ms": self.bound.exposed_whole_s * 1e3,
             },
             "skipped": self.skipped,
         }
 
 
 def replay(workload: Workload, machine: Machine, policies: Sequence[str] | None = None) -> Replay:
-    """Replay a workload on a machine under some policies, or all built-in ones (those that the machine's rates suffice
-    for). Raises PolicyError for a policy that does not exist, MachineError for a rate that is needed and not known."""
+    """Simulate a workload on a machine under some policies.
+
+    Args:
+        workload: The workload.
+        machine: The machine.
+        policies: Policies' strings; None for all built-in policies that the machine's rates suffice for.
+
+    Raises:
+        PolicyError: A policy does not exist or cannot plan this workload.
+        MachineError: The machine lacks a rate that is needed.
+    """
     results, schedules = [], []
     skipped = {}
     for text in policies or BUILT_IN:
@@ -85,21 +122,24 @@ def replay(workload: Workload, machine: Machine, policies: Sequence[str] | None 
 
 
 def workload_json(workload: Workload) -> dict[str, Any]:
-    """The object of a workload file."""
+    """Return the object of a workload file."""
     values = asdict(workload)
-    line = values.pop("gpu_free")
-    values["gpu_free_bytes"] = None if line is None else [{"at_s": at, "bytes": size} for at, size in line]
+    free_steps = values.pop("gpu_free")
+    values["gpu_free_bytes"] = (
+        None if free_steps is None else [{"at_s": time, "bytes": size} for time, size in free_steps]
+    )
+    values["gradients_stay"] = values.pop("gradients_held_until_step")
     return values
 
 
-def _result(text: str, schedule: Schedule, machine: Machine) -> Result:
+def _result(text: str, schedule: Schedule, machine: Machine) -> PolicyResult:
     host = schedule.host_bytes()
     fits = schedule.fits_device(machine.gpu_memory_bytes)
     if machine.host_memory_bytes is None:
         fits = None if fits else fits
     elif host > machine.host_memory_bytes:
         fits = False
-    return Result(
+    return PolicyResult(
         policy=text,
         iteration_ms=schedule.iteration_s * 1e3,
         forward_ms=schedule.forward_s * 1e3,
@@ -113,18 +153,18 @@ def _result(text: str, schedule: Schedule, machine: Machine) -> Result:
         peak_device_bytes=schedule.peak_device_bytes,
         host_bytes=host,
         fits=fits,
-        limited_by=_limit(schedule, machine),
+        limited_by=_limiting_resource(schedule, machine),
     )
 
 
-def _limit(schedule: Schedule, machine: Machine) -> str:
-    """What the update waits for most: the busiest resource, or the memory that they share."""
+def _limiting_resource(schedule: Schedule, machine: Machine) -> str:
+    """Return what limits the update: host memory bandwidth, else the busiest resource, else dependencies."""
     if schedule.update_s <= 0:
         return "nothing"
     shares = schedule.busy_shares()
     busiest = max(shares, key=lambda name: shares[name])
     traffic = schedule.host_traffic_in_update()
-    of_memory = traffic / schedule.update_s / (machine.host_memory_bytes_per_s or float("inf"))
-    if of_memory > 0.95:
+    memory_share = traffic / schedule.update_s / (machine.host_memory_bytes_per_s or float("inf"))
+    if memory_share > _LIMITING_MEMORY_SHARE:
         return "host memory"
-    return busiest if shares[busiest] > 0.75 else "dependencies"
+    return busiest if shares[busiest] > _LIMITING_BUSY_SHARE else "dependencies"

@@ -1,4 +1,4 @@
-"""A schedule as a trace, to be plotted, reported and exported like a recorded one."""
+"""Converts a schedule to a trace, which can be plotted, reported and exported like a recorded one."""
 
 from __future__ import annotations
 
@@ -6,20 +6,29 @@ import numpy as np
 
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.machines.machine import Machine
+from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import TraceBuilder
 
 _DEVICE = "cuda:0"
 
 
 def trace_of(schedule: Schedule, machine: Machine, iterations: int = 3) -> TraceBuilder:
-    """The schedule over some iterations, which are all alike. Where it is known what is free and how much memory the
-    device has, `device` is the job's memory and the plan's; else `planned` is the plan's alone."""
-    job = schedule.workload
+    """Build a trace that repeats the schedule.
+
+    The pool `device` has the memory of the job and of the plan. If the free memory or the memory of the device is not
+    known, the pool is `planned` and has the memory of the plan only.
+
+    Args:
+        schedule: The schedule of one iteration.
+        machine: The machine it was run on.
+        iterations: How many times it is repeated.
+    """
+    workload = schedule.workload
     builder = TraceBuilder("simulated", clock={"name": "simulated", "host": None, "wall_offset_ns": 0})
     builder.meta["warmup_iterations"] = 0
     builder.meta["policy"] = schedule.plan.policy
     builder.meta["machine"] = machine.as_json()
-    for note in (schedule.plan.remark, *job.notes):
+    for note in (schedule.plan.remark, *workload.notes):
         if note:
             builder.note(note)
     peak = max(machine.h2d_bytes_per_s or 0.0, machine.d2h_bytes_per_s or 0.0) or None
@@ -30,30 +39,30 @@ def trace_of(schedule: Schedule, machine: Machine, iterations: int = 3) -> Trace
         "capacity_bytes": round(machine.gpu_memory_bytes) if machine.gpu_memory_bytes else None,
         "link": {"peak_bytes_per_s": peak},
     }
-    rank = builder.rank(0, devices=[device], transfers_recorded=True, model={"params": job.params})
+    rank = builder.rank(0, devices=[device], transfers_recorded=True, model={"params": workload.params})
     rank.meta["first_iteration_start_ns"] = 0
     length = _ns(schedule.iteration_s)
     edges = np.cumsum([schedule.other_s, schedule.forward_s, schedule.backward_s, schedule.update_s])
-    times, used = _device(schedule, machine)
-    pool = "device" if job.gpu_free is not None and machine.gpu_memory_bytes else "planned"
+    times, used = _device_memory(schedule, machine)
+    pool = "device" if workload.gpu_free is not None and machine.gpu_memory_bytes else "planned"
     for iteration in range(iterations):
         base = iteration * length
-        for phase, start, end in zip(("forward", "backward", "update"), edges, edges[1:], strict=False):
+        for phase, start, end in zip(PHASES, edges, edges[1:], strict=False):
             rank.phase(phase, base + _ns(start), base + min(_ns(end), length), iteration)
         rank.extend("memory", t_ns=base + np.rint(times * 1e9).astype(np.int64), device=_DEVICE, pool=pool, bytes=used)
         for op, start, end in schedule.items():
             begin, stop = base + _ns(start), base + _ns(end)
-            name = op.kind if op.kind in ("clip",) else f"{op.kind} {op.subgroup}"
+            name = op.kind if op.kind == "clip" else f"{op.kind} {op.subgroup}"
             row = {"start_ns": begin, "end_ns": stop, "resource": op.resource, "name": name, "iteration": iteration}
             rank.add("ops", **row, subgroup=op.subgroup if op.subgroup >= 0 else None, bytes=round(op.nbytes) or None)
             if op.resource in ("h2d", "d2h"):
-                host = "pageable" if op.pageable else "pinned"
-                rank.transfer(op.resource, begin, stop, round(op.nbytes), _DEVICE, host_memory=host, name=name)
+                host_memory = "pageable" if op.pageable else "pinned"
+                rank.transfer(op.resource, begin, stop, round(op.nbytes), _DEVICE, host_memory=host_memory, name=name)
     return builder
 
 
 def file_name(policy: str) -> str:
-    """A policy's string as the name of a file."""
+    """Return a policy's string as the name of a file."""
     return "".join(letter if letter.isalnum() or letter in "-._@" else "_" for letter in policy)
 
 
@@ -61,13 +70,15 @@ def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _device(schedule: Schedule, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
-    """(times s, bytes) of the device's memory over one iteration."""
-    times, used = schedule.device_line()
-    free = schedule.free_line()
-    if free is None or not machine.gpu_memory_bytes:
+def _device_memory(schedule: Schedule, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
+    """Return (times s, bytes) of the device's memory over one iteration."""
+    times, used = schedule.device_memory_line()
+    free_line = schedule.free_memory_line()
+    if free_line is None or not machine.gpu_memory_bytes:
         return times, np.rint(used).astype(np.int64)
-    both = np.union1d(times, free[0][free[0] < schedule.iteration_s])
-    plan = used[np.searchsorted(times, both, side="right") - 1]
-    job = machine.gpu_memory_bytes - free[1][np.maximum(np.searchsorted(free[0], both, side="right") - 1, 0)]
-    return both, np.rint(np.maximum(job, 0.0) + plan).astype(np.int64)
+    free_times, free = free_line
+    all_times = np.union1d(times, free_times[free_times < schedule.iteration_s])
+    of_plan = used[np.searchsorted(times, all_times, side="right") - 1]
+    free_then = free[np.maximum(np.searchsorted(free_times, all_times, side="right") - 1, 0)]
+    of_job = machine.gpu_memory_bytes - free_then
+    return all_times, np.rint(np.maximum(of_job, 0.0) + of_plan).astype(np.int64)

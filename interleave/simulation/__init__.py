@@ -1,1 +1,1 @@
-"""Simulates plans, and computes lower bounds."""
+"""The simulator of plans, and the lower bound of any plan."""

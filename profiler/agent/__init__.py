@@ -1,7 +1,10 @@
-"""The part that runs inside the training job.
+"""Records a training job from inside its own processes.
 
-It must not be felt there: standard library only beside the job's own torch, no thread that `threading` lists,
-nothing printed, and every entry point guarded so that a fault here ends the recording and never the job. It
-is loaded under its own name even where the package around it is not installed (`profiler/inject`), so it
-imports nothing of ebbtide but its own modules, by relative imports, and stays readable by Python 3.9.
+`phase_hooks.py` detects PyTorch's phases (forward, backward, update), `deepspeed/phase_hooks.py` those of DeepSpeed;
+`recorder.py` turns them into records, and `spool.py` writes the records to a file.
+
+The job must not notice the agent: it uses the standard library only, and the torch of the job; it starts no thread that
+`threading` lists; it prints nothing; and every entry point is guarded, so that a fault of the agent ends the recording
+and never the job. `profiler/inject` loads it under its own name also where ebbtide is not installed. It therefore
+imports nothing of ebbtide but its own modules, by relative imports, and stays valid Python 3.9.
 """

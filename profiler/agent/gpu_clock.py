@@ -1,17 +1,42 @@
-"""Device times of phase boundaries, from CUDA events that are never waited for."""
+"""Device times of phase boundaries, from CUDA events that nothing ever waits for."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-# `elapsed_time` is a float32 of milliseconds: over ten seconds it still resolves a microsecond.
+# `elapsed_time` is a float32 in milliseconds: over ten seconds it still resolves a microsecond.
 _ANCHOR_EVERY_NS = 10_000_000_000
 
-# A boundary: device, its event, and when the event was recorded on the host.
-Mark = tuple[int, Any, int]
+
+class EventMark(NamedTuple):
+    """A phase boundary on a device.
+
+    Attributes:
+        device: CUDA device number.
+        event: The CUDA event recorded on the job's stream.
+        host_ns: Host time just before the event was recorded.
+    """
+
+    device: int
+    event: Any
+    host_ns: int
+
+
+class DeviceSpan(NamedTuple):
+    """Device times of one phase or operation, in ns of the host's monotonic clock."""
+
+    sequence: int
+    start_ns: int
+    end_ns: int
+
+
+class _PendingSpan(NamedTuple):
+    sequence: int
+    start: EventMark
+    end: EventMark
 
 
 class _Anchor:
@@ -23,67 +48,73 @@ class _Anchor:
 
 
 class GpuClock:
-    """Marks boundaries on the job's current stream and tells their times once the device has passed them.
+    """Marks boundaries on the job's current stream, and returns their times once the device has passed them.
 
-    Device times are put on the host's monotonic clock through anchors: events on a stream of our own, on which
-    nothing else ever waits, so that they run when they are recorded (to within about 10 us) however far the
-    job's stream lags behind. Nothing here synchronizes, and nothing is recorded into a graph under capture.
+    Device times are converted to the host's monotonic clock by anchors: events on a stream of the agent, on which
+    nothing else ever waits. They run when they are recorded (to within about 10 us), however far the job's stream lags
+    behind. Nothing here synchronizes, and nothing is recorded into a graph under capture.
+
+    Args:
+        cuda: The module `torch.cuda`.
     """
 
     def __init__(self, cuda: Any) -> None:
         self._cuda = cuda
-        self._free: dict[int, list[Any]] = defaultdict(list)
+        self._free_events: dict[int, list[Any]] = defaultdict(list)
         self._streams: dict[int, Any] = {}
         self._anchors: dict[int, _Anchor] = {}
         self._new_anchors: dict[int, _Anchor] = {}
-        self._pending: deque[tuple[int, Mark, Mark]] = deque()
+        self._pending: deque[_PendingSpan] = deque()
 
-    def mark(self) -> Mark | None:
-        """Record an event here and now; returns (device, event, host ns), or None where CUDA is not in use."""
+    def record_mark(self) -> EventMark | None:
+        """Record an event on the current stream now; return None where CUDA is not in use."""
         if not self._usable():
             return None
         device = self._cuda.current_device()
-        self._anchor(device)
-        event = self._event(device)
+        self._renew_anchor(device)
+        event = self._new_event(device)
         host_ns = time.monotonic_ns()
         event.record()
-        return device, event, host_ns
+        return EventMark(device, event, host_ns)
 
-    def span(self, sequence: int, start: Mark | None, end: Mark | None) -> None:
-        """Remember a finished phase by its two marks."""
-        if start and end and start[0] == end[0]:
-            self._pending.append((sequence, start, end))
+    def add_span(self, sequence: int, start: EventMark | None, end: EventMark | None) -> None:
+        """Add a finished phase or operation by its two marks.
+
+        It is dropped if a mark is missing or the marks are on two devices.
+        """
+        if start and end and start.device == end.device:
+            self._pending.append(_PendingSpan(sequence, start, end))
         else:
-            self.drop(start)
-            self.drop(end)
+            self.release_mark(start)
+            self.release_mark(end)
 
-    def drop(self, mark: Mark | None) -> None:
-        """Take a mark back that will not be asked for."""
+    def release_mark(self, mark: EventMark | None) -> None:
+        """Reuse the event of a mark whose time is not needed."""
         if mark:
-            self._free[mark[0]].append(mark[1])
+            self._free_events[mark.device].append(mark.event)
 
-    def finished(self) -> Iterator[tuple[int, int, int]]:
-        """(sequence, start ns, end ns) of the phases that the device has passed since the last call, in order."""
+    def finished_spans(self) -> Iterator[DeviceSpan]:
+        """Yield the spans that the device has passed since the last call, in the order in which they were added."""
         if not self._usable():
             return
-        for device, fresh in list(self._new_anchors.items()):
-            if fresh.event.query():
+        for device, anchor in list(self._new_anchors.items()):
+            if anchor.event.query():
                 self._anchors[device] = self._new_anchors.pop(device)
         while self._pending:
             sequence, start, end = self._pending[0]
-            device = start[0]
-            anchor = self._anchors.get(device)
-            if anchor is None or not (end[1].query() and start[1].query()):
+            device = start.device
+            usable_anchor = self._anchors.get(device)
+            if usable_anchor is None or not (end.event.query() and start.event.query()):
                 return
             self._pending.popleft()
-            yield sequence, self._host_ns(anchor, start), self._host_ns(anchor, end)
-            self._free[device] += (start[1], end[1])
+            yield DeviceSpan(sequence, self._host_ns(usable_anchor, start), self._host_ns(usable_anchor, end))
+            self._free_events[device] += (start.event, end.event)
 
-    def drain(self, seconds: float) -> Iterator[tuple[int, int, int]]:
-        """`finished`, polled for at most so long: the last phases of a job that ends."""
+    def drain(self, seconds: float) -> Iterator[DeviceSpan]:
+        """Poll `finished_spans` for at most `seconds`: yields the last phases of a job that ends."""
         deadline = time.monotonic() + seconds
         while True:
-            yield from self.finished()
+            yield from self.finished_spans()
             if not self._pending or time.monotonic() > deadline:
                 return
             time.sleep(0.002)
@@ -91,29 +122,28 @@ class GpuClock:
     def _usable(self) -> bool:
         return self._cuda.is_initialized() and not self._cuda.is_current_stream_capturing()
 
-    def _event(self, device: int) -> Any:
-        free = self._free[device]
+    def _new_event(self, device: int) -> Any:
+        free = self._free_events[device]
         return free.pop() if free else self._cuda.Event(enable_timing=True)
 
-    def _anchor(self, device: int) -> None:
+    def _renew_anchor(self, device: int) -> None:
         last = self._new_anchors.get(device) or self._anchors.get(device)
         if last is not None and time.monotonic_ns() - last.host_ns < _ANCHOR_EVERY_NS:
             return
         if device not in self._streams:
             self._streams[device] = self._cuda.Stream(device)
         event = self._cuda.Event(enable_timing=True)
-        before = time.monotonic_ns()
+        before_ns = time.monotonic_ns()
         event.record(self._streams[device])
-        self._new_anchors[device] = _Anchor(event, (before + time.monotonic_ns()) // 2)
+        self._new_anchors[device] = _Anchor(event, (before_ns + time.monotonic_ns()) // 2)
 
     @staticmethod
-    def _host_ns(anchor: _Anchor, mark: Mark) -> int:
-        """The mark's device time on the host's clock.
+    def _host_ns(anchor: _Anchor, mark: EventMark) -> int:
+        """Convert a mark's device time to the host's clock.
 
-        Nothing runs before it is launched: a mark that seems to has met an anchor that had to wait (where streams
-        share a hardware queue, as under CUDA_DEVICE_MAX_CONNECTIONS=1), which is put right by it.
+        No event runs before it is launched. If a mark seems to, its anchor had to wait (streams share a hardware queue,
+        as under CUDA_DEVICE_MAX_CONNECTIONS=1), and the anchor is corrected by the mark.
         """
-        _, event, launched_ns = mark
-        after: int = round(anchor.event.elapsed_time(event) * 1e6)
-        anchor.host_ns = max(anchor.host_ns, launched_ns - after)
-        return anchor.host_ns + after
+        since_anchor_ns: int = round(anchor.event.elapsed_time(mark.event) * 1e6)
+        anchor.host_ns = max(anchor.host_ns, mark.host_ns - since_anchor_ns)
+        return anchor.host_ns + since_anchor_ns

@@ -1,4 +1,4 @@
-"""Being told when the job imports a module, without importing anything for it."""
+"""Calls back when the job imports a module, without importing anything itself."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any, Callable
 
 
 def when_imported(name: str, callback: Callable[[Any], Any]) -> Callable[[], None]:
-    """Call `callback` with the module once its import is over: now where it is there already.
+    """Call `callback` with the module once its import has finished: now, if it is imported already.
 
-    Returns what calls it off. An exception of the callback is dropped: the import is the job's.
+    An exception of the callback is dropped: the import belongs to the job.
+
+    Returns:
+        A function that cancels the callback.
     """
     module = sys.modules.get(name)
     if module is not None:
@@ -24,7 +27,7 @@ def when_imported(name: str, callback: Callable[[Any], Any]) -> Callable[[], Non
 
 
 class ImportFinder:
-    """Finds one module as it would have been found, and calls back once its import is over. Then it is gone."""
+    """A finder on `sys.meta_path` that passes one module through, calls back after its import, and removes itself."""
 
     def __init__(self, name: str, callback: Callable[[Any], Any]) -> None:
         self._name = name
@@ -32,10 +35,12 @@ class ImportFinder:
         self._searching = False
 
     def remove(self) -> None:
+        """Take the finder off `sys.meta_path`, if it is still there."""
         with contextlib.suppress(ValueError):
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return the spec that the other finders give, with a loader that calls back; None for other modules."""
         if name != self._name or self._searching:
             return None
         self._searching = True
@@ -49,7 +54,7 @@ class ImportFinder:
         execute = loader.exec_module
 
         def exec_module(module: Any) -> None:
-            vars(loader).pop("exec_module", None)  # the loader is as it was before its module can be looked at
+            vars(loader).pop("exec_module", None)  # restores the loader before its module can be looked at
             execute(module)
             if self in sys.meta_path:
                 self.remove()

@@ -1,4 +1,4 @@
-"""What is true of the job as a whole: where it runs, and the model and optimizers seen at its first update."""
+"""Facts about the job as a whole: host, rank, devices, and the model and optimizers at its first update."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from weakref import WeakSet
 from .model_info import describe_model, describe_optimizers
 
 
-class Facts:
-    """Kept in `facts-HOST-PID.json` beside the spool, replaced whole at each change; never raises."""
+class JobInfo:
+    """The file `facts-HOST-PID.json` next to the spool, replaced as a whole at each change. Never raises.
+
+    Attributes:
+        host: Name of this host.
+    """
 
     def __init__(self, torch: Any, directory: str) -> None:
         self._torch = torch
@@ -25,25 +29,25 @@ class Facts:
         self.host = socket.gethostname()
         self._described: WeakSet[Any] = WeakSet()
 
-    def place(self) -> tuple[int, int, int]:
-        """(rank, world size, local rank), from torch.distributed where it runs, else from the environment."""
-        rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    def read_ranks(self) -> tuple[int, int, int]:
+        """Return (rank, world size, local rank): from torch.distributed if it runs, else from the environment."""
+        rank, world_size = _environment_number("RANK", 0), _environment_number("WORLD_SIZE", 1)
         distributed = getattr(self._torch, "distributed", None)
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
-            rank, world = distributed.get_rank(), distributed.get_world_size()
-        return rank, world, _number("LOCAL_RANK", 0)
+            rank, world_size = distributed.get_rank(), distributed.get_world_size()
+        return rank, world_size, _environment_number("LOCAL_RANK", 0)
 
     def begin(self, name: str) -> None:
-        """The first phase: `name` is that of the spool this belongs to."""
+        """Describe the process, at its first phase. `name` is the name of the spool that this belongs to."""
         self._name = name
-        rank, world, local = self.place()
+        rank, world_size, local_rank = self.read_ranks()
         torch = self._torch
         self._data.update(
             pid=os.getpid(),
             host=self.host,
             rank=rank,
-            world_size=world,
-            local_rank=local,
+            world_size=world_size,
+            local_rank=local_rank,
             argv=list(sys.argv),
             python=platform.python_version(),
             torch=torch.__version__,
@@ -53,9 +57,11 @@ class Facts:
         )
         self.write()
 
-    def training(self, modules: Iterable[Any], optimizers: Iterable[Any]) -> None:
-        """An update has ended. What is new in it is described, now that its state exists."""
-        # One that has skipped its first step has no state yet.
+    def add_training(self, modules: Iterable[Any], optimizers: Iterable[Any]) -> None:
+        """Describe the model and the optimizers of an update that has ended, if an optimizer is new.
+
+        Optimizer state exists only after the first step, so an optimizer that has skipped its step waits for the next.
+        """
         new = [
             o
             for o in optimizers
@@ -67,24 +73,25 @@ class Facts:
             for optimizer in new:
                 self._described.add(optimizer)
             self._data["devices"] = self._devices()
-            known = list(self._described)
-            self._data["model"] = describe_model(list(modules), known)
-            self._data["optimizers"] = describe_optimizers(known)
+            described = list(self._described)
+            self._data["model"] = describe_model(list(modules), described)
+            self._data["optimizers"] = describe_optimizers(described)
         except Exception as error:
-            self.note(f"the model's facts could not be read: {error!r}")
+            self.note(f"the model and its optimizers could not be described: {error!r}")
         self.write()
 
-    def tell(self, key: str, value: Any) -> None:
-        """One more fact: anything that JSON can hold."""
+    def set(self, key: str, value: Any) -> None:
+        """Store one more value, which JSON must be able to represent."""
         self._data[key] = value
         self.write()
 
     def note(self, text: str) -> None:
-        """Something the reader of the trace should know."""
+        """Add a note for the reader of the trace."""
         self._data["notes"].append(text)
         self.write()
 
     def write(self) -> None:
+        """Replace the file; do nothing before `begin`."""
         if self._name is None:
             return
         path = os.path.join(self._directory, f"facts-{self._name}.json")
@@ -93,7 +100,7 @@ class Facts:
                 json.dump(self._data, file)
             os.replace(path + ".new", path)
         except (OSError, ValueError, TypeError):
-            pass  # a full disk, say: the spool's header has what the trace cannot do without
+            pass  # for example a full disk: the spool's header has all that the trace requires
 
     def _devices(self) -> list[dict[str, Any]]:
         cuda = self._torch.cuda
@@ -113,7 +120,7 @@ class Facts:
         ]
 
 
-def _number(variable: str, default: int) -> int:
+def _environment_number(variable: str, default: int) -> int:
     try:
         return int(os.environ[variable])
     except (KeyError, ValueError):

@@ -18,7 +18,7 @@ PINNED = POOLS.index("pinned")
 
 # A reading: (pool, device or HOST, bytes).
 Reading = tuple[int, int, int]
-Reader = Callable[[], Iterator[Reading]]
+ReadFunction = Callable[[], Iterator[Reading]]
 
 
 class _MallInfo2(ctypes.Structure):
@@ -30,12 +30,16 @@ class _MallInfo2(ctypes.Structure):
     ]  # fmt: skip
 
 
-def heap_reader() -> Reader | None:
-    """Bytes that malloc has handed out, from glibc's `mallinfo2`; None where the job uses another malloc."""
+def heap_reader() -> ReadFunction | None:
+    """Return a function that reads the bytes malloc has handed out, from glibc's `mallinfo2`.
+
+    Returns:
+        The function; None if the job uses another malloc.
+    """
     if any(other in os.environ.get("LD_PRELOAD", "") for other in ("jemalloc", "tcmalloc", "mimalloc")):
         return None
     try:
-        # PyDLL: the call takes about 3 us, less than handing the GIL over and fighting for it again.
+        # PyDLL: the call takes about 3 us, less than releasing the GIL and acquiring it again.
         mallinfo2 = ctypes.PyDLL(None).mallinfo2
     except (OSError, AttributeError):
         return None
@@ -49,8 +53,11 @@ def heap_reader() -> Reader | None:
     return read
 
 
-def cuda_reader(torch: Any) -> Reader:
-    """torch's caching allocator on the current device, and its pinned host memory where torch counts it."""
+def cuda_reader(torch: Any) -> ReadFunction:
+    """Return a function that reads torch's caching allocator on the current device.
+
+    It also reads torch's pinned host memory, where this version of torch counts it.
+    """
     host_stats = getattr(torch._C, "_cuda_hostMemoryStats", None)
 
     def read() -> Iterator[Reading]:
@@ -66,11 +73,12 @@ def cuda_reader(torch: Any) -> Reader:
     return read
 
 
-class MemoryLine:
-    """Reads the pools of whichever device the job uses.
+class MemoryReader:
+    """Reads the memory pools of the device that the job uses: the GPU, or the CPU's heap.
 
-    `cost_ns` is what the last reading took: a heap of many fragments makes mallinfo2 slow, and who reads on a
-    timer goes by it.
+    Attributes:
+        cost_ns: CPU time of the last reading. A heap of many fragments makes mallinfo2 slow; a caller that reads on a
+            timer chooses its interval by this.
     """
 
     def __init__(self, torch: Any) -> None:
@@ -80,11 +88,11 @@ class MemoryLine:
         self.cost_ns = 0
 
     def read(self) -> list[Reading]:
-        """The readings of this moment; none where nothing can be read."""
+        """Read every pool now; return an empty list if none can be read."""
         reader = self._read_cuda if self._cuda.is_initialized() else self._read_heap
         if reader is None:
             return []
-        began = time.thread_time_ns()
+        start_ns = time.thread_time_ns()
         readings = list(reader())
-        self.cost_ns = time.thread_time_ns() - began
+        self.cost_ns = time.thread_time_ns() - start_ns
         return readings

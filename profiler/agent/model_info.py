@@ -1,58 +1,74 @@
-"""A model and its optimizers in figures: what of them lies on this rank."""
+"""Sizes of a model and its optimizers: counts, bytes and data types on this rank."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
-from .zero_optimizer import here, inner, masters, of_deepspeed, sizes, swaps, whole
+from .zero_optimizer import (
+    fp32_masters,
+    is_deepspeed_object,
+    local_tensor,
+    subgroup_sizes,
+    swaps_to_disk,
+    torch_optimizers,
+    total_elements,
+)
 
 
 def describe_model(modules: list[Any], optimizers: list[Any]) -> dict[str, Any]:
-    """The outermost modules together. params: those whose state this rank holds."""
-    modules = [m.module if of_deepspeed(m) and hasattr(m, "module") else m for m in modules]
+    """Describe the model, as the trace's metadata has it.
+
+    Args:
+        modules: The outermost modules; together they are the model.
+        optimizers: The optimizers of the job.
+
+    Returns:
+        The description. Its `params` counts the parameters whose optimizer state is on this rank.
+    """
+    modules = [m.module if is_deepspeed_object(m) and hasattr(m, "module") else m for m in modules]
     parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
-    tensors = [here(p) for p in parameters]
+    tensors = [local_tensor(p) for p in parameters]
     dtypes: Counter[str] = Counter()
     for tensor in tensors:
         dtypes[_dtype(tensor)] += tensor.numel()
-    partitions = [held for held in map(sizes, optimizers) if held is not None]
+    partitions = [sizes for sizes in map(subgroup_sizes, optimizers) if sizes is not None]
     return {
-        # A loss is a module too; one without parameters is no model.
+        # A loss is a module too; one without parameters is not a model.
         "classes": sorted({type(m).__name__ for m in modules if any(True for _ in m.parameters())}),
         "params": sum(map(sum, partitions)) if partitions else sum(dtypes.values()),
-        "total_params": sum(map(whole, parameters)),
+        "total_params": sum(map(total_elements, parameters)),
         "trainable_params": sum(t.numel() for p, t in zip(parameters, tensors) if p.requires_grad),
         "bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         "dtypes": dict(dtypes),
     }
 
 
-def describe_optimizers(found: list[Any]) -> list[dict[str, Any]]:
-    """One entry per class: with the optimizer in the backward there is one object per parameter."""
+def describe_optimizers(optimizers: list[Any]) -> list[dict[str, Any]]:
+    """Describe the optimizers, with one entry per class: a job that steps in the backward has one per parameter."""
     by_class: dict[str, list[Any]] = {}
-    for optimizer in found:
-        by_class.setdefault(type(inner(optimizer)[0]).__name__, []).append(optimizer)
-    return [{"class": name, **_described(group)} for name, group in by_class.items()]
+    for optimizer in optimizers:
+        by_class.setdefault(type(torch_optimizers(optimizer)[0]).__name__, []).append(optimizer)
+    return [{"class": name, **_describe_class(same_class)} for name, same_class in by_class.items()]
 
 
-def _described(found: list[Any]) -> dict[str, Any]:
-    groups = [group for optimizer in found for group in inner(optimizer)[0].param_groups]
-    parameters = [p for optimizer in found for p in _parameters(optimizer)]
-    described = {
-        "count": len(found),
+def _describe_class(optimizers: list[Any]) -> dict[str, Any]:
+    groups = [group for optimizer in optimizers for group in torch_optimizers(optimizer)[0].param_groups]
+    parameters = [p for optimizer in optimizers for p in _parameters(optimizer)]
+    description = {
+        "count": len(optimizers),
         "groups": len(groups),
-        "params": sum(sum(sizes(o) or [here(p).numel() for p in _parameters(o)]) for o in found),
+        "params": sum(sum(subgroup_sizes(o) or [local_tensor(p).numel() for p in _parameters(o)]) for o in optimizers),
         "param_dtypes": sorted({_dtype(p) for p in parameters}),
     }
-    if any(map(swaps, found)):
-        return {**described, "state_devices": ["nvme"]}
-    state = [here(tensor) for optimizer in found for tensor in _state(optimizer)]
+    if any(map(swaps_to_disk, optimizers)):
+        return {**description, "state_devices": ["nvme"]}
+    state = [local_tensor(tensor) for optimizer in optimizers for tensor in _state(optimizer)]
     dtypes: Counter[str] = Counter()
     for tensor in state:
         dtypes[_dtype(tensor)] += tensor.numel()
     return {
-        **described,
+        **description,
         "state_bytes": sum(tensor.numel() * tensor.element_size() for tensor in state),
         "state_dtypes": dict(dtypes),
         "state_devices": sorted({tensor.device.type for tensor in state}),
@@ -60,15 +76,15 @@ def _described(found: list[Any]) -> dict[str, Any]:
 
 
 def _parameters(optimizer: Any) -> list[Any]:
-    flat = masters(optimizer)
-    if flat is not None:
-        return list(flat)
-    return [p for group in inner(optimizer)[0].param_groups for p in group["params"]]
+    masters = fp32_masters(optimizer)
+    if masters is not None:
+        return list(masters)
+    return [p for group in torch_optimizers(optimizer)[0].param_groups for p in group["params"]]
 
 
 def _state(optimizer: Any) -> list[Any]:
-    held = [state for torchs in inner(optimizer) for state in torchs.state.values()]
-    return [value for state in held for value in state.values() if hasattr(value, "element_size")]
+    states = [state for torch_optimizer in torch_optimizers(optimizer) for state in torch_optimizer.state.values()]
+    return [value for state in states for value in state.values() if hasattr(value, "element_size")]
 
 
 def _dtype(tensor: Any) -> str:

@@ -1,4 +1,4 @@
-"""What the agent was asked to record, as the collector hands it over in the environment."""
+"""Recording options, as the collector passes them to the agent in the environment."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ OPTIONS = "EBBTIDE_OPTIONS"
 
 @dataclass(frozen=True)
 class Options:
-    """first, last: the iterations to record, [first, last); no last: to the end. max_bytes: of spool, for this
-    process. poll_ms: how often memory is read between phase boundaries; 0: never. allocator_iterations: of how
-    many iterations the CUDA allocator's history is taken. transfers: record each copy (CUPTI)."""
+    """The recording options.
+
+    Attributes:
+        first: First iteration to record.
+        last: End of the iterations to record (exclusive); None: to the end of the job.
+        max_bytes: Size limit of this process's spool, in bytes; None: no limit.
+        poll_ms: Interval of memory readings between phase boundaries, in ms; 0: none.
+        allocator_iterations: Number of iterations in which the CUDA allocator's history is recorded.
+        transfers: Whether to record each copy (CUPTI).
+    """
 
     first: int = 0
     last: int | None = None
@@ -24,8 +31,10 @@ class Options:
     transfers: bool = False
 
     def environment(self, spool_directory: str) -> dict[str, str]:
+        """Return the environment variables that make a process record itself into `spool_directory`."""
         return {SPOOL_DIRECTORY: spool_directory, OPTIONS: json.dumps(asdict(self))}
 
     @classmethod
     def from_environment(cls) -> Options:
+        """Read the options from this process's environment; defaults if there are none."""
         return cls(**json.loads(os.environ.get(OPTIONS, "{}")))

@@ -1,4 +1,4 @@
-"""Attributes of other people's classes and modules, replaced for a while."""
+"""Temporary replacements of attributes of the job's classes and modules."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ from typing import Any, Callable
 
 
 class Patches:
-    """Replaces attributes, and puts all of them back at `undo`, the last first."""
+    """Replaces attributes, and restores all of them at `undo`, the last one first."""
 
     def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._originals: list[tuple[Any, str, Any]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        self._undo.append((owner, name, owner.__dict__[name]))
+        """Replace an attribute that `owner` itself has."""
+        self._originals.append((owner, name, owner.__dict__[name]))
         setattr(owner, name, value)
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-        """Put `wrapper(original)` in its place, where `owner` itself has such an attribute."""
+        """Replace an attribute by `wrapper(original)`; do nothing if `owner` itself does not have it."""
         original = getattr(owner, "__dict__", {}).get(name)
         if original is not None:
             self.set(owner, name, wrapper(original))
 
     def undo(self) -> None:
-        while self._undo:
-            owner, name, original = self._undo.pop()
+        """Restore every attribute that was replaced."""
+        while self._originals:
+            owner, name, original = self._originals.pop()
             setattr(owner, name, original)

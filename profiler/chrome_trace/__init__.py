@@ -1,1 +1,1 @@
-"""Reads Chrome trace events from JSON files of any length, in constant memory."""
+"""Reads the events of Chrome traces (JSON files of any length) in constant memory."""

@@ -1,4 +1,4 @@
-"""Columns of integers, for what there may be millions of."""
+"""Compact tables of integers for millions of events."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-Ints = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int64]
 
 
-class Rows:
-    """Rows of integers, gathered piece by piece and kept small: 8 bytes a value."""
+class IntTable:
+    """Table of int64 columns that grows by blocks of rows and takes 8 bytes per value.
+
+    Args:
+        names: Names of the columns.
+    """
 
     def __init__(self, *names: str) -> None:
         self._names = names
-        self._pieces = [np.empty((0, len(names)), np.int64)]
+        self._blocks = [np.empty((0, len(names)), np.int64)]
 
     def add(self, *columns: npt.ArrayLike) -> None:
-        """Add rows, given as their columns."""
-        self._pieces.append(np.column_stack(columns))
+        """Append rows.
+
+        Args:
+            columns: One array per column, all of the same length.
+        """
+        self._blocks.append(np.column_stack(columns))
 
     def table(self) -> pd.DataFrame:
-        """All rows so far."""
-        return pd.DataFrame(np.concatenate(self._pieces), columns=[*self._names])
+        """Return all rows so far."""
+        return pd.DataFrame(np.concatenate(self._blocks), columns=[*self._names])

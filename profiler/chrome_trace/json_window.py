@@ -1,4 +1,4 @@
-"""JSON that is too large to hold, value by value: a window that moves over a stream of bytes."""
+"""Value-by-value reading of JSON that does not fit into memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Protocol
 
 from ebbtide.errors import UserError
 
-# No value of a trace that makes sense is larger, or deeper.
-_MOST = 16 << 20
-_DEEPEST = 100_000
-_PIECE = 1 << 16
+# Limits for one value: real traces stay far below both.
+_MAX_VALUE_BYTES = 16 << 20
+_MAX_DEPTH = 100_000
+_READ_BYTES = 1 << 16
 
-# Commas are as good as spaces here, and a byte order mark too.
+# Commas are treated as spaces, and so is a byte order mark.
 _SPACE = re.compile(rb"(?:[\s,]|\xef\xbb\xbf)*+")
-# A string, which runs to the end of the data where it is not closed, or a bracket.
+# A bracket, or a string. A string that is not closed extends to the end of the data.
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 _OPENING = (b"", b'"', b"[", b"]", b"{", b"}")
 _SCALAR = re.compile(rb'[^\s"\[\]{},:]+')
@@ -25,38 +25,55 @@ _NO_NUMBER = re.compile(r"(?<=[:,\[\s])-?(?:nan|inf(?:inity)?)(?=\s*[,\]}])", re
 
 
 class Stream(Protocol):
-    """Bytes to read; `read1` may give fewer than asked for, and none only at the end."""
+    """Source of bytes.
+
+    `read1` may return fewer bytes than requested. It returns none only at the end.
+    """
 
     def read1(self, size: int, /) -> bytes: ...
 
 
-class BrokenOff(Exception):
-    """Why no more can be read."""
+class UnreadableJson(Exception):
+    """The JSON is damaged, ends too early, or has a value beyond the limits. The message gives the reason."""
 
 
-class Window:
-    """The bytes `data[at:]` of a stream are next. All methods raise BrokenOff where the JSON ends too early or is none,
-    and UserError where the stream does; what was read before that is given out first."""
+class JsonWindow:
+    """Window that moves over a stream of JSON.
+
+    All methods raise UnreadableJson where the JSON is damaged or ends too early, and UserError where the stream raises
+    it. Values that were complete before the error are returned first.
+
+    Args:
+        stream: The JSON text.
+        chunk: Bytes to read at a time.
+
+    Attributes:
+        data: The bytes in memory.
+        position: Index in `data` of the next byte to read.
+    """
 
     def __init__(self, stream: Stream, chunk: int) -> None:
         self.data = b""
-        self.at = 0
+        self.position = 0
         self._stream = stream
         self._chunk = chunk
         self._error: UserError | None = None
 
-    def more(self) -> None:
-        """Read on: at least one byte, and as much again as is here already, so that long values cost no more."""
-        rest = self.data[self.at :]
-        if len(rest) > _MOST:
-            raise BrokenOff(f"it has a value of more than {_MOST >> 20} MiB")
-        pieces, wanted = [rest], max(self._chunk, len(rest))
-        while wanted > 0 and (piece := self._read(min(wanted, _PIECE))):
-            pieces.append(piece)
-            wanted -= len(piece)
-        if len(pieces) == 1:
-            raise self._error or BrokenOff("it breaks off")
-        self.data, self.at = b"".join(pieces), 0
+    def extend(self) -> None:
+        """Read at least one more byte: a chunk, or as many bytes as are unread if that is more.
+
+        The window doubles, so the cost of a long value stays proportional to its length.
+        """
+        unread = self.data[self.position :]
+        if len(unread) > _MAX_VALUE_BYTES:
+            raise UnreadableJson(f"it has a value of more than {_MAX_VALUE_BYTES >> 20} MiB")
+        blocks, missing = [unread], max(self._chunk, len(unread))
+        while missing > 0 and (block := self._read(min(missing, _READ_BYTES))):
+            blocks.append(block)
+            missing -= len(block)
+        if len(blocks) == 1:
+            raise self._error or UnreadableJson("it breaks off")
+        self.data, self.position = b"".join(blocks), 0
 
     def _read(self, size: int) -> bytes:
         try:
@@ -66,44 +83,49 @@ class Window:
             return b""
 
     def peek(self) -> bytes:
-        """The next byte that is neither space nor comma."""
-        while self.skip() == len(self.data):
-            self.more()
-        return self.data[self.at : self.at + 1]
+        """Return the next byte that is neither space nor comma, without consuming it."""
+        while self.skip_separators() == len(self.data):
+            self.extend()
+        return self.data[self.position : self.position + 1]
 
-    def skip(self) -> int:
-        """Go on to the next byte of the window that is neither space nor comma. Returns where it is."""
-        self.at = _SPACE.match(self.data, self.at).end()  # type: ignore[union-attr]
-        return self.at
+    def skip_separators(self) -> int:
+        """Move to the next byte in the window that is neither space nor comma, and return its position."""
+        self.position = _SPACE.match(self.data, self.position).end()  # type: ignore[union-attr]
+        return self.position
 
     def expect(self, byte: bytes) -> None:
+        """Consume the next byte. Raise UnreadableJson if it is not `byte`."""
         if self.peek() != byte:
-            raise BrokenOff("it is damaged")
-        self.at += 1
+            raise UnreadableJson("it is damaged")
+        self.position += 1
 
-    def value(self) -> bytes:
-        """The next value, taken out of the stream."""
+    def next_value(self) -> bytes:
+        """Consume the next value and return its text."""
         self.peek()
-        while (value := self.whole()) is None:
-            self.more()
+        while (value := self.buffered_value()) is None:
+            self.extend()
         return value
 
-    def whole(self) -> bytes | None:
-        """The next value where all of it is in the window, else None; `]` or `}` where a list or an object ends."""
-        begin = self.skip()
-        end = _end(self.data, begin)
+    def buffered_value(self) -> bytes | None:
+        """Consume the next value if all of it is in the window.
+
+        Returns:
+            The text of the value; `]` or `}` at the end of a list or object; None if more data is needed.
+        """
+        begin = self.skip_separators()
+        end = _value_end(self.data, begin)
         if end is None:
             return None
-        self.at = end
+        self.position = end
         return self.data[begin:end]
 
 
-def _end(data: bytes, begin: int) -> int | None:
-    """Where the value that begins at `begin` ends; None where that is not in `data`."""
+def _value_end(data: bytes, begin: int) -> int | None:
+    """Return the end of the value that begins at `begin`, or None if `data` does not contain it."""
     if data[begin : begin + 1] not in _OPENING:
         scalar = _SCALAR.match(data, begin)
         if scalar is None:
-            raise BrokenOff("it is damaged")
+            raise UnreadableJson("it is damaged")
         return scalar.end() if scalar.end() < len(data) else None
     depth = 0
     for token in _TOKEN.finditer(data, begin):
@@ -116,14 +138,17 @@ def _end(data: bytes, begin: int) -> int | None:
             return None
         if depth <= 0:
             return token.end()
-        if depth > _DEEPEST:
-            raise BrokenOff("it is nested too deeply")
+        if depth > _MAX_DEPTH:
+            raise UnreadableJson("it is nested too deeply")
     return None
 
 
-def mended(text: bytes) -> bytes:
-    """JSON in place of what is nearly JSON: with bytes that are no UTF-8, NaN and infinities, lone backslashes or bare
-    control characters. Strings may lose such characters."""
+def repair_json(text: bytes) -> bytes:
+    """Turn nearly valid JSON into valid JSON.
+
+    Repairs bytes that are not UTF-8, NaN and infinities, single backslashes and bare control characters. Strings may
+    lose such characters.
+    """
     repaired = _CONTROL.sub(" ", text.decode("utf-8", "replace"))
-    repaired = _ESCAPE.sub(lambda found: found[0] if found[1] else r"\\", repaired)
+    repaired = _ESCAPE.sub(lambda escape: escape[0] if escape[1] else r"\\", repaired)
     return _NO_NUMBER.sub("null", repaired).encode()

@@ -1,5 +1,7 @@
-"""Chrome traces (JSON, as torch's profiler writes them), read in pieces: the memory this takes does not grow with the
-file. What is odd in them is mended or skipped, and where they break off, what stands before counts."""
+"""Reads Chrome traces (JSON, as torch's profiler writes them) in constant memory.
+
+Invalid events are repaired or skipped. If the file breaks off, the events before the break are returned.
+"""
 
 from __future__ import annotations
 
@@ -8,114 +10,128 @@ from collections.abc import Iterator
 from typing import Any
 
 from ebbtide.errors import UserError
-from ebbtide.profiler.chrome_trace.events import MOST_BASE_NS, Event, read_event, read_events, read_value
-from ebbtide.profiler.chrome_trace.json_window import BrokenOff, Stream, Window
+from ebbtide.profiler.chrome_trace.events import MAX_BASE_NS, Event, read_event, read_events, read_value
+from ebbtide.profiler.chrome_trace.json_window import JsonWindow, Stream, UnreadableJson
 
 CHUNK = 1 << 20
-# The top-level keys that are kept; a trace may hold others of any size.
+# The top-level keys that are kept; a trace may have other keys with values of any size.
 _META = frozenset({"baseTimeNanoseconds", "deviceProperties", "distributedInfo", "host_name"})
 _EVENT_LIST = "traceEvents"
-# What stands between two events.
+# The text between two events.
 _GAP = re.compile(rb"\}\s*,\s*\Z")
-_LONGEST_GAP = 64
-# Beyond so many, and as many as were read, it is no trace.
-_MOST_SKIPPED = 10_000
+_MAX_GAP_BYTES = 64
+# A file with more skipped events than this, and more skipped than valid ones, is not a trace.
+_MAX_SKIPPED = 10_000
 
 
 class ChromeTrace:
-    """A trace being read from a stream of bytes.
+    """Chrome trace that is being read from a stream of bytes.
 
-    meta: those of its top-level values that are kept, complete once `batches` has ended, since some may stand after the
-    events. count, skipped: events read, and events without a time that can be. trouble: why the trace ended before its
-    end, None where it did not.
+    Args:
+        stream: The JSON text.
+        chunk: Bytes to read at a time.
+
+    Attributes:
+        meta: The top-level values that are kept. Complete once `batches` has ended, since values may follow the events.
+        count: Number of events read.
+        skipped: Number of events without a valid time.
+        stop_reason: Reason why reading stopped before the end of the trace; None if it did not.
     """
 
     def __init__(self, stream: Stream, chunk: int = CHUNK) -> None:
         self.meta: dict[str, Any] = {}
         self.count = 0
         self.skipped = 0
-        self.trouble: str | None = None
-        self._window = Window(stream, chunk)
+        self.stop_reason: str | None = None
+        self._window = JsonWindow(stream, chunk)
 
     @property
     def base_ns(self) -> int:
-        """Unix ns at which its times begin, known once all is read; 0 where they are Unix times themselves."""
+        """Unix time in ns at which the trace's times begin, valid after the last batch; 0 if they are Unix times."""
         base = self.meta.get("baseTimeNanoseconds")
-        return base if isinstance(base, int) and abs(base) <= MOST_BASE_NS else 0
+        return base if isinstance(base, int) and abs(base) <= MAX_BASE_NS else 0
 
     def batches(self) -> Iterator[list[Event]]:
-        """All events, in their order. Raises ValueError for what is no Chrome trace, and what the stream raises before
-        the first event."""
-        listed = False
+        """Yield all events in their order.
+
+        Raises:
+            ValueError: The stream is not a Chrome trace.
+            UserError: The stream raised it before the first event.
+        """
+        has_list = False
         try:
-            for batch in self._top():
-                listed = True
+            for batch in self._top_level():
+                has_list = True
                 self.count += len(batch)
                 yield batch
-        except (BrokenOff, UserError) as error:
+        except (UnreadableJson, UserError) as error:
             if isinstance(error, UserError) and not self.count:
                 raise
-            self.trouble = str(error)
-        if not listed or (self.trouble and not self.count):
-            raise ValueError(self.trouble or f"it has no {_EVENT_LIST}")
+            self.stop_reason = str(error)
+        if not has_list or (self.stop_reason and not self.count):
+            raise ValueError(self.stop_reason or f"it has no {_EVENT_LIST}")
 
-    def _top(self) -> Iterator[list[Event]]:
+    def _top_level(self) -> Iterator[list[Event]]:
         window = self._window
         if window.peek() == b"[":
-            yield from self._list()
+            yield from self._event_list()
             return
         window.expect(b"{")
         while window.peek() == b'"':
-            key = read_value(window.value())
+            key = read_value(window.next_value())
             window.expect(b":")
             if key == _EVENT_LIST and window.peek() == b"[":
-                yield from self._list()
+                yield from self._event_list()
             elif key in _META:
-                self.meta[key] = read_value(window.value())
+                self.meta[key] = read_value(window.next_value())
             else:
-                window.value()
+                window.next_value()
         window.expect(b"}")
 
-    def _list(self) -> Iterator[list[Event]]:
+    def _event_list(self) -> Iterator[list[Event]]:
         self._window.expect(b"[")
         while True:
-            quickly = self._at_once()
-            if quickly is not None:
-                yield quickly
+            decoded = self._decode_window()
+            if decoded is not None:
+                yield decoded
                 continue
             batch: list[Event] = []
             try:
-                closed = self._one_by_one(batch)
+                closed = self._decode_one_by_one(batch)
             finally:
                 yield batch
             if closed:
                 return
-            self._window.more()
+            self._window.extend()
 
-    def _at_once(self) -> list[Event] | None:
-        """The events up to the last whole one in the window; None where they are not to be had so quickly."""
-        data, begin = self._window.data, self._window.skip()
-        follows = len(data)
-        while (follows := data.rfind(b"{", begin, follows)) > begin:
-            gap = _GAP.search(data, max(begin, follows - _LONGEST_GAP), follows)
+    def _decode_window(self) -> list[Event] | None:
+        """Decode the events up to the last complete one in the window at once.
+
+        Returns:
+            The events; None if the window has fewer than two complete events, or one that is invalid.
+        """
+        data, begin = self._window.data, self._window.skip_separators()
+        next_begin = len(data)
+        while (next_begin := data.rfind(b"{", begin, next_begin)) > begin:
+            gap = _GAP.search(data, max(begin, next_begin - _MAX_GAP_BYTES), next_begin)
             if gap is not None:
                 text = data[begin : gap.start() + 1]
                 batch = read_events(text)
                 if batch is not None:
-                    self._window.at = follows
+                    self._window.position = next_begin
                 return batch
         return None
 
-    def _one_by_one(self, batch: list[Event]) -> bool:
-        """Add the whole events in the window to `batch`. Returns whether their list ends after them."""
-        while (text := self._window.whole()) is not None:
+    def _decode_one_by_one(self, batch: list[Event]) -> bool:
+        """Append the complete events in the window to `batch`. Return whether the list of events ends after them."""
+        while (text := self._window.buffered_value()) is not None:
             if text == b"]":
                 return True
             event = read_event(text)
             if event is None:
                 self.skipped += 1
-                if self.skipped > _MOST_SKIPPED + self.count:
-                    raise BrokenOff("it is damaged")
+                if self.skipped > _MAX_SKIPPED + self.count:
+                    raise UnreadableJson("it is damaged")
             else:
                 batch.append(event)
         return False

@@ -1,1 +1,1 @@
-"""Traces from what other tools recorded: a file per format, recognised by what it holds."""
+"""Imports files of other tools into traces: one sub-package per source, behind one `Importer` protocol."""

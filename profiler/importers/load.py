@@ -1,37 +1,16 @@
-"""Which format a file has, and one trace from all the files of a run."""
+"""Recognizes the formats of the files of a run, and makes one trace from them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ebbtide.profiler.importers.deepspeed import importer as deepspeed_log
-from ebbtide.profiler.importers.kineto import importer as kineto
-from ebbtide.profiler.importers.nvml_monitor import importer as monitor
+from ebbtide.profiler.importers.importer import Hardware, ImportOptions
+from ebbtide.profiler.importers.registry import find_importers
 from ebbtide.profiler.importers.source import Source, SourceError
-from ebbtide.profiler.importers.torch_memory import snapshot
-from ebbtide.profiler.importers.torch_memory import timeline as memory_timeline
-from ebbtide.profiler.sampler.nvml import link_peak_bytes_per_s
+from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
 from ebbtide.profiler.trace import Trace, TraceBuilder
-
-# In the order in which they are asked whether a file is theirs: the strictest first.
-FORMATS: dict[str, Callable[[Source], bool]] = {
-    snapshot.FORMAT: snapshot.matches,
-    memory_timeline.FORMAT: memory_timeline.matches,
-    kineto.FORMAT: kineto.matches,
-    monitor.FORMAT: monitor.matches,
-    deepspeed_log.FORMAT: deepspeed_log.matches,
-}
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """What the files do not tell and the user knows: the memory of a device, and its link (generation, width)."""
-
-    capacity_bytes: int | None = None
-    link: tuple[int, int] | None = None
 
 
 def import_trace(
@@ -41,61 +20,65 @@ def import_trace(
     force: bool = False,
     hardware: Hardware | None = None,
 ) -> Trace:
-    """Write one trace from the files of one run. Several files must be of one run, on one clock.
+    """Write one trace from the files of one run.
 
-    format: a key of FORMATS for all the files; None: each is recognised by what it holds. Raises SourceError for files
-    that cannot be read, TraceError where the output cannot be written; nothing is left behind then.
+    Args:
+        paths: The files. Several files must be from one run, on one clock.
+        output: Path of the trace.
+        format: Format of all files; None: each file is recognized by its contents.
+        force: Replace an existing trace.
+        hardware: Figures that replace those of the files.
+
+    Returns:
+        The trace.
+
+    Raises:
+        SourceError: A file cannot be read. Nothing is written.
+        TraceError: The output cannot be written.
     """
-    if format is not None and format not in FORMATS:
-        raise SourceError(f"{format!r} is not a format: choose one of {', '.join(FORMATS)}")
-    sources: dict[str, list[Source]] = {name: [] for name in FORMATS}
+    importers = find_importers()
+    if format is not None and format not in importers:
+        raise SourceError(f"{format!r} is not a format: choose one of {', '.join(importers)}")
+    sources: dict[str, list[Source]] = {name: [] for name in importers}
     for path in paths:
         source = Source(path)
-        sources[format or recognise(source)].append(source)
+        sources[format or recognize(source)].append(source)
     builder = TraceBuilder("imported", clock={"name": "unix", "host": None, "wall_offset_ns": 0})
-    builder.meta["imported"] = [{"format": name, "file": s.path.name} for name in FORMATS for s in sources[name]]
-    if len(sources[deepspeed_log.FORMAT]) > 1:
-        raise SourceError("two DeepSpeed logs cannot make one trace: import each for itself, then `ebbtide merge`")
-    monitors = [monitor.parse(source) for source in sources[monitor.FORMAT]]
-    undated = [found.source for found in monitors if not found.dated]
-    for source in sources[deepspeed_log.FORMAT]:
-        if not deepspeed_log.read(source, builder, None if undated else monitor.coverage(monitors)):
-            undated.append(source)
-    for number, source in enumerate(sources[kineto.FORMAT]):
-        kineto.read(source, builder, number)
-    for number, source in enumerate(sources[snapshot.FORMAT]):
-        snapshot.read(source, builder, number)
-    for number, source in enumerate(sources[memory_timeline.FORMAT]):
-        memory_timeline.read(source, builder, number)
-    monitor.add(monitors, builder)
+    builder.meta["imported"] = [{"format": name, "file": s.path.name} for name in importers for s in sources[name]]
+    options = ImportOptions(hardware or Hardware(), sources)
+    undated: list[Source] = []
+    for importer in sorted(importers.values(), key=lambda importer: importer.stage):
+        if sources[importer.format]:
+            undated += importer.import_into(builder, sources[importer.format], options)
     if undated:
-        _undated(undated[0], builder, alone=len(undated) == len(paths))
-    _complete(builder, hardware or Hardware())
+        _accept_undated(undated[0], builder, alone=len(undated) == len(paths))
+    _apply_hardware(builder, options.hardware)
+    _note_missing_hardware(builder)
     return builder.write(output, force)
 
 
-def recognise(source: Source) -> str:
-    """The format of a file. Raises SourceError for one that is of no known format."""
-    for name, matches in FORMATS.items():
-        if matches(source):
+def recognize(source: Source) -> str:
+    """Return the format of a file. Raise SourceError if no importer recognizes it."""
+    importers = find_importers()
+    for name, importer in importers.items():
+        if importer.matches(source):
             return name
     raise SourceError(
-        f"{source} is of no format that ebbtide knows ({', '.join(FORMATS)}): name one with --format if it is"
+        f"{source} has no format that ebbtide recognizes ({', '.join(importers)}): pass --format if it has one of these"
     )
 
 
-def _undated(source: Source, builder: TraceBuilder, alone: bool) -> None:
-    """Times that are of no known day make a trace, which no other can be put beside."""
+def _accept_undated(source: Source, builder: TraceBuilder, alone: bool) -> None:
+    """Mark the clock of the trace as unknown. Raise SourceError if the trace has other files too."""
     if not alone:
         raise SourceError(
-            f"{source} has no dates, so it cannot be put beside other files: import it for itself, and next time "
-            "record with them (nvidia-smi dmon -o DT; the output of a job: | ts '%Y-%m-%dT%H:%M:%.S')"
+            f"{source} has no dates, so it cannot be combined with other files: import it alone, or record dates next "
+            "time (nvidia-smi dmon -o DT; the output of a job: | ts '%Y-%m-%dT%H:%M:%.S')"
         )
     builder.meta["clock"] = {"name": "unknown", "host": None, "wall_offset_ns": None}
 
 
-def _complete(builder: TraceBuilder, hardware: Hardware) -> None:
-    """Add what the user knows, and say what nobody does."""
+def _apply_hardware(builder: TraceBuilder, hardware: Hardware) -> None:
     for rank in builder.ranks.values():
         devices: list[dict[str, Any]] = rank.meta["devices"]
         for device in devices:
@@ -105,16 +88,20 @@ def _complete(builder: TraceBuilder, hardware: Hardware) -> None:
                 generation, width = hardware.link
                 peak = link_peak_bytes_per_s(generation, width)
                 device["link"] = {"generation": generation, "width": width, "peak_bytes_per_s": peak}
+
+
+def _note_missing_hardware(builder: TraceBuilder) -> None:
+    """Add a note for each figure that neither the files nor the user state."""
     first = next(iter(builder.ranks.values()), None)
     if first is None or not first.meta["devices"]:
         return
     device = first.meta["devices"][0]
     if device.get("capacity_bytes") is None:
         builder.note(
-            "the memory of the device is not known, so nothing can be called free: import with --capacity 80GB"
+            "the capacity of the device is not known, so free memory cannot be computed: import with --capacity 80GB"
         )
     if not first.frame("link").empty and (device.get("link") or {}).get("peak_bytes_per_s") is None:
         builder.note(
-            "the peak of the link is not known, so how idle it is cannot be told: import with --link 5x16 (PCIe "
-            "generation 5, 16 lanes)"
+            "the peak rate of the link is not known, so its idle share cannot be computed: import with --link 5x16 "
+            "(PCIe generation 5, 16 lanes)"
         )

@@ -1,20 +1,24 @@
-"""The files that are imported: opened, unpacked, and kept from growing without end."""
+"""Opens and unpacks the files to import, with limits against files that unpack without end."""
 
 from __future__ import annotations
 
 import gzip
 import io
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TypeVar
 
 from ebbtide.errors import UserError
 
 _GZIP = b"\x1f\x8b"
-_HEAD = 1 << 16
-# Real traces shrink 10 to 50 times; what shrinks more than this was made to fill a disk.
-_MOST_RATIO = 400
-_FREE_BYTES = 64 << 20
+_HEAD_BYTES = 1 << 16
+# Real traces shrink by a factor of 10 to 50. A file that shrinks more than this was made to fill a disk.
+_MAX_RATIO = 400
+# The ratio is not checked for files that unpack to less than this.
+_UNCHECKED_BYTES = 64 << 20
+
+_Parsed = TypeVar("_Parsed")
 
 
 class SourceError(UserError):
@@ -22,10 +26,21 @@ class SourceError(UserError):
 
 
 class Source:
-    """A file that somebody wants imported. Raises SourceError where it cannot be read."""
+    """A file to import.
+
+    Raises SourceError if the file cannot be read.
+
+    Args:
+        path: Path of the file, which may be packed with gzip.
+
+    Attributes:
+        path: Path of the file.
+        head: The first 64 KiB, unpacked.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._parsed: dict[Callable[[Source], Any], Any] = {}
         try:
             if path.is_dir():
                 raise SourceError(f"{path} is a folder: name the files in it")
@@ -34,7 +49,7 @@ class Source:
                     f"{path} is a pipe or a device: it is read more than once, so write it to a file first"
                 )
             with self.open() as file:
-                self.head = file.read(_HEAD)
+                self.head = file.read(_HEAD_BYTES)
         except (OSError, EOFError, zlib.error) as error:
             raise SourceError(self._unreadable(error)) from None
         if not self.head:
@@ -45,18 +60,30 @@ class Source:
 
     @property
     def size(self) -> int:
-        """Bytes on disk, packed where it is."""
+        """Bytes on disk, packed if the file is packed."""
         return self.path.stat().st_size
 
     def open(self) -> IO[bytes]:
-        """The file's bytes, unpacked. Reading raises SourceError where they are damaged or grow beyond reason."""
+        """Open the unpacked contents. Reading raises SourceError if they are damaged or unpack to too much."""
         file = open(self.path, "rb")  # noqa: SIM115
         packed = file.peek(2)[:2] == _GZIP
-        return io.BufferedReader(_Unpacked(self, file), _HEAD) if packed else file
+        return io.BufferedReader(_Unpacked(self, file), _HEAD_BYTES) if packed else file
 
     def text(self) -> io.TextIOWrapper:
-        """Its lines; bytes that are no UTF-8 become replacement characters."""
+        """Open the contents as text. Bytes that are not UTF-8 become replacement characters."""
         return io.TextIOWrapper(self.open(), encoding="utf-8-sig", errors="replace")
+
+    def parsed(self, parse: Callable[[Source], _Parsed]) -> _Parsed:
+        """Return `parse(self)`, called only once per file: two importers may need the result."""
+        if parse not in self._parsed:
+            self._parsed[parse] = parse(self)
+        result: _Parsed = self._parsed[parse]
+        return result
+
+    def damaged(self, reason: object) -> SourceError:
+        """Return the error for contents that do not have the expected format."""
+        short_reason = " ".join(str(reason).split())[:200]
+        return SourceError(f"{self.path} is damaged or in another format: {short_reason}")
 
     def _unreadable(self, error: Exception) -> str:
         if isinstance(error, FileNotFoundError):
@@ -64,20 +91,15 @@ class Source:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         return f"{self.path} cannot be read: {reason}"
 
-    def damaged(self, why: object) -> SourceError:
-        """The error for contents that are not what the file claims to be."""
-        reason = " ".join(str(why).split())[:200]
-        return SourceError(f"{self.path} is damaged or not what it seems: {reason}")
-
 
 class _Unpacked(io.RawIOBase):
-    """A gzip file that stops where it unpacks to more than is believable."""
+    """Contents of a gzip file. Reading raises SourceError if it unpacks to more than a plausible size."""
 
     def __init__(self, source: Source, file: io.BufferedReader) -> None:
         self._source = source
         self._file = file
         self._gzip = gzip.GzipFile(fileobj=file)
-        self._read = 0
+        self._unpacked_bytes = 0
 
     def readable(self) -> bool:
         return True
@@ -87,10 +109,10 @@ class _Unpacked(io.RawIOBase):
             chunk = self._gzip.read1(len(buffer))
         except (OSError, EOFError, zlib.error) as error:
             raise self._source.damaged(error) from None
-        self._read += len(chunk)
-        if self._read > _FREE_BYTES and self._read > _MOST_RATIO * self._file.tell():
+        self._unpacked_bytes += len(chunk)
+        if self._unpacked_bytes > _UNCHECKED_BYTES and self._unpacked_bytes > _MAX_RATIO * self._file.tell():
             raise self._source.damaged(
-                f"it unpacks to more than {_MOST_RATIO} times its size (gunzip it if that is right)"
+                f"it unpacks to more than {_MAX_RATIO} times its size (gunzip it if that is right)"
             )
         buffer[: len(chunk)] = chunk
         return len(chunk)

@@ -1,4 +1,4 @@
-"""The lines of a training log, with the time of each."""
+"""Reads the lines of a training log with their times, and determines the time zone of its clock."""
 
 from __future__ import annotations
 
@@ -9,52 +9,58 @@ from dataclasses import dataclass
 
 from ebbtide.profiler.importers.source import Source
 
-# Lines longer than this are not log lines; they are read in pieces, so that no file fills the memory.
-_LONGEST = 1 << 16
+# Longer lines are not log lines. They are split, so that no file fills the memory.
+_MAX_LINE_CHARS = 1 << 16
 _COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _TIME = r"(20\d\d)-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)[.,](\d{3,9})"
-# Launchers put the host's name before it, and ranks may break into each other's lines: it may stand anywhere.
+# Launchers put the host's name before the time, and ranks may break into each other's lines: it may be anywhere.
 _STAMP = re.compile(rf"\[{_TIME}\]")
-# What `ts`, docker and the like put before every line; DeepSpeed's own times are gone from most lines since 0.18.
+# The time that `ts`, docker and similar tools put before every line. Since 0.18 most lines of DeepSpeed have no time.
 _LEAD = re.compile(rf"{_TIME}(?:(Z)|([+-]\d\d):?([0-5]\d))?[ \t]")
 _EPOCH = datetime.datetime(1970, 1, 1)
-# The same moment once in the log's time and once as Unix nanoseconds: some jobs print both.
+# Unix nanoseconds inside a line that also has the log's time: some jobs print both.
 _UNIX = re.compile(r"<<<\w{1,64}(?::\w{1,64})?[,:](\d{19})>>>")
 _QUARTER_NS = 900_000_000_000
-# Quarters of an hour that clocks are ahead of UTC somewhere: whole hours, and the zones that lie between them.
+# The offsets from UTC of all time zones, in quarters of an hour: whole hours, and the zones between them.
 _ZONES = (*range(-48, 57, 4), -38, -14, -10, 14, 18, 22, 23, 26, 35, 38, 42, 51, 55)
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line without its colours and the time before it. t_ns: its time as if the log's clock were UTC; unix_ns: in
-    Unix time. None where it does not tell."""
+class LogLine:
+    """One line of a log.
+
+    Attributes:
+        text: The line without colours, and without a time that precedes it.
+        t_ns: Its time as if the log's clock were UTC; None if the line has no time.
+        unix_ns: Its Unix time; None if the line does not state a time zone.
+    """
 
     text: str
     t_ns: int | None
     unix_ns: int | None = None
 
 
-def read_lines(source: Source) -> Iterator[Line]:
+def read_lines(source: Source) -> Iterator[LogLine]:
+    """Yield the lines of a log."""
     with source.text() as file:
-        while piece := file.readline(_LONGEST):
-            text = piece.rstrip("\n")
-            yield _line(_COLOR.sub("", text) if "\x1b" in text else text)
+        while raw_line := file.readline(_MAX_LINE_CHARS):
+            text = raw_line.rstrip("\n")
+            yield _parse_line(_COLOR.sub("", text) if "\x1b" in text else text)
 
 
-def _line(text: str) -> Line:
+def _parse_line(text: str) -> LogLine:
     lead = _LEAD.match(text)
     if lead is None:
         stamp = _STAMP.search(text) if "[20" in text else None
-        return Line(text, None if stamp is None else _stamp(stamp))
-    t_ns = _stamp(lead)
+        return LogLine(text, None if stamp is None else _stamp_ns(stamp))
+    t_ns = _stamp_ns(lead)
     utc, hours, minutes = lead.groups()[7:]
-    ahead = 0 if utc else None if hours is None else int(hours) * 4 + int(hours[0] + minutes) // 15
+    quarters = 0 if utc else None if hours is None else int(hours) * 4 + int(hours[0] + minutes) // 15
     text = text[lead.end() :]
-    return Line(text, t_ns, None if t_ns is None or ahead is None else t_ns - ahead * _QUARTER_NS)
+    return LogLine(text, t_ns, None if t_ns is None or quarters is None else t_ns - quarters * _QUARTER_NS)
 
 
-def _stamp(match: re.Match[str]) -> int | None:
+def _stamp_ns(match: re.Match[str]) -> int | None:
     *parts, fraction = match.groups()[:7]
     try:
         seconds = (datetime.datetime(*map(int, parts)) - _EPOCH).total_seconds()  # type: ignore[arg-type]
@@ -63,8 +69,8 @@ def _stamp(match: re.Match[str]) -> int | None:
     return int(seconds) * 1_000_000_000 + int(fraction.ljust(9, "0"))
 
 
-def zone_ns(lines: Iterable[Line]) -> int | None:
-    """What the log's clock is ahead of UTC, from a line that tells both times; None where none does."""
+def zone_ns(lines: Iterable[LogLine]) -> int | None:
+    """Return the offset of the log's clock from UTC in ns, from a line that has both times; None if no line has."""
     for line in lines:
         match = _UNIX.search(line.text) if "<<<" in line.text else None
         unix_ns = int(match.group(1)) if match else line.unix_ns
@@ -76,20 +82,35 @@ def zone_ns(lines: Iterable[Line]) -> int | None:
 
 
 def zone_by_overlap(span: tuple[int, int], reference: tuple[int, int]) -> tuple[int, bool] | None:
-    """(offset ns, whether it is the only one) that puts `span`, of a clock in an unknown zone, inside `reference`.
+    """Find the time zone in which two spans overlap.
 
-    None where no zone of the world makes the two meet.
+    Args:
+        span: Start and end in ns on a clock whose time zone is not known.
+        reference: Start and end in Unix ns.
+
+    Returns:
+        The offset of the clock from UTC in ns, and whether it is the only one that fits; None if the spans overlap in
+        no time zone of the world.
     """
     shares = {quarter: overlap(span, reference, quarter * _QUARTER_NS) for quarter in _ZONES}
     best = max(shares.values())
     if best <= 0:
         return None
     fitting = [quarter for quarter in _ZONES if shares[quarter] > best - 0.05]
-    # UTC is what most machines of this kind run on.
+    # Most machines that train run on UTC.
     return min(fitting, key=abs) * _QUARTER_NS, len(fitting) == 1
 
 
 def overlap(span: tuple[int, int], reference: tuple[int, int], ahead_ns: int) -> float:
-    """The share of `span`, of a clock that is so much ahead of UTC, that `reference` covers; 0 or less: none of it."""
+    """Return the share of a span that a reference covers.
+
+    Args:
+        span: Start and end in ns on a clock that is `ahead_ns` ahead of UTC.
+        reference: Start and end in Unix ns.
+        ahead_ns: Offset of the clock from UTC.
+
+    Returns:
+        The share, at most 1; 0 or less if the two do not overlap.
+    """
     start, end = span[0] - ahead_ns, span[1] - ahead_ns
     return (min(end, reference[1]) - max(start, reference[0])) / max(end - start, 1)

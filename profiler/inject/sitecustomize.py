@@ -1,7 +1,7 @@
-"""Put first on PYTHONPATH by `ebbtide profile`: loads the agent into every Python that starts, then steps aside.
+"""Loads the agent into every Python that starts, then runs the job's own `sitecustomize`.
 
-The agent is loaded by its path, under its own name, since ebbtide need not be installed where the job runs. The
-`sitecustomize` that this one hides is run afterwards, in its place.
+`ebbtide profile` puts this folder first on PYTHONPATH. The agent is loaded by its path, under its own name, since
+ebbtide need not be installed where the job runs. The `sitecustomize` that this one hides runs afterwards, in its place.
 """
 
 import contextlib
@@ -9,13 +9,13 @@ import importlib.util
 import os
 import sys
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
 _AGENT = "ebbtide.profiler.agent"
 
 
 def _load_agent():
     if _AGENT not in sys.modules:
-        folder = os.path.join(os.path.dirname(_HERE), "agent")
+        folder = os.path.join(os.path.dirname(_FOLDER), "agent")
         spec = importlib.util.spec_from_file_location(
             _AGENT, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
         )
@@ -27,12 +27,12 @@ def _load_agent():
 
 def _run_hidden():
     """Run the job's own sitecustomize, if there is one."""
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
-    own = sys.modules.pop("sitecustomize", None)
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _FOLDER]
+    this_module = sys.modules.pop("sitecustomize", None)
     spec = importlib.util.find_spec("sitecustomize")
     if spec is None:
-        if own is not None:
-            sys.modules["sitecustomize"] = own
+        if this_module is not None:
+            sys.modules["sitecustomize"] = this_module
         return
     module = importlib.util.module_from_spec(spec)
     sys.modules["sitecustomize"] = module

@@ -1,1 +1,1 @@
-"""Samples what can be seen from outside the job: the card's memory and link counters, and host memory."""
+"""Samples from outside of the job: GPU memory and link counters (NVML), and host memory."""

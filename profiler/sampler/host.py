@@ -11,10 +11,10 @@ from typing import Any
 
 from ebbtide import host_limits
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-def describe() -> dict[str, Any]:
+def describe_host() -> dict[str, Any]:
     """Return the description of the host for a trace's metadata. Its CPU is the device of a job without a GPU."""
     return {
         "name": socket.gethostname(),
@@ -30,19 +30,19 @@ def describe() -> dict[str, Any]:
     }
 
 
-def rss_bytes(pid: int) -> int | None:
-    """Resident bytes of a process, None where it is gone (one that has ended and is not yet reaped has none)."""
+def read_rss_bytes(pid: int) -> int | None:
+    """Return the resident bytes of a process; None if it has ended (one that is not yet reaped has none)."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * _PAGE or None
+            return int(file.read().split()[1]) * _PAGE_BYTES or None
     except (OSError, IndexError, ValueError):
         return None
 
 
-def swap_bytes(pid: int) -> int | None:
-    """Bytes of a process that lie in swap, None where it is gone or the kernel does not say."""
-    match = _search(f"/proc/{pid}/status", r"VmSwap:\s+(\d+) kB")
-    return int(match) * 1024 if match else None
+def read_swap_bytes(pid: int) -> int | None:
+    """Return the bytes of a process that are in swap; None if it has ended or the kernel does not report them."""
+    kib = _search(f"/proc/{pid}/status", r"VmSwap:\s+(\d+) kB")
+    return int(kib) * 1024 if kib else None
 
 
 def _cpu_name() -> str:

@@ -1,25 +1,32 @@
-"""Link use of one card, from the best counter that it has (docs/recording.md lists them with their traps)."""
+"""Link throughput of one GPU, from the best counter that it has (docs/recording.md lists them with their limits)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ebbtide.profiler.agent.spool import LINK_SOURCES
 from ebbtide.profiler.sampler.nvml import Gpu, GpuLost, NvmlError
 
 Clock = Callable[[], int]
 
-_ABSURD_BYTES_PER_S = 1e12
+_IMPOSSIBLE_BYTES_PER_S = 1e12
 _MAY_WRAP_NS = 60_000_000  # 2**32 bytes pass in 68 ms over PCIe 5 x16
-_GPM_LEAST_NS = 100_000_000
+_MIN_GPM_WINDOW_NS = 100_000_000
 
 
 @dataclass(frozen=True)
 class LinkSample:
-    """Mean rates over the window that ended at t_ns, in bytes/s."""
+    """Mean throughput over a window.
+
+    Attributes:
+        t_ns: End of the window.
+        window_ns: Length of the window.
+        h2d_bytes_per_s: Throughput from host to device.
+        d2h_bytes_per_s: Throughput from device to host.
+    """
 
     t_ns: int
     window_ns: int
@@ -28,11 +35,29 @@ class LinkSample:
 
 
 class LinkSource(Protocol):
+    """A counter that link throughput is read from.
+
+    Attributes:
+        name: Its name in the trace, one of `LINK_SOURCES`.
+        period_s: Pause between two readings in s.
+    """
+
     name: str
     period_s: float
 
     def read(self) -> LinkSample | None:
-        """The next sample; None where one more reading is needed first. Raises NvmlError."""
+        """Return the next sample; None if one more reading is needed first. Raises NvmlError."""
+
+
+class _CounterReading(NamedTuple):
+    t_ns: int
+    received_bytes: int
+    sent_bytes: int
+
+
+class _GpmReading(NamedTuple):
+    t_ns: int
+    sample: Any
 
 
 class CounterSource:
@@ -44,20 +69,24 @@ class CounterSource:
     def __init__(self, gpu: Gpu, clock: Clock = time.monotonic_ns) -> None:
         self._gpu = gpu
         self._clock = clock
-        self._last: tuple[int, int, int] | None = None
+        self._last: _CounterReading | None = None
 
     def read(self) -> LinkSample | None:
-        received, sent = self._gpu.pcie_counters()
-        now = self._clock()
-        last, self._last = self._last, (now, received, sent)
-        if last is None or now <= last[0]:
+        """Return the mean since the reading before; None for the first one. Raises NvmlError."""
+        received, sent = self._gpu.read_pcie_counters()
+        now_ns = self._clock()
+        last, self._last = self._last, _CounterReading(now_ns, received, sent)
+        if last is None or now_ns <= last.t_ns:
             return None
-        if now - last[0] > _MAY_WRAP_NS and max(received, sent, *last[1:]) < 2**32:
-            return None  # after failures: nobody knows how often a counter of 32 bits went round
-        seconds = (now - last[0]) / 1e9
-        rates = wrapped(last[1], received) / seconds, wrapped(last[2], sent) / seconds
-        # A counter that stepped back by a little looks like one that went all the way round.
-        return LinkSample(now, now - last[0], *rates) if max(rates) < _ABSURD_BYTES_PER_S else None
+        window_ns = now_ns - last.t_ns
+        if window_ns > _MAY_WRAP_NS and max(received, sent, last.received_bytes, last.sent_bytes) < 2**32:
+            return None  # after failures: a counter of 32 bits may have wrapped any number of times
+        rates = (
+            counter_increase(last.received_bytes, received) / (window_ns / 1e9),
+            counter_increase(last.sent_bytes, sent) / (window_ns / 1e9),
+        )
+        # A counter that stepped back by a little looks like one that has wrapped.
+        return LinkSample(now_ns, window_ns, *rates) if max(rates) < _IMPOSSIBLE_BYTES_PER_S else None
 
 
 class GpmSource:
@@ -69,21 +98,22 @@ class GpmSource:
     def __init__(self, gpu: Gpu, clock: Clock = time.monotonic_ns) -> None:
         self._gpu = gpu
         self._clock = clock
-        self._last: tuple[int, Any] | None = None
+        self._last: _GpmReading | None = None
 
     def read(self) -> LinkSample | None:
-        if self._last is not None and self._clock() - self._last[0] < _GPM_LEAST_NS:
+        """Return the mean since the sample before; None for the first one or too early. Raises NvmlError."""
+        if self._last is not None and self._clock() - self._last.t_ns < _MIN_GPM_WINDOW_NS:
             return None
-        sample = self._gpu.gpm_sample()
-        now = self._clock()
-        last, self._last = self._last, (now, sample)
+        sample = self._gpu.take_gpm_sample()
+        now_ns = self._clock()
+        last, self._last = self._last, _GpmReading(now_ns, sample)
         if last is None:
             return None
         try:
-            rates = self._gpu.gpm_rates(last[1], sample)
+            rates = self._gpu.read_gpm_rates(last.sample, sample)
         finally:
-            self._gpu.gpm_free(last[1])
-        return LinkSample(now, now - last[0], *rates)
+            self._gpu.free_gpm_sample(last.sample)
+        return LinkSample(now_ns, now_ns - last.t_ns, *rates)
 
 
 class ThroughputSource:
@@ -97,16 +127,24 @@ class ThroughputSource:
         self._clock = clock
 
     def read(self) -> LinkSample | None:
-        rates = self._gpu.pcie_throughput()
+        """Return a sample; blocks for about 42 ms. Raises NvmlError."""
+        rates = self._gpu.read_pcie_throughput()
         return LinkSample(self._clock(), 20_000_000, *rates)
 
 
 def best_source(gpu: Gpu) -> tuple[LinkSource | None, list[str]]:
-    """The first source that answers, and why those before it do not. Raises GpuLost."""
-    refused = []
+    """Choose the source of a GPU.
+
+    Returns:
+        The first source that answers (None if none does), and for each one before it the reason why it does not.
+
+    Raises:
+        GpuLost: If the card is lost.
+    """
+    reasons = []
     for source in (CounterSource(gpu), GpmSource(gpu), ThroughputSource(gpu)):
-        if isinstance(source, GpmSource) and not gpu.gpm_supported():
-            refused.append(f"{source.name}: not on this card")
+        if isinstance(source, GpmSource) and not gpu.supports_gpm():
+            reasons.append(f"{source.name}: not on this card")
             continue
         try:
             source.read()
@@ -117,14 +155,14 @@ def best_source(gpu: Gpu) -> tuple[LinkSource | None, list[str]]:
         except GpuLost:
             raise
         except NvmlError as error:
-            refused.append(f"{source.name}: {error}")
+            reasons.append(f"{source.name}: {error}")
             continue
-        return source, refused
-    return None, refused
+        return source, reasons
+    return None, reasons
 
 
-def wrapped(before: int, after: int) -> int:
-    """How far a counter moved that starts again at 2**32 or 2**64."""
+def counter_increase(before: int, after: int) -> int:
+    """Return by how much a counter increased that wraps at 2**32 or 2**64."""
     if after >= before:
         return after - before
     return after - before + (2**32 if before < 2**32 else 2**64)

@@ -1,26 +1,11 @@
-"""The one door to NVML. Everything that can go wrong behind it comes out as a missing value or an NvmlError."""
+"""Access to NVML for the whole of ebbtide. Every failure becomes a missing value or an NvmlError."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-# Bytes per second and lane in one direction, by PCIe generation: transfer rate times line code (8b/10b up to
-# generation 2, 128b/130b from 3 to 5, 242B/256B flits in 6). PCI-SIG base specifications 1.0 to 6.0.
-_LANE_BYTES_PER_S = {
-    1: 2.5e9 / 8 * 8 / 10,
-    2: 5e9 / 8 * 8 / 10,
-    3: 8e9 / 8 * 128 / 130,
-    4: 16e9 / 8 * 128 / 130,
-    5: 32e9 / 8 * 128 / 130,
-    6: 64e9 / 8 * 242 / 256,
-}
-
-
-def link_peak_bytes_per_s(generation: int | None, width: int | None) -> float | None:
-    """The most a PCIe link carries in one direction, before packet headers; None where it cannot be known."""
-    lane = _LANE_BYTES_PER_S.get(generation or 0)
-    return lane * width if lane and width else None
+from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
 
 
 class NvmlError(Exception):
@@ -36,15 +21,24 @@ class Unsupported(NvmlError):
 
 
 @dataclass
-class Link:
-    """A PCIe link as it is now; None for what the card does not tell."""
+class LinkState:
+    """The current state of a PCIe link; None for what the card does not report.
+
+    Attributes:
+        generation: PCIe generation.
+        width: Number of lanes.
+    """
 
     generation: int | None
     width: int | None
 
 
 class Gpu:
-    """One card. Every reading raises NvmlError where there is none."""
+    """One card. Every method that reads a value raises NvmlError if the card does not give it.
+
+    Attributes:
+        index: NVML's number of the card.
+    """
 
     def __init__(self, nvml: Nvml, index: int) -> None:
         self._nvml = nvml
@@ -52,13 +46,13 @@ class Gpu:
         self.index = index
 
     def describe(self) -> dict[str, Any]:
-        """The card's facts for the trace's meta; null for what it does not tell."""
+        """Return the description of the card for the trace's metadata; null for what it does not report."""
         try_call = self._try
         memory = try_call("nvmlDeviceGetMemoryInfo")
         pci = try_call("nvmlDeviceGetPciInfo")
         generation = try_call("nvmlDeviceGetMaxPcieLinkGeneration")
         width = try_call("nvmlDeviceGetMaxPcieLinkWidth")
-        now = self.link()
+        current = self.read_link()
         return {
             "index": self.index,
             "name": _text(try_call("nvmlDeviceGetName")),
@@ -66,50 +60,53 @@ class Gpu:
             "capacity_bytes": memory.total if memory is not None else None,
             "pci_bus_id": _text(pci.busId) if pci is not None else None,
             "link": {
-                "generation": now.generation,
-                "width": now.width,
+                "generation": current.generation,
+                "width": current.width,
                 "max_generation": generation,
                 "max_width": width,
                 "peak_bytes_per_s": link_peak_bytes_per_s(generation, width),
             },
         }
 
-    def memory_used(self) -> int:
-        """Bytes in use on the card, by everyone."""
+    def read_used_bytes(self) -> int:
+        """Return the bytes in use on the card, by all processes."""
         return int(self._call("nvmlDeviceGetMemoryInfo").used)
 
-    def link(self) -> Link:
-        return Link(self._try("nvmlDeviceGetCurrPcieLinkGeneration"), self._try("nvmlDeviceGetCurrPcieLinkWidth"))
+    def read_link(self) -> LinkState:
+        """Return the current state of the card's link."""
+        return LinkState(self._try("nvmlDeviceGetCurrPcieLinkGeneration"), self._try("nvmlDeviceGetCurrPcieLinkWidth"))
 
-    def pcie_counters(self) -> tuple[int, int]:
-        """(h2d, d2h) bytes counted by the card since some moment; they wrap. Field values 198 and 197."""
-        fields = [self._nvml.constant(f"NVML_FI_DEV_PCIE_COUNT_{way}_BYTES") for way in ("RX", "TX")]
+    def read_pcie_counters(self) -> tuple[int, int]:
+        """Return (h2d, d2h) bytes counted by the card since some moment; they wrap. Field values 198 and 197."""
+        names = ("NVML_FI_DEV_PCIE_COUNT_RX_BYTES", "NVML_FI_DEV_PCIE_COUNT_TX_BYTES")
+        fields = [self._nvml.constant(name) for name in names]
         values = self._call("nvmlDeviceGetFieldValues", fields)
         received, sent = (self._field(value) for value in values)
         return received, sent
 
-    def pcie_throughput(self) -> tuple[float, float]:
-        """(h2d, d2h) bytes/s over the last 20 ms of two windows, one after the other; blocks for about 42 ms."""
+    def read_pcie_throughput(self) -> tuple[float, float]:
+        """Return (h2d, d2h) bytes/s over two windows of 20 ms, one after the other; blocks for about 42 ms."""
         library = self._nvml.library
         received = self._call("nvmlDeviceGetPcieThroughput", library.NVML_PCIE_UTIL_RX_BYTES)
         sent = self._call("nvmlDeviceGetPcieThroughput", library.NVML_PCIE_UTIL_TX_BYTES)
         return received * 1e3, sent * 1e3
 
-    def gpm_sample(self) -> Any:
-        """A snapshot of the performance monitor (Hopper or newer), for `gpm_rates`; give it back to `gpm_free`."""
+    def take_gpm_sample(self) -> Any:
+        """Take a snapshot of the performance monitor (Hopper or newer); free it with `free_gpm_sample`."""
         sample = self._nvml.call("nvmlGpmSampleAlloc")
         try:
             self._call("nvmlGpmSampleGet", sample)
         except NvmlError:
-            self.gpm_free(sample)
+            self.free_gpm_sample(sample)
             raise
         return sample
 
-    def gpm_free(self, sample: Any) -> None:
+    def free_gpm_sample(self, sample: Any) -> None:
+        """Free a snapshot."""
         self._nvml.call("nvmlGpmSampleFree", sample)
 
-    def gpm_rates(self, first: Any, second: Any) -> tuple[float, float]:
-        """(h2d, d2h) bytes/s, the mean between two samples; NVML gives MiB/s."""
+    def read_gpm_rates(self, first: Any, second: Any) -> tuple[float, float]:
+        """Return (h2d, d2h) bytes/s, the mean between two snapshots; NVML gives MiB/s."""
         library = self._nvml.library
         request = library.c_nvmlGpmMetricsGet_t()
         request.version = library.NVML_GPM_METRICS_GET_VERSION
@@ -122,7 +119,8 @@ class Gpu:
             self._nvml.check(metric.nvmlReturn)
         return request.metrics[0].value * 2**20, request.metrics[1].value * 2**20
 
-    def gpm_supported(self) -> bool:
+    def supports_gpm(self) -> bool:
+        """Return whether the card has a performance monitor."""
         answer = self._try("nvmlGpmQueryDeviceSupport")
         return answer is not None and bool(answer.isSupportedDevice)
 
@@ -151,9 +149,17 @@ class Gpu:
 
 
 class Nvml:
-    """NVML, initialised. Raises NvmlError where there is no driver, no library, or no access.
+    """NVML, initialised.
 
-    library: the module `pynvml`, or one that looks like it.
+    Args:
+        library: The module `pynvml`, or a replacement with the same functions; None imports it.
+
+    Attributes:
+        library: The module.
+        unavailable: One line for each card that cannot be opened, with the reason.
+
+    Raises:
+        NvmlError: If there is no driver, no library, or no access.
     """
 
     def __init__(self, library: Any = None) -> None:
@@ -162,33 +168,35 @@ class Nvml:
 
             library = pynvml
         self.library = library
-        self.refused: list[str] = []
+        self.unavailable: list[str] = []
         self.call("nvmlInit")
 
     def gpus(self) -> list[Gpu]:
-        """The cards that can be opened; `refused` says of the others why not."""
-        found = []
+        """Open the cards; those that cannot be opened are added to `unavailable`."""
+        opened = []
         for index in range(self.call("nvmlDeviceGetCount")):
             try:
-                found.append(Gpu(self, index))
+                opened.append(Gpu(self, index))
             except NvmlError as error:
-                self.refused.append(f"GPU {index} is not sampled: {error}")
-        return found
+                self.unavailable.append(f"GPU {index} is not sampled: {error}")
+        return opened
 
     def driver(self) -> str | None:
+        """Return the version of the driver; None if NVML does not give it."""
         try:
             return _text(self.call("nvmlSystemGetDriverVersion"))
         except NvmlError:
             return None
 
     def close(self) -> None:
+        """Shut NVML down. Safe to call twice."""
         try:
             self.call("nvmlShutdown")
         except NvmlError:
             return
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """Call a function of NVML, with its errors translated."""
+        """Call a function of NVML; its errors become NvmlError."""
         try:
             return getattr(self.library, function)(*arguments)
         except self.library.NVMLError as error:
@@ -197,12 +205,13 @@ class Nvml:
             raise Unsupported(f"this version of nvidia-ml-py has no {function}") from None
 
     def constant(self, name: str) -> Any:
+        """Return a constant of the library. Raises Unsupported if this version does not have it."""
         if not hasattr(self.library, name):
             raise Unsupported(f"this version of nvidia-ml-py has no {name}")
         return getattr(self.library, name)
 
     def check(self, code: int) -> None:
-        """Raise what a return code inside a structure means."""
+        """Raise NvmlError if a return code inside a structure is an error."""
         if code != self.library.NVML_SUCCESS:
             raise self._translated(self.library.NVMLError(code))
 
@@ -210,13 +219,13 @@ class Nvml:
         code = getattr(error, "value", None)
         if code == self.library.NVML_ERROR_GPU_IS_LOST:
             return GpuLost(str(error))
-        never = (
+        permanent = (
             self.library.NVML_ERROR_NOT_SUPPORTED,
             self.library.NVML_ERROR_NO_PERMISSION,
             self.library.NVML_ERROR_FUNCTION_NOT_FOUND,
             self.library.NVML_ERROR_INVALID_ARGUMENT,
         )
-        return Unsupported(str(error)) if code in never else NvmlError(str(error))
+        return Unsupported(str(error)) if code in permanent else NvmlError(str(error))
 
 
 def _text(value: Any) -> str | None:

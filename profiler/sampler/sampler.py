@@ -7,35 +7,46 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ebbtide.profiler.agent.spool import HOST, LINK, LINK_SOURCES, MEMORY, MISSING, POOLS, Spool
-from ebbtide.profiler.sampler import host
+from ebbtide.profiler.sampler.host import describe_host, read_rss_bytes, read_swap_bytes
 from ebbtide.profiler.sampler.links import LinkSource, best_source
 from ebbtide.profiler.sampler.nvml import Gpu, Nvml, NvmlError
 
 _HOST_SECONDS = 0.1
+_MAX_FAILURES = 10
 _DEVICE, _RSS, _SWAP = (POOLS.index(pool) for pool in ("device", "rss", "swap"))
 
 
 class Sampler:
-    """Samples from `start` to `stop`: each card's memory and link, and the resident memory of recorded processes.
+    """Samples each card's memory and link, and the resident memory of recorded processes, from `start` to `stop`.
 
-    directory: of the spools; the processes are those that have one there. memory_ms: between two readings of
-    memory. library: stands in for pynvml. A source that fails stops alone, and `notes` say so in one line each.
+    A source that fails stops alone.
+
+    Args:
+        directory: The folder of the spools; the recorded processes are those that have one there.
+        memory_ms: Interval between two readings of a card's memory, in ms.
+        max_bytes: Size limit of the samples' spool, in bytes; None: no limit.
+        library: A replacement for pynvml.
+
+    Attributes:
+        host: The description of the host and its cards, for the trace's metadata.
+        notes: One line for each source that failed.
     """
 
     def __init__(
         self, directory: Path, memory_ms: float = 10.0, max_bytes: int | None = None, library: Any = None
     ) -> None:
         self.notes: list[str] = []
-        self.host = host.describe()
+        self.host = describe_host()
         self._directory = directory
-        self._period = memory_ms / 1e3
+        self._memory_period_s = memory_ms / 1e3
         self._stop = threading.Event()
         self._spool = Spool(str(directory / f"sampler-{self.host['name']}-{os.getpid()}.spool"), max_bytes)
-        self._spool.header(0, 0, 0)
+        self._spool.put_header(0, 0, 0)
         self._nvml: Nvml | None = None
         self._gpus: list[Gpu] = []
         try:
@@ -47,79 +58,84 @@ class Sampler:
                     self._gpus.append(gpu)
                 except NvmlError as error:
                     self.notes.append(f"GPU {gpu.index} is not sampled: {error}")
-            self.notes += self._nvml.refused
+            self.notes += self._nvml.unavailable
         except NvmlError as error:
-            # A host without a GPU is no fault; one with a driver that will not talk is.
+            # A host without a GPU is no fault; one whose driver does not answer is.
             self.host["nvml"] = str(error)
         self._threads: list[threading.Thread] = []
+        self._pids: tuple[int, ...] = ()
+        self._next_scan_s = 0.0
 
     def start(self) -> None:
-        self._run("host memory", self._processes, _HOST_SECONDS)
+        """Start the threads."""
+        self._start_thread("host memory", self._sample_processes, _HOST_SECONDS)
         for gpu in self._gpus:
-            self._run(f"the memory of GPU {gpu.index}", _reader(self._memory, gpu), self._period)
-            self._run_link(gpu)
+            self._start_thread(
+                f"the memory of GPU {gpu.index}", partial(self._sample_memory, gpu), self._memory_period_s
+            )
+            self._start_link(gpu)
 
     def stop(self) -> None:
+        """Stop the threads and close the spool and NVML."""
         self._stop.set()
         for thread in self._threads:
             thread.join(timeout=2)
-        # Also a recording shorter than one period has a sample.
-        self._next_look = 0.0
-        self._processes()
+        # A recording shorter than one period has a sample, too.
+        self._next_scan_s = 0.0
+        self._sample_processes()
         if self._nvml is not None:
             self._nvml.close()
         if self._spool.full:
             self.notes.append("samples stopped at --max-size")
-        elif not self._spool.alive:
+        elif not self._spool.is_open:
             self.notes.append("samples were cut off: no space left on the device?")
         self._spool.close()
 
-    def _run_link(self, gpu: Gpu) -> None:
+    def _start_link(self, gpu: Gpu) -> None:
         try:
-            source, refused = best_source(gpu)
+            source, reasons = best_source(gpu)
         except NvmlError as error:
-            source, refused = None, [str(error)]
+            source, reasons = None, [str(error)]
         self.host["gpus"][self._gpus.index(gpu)]["link_source"] = source.name if source else None
         if source is None:
-            self.notes.append(f"no link use of GPU {gpu.index}: {'; '.join(refused)}")
+            self.notes.append(f"no link use of GPU {gpu.index}: {'; '.join(reasons)}")
             return
-        self._run(f"the link of GPU {gpu.index}", _reader(self._link, gpu, source), source.period_s)
+        self._start_thread(f"the link of GPU {gpu.index}", partial(self._sample_link, gpu, source), source.period_s)
 
-    def _run(self, what: str, read: Callable[[], None], period_s: float) -> None:
-        """Call `read` every so often on a thread of its own, until `stop` or its first fault."""
+    def _start_thread(self, subject: str, read: Callable[[], None], period_s: float) -> None:
+        """Call `read` once per period on a thread of its own, until `stop` or a fault that does not pass."""
 
         def loop() -> None:
-            began = time.monotonic()
-            due = began
+            start_s = due_s = time.monotonic()
             failures = 0
-            while not self._stop.wait(max(0.0, due - time.monotonic())) and self._spool.alive:
+            while not self._stop.wait(max(0.0, due_s - time.monotonic())) and self._spool.is_open:
                 if self._spool.full:
                     return
-                due = max(due + period_s, time.monotonic() + period_s / 2)
+                due_s = max(due_s + period_s, time.monotonic() + period_s / 2)
                 try:
                     read()
                     failures = 0
                 except Exception as error:
                     failures += 1
-                    if isinstance(error, NvmlError) and type(error) is NvmlError and failures < 10:
-                        continue  # a passing refusal: the value is missing, nothing else
-                    after = time.monotonic() - began
-                    self.notes.append(f"sampling {what} stopped after {after:.1f} s: {error}")
+                    if type(error) is NvmlError and failures < _MAX_FAILURES:
+                        continue  # a failure that may pass: only the value is missing
+                    elapsed_s = time.monotonic() - start_s
+                    self.notes.append(f"sampling {subject} stopped after {elapsed_s:.1f} s: {error}")
                     return
 
-        thread = threading.Thread(target=loop, name=f"sampling {what}", daemon=True)
+        thread = threading.Thread(target=loop, name=f"sampling {subject}", daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _memory(self, gpu: Gpu) -> None:
-        used = gpu.memory_used()
-        self._spool.put(MEMORY, _DEVICE, gpu.index, x=time.monotonic_ns(), y=used)
+    def _sample_memory(self, gpu: Gpu) -> None:
+        used_bytes = gpu.read_used_bytes()
+        self._spool.put(MEMORY, _DEVICE, gpu.index, x=time.monotonic_ns(), y=used_bytes)
 
-    def _link(self, gpu: Gpu, source: LinkSource) -> None:
+    def _sample_link(self, gpu: Gpu, source: LinkSource) -> None:
         sample = source.read()
         if sample is None:
             return
-        link = gpu.link()
+        link = gpu.read_link()
         self._spool.put(
             LINK,
             LINK_SOURCES.index(source.name),
@@ -128,35 +144,28 @@ class Sampler:
             b=link.width or 0,
             w=sample.window_ns,
             x=sample.t_ns,
-            y=_whole(sample.h2d_bytes_per_s),
-            z=_whole(sample.d2h_bytes_per_s),
+            y=_rounded(sample.h2d_bytes_per_s),
+            z=_rounded(sample.d2h_bytes_per_s),
         )
 
-    _next_look = 0.0
-    _pids: tuple[int, ...] = ()
-
-    def _processes(self) -> None:
-        """Resident memory of each recorded process; once in a while also its swap, and who is recorded."""
-        now = time.monotonic()
-        look = now >= self._next_look
-        if look:
-            self._next_look = now + (1.0 if self._pids else 0.0)
+    def _sample_processes(self) -> None:
+        """Read the resident memory of each recorded process; once a second also its swap, and which are recorded."""
+        now_s = time.monotonic()
+        scan = now_s >= self._next_scan_s
+        if scan:
+            self._next_scan_s = now_s + (1.0 if self._pids else 0.0)
             names = [path.stem for path in self._directory.glob("agent-*.spool")]
             self._pids = tuple(int(name.rpartition("-")[2]) for name in names)
             self._spool.flush()
         for pid in self._pids:
-            self._put_host(_RSS, pid, host.rss_bytes(pid))
-            if look:
-                self._put_host(_SWAP, pid, host.swap_bytes(pid))
+            self._put_host_memory(_RSS, pid, read_rss_bytes(pid))
+            if scan:
+                self._put_host_memory(_SWAP, pid, read_swap_bytes(pid))
 
-    def _put_host(self, pool: int, pid: int, size: int | None) -> None:
+    def _put_host_memory(self, pool: int, pid: int, size: int | None) -> None:
         if size is not None:
             self._spool.put(MEMORY, pool, HOST, a=pid, x=time.monotonic_ns(), y=size)
 
 
-def _whole(rate: float) -> int:
+def _rounded(rate: float) -> int:
     return round(rate) if math.isfinite(rate) else MISSING
-
-
-def _reader(read: Callable[..., None], *arguments: Any) -> Callable[[], None]:
-    return lambda: read(*arguments)

@@ -1,4 +1,4 @@
-"""The trace: what a job did, on disk and in hand."""
+"""The trace format: schema, typed metadata, reader, builder, merge and the recovery of spools."""
 
 from ebbtide.errors import TraceError, UserError
 from ebbtide.profiler.trace.builder import RankBuilder, TraceBuilder

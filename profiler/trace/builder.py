@@ -1,4 +1,4 @@
-"""Making a trace from rows at hand: what tests and importers use."""
+"""Builds a trace from rows; importers, simulated traces and tests use it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from typing import Any
 
 import pandas as pd
 
+from ebbtide.phases import PHASES
 from ebbtide.profiler.trace.files import new_trace, write_meta, write_rank
 from ebbtide.profiler.trace.reader import Trace
 from ebbtide.profiler.trace.schema import TABLES, frame
 
 
 class RankBuilder:
-    """Collects the rows of one rank. Times are ns, sizes bytes; every method returns the builder."""
+    """Collects the rows of one rank. Times are ns, sizes bytes.
+
+    Attributes:
+        meta: The rank's entry of meta.json; callers may change it.
+    """
 
     def __init__(self, meta: dict[str, Any]) -> None:
         self.meta = meta
@@ -21,17 +26,17 @@ class RankBuilder:
         self._columns: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
 
     def add(self, table: str, **row: Any) -> RankBuilder:
-        """Add a row; a column that the row lacks must be one that may be missing."""
+        """Add a row and return the builder. Only nullable columns may be left out."""
         self._rows[table].append(row)
         return self
 
     def extend(self, table: str, **columns: Any) -> RankBuilder:
-        """Add many rows at once, as columns (arrays of one length, or one value for all of them)."""
+        """Add many rows as columns and return the builder. A column is an array, or one value for all rows."""
         self._columns[table].append(columns)
         return self
 
     def frame(self, table: str) -> pd.DataFrame:
-        """The rows so far. Raises ValueError for rows that do not fit the table."""
+        """Return the rows so far. Raises ValueError for rows that do not fit the table."""
         parts = [pd.DataFrame(columns) for columns in self._columns[table]]
         parts = [frame(table, self._rows[table]), *(frame(table, part) for part in parts if len(part))]
         return frame(table, pd.concat(parts)) if len(parts) > 1 else parts[0]
@@ -46,8 +51,9 @@ class RankBuilder:
         gpu_start_ns: int | None = None,
         gpu_end_ns: int | None = None,
     ) -> RankBuilder:
-        if phase not in ("forward", "backward", "update"):
-            raise ValueError(f"{phase!r} is not a phase: forward, backward or update")
+        """Add a phase and return the builder. The GPU's times are those of the same two points on the device."""
+        if phase not in PHASES:
+            raise ValueError(f"{phase!r} is not a phase: {', '.join(PHASES)}")
         times = {
             "start_ns": start_ns,
             "end_ns": end_ns,
@@ -57,10 +63,19 @@ class RankBuilder:
         return self.add("phases", phase=phase, iteration=iteration, micro_step=micro_step, **times)
 
     def memory(self, t_ns: int, size: int, pool: str = "device", device: str = "cuda:0") -> RankBuilder:
+        """Add the bytes of a pool from a time on, and return the builder."""
         return self.add("memory", t_ns=t_ns, device=device, pool=pool, bytes=size)
 
     def link(self, t_ns: int, window_ns: int, source: str, device: str = "cuda:0", **rates: Any) -> RankBuilder:
-        """rates: h2d_bytes_per_s, d2h_bytes_per_s, generation, width, where known."""
+        """Add a sample of a link's counters and return the builder.
+
+        Args:
+            t_ns: The end of the window.
+            window_ns: The length of the window.
+            source: The kind of counters: `nvml-counters`, `gpm` or `nvml-throughput`.
+            device: The GPU.
+            rates: h2d_bytes_per_s, d2h_bytes_per_s, generation and width, where they were recorded.
+        """
         return self.add("link", t_ns=t_ns, device=device, source=source, window_ns=window_ns, **rates)
 
     def transfer(
@@ -70,9 +85,18 @@ class RankBuilder:
         end_ns: int,
         size: int | None,
         device: str = "cuda:0",
-        **more: Any,
+        **columns: Any,
     ) -> RankBuilder:
-        """more: host_memory ("pinned", "pageable"), stream, name, where known."""
+        """Add a copy between host and device and return the builder; the rank then counts as recording transfers.
+
+        Args:
+            direction: `h2d` or `d2h`.
+            start_ns: The start, in device time.
+            end_ns: The end, in device time.
+            size: Bytes; None where not recorded.
+            device: The GPU.
+            columns: host_memory ("pinned", "pageable"), stream and name, where they were recorded.
+        """
         self.meta["transfers_recorded"] = True
         row = {
             "start_ns": start_ns,
@@ -81,13 +105,18 @@ class RankBuilder:
             "direction": direction,
             "bytes": size,
         }
-        return self.add("transfers", **{"name": direction, **row, **more})
+        return self.add("transfers", **{"name": direction, **row, **columns})
 
 
 class TraceBuilder:
     """Builds a trace in memory (`build`) or on disk (`write`).
 
-    source: "recorded", "imported" or "simulated". meta: further keys of the trace's meta.
+    Args:
+        source: "recorded", "imported" or "simulated".
+        meta: Further keys of meta.json.
+
+    Attributes:
+        meta: The object of meta.json without its ranks; callers may change it.
     """
 
     def __init__(self, source: str = "imported", **meta: Any) -> None:
@@ -95,7 +124,7 @@ class TraceBuilder:
         self._ranks: dict[int, RankBuilder] = {}
 
     def rank(self, rank: int = 0, **meta: Any) -> RankBuilder:
-        """The builder of one rank, made at the first call. meta: devices and further keys of its entry."""
+        """Return the builder of one rank. meta: `devices` and further keys of its entry, which replace earlier ones."""
         if rank not in self._ranks:
             self._ranks[rank] = RankBuilder({"rank": rank, "devices": [], "transfers_recorded": False})
         self._ranks[rank].meta.update(meta)
@@ -103,25 +132,26 @@ class TraceBuilder:
 
     @property
     def ranks(self) -> dict[int, RankBuilder]:
+        """The builders by the number of the rank."""
         return self._ranks
 
     def note(self, line: str) -> None:
-        """Say what is missing or odd, for people."""
+        """Add a note for people: what is missing or unusual."""
         if line not in self.meta["notes"]:
             self.meta["notes"].append(line)
 
     def build(self, path: str | Path = "built.ebb") -> Trace:
-        """The trace in memory; `path` is only what it calls itself. Raises ValueError for rows that do not fit."""
-        order = sorted(self._ranks)
-        frames = {(r, t): self._ranks[r].frame(t) for r in order for t in TABLES}
-        meta = {**self.meta, "ranks": [self._ranks[r].meta for r in order]}
-        return Trace(Path(path), meta, lambda rank, table: frames[rank, table])
+        """Return the trace in memory. Raises ValueError for rows that do not fit; `path` is only used in messages."""
+        frames = {rank: {table: builder.frame(table) for table in TABLES} for rank, builder in self._ranks.items()}
+        meta = {**self.meta, "ranks": [self._ranks[rank].meta for rank in sorted(self._ranks)]}
+        return Trace(Path(path), meta, lambda rank, table: frames[rank][table])
 
     def write(self, path: str | Path, force: bool = False) -> Trace:
-        """The trace on disk. Raises TraceError where `path` is taken or cannot be written."""
+        """Write the trace and return it. Raises TraceError where `path` exists or cannot be written, and
+        for metadata that does not fit the format."""
         trace = self.build(path)
         with new_trace(trace.path, force):
-            for rank in trace.ranks:
+            for rank in self._ranks:
                 write_rank(trace.path, rank, {table: trace.table(rank, table) for table in TABLES})
-            write_meta(trace.path, trace.meta)
+            write_meta(trace.path, trace.raw_meta)
         return trace

@@ -1,4 +1,4 @@
-"""The files of a trace: made once, finished atomically, never half replaced."""
+"""Reads and writes the files of a trace. A trace is finished in one step and never half replaced."""
 
 from __future__ import annotations
 
@@ -24,57 +24,85 @@ SPOOL = "spool"
 
 @contextlib.contextmanager
 def new_trace(path: Path, force: bool = False) -> Iterator[None]:
-    """Make the folder of a new trace, for the block to fill. With `force` a trace that stands there is replaced, and
-    nothing else is. If the block raises, all is as it was: nothing is left, and what was replaced stands again.
+    """Create the folder of a new trace, for the block to fill. If the block raises, the file system is as before.
 
-    Raises TraceError where something is there already, or nothing can be written.
+    Args:
+        path: The folder.
+        force: Replace a trace at `path`; anything else is never replaced.
+
+    Raises:
+        TraceError: Something exists at `path`, or nothing can be written.
     """
-    taken = os.path.lexists(path)
-    if taken and not force:
+    exists = os.path.lexists(path)
+    if exists and not force:
         raise TraceError(f"{path} exists already: choose another path, or replace it (--force, force=True)")
-    if taken and not is_trace(path):
+    if exists and not is_trace(path):
         raise TraceError(f"{path} is not a trace: --force replaces only traces, choose another -o")
     new_folders = [parent for parent in path.parents if not os.path.exists(parent)]
-    aside: Path | None = None
-    made = False
+    backup: Path | None = None
+    created = False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if taken:
-            aside = Path(tempfile.mkdtemp(prefix=".ebbtide-", dir=path.parent))
-            os.replace(path, aside / "old")
+        if exists:
+            backup = Path(tempfile.mkdtemp(prefix=".ebbtide-", dir=path.parent))
+            os.replace(path, backup / "old")
         path.mkdir()
-        made = True
+        created = True
         yield
     except BaseException as error:
-        if made:
+        if created:
             shutil.rmtree(path, ignore_errors=True)
-        _undo(path, aside, new_folders)
+        _undo(path, backup, new_folders)
         if isinstance(error, OSError):
             raise TraceError(f"cannot write {path}: {error.strerror or error}") from None
         raise
-    if aside is not None:
-        shutil.rmtree(aside, ignore_errors=True)
+    if backup is not None:
+        shutil.rmtree(backup, ignore_errors=True)
 
 
-def _undo(path: Path, aside: Path | None, new_folders: list[Path]) -> None:
-    if aside is not None:
-        if os.path.lexists(aside / "old"):
-            os.replace(aside / "old", path)
-        aside.rmdir()
+def _undo(path: Path, backup: Path | None, new_folders: list[Path]) -> None:
+    if backup is not None:
+        if os.path.lexists(backup / "old"):
+            os.replace(backup / "old", path)
+        backup.rmdir()
     for folder in new_folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
 
 
 def is_trace(path: Path) -> bool:
+    """Return whether a path is the folder of a trace, of any schema."""
     try:
         return bool(json.loads((path / META).read_bytes()).get("format") == FORMAT)
     except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 
+def read_meta(path: Path) -> dict[str, Any]:
+    """Read the object of a trace's meta.json and check that this version of ebbtide reads its schema.
+
+    Raises:
+        TraceError: The path is not a trace, is damaged, or has a newer schema.
+    """
+    if not os.path.exists(path):
+        raise TraceError(f"{path} does not exist: name a trace that `ebbtide profile` has written")
+    try:
+        meta = json.loads((path / META).read_bytes())
+    except (OSError, RecursionError):
+        raise TraceError(f"{path} is not a trace: it has no readable {META}") from None
+    except ValueError:
+        raise TraceError(f"{path} is damaged: its {META} is not JSON (truncated?)") from None
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT or not isinstance(meta.get("schema"), int):
+        raise TraceError(f"{path} is not a trace: its {META} does not say {FORMAT}")
+    if meta["schema"] > SCHEMA:
+        raise TraceError(
+            f"{path} has trace schema {meta['schema']}, and this ebbtide reads up to {SCHEMA}: upgrade ebbtide"
+        )
+    return meta
+
+
 def write_meta(path: Path, meta: dict[str, Any]) -> None:
-    """Replace meta.json in one step. It tells which files count, so this is what makes a trace finished."""
+    """Replace meta.json in one step. Its `state` says whether tables or spools count, so this finishes a trace."""
     temporary = path / f"{META}.new"
     with open(temporary, "w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, "schema": SCHEMA, **meta}, file, indent=1)
@@ -94,11 +122,12 @@ def write_rank(path: Path, rank: int, tables: Mapping[str, pd.DataFrame]) -> Non
 
 
 def drop_ranks(path: Path, ranks: Iterable[int]) -> None:
-    """Remove tables that could not all be written."""
+    """Delete the tables of ranks, after some of them could not be written."""
     for rank in ranks:
         shutil.rmtree(path / f"rank-{rank}", ignore_errors=True)
     (path / f"{META}.new").unlink(missing_ok=True)
 
 
 def drop_spools(path: Path) -> None:
+    """Delete the spools of a trace."""
     shutil.rmtree(path / SPOOL, ignore_errors=True)

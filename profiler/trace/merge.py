@@ -1,4 +1,4 @@
-"""Merging the traces that the hosts of one job recorded."""
+"""Merges the traces that the hosts of one job recorded."""
 
 from __future__ import annotations
 
@@ -17,17 +17,27 @@ _TIMES = ("start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns", "t_ns")
 def merge(traces: Sequence[Trace], output: Path, force: bool = False) -> Trace:
     """Write one trace with the ranks of all, on the monotonic clock of the first trace's host.
 
-    Each host's clock is placed by its wall-clock offset, so ranks of different hosts are as well aligned as
-    the hosts' wall clocks are (NTP: about a millisecond). Raises TraceError where two traces hold the same rank.
+    Clocks are aligned by their offsets from Unix time, so ranks of different hosts are aligned as well as the wall
+    clocks of the hosts are (NTP: about a millisecond).
+
+    Args:
+        traces: One trace per host.
+        output: The path of the new trace.
+        force: Replace a trace at `output`.
+
+    Raises:
+        TraceError: Two traces have the same rank, or the offset of a clock was not recorded.
     """
-    seen: dict[int, Path] = {}
+    trace_of_rank: dict[int, Path] = {}
     for trace in traces:
         for rank in trace.ranks:
-            if rank in seen:
-                raise TraceError(f"{seen[rank]} and {trace.path} both hold rank {rank}: they are not of one job")
-            seen[rank] = trace.path
+            if rank in trace_of_rank:
+                raise TraceError(
+                    f"{trace_of_rank[rank]} and {trace.path} both have rank {rank}: they are not of one job"
+                )
+            trace_of_rank[rank] = trace.path
     first = traces[0]
-    entries, parts = [], {}
+    entries, tables_of_rank = [], {}
     for trace in traces:
         shift = _wall_offset(trace) - _wall_offset(first)
         for rank in trace.ranks:
@@ -35,29 +45,34 @@ def merge(traces: Sequence[Trace], output: Path, force: bool = False) -> Trace:
             for frame in tables.values():
                 for column in set(_TIMES) & set(frame.columns):
                     frame[column] += shift
-            parts[rank] = tables
-            entries.append(_shifted(trace.rank(rank), shift))
-    hosts = [trace.meta.get("host", {}).get("name") for trace in traces]
+            tables_of_rank[rank] = tables
+            entries.append(_shifted(_entry(trace, rank), shift))
+    hosts = [trace.meta.host.name for trace in traces]
     notes = [note for trace in traces for note in trace.notes]
     meta = {
-        **first.meta,
+        **first.raw_meta,
         "state": "complete",
         "hosts": hosts,
         "ranks": sorted(entries, key=lambda entry: int(entry["rank"])),
         "notes": notes,
     }
     with new_trace(output, force):
-        for rank, tables in parts.items():
+        for rank, tables in tables_of_rank.items():
             write_rank(output, rank, tables)
         write_meta(output, meta)
     return open_trace(output)
 
 
 def _wall_offset(trace: Trace) -> int:
-    try:
-        return int(trace.meta["clock"]["wall_offset_ns"])
-    except (KeyError, TypeError, ValueError):
-        raise TraceError(f"{trace.path} does not tell its clock's offset: it cannot be merged") from None
+    offset = trace.meta.clock.wall_offset_ns
+    if offset is None:
+        raise TraceError(f"{trace.path} does not have its clock's offset from Unix time: it cannot be merged")
+    return offset
+
+
+def _entry(trace: Trace, rank: int) -> dict[str, Any]:
+    """Return the entry of a rank as it is in meta.json, with keys that the format does not specify."""
+    return next(entry for entry in trace.raw_meta["ranks"] if entry["rank"] == rank)
 
 
 def _shifted(entry: dict[str, Any], shift: int) -> dict[str, Any]:

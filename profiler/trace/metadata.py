@@ -1,89 +1,237 @@
-"""Reading and checking the meta.json of a trace."""
+"""The typed metadata of a trace: the keys of its meta.json, which docs/trace-format.md specifies.
+
+What was not recorded is None or empty. Keys that the format does not specify are not here; they stay in
+`Trace.raw_meta`, from which traces are written again.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from ebbtide.errors import TraceError
-from ebbtide.profiler.trace.files import META
-from ebbtide.profiler.trace.schema import FORMAT, SCHEMA
+import msgspec
+from msgspec import Meta
 
-_INT = (int, type(None))
-_DICT = (dict, type(None))
-# What readers rely on, where it is there at all.
-_KINDS: dict[str, Any] = {
-    "notes": list,
-    "warmup_iterations": _INT,
-    "host": dict,
-    "options": dict,
-    "clock": dict,
-    "deepspeed": _DICT,
-}
-_RANK_KINDS: dict[str, Any] = {
-    "rank": int,
-    "devices": list,
-    "first_iteration_start_ns": _INT,
-    "model": _DICT,
-    "optimizers": (list, type(None)),
-    "threads": _DICT,
-}
-_DEVICE_KINDS: dict[str, Any] = {"device": str, "capacity_bytes": _INT, "link": (dict, type(None))}
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+TimeNs = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+BytesPerS = Annotated[float, Meta(ge=0, le=1e18)]
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """The meta of the trace at `path`. Raises TraceError for what is not a trace, is damaged, or is newer."""
-    if not os.path.exists(path):
-        raise TraceError(f"{path} does not exist: name a trace that `ebbtide profile` has written")
-    try:
-        meta = json.loads((path / META).read_bytes())
-    except (OSError, RecursionError):
-        raise TraceError(f"{path} is not a trace: it has no readable {META}") from None
-    except ValueError:
-        raise TraceError(f"{path} is damaged: its {META} is not JSON (truncated?)") from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT or not isinstance(meta.get("schema"), int):
-        raise TraceError(f"{path} is not a trace: its {META} does not say {FORMAT}")
-    if meta["schema"] > SCHEMA:
-        raise TraceError(
-            f"{path} has trace schema {meta['schema']}, and this ebbtide reads up to {SCHEMA}: upgrade ebbtide"
-        )
-    odd = _odd(meta)
-    if odd is not None:
-        raise TraceError(f"{path} is damaged: {odd} in its {META} is not what it should be")
-    return meta
+class _Section(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A JSON object of meta.json."""
 
 
-def _odd(meta: dict[str, Any]) -> str | None:
-    """The first value that is not of its kind."""
-    if meta.get("state") == "recording" and not isinstance(meta.get("host"), dict):
-        return "host"
-    if isinstance(warmup := meta.get("warmup_iterations"), int) and warmup < 0:
-        return "warmup_iterations"
-    options = meta.get("options")
-    span = options.get("iterations") if isinstance(options, dict) else None
-    if span is not None and not (isinstance(span, list) and len(span) == 2 and all(isinstance(i, _INT) for i in span)):
-        return "options.iterations"
-    ranks = meta.get("ranks")
-    if not isinstance(ranks, list):
-        return "ranks"
-    pieces = [("", meta, _KINDS)]
-    for number, entry in enumerate(ranks):
-        if not isinstance(entry, dict) or "rank" not in entry:
-            return f"ranks[{number}]"
-        pieces.append((f"ranks[{number}].", entry, _RANK_KINDS))
-        optimizers = entry.get("optimizers")
-        if isinstance(optimizers, list) and not all(isinstance(optimizer, dict) for optimizer in optimizers):
-            return f"ranks[{number}].optimizers"
-        devices = entry.get("devices")
-        for place, device in enumerate(devices if isinstance(devices, list) else ()):
-            name = f"ranks[{number}].devices[{place}]"
-            if not isinstance(device, dict):
-                return name
-            pieces.append((f"{name}.", device, _DEVICE_KINDS))
-    for where, values, kinds in pieces:
-        for key, kind in kinds.items():
-            if key in values and not isinstance(values[key], kind):
-                return where + key
-    return None
+class LinkInfo(_Section, frozen=True, kw_only=True):
+    """The PCIe link of a GPU: as it was when described, and at most. The peak is that of one direction."""
+
+    generation: Count | None = None
+    width: Count | None = None
+    max_generation: Count | None = None
+    max_width: Count | None = None
+    peak_bytes_per_s: BytesPerS | None = None
+
+
+class DeviceInfo(_Section, frozen=True, kw_only=True):
+    """A GPU, or the CPU of a job without a GPU.
+
+    Attributes:
+        device: The rank's own name of it, `cuda:0` or `cpu`.
+        kind: `cuda` or `cpu`.
+        capacity_bytes: The memory of the card, or of the host where the device is the CPU.
+        cores: Logical cores that the job may use; only of a host's CPU.
+        index: The number that NVML gives the card; only of a host's GPUs, as `link_source`.
+        link_source: The source of the samples in the table `link`.
+    """
+
+    device: str | None = None
+    kind: str | None = None
+    name: str | None = None
+    capacity_bytes: Count | None = None
+    uuid: str | None = None
+    pci_bus_id: str | None = None
+    link: LinkInfo = LinkInfo()
+    driver: str | None = None
+    cores: Count | None = None
+    index: Count | None = None
+    link_source: str | None = None
+
+
+class HostInfo(_Section, frozen=True, kw_only=True):
+    """The host of the recording. nvml: why NVML could not be used, None where it could."""
+
+    name: str | None = None
+    kernel: str | None = None
+    cpu: DeviceInfo = DeviceInfo()
+    gpus: tuple[DeviceInfo, ...] = ()
+    nvml: str | None = None
+
+
+class ClockInfo(_Section, frozen=True, kw_only=True):
+    """The clock of the trace. wall_offset_ns: Unix time minus the time of the trace."""
+
+    name: str | None = None
+    host: str | None = None
+    wall_offset_ns: TimeNs | None = None
+
+
+class RecordingOptions(_Section, frozen=True, kw_only=True):
+    """The options of the recorder. iterations: the first iteration and the end, which is excluded; None: all."""
+
+    iterations: tuple[Count, Count | None] | None = None
+    max_bytes: Count | None = None
+    poll_ms: float | None = None
+    allocator_iterations: Count | None = None
+    transfers: bool | None = None
+
+
+class ImportedFile(_Section, frozen=True, kw_only=True):
+    """A file that the trace was imported from."""
+
+    format: str | None = None
+    file: str | None = None
+
+
+class ExitStatus(_Section, frozen=True, kw_only=True):
+    """The end of the job: its exit code, or the signal that ended it."""
+
+    code: int | None = None
+    signal: int | None = None
+
+
+class ThreadInfo(_Section, frozen=True, kw_only=True):
+    """Threads of a process: those of torch, and OMP_NUM_THREADS as it was set."""
+
+    torch: Count | None = None
+    omp: int | str | None = None
+
+
+class ModelInfo(_Section, frozen=True, kw_only=True):
+    """The model of a rank.
+
+    Attributes:
+        classes: Class names of the outermost modules.
+        params: Parameters whose optimizer state this rank holds.
+        total_params: Parameters of all ranks.
+        trainable_params: Trainable parameters on this rank.
+        bytes: Bytes of the parameters on this rank.
+        dtypes: The number of parameters on this rank by dtype.
+    """
+
+    classes: tuple[str, ...] = ()
+    params: Count | None = None
+    total_params: Count | None = None
+    trainable_params: Count | None = None
+    bytes: Count | None = None
+    dtypes: dict[str, Count] = {}
+
+
+class OptimizerInfo(_Section, frozen=True, kw_only=True):
+    """The optimizers of one class on a rank.
+
+    Attributes:
+        class_name: The class; under ZeRO that of the optimizer inside. The JSON key is `class`.
+        params: Parameters that they update on this rank, padding included.
+        state_bytes: Bytes of state; None where it is stored on a disk.
+        state_dtypes: The number of state elements by dtype.
+        state_devices: Devices that hold state: `cpu`, `cuda`, `nvme`.
+    """
+
+    class_name: str | None = msgspec.field(default=None, name="class")
+    count: Count | None = None
+    groups: Count | None = None
+    params: Count | None = None
+    param_dtypes: tuple[str, ...] = ()
+    state_bytes: Count | None = None
+    state_dtypes: dict[str, Count] = {}
+    state_devices: tuple[str, ...] = ()
+
+
+class DeepSpeedInfo(_Section, frozen=True, kw_only=True):
+    """The setup of a DeepSpeed job, as its first rank or its log reported it.
+
+    Attributes:
+        config: The user's configuration.
+        stage: The stage of ZeRO.
+        subgroup_params: Parameters of each subgroup of the first rank, padding included.
+        subgroup_devices: The device of each subgroup's fp32 master weights: `cpu`, `cuda`.
+        masters_pinned: Whether master weights in host memory are pinned; None where there are none.
+        gradients_pinned: The same of the gradients that belong to them.
+        policy: The policy of ebbtide's engine, where it ran the job.
+    """
+
+    version: str | None = None
+    config: dict[str, Any] = {}
+    stage: int | None = None
+    subgroup_params: tuple[Positive, ...] = ()
+    subgroup_devices: tuple[str, ...] = ()
+    masters_pinned: bool | None = None
+    gradients_pinned: bool | None = None
+    activation_checkpointing: bool | None = None
+    policy: str | None = None
+
+
+class RankInfo(_Section, frozen=True, kw_only=True):
+    """One rank: its process, devices, model and optimizers.
+
+    Attributes:
+        transfers_recorded: Whether the table `transfers` has every copy; if not, an empty table means nothing.
+        stopped: The reason for the end of the recording: `closed`, `iterations`, `max-size`, `fault` or `cut off`.
+    """
+
+    rank: Count
+    world_size: Count | None = None
+    local_rank: Count | None = None
+    host: str | None = None
+    pid: Count | None = None
+    devices: tuple[DeviceInfo, ...] = ()
+    transfers_recorded: bool = False
+    first_iteration_start_ns: TimeNs | None = None
+    started_ns: TimeNs | None = None
+    stopped: str | None = None
+    argv: tuple[str, ...] = ()
+    python: str | None = None
+    torch: str | None = None
+    cuda: str | None = None
+    threads: ThreadInfo = ThreadInfo()
+    model: ModelInfo = ModelInfo()
+    optimizers: tuple[OptimizerInfo, ...] = ()
+
+    @property
+    def main_device(self) -> DeviceInfo:
+        """The device that the figures of this rank describe: its first one; an empty entry where it has none."""
+        return self.devices[0] if self.devices else DeviceInfo()
+
+
+class TraceMeta(_Section, frozen=True, kw_only=True):
+    """The metadata of a trace.
+
+    Attributes:
+        state: `complete`, or `recording` while its spools are the data.
+        warmup_iterations: Iterations at the start that medians leave out; None: the default of `steady_iterations`.
+        hosts: Names of the hosts of a merged trace.
+        machine: The object of a machine file, of a simulated trace.
+        policy: The policy of a simulated trace.
+        provenance: The origin of a trace that others published.
+    """
+
+    ranks: tuple[RankInfo, ...]
+    state: Literal["complete", "recording"] = "complete"
+    source: Literal["recorded", "imported", "simulated"] | None = None
+    ebbtide: str | None = None
+    command: tuple[str, ...] = ()
+    cwd: str | None = None
+    started_wall_ns: TimeNs | None = None
+    started_ns: TimeNs | None = None
+    ended_wall_ns: TimeNs | None = None
+    clock: ClockInfo = ClockInfo()
+    host: HostInfo = HostInfo()
+    hosts: tuple[str | None, ...] = ()
+    options: RecordingOptions = RecordingOptions()
+    warmup_iterations: Count | None = None
+    imported: tuple[ImportedFile, ...] = ()
+    deepspeed: DeepSpeedInfo | None = None
+    machine: dict[str, Any] | None = None
+    policy: str | None = None
+    exit: ExitStatus = ExitStatus()
+    notes: tuple[str, ...] = ()
+    provenance: dict[str, Any] | None = None

@@ -1,8 +1,9 @@
-"""Opening a trace, finished or cut off."""
+"""Opens a trace, finished or cut off."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,53 +12,65 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ebbtide.errors import TraceError
-from ebbtide.profiler.trace.files import SPOOL, drop_ranks, drop_spools, write_meta, write_rank
-from ebbtide.profiler.trace.metadata import read_meta
-from ebbtide.profiler.trace.schema import TABLES, Column, frame
+from ebbtide.profiler.trace.files import SPOOL, drop_ranks, drop_spools, read_meta, write_meta, write_rank
+from ebbtide.profiler.trace.metadata import RankInfo, TraceMeta
+from ebbtide.profiler.trace.metadata_parsing import parse_meta
+from ebbtide.profiler.trace.schema import TABLES, TraceColumn, frame
 from ebbtide.profiler.trace.spools import recover
 
 Load = Callable[[int, str], pd.DataFrame]
 
 
 class Trace:
-    """A trace: its meta, and per rank five tables that are read when first asked for.
+    """A trace: its metadata, and five tables per rank that are read at first use.
 
-    path: its folder. meta: see docs/trace-format.md. notes: lines on what is missing or odd. Times are ns on one
-    monotonic clock, sizes bytes, rates bytes/s.
+    Times are ns on one monotonic clock, sizes bytes, rates bytes/s.
+
+    Attributes:
+        path: The folder of the trace.
+        raw_meta: The object of meta.json, with keys that the format does not specify. Do not change it.
     """
 
-    def __init__(self, path: Path, meta: dict[str, Any], load: Load) -> None:
+    def __init__(self, path: Path, raw_meta: dict[str, Any], load: Load) -> None:
         self.path = path
-        self.meta = meta
+        self.raw_meta = raw_meta
         self._load = load
         self._tables: dict[tuple[int, str], pd.DataFrame] = {}
 
     def __repr__(self) -> str:
-        state = self.meta.get("state")
-        return f"Trace({str(self.path)!r}, source={self.meta.get('source')!r}, state={state!r}, ranks={self.ranks})"
+        meta = self.meta
+        return f"Trace({str(self.path)!r}, source={meta.source!r}, state={meta.state!r}, ranks={self.ranks})"
+
+    @cached_property
+    def meta(self) -> TraceMeta:
+        """The typed metadata; its keys are those of meta.json, which docs/trace-format.md specifies."""
+        return parse_meta(self.raw_meta, self.path)
 
     @property
     def ranks(self) -> list[int]:
-        return [entry["rank"] for entry in self.meta["ranks"]]
+        """The numbers of the recorded ranks."""
+        return [entry.rank for entry in self.meta.ranks]
 
     @property
     def notes(self) -> list[str]:
-        return list(self.meta.get("notes", []))
+        """Lines for people: what is missing or unusual."""
+        return list(self.meta.notes)
 
     @property
     def name(self) -> str:
+        """The name of the folder without `.ebb`."""
         return self.path.name.removesuffix(".ebb")
 
-    def rank(self, rank: int) -> dict[str, Any]:
-        """The meta entry of one rank. Raises TraceError for a rank that is not there."""
-        for entry in self.meta["ranks"]:
-            if entry["rank"] == rank:
-                return dict(entry)
-        known = ", ".join(map(str, self.ranks)) or "none"
-        raise TraceError(f"{self.path} has no rank {rank}: it has {known}")
+    def rank(self, rank: int) -> RankInfo:
+        """Return the metadata of one rank. Raises TraceError for a rank that was not recorded."""
+        for entry in self.meta.ranks:
+            if entry.rank == rank:
+                return entry
+        recorded = ", ".join(map(str, self.ranks)) or "none"
+        raise TraceError(f"{self.path} has no rank {rank}: it has {recorded}")
 
     def table(self, rank: int, name: str) -> pd.DataFrame:
-        """A table of one rank, as its columns are in docs/trace-format.md, sorted by time. Do not change it."""
+        """Return a table of one rank, sorted by time, with the columns of docs/trace-format.md. Do not change it."""
         self.rank(rank)
         key = rank, name
         if key not in self._tables:
@@ -65,45 +78,58 @@ class Trace:
         return self._tables[key]
 
     def phases(self, rank: int) -> pd.DataFrame:
+        """Return the table `phases` of one rank."""
         return self.table(rank, "phases")
 
     def memory(self, rank: int) -> pd.DataFrame:
+        """Return the table `memory` of one rank."""
         return self.table(rank, "memory")
 
     def link(self, rank: int) -> pd.DataFrame:
+        """Return the table `link` of one rank."""
         return self.table(rank, "link")
 
     def transfers(self, rank: int) -> pd.DataFrame:
+        """Return the table `transfers` of one rank."""
         return self.table(rank, "transfers")
 
     def ops(self, rank: int) -> pd.DataFrame:
+        """Return the table `ops` of one rank."""
         return self.table(rank, "ops")
 
 
 def open_trace(path: str | Path) -> Trace:
-    """Open a trace. One whose recording was cut off is read from its spools, up to their last whole record.
+    """Open a trace. One whose recording was cut off is read from its spools, up to their last complete record.
 
-    Raises TraceError for what is not a trace, is damaged, or has a newer schema. Nothing in it is executed.
+    Nothing in a trace is executed.
+
+    Raises:
+        TraceError: The path is not a trace, is damaged, or has a newer schema.
     """
     path = Path(path)
-    meta = read_meta(path)
-    if meta.get("state") == "recording":
-        return _recovered(path, meta)
-    for entry in meta["ranks"]:
+    raw_meta = read_meta(path)
+    meta = parse_meta(raw_meta, path)
+    if meta.state == "recording":
+        return _recovered(path, raw_meta)
+    for entry in meta.ranks:
         for table in TABLES:
-            if not _parquet(path, entry["rank"], table).is_file():
-                raise TraceError(f"{path} is damaged: {_parquet(path, entry['rank'], table).name} is missing")
-    return Trace(path, meta, lambda rank, table: _read(path, rank, table))
+            if not _parquet(path, entry.rank, table).is_file():
+                raise TraceError(f"{path} is damaged: {_parquet(path, entry.rank, table).name} is missing")
+    return Trace(path, raw_meta, lambda rank, table: _read(path, rank, table))
 
 
 def finish(path: Path, changes: dict[str, Any]) -> Trace:
-    """Turn the spools of a recording into tables; `changes` go into the meta. The spools go last.
+    """Convert the spools of a recording into tables, then delete the spools.
 
-    Raises OSError where there is no room: the trace then stays as it was, and still opens from its spools.
+    Args:
+        path: A trace that is being recorded.
+        changes: Keys to set in meta.json.
+
+    Raises:
+        OSError: No space is left. The trace is unchanged and still opens from its spools.
     """
-    meta = read_meta(path) | changes
-    trace = _recovered(path, meta)
-    finished = {**trace.meta, "state": "complete"}
+    trace = _recovered(path, read_meta(path) | changes)
+    finished = {**trace.raw_meta, "state": "complete"}
     try:
         for rank in trace.ranks:
             write_rank(path, rank, {table: trace.table(rank, table) for table in TABLES})
@@ -116,13 +142,13 @@ def finish(path: Path, changes: dict[str, Any]) -> Trace:
 
 
 def _recovered(path: Path, meta: dict[str, Any]) -> Trace:
-    found, notes = recover(path / SPOOL, meta)
-    tables = {(data.meta["rank"], table): data.tables[table] for data in found for table in TABLES}
-    meta = {**meta, "ranks": [data.meta for data in found], "notes": [*meta.get("notes", []), *notes]}
-    # The first rank's: the others were configured alike.
-    told = [facts for data in found if isinstance(facts := data.meta.pop("deepspeed", None), dict)]
-    if told:
-        meta["deepspeed"] = told[0]
+    recovered, notes = recover(path / SPOOL, meta)
+    tables = {(data.meta["rank"], table): data.tables[table] for data in recovered for table in TABLES}
+    meta = {**meta, "ranks": [data.meta for data in recovered], "notes": [*meta.get("notes", []), *notes]}
+    # The first rank's: the others have the same configuration.
+    sections = [section for data in recovered if isinstance(section := data.meta.pop("deepspeed", None), dict)]
+    if sections:
+        meta["deepspeed"] = sections[0]
     return Trace(path, meta, lambda rank, table: tables[rank, table])
 
 
@@ -143,8 +169,8 @@ def _read(path: Path, rank: int, table: str) -> pd.DataFrame:
         raise TraceError(f"{path} is damaged: {file.name} of rank {rank} cannot be read ({reason})") from None
 
 
-def _check(schema: pa.Schema, column: Column) -> None:
-    """Raise ValueError where a column is there with another kind of values; widths may differ."""
+def _check(schema: pa.Schema, column: TraceColumn) -> None:
+    """Raise ValueError where a column is present with another kind of values; widths may differ."""
     if column.name not in schema.names:
         return
     kind = schema.field(column.name).type

@@ -1,4 +1,4 @@
-"""The tables of a trace and their columns; `docs/trace-format.md` says what each means."""
+"""The tables of a trace and their columns; docs/trace-format.md describes each."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Column:
-    """One column: its Arrow type, and whether a value may be missing."""
+class TraceColumn:
+    """A column of a table: its Arrow type, and whether a value may be missing."""
 
     name: str
     type: pa.DataType
@@ -24,68 +24,75 @@ class Column:
 _TIME = pa.int64()
 _TEXT = pa.string()
 
-TABLES: dict[str, tuple[Column, ...]] = {
+TABLES: dict[str, tuple[TraceColumn, ...]] = {
     "phases": (
-        Column("iteration", pa.int64(), nullable=True),
-        Column("micro_step", pa.int64()),
-        Column("phase", _TEXT),
-        Column("start_ns", _TIME),
-        Column("end_ns", _TIME),
-        Column("gpu_start_ns", _TIME, nullable=True),
-        Column("gpu_end_ns", _TIME, nullable=True),
+        TraceColumn("iteration", pa.int64(), nullable=True),
+        TraceColumn("micro_step", pa.int64()),
+        TraceColumn("phase", _TEXT),
+        TraceColumn("start_ns", _TIME),
+        TraceColumn("end_ns", _TIME),
+        TraceColumn("gpu_start_ns", _TIME, nullable=True),
+        TraceColumn("gpu_end_ns", _TIME, nullable=True),
     ),
     "memory": (
-        Column("t_ns", _TIME),
-        Column("device", _TEXT),
-        Column("pool", _TEXT),
-        Column("bytes", pa.int64()),
+        TraceColumn("t_ns", _TIME),
+        TraceColumn("device", _TEXT),
+        TraceColumn("pool", _TEXT),
+        TraceColumn("bytes", pa.int64()),
     ),
     "link": (
-        Column("t_ns", _TIME),
-        Column("device", _TEXT),
-        Column("h2d_bytes_per_s", pa.float64(), nullable=True),
-        Column("d2h_bytes_per_s", pa.float64(), nullable=True),
-        Column("source", _TEXT),
-        Column("window_ns", pa.int64()),
-        Column("generation", pa.int64(), nullable=True),
-        Column("width", pa.int64(), nullable=True),
+        TraceColumn("t_ns", _TIME),
+        TraceColumn("device", _TEXT),
+        TraceColumn("h2d_bytes_per_s", pa.float64(), nullable=True),
+        TraceColumn("d2h_bytes_per_s", pa.float64(), nullable=True),
+        TraceColumn("source", _TEXT),
+        TraceColumn("window_ns", pa.int64()),
+        TraceColumn("generation", pa.int64(), nullable=True),
+        TraceColumn("width", pa.int64(), nullable=True),
     ),
     "transfers": (
-        Column("start_ns", _TIME),
-        Column("end_ns", _TIME),
-        Column("device", _TEXT),
-        Column("direction", _TEXT),
-        Column("bytes", pa.int64(), nullable=True),
-        Column("host_memory", _TEXT, nullable=True),
-        Column("stream", pa.int64(), nullable=True),
-        Column("name", _TEXT),
+        TraceColumn("start_ns", _TIME),
+        TraceColumn("end_ns", _TIME),
+        TraceColumn("device", _TEXT),
+        TraceColumn("direction", _TEXT),
+        TraceColumn("bytes", pa.int64(), nullable=True),
+        TraceColumn("host_memory", _TEXT, nullable=True),
+        TraceColumn("stream", pa.int64(), nullable=True),
+        TraceColumn("name", _TEXT),
     ),
     "ops": (
-        Column("start_ns", _TIME),
-        Column("end_ns", _TIME),
-        Column("resource", _TEXT),
-        Column("name", _TEXT),
-        Column("iteration", pa.int64(), nullable=True),
-        Column("subgroup", pa.int64(), nullable=True),
-        Column("bytes", pa.int64(), nullable=True),
-        Column("parent", pa.int64(), nullable=True),
+        TraceColumn("start_ns", _TIME),
+        TraceColumn("end_ns", _TIME),
+        TraceColumn("resource", _TEXT),
+        TraceColumn("name", _TEXT),
+        TraceColumn("iteration", pa.int64(), nullable=True),
+        TraceColumn("subgroup", pa.int64(), nullable=True),
+        TraceColumn("bytes", pa.int64(), nullable=True),
+        TraceColumn("parent", pa.int64(), nullable=True),
     ),
 }
 
-# By these the rows of a table stand in order.
+# The column by which the rows of each table are sorted.
 SORT = {"phases": "start_ns", "memory": "t_ns", "link": "t_ns", "transfers": "start_ns", "ops": "start_ns"}
 
 
 def arrow_schema(table: str) -> pa.Schema:
+    """Return the Arrow schema of a table."""
     return pa.schema([pa.field(c.name, c.type, c.nullable) for c in TABLES[table]])
 
 
 def frame(table: str, rows: Any = ()) -> pd.DataFrame:
-    """A pandas frame with the table's columns and types, from rows (dicts) or from columns (a frame, or a dict).
+    """Return a frame with the columns and types of a table, sorted by time.
 
-    Columns that may be missing are nullable integers (`Int64`), so that nanoseconds keep every digit; missing
-    floats are NaN. Columns that the table does not have are dropped, missing nullable ones added. The rows are
-    sorted by time. Raises ValueError where a value is missing that must be there.
+    Nullable integers have the type `Int64`, so that nanoseconds keep every digit; missing floats are NaN. Columns that
+    the table does not have are dropped, missing nullable ones are added.
+
+    Args:
+        table: The name of the table.
+        rows: Rows as dicts, or columns as a frame or a dict of arrays.
+
+    Raises:
+        ValueError: A value is missing in a column that is not nullable.
     """
     columns = {}
     for column in TABLES[table]:
@@ -97,7 +104,7 @@ def frame(table: str, rows: Any = ()) -> pd.DataFrame:
 
 
 def _values(rows: Any, name: str) -> pd.Series:
-    """One column. Of rows it is taken value by value: beside a missing one pandas would make integers floats."""
+    """Return one column. From rows it is built value by value: next to a missing one pandas makes integers floats."""
     if not isinstance(rows, (pd.DataFrame, dict)):
         return pd.Series([row.get(name) for row in rows], dtype=object)
     if name in rows:
@@ -106,7 +113,7 @@ def _values(rows: Any, name: str) -> pd.Series:
     return pd.Series([None] * length, dtype=object)
 
 
-def _dtype(column: Column) -> str:
+def _dtype(column: TraceColumn) -> str:
     if pa.types.is_integer(column.type):
         return "Int64" if column.nullable else "int64"
     if pa.types.is_floating(column.type):

@@ -1,4 +1,4 @@
-"""The operations in a spool, and what they share with its phases: their numbers and their device times."""
+"""Reads the operations of a spool; and, for phases as well, their iterations and device times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Records = npt.NDArray[Any]
 
 
 def iterations(records: Records, sequence: npt.NDArray[Any]) -> Any:
-    """The iteration of each phase or operation, by its sequence number; missing where none has ended after it."""
+    """Return the iteration of each phase or operation by sequence number; missing where no iteration ended after it."""
     ends = records[records["kind"] == kinds.ITERATION]
     # A later record of the same iteration replaces the earlier: a second optimizer extended it.
     bounds = dict(sorted(zip(ends["a"].tolist(), ends["b"].tolist(), strict=True)))
@@ -26,14 +26,14 @@ def iterations(records: Records, sequence: npt.NDArray[Any]) -> Any:
 
 
 def device_times(records: Records) -> pd.DataFrame:
-    """sequence, gpu_start_ns, gpu_end_ns of what the device was seen to pass."""
+    """Return the columns sequence, gpu_start_ns and gpu_end_ns of phases and operations with recorded device times."""
     times = records[records["kind"] == kinds.GPU_TIMES]
     gpu = pd.DataFrame({"sequence": times["a"].astype(np.int64), "gpu_start_ns": times["x"], "gpu_end_ns": times["y"]})
     return gpu.astype({"gpu_start_ns": "Int64", "gpu_end_ns": "Int64"}).drop_duplicates("sequence", keep="last")
 
 
 def read(records: Records) -> pd.DataFrame:
-    """The table `ops`. Where the device's times are known of what ran on a GPU, they stand in for the host's."""
+    """Return the table `ops`. Operations on a GPU have the device's times where those were recorded."""
     rows = records[records["kind"] == kinds.OP]
     ops = pd.DataFrame(
         {
@@ -43,8 +43,8 @@ def read(records: Records) -> pd.DataFrame:
             "resource": [kinds.RESOURCES[code] for code in rows["c"]],
             "name": [kinds.OPS[code] for code in rows["code"]],
             "iteration": iterations(records, rows["a"]),
-            "subgroup": _known(rows["b"].astype(np.int64), NO_SUBGROUP),
-            "bytes": _known(rows["w"], MISSING),
+            "subgroup": _nullable(rows["b"].astype(np.int64), NO_SUBGROUP),
+            "bytes": _nullable(rows["w"], MISSING),
             "parent": rows["z"],
         }
     ).merge(device_times(records), on="sequence", how="left")
@@ -56,14 +56,14 @@ def read(records: Records) -> pd.DataFrame:
     return frame("ops", ops)
 
 
-def kept(ops: pd.DataFrame, keep: pd.Series[bool]) -> pd.DataFrame:
-    """Only some rows; a parent that is not among them is missing."""
+def select_rows(ops: pd.DataFrame, keep: pd.Series[bool]) -> pd.DataFrame:
+    """Return some rows of the table, with new parents; a parent that is not among them becomes missing."""
     rows = ops[keep]
     numbers = pd.Series(range(len(rows)), index=rows.index, dtype="Int64")
     return rows.assign(parent=rows["parent"].map(numbers).astype("Int64")).reset_index(drop=True)
 
 
-def _known(values: npt.NDArray[Any], missing: int) -> Any:
-    known = pd.array(values, dtype="Int64")
-    known[values == missing] = pd.NA
-    return known
+def _nullable(values: npt.NDArray[Any], missing: int) -> Any:
+    nullable = pd.array(values, dtype="Int64")
+    nullable[values == missing] = pd.NA
+    return nullable

@@ -1,21 +1,22 @@
-"""Copies between host and device, from the Chrome traces that torch's profiler writes (Kineto)."""
+"""Reads copies between host and device from the Chrome traces of torch's profiler (Kineto)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from msgspec import UNSET
 
 from ebbtide.profiler.chrome_trace.events import MISSING, Event, spans
-from ebbtide.profiler.chrome_trace.int_table import Rows
+from ebbtide.profiler.chrome_trace.int_table import IntTable
 from ebbtide.profiler.chrome_trace.reader import ChromeTrace
 from ebbtide.profiler.trace.schema import frame
 
-# The category that torch gives copies; the second is that of torch 1.8.
+# The category of copies in torch, and in torch 1.8.
 CATEGORIES = ("gpu_memcpy", "Memcpy")
 # "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pageable)"
 _NAME = re.compile(r"Memcpy (HtoD|DtoH)(?: \((\w+) -> (\w+)\))?")
@@ -27,10 +28,10 @@ class Transfers:
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
-        self._rows = Rows("start", "end", "name", "device", "bytes", "stream")
+        self._rows = IntTable("start", "end", "name", "device", "bytes", "stream")
 
     def add(self, copies: list[Event]) -> None:
-        """Of these events, all of the CATEGORIES, take those that are copies between host and device."""
+        """Add those events that are copies between host and device. All events must be of CATEGORIES."""
         copies = [copy for copy in copies if _NAME.match(copy.name)]
         if copies:
             names = [self._names.setdefault(copy.name, len(self._names)) for copy in copies]
@@ -38,46 +39,63 @@ class Transfers:
             self._rows.add(*spans(copies), names, *np.array(args, np.int64).T)
 
     def table(self, base_ns: int) -> pd.DataFrame:
-        """The table `transfers`."""
+        """Return the table `transfers`. base_ns: added to the times of the events."""
         rows = self._rows.table()
         names = np.array([*self._names], dtype=object)
-        said = [_said(name) for name in names]
+        kinds = [_copy_kind(name) for name in names]
         return frame(
             "transfers",
             {
                 "start_ns": rows["start"] + base_ns,
                 "end_ns": rows["end"] + base_ns,
                 "device": "cuda:" + rows["device"].clip(lower=0).astype(str),
-                "direction": [said[name][0] for name in rows["name"]],
+                "direction": [kinds[name].direction for name in rows["name"]],
                 "bytes": rows["bytes"].astype("Int64").mask(rows["bytes"] == MISSING),
-                "host_memory": [said[name][1] for name in rows["name"]],
+                "host_memory": [kinds[name].host_memory for name in rows["name"]],
                 "stream": rows["stream"].astype("Int64").mask(rows["stream"] == MISSING),
                 "name": names[rows["name"]],
             },
         )
 
 
-def _said(name: str) -> tuple[str, str | None]:
-    """(direction, kind of host memory, None where it is not told) of a copy."""
-    way, source, target = _NAME.match(name).groups()  # type: ignore[union-attr]
-    return ("h2d", _HOST_MEMORY.get(source)) if way == "HtoD" else ("d2h", _HOST_MEMORY.get(target))
+class _CopyKind(NamedTuple):
+    direction: str
+    host_memory: str | None
+
+
+def _copy_kind(name: str) -> _CopyKind:
+    """Return what the name of a copy says: its direction and, where it says that, its kind of host memory."""
+    kind, source, target = _NAME.match(name).groups()  # type: ignore[union-attr]
+    if kind == "HtoD":
+        return _CopyKind("h2d", _HOST_MEMORY.get(source))
+    return _CopyKind("d2h", _HOST_MEMORY.get(target))
 
 
 def read(paths: Iterable[Path], wall_to_monotonic_ns: int) -> tuple[pd.DataFrame, list[str]]:
-    """The table `transfers` of these files, and a line for each that could not be read, or not to its end."""
+    """Read the table `transfers` from Chrome traces.
+
+    Args:
+        paths: The files.
+        wall_to_monotonic_ns: Added to their times, which are Unix times.
+
+    Returns:
+        The table, and a line for each file that could not be read, or not completely.
+    """
     tables = [frame("transfers")]
-    trouble = []
+    problems = []
     for path in paths:
-        found = Transfers()
+        transfers = Transfers()
         try:
             with path.open("rb") as file:
                 trace = ChromeTrace(file)
                 for batch in trace.batches():
-                    found.add([event for event in batch if event.cat in CATEGORIES and event.ts is not UNSET])
+                    transfers.add([event for event in batch if event.cat in CATEGORIES and event.ts is not UNSET])
         except (OSError, ValueError) as error:
-            trouble.append(f"the copies in {path.name} could not be read ({error})")
+            problems.append(f"the copies in {path.name} could not be read ({error})")
             continue
-        tables.append(found.table(trace.base_ns + wall_to_monotonic_ns))
-        if trace.trouble or trace.skipped:
-            trouble.append(f"the copies in {path.name} could not all be read ({trace.trouble or 'some are damaged'})")
-    return frame("transfers", pd.concat(tables)), trouble
+        tables.append(transfers.table(trace.base_ns + wall_to_monotonic_ns))
+        if trace.stop_reason or trace.skipped:
+            problems.append(
+                f"the copies in {path.name} could not all be read ({trace.stop_reason or 'some are damaged'})"
+            )
+    return frame("transfers", pd.concat(tables)), problems

@@ -1,4 +1,4 @@
-"""Two runs side by side, where what differs is known."""
+"""Comparison of two runs whose differences are known."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.analysis.diff import Change, Diff, Fact, beyond_spread, compare
-from ebbtide.analysis.metrics.iterations import PHASES
+from ebbtide.analysis.diff import Change, Diff, SettingChange, beyond_spread, compare
 from ebbtide.analysis.metrics.summary import summarize
+from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.conftest import examples
 
@@ -22,8 +22,11 @@ GPU: dict[str, Any] = {"device": "cuda:0", "kind": "cuda", "name": "NVIDIA H100"
 FIGURES = ("median_ms", "peak_bytes", "min_free_bytes", "h2d_bytes", "d2h_bytes")
 
 
-def made(update_ms: list[int], peak: int = 700, moved: int = 64, **meta: Any) -> TraceBuilder:
-    """An iteration per time of the update: 1 ms other, 10 ms forward, 20 ms backward; some spread in the forward."""
+def with_updates(update_ms: list[int], peak: int = 700, moved: int = 64, **meta: Any) -> TraceBuilder:
+    """Make a run with an iteration per update time, after 1 ms other, 10 ms forward and 20 ms backward.
+
+    The forward has some spread.
+    """
     builder = TraceBuilder("recorded", **meta)
     rank = builder.rank(0, devices=[GPU], first_iteration_start_ns=0)
     now = 0
@@ -42,31 +45,31 @@ def made(update_ms: list[int], peak: int = 700, moved: int = 64, **meta: Any) ->
     return builder
 
 
-def trained(update_ms: list[int], name: str = "a.ebb", **more: Any) -> Trace:
-    return made(update_ms, **more).build(name)
+def trained(update_ms: list[int], name: str = "a.ebb", **options: Any) -> Trace:
+    return with_updates(update_ms, **options).build(name)
 
 
 def of(changes: list[Any], name: str) -> Any:
-    return next(change for change in changes if change.of == name)
+    return next(change for change in changes if change.name == name)
 
 
-def test_a_longer_update_is_found_and_the_rest_is_alike() -> None:
+def test_compare__detects_longer_update_only() -> None:
     diff = compare(trained([99, 99, 30, 31, 32, 30, 31]), trained([99, 99, 60, 61, 63, 61, 60], "b.ebb"))
     assert (diff.a, diff.b, diff.counted) == ("a.ebb", "b.ebb", (5, 5))
     update = of(diff.median_ms, "update")
     assert (update.a, update.b, update.difference, update.beyond_spread) == (31, 61, 30, True)
     assert update.ratio == pytest.approx(61 / 31)
-    assert {change.of: change.beyond_spread for change in diff.median_ms} == {
+    assert {change.name: change.beyond_spread for change in diff.median_ms} == {
         "iteration": True,
         "forward": False,
         "backward": False,
         "update": True,
         "other": False,
     }
-    assert diff.facts == []
+    assert diff.setting_changes == []
 
 
-def test_memory_and_bytes_of_both() -> None:
+def test_compare__has_memory_and_bytes_of_both() -> None:
     diff = compare(trained([5] * 3), trained([5] * 3, peak=350, moved=128))
     assert diff.peak_bytes == [Change("device", 700, 350)]
     assert of(diff.peak_bytes, "device").ratio == 0.5
@@ -77,7 +80,7 @@ def test_memory_and_bytes_of_both() -> None:
     assert of(diff.d2h_bytes, "update") == Change("update", 0, 0)
 
 
-def test_what_one_run_did_not_record_is_null() -> None:
+def test_compare__figures_missing_in_one_run_are_null() -> None:
     bare = TraceBuilder()
     bare.rank(0).phase("forward", 0, MS, 0)
     diff = compare(trained([5] * 3), bare.build())
@@ -90,33 +93,33 @@ def test_what_one_run_did_not_record_is_null() -> None:
             assert (change["b"], change["difference"], change["ratio"]) == (None, None, None)
 
 
-def test_traces_without_iterations_or_ranks_compare() -> None:
+def test_compare__accepts_traces_without_iterations_or_ranks() -> None:
     diff = compare(TraceBuilder().build(), trained([5] * 3))
     assert diff.counted == (0, 3)
     assert [change.beyond_spread for change in diff.median_ms] == [None] * 5
-    assert Fact("device.name", None, "NVIDIA H100") in diff.facts
+    assert SettingChange("device.name", None, "NVIDIA H100") in diff.setting_changes
 
 
-def test_the_facts_that_differ_are_named() -> None:
+def test_compare__lists_differing_settings() -> None:
     one = {"command": ["python", "train.py"], "options": {"poll_ms": 25.0, "transfers": False}}
     other = {"command": ["python", "train.py", "--fast"], "options": {"poll_ms": 25.0, "transfers": True}}
     a, b = trained([5] * 3, **one, host={"name": "here"}), trained([5] * 3, **other, host={"name": "there"})
-    entries = a.meta["ranks"][0], b.meta["ranks"][0]
+    entries = a.raw_meta["ranks"][0], b.raw_meta["ranks"][0]
     entries[0].update(torch="2.8", threads={"torch": 1, "omp": "1"}, optimizers=[{"class": "AdamW", "state_bytes": 8}])
     entries[1].update(torch="2.9", threads={"torch": 2, "omp": "1"}, optimizers=[{"class": "Adam", "state_bytes": 8}])
     entries[0].update(model={"params": 7, "dtypes": {"float32": 7}})
     entries[1]["devices"] = [{**GPU, "capacity_bytes": 2000, "link": {"peak_bytes_per_s": 5}}]
-    assert compare(a, b).facts == [
-        Fact("command", ["python", "train.py"], ["python", "train.py", "--fast"]),
-        Fact("torch", "2.8", "2.9"),
-        Fact("threads.torch", 1, 2),
-        Fact("device.capacity_bytes", 1000, 2000),
-        Fact("model.params", 7, None),
-        Fact("model.dtypes", {"float32": 7}, None),
-        Fact("optimizer.class", "AdamW", "Adam"),
-        Fact("host.name", "here", "there"),
-        Fact("options.transfers", False, True),
-        Fact("link.peak_bytes_per_s", None, 5),
+    assert compare(a, b).setting_changes == [
+        SettingChange("command", ["python", "train.py"], ["python", "train.py", "--fast"]),
+        SettingChange("torch", "2.8", "2.9"),
+        SettingChange("threads.torch", 1, 2),
+        SettingChange("device.capacity_bytes", 1000, 2000),
+        SettingChange("model.params", 7, None),
+        SettingChange("model.dtypes", {"float32": 7}, None),
+        SettingChange("optimizer.class", "AdamW", "Adam"),
+        SettingChange("host.name", "here", "there"),
+        SettingChange("options.transfers", False, True),
+        SettingChange("link.peak_bytes_per_s", None, 5),
     ]
 
 
@@ -129,46 +132,48 @@ RUNS = st.lists(st.integers(0, 100), max_size=9).map(trained)
 
 @settings(max_examples=examples(10))
 @given(RUNS, RUNS)
-def test_the_figures_are_those_of_the_summaries_and_turn_round(a: Trace, b: Trace) -> None:
+def test_compare__equals_summaries_and_is_antisymmetric(a: Trace, b: Trace) -> None:
     diff, back = compare(a, b), compare(b, a)
     for change, mirrored in zip(figures(diff), figures(back), strict=True):
-        assert (change.of, change.a, change.b) == (mirrored.of, mirrored.b, mirrored.a)
+        assert (change.name, change.a, change.b) == (mirrored.name, mirrored.b, mirrored.a)
         assert change.difference is None or change.difference == -(mirrored.difference or 0)
     assert [c.beyond_spread for c in diff.median_ms] == [c.beyond_spread for c in back.median_ms]
-    assert [(fact.what, fact.a, fact.b) for fact in diff.facts] == [(f.what, f.b, f.a) for f in back.facts]
+    assert [(s.setting, s.a, s.b) for s in diff.setting_changes] == [
+        (s.setting, s.b, s.a) for s in back.setting_changes
+    ]
     for side, trace in (("a", a), ("b", b)):
         summary = summarize(trace)
         expected = {phase.phase: phase.median_ms for phase in summary.phases} | {"iteration": summary.iteration_ms}
-        assert {change.of: getattr(change, side) for change in diff.median_ms} == expected
+        assert {change.name: getattr(change, side) for change in diff.median_ms} == expected
 
 
 @settings(max_examples=examples(20))
 @given(RUNS)
-def test_a_run_does_not_differ_from_itself(trace: Trace) -> None:
+def test_compare__run_equals_itself(trace: Trace) -> None:
     diff = compare(trace, trace)
     assert all(change.difference in (None, 0) for change in figures(diff))
     assert not any(change.beyond_spread for change in diff.median_ms)
-    assert diff.facts == []
-    assert {change.of for change in diff.median_ms} == {"iteration", *PHASES}
+    assert diff.setting_changes == []
+    assert {change.name for change in diff.median_ms} == {"iteration", *ITERATION_PARTS}
 
 
 VALUES = st.lists(st.integers(0, 10**6), max_size=12)
 
 
 @given(VALUES, VALUES, st.integers(-(10**6), 10**6), st.integers(1, 1000))
-def test_the_rule_knows_neither_zero_nor_unit(a: list[int], b: list[int], shift: int, scale: int) -> None:
+def test_beyond_spread__is_invariant_to_scale(a: list[int], b: list[int], shift: int, scale: int) -> None:
     one, other = pd.Series(a, dtype=float), pd.Series(b, dtype=float)
-    told = beyond_spread(one, other)
-    assert (told is None) == (min(len(a), len(b)) < 3)
+    verdict = beyond_spread(one, other)
+    assert (verdict is None) == (min(len(a), len(b)) < 3)
     # By powers of two nothing is rounded.
-    assert beyond_spread(one * 2.0**10, other * 2.0**10) == told
-    if told is not None:
+    assert beyond_spread(one * 2.0**10, other * 2.0**10) == verdict
+    if verdict is not None:
         far = pd.Series(b, dtype=float) + 20 * (10**6 + 1)
         assert beyond_spread(one, far) is True
 
 
 @pytest.mark.parametrize("count", [3, 5, 10, 50])
-def test_samples_of_one_distribution_seldom_differ_and_others_do(count: int) -> None:
+def test_beyond_spread__has_few_false_and_missed_differences(count: int) -> None:
     random = np.random.default_rng(0)
     draws = random.lognormal(0, 0.5, (2, 500, count)) + 10 * (random.random((2, 500, count)) < 0.1)
     false = sum(bool(beyond_spread(pd.Series(a), pd.Series(b))) for a, b in zip(*draws, strict=True))

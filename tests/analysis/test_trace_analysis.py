@@ -54,7 +54,7 @@ def test_to_pandas__has_a_row_for_each_entry_and_every_value(analysis: TraceAnal
     for (_, row), entry in zip(table.iterrows(), entries, strict=True):
         for name, value in entry.items():
             nested = (
-                {f"{name}_{part}": inner for part, inner in value.items()} if isinstance(value, dict) else {name: value}
+                {f"{name}_{field}": part for field, part in value.items()} if isinstance(value, dict) else {name: value}
             )
             for column, expected in nested.items():
                 if expected is None:

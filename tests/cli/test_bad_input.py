@@ -14,6 +14,7 @@ import pytest
 
 import ebbtide as package
 from ebbtide.cli import COMMANDS as HELP_GROUPS
+from ebbtide.phases import PHASES
 from ebbtide.profiler.agent.spool import Spool
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.conftest import Run, ebbtide, ebbtide_in_process
@@ -22,21 +23,21 @@ LONG = "x" * 300
 COMMANDS = [name for names in HELP_GROUPS.values() for name in names]
 
 
-def trace(path: Path, rank: int) -> None:
-    """A small trace of three iterations on disk."""
+def write_trace(path: Path, rank: int) -> None:
+    """Write a small trace of three iterations."""
     builder = TraceBuilder("recorded", clock={"wall_offset_ns": 10**18 + rank})
     for number in range(3):
-        for place, phase in enumerate(("forward", "backward", "update")):
-            start = 30 * number + 10 * place
+        for number_in_iteration, phase in enumerate(PHASES):
+            start = 30 * number + 10 * number_in_iteration
             builder.rank(rank).phase(phase, start, start + 10, number).memory(start, 100 + start)
     builder.write(path)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("template")
     for rank, name in enumerate(("a", "b", "torn", "newer")):
-        trace(folder / f"{name}.ebb", rank)
+        write_trace(folder / f"{name}.ebb", rank)
     (folder / "torn.ebb" / "rank-2" / "memory.parquet").write_bytes(b"PAR1 torn")
     change(folder / "newer.ebb", schema=99)
     (folder / "file").write_text("kept")
@@ -48,9 +49,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(made: Path, tmp_path: Path) -> Path:
-    """A folder with two traces of one job, others that cannot be read, and what is no trace at all."""
-    return shutil.copytree(made, tmp_path / "place")
+def folder(template: Path, tmp_path: Path) -> Path:
+    """A folder with two traces of one job, others that cannot be read, and files that are not traces."""
+    return shutil.copytree(template, tmp_path / "folder")
 
 
 def change(path: Path, **values: Any) -> None:
@@ -63,15 +64,15 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 def refused(run: Run) -> str:
-    """The one line on stderr of a command that was refused."""
+    """Assert that a command refused its input, and return its one line on stderr."""
     assert run.returncode == 2, run.stderr
     assert run.stdout == ""
-    (line,) = run.stderr.splitlines()
-    assert line.startswith("ebbtide: ")
-    return line
+    (message,) = run.stderr.splitlines()
+    assert message.startswith("ebbtide: ")
+    return message
 
 
-# (the command line, what its one line must hold)
+# (command line, part of its error message)
 BAD: list[Any] = [
     ("--nonsense", "--nonsense"),
     ("nosuch a.ebb", "nosuch"),
@@ -115,18 +116,18 @@ BAD: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("line", "says"), BAD)
-def test_bad_input_is_one_line_and_leaves_no_trace(place: Path, line: str, says: str) -> None:
-    before = contents(place)
+@pytest.mark.parametrize(("command_line", "message"), BAD)
+def test_bad_input__is_one_line_and_changes_no_file(folder: Path, command_line: str, message: str) -> None:
+    before = contents(folder)
     # Recording takes over the signals of its process.
-    run = ebbtide if line.startswith("profile") else ebbtide_in_process
-    assert says in refused(run(*line.split(), cwd=place))
-    assert contents(place) == before
+    run = ebbtide if command_line.startswith("profile") else ebbtide_in_process
+    assert message in refused(run(*command_line.split(), cwd=folder))
+    assert contents(folder) == before
 
 
-def test_a_count_may_be_written_as_a_float(place: Path) -> None:
-    line = refused(ebbtide("profile", "-o", "p.ebb", "--allocator-iterations", "5e0", "--", "nosuch", cwd=place))
-    assert "cannot run nosuch" in line
+def test_profile__a_count_may_be_a_float(folder: Path) -> None:
+    message = refused(ebbtide("profile", "-o", "p.ebb", "--allocator-iterations", "5e0", "--", "nosuch", cwd=folder))
+    assert "cannot run nosuch" in message
 
 
 @pytest.mark.parametrize(
@@ -139,24 +140,24 @@ def test_a_count_may_be_written_as_a_float(place: Path) -> None:
     ],
     ids="-".join,
 )
-def test_a_meta_with_odd_values_is_one_line(place: Path, values: dict[str, Any]) -> None:
-    change(place / "a.ebb", **values)
-    (place / "a.ebb" / "spool").mkdir()
-    spool = Spool(str(place / "a.ebb" / "spool" / "agent-here-1.spool"))
-    spool.header(0, 1, 0)
+def test_summary__invalid_metadata_is_one_line(folder: Path, values: dict[str, Any]) -> None:
+    change(folder / "a.ebb", **values)
+    (folder / "a.ebb" / "spool").mkdir()
+    spool = Spool(str(folder / "a.ebb" / "spool" / "agent-here-1.spool"))
+    spool.put_header(0, 1, 0)
     spool.close()
-    assert "damaged" in refused(ebbtide_in_process("summary", "a.ebb", cwd=place))
+    assert "damaged" in refused(ebbtide_in_process("summary", "a.ebb", cwd=folder))
 
 
-def test_the_same_commands_work_on_good_input(place: Path) -> None:
-    assert json.loads(ebbtide("summary", "a.ebb", "--json", cwd=place).stdout)["iterations"] == 3
-    assert ebbtide("plot", "a.ebb", "b.ebb", "-o", "taken.png", "--force", cwd=place).returncode == 0
-    assert (place / "taken.png").read_bytes().startswith(b"\x89PNG")
-    assert ebbtide("merge", "a.ebb", "b.ebb", "-o", "m.ebb", cwd=place).returncode == 0
-    assert open_trace(place / "m.ebb").ranks == [0, 1]
+def test_good_input__the_same_commands_work(folder: Path) -> None:
+    assert json.loads(ebbtide("summary", "a.ebb", "--json", cwd=folder).stdout)["iterations"] == 3
+    assert ebbtide("plot", "a.ebb", "b.ebb", "-o", "taken.png", "--force", cwd=folder).returncode == 0
+    assert (folder / "taken.png").read_bytes().startswith(b"\x89PNG")
+    assert ebbtide("merge", "a.ebb", "b.ebb", "-o", "m.ebb", cwd=folder).returncode == 0
+    assert open_trace(folder / "m.ebb").ranks == [0, 1]
 
 
-def test_help_names_every_command_and_version_the_version() -> None:
+def test_help__names_every_command_and_version_prints_the_version() -> None:
     shown = ebbtide("--help")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert all(re.search(rf"\b{command}\b", shown.stdout) for command in COMMANDS)
@@ -165,14 +166,14 @@ def test_help_names_every_command_and_version_the_version() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_has_help(command: str) -> None:
+def test_help__exists_for_each_command(command: str) -> None:
     shown = ebbtide_in_process(command, "--help")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert f"ebbtide {command}" in shown.stdout
 
 
 @pytest.mark.parametrize(
-    ("line", "unwanted"),
+    ("command_line", "unwanted"),
     [
         ("--help", {"torch", "pandas", "matplotlib", "numpy", "pyarrow"}),
         ("summary a.ebb --json", {"torch", "matplotlib", "scipy", "bokeh"}),
@@ -184,9 +185,9 @@ def test_each_command_has_help(command: str) -> None:
         ("merge a.ebb b.ebb -o m.ebb", {"torch", "matplotlib"}),
     ],
 )
-def test_a_command_imports_no_more_than_it_needs(place: Path, line: str, unwanted: set[str]) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "ebbtide", *line.split()]
-    run = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=240, check=False)
+def test_imports__a_command_imports_only_what_it_needs(folder: Path, command_line: str, unwanted: set[str]) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "ebbtide", *command_line.split()]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0
     imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", run.stderr, re.MULTILINE))
     assert "ebbtide.cli" in imported

@@ -1,4 +1,4 @@
-"""`ebbtide calibrate`, end to end, on this box and from traces."""
+"""`ebbtide calibrate`, end to end, on this machine and from traces."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ from tests.conftest import Run, ebbtide, ebbtide_in_process
 
 HOST = ("host_memory_bytes", "host_memory_bytes_per_s", "cpu_update_params_per_s", "cpu_cast_params_per_s")
 CARD = ("h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s", "gpu_update_params_per_s", "step_overhead_s")
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what a box without a GPU gets")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests a machine without a GPU")
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
-    path = tmp_path_factory.mktemp("measured") / "box.json"
-    return ebbtide("calibrate", "--seconds", "3", "--name", "box", "-o", path, "--json"), path
+    path = tmp_path_factory.mktemp("measured") / "host.json"
+    return ebbtide("calibrate", "--seconds", "3", "--name", "host", "-o", path, "--json"), path
 
 
-def test_what_is_measured_is_a_machine_file_and_stdout_is_that_alone(measured: tuple[Run, Path]) -> None:
+def test_calibrate__writes_a_machine_file_and_prints_only_that(measured: tuple[Run, Path]) -> None:
     run, path = measured
     assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
-    assert found == json.loads(path.read_text())
+    result = json.loads(run.stdout)
+    assert result == json.loads(path.read_text())
     machine = load_machine(path)
-    assert machine.name == "box"
+    assert machine.name == "host"
     for key in HOST:
         rate = getattr(machine, key)
         assert rate > 0
         assert math.isfinite(rate)
-        assert machine.more["measured"][key]["how"]
-    assert machine.more["cpu_update"]["threads"] == 1
-    # Without a link's rates there is nothing to replay on it.
-    following = f"ebbtide replay RUN.ebb --machine {path}" if found["h2d_bytes_per_s"] else "use a preset"
-    assert following in run.stderr
+        assert machine.extra["measured"][key]["how"]
+    assert machine.extra["cpu_update"]["threads"] == 1
+    # Without rates of the link it cannot be used for a replay.
+    hint = f"ebbtide replay RUN.ebb --machine {path}" if result["h2d_bytes_per_s"] else "use a preset"
+    assert hint in run.stderr
 
 
-def test_host_memory_passes_at_least_what_the_update_reads_and_writes(measured: tuple[Run, Path]) -> None:
+def test_calibrate__host_bandwidth_covers_the_traffic_of_the_update(measured: tuple[Run, Path]) -> None:
     machine = load_machine(measured[1])
     assert machine.host_memory_bytes_per_s is not None
     assert machine.cpu_update_params_per_s is not None
     assert machine.host_memory_bytes_per_s >= 28 * machine.cpu_update_params_per_s
 
 
-def test_threads_that_the_environment_sets_are_said(measured: tuple[Run, Path]) -> None:
+def test_calibrate__notes_threads_that_the_environment_sets(measured: tuple[Run, Path]) -> None:
     machine = load_machine(measured[1])
-    said = any(note.startswith("OMP_NUM_THREADS=1") for note in machine.more["notes"])
+    has_note = any(note.startswith("OMP_NUM_THREADS=1") for note in machine.extra["notes"])
     # The command's environment here sets one thread.
-    assert said == ("threads: 1," in machine.more["measured"]["cpu_update_params_per_s"]["how"] and _cores() > 1)
+    assert has_note == ("threads: 1," in machine.extra["measured"]["cpu_update_params_per_s"]["how"] and _cores() > 1)
 
 
 def _cores() -> int:
@@ -69,40 +69,40 @@ def _cores() -> int:
 
 
 @without_gpu
-def test_without_a_gpu_its_rates_are_null_and_that_is_said(measured: tuple[Run, Path]) -> None:
+def test_calibrate__without_a_gpu_its_rates_are_null_and_there_is_a_note(measured: tuple[Run, Path]) -> None:
     run, path = measured
-    found = json.loads(path.read_text())
-    assert {key: found[key] for key in (*CARD, "gpu_memory_bytes")} == dict.fromkeys((*CARD, "gpu_memory_bytes"))
+    result = json.loads(path.read_text())
+    assert {key: result[key] for key in (*CARD, "gpu_memory_bytes")} == dict.fromkeys((*CARD, "gpu_memory_bytes"))
     assert "there is no GPU here" in run.stderr
-    assert any("there is no GPU here" in note for note in found["notes"])
+    assert any("there is no GPU here" in note for note in result["notes"])
 
 
 @without_gpu
 @pytest.mark.skipif(_cores() < 2, reason="needs two cores")
-def test_how_update_and_copies_slow_each_other_is_told(measured: tuple[Run, Path]) -> None:
-    shared = load_machine(measured[1]).more["contention"]
-    for what in ("update_params_per_s", "copy_bytes_per_s"):
-        rates = shared[what]
+def test_calibrate__measures_contention(measured: tuple[Run, Path]) -> None:
+    contention = load_machine(measured[1]).extra["contention"]
+    for key in ("update_params_per_s", "copy_bytes_per_s"):
+        rates = contention[key]
         assert min(rates.values()) > 0
-        assert shared[what.split("_")[0] + "_share"] == pytest.approx(rates["beside"] / rates["alone"])
-    assert 0 < shared["fluid_share"] <= 1
+        assert contention[key.split("_")[0] + "_share"] == pytest.approx(rates["beside"] / rates["alone"])
+    assert 0 < contention["fluid_share"] <= 1
 
 
-def test_no_bar_is_drawn_where_stderr_is_no_terminal(measured: tuple[Run, Path]) -> None:
+def test_calibrate__has_no_progress_bar_without_a_terminal(measured: tuple[Run, Path]) -> None:
     stderr = measured[0].stderr
-    assert all(line.startswith("ebbtide: ") for line in stderr.splitlines()), stderr
+    assert all(message.startswith("ebbtide: ") for message in stderr.splitlines()), stderr
     assert "\x1b" not in stderr
 
 
 @without_gpu
 @pytest.mark.slow
-def test_ranks_measure_at_once_and_the_slowest_counts(tmp_path: Path) -> None:
+def test_calibrate__the_slowest_rank_counts(tmp_path: Path) -> None:
     path = tmp_path / "two.json"
     run = ebbtide("calibrate", "--seconds", "1", "--ranks", "2", "-o", path)
     assert run.returncode == 0, run.stderr
-    assert "of one rank" in run.stdout
+    assert "rates per rank" in run.stdout
     machine = load_machine(path)
-    ranks = machine.more["ranks"]
+    ranks = machine.extra["ranks"]
     assert ranks["count"] == 2
     for key in HOST:
         assert len(ranks["each"][key]) == 2
@@ -111,7 +111,7 @@ def test_ranks_measure_at_once_and_the_slowest_counts(tmp_path: Path) -> None:
 
 @without_gpu
 @pytest.mark.slow
-def test_a_launchers_ranks_measure_at_once_and_the_first_one_speaks(tmp_path: Path) -> None:
+def test_calibrate__under_a_launcher_only_the_first_rank_prints(tmp_path: Path) -> None:
     import subprocess
 
     path = tmp_path / "launched.json"
@@ -120,22 +120,22 @@ def test_a_launchers_ranks_measure_at_once_and_the_first_one_speaks(tmp_path: Pa
     run = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout) == json.loads(path.read_text())
-    assert load_machine(path).more["ranks"]["count"] == 2
+    assert load_machine(path).extra["ranks"]["count"] == 2
 
 
 JOB = Workload("job", params=1_000_000_000, subgroup_params=100_000_000, forward_s=0.2, backward_s=0.5, other_s=0.1)
 
 
-def trace(path: Path, name: str, capacity: int = 80 * 2**30, **offload: Any) -> Path:
-    """A job of 1e9 parameters, as long in each phase as a known machine takes for it."""
+def write_trace(path: Path, name: str, capacity: int = 80 * 2**30, **offload: Any) -> Path:
+    """Write the trace of a job of 1e9 parameters whose phases take the times of a preset machine."""
     config = {"gradient_clipping": 1.0, "zero_optimization": {"sub_group_size": JOB.subgroup_params}}
     policy = "zero-offload"
     if offload:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "part_grads_async": True, **offload}  # type: ignore[index]
         if offload.get("prefetch_optimizer"):
             policy = f"interleaved:{offload['prefetch_optimizer_gap']}"
-    box = preset("h100-80gb-sxm-published")
-    schedule = simulate(make_plan(policy, JOB, box), JOB, box)
+    machine = preset("h100-80gb-sxm-published")
+    schedule = simulate(make_plan(policy, JOB, machine), JOB, machine)
     lengths = {"forward": schedule.forward_s, "backward": schedule.backward_s, "update": schedule.update_s}
     builder = TraceBuilder("recorded", deepspeed={"config": config, "version": "0.19.5"})
     device = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": capacity}
@@ -154,28 +154,28 @@ def interleaved(stride: int) -> dict[str, Any]:
     return {"prefetch_optimizer": True, "prefetch_optimizer_gap": stride}
 
 
-def test_a_machine_is_fitted_from_traces_alone(tmp_path: Path) -> None:
-    traces = [trace(tmp_path, "static", ratio=1.0)]
-    traces += [trace(tmp_path, f"every-{stride}", **interleaved(stride)) for stride in (2, 5)]
-    given = [word for path in traces for word in ("--from-trace", path)]
-    run = ebbtide("calibrate", *given, "--json", cwd=tmp_path)
+def test_calibrate__fits_a_machine_from_traces(tmp_path: Path) -> None:
+    traces = [write_trace(tmp_path, "static", ratio=1.0)]
+    traces += [write_trace(tmp_path, f"every-{stride}", **interleaved(stride)) for stride in (2, 5)]
+    arguments = [word for path in traces for word in ("--from-trace", path)]
+    run = ebbtide("calibrate", *arguments, "--json", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
-    assert found == json.loads((tmp_path / "fitted.json").read_text())
-    assert found["gpu_memory_bytes"] == 80 * 2**30
-    assert (found["host_memory_bytes"], found["duplex_bytes_per_s"]) == (None, None)
-    told = found["fit"]
-    assert list(told["residuals"]) == ["static", "every-2", "every-5"]
-    assert max(map(abs, told["residuals"].values())) < 0.01
-    assert told["policies"]["every-2"] == "interleaved:2@1,grads=async"
-    # A trace of copies that are never blocking tells nothing of pageable ones down.
-    assert "d2h_pageable_bytes_per_s" in told["unidentified"]
-    assert set(told["unidentified"]) <= set(told["uncertainty"])
-    assert "measured" not in found
+    result = json.loads(run.stdout)
+    assert result == json.loads((tmp_path / "fitted.json").read_text())
+    assert result["gpu_memory_bytes"] == 80 * 2**30
+    assert (result["host_memory_bytes"], result["duplex_bytes_per_s"]) == (None, None)
+    fit = result["fit"]
+    assert list(fit["residuals"]) == ["static", "every-2", "every-5"]
+    assert max(map(abs, fit["residuals"].values())) < 0.01
+    assert fit["policies"]["every-2"] == "interleaved:2@1,grads=async"
+    # Traces without blocking copies do not determine the rate of pageable copies to the host.
+    assert "d2h_pageable_bytes_per_s" in fit["unidentified"]
+    assert set(fit["unidentified"]) <= set(fit["uncertainty"])
+    assert "measured" not in result
 
-    run = ebbtide_in_process("calibrate", *given, "--force", cwd=tmp_path)
+    run = ebbtide_in_process("calibrate", *arguments, "--force", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    assert "these traces do not tell" in run.stdout
+    assert "not determined by these traces" in run.stdout
     assert "interleaved:5@1,grads=async" in run.stdout
     assert f"ebbtide replay {traces[0]} --machine fitted.json" in run.stderr
     replayed = ebbtide_in_process(
@@ -184,42 +184,42 @@ def test_a_machine_is_fitted_from_traces_alone(tmp_path: Path) -> None:
     assert replayed.returncode == 0, replayed.stderr
 
 
-def test_traces_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_calibrate__traces_with_the_same_name_are_named_by_their_paths(tmp_path: Path) -> None:
     paths = []
     for folder, offload in (("a", {"ratio": 1.0}), ("b", interleaved(2))):
         (tmp_path / folder).mkdir()
-        paths.append(trace(tmp_path / folder, "run", **offload))
+        paths.append(write_trace(tmp_path / folder, "run", **offload))
     out = tmp_path / "m.json"
     run = ebbtide_in_process("calibrate", "--from-trace", paths[0], "--from-trace", paths[1], "-o", out)
     assert run.returncode == 0, run.stderr
-    assert list(load_machine(out).more["fit"]["residuals"]) == [str(path) for path in paths]
+    assert list(load_machine(out).extra["fit"]["residuals"]) == [str(path) for path in paths]
 
 
-def refused(run: Run, *said: str) -> None:
-    """Bad input: one line, nothing else, exit code 2."""
+def assert_refused(run: Run, *messages: str) -> None:
+    """Assert that a command refused its input: one line, nothing else, exit code 2."""
     assert run.returncode == 2, run.stderr
     assert run.stdout == ""
     assert len(run.stderr.splitlines()) == 1, run.stderr
-    assert all(text in run.stderr for text in said), run.stderr
+    assert all(message in run.stderr for message in messages), run.stderr
 
 
-def test_bad_input_gets_one_line_and_nothing_is_written(tmp_path: Path) -> None:
-    plain = trace(tmp_path, "plain")
-    small = trace(tmp_path, "small", capacity=40 * 2**30, ratio=1.0)
-    large = trace(tmp_path, "large", ratio=1.0)
+def test_calibrate__bad_input_is_one_line_and_nothing_is_written(tmp_path: Path) -> None:
+    plain = write_trace(tmp_path, "plain")
+    small = write_trace(tmp_path, "small", capacity=40 * 2**30, ratio=1.0)
+    large = write_trace(tmp_path, "large", ratio=1.0)
     (tmp_path / "taken.json").write_text("kept")
     before = sorted(tmp_path.iterdir())
-    refused(
+    assert_refused(
         ebbtide_in_process("calibrate", "--from-trace", plain, cwd=tmp_path),
-        "plain.ebb does not tell how it was offloaded",
+        "plain.ebb does not record how it was offloaded",
     )
-    refused(ebbtide_in_process("calibrate", "--from-trace", tmp_path / "none.ebb", cwd=tmp_path), "none.ebb")
+    assert_refused(ebbtide_in_process("calibrate", "--from-trace", tmp_path / "none.ebb", cwd=tmp_path), "none.ebb")
     two = ("--from-trace", small, "--from-trace", large)
-    refused(ebbtide_in_process("calibrate", *two, cwd=tmp_path), "GPUs of different size (40.00 GiB, 80.00 GiB)")
-    refused(ebbtide_in_process("calibrate", "--from-trace", large, "--ranks", "2", cwd=tmp_path), "--ranks")
-    refused(ebbtide_in_process("calibrate", "-o", "taken.json", cwd=tmp_path), "taken.json exists already")
-    refused(ebbtide_in_process("calibrate", "-o", "no/where.json", cwd=tmp_path), "no/where.json")
+    assert_refused(ebbtide_in_process("calibrate", *two, cwd=tmp_path), "GPUs of different size (40.00 GiB, 80.00 GiB)")
+    assert_refused(ebbtide_in_process("calibrate", "--from-trace", large, "--ranks", "2", cwd=tmp_path), "--ranks")
+    assert_refused(ebbtide_in_process("calibrate", "-o", "taken.json", cwd=tmp_path), "taken.json exists already")
+    assert_refused(ebbtide_in_process("calibrate", "-o", "no/where.json", cwd=tmp_path), "no/where.json")
     for option, value in (("--ranks", "0"), ("--seconds", "0"), ("--seconds", "soon")):
-        refused(ebbtide_in_process("calibrate", option, value, cwd=tmp_path), option)
+        assert_refused(ebbtide_in_process("calibrate", option, value, cwd=tmp_path), option)
     assert sorted(tmp_path.iterdir()) == before
     assert (tmp_path / "taken.json").read_text() == "kept"

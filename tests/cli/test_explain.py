@@ -1,4 +1,4 @@
-"""The explaining commands, on traces from disk that have everything, and on traces that lack something."""
+"""The commands under "Explain", on complete traces and on traces that lack something."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ebbtide.cli import run
+from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.findings.jobs import CAPACITY, MS, PEAK, Job, async_copies, devices, offloaded, on_cpu
 from tests.analysis.findings.test_find import troubled
@@ -22,7 +23,7 @@ GPU = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": CAPACITY, "link": {
 
 
 def monitored() -> TraceBuilder:
-    """Memory and counters, no phases."""
+    """Make a trace with memory and counters, but without phases."""
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[GPU])
     for t in range(10):
@@ -31,7 +32,7 @@ def monitored() -> TraceBuilder:
 
 
 def unfinished() -> TraceBuilder:
-    """A phase that belongs to no finished iteration."""
+    """Make a trace with a phase that belongs to no finished iteration."""
     builder = TraceBuilder()
     builder.rank(0, devices=[GPU]).phase("forward", 0, MS).memory(0, 1 << 30).memory(MS, 2 << 30)
     return builder
@@ -46,8 +47,8 @@ def simulated() -> TraceBuilder:
     return builder
 
 
-def odd_figures() -> TraceBuilder:
-    """Rates that no link has, sizes that are missing, more memory than there is."""
+def extreme_figures() -> TraceBuilder:
+    """Make a trace with impossible rates, missing sizes, and more memory than the device has."""
     job = Job(2, iterations=3)
     devices(job)
     job.memory("device", {"other": 90}).memory("reserved", {"other": 95}).memory("allocated", {"other": 99})
@@ -75,10 +76,10 @@ TRACES: dict[str, Callable[[], TraceBuilder]] = {
     "no-ranks": TraceBuilder,
     "bare-rank": bare_rank,
     "simulated": simulated,
-    "odd-figures": odd_figures,
+    "extreme-figures": extreme_figures,
     "deepspeed": deepspeed_job,
 }
-# Nothing can be called free there.
+# Free memory cannot be computed for these.
 WITHOUT_MEMORY = {"no-memory", "no-ranks", "bare-rank", "simulated"}
 WITH_STEPS = {"simulated", "deepspeed"}
 
@@ -100,25 +101,25 @@ Printed = pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", TRACES)
-def test_every_trace_is_explained_or_refused_in_one_line(
+def test_commands__explain_every_trace_or_refuse_it_in_one_line(
     name: str, command: str, written: dict[str, Path], capsys: Printed
 ) -> None:
     refused = name in WITHOUT_MEMORY if command == "windows" else command == "steps" and name not in WITH_STEPS
     status = run([command, str(written[name]), "--json"])
     out, err = capsys.readouterr()
-    text = run([command, str(written[name])])
-    told, errors = capsys.readouterr()
+    text_status = run([command, str(written[name])])
+    printed, errors = capsys.readouterr()
     if refused:
-        assert (status, text, out) == (2, 2, "")
+        assert (status, text_status, out) == (2, 2, "")
         assert err == errors
         assert len(err.splitlines()) == 1
         assert ("memory" if command == "windows" else "has no sub-steps of an update: record") in err
         return
-    assert (status, text, err, errors) == (0, 0, "", "")
+    assert (status, text_status, err, errors) == (0, 0, "", "")
     assert isinstance(json.loads(out, parse_constant=refuse), dict)
-    assert told.strip()
-    # Nothing of how it is made shows.
-    assert not any(word in told for word in ("nan", "inf ", "None", "Traceback"))
+    assert printed.strip()
+    # Python values must not show.
+    assert not any(word in printed for word in ("nan", "inf ", "None", "Traceback"))
 
 
 def answer(capsys: Printed, *arguments: object) -> Any:
@@ -131,41 +132,41 @@ def text(capsys: Printed, *arguments: object) -> str:
     return capsys.readouterr().out
 
 
-def test_findings_stand_in_order_with_their_worth(written: dict[str, Path], capsys: Printed) -> None:
-    found = answer(capsys, "findings", written["troubled"])
-    assert set(found) == {"findings", "unknown"}
-    assert set(found["findings"][0]) == {"rule", "title", "worth_ms", "evidence", "advice"}
-    told = text(capsys, "findings", written["troubled"])
-    places = [told.index(f"{n}. {f['title']}") for n, f in enumerate(found["findings"], 1)]
-    assert places == sorted(places)
-    assert "(potential gain: up to 400.0 ms of 2,240 ms per iteration)" in told
-    assert "Estimated gains overlap; do not add them." in told
-    assert "cannot tell" not in told
+def test_findings__are_in_order_with_their_gains(written: dict[str, Path], capsys: Printed) -> None:
+    result = answer(capsys, "findings", written["troubled"])
+    assert set(result) == {"findings", "unknown"}
+    assert set(result["findings"][0]) == {"rule", "title", "worth_ms", "evidence", "advice"}
+    output = text(capsys, "findings", written["troubled"])
+    positions = [output.index(f"{n}. {f['title']}") for n, f in enumerate(result["findings"], 1)]
+    assert positions == sorted(positions)
+    assert "(potential gain: up to 400.0 ms of 2,240 ms per iteration)" in output
+    assert "Estimated gains overlap; do not add them." in output
+    assert "cannot answer" not in output
     well = text(capsys, "findings", written["well"])
     assert "0 findings" in well
-    assert "cannot tell" not in well
-    assert "This trace cannot tell:" in text(capsys, "findings", written["no-memory"])
+    assert "cannot answer" not in well
+    assert "This trace cannot answer:" in text(capsys, "findings", written["no-memory"])
 
 
-def test_link_has_a_row_per_phase_and_direction(written: dict[str, Path], capsys: Printed) -> None:
-    found = answer(capsys, "link", written["troubled"])
-    assert [entry["source"] for entry in found["ranks"]] == ["copies", "copies"]
-    assert len(found["phases"]) == 2 * 4 * 2
-    (use,) = [p for p in found["phases"] if (p["rank"], p["phase"], p["direction"]) == (0, "backward", "d2h")]
+def test_link__has_a_row_per_phase_and_direction(written: dict[str, Path], capsys: Printed) -> None:
+    result = answer(capsys, "link", written["troubled"])
+    assert [entry["source"] for entry in result["ranks"]] == ["copies", "copies"]
+    assert len(result["phases"]) == 2 * 4 * 2
+    (use,) = [p for p in result["phases"] if (p["rank"], p["phase"], p["direction"]) == (0, "backward", "d2h")]
     assert use["busy_ms"] == pytest.approx(400)
     assert use["share_of_peak"] == pytest.approx(2e9 / 0.9 / PEAK)
-    told = text(capsys, "link", written["troubled"])
-    assert "rank 0 of 2 ranks" in told
-    assert "pageable" in told
-    assert "400.0 ms" in told
+    output = text(capsys, "link", written["troubled"])
+    assert "rank 0 of 2 ranks" in output
+    assert "pageable" in output
+    assert "400.0 ms" in output
 
 
-def test_steps_have_a_row_each_and_with_subgroups_one_of_each(written: dict[str, Path], capsys: Printed) -> None:
-    found = answer(capsys, "steps", written["deepspeed"])
-    assert set(found) == {"pool", "tiles", "steps", "subgroups", "resources"}
-    assert len(found["steps"]) == 11
-    assert len(found["subgroups"]) == 5 * 5
-    assert set(found["steps"][0]["h2d"]) == {
+def test_steps__has_a_row_per_sub_step_and_optionally_per_subgroup(written: dict[str, Path], capsys: Printed) -> None:
+    result = answer(capsys, "steps", written["deepspeed"])
+    assert set(result) == {"pool", "tiles", "steps", "subgroups", "resources"}
+    assert len(result["steps"]) == 11
+    assert len(result["subgroups"]) == 5 * 5
+    assert set(result["steps"][0]["h2d"]) == {
         "bytes",
         "busy_share",
         "pinned_share",
@@ -173,37 +174,37 @@ def test_steps_have_a_row_each_and_with_subgroups_one_of_each(written: dict[str,
         "busy_bytes_per_s",
         "share_of_peak",
     }
-    told = text(capsys, "steps", written["deepspeed"])
-    assert "they follow each other" in told
-    assert "update: cpu 240.0 ms (67 %)" in told
-    (row,) = [line.split() for line in told.splitlines() if " parameters " in line]
+    output = text(capsys, "steps", written["deepspeed"])
+    assert "one after the other" in output
+    assert "update: cpu 240.0 ms (67 %)" in output
+    (row,) = [table_row.split() for table_row in output.splitlines() if " parameters " in table_row]
     assert row[:5] == ["parameters", "update", "host", "100.0", "ms"]
     assert row[-3:] == ["h2d", "20.00", "GiB"]
-    assert "By subgroup" not in told
+    assert "By subgroup" not in output
     assert "By subgroup" in text(capsys, "steps", written["deepspeed"], "--subgroups")
-    assert "times do not add up" in text(capsys, "steps", written["simulated"])
+    assert "do not add their times" in text(capsys, "steps", written["simulated"])
 
 
-def test_memory_has_a_row_per_pool_and_gap(written: dict[str, Path], capsys: Printed) -> None:
-    found = answer(capsys, "memory", written["troubled"])
-    assert {g["gap"] for g in found["gaps"]} == {"fragmentation", "outside torch", "free"}
-    assert {g["low_bytes"] for g in found["gaps"] if g["gap"] == "outside torch"} == {10 << 30}
+def test_memory__has_a_row_per_pool_and_gap(written: dict[str, Path], capsys: Printed) -> None:
+    result = answer(capsys, "memory", written["troubled"])
+    assert {g["gap"] for g in result["gaps"]} == {"fragmentation", "outside torch", "free"}
+    assert {g["low_bytes"] for g in result["gaps"] if g["gap"] == "outside torch"} == {10 << 30}
     assert "20.00 GiB" in text(capsys, "memory", written["troubled"])
-    # What is used beyond the capacity leaves nothing free, and no gap is negative.
-    gaps = answer(capsys, "memory", written["odd-figures"])["gaps"]
+    # Use beyond the capacity leaves nothing free, and no gap is negative.
+    gaps = answer(capsys, "memory", written["extreme-figures"])["gaps"]
     assert {(g["low_bytes"], g["peak_bytes"]) for g in gaps} == {(0, 0)}
 
 
-def test_iterations_name_the_slowest_rank(written: dict[str, Path], capsys: Printed) -> None:
-    found = answer(capsys, "iterations", written["troubled"])
-    assert (found["counted"], found["warmup"], found["slowest_rank"]) == (6, [0, 1], {"0": 0, "1": 6})
-    assert len(found["rows"]) == 2 * 8
-    told = text(capsys, "iterations", written["troubled"])
-    assert "most often slowest: rank 1, in 6 of 6 iterations" in told
+def test_iterations__names_the_slowest_rank(written: dict[str, Path], capsys: Printed) -> None:
+    result = answer(capsys, "iterations", written["troubled"])
+    assert (result["counted"], result["warmup"], result["slowest_rank"]) == (6, [0, 1], {"0": 0, "1": 6})
+    assert len(result["rows"]) == 2 * 8
+    output = text(capsys, "iterations", written["troubled"])
+    assert "most often the slowest: rank 1, in 6 of 6 iterations" in output
     assert "0 iterations counted" in text(capsys, "iterations", written["unfinished"])
 
 
-def test_a_rank_can_be_asked_for(written: dict[str, Path], capsys: Printed) -> None:
+def test_rank_option__selects_a_rank(written: dict[str, Path], capsys: Printed) -> None:
     path = written["troubled"]
     assert {p["rank"] for p in answer(capsys, "link", path, "--rank", 1)["phases"]} == {1}
     assert {p["rank"] for p in answer(capsys, "memory", path, "--rank", 1)["pools"]} == {1}
@@ -217,21 +218,21 @@ def test_a_rank_can_be_asked_for(written: dict[str, Path], capsys: Printed) -> N
             assert (out, len(err.splitlines())) == ("", 1)
 
 
-def test_windows_can_be_asked_for_by_length_and_iteration(written: dict[str, Path], capsys: Printed) -> None:
+def test_windows__selects_by_length_and_iteration(written: dict[str, Path], capsys: Printed) -> None:
     path = written["well"]
 
-    def found(*options: object) -> Any:
+    def windows_with(*options: object) -> Any:
         return answer(capsys, "windows", path, "--min-bytes", "0.5GiB", *options)
 
-    every = found()["windows"]
-    assert len(every) == 2 * 8 * 4
-    assert len({(w["rank"], w["iteration"], w["phase"]) for w in every}) == len(every)
-    assert {w["phase"] for w in found("--min-ms", 100)["windows"]} == {"forward", "backward", "update"}
-    assert {w["phase"] for w in found("--min-ms", 100.1)["guaranteed"]} == {"backward"}
-    for asked, numbers in (("3", {3}), ("3:6", {3, 4, 5}), ("6:", {6, 7}), (":2", {0, 1}), ("9:", set())):
-        assert {w["iteration"] for w in found("--iterations", asked)["windows"]} == numbers
-    assert found("--iterations", "3", "--min-ms", 150)["windows"] == [
-        w for w in every if w["iteration"] == 3 and w["phase"] == "backward"
+    every_window = windows_with()["windows"]
+    assert len(every_window) == 2 * 8 * 4
+    assert len({(w["rank"], w["iteration"], w["phase"]) for w in every_window}) == len(every_window)
+    assert {w["phase"] for w in windows_with("--min-ms", 100)["windows"]} == set(PHASES)
+    assert {w["phase"] for w in windows_with("--min-ms", 100.1)["guaranteed"]} == {"backward"}
+    for iterations, numbers in (("3", {3}), ("3:6", {3, 4, 5}), ("6:", {6, 7}), (":2", {0, 1}), ("9:", set())):
+        assert {w["iteration"] for w in windows_with("--iterations", iterations)["windows"]} == numbers
+    assert windows_with("--iterations", "3", "--min-ms", 150)["windows"] == [
+        w for w in every_window if w["iteration"] == 3 and w["phase"] == "backward"
     ]
     for wrong in (("--min-ms", "-1"), ("--min-ms", "long"), ("--iterations", "5:3"), ("--iterations", "x")):
         assert run(["windows", str(path), *wrong]) == 2
@@ -240,7 +241,7 @@ def test_windows_can_be_asked_for_by_length_and_iteration(written: dict[str, Pat
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_is_no_trace_is_refused_in_one_line(command: str, tmp_path: Path, capsys: Printed) -> None:
+def test_commands__refuse_other_folders_in_one_line(command: str, tmp_path: Path, capsys: Printed) -> None:
     (tmp_path / "meta.json").write_text("{}")
     for path in (tmp_path, tmp_path / "missing.ebb"):
         assert run([command, str(path), "--json"]) == 2
@@ -248,7 +249,7 @@ def test_what_is_no_trace_is_refused_in_one_line(command: str, tmp_path: Path, c
         assert (out, len(err.splitlines())) == ("", 1)
 
 
-def test_they_run_as_commands_too(written: dict[str, Path]) -> None:
+def test_findings__runs_as_a_process(written: dict[str, Path]) -> None:
     shown = ebbtide("findings", written["troubled"], "--json")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert len(json.loads(shown.stdout)["findings"]) == 12

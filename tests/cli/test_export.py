@@ -33,7 +33,7 @@ JOB = """
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     """A folder with a trace of two ranks, a file and a folder."""
     builder = TraceBuilder("recorded")
     for rank in (0, 1):
@@ -47,7 +47,9 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_recorded_job_opens_in_perfetto_and_in_pandas(record: Callable[..., Recorded], tmp_path: Path) -> None:
+def test_export_and_tables__a_recorded_job_opens_in_perfetto_and_pandas(
+    record: Callable[..., Recorded], tmp_path: Path
+) -> None:
     job = record(JOB)
     run = ebbtide("export", job.path, "-o", "x.json.gz", cwd=tmp_path)
     assert (run.returncode, run.stdout) == (0, "")
@@ -65,21 +67,21 @@ def test_a_recorded_job_opens_in_perfetto_and_in_pandas(record: Callable[..., Re
     assert len(pd.read_csv(tmp_path / "out" / "windows.csv")) > 0
 
 
-def test_force_replaces_what_stands(place: Path) -> None:
-    assert ebbtide_in_process("export", "a.ebb", "-o", "file.json", "--force", cwd=place).returncode == 0
-    check((place / "file.json").read_text())
+def test_export_and_tables__force_replaces_existing_output(folder: Path) -> None:
+    assert ebbtide_in_process("export", "a.ebb", "-o", "file.json", "--force", cwd=folder).returncode == 0
+    check((folder / "file.json").read_text())
     for format in ("csv", "parquet"):
-        run = ebbtide_in_process("tables", "a.ebb", "-o", "out", "--format", format, "--force", cwd=place)
+        run = ebbtide_in_process("tables", "a.ebb", "-o", "out", "--format", format, "--force", cwd=folder)
         assert (run.returncode, run.stdout) == (0, "")
         assert "no table of windows" in run.stderr
-        assert (place / "out" / f"link.{format}").exists()
-    assert not (place / "out" / "link.csv").exists()
-    table = pd.read_parquet(place / "out" / "transfers.parquet")
+        assert (folder / "out" / f"link.{format}").exists()
+    assert not (folder / "out" / "link.csv").exists()
+    table = pd.read_parquet(folder / "out" / "transfers.parquet")
     assert table[["rank", "bytes"]].values.tolist() == [[0, 64], [1, 64]]
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("command_line", "message"),
     [
         ("export a.ebb", "-o"),
         ("export -o x.json", "RUN.ebb"),
@@ -99,28 +101,30 @@ def test_force_replaces_what_stands(place: Path) -> None:
         ("tables a.ebb -o out --min-bytes lots", "lots"),
     ],
 )
-def test_bad_input_is_one_line_and_writes_nothing(place: Path, line: str, says: str) -> None:
-    before = contents(place)
-    assert says in refused(ebbtide_in_process(*line.split(), cwd=place))
-    assert contents(place) == before
+def test_export_and_tables__bad_input_is_one_line_and_writes_nothing(
+    folder: Path, command_line: str, message: str
+) -> None:
+    before = contents(folder)
+    assert message in refused(ebbtide_in_process(*command_line.split(), cwd=folder))
+    assert contents(folder) == before
 
 
-@pytest.mark.parametrize("line", ["export a.ebb -o x.json", "tables a.ebb -o out"])
-def test_a_file_system_that_is_full_leaves_nothing_half_written(place: Path, line: str) -> None:
-    """With a limit on the size of files, which is met as a full disk is: while writing."""
-    before = contents(place)
-    limited = f"ulimit -f 8; exec {sys.executable} -B -m ebbtide {line}"
-    run = subprocess.run(["bash", "-c", limited], cwd=place, capture_output=True, text=True, timeout=240, check=False)
+@pytest.mark.parametrize("command_line", ["export a.ebb -o x.json", "tables a.ebb -o out"])
+def test_export_and_tables__a_full_file_system_leaves_no_partial_output(folder: Path, command_line: str) -> None:
+    """A limit on the size of files fails as a full disk does: while writing."""
+    before = contents(folder)
+    limited = f"ulimit -f 8; exec {sys.executable} -B -m ebbtide {command_line}"
+    run = subprocess.run(["bash", "-c", limited], cwd=folder, capture_output=True, text=True, timeout=240, check=False)
     assert "cannot write" in refused(run)
-    assert contents(place) == before
+    assert contents(folder) == before
 
 
-def test_neither_command_imports_torch_or_matplotlib(place: Path) -> None:
-    for line in ("export a.ebb -o x.json", "tables a.ebb -o out"):
-        command = [sys.executable, "-X", "importtime", "-m", "ebbtide", *line.split()]
-        run = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=240, check=False)
+def test_export_and_tables__import_neither_torch_nor_matplotlib(folder: Path) -> None:
+    for command_line in ("export a.ebb -o x.json", "tables a.ebb -o out"):
+        command = [sys.executable, "-X", "importtime", "-m", "ebbtide", *command_line.split()]
+        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
         assert run.returncode == 0
         imported = {row.rpartition("|")[2].strip() for row in run.stderr.splitlines() if row.startswith("import time:")}
         assert "pandas" in imported
         assert not imported & {"torch", "matplotlib"}
-    assert sorted(os.listdir(place)) == ["a.ebb", "file.json", "folder", "folder.json", "out", "x.json"]
+    assert sorted(os.listdir(folder)) == ["a.ebb", "file.json", "folder", "folder.json", "out", "x.json"]

@@ -1,4 +1,4 @@
-"""`ebbtide import`, as a user runs it."""
+"""`ebbtide import`, end to end."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ MONITOR = "timestamp,gpu,mem_used,mem_free,rxpci [MiB/s],txpci [MiB/s]\n" + "".j
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Run]:
-    """Run a command line within this process."""
+    """Return a function that runs a command line in this process."""
     monkeypatch.chdir(tmp_path)
 
-    def go(*arguments: str | Path) -> Run:
+    def run_command(*arguments: str | Path) -> Run:
         status = run([str(argument) for argument in arguments])
         return Run(arguments, status, *capsys.readouterr())
 
-    return go
+    return run_command
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     (tmp_path / "run.log").write_bytes(LAUNCHER.read_bytes())
     (tmp_path / "m.csv").write_text(MONITOR)
     (tmp_path / "m.csv.gz").write_bytes(gzip.compress(MONITOR.encode()))
@@ -50,7 +50,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# (the command line, what its one line must hold)
+# (command line, part of its error message)
 BAD = [
     ("import", "SOURCE"),
     ("import run.log", "-o"),
@@ -65,53 +65,57 @@ BAD = [
     ("import m.csv --format deepspeed-log -o x.ebb", "turn on wall_clock_breakdown"),
     ("import bare.csv -o x.ebb", "not csv,noheader"),
     ("import cut.gz -o x.ebb", "cut.gz is damaged"),
-    ("import run.log m.csv -o x.ebb", "run.log has no dates, so it cannot be put beside other files"),
+    ("import run.log m.csv -o x.ebb", "run.log has no dates, so it cannot be combined with other files"),
     ("import run.log run.log -o x.ebb", "two DeepSpeed logs"),
-    ("import m.csv m.csv -o x.ebb", "tell of the same devices"),
+    ("import m.csv m.csv -o x.ebb", "cover the same devices"),
     ("import m.csv -o file", "exists already"),
     ("import m.csv -o file --force", "replaces only traces"),
     ("import m.csv -o file/x.ebb", "cannot write"),
     ("import m.csv -o x.ebb --capacity lots", "'lots' is not a size"),
-    ("import m.csv -o x.ebb --link 7x16", "'7x16' is not a link: write generation x lanes, like 5x16"),
+    ("import m.csv -o x.ebb --link 7x16", "'7x16' is not a link: write generation x lanes, e.g. 5x16"),
     ("import m.csv -o x.ebb --link 5x3", "5x16"),
     ("import m.csv -o x.ebb --nonsense", "--nonsense"),
 ]
 
 
-@pytest.mark.parametrize(("line", "says"), BAD)
-def test_bad_input_is_one_line_and_leaves_nothing(
-    place: Path, line: str, says: str, command: Callable[..., Run]
+@pytest.mark.parametrize(("command_line", "message"), BAD)
+def test_import__bad_input_is_one_line_and_changes_no_file(
+    folder: Path, command_line: str, message: str, command: Callable[..., Run]
 ) -> None:
-    before = contents(place)
-    assert says in refused(command(*line.split()))
-    assert contents(place) == before
+    before = contents(folder)
+    assert message in refused(command(*command_line.split()))
+    assert contents(folder) == before
 
 
-def test_a_bad_file_ends_the_command_with_2(place: Path) -> None:
+def test_import__a_bad_file_exits_with_2(folder: Path) -> None:
     assert "turn on wall_clock_breakdown" in refused(
-        ebbtide_in_process("import", "quiet.log", "-o", "x.ebb", cwd=place)
+        ebbtide_in_process("import", "quiet.log", "-o", "x.ebb", cwd=folder)
     )
 
 
-def test_a_log_from_import_to_windows(place: Path) -> None:
-    done = ebbtide("import", "run.log", "-o", "x.ebb", cwd=place)
+def test_import__a_log_up_to_its_windows(folder: Path) -> None:
+    done = ebbtide("import", "run.log", "-o", "x.ebb", cwd=folder)
     assert (done.returncode, done.stdout) == (0, "")
     *notes, last = done.stderr.splitlines()
-    assert [note.removeprefix("ebbtide: ") for note in notes] == open_trace(place / "x.ebb").notes
+    assert [note.removeprefix("ebbtide: ") for note in notes] == open_trace(folder / "x.ebb").notes
     assert "x.ebb" in last
     assert "summary" in last
-    summary = json.loads(ebbtide_in_process("summary", "x.ebb", "--json", cwd=place).stdout)
+    summary = json.loads(ebbtide_in_process("summary", "x.ebb", "--json", cwd=folder).stdout)
     assert (summary["iterations"], summary["warmup_iterations"], summary["ranks"]) == (2, 0, 2)
     assert summary["memory"]["pool"] == "allocated"
     assert summary["memory"]["capacity_bytes"] is None
     for phase in summary["phases"]:
         assert phase["min_free_bytes"] is phase["h2d_bytes"] is phase["d2h_bytes"] is None
-    assert summary["transfers"] == {way: {"count": None, "bytes": None, "busy_ms": None} for way in ("h2d", "d2h")}
-    assert "import takes --capacity" in refused(ebbtide_in_process("windows", "x.ebb", "--json", cwd=place))
-    # With what the user knows there are windows: of rank 0, whose memory the log tells, and no other's.
-    again = ebbtide_in_process("import", "run.log", "-o", "x.ebb", "--capacity", "1GiB", "--force", cwd=place)
+    assert summary["transfers"] == {
+        direction: {"count": None, "bytes": None, "busy_ms": None} for direction in ("h2d", "d2h")
+    }
+    assert "pass --capacity to `ebbtide import`" in refused(
+        ebbtide_in_process("windows", "x.ebb", "--json", cwd=folder)
+    )
+    # With the capacity given there are windows of rank 0, the only one whose memory is in the log.
+    again = ebbtide_in_process("import", "run.log", "-o", "x.ebb", "--capacity", "1GiB", "--force", cwd=folder)
     assert "capacity" not in again.stderr
-    windows = json.loads(ebbtide_in_process("windows", "x.ebb", "--json", "--min-bytes", "500MiB", cwd=place).stdout)
+    windows = json.loads(ebbtide_in_process("windows", "x.ebb", "--json", "--min-bytes", "500MiB", cwd=folder).stdout)
     assert windows["capacity_bytes"] == 2**30
     assert {w["rank"] for w in windows["windows"]} == {0}
     assert {w["iteration"] for w in windows["windows"]} == {0, 1}
@@ -123,14 +127,14 @@ def test_a_log_from_import_to_windows(place: Path) -> None:
     ("options", "peak"),
     [("", None), ("--link 5x16", 63.0e9), ("--link gen4X8", 15.75e9), ("--link 3x16 --capacity 90GB", 15.75e9)],
 )
-def test_a_monitor_file_with_and_without_its_link(
-    place: Path, options: str, peak: float | None, command: Callable[..., Run]
+def test_import__a_monitor_file_with_and_without_its_link(
+    folder: Path, options: str, peak: float | None, command: Callable[..., Run]
 ) -> None:
     done = command("import", "m.csv.gz", "-o", "x.ebb", *options.split())
     assert done.returncode == 0, done.stderr
     assert ("import with --link" in done.stderr) == (peak is None)
-    device = open_trace(place / "x.ebb").rank(1)["devices"][0]
-    assert device["capacity_bytes"] == (90 if "90GB" in options else 80) * 10**9
+    device = open_trace(folder / "x.ebb").rank(1).devices[0]
+    assert device.capacity_bytes == (90 if "90GB" in options else 80) * 10**9
     windows = json.loads(command("windows", "x.ebb", "--json", "--min-bytes", "1GB").stdout)
     assert {w["rank"] for w in windows["windows"]} == {0, 1}
     for window in windows["windows"]:
@@ -138,12 +142,12 @@ def test_a_monitor_file_with_and_without_its_link(
         if peak is None:
             assert window["h2d_idle_share"] is window["d2h_idle_share"] is None
         else:
-            assert device["link"]["peak_bytes_per_s"] == pytest.approx(peak, rel=2e-3)
+            assert device.link.peak_bytes_per_s == pytest.approx(peak, rel=2e-3)
             assert 0.99 < window["h2d_idle_share"] < 1.0 == window["d2h_idle_share"]
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="the published measurements are not here (shared/published)")
-def test_a_published_run_from_import_to_windows(tmp_path: Path, command: Callable[..., Run]) -> None:
+def test_import__a_published_run_up_to_its_windows(tmp_path: Path, command: Callable[..., Run]) -> None:
     log = next(PUBLISHED.glob("*ratio0.5*prefetch1*.log"))
     files = [log, log.with_name(f"{log.stem}-monitor.csv")]
     done = command("import", *files, "-o", tmp_path / "x.ebb", "--link", "5x16")
@@ -153,9 +157,9 @@ def test_a_published_run_from_import_to_windows(tmp_path: Path, command: Callabl
     assert all(value is not None for phase in summary["phases"] for value in phase.values())
     windows = json.loads(command("windows", tmp_path / "x.ebb", "--json", "--min-bytes", "8GiB").stdout)
     assert {w["rank"] for w in windows["windows"]} == {0, 1, 2, 3}
-    assert all(w[f"{way}_idle_share"] is not None for w in windows["windows"] for way in ("h2d", "d2h"))
+    assert all(w[f"{direction}_idle_share"] is not None for w in windows["windows"] for direction in ("h2d", "d2h"))
 
 
-def test_help_tells_the_options() -> None:
+def test_import__help_lists_the_options() -> None:
     shown = ebbtide_in_process("import", "--help").stdout
     assert all(word in shown for word in ("SOURCE...", "--format", "--capacity", "--link", "--force"))

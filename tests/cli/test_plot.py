@@ -1,4 +1,4 @@
-"""`ebbtide plot` as a user runs it."""
+"""`ebbtide plot`, end to end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIGNATURES = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plots")
     builder = TraceBuilder()
     for number in range(2):
@@ -31,35 +31,35 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("format", list(SIGNATURES))
 @pytest.mark.parametrize("kind", ["both", "memory", "link", "windows"])
-def test_every_kind_is_drawn_in_every_format(place: Path, kind: str, format: str) -> None:
+def test_plot__writes_every_kind_in_every_format(folder: Path, kind: str, format: str) -> None:
     output = f"{kind}.{format}"
-    run = ebbtide_in_process("plot", "run.ebb", "-o", output, "--kind", kind, "--min-bytes", "45MiB", cwd=place)
+    run = ebbtide_in_process("plot", "run.ebb", "-o", output, "--kind", kind, "--min-bytes", "45MiB", cwd=folder)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", f"ebbtide: {output}\n")
-    assert (place / output).read_bytes().startswith(SIGNATURES[format])
+    assert (folder / output).read_bytes().startswith(SIGNATURES[format])
 
 
-def test_options_reach_the_picture(place: Path) -> None:
+def test_plot__applies_its_options(folder: Path) -> None:
     chosen = ("--rank", "1", "--iterations", "1:3", "--kind", "windows", "--min-bytes", "41MiB")
-    assert ebbtide_in_process("plot", "run.ebb", "-o", "chosen.SVG", *chosen, cwd=place).returncode == 0
-    # Text is drawn as outlines; what it says stands in comments.
-    said = re.findall(r"<!-- (.*?) -->", (place / "chosen.SVG").read_text())
-    assert {"rank 1 · a GPU", "1", "2", "≥ 41.00 MiB free"} <= set(said)
+    assert ebbtide_in_process("plot", "run.ebb", "-o", "chosen.SVG", *chosen, cwd=folder).returncode == 0
+    # Text is drawn as outlines; the characters are in comments.
+    texts = re.findall(r"<!-- (.*?) -->", (folder / "chosen.SVG").read_text())
+    assert {"rank 1 · a GPU · free memory: capacity minus device", "1", "2", "≥ 41.00 MiB free"} <= set(texts)
     # 41 MiB of the 100 are free at the peak of 59.
-    assert "41.00 MiB" in said
+    assert "41.00 MiB" in texts
 
 
-def test_a_picture_is_replaced_only_when_forced(place: Path) -> None:
-    (place / "taken.png").write_text("kept")
-    assert "--force" in refused(ebbtide_in_process("plot", "run.ebb", "-o", "taken.png", cwd=place))
-    assert (place / "taken.png").read_text() == "kept"
-    assert ebbtide("plot", "run.ebb", "unlinked.ebb", "-o", "taken.png", "--force", cwd=place).returncode == 0
-    assert (place / "taken.png").read_bytes().startswith(SIGNATURES["png"])
-    (place / "folder.png").mkdir()
-    assert "not a file" in refused(ebbtide_in_process("plot", "run.ebb", "-o", "folder.png", "--force", cwd=place))
+def test_plot__replaces_a_picture_only_with_force(folder: Path) -> None:
+    (folder / "taken.png").write_text("kept")
+    assert "--force" in refused(ebbtide_in_process("plot", "run.ebb", "-o", "taken.png", cwd=folder))
+    assert (folder / "taken.png").read_text() == "kept"
+    assert ebbtide("plot", "run.ebb", "unlinked.ebb", "-o", "taken.png", "--force", cwd=folder).returncode == 0
+    assert (folder / "taken.png").read_bytes().startswith(SIGNATURES["png"])
+    (folder / "folder.png").mkdir()
+    assert "not a file" in refused(ebbtide_in_process("plot", "run.ebb", "-o", "folder.png", "--force", cwd=folder))
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("arguments", "message"),
     [
         ("run.ebb unlinked.ebb -o x.png --kind link", "unlinked.ebb has no link to draw"),
         ("run.ebb -o x.png --kind tide", "tide"),
@@ -68,7 +68,7 @@ def test_a_picture_is_replaced_only_when_forced(place: Path) -> None:
         ("run.ebb unlinked.ebb -o x.png --rank 1", "unlinked.ebb has no rank 1"),
     ],
 )
-def test_what_cannot_be_drawn_is_one_line(place: Path, line: str, says: str) -> None:
-    before = sorted(path.name for path in place.iterdir())
-    assert says in refused(ebbtide_in_process("plot", *line.split(), cwd=place))
-    assert sorted(path.name for path in place.iterdir()) == before
+def test_plot__bad_input_is_one_line(folder: Path, arguments: str, message: str) -> None:
+    before = sorted(path.name for path in folder.iterdir())
+    assert message in refused(ebbtide_in_process("plot", *arguments.split(), cwd=folder))
+    assert sorted(path.name for path in folder.iterdir()) == before

@@ -13,7 +13,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 SMALL = ("--layers", "1", "--width", "32", "--context", "32", "--batch", "2")
 
 
-def test_the_example_is_recorded_summarized_and_drawn(tmp_path: Path) -> None:
+def test_profile__records_the_example_for_summary_and_plot(tmp_path: Path) -> None:
     trace = tmp_path / "run.ebb"
     profiled = ebbtide(
         "profile", "-o", trace, "--", sys.executable, EXAMPLE, *SMALL, "--steps", "6", "--accumulate", "2"

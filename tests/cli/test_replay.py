@@ -1,4 +1,4 @@
-"""`ebbtide replay`, on traces, workload files and sizes: what it prints, writes and refuses."""
+"""`ebbtide replay` on traces, workload files and sizes: its output, and the input that it refuses."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.cli import run
 from ebbtide.interleave.policies import BUILT_IN, POLICIES
 from ebbtide.interleave.replay.workload_from_trace import workload_of
+from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.analysis.findings.jobs import PARAMS, Job, devices, offloaded
 from tests.conftest import ebbtide
@@ -24,16 +25,15 @@ Printed = pytest.CaptureFixture[str]
 FIXED = ("zero-offload", "twin-flow:0.5", "interleaved:2")
 OPTIONS = [part for policy in FIXED for part in ("--policy", policy)]
 OWN = '''
-from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies import policy
+from ebbtide.interleave.policies import PlanBuilder, policy
 
 
 @policy("own", half=("first", "last"))
 def own(workload, machine, choice):
-    """One half of the subgroups on the GPU for good."""
+    """Keep one half of the subgroups resident on the GPU."""
     builder = PlanBuilder(choice.text, workload)
     count = len(builder.sizes)
-    home = range(count // 2) if choice.knobs["half"] == "first" else range(count // 2, count)
+    home = range(count // 2) if choice.options["half"] == "first" else range(count // 2, count)
     builder.gradients(keep=frozenset(home))
     for subgroup in range(count):
         builder.resident(subgroup) if subgroup in home else builder.on_cpu(subgroup)
@@ -42,17 +42,17 @@ def own(workload, machine, choice):
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a machine, a workload, traces that have everything or lack something, and outputs that exist."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a machine, a workload, complete and incomplete traces, and outputs that exist."""
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path)
-    for name, object_, changes in (
+    for name, values, changes in (
         ("no-gpu-rate", MACHINE, {"gpu_update_params_per_s": None}),
         ("negative", MACHINE, {"h2d_bytes_per_s": -1}),
         ("wrong-unit", MACHINE, {"h2d_bytes_per_s": 50}),
         ("unknown-free", WORKLOAD, {"gpu_free_bytes": None}),
     ):
-        (tmp_path / f"{name}.json").write_text(json.dumps(object_ | changes))
+        (tmp_path / f"{name}.json").write_text(json.dumps(values | changes))
     (tmp_path / "truncated.json").write_text(json.dumps(MACHINE)[:99])
     offloaded(2, used=60).builder.write("run.ebb")
     devices(Job(1)).meta(optimizers=[{"params": PARAMS}]).builder.write("no-memory.ebb")
@@ -72,14 +72,14 @@ def refuse(constant: str) -> Any:
     raise AssertionError(f"{constant} is not JSON")
 
 
-def answer(capsys: Printed, line: str) -> Any:
-    """The one JSON object that is printed."""
-    assert run(["replay", *line.split(), "--json"]) == 0
+def answer(capsys: Printed, arguments: str) -> Any:
+    """Run `ebbtide replay` and return the JSON object that it prints."""
+    assert run(["replay", *arguments.split(), "--json"]) == 0
     return json.loads(capsys.readouterr().out, parse_constant=refuse)
 
 
-def text(capsys: Printed, line: str) -> str:
-    assert run(["replay", *line.split()]) == 0
+def text(capsys: Printed, arguments: str) -> str:
+    assert run(["replay", *arguments.split()]) == 0
     return capsys.readouterr().out
 
 
@@ -87,70 +87,72 @@ def contents(folder: Path) -> dict[str, bytes | None]:
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
 
 
-def test_the_object_is_the_contracts(place: Path, capsys: Printed) -> None:
-    found = answer(capsys, "--workload w.json --machine m.json")
+def test_replay__json_has_the_documented_keys(folder: Path, capsys: Printed) -> None:
+    printed = answer(capsys, "--workload w.json --machine m.json")
     # `skipped` and `limited_by` are additions.
-    assert list(found) == ["workload", "machine", "results", "bound", "skipped"]
-    assert all(list(result) == RESULT for result in found["results"])
-    assert list(found["bound"]) == BOUND
-    assert [result["policy"] for result in found["results"]] == list(BUILT_IN)
-    assert {result["fits"] for result in found["results"]} == {True, False}
-    assert found["machine"] == MACHINE | {"duplex_bytes_per_s": None, "step_overhead_s": None}
-    assert {key: found["workload"][key] for key in WORKLOAD} == WORKLOAD
+    assert list(printed) == ["workload", "machine", "results", "bound", "skipped"]
+    assert all(list(result) == RESULT for result in printed["results"])
+    assert list(printed["bound"]) == BOUND
+    assert [result["policy"] for result in printed["results"]] == list(BUILT_IN)
+    assert {result["fits"] for result in printed["results"]} == {True, False}
+    assert printed["machine"] == MACHINE | {"duplex_bytes_per_s": None, "step_overhead_s": None}
+    assert {key: printed["workload"][key] for key in WORKLOAD} == WORKLOAD
 
 
-def test_results_stand_in_the_order_asked_for(place: Path, capsys: Printed) -> None:
-    asked = "--policy interleaved:2,grads=blocking --policy zero-offload --policy interleaved:2.0"
-    found = answer(capsys, f"--workload w.json --machine m.json {asked}")
-    policies = [result["policy"] for result in found["results"]]
+def test_replay__results_are_in_the_order_of_the_policies(folder: Path, capsys: Printed) -> None:
+    options = "--policy interleaved:2,grads=blocking --policy zero-offload --policy interleaved:2.0"
+    printed = answer(capsys, f"--workload w.json --machine m.json {options}")
+    policies = [result["policy"] for result in printed["results"]]
     assert policies == ["interleaved:2,grads=blocking", "zero-offload", "interleaved:2.0"]
 
 
-def test_what_is_not_known_is_null(place: Path, capsys: Printed) -> None:
-    found = answer(capsys, f"no-memory.ebb --machine m.json {' '.join(OPTIONS)}")
-    assert found["workload"]["gpu_free_bytes"] is None
-    assert [result["fits"] for result in found["results"]] == [True, None, None]
-    # Without being asked for, what needs to know it is left out; asked for, it refuses (below).
-    every = answer(capsys, "no-memory.ebb --machine m.json")
-    assert list(every["skipped"]) == ["adaptive"]
-    assert "adaptive" not in [result["policy"] for result in every["results"]]
-    told = text(capsys, "no-memory.ebb --machine m.json")
-    assert "note: what is free on the device is not known" in told
-    assert "left out: adaptive" in told
-    assert "not known" in told
+def test_replay__unknown_values_are_null(folder: Path, capsys: Printed) -> None:
+    printed = answer(capsys, f"no-memory.ebb --machine m.json {' '.join(OPTIONS)}")
+    assert printed["workload"]["gpu_free_bytes"] is None
+    assert [result["fits"] for result in printed["results"]] == [True, None, None]
+    # By default, a policy that needs the free memory is left out; if it is given, it is refused (below).
+    by_default = answer(capsys, "no-memory.ebb --machine m.json")
+    assert list(by_default["skipped"]) == ["adaptive"]
+    assert "adaptive" not in [result["policy"] for result in by_default["results"]]
+    output = text(capsys, "no-memory.ebb --machine m.json")
+    assert "note: the free memory of the device is not known" in output
+    assert "left out: adaptive" in output
+    assert "not known" in output
 
 
-def test_the_same_input_gives_the_same_bytes_and_what_is_printed_can_be_replayed(place: Path) -> None:
-    one, other = (
-        ebbtide("replay", "run.ebb", "--machine", "m.json", *OPTIONS, "--json", cwd=place, env={"PYTHONHASHSEED": seed})
+def test_replay__is_deterministic_and_its_output_can_be_replayed(folder: Path) -> None:
+    first, second = (
+        ebbtide(
+            "replay", "run.ebb", "--machine", "m.json", *OPTIONS, "--json", cwd=folder, env={"PYTHONHASHSEED": seed}
+        )
         for seed in ("1", "2")
     )
-    assert (one.returncode, one.stderr) == (0, "")
-    assert one.stdout == other.stdout
-    found = json.loads(one.stdout)
-    (place / "again-w.json").write_text(json.dumps(found["workload"]))
-    (place / "again-m.json").write_text(json.dumps(found["machine"]))
-    again = ebbtide("replay", "--workload", "again-w.json", "--machine", "again-m.json", *OPTIONS, "--json", cwd=place)
-    assert again.stdout == one.stdout
+    assert (first.returncode, first.stderr) == (0, "")
+    assert first.stdout == second.stdout
+    printed = json.loads(first.stdout)
+    (folder / "again-w.json").write_text(json.dumps(printed["workload"]))
+    (folder / "again-m.json").write_text(json.dumps(printed["machine"]))
+    again = ebbtide("replay", "--workload", "again-w.json", "--machine", "again-m.json", *OPTIONS, "--json", cwd=folder)
+    assert again.stdout == first.stdout
 
 
-def test_a_traces_workload_is_what_was_recorded(place: Path, capsys: Printed) -> None:
-    found = answer(capsys, f"run.ebb --machine m.json {' '.join(OPTIONS)}")["workload"]
+def test_replay__takes_the_workload_from_the_trace(folder: Path, capsys: Printed) -> None:
+    workload = answer(capsys, f"run.ebb --machine m.json {' '.join(OPTIONS)}")["workload"]
     job = workload_of(open_trace("run.ebb"))
-    assert (found["name"], found["params"], found["forward_s"]) == ("run", PARAMS, 0.1)
-    assert found["gpu_free_bytes"] == [{"at_s": at, "bytes": size} for at, size in job.gpu_free or ()]
+    assert (workload["name"], workload["params"], workload["forward_s"]) == ("run", PARAMS, 0.1)
+    assert workload["gpu_free_bytes"] == [{"at_s": start_s, "bytes": size} for start_s, size in job.gpu_free or ()]
 
 
-def test_the_table_has_a_row_per_policy_and_the_bound(place: Path, capsys: Printed) -> None:
-    line = f"--workload w.json --machine m.json {' '.join(OPTIONS)}"
-    found = {result["policy"]: result for result in answer(capsys, line)["results"]}
-    told = text(capsys, f"{line} --baseline interleaved:2")
-    assert told.startswith("job on box: 2 G parameters a rank in 20 subgroups\n")
-    assert "(speed-up over interleaved:2)" in told
-    rows = {row.split()[0]: row for row in told.splitlines() if row.strip().startswith((*FIXED, "bound"))}
+def test_replay__table_has_a_row_per_policy_and_the_bound(folder: Path, capsys: Printed) -> None:
+    arguments = f"--workload w.json --machine m.json {' '.join(OPTIONS)}"
+    results = {result["policy"]: result for result in answer(capsys, arguments)["results"]}
+    output = text(capsys, f"{arguments} --baseline interleaved:2")
+    assert output.startswith("job on box: 2 G parameters per rank in 20 subgroups\n")
+    assert "(speed-up over interleaved:2)" in output
+    rows = {row.split()[0]: row for row in output.splitlines() if row.strip().startswith((*FIXED, "bound"))}
     assert list(rows) == [*FIXED, "bound"]
-    for policy, result in found.items():
-        speed_up = found["interleaved:2"]["iteration_ms"] / result["iteration_ms"]
+    for policy, result in results.items():
+        speed_up = results["interleaved:2"]["iteration_ms"] / result["iteration_ms"]
         assert f" {speed_up:.2f}x " in rows[policy]
         assert (
             f" {result['exposed_ms']:,.0f} ms " in rows[policy] or f" {result['exposed_ms']:,.1f} ms " in rows[policy]
@@ -158,69 +160,69 @@ def test_the_table_has_a_row_per_policy_and_the_bound(place: Path, capsys: Print
         assert rows[policy].rstrip().endswith({True: "yes", False: "no", None: "not known"}[result["fits"]])
 
 
-def test_explanation_and_recommendation_are_printed_and_in_the_object(place: Path, capsys: Printed) -> None:
-    found = answer(capsys, "--workload w.json --machine m.json --policy pipelined --explain --recommend")
-    steps = found["explain"]
+def test_replay__explain_and_recommend_are_printed_and_in_the_json(folder: Path, capsys: Printed) -> None:
+    printed = answer(capsys, "--workload w.json --machine m.json --policy pipelined --explain --recommend")
+    steps = printed["explain"]
     assert [list(step) for step in steps] == [["mechanism", "policy", "iteration_ms", "gain_ms"]] * 6
-    whole = steps[0]["iteration_ms"] - steps[-1]["iteration_ms"]
-    assert sum(step["gain_ms"] for step in steps) == pytest.approx(whole)
-    assert list(found["recommend"]) == ["policy", "line", "deepspeed", "code"]
-    told = text(capsys, "--workload w.json --machine m.json --policy pipelined --explain --recommend")
-    assert f"recommended: {found['recommend']['line']}\n" in told
-    assert json.dumps(found["recommend"]["deepspeed"]) in told
-    assert all(step["mechanism"] in told for step in steps)
+    total_gain_ms = steps[0]["iteration_ms"] - steps[-1]["iteration_ms"]
+    assert sum(step["gain_ms"] for step in steps) == pytest.approx(total_gain_ms)
+    assert list(printed["recommend"]) == ["policy", "line", "deepspeed", "code"]
+    output = text(capsys, "--workload w.json --machine m.json --policy pipelined --explain --recommend")
+    assert f"recommended: {printed['recommend']['line']}\n" in output
+    assert json.dumps(printed["recommend"]["deepspeed"]) in output
+    assert all(step["mechanism"] in output for step in steps)
     fits = "--params 1e9 --forward-ms 100 --backward-ms 300 --free-bytes 20GB --machine m.json --policy pipelined"
     assert "recommended: do not offload: " in text(capsys, f"{fits} --recommend")
 
 
-def test_saved_schedules_are_traces_that_the_other_commands_read(place: Path, capsys: Printed) -> None:
-    found = answer(capsys, f"--workload w.json --machine m.json {' '.join(OPTIONS)} --policy zero-offload --save new")
+def test_replay__other_commands_read_saved_traces(folder: Path, capsys: Printed) -> None:
+    printed = answer(capsys, f"--workload w.json --machine m.json {' '.join(OPTIONS)} --policy zero-offload --save new")
     names = ["interleaved_2", "twin-flow_0.5", "zero-offload"]
-    assert sorted(path.name for path in (place / "new").iterdir()) == [f"{name}.ebb" for name in names]
+    assert sorted(path.name for path in (folder / "new").iterdir()) == [f"{name}.ebb" for name in names]
     assert run(["summary", "new/interleaved_2.ebb", "--json"]) == 0
     phases = {phase["phase"]: phase for phase in json.loads(capsys.readouterr().out)["phases"]}
-    (result,) = [result for result in found["results"] if result["policy"] == "interleaved:2"]
-    for phase in ("forward", "backward", "update", "other"):
+    (result,) = [result for result in printed["results"] if result["policy"] == "interleaved:2"]
+    for phase in ITERATION_PARTS:
         assert phases[phase]["median_ms"] == pytest.approx(result[f"{phase}_ms"], abs=3e-6)
     assert sum(phase["h2d_bytes"] for phase in phases.values()) == pytest.approx(result["h2d_bytes"])
     assert run(["windows", "new/interleaved_2.ebb", "--json"]) == 0
     windows = json.loads(capsys.readouterr().out)
     assert windows["capacity_bytes"] == MACHINE["gpu_memory_bytes"]
-    # What the job leaves free, less the two buffers of state and the kept gradients.
+    # Free memory of the job minus two buffers of state and the gradients on the device.
     assert 0 < min(window["free_bytes"] for window in windows["guaranteed"]) < 6e9
     assert run(["report", "new/interleaved_2.ebb", "-o", "page.html"]) == 0
-    assert (place / "page.html").read_text().rstrip().endswith("</html>")
+    assert (folder / "page.html").read_text().rstrip().endswith("</html>")
     capsys.readouterr()
-    # A simulated trace has its machine with it.
-    assert answer(capsys, "new/zero-offload.ebb --policy pipelined")["machine"] == found["machine"]
+    # A simulated trace contains its machine.
+    assert answer(capsys, "new/zero-offload.ebb --policy pipelined")["machine"] == printed["machine"]
 
 
-def test_pictures_and_schedules_are_replaced_with_force(place: Path, capsys: Printed) -> None:
+def test_replay__replaces_outputs_with_force(folder: Path, capsys: Printed) -> None:
     for suffix, head in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
         text(capsys, f"--workload w.json --machine m.json {' '.join(OPTIONS)} --plot new.{suffix}")
-        assert (place / f"new.{suffix}").read_bytes().startswith(head)
-    line = "--workload w.json --machine m.json --plot taken.png --save new"
-    text(capsys, f"{line} --policy pipelined --policy zero-offload --force")
-    text(capsys, f"{line} --policy pipelined --force")
-    assert (place / "taken.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in (place / "new").iterdir()] == ["pipelined.ebb"]
+        assert (folder / f"new.{suffix}").read_bytes().startswith(head)
+    arguments = "--workload w.json --machine m.json --plot taken.png --save new"
+    text(capsys, f"{arguments} --policy pipelined --policy zero-offload --force")
+    text(capsys, f"{arguments} --policy pipelined --force")
+    assert (folder / "taken.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in (folder / "new").iterdir()] == ["pipelined.ebb"]
     assert summarize(open_trace("new/pipelined.ebb")).iterations == 3
 
 
-def test_a_policy_in_a_file_of_ones_own(place: Path, capsys: Printed) -> None:
+def test_replay__runs_policies_of_a_file(folder: Path, capsys: Printed) -> None:
     try:
-        asked = "--policy-file own.py --policy own --policy own,half=last --policy twin-flow:0.5,params=pipelined"
-        found = answer(capsys, f"--workload w.json --machine m.json {asked}")
+        options = "--policy-file own.py --policy own --policy own,half=last --policy twin-flow:0.5,params=pipelined"
+        printed = answer(capsys, f"--workload w.json --machine m.json {options}")
     finally:
         POLICIES.pop("own", None)
-    first, last, static = found["results"]
+    first, last, static = printed["results"]
     assert [first["policy"], last["policy"]] == ["own", "own,half=last"]
-    # The first half resident, all else on the CPU without waiting: a static split that pipelines.
+    # First half resident, second half pipelined on the CPU: the same as a static split.
     assert {**first, "policy": ""} == {**static, "policy": ""}
     assert last["peak_device_bytes"] == first["peak_device_bytes"]
 
 
-# (the command line, what its one line must hold)
+# (arguments, part of the error message)
 BAD = [
     ("", "name a trace, a --workload file, or a size"),
     ("run.ebb --workload w.json --machine m.json", "one of the three"),
@@ -237,7 +239,7 @@ BAD = [
     ("--workload m.json --machine m.json", "m.json has no params"),
     ("--workload nowhere.json --machine m.json", "cannot be read"),
     ("--workload w.json --machine negative.json", "h2d_bytes_per_s is -1"),
-    ("--workload w.json --machine wrong-unit.json", "h2d_bytes_per_s is 50; it must be from 1e+06 to 1e+13"),
+    ("--workload w.json --machine wrong-unit.json", "h2d_bytes_per_s is 50; it must be a number from 1e+06 to 1e+13"),
     ("--workload w.json --machine no-gpu-rate.json --policy gpu-only", "no gpu_update_params_per_s, which"),
     ("--workload w.json --machine no-gpu-rate.json --recommend", "no gpu_update_params_per_s"),
     ("--workload unknown-free.json --machine m.json --policy adaptive", "gpu_free_bytes"),
@@ -280,26 +282,26 @@ BAD = [
 
 
 @pytest.mark.parametrize("json_", [[], ["--json"]])
-def test_bad_input_is_one_line_and_leaves_no_trace(place: Path, capsys: Printed, json_: list[str]) -> None:
-    before = contents(place)
-    for line, says in BAD:
+def test_replay__bad_input_is_one_line_and_changes_no_file(folder: Path, capsys: Printed, json_: list[str]) -> None:
+    before = contents(folder)
+    for arguments, message in BAD:
         try:
-            status = run(["replay", *line.split(), *json_])
+            status = run(["replay", *arguments.split(), *json_])
         finally:
             POLICIES.pop("own", None)
         out, err = capsys.readouterr()
-        assert (status, out) == (2, ""), line
-        assert err.startswith("ebbtide: "), line
-        assert len(err.splitlines()) == 1, line
-        assert says in err, line
-        after = contents(place)
-        assert {name: after[name] for name in after if "__pycache__" not in name} == before, line
+        assert (status, out) == (2, ""), arguments
+        assert err.startswith("ebbtide: "), arguments
+        assert len(err.splitlines()) == 1, arguments
+        assert message in err, arguments
+        after = contents(folder)
+        assert {name: after[name] for name in after if "__pycache__" not in name} == before, arguments
 
 
-def test_nothing_of_torch_is_loaded_and_errors_are_the_process_s_own(place: Path) -> None:
-    failed = ebbtide("replay", "--workload", "truncated.json", "--machine", "m.json", cwd=place)
+def test_replay__does_not_import_torch_and_exits_with_2_as_a_process(folder: Path) -> None:
+    failed = ebbtide("replay", "--workload", "truncated.json", "--machine", "m.json", cwd=folder)
     assert (failed.returncode, failed.stdout) == (2, "")
     assert len(failed.stderr.splitlines()) == 1
     probe = "import sys; from ebbtide.cli import run; run(sys.argv[1:]); assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", probe, "replay", "--workload", "w.json", "--machine", "m.json", *OPTIONS]
-    assert subprocess.run(command, cwd=place, capture_output=True, timeout=240, check=False).returncode == 0
+    assert subprocess.run(command, cwd=folder, capture_output=True, timeout=240, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""`ebbtide report`: the file that it writes, and what it refuses."""
+"""`ebbtide report`: the page that it writes, and the input that it refuses."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_page_is_written_and_named(run: Path) -> None:
-    made = ebbtide("report", "run.ebb", "-o", "run.html", "--min-bytes", "20GiB", cwd=run)
-    assert (made.returncode, made.stdout) == (0, "")
-    assert made.stderr.startswith("ebbtide: run.html")
+def test_report__writes_the_page_and_prints_its_path(run: Path) -> None:
+    done = ebbtide("report", "run.ebb", "-o", "run.html", "--min-bytes", "20GiB", cwd=run)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith("ebbtide: run.html")
     html = (run / "run.html").read_text()
     assert html.startswith("<!doctype html>")
     assert "at least 20.00 GiB of 40.00 GiB" in html
     assert sorted(path.name for path in run.iterdir()) == ["run.ebb", "run.html"]
 
 
-def test_one_rank_is_drawn_on_request(run: Path) -> None:
+def test_report__draws_one_rank_on_request(run: Path) -> None:
     assert ebbtide_in_process("report", "run.ebb", "-o", "run.html", "--rank", "1", cwd=run).returncode == 0
     html = (run / "run.html").read_text()
     assert 'data-rank="1"' in html
@@ -37,7 +37,7 @@ def test_one_rank_is_drawn_on_request(run: Path) -> None:
     assert "1 more rank is not drawn" in html
 
 
-def test_a_page_that_stands_is_replaced_only_with_force(run: Path) -> None:
+def test_report__replaces_a_page_only_with_force(run: Path) -> None:
     (run / "run.html").write_text("kept")
     refused = ebbtide_in_process("report", "run.ebb", "-o", "run.html", cwd=run)
     assert (refused.returncode, (run / "run.html").read_text()) == (2, "kept")
@@ -47,7 +47,7 @@ def test_a_page_that_stands_is_replaced_only_with_force(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("arguments", "message"),
     [
         ("run.ebb", "-o"),
         ("-o run.html", "RUN.ebb"),
@@ -59,17 +59,17 @@ def test_a_page_that_stands_is_replaced_only_with_force(run: Path) -> None:
         ("run.ebb -o run.html --min-bytes some", "some"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(run: Path, line: str, says: str) -> None:
-    refused = ebbtide_in_process("report", *line.split(), cwd=run)
+def test_report__bad_input_is_one_line_and_changes_no_file(run: Path, arguments: str, message: str) -> None:
+    refused = ebbtide_in_process("report", *arguments.split(), cwd=run)
     assert (refused.returncode, refused.stdout) == (2, "")
-    (message,) = refused.stderr.splitlines()
-    assert says in message
+    (error,) = refused.stderr.splitlines()
+    assert message in error
     assert [path.name for path in run.iterdir()] == ["run.ebb"]
 
 
-def test_a_report_needs_neither_torch_nor_matplotlib(run: Path) -> None:
+def test_report__imports_neither_torch_nor_matplotlib(run: Path) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "ebbtide", "report", "run.ebb", "-o", "run.html"]
-    made = subprocess.run(command, cwd=run, capture_output=True, text=True, timeout=240, check=True)
-    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", made.stderr, re.MULTILINE))
+    done = subprocess.run(command, cwd=run, capture_output=True, text=True, timeout=240, check=True)
+    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", done.stderr, re.MULTILINE))
     assert "bokeh" in imported
     assert not {"torch", "matplotlib"} & {name.split(".")[0] for name in imported}

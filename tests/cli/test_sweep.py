@@ -18,7 +18,8 @@ import pytest
 
 from ebbtide.cli import run as command
 from ebbtide.interleave.experiments.sweep import Journal, journal_path
-from ebbtide.interleave.experiments.sweep.task import key_of, run
+from ebbtide.interleave.experiments.sweep.task import run_task, task_key
+from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import TraceBuilder
 from tests.cli.test_bad_input import contents
 from tests.conftest import ebbtide
@@ -31,19 +32,19 @@ SLOW += ("--free-bytes", "0,2GB,4GB,8GB")
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     write_files(tmp_path)
     return tmp_path
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The rows of the slow sweep, computed one after the other."""
-    place = tmp_path_factory.mktemp("serial")
-    write_files(place)
-    done = ebbtide("sweep", *SLOW, "-o", "s.parquet", "--jobs", "1", cwd=place)
+    """Return the rows of the slow sweep, computed by one process."""
+    folder = tmp_path_factory.mktemp("serial")
+    write_files(folder)
+    done = ebbtide("sweep", *SLOW, "-o", "s.parquet", "--jobs", "1", cwd=folder)
     assert done.returncode == 0, done.stderr
-    return rows(place / "s.parquet")
+    return rows(folder / "s.parquet")
 
 
 Sweep = Callable[..., Any]
@@ -51,56 +52,56 @@ Refuses = Callable[..., str]
 
 
 @pytest.fixture
-def sweep(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Sweep:
-    """Run the command in this process, where it has files, and return what it says."""
+def sweep(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Sweep:
+    """Return a function that runs the command in this process and returns its output."""
 
-    def sweep(*arguments: str) -> Any:
-        monkeypatch.chdir(place)
+    def run_sweep(*arguments: str) -> Any:
+        monkeypatch.chdir(folder)
         status = command(["sweep", *arguments, "--jobs", "1"])
-        said = capsys.readouterr()
-        assert status == 0, said.err
-        return said
+        output = capsys.readouterr()
+        assert status == 0, output.err
+        return output
 
-    return sweep
+    return run_sweep
 
 
 @pytest.fixture
-def refuses(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refuses:
-    """The one line of a command that is refused, and leaves all as it was."""
+def refuses(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refuses:
+    """Return a function that runs the command with bad input and returns its error message."""
 
-    def refuses(*arguments: str) -> str:
-        monkeypatch.chdir(place)
-        before = contents(place)
+    def run_refused(*arguments: str) -> str:
+        monkeypatch.chdir(folder)
+        before = contents(folder)
         assert command(["sweep", *arguments]) == 2
-        said = capsys.readouterr()
-        assert contents(place) == before
-        (line,) = said.err.splitlines()
-        assert said.out == ""
-        return line
+        output = capsys.readouterr()
+        assert contents(folder) == before
+        (message,) = output.err.splitlines()
+        assert output.out == ""
+        return message
 
-    return refuses
+    return run_refused
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = pq.read_table(path).to_pylist()
-    return found
+    table_rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    return table_rows
 
 
-def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
-    """A sweep in a process group of its own, as a terminal's foreground job."""
-    line = [sys.executable, "-m", "ebbtide", "sweep", *arguments, "-o", "s.parquet"]
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start a sweep in its own process group, as a foreground job of a terminal."""
+    command_line = [sys.executable, "-m", "ebbtide", "sweep", *arguments, "-o", "s.parquet"]
     pipe = subprocess.PIPE
-    return subprocess.Popen(line, cwd=place, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    return subprocess.Popen(command_line, cwd=folder, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
-def until(found: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    while not found():
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    while not condition():
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
 
 
-def finished(place: Path) -> int:
-    journal = journal_path(place / "s.parquet")
+def finished(folder: Path) -> int:
+    journal = journal_path(folder / "s.parquet")
     return journal.read_bytes().count(b"\n") if journal.exists() else 0
 
 
@@ -109,55 +110,56 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_sweep_that_is_stopped_again_and_again_ends_as_one_that_was_not(
-    place: Path, expected: list[dict[str, Any]]
-) -> None:
+def test_sweep__a_stopped_sweep_continues_to_the_same_rows(folder: Path, expected: list[dict[str, Any]]) -> None:
     # Ctrl-C goes to the whole group.
-    process = start(place, *SLOW, "--jobs", "2")
-    until(lambda: finished(place) >= 2, process)
+    process = start(folder, *SLOW, "--jobs", "2")
+    wait_until(lambda: finished(folder) >= 2, process)
     os.killpg(process.pid, signal.SIGINT)
-    said = process.communicate()
-    first = finished(place)
+    output = process.communicate()
+    first = finished(folder)
     assert process.returncode == 130
-    assert said == ("", f"ebbtide: stopped: {first} of 12 combinations are kept, the same command goes on\n")
-    assert not (place / "s.parquet").exists()
+    assert output == (
+        "",
+        f"ebbtide: stopped: {first} of 12 combinations are finished; run the same command again to continue\n",
+    )
+    assert not (folder / "s.parquet").exists()
 
-    process = start(place, *SLOW, "--jobs", "2")
-    until(lambda: finished(place) >= first + 2, process)
+    process = start(folder, *SLOW, "--jobs", "2")
+    wait_until(lambda: finished(folder) >= first + 2, process)
     workers = children(process.pid)
     assert len(workers) >= 2
     process.kill()
-    said = process.communicate()
-    # The interpreter's own words on what was killed may follow.
-    assert said[1].startswith(f"ebbtide: going on: {first} of 12 combinations were finished before\n")
-    # Nobody is left to compute what nobody waits for.
+    output = process.communicate()
+    # Messages of the interpreter on killed processes may follow.
+    assert output[1].startswith(f"ebbtide: resuming: {first} of 12 combinations are already finished\n")
+    # All workers end.
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         time.sleep(0.01)
-    second = finished(place)
+    second = finished(folder)
     assert first + 2 <= second < 12
 
-    last = ebbtide("sweep", *SLOW, "-o", "s.parquet", cwd=place)
+    last = ebbtide("sweep", *SLOW, "-o", "s.parquet", cwd=folder)
     assert last.returncode == 0
-    assert f"going on: {second} of 12" in last.stderr
-    assert rows(place / "s.parquet") == expected
-    assert sorted(os.listdir(place)) == ["m.json", "s.parquet", "w.json"]
+    assert f"resuming: {second} of 12" in last.stderr
+    assert rows(folder / "s.parquet") == expected
+    assert sorted(os.listdir(folder)) == ["m.json", "s.parquet", "w.json"]
 
 
-def test_another_question_is_not_answered_by_what_was_finished(place: Path, sweep: Sweep) -> None:
-    def keep_what_is_finished() -> None:
-        with Journal(journal_path(place / "s.parquet")) as journal:
+def test_sweep__finished_rows_of_other_tasks_are_not_used(folder: Path, sweep: Sweep) -> None:
+    def write_journal() -> None:
+        with Journal(journal_path(folder / "s.parquet")) as journal:
             for task in tasks(["zero-offload", "interleaved:2"]):
-                journal.add(key_of(task), run(task) | {"limited_by": "from the journal"})
+                journal.add(task_key(task), run_task(task) | {"limited_by": "from the journal"})
 
-    keep_what_is_finished()
-    assert "going on: 2 of 2" in sweep(*FAST, "-o", "s.parquet").err
-    assert [row["limited_by"] for row in rows(place / "s.parquet")] == ["from the journal"] * 2
+    write_journal()
+    assert "resuming: 2 of 2" in sweep(*FAST, "-o", "s.parquet").err
+    assert [row["limited_by"] for row in rows(folder / "s.parquet")] == ["from the journal"] * 2
 
-    keep_what_is_finished()
-    (place / "w.json").write_text(json.dumps(WORKLOAD | {"params": 1e9}))
-    assert "going on" not in sweep(*FAST, "-o", "s.parquet", "--force").err
-    assert [row["params"] for row in rows(place / "s.parquet")] == [1_000_000_000] * 2
-    assert sorted(os.listdir(place)) == ["m.json", "s.parquet", "w.json"]
+    write_journal()
+    (folder / "w.json").write_text(json.dumps(WORKLOAD | {"params": 1e9}))
+    assert "resuming" not in sweep(*FAST, "-o", "s.parquet", "--force").err
+    assert [row["params"] for row in rows(folder / "s.parquet")] == [1_000_000_000] * 2
+    assert sorted(os.listdir(folder)) == ["m.json", "s.parquet", "w.json"]
 
 
 @pytest.fixture(scope="module")
@@ -170,47 +172,49 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_a_cluster_that_loses_a_worker_gives_the_same_rows(
-    place: Path, cluster: Any, expected: list[dict[str, Any]]
+def test_sweep__a_cluster_that_loses_a_worker_gives_the_same_rows(
+    folder: Path, cluster: Any, expected: list[dict[str, Any]]
 ) -> None:
     from distributed import Client
 
     with Client(cluster) as client:
         pids = list(client.run(os.getpid).values())
     assert len(pids) == 2
-    process = start(place, *SLOW, "--scheduler", cluster.scheduler_address)
-    until(lambda: finished(place) >= 3, process)
+    process = start(folder, *SLOW, "--scheduler", cluster.scheduler_address)
+    wait_until(lambda: finished(folder) >= 3, process)
     os.kill(pids[0], signal.SIGKILL)
-    left = 12 - finished(place)
-    said = process.communicate()
-    assert process.returncode == 0, said
-    assert said[1] == "ebbtide: s.parquet\n"
+    left = 12 - finished(folder)
+    output = process.communicate()
+    assert process.returncode == 0, output
+    assert output[1] == "ebbtide: s.parquet\n"
     assert left >= 2
-    assert rows(place / "s.parquet") == expected
-    assert sorted(os.listdir(place)) == ["m.json", "s.parquet", "w.json"]
+    assert rows(folder / "s.parquet") == expected
+    assert sorted(os.listdir(folder)) == ["m.json", "s.parquet", "w.json"]
 
 
-def test_without_distributed_a_line_says_how_to_get_it(refuses: Refuses, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep__without_distributed_the_error_says_how_to_install_it(
+    refuses: Refuses, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
-    line = refuses(*FAST, "-o", "s.parquet", "--scheduler", "tcp://127.0.0.1:1")
-    assert "pip install 'ebbtide[dask]'" in line
+    message = refuses(*FAST, "-o", "s.parquet", "--scheduler", "tcp://127.0.0.1:1")
+    assert "pip install 'ebbtide[dask]'" in message
 
 
-def test_where_no_scheduler_answers_it_is_one_line(refuses: Refuses) -> None:
+def test_sweep__no_answer_of_the_scheduler_is_one_line(refuses: Refuses) -> None:
     pytest.importorskip("distributed", reason="dask.distributed is not installed")
-    line = refuses(*FAST, "-o", "s.parquet", "--scheduler", "nowhere")
-    assert "no Dask scheduler answers at nowhere" in line
+    message = refuses(*FAST, "-o", "s.parquet", "--scheduler", "nowhere")
+    assert "no Dask scheduler answers at nowhere" in message
 
 
-def test_people_read_the_best_of_each(place: Path, sweep: Sweep) -> None:
+def test_sweep__prints_the_best_policies(folder: Path, sweep: Sweep) -> None:
     axes = ("--scale-params", "0.5,1", "--scale-params", "20", "--free-bytes", "0,40GB")
-    said = sweep(*FAST, "--policy", "gpu-only", *axes, "-o", "s.parquet")
-    assert said.err == "ebbtide: s.parquet\n"
-    assert "speed-up over zero-offload" in said.out
-    lines = [re.split(" {2,}", line.strip()) for line in said.out.splitlines()]
+    output = sweep(*FAST, "--policy", "gpu-only", *axes, "-o", "s.parquet")
+    assert output.err == "ebbtide: s.parquet\n"
+    assert "speed-up over zero-offload" in output.out
+    lines = [re.split(" {2,}", row.strip()) for row in output.out.splitlines()]
     assert lines[0] == ["workload: job, machine: box"]
-    # 40 G parameters have no room on this host.
-    assert [(line[0], line[1], line[3]) for line in lines if line[-1] == "yes" or "none fits" in line] == [
+    # 40 G parameters do not fit the memory of this host.
+    assert [(row[0], row[1], row[3]) for row in lines if row[-1] == "yes" or "none fits" in row] == [
         ("1 G", "0 B", "interleaved:2"),
         ("1 G", "37.25 GiB", "gpu-only"),
         ("2 G", "0 B", "interleaved:2"),
@@ -218,58 +222,63 @@ def test_people_read_the_best_of_each(place: Path, sweep: Sweep) -> None:
         ("20 x", "0 B", "none fits"),
         ("20 x", "37.25 GiB", "none fits"),
     ]
-    assert len(rows(place / "s.parquet")) == 18
+    assert len(rows(folder / "s.parquet")) == 18
 
 
-def test_programs_read_the_same(place: Path, sweep: Sweep) -> None:
-    said = sweep(*FAST, "--policy", "twin-flow", "-o", "s.parquet", "--json")
-    assert said.err == ""
-    told = json.loads(said.out)
-    first, second, third = rows(place / "s.parquet")
-    assert (told["output"], told["rows"], told["errors"], told["baseline"]) == ("s.parquet", 3, 1, "zero-offload")
-    (best,) = told["best"]
+def test_sweep__json_has_the_best_policies(folder: Path, sweep: Sweep) -> None:
+    output = sweep(*FAST, "--policy", "twin-flow", "-o", "s.parquet", "--json")
+    assert output.err == ""
+    printed = json.loads(output.out)
+    first, second, third = rows(folder / "s.parquet")
+    assert (printed["output"], printed["rows"], printed["errors"], printed["baseline"]) == (
+        "s.parquet",
+        3,
+        1,
+        "zero-offload",
+    )
+    (best,) = printed["best"]
     assert (best["policy"], best["iteration_ms"]) == ("interleaved:2", second["iteration_ms"])
     assert best["speed_up"] == first["iteration_ms"] / second["iteration_ms"]
     assert "lacks the share" in third["error"]
     assert third["iteration_ms"] is None
 
 
-def test_each_trace_goes_with_its_own_machine(place: Path, sweep: Sweep) -> None:
+def test_sweep__each_trace_goes_with_its_own_machine(folder: Path, sweep: Sweep) -> None:
     for name, rate in (("a", 1e9), ("b", 4e9)):
         builder = TraceBuilder("recorded", machine=MACHINE | {"name": name, "cpu_update_params_per_s": rate})
         rank = builder.rank(0, optimizers=[{"params": 10**8}])
         for number in range(3):
-            for at, phase in enumerate(("forward", "backward", "update")):
-                begin = (3 * number + at) * 10**7
+            for index, phase in enumerate(PHASES):
+                begin = (3 * number + index) * 10**7
                 rank.phase(phase, begin, begin + 10**7, number)
-        builder.write(place / f"{name}.ebb")
+        builder.write(folder / f"{name}.ebb")
     sweep("a.ebb", "b.ebb", "--policy", "pipelined", "-o", "s.parquet")
-    slow, fast = rows(place / "s.parquet")
+    slow, fast = rows(folder / "s.parquet")
     assert [(row["workload"], row["machine"]) for row in (slow, fast)] == [("a", "a"), ("b", "b")]
     assert slow["update_ms"] > 2 * fast["update_ms"]
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
-def test_a_picture_beside_the_table(place: Path, sweep: Sweep, ending: str) -> None:
+def test_sweep__writes_a_picture(folder: Path, sweep: Sweep, ending: str) -> None:
     sweep(*FAST, "-o", "s.parquet", "--plot", f"s.{ending}")
     start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending]
-    assert (place / f"s.{ending}").read_bytes().startswith(start)
+    assert (folder / f"s.{ending}").read_bytes().startswith(start)
 
 
-def test_what_stands_is_replaced_only_by_force(place: Path, sweep: Sweep, refuses: Refuses) -> None:
+def test_sweep__replaces_outputs_only_with_force(folder: Path, sweep: Sweep, refuses: Refuses) -> None:
     for name in ("s.parquet", "s.png"):
-        (place / name).write_text("kept")
+        (folder / name).write_text("kept")
         assert "--force" in refuses(*FAST, "-o", "s.parquet", "--plot", "s.png")
         sweep(*FAST, "-o", "s.parquet", "--plot", "s.png", "--force")
-        assert len(rows(place / "s.parquet")) == 2
-        (place / "s.parquet").unlink()
+        assert len(rows(folder / "s.parquet")) == 2
+        (folder / "s.parquet").unlink()
 
 
 BOTH = "--workload w.json --machine m.json"
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("arguments", "message"),
     [
         ("", "-o"),
         ("-o s.parquet", "nothing to replay"),
@@ -295,12 +304,12 @@ BOTH = "--workload w.json --machine m.json"
         (f"-o s.png {BOTH} --plot s.png", "two files"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(refuses: Refuses, line: str, says: str) -> None:
-    assert says in refuses(*line.split())
+def test_sweep__bad_input_is_one_line_and_changes_no_file(refuses: Refuses, arguments: str, message: str) -> None:
+    assert message in refuses(*arguments.split())
 
 
-def test_more_than_anybody_wants_is_refused_before_it_begins(refuses: Refuses) -> None:
-    many = ",".join(str(number) for number in range(1, 400))
-    assert "sweep at most" in refuses(*FAST, "-o", "s.parquet", "--scale-params", many, "--subgroup-params", many)
+def test_sweep__refuses_too_many_combinations_at_once(refuses: Refuses) -> None:
+    values = ",".join(str(number) for number in range(1, 400))
+    assert "sweep at most" in refuses(*FAST, "-o", "s.parquet", "--scale-params", values, "--subgroup-params", values)
     policies = [part for number in range(1, 12) for part in ("--policy", f"interleaved:{number}")]
     assert "at most 8 policies" in refuses(*FAST, *policies, "-o", "s.parquet", "--plot", "s.png")

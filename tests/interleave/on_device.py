@@ -1,4 +1,4 @@
-"""What lies on the device, written down once more: subgroup by subgroup, on a fine grid of times."""
+"""An independent count of the plan's device memory: subgroup by subgroup, on a fine grid of times."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ Stay = tuple[float, float, float]
 
 
 def stays(schedule: Schedule) -> list[Stay]:
-    """Every stay of state and of gradients on the device."""
-    job, plan = schedule.workload, schedule.plan
+    """Return when state and gradients are on the device: (from s, to s, bytes) for each stay."""
+    workload, plan = schedule.workload, schedule.plan
     times = {(op.kind, op.subgroup): (start, end) for op, start, end in schedule.items()}
     length = schedule.iteration_s
-    found = []
-    left = job.params
-    for subgroup, size in enumerate(job.subgroups):
-        state, gradient = size * job.state_bytes, size * job.grad_bytes
+    result: list[Stay] = []
+    remaining = workload.params
+    for subgroup, size in enumerate(workload.subgroups):
+        state, gradient = size * workload.state_bytes, size * workload.grad_bytes
         if subgroup in plan.resident:
-            found.append((0.0, length, state))
+            result.append((0.0, length, state))
         elif subgroup in plan.parked:
-            found.append((0.0, times["flush", subgroup][1], state))
-            found.append((times["fetch", subgroup][0], length, state))
+            result.append((0.0, times["flush", subgroup][1], state))
+            result.append((times["fetch", subgroup][0], length, state))
         elif ("fetch", subgroup) in times:
-            found.append((times["fetch", subgroup][0], times["flush", subgroup][1], state))
-        if subgroup in plan.kept_gradients and not job.gradients_stay:
-            # The backward makes gradients in reverse, evenly; that of a subgroup from where the next one's is made.
-            begun = schedule.other_s + schedule.forward_s + schedule.backward_s * (left - size) / job.params
-            found.append((begun, times["update", subgroup][1], gradient))
-        left -= size
-    return found
+            result.append((times["fetch", subgroup][0], times["flush", subgroup][1], state))
+        if subgroup in plan.kept_gradients and not workload.gradients_held_until_step:
+            # The backward computes gradients in reverse, at a constant rate. It starts one when the next one is ready.
+            start = schedule.other_s + schedule.forward_s + schedule.backward_s * (remaining - size) / workload.params
+            result.append((start, times["update", subgroup][1], gradient))
+        remaining -= size
+    return result
 
 
 def grid(schedule: Schedule, points: int = 4000) -> np.ndarray:
-    """Times over the iteration, evenly."""
+    """Return evenly spaced times over the iteration."""
     return (np.arange(points) + 0.5) / points * schedule.iteration_s
 
 
 def used(schedule: Schedule, times: np.ndarray) -> np.ndarray:
-    """Bytes on the device at each time."""
+    """Return the bytes on the device at each time."""
     total = np.zeros(len(times))
     for start, end, size in stays(schedule):
         total[(times >= start) & (times < end)] += size
@@ -49,6 +49,6 @@ def used(schedule: Schedule, times: np.ndarray) -> np.ndarray:
 
 
 def free(schedule: Schedule, times: np.ndarray) -> np.ndarray:
-    """Bytes free beside the job at each time, where forward and backward did not wait."""
-    line = schedule.workload.gpu_free or ()
-    return np.array([value_at(line, at) for at in times])
+    """Return the free bytes at each time, if forward and backward did not wait."""
+    steps = schedule.workload.gpu_free or ()
+    return np.array([value_at(steps, time) for time in times])

@@ -12,7 +12,7 @@ PRESETS = {"h100-80gb-sxm-published": "h100-20b", "a100-40gb-published": "a100-1
 
 
 def runs(preset: str) -> dict[str, Trace]:
-    """The traces that a preset is fitted to, by name."""
+    """Return the traces that a preset is fitted to, by name."""
     traces = [
         open_trace(path) for path in sorted(TRACES.glob(f"{PRESETS[preset]}*.ebb")) if "blocking" not in path.name
     ]

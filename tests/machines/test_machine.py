@@ -1,4 +1,4 @@
-"""Machine files: what is read from them and what is refused, and where a replay's machine comes from."""
+"""Tests of machine files, presets, and the lookup of a machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from ebbtide.errors import MachineError
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.replay.resolve import find_machine
 from ebbtide.interleave.simulation.simulator import simulate
-from ebbtide.machines.catalog import preset, presets
+from ebbtide.machines.catalog import find_machine, preset, presets
 from ebbtide.machines.machine import Machine, load_machine, machine_from
 from ebbtide.profiler.trace import TraceBuilder
 from tests.interleave.experiments.sweep.sweeps import MACHINE, machine, workload
@@ -26,12 +25,12 @@ RATES = [key for key, value in vars(Machine()).items() if value is None]
 
 
 @given(machines(), st.sets(st.sampled_from(RATES)))
-def test_a_machine_file_is_read_as_it_was_written(drawn: Machine, unknown: set[str]) -> None:
-    box = replace(drawn, more={"fit": {"residuals": [0.1]}}, **dict.fromkeys(unknown))  # type: ignore[arg-type]
-    assert machine_from(json.loads(json.dumps(box.as_json())), "file") == box
+def test_machine_from__reads_what_as_json_wrote(drawn: Machine, unknown: set[str]) -> None:
+    written = replace(drawn, extra={"fit": {"residuals": [0.1]}}, **dict.fromkeys(unknown))  # type: ignore[arg-type]
+    assert machine_from(json.loads(json.dumps(written.as_json())), "file") == written
 
 
-def test_what_a_file_does_not_tell_is_not_known() -> None:
+def test_machine_from__missing_and_null_values_are_not_known() -> None:
     assert machine_from({}, "m.json") == Machine(name="m.json")
     assert machine_from(dict.fromkeys(["name", *RATES]), "m.json") == Machine(name="m.json")
     # No time at all for a step is a measurement; so is an integral float.
@@ -42,17 +41,17 @@ def test_what_a_file_does_not_tell_is_not_known() -> None:
 
 @pytest.mark.parametrize("key", RATES)
 @pytest.mark.parametrize("value", [-1, -1e-9, 1e20, 10**400, "fast", True, [1], {}, math.inf, -math.inf, math.nan])
-def test_values_that_no_machine_has_are_refused(key: str, value: Any) -> None:
-    with pytest.raises(MachineError, match=f"m.json: {key} is ") as found:
+def test_machine_from__refuses_impossible_values(key: str, value: Any) -> None:
+    with pytest.raises(MachineError, match=f"m.json: {key} is ") as error:
         machine_from(MACHINE | {key: value}, "m.json")
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("key", [key for key in RATES if key != "step_overhead_s"])
 @pytest.mark.parametrize("value", [0, 50.0, 1e-300])
-def test_rates_in_the_wrong_unit_are_refused(key: str, value: float) -> None:
+def test_machine_from__refuses_rates_in_the_wrong_unit(key: str, value: float) -> None:
     """50 is meant as GB/s, and would be replayed as 50 bytes a second."""
-    with pytest.raises(MachineError, match=f"{key} is {value:g}; it must be from 1e"):
+    with pytest.raises(MachineError, match=f"{key} is {value:g}; it must be a number from 1e"):
         machine_from({key: value}, "m.json")
 
 
@@ -65,18 +64,18 @@ def test_rates_in_the_wrong_unit_are_refused(key: str, value: float) -> None:
         (b"[" * 100_000, "is not JSON"),
         (b"\xff\xfe\x00", "is not JSON"),
         (b"[1e9]", "is not a JSON object"),
-        (b'{"name": 7}', "name is not a text"),
+        (b'{"name": 7}', "name is 7; it must be a text"),
         (b" " * (17 << 20), "is too large"),
         (None, "cannot be read"),
     ],
 )
-def test_files_that_are_none_are_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_load_machine__refuses_files_that_are_not_machines(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "m.json"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(MachineError, match=message) as found:
+    with pytest.raises(MachineError, match=message) as error:
         load_machine(path)
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(error.value)
     with pytest.raises(MachineError, match="cannot be read"):
         load_machine(tmp_path)
 
@@ -85,48 +84,48 @@ def test_files_that_are_none_are_refused(tmp_path: Path, content: bytes | None, 
 @pytest.mark.parametrize(
     "policy", ["zero-offload", "pipelined", "pipelined,grads=blocking", "twin-flow:0.5", "interleaved:2", "gpu-only"]
 )
-def test_a_rate_that_is_not_known_is_asked_for_or_makes_no_difference(policy: str, key: str) -> None:
-    job, known = workload(), machine(duplex_bytes_per_s=60e9, step_overhead_s=0.0)
+def test_simulate__an_unknown_rate_is_an_error_or_makes_no_difference(policy: str, key: str) -> None:
+    job, complete = workload(), machine(duplex_bytes_per_s=60e9, step_overhead_s=0.0)
 
-    def seconds(box: Machine) -> float:
-        return simulate(make_plan(policy, job, box), job, box).iteration_s
+    def seconds(rates: Machine) -> float:
+        return simulate(make_plan(policy, job, rates), job, rates).iteration_s
 
-    missing = replace(known, **{key: None})  # type: ignore[arg-type]
+    missing = replace(complete, **{key: None})  # type: ignore[arg-type]
     if key == "duplex_bytes_per_s":
         # Not known: no limit beyond that of each direction.
-        assert seconds(missing) == seconds(replace(known, duplex_bytes_per_s=100e9))
+        assert seconds(missing) == seconds(replace(complete, duplex_bytes_per_s=100e9))
     elif key == "step_overhead_s":
-        assert seconds(missing) == seconds(known)
-    elif key == "host_memory_bytes_per_s" or seconds(replace(known, **{key: getattr(known, key) / 50})) != seconds(
-        known
-    ):  # type: ignore[arg-type]
+        assert seconds(missing) == seconds(complete)
+    elif key == "host_memory_bytes_per_s" or seconds(
+        replace(complete, **{key: getattr(complete, key) / 50})
+    ) != seconds(complete):  # type: ignore[arg-type]
         with pytest.raises(MachineError, match=f"machine box has no {key}, which .*: measure it with `ebbtide cal"):
             seconds(missing)
     else:
-        assert seconds(missing) == seconds(known)
+        assert seconds(missing) == seconds(complete)
 
 
-def test_every_preset_suffices_for_a_replay_and_says_where_it_is_from() -> None:
+def test_presets__are_complete_and_name_their_source() -> None:
     assert presets()
     for name in presets():
-        box = preset(name)
-        assert box.name == name
-        assert [key for key in RATES if getattr(box, key) is None] in ([], ["duplex_bytes_per_s"])
-        assert {"data", "how", "date"} <= set(box.more["source"])
+        machine_preset = preset(name)
+        assert machine_preset.name == name
+        assert [key for key in RATES if getattr(machine_preset, key) is None] in ([], ["duplex_bytes_per_s"])
+        assert {"data", "how", "date"} <= set(machine_preset.extra["source"])
 
 
-def test_a_machine_is_a_file_or_a_preset_or_the_traces_own(tmp_path: Path) -> None:
+def test_find_machine__accepts_a_file_a_preset_or_the_recorded_machine(tmp_path: Path) -> None:
     name = presets()[0]
-    file, trace = tmp_path / "m.json", tmp_path / "run.ebb"
+    file = tmp_path / "m.json"
     file.write_text(json.dumps(MACHINE))
-    TraceBuilder("simulated", machine=MACHINE | {"name": "recorded"}).write(trace)
-    assert find_machine(str(file), trace).name == "box"
-    assert find_machine(name, trace).name == name
-    assert find_machine(None, trace).name == "recorded"
+    trace = TraceBuilder("simulated", machine=MACHINE | {"name": "recorded"}).build()
+    assert find_machine(str(file), trace.meta.machine).name == "box"
+    assert find_machine(name, trace.meta.machine).name == name
+    assert find_machine(None, trace.meta.machine).name == "recorded"
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("name", "message"),
     [
         (None, "name one with --machine, a file (`ebbtide calibrate` writes it) or one of a100"),
         ("", "cannot be read"),
@@ -136,8 +135,7 @@ def test_a_machine_is_a_file_or_a_preset_or_the_traces_own(tmp_path: Path) -> No
         ("x" * 300, "there is no machine 'xxx"),
     ],
 )
-def test_a_machine_that_is_not_there(tmp_path: Path, asked: str | None, message: str) -> None:
-    TraceBuilder().write(tmp_path / "run.ebb")
-    with pytest.raises(MachineError) as found:
-        find_machine(asked, tmp_path / "run.ebb")
-    assert message in str(found.value)
+def test_find_machine__reports_a_machine_that_does_not_exist(name: str | None, message: str) -> None:
+    with pytest.raises(MachineError) as error:
+        find_machine(name, TraceBuilder().build().meta.machine)
+    assert message in str(error.value)

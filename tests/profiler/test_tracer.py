@@ -11,17 +11,18 @@ from tests.conftest import Run, run_process
 from tests.profiler.agent.jobs import PLAIN, PRELUDE, STEPS
 
 
-def run(tmp_path: Path, body: str) -> Run:
-    job = tmp_path / "job.py"
-    job.write_text(PRELUDE + textwrap.dedent(body))
-    return run_process([sys.executable, job], cwd=tmp_path)
+def run_job(tmp_path: Path, body: str) -> Run:
+    """Run a script that begins with a model and an optimizer."""
+    script = tmp_path / "job.py"
+    script.write_text(PRELUDE + textwrap.dedent(body))
+    return run_process([sys.executable, script], cwd=tmp_path)
 
 
 LOOP = f"def train():\n{textwrap.indent(PLAIN, '    ')}\n"
 
 
-def test_the_block_is_recorded_and_nothing_around_it(tmp_path: Path) -> None:
-    done = run(
+def test_tracer__records_the_block_only(tmp_path: Path) -> None:
+    job = run_job(
         tmp_path,
         LOOP
         + textwrap.dedent(
@@ -40,18 +41,18 @@ def test_the_block_is_recorded_and_nothing_around_it(tmp_path: Path) -> None:
             """
         ),
     )
-    assert done.returncode == 0, done.stderr
-    assert (done.stdout, done.stderr) == ("", "")
+    assert job.returncode == 0, job.stderr
+    assert (job.stdout, job.stderr) == ("", "")
     for name in ("run.ebb", "second.ebb"):
         trace = open_trace(tmp_path / name)
-        assert trace.meta["state"] == "complete"
+        assert trace.meta.state == "complete"
         assert list(trace.phases(0)["phase"]) == ["forward", "backward", "update"] * STEPS
         assert trace.phases(0)["iteration"].max() == STEPS - 1
         assert {"heap", "rss"} <= set(trace.memory(0)["pool"])
 
 
-def test_a_step_compiled_as_one_function_is_marked_by_hand(tmp_path: Path) -> None:
-    done = run(
+def test_phase__marks_a_step_compiled_as_one_function(tmp_path: Path) -> None:
+    job = run_job(
         tmp_path,
         """
         from ebbtide.profiler import Tracer
@@ -65,12 +66,12 @@ def test_a_step_compiled_as_one_function_is_marked_by_hand(tmp_path: Path) -> No
                 optimizer.zero_grad()
         """,
     )
-    assert done.returncode == 0, done.stderr
+    assert job.returncode == 0, job.stderr
     assert list(open_trace(tmp_path / "run.ebb").phases(0)["phase"]) == ["forward", "backward", "update"] * STEPS
 
 
-def test_updates_without_a_torch_optimizer_end_iterations(tmp_path: Path) -> None:
-    done = run(
+def test_phase__ends_iterations_by_updates_without_a_torch_optimizer(tmp_path: Path) -> None:
+    job = run_job(
         tmp_path,
         """
         from ebbtide.profiler import Tracer
@@ -83,12 +84,12 @@ def test_updates_without_a_torch_optimizer_end_iterations(tmp_path: Path) -> Non
                         p.grad = None
         """,
     )
-    assert done.returncode == 0, done.stderr
+    assert job.returncode == 0, job.stderr
     assert open_trace(tmp_path / "run.ebb").phases(0)["iteration"].nunique() == STEPS
 
 
-def test_mistakes_are_told_at_once(tmp_path: Path) -> None:
-    done = run(
+def test_tracer__reports_wrong_use_at_once(tmp_path: Path) -> None:
+    job = run_job(
         tmp_path,
         """
         from ebbtide.profiler import Tracer, TraceError
@@ -110,11 +111,11 @@ def test_mistakes_are_told_at_once(tmp_path: Path) -> None:
         assert tracer.trace is None and "nothing was recorded" in tracer.warnings[0]
         """,
     )
-    assert done.returncode == 0, done.stderr
+    assert job.returncode == 0, job.stderr
 
 
-def test_an_exception_in_the_block_leaves_the_trace(tmp_path: Path) -> None:
-    done = run(
+def test_tracer__writes_the_trace_if_the_block_raises(tmp_path: Path) -> None:
+    job = run_job(
         tmp_path,
         LOOP
         + textwrap.dedent(
@@ -126,5 +127,5 @@ def test_an_exception_in_the_block_leaves_the_trace(tmp_path: Path) -> None:
             """
         ),
     )
-    assert "KeyError: 'job'" in done.stderr
+    assert "KeyError: 'job'" in job.stderr
     assert open_trace(tmp_path / "run.ebb").phases(0)["iteration"].nunique() == STEPS

@@ -1,4 +1,4 @@
-"""The figures of a rank's sub-steps: time, bytes, the copies that ran meanwhile, memory."""
+"""Aggregates the sub-steps of a rank over iterations: time, bytes, concurrent copies, memory."""
 
 from __future__ import annotations
 
@@ -8,25 +8,31 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.metrics.devices import link_peak, memory_line
-from ebbtide.analysis.metrics.iterations import PHASES
+from ebbtide.analysis.metrics.devices import link_peak, memory_timeline
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copies, covering, traffic
-from ebbtide.analysis.metrics.substeps.operations import ON_HOST, apart
+from ebbtide.analysis.metrics.substeps.operations import ON_HOST, remove_overlaps
 from ebbtide.analysis.timeseries.step_functions import Ints, peak_between, union
+from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
-# A sub-step of the host that a pageable copy covers for so much of its time waits for that copy.
+# A sub-step on the host waits for pageable copies if they run for at least this share of its time.
 _COVERED = 0.5
-_KINDS = ("pinned", "pageable")
+_HOST_MEMORY = ("pinned", "pageable")
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What the link did in one direction during a sub-step.
+class ConcurrentTransfers:
+    """Copies in one direction during a sub-step; None for figures that were not recorded.
 
-    bytes: moved, per iteration. busy_share, pinned_share, pageable_share: of the sub-step's time, in which any copy
-    ran, and such a one. busy_bytes_per_s: while copies ran; share_of_peak: of that. None for what was not recorded;
-    counters tell bytes alone, and of no sub-step that is shorter than they lie apart.
+    Counters give bytes only, and none for a sub-step that is shorter than the spacing of their samples.
+
+    Attributes:
+        bytes: Bytes moved per iteration.
+        busy_share: Share of the sub-step's time in which any copy ran.
+        pinned_share: Share in which a copy from or to pinned memory ran.
+        pageable_share: Share in which a copy from or to pageable memory ran.
+        busy_bytes_per_s: Rate while copies ran.
+        share_of_peak: `busy_bytes_per_s` as a share of the link's peak.
     """
 
     bytes: float | None
@@ -39,12 +45,23 @@ class Beside:
 
 @dataclass(frozen=True)
 class SubStep:
-    """One sub-step (or kind of operation) in a phase of a rank, over the counted iterations that have any.
+    """One sub-step, or kind of operation, in a phase of a rank, over the steady iterations that have any.
 
-    within: the sub-step that it is a part of, None where it stands by itself. subgroup: None for all of them together.
-    count, median_ms: per iteration, medians; the time is that in which at least one ran. share: of the phase's time.
-    bytes: that it says it moves, per iteration. waits_for: the direction whose pageable copies cover it, of one on the
-    host. peak_bytes: of the trace's main pool, median over iterations.
+    Attributes:
+        rank: The rank.
+        phase: The phase, or `other`.
+        name: Its name.
+        resource: Where it runs: `host`, `cpu`, `gpu`, `h2d`, `d2h`.
+        within: The sub-step that it is a part of; None if it is not nested.
+        subgroup: The subgroup; None for all of them together.
+        count: How often it ran per iteration, median.
+        median_ms: Time per iteration in which at least one ran, median.
+        share: Its part of the phase's time.
+        bytes: Bytes that it states to move per iteration.
+        h2d: Copies to the device during it.
+        d2h: Copies to the host during it.
+        waits_for: Of a sub-step on the host: the direction whose pageable copies cover it.
+        peak_bytes: Peak of the trace's `peak_pool`, median over iterations.
     """
 
     rank: int
@@ -57,15 +74,23 @@ class SubStep:
     median_ms: float
     share: float | None
     bytes: float | None
-    h2d: Beside
-    d2h: Beside
+    h2d: ConcurrentTransfers
+    d2h: ConcurrentTransfers
     waits_for: str | None
     peak_bytes: int | None
 
 
 @dataclass(frozen=True)
 class ResourceUse:
-    """Time in which a resource worked in a phase: median per iteration, and its share of the phase's time."""
+    """Time in which a resource worked in a phase.
+
+    Attributes:
+        rank: The rank.
+        phase: The phase, or `other`.
+        resource: The resource.
+        median_ms: Median per iteration.
+        share: Its part of the phase's time.
+    """
 
     rank: int
     phase: str
@@ -74,111 +99,123 @@ class ResourceUse:
     share: float | None
 
 
-class Measured:
-    """Works out the figures of one rank, from its ops and phases as `op_pieces` gives them; pool: whose peaks."""
+class SubstepAggregator:
+    """Aggregates the ops of one rank."""
 
     def __init__(self, trace: Trace, rank: int, pool: str | None, phases: pd.DataFrame) -> None:
+        """Prepare link and memory of the rank.
+
+        Args:
+            trace: The trace.
+            rank: The rank.
+            pool: The pool of peaks.
+            phases: Table of iteration, phase, ms, as `split_by_phase` returns it.
+        """
         self._rank = rank
-        self._line = memory_line(trace, rank, pool) if pool else None
+        self._timeline = memory_timeline(trace, rank, pool) if pool else None
         self._peak = link_peak(trace, rank)
         self._phase_ms = phases.groupby("phase")["ms"].sum()
         self._iterations = sorted(phases["iteration"].unique())
-        self._moved = {way: traffic(trace, rank, way) for way in DIRECTIONS}
-        self._kinds: dict[tuple[str, str], Any] = {}
-        if trace.rank(rank).get("transfers_recorded"):
-            for way in DIRECTIONS:
-                rows = copies(trace, rank, way)
-                for kind in _KINDS:
-                    of = rows[rows["host_memory"] == kind]
-                    spans = union(of["start_ns"].to_numpy(np.int64), of["end_ns"].to_numpy(np.int64))
-                    self._kinds[way, kind] = covering(*spans)
+        self._traffic = {direction: traffic(trace, rank, direction) for direction in DIRECTIONS}
+        self._busy_by_host_memory: dict[tuple[str, str], Any] = {}
+        if trace.rank(rank).transfers_recorded:
+            for direction in DIRECTIONS:
+                rows = copies(trace, rank, direction)
+                for kind in _HOST_MEMORY:
+                    own = rows[rows["host_memory"] == kind]
+                    spans = union(own["start_ns"].to_numpy(np.int64), own["end_ns"].to_numpy(np.int64))
+                    self._busy_by_host_memory[direction, kind] = covering(*spans)
 
     def steps(self, rows: pd.DataFrame, keys: list[str], tiles: bool) -> list[SubStep]:
-        """A SubStep for each combination of the keys, those of a phase as they begin. tiles: they add
-        up to their phase, and none may lack."""
-        rows = apart(rows, [*keys, "iteration"])
+        """Return a SubStep for each combination of the keys, in the order in which they begin in each phase.
+
+        Args:
+            rows: Ops, as `split_by_phase` returns them.
+            keys: Columns to group by.
+            tiles: Whether the sub-steps add up to their phase, so that rare ones are kept too.
+        """
+        rows = remove_overlaps(rows, [*keys, "iteration"])
         starts, ends = rows["start_ns"].to_numpy(np.int64), rows["end_ns"].to_numpy(np.int64)
-        figures = {"ms": (ends - starts) / 1e6, "count": rows["first"].astype(np.float64)}
-        figures["bytes"] = rows["bytes"].astype("Float64").to_numpy(np.float64, na_value=np.nan)
-        figures["bytes"] = np.where(rows["first"], figures["bytes"], 0.0)
-        figures["peak"] = peak_between(*self._line, starts, ends) if self._line is not None else np.nan
-        figures["resolution"] = (ends - starts).astype(np.float64)
-        for way in DIRECTIONS:
-            figures |= self._beside(way, starts, ends)
+        figures = self._figures(rows, starts, ends)
         table = rows[[*keys, "iteration"]].assign(**figures, start=starts)
         groups = table.groupby([*keys, "iteration"], sort=False)
-        # A sum is known where each of its parts is.
+        # A sum exists only where each of its parts was recorded.
         sums = groups[[name for name in figures if name not in ("peak", "resolution")]].sum(min_count=1)
-        known = groups[list(sums.columns)].count().eq(groups.size(), axis=0)
-        per_iteration = sums.where(known).join(groups[["peak"]].max())
-        whole = per_iteration.groupby(level=keys, sort=False)
-        medians, totals = whole.median(), whole.sum(min_count=1)
-        complete = whole.count().eq(whole.size(), axis=0)
-        # Where an iteration lacks a sub-step it took no time there.
+        recorded = groups[list(sums.columns)].count().eq(groups.size(), axis=0)
+        per_iteration = sums.where(recorded).join(groups[["peak"]].max())
+        by_key = per_iteration.groupby(level=keys, sort=False)
+        medians, totals = by_key.median(), by_key.sum(min_count=1)
+        complete = by_key.count().eq(by_key.size(), axis=0)
+        # A sub-step that an iteration lacks took no time there.
         for column in ("ms", "count"):
             filled = per_iteration[column].unstack("iteration").reindex(columns=self._iterations).fillna(0.0)
             medians[column] = filled.median(axis=1)
         typical = table.groupby(keys, sort=False)["resolution"].median()
-        begins = table.assign(start=table["start"] - table.groupby("iteration")["start"].transform("min"))
-        order = begins.groupby(keys, sort=False)["start"].median()
-        found = []
-        name = keys.index("name")
-        # The rest is what lies between the others.
-        by_subgroup = "subgroup" in keys
-
-        def place(key: Any) -> Any:
-            return (
-                PHASES.index(key[0]),
-                key[keys.index("subgroup")] if by_subgroup else 0,
-                key[name] == "rest",
-                order[key],
+        # What most iterations lack is the tail of something else: of a plan that changed, or at the edge of a phase.
+        shown = [key for key in medians.index if tiles or medians.loc[key]["count"] > 0]
+        return [
+            self._step(
+                dict(zip(keys, key, strict=True)),
+                medians.loc[key],
+                totals.loc[key].where(complete.loc[key]),
+                typical[key],
             )
+            for key in sorted(shown, key=_order(table, keys))
+        ]
 
-        # What most iterations have nothing of is the tail of something else: a plan that changed, an edge of a phase.
-        for key in sorted((key for key in medians.index if tiles or medians.loc[key]["count"] > 0), key=place):
-            of = dict(zip(keys, key, strict=True))
-            found.append(self._step(of, medians.loc[key], totals.loc[key].where(complete.loc[key]), typical[key]))
-        return found
-
-    def _beside(self, way: str, starts: Ints, ends: Ints) -> dict[str, Any]:
-        """What moved in each interval: bytes, and ms in which copies ran, by kind."""
-        moved = self._moved[way]
-        figures: dict[str, Any] = {f"{way} bytes": np.nan if moved is None else moved.bytes(starts, ends)}
-        ran = {"busy": moved.busy if moved is not None else None}
-        ran |= {kind: self._kinds.get((way, kind)) for kind in _KINDS}
-        for kind, total in ran.items():
-            figures[f"{way} {kind}"] = np.nan if total is None else (total(ends) - total(starts)) / 1e6
+    def _figures(self, rows: pd.DataFrame, starts: Ints, ends: Ints) -> dict[str, Any]:
+        """Return the figures of each row, by the column that holds them."""
+        figures = {"ms": (ends - starts) / 1e6, "count": rows["first"].astype(np.float64)}
+        sizes = rows["bytes"].astype("Float64").to_numpy(np.float64, na_value=np.nan)
+        figures["bytes"] = np.where(rows["first"], sizes, 0.0)
+        figures["peak"] = peak_between(*self._timeline, starts, ends) if self._timeline is not None else np.nan
+        figures["resolution"] = (ends - starts).astype(np.float64)
+        for direction in DIRECTIONS:
+            figures |= self._moved(direction, starts, ends)
         return figures
 
-    def _step(self, of: dict[str, Any], median: pd.Series[float], total: pd.Series[float], typical: float) -> SubStep:
-        sides = {way: self._side(way, median, total, typical) for way in DIRECTIONS}
-        pageable = {way: side.pageable_share or 0.0 for way, side in sides.items()}
-        most = max(DIRECTIONS, key=lambda way: pageable[way])
-        waits = of["resource"] in ON_HOST and pageable[most] >= _COVERED
+    def _moved(self, direction: str, starts: Ints, ends: Ints) -> dict[str, Any]:
+        """Return what moved in each interval: bytes, and ms in which copies ran, in all and by kind of host memory."""
+        moved = self._traffic[direction]
+        figures: dict[str, Any] = {f"{direction} bytes": np.nan if moved is None else moved.bytes(starts, ends)}
+        totals = {"busy": moved.busy if moved is not None else None}
+        totals |= {kind: self._busy_by_host_memory.get((direction, kind)) for kind in _HOST_MEMORY}
+        for kind, total in totals.items():
+            figures[f"{direction} {kind}"] = np.nan if total is None else (total(ends) - total(starts)) / 1e6
+        return figures
+
+    def _step(self, key: dict[str, Any], median: pd.Series[float], total: pd.Series[float], typical: float) -> SubStep:
+        transfers = {direction: self._transfers(direction, median, total, typical) for direction in DIRECTIONS}
+        pageable = {direction: side.pageable_share or 0.0 for direction, side in transfers.items()}
+        longest = max(DIRECTIONS, key=lambda direction: pageable[direction])
+        waits = key["resource"] in ON_HOST and pageable[longest] >= _COVERED
         return SubStep(
             rank=self._rank,
-            phase=of["phase"],
-            name=of["name"],
-            resource=of["resource"],
-            within=of["within"] or None,
-            subgroup=int(of["subgroup"]) if "subgroup" in of else None,
+            phase=key["phase"],
+            name=key["name"],
+            resource=key["resource"],
+            within=key["within"] or None,
+            subgroup=int(key["subgroup"]) if "subgroup" in key else None,
             count=float(median["count"]),
             median_ms=float(median["ms"]),
-            share=self._share(of["phase"], total["ms"]),
-            bytes=_known(median["bytes"]),
-            **sides,
-            waits_for=most if waits else None,
+            share=self._share(key["phase"], total["ms"]),
+            bytes=_none_if_nan(median["bytes"]),
+            **transfers,
+            waits_for=longest if waits else None,
             peak_bytes=None if np.isnan(median["peak"]) else round(median["peak"]),
         )
 
-    def _side(self, way: str, median: pd.Series[float], total: pd.Series[float], typical: float) -> Beside:
-        moved, ms = self._moved[way], total["ms"]
-        told = moved is not None and typical >= moved.resolution_ns
-        busy = total[f"{way} busy"]
-        shares = {kind: _known(total[f"{way} {kind}"] / ms) if ms else None for kind in ("busy", *_KINDS)}
-        rate = _known(total[f"{way} bytes"] / busy * 1e3) if busy > 0 else None
-        return Beside(
-            bytes=_known(median[f"{way} bytes"]) if told else None,
+    def _transfers(
+        self, direction: str, median: pd.Series[float], total: pd.Series[float], typical: float
+    ) -> ConcurrentTransfers:
+        moved, ms = self._traffic[direction], total["ms"]
+        resolved = moved is not None and typical >= moved.resolution_ns
+        busy = total[f"{direction} busy"]
+        kinds = ("busy", *_HOST_MEMORY)
+        shares = {kind: _none_if_nan(total[f"{direction} {kind}"] / ms) if ms else None for kind in kinds}
+        rate = _none_if_nan(total[f"{direction} bytes"] / busy * 1e3) if busy > 0 else None
+        return ConcurrentTransfers(
+            bytes=_none_if_nan(median[f"{direction} bytes"]) if resolved else None,
             busy_share=shares["busy"],
             pinned_share=shares["pinned"],
             pageable_share=shares["pageable"],
@@ -187,12 +224,12 @@ class Measured:
         )
 
     def _share(self, phase: str, ms: float) -> float | None:
-        whole = self._phase_ms.get(phase, 0.0)
-        return float(ms / whole) if whole else None
+        phase_ms = self._phase_ms.get(phase, 0.0)
+        return float(ms / phase_ms) if phase_ms else None
 
     def resources(self, rows: pd.DataFrame) -> list[ResourceUse]:
-        """What is nested in another op counts once."""
-        rows = apart(rows, ["phase", "resource", "iteration"])
+        """Return the time in which each resource worked. Time of an op that is nested in another counts once."""
+        rows = remove_overlaps(rows, ["phase", "resource", "iteration"])
         ms = (rows["end_ns"] - rows["start_ns"]) / 1e6
         sums = ms.groupby([rows["phase"], rows["resource"], rows["iteration"]]).sum().unstack(fill_value=0.0)
         medians, totals = sums.reindex(columns=self._iterations, fill_value=0.0).median(axis=1), sums.sum(axis=1)
@@ -204,9 +241,26 @@ class Measured:
                 float(medians[phase, resource]),
                 self._share(phase, totals[phase, resource]),
             )
-            for phase, resource in sorted(sums.index, key=lambda key: (PHASES.index(key[0]), -totals[key]))
+            for phase, resource in sorted(sums.index, key=lambda key: (ITERATION_PARTS.index(key[0]), -totals[key]))
         ]
 
 
-def _known(value: float) -> float | None:
+def _order(table: pd.DataFrame, keys: list[str]) -> Any:
+    """Return the sort key of sub-steps: phase, subgroup, start; the remainder `rest` comes last in its phase."""
+    begins = table.assign(start=table["start"] - table.groupby("iteration")["start"].transform("min"))
+    starts = begins.groupby(keys, sort=False)["start"].median()
+    name, subgroup = keys.index("name"), keys.index("subgroup") if "subgroup" in keys else None
+
+    def order(key: Any) -> Any:
+        return (
+            ITERATION_PARTS.index(key[0]),
+            key[subgroup] if subgroup is not None else 0,
+            key[name] == "rest",
+            starts[key],
+        )
+
+    return order
+
+
+def _none_if_nan(value: float) -> float | None:
     return None if np.isnan(value) else float(value)

@@ -1,4 +1,4 @@
-"""The table `ops` as analyses take it: by name, cut at the edges of phases, apart."""
+"""Prepares the table `ops` for analyses: plain names, split at the edges of phases, without overlaps."""
 
 from __future__ import annotations
 
@@ -11,66 +11,79 @@ from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.profiler.trace import Trace
 
-# The host's own clock tells of these; all else is told by the device's.
+# Resources timed by the host's clock; all others use device times.
 ON_HOST = ("host", "cpu")
 
 
-def follow_each_other(ops: pd.DataFrame) -> bool:
-    """Whether ops are the sub-steps of DeepSpeed's own step, which the host tells of; a schedule's are the link's too,
-    and run beside each other."""
+def run_in_sequence(ops: pd.DataFrame) -> bool:
+    """Return whether ops are the sub-steps of DeepSpeed's own step, which follow each other on the host.
+
+    The operations of a schedule also use the link, and run at the same time.
+    """
     used = set(ops["resource"])
     return "host" in used and not used & set(DIRECTIONS)
 
 
 def named_ops(trace: Trace, rank: int) -> pd.DataFrame:
-    """The table `ops` with names alone (a schedule's trace calls an operation by its kind and its subgroup), subgroup
-    -1 where there is none, and `within`, the name of the parent, empty where there is none."""
+    """Return the table `ops` with plain names, subgroup -1 for None, and a column `within`.
+
+    A schedule's trace names an operation by its kind and its subgroup: the number is removed. `within` is the name of
+    the parent, empty where there is none.
+    """
     ops = trace.ops(rank)
     names = ops["name"].where(ops["subgroup"].isna(), ops["name"].str.replace(r" \d+$", "", regex=True))
     parents = ops["parent"].fillna(-1).to_numpy(np.int64)
-    known = (parents >= 0) & (parents < len(ops))
+    has_parent = (parents >= 0) & (parents < len(ops))
     within = np.full(len(ops), "", dtype=object)
-    within[known] = names.to_numpy(object)[parents[known]]
+    within[has_parent] = names.to_numpy(object)[parents[has_parent]]
     return ops.assign(name=names, within=within, subgroup=ops["subgroup"].fillna(-1).astype("int64"))
 
 
-def op_pieces(trace: Trace, rank: int, iterations: Sequence[int]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(the ops of some iterations, their phases). Ops: those of `named_ops` with phase, iteration, first; one that runs
-    on into another phase is cut there, and `first` marks what it began with. Phases: iteration, phase, ms, of the
-    iterations that have any op."""
+def split_by_phase(trace: Trace, rank: int, iterations: Sequence[int]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Split the ops of some iterations at the edges of phases.
+
+    Returns:
+        (ops, phases). ops: rows of `named_ops` with phase, iteration and first; of an op that continues in another
+        phase, `first` marks the part with its start. phases: iteration, phase, ms, of the iterations with any op.
+    """
     ops = named_ops(trace, rank)
-    of_host = ops["resource"].isin(ON_HOST)
+    on_host = ops["resource"].isin(ON_HOST)
     parts = []
-    for rows, device_times in ((ops[of_host], False), (ops[~of_host], True)):
+    for rows, device_times in ((ops[on_host], False), (ops[~on_host], True)):
         phases = intervals(trace, rank, device_times).with_other.sort_values("start_ns", kind="stable")
-        parts.append(_cut(rows, phases[phases["iteration"].isin(iterations)]))
-    found = pd.concat(parts, ignore_index=True)
+        parts.append(_split(rows, phases[phases["iteration"].isin(iterations)]))
+    split = pd.concat(parts, ignore_index=True)
     phases = intervals(trace, rank, device_times=False).with_other
-    phases = phases[phases["iteration"].isin(found["iteration"].unique())]
+    phases = phases[phases["iteration"].isin(split["iteration"].unique())]
     lengths = phases.assign(ms=(phases["end_ns"] - phases["start_ns"]) / 1e6)
-    return found, lengths.groupby(["iteration", "phase"])["ms"].sum().reset_index()
+    return split, lengths.groupby(["iteration", "phase"])["ms"].sum().reset_index()
 
 
-def _cut(ops: pd.DataFrame, phases: pd.DataFrame) -> pd.DataFrame:
-    """Ops cut at the edges of phases, which lie apart and in order; without what lies in none, or takes no time."""
+def _split(ops: pd.DataFrame, phases: pd.DataFrame) -> pd.DataFrame:
+    """Split ops at the edges of disjoint phases in order; leave out parts outside phases and parts without length."""
     begins, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
     starts, stops = ops["start_ns"].to_numpy(np.int64), ops["end_ns"].to_numpy(np.int64)
     first = np.searchsorted(ends, starts, side="right")
     counts = np.maximum(np.searchsorted(begins, stops, side="left") - first, 0)
     row = np.repeat(np.arange(len(ops)), counts)
     nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    place = first[row] + nth
-    start, stop = np.maximum(starts[row], begins[place]), np.minimum(stops[row], ends[place])
-    # What takes no time at an edge could lie on either side of it.
+    phase = first[row] + nth
+    start, stop = np.maximum(starts[row], begins[phase]), np.minimum(stops[row], ends[phase])
+    # A part without length at an edge could belong to either phase.
     kept = stop > start
-    row, place, start, stop = row[kept], place[kept], start[kept], stop[kept]
-    found = ops.iloc[row][["name", "resource", "within", "subgroup", "bytes"]].reset_index(drop=True)
-    where = phases.iloc[place][["phase", "iteration"]].reset_index(drop=True)
-    return pd.concat([found, where], axis=1).assign(start_ns=start, end_ns=stop, first=starts[row] >= begins[place])
+    row, phase, start, stop = row[kept], phase[kept], start[kept], stop[kept]
+    columns = ops.iloc[row][["name", "resource", "within", "subgroup", "bytes"]].reset_index(drop=True)
+    owners = phases.iloc[phase][["phase", "iteration"]].reset_index(drop=True)
+    return pd.concat([columns, owners], axis=1).assign(start_ns=start, end_ns=stop, first=starts[row] >= begins[phase])
 
 
-def apart(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """The rows, of each group only that part of each which no earlier one of the group covers: times can be added."""
+def remove_overlaps(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Shorten each row to the part that no earlier row of its group covers, so that times can be added.
+
+    Args:
+        rows: Table with start_ns, end_ns.
+        keys: Columns that define the groups.
+    """
     rows = rows.sort_values("start_ns", kind="stable")
     groups = rows.groupby(keys, sort=False)["end_ns"]
     reached = groups.cummax().groupby([rows[key] for key in keys], sort=False).shift(fill_value=np.iinfo(np.int64).min)

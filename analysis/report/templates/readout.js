@@ -1,47 +1,52 @@
-// What the lines of a timeline say where the pointer is, and which of them are drawn.
+// Shows time, phase and the value of every line at the pointer; hides and shows lines.
 "use strict";
 
-// The place of the last of some rising figures that is not above x; -1 where all are.
-function placeOf(figures, x) {
-  let [low, high] = [0, figures.length];
+// Index of the last of some rising numbers that is at most x; -1 if all are larger.
+function lastIndexUpTo(numbers, x) {
+  let [low, high] = [0, numbers.length];
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (figures[middle] <= x) low = middle + 1; else high = middle;
+    if (numbers[middle] <= x) low = middle + 1; else high = middle;
   }
   return low - 1;
 }
 
 function readout(section, doc) {
-  const drawn = new Map([...doc.all_models].filter((model) => model.type === "GlyphRenderer").map((model) => [model.name, model]));
-  const column = (name, of) => drawn.get(name).data_source.data[of];
+  const renderers = new Map(
+    [...doc.all_models].filter((model) => model.type === "GlyphRenderer").map((model) => [model.name, model]));
+  const column = (name, field) => renderers.get(name).data_source.data[field];
   const unit = section.querySelector("[data-time]").dataset.time;
-  const text = (value, of) => (!Number.isFinite(value) ? "–" : `${value.toFixed(2)} ${of}`);
+  const text = (value, valueUnit) => (!Number.isFinite(value) ? "–" : `${value.toFixed(2)} ${valueUnit}`);
   const keys = [...section.querySelectorAll("[data-line]")];
 
+  // Rates of d2h are negative on the axis.
   const valueAt = (name, x) => {
-    if (!drawn.has(name)) return undefined;
+    if (!renderers.has(name)) return undefined;
     const times = column(name, "x");
-    return x > times[times.length - 1] ? undefined : column(name, "y")[placeOf(times, x)];
+    return x > times[times.length - 1] ? undefined : Math.abs(column(name, "y")[lastIndexUpTo(times, x)]);
   };
   const phaseAt = (x) => {
-    for (const phase of ["forward", "backward", "update"].filter((name) => drawn.has(name))) {
-      const place = placeOf(column(phase, "left"), x);
-      if (place >= 0 && column(phase, "right")[place] > x) return `iteration ${column(phase, "iteration")[place]}, ${phase}`;
+    for (const phase of ["forward", "backward", "update"].filter((name) => renderers.has(name))) {
+      const index = lastIndexUpTo(column(phase, "left"), x);
+      if (index >= 0 && column(phase, "right")[index] > x) return `iteration ${column(phase, "iteration")[index]}, ${phase}`;
     }
     return "";
   };
   const show = (x) => {
     section.querySelector("[data-time]").textContent = `${x.toFixed(3)} ${unit}`;
-    section.querySelector("[data-where]").textContent = phaseAt(x);
+    section.querySelector("[data-phase]").textContent = phaseAt(x);
     for (const key of keys) key.querySelector("b").textContent = text(valueAt(key.dataset.line, x), key.dataset.unit);
     const free = section.querySelector("[data-free]");
     if (free) free.querySelector("b").textContent = text(free.dataset.free - valueAt(free.dataset.above, x), free.dataset.unit);
   };
   for (const key of keys) {
+    const name = key.dataset.line;
     key.addEventListener("click", () => {
-      const line = drawn.get(key.dataset.line);
-      line.visible = !line.visible;
-      key.ariaPressed = String(line.visible);
+      const visible = !renderers.get(name).visible;
+      for (const part of [name, `${name}/area`, `${name}/above peak`]) {
+        if (renderers.has(part)) renderers.get(part).visible = visible;
+      }
+      key.ariaPressed = String(visible);
     });
   }
   for (const model of doc.all_models) {

@@ -1,9 +1,10 @@
-// Timelines are drawn when their rank is first shown, in the colours of the page.
+// Draws a timeline when its rank is first shown, in the colours of the page.
 "use strict";
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
-// Bokeh paints on canvas, which style sheets do not reach: what has a tag takes the CSS variable of that name.
+// Bokeh draws on a canvas, which style sheets do not reach. Tags of a model are names of CSS variables: the first is its
+// fill, the second (else the first) its line.
 function paint(doc) {
   document.documentElement.dataset.painted = dark.matches ? "dark" : "light";
   const style = getComputedStyle(document.documentElement);
@@ -13,46 +14,54 @@ function paint(doc) {
     (part) => Object.entries(text).map(([property, value]) => [`${part}_text_${property}`, value])));
   for (const model of doc.all_models) {
     if (model.type === "LinearAxis") {
+      if (model.tags.includes("unsigned")) hideSigns(model.formatter);
       model.setv({ ...labels, axis_line_color: color("rule"), major_tick_line_color: color("rule"), minor_tick_line_color: null });
     } else if (model.type === "Grid") {
       model.grid_line_color = color("rule");
     } else if (model.tags.length) {
-      for (const drawn of [model, model.glyph, model.hover_glyph]) {
-        for (const property of ["line_color", "fill_color"]) {
-          if (drawn && property in drawn) drawn[property] = color(model.tags[0]);
-        }
+      const [fill, line = fill] = model.tags.map(color);
+      for (const part of [model, model.glyph, model.hover_glyph]) {
+        if (part && "fill_color" in part) part.fill_color = fill;
+        if (part && "line_color" in part) part.line_color = line;
       }
     }
   }
 }
 
-async function show(rank) {
-  for (const view of document.querySelectorAll(".rank")) view.hidden = view.dataset.rank !== rank;
-  const place = document.getElementById(`timeline-${rank}`);
-  if (!place || place.childElementCount) return;
-  const item = JSON.parse(document.getElementById(`data-${rank}`).textContent);
-  await Bokeh.embed.embed_item(item, place.id);
-  const doc = Bokeh.documents.find((candidate) => candidate.get_model_by_id(item.root_id));
-  paint(doc);
-  readout(place.closest(".rank"), doc);
-  controls(place.closest(".rank"), doc);
+// Tick labels without a minus sign. Bokeh's own way to do so evaluates code, which the page's policy forbids.
+function hideSigns(formatter) {
+  if (Object.hasOwn(formatter, "doFormat")) return;
+  const format = formatter.doFormat.bind(formatter);
+  formatter.doFormat = (ticks, options) => format(ticks, options).map((label) => label.replace(/^[-−]/, ""));
 }
 
-const choice = document.getElementById("rank");
-if (choice) choice.addEventListener("change", () => show(choice.value));
+async function show(rank) {
+  for (const view of document.querySelectorAll(".rank")) view.hidden = view.dataset.rank !== rank;
+  const element = document.getElementById(`timeline-${rank}`);
+  if (!element || element.childElementCount) return;
+  const item = JSON.parse(document.getElementById(`data-${rank}`).textContent);
+  await Bokeh.embed.embed_item(item, element.id);
+  const doc = Bokeh.documents.find((candidate) => candidate.get_model_by_id(item.root_id));
+  paint(doc);
+  readout(element.closest(".rank"), doc);
+  controls(element.closest(".rank"), doc);
+}
+
+const select = document.getElementById("rank");
+if (select) select.addEventListener("change", () => show(select.value));
 const first = document.querySelector(".rank");
 if (first) show(first.dataset.rank);
 
 dark.addEventListener("change", () => { if (globalThis.Bokeh) Bokeh.documents.forEach(paint); });
 
-// A canvas keeps its width too: on paper it is scaled to the page.
-const PAPER = 680;
+// A canvas keeps its width: in print it is scaled to the page, whose width this is in pixels.
+const PAPER_WIDTH = 680;
 addEventListener("beforeprint", () => {
-  for (const place of document.querySelectorAll(".rank:not([hidden]) .timeline")) {
-    const width = place.offsetWidth;
-    Object.assign(place.style, { width: `${width}px`, zoom: Math.min(1, PAPER / width) });
+  for (const element of document.querySelectorAll(".rank:not([hidden]) .timeline")) {
+    const width = element.offsetWidth;
+    Object.assign(element.style, { width: `${width}px`, zoom: Math.min(1, PAPER_WIDTH / width) });
   }
 });
 addEventListener("afterprint", () => {
-  for (const place of document.querySelectorAll(".timeline")) Object.assign(place.style, { width: "", zoom: "" });
+  for (const element of document.querySelectorAll(".timeline")) Object.assign(element.style, { width: "", zoom: "" });
 });

@@ -1,6 +1,6 @@
-"""What recording costs the job of 1.5 G parameters: bare, under `ebbtide profile`, under torch.profiler, in turn.
+"""Measures the cost of recording a job of 1.5 G parameters: bare, under `ebbtide profile`, under torch.profiler.
 
-Ratios are within a round, as in benchmarks/overhead.py.
+They run in turn, and ratios are within a round, as in benchmarks/overhead.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from step import ROOT, STEPS, arguments, begin, load
+from step import ROOT, STEPS, argument_parser, load, start
 
 OVERHEAD = load(ROOT / "benchmarks" / "overhead.py")
 TINY = ["--layers", "2", "--width", "64", "--heads", "2", "--context", "64", "--batch", "2"]
@@ -30,20 +30,20 @@ def variants(job: list[str], trace: Path) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    step = begin(arguments(__doc__).parse_args())
-    # Run by torch.profiler's script the job does not find its neighbours.
+    step = start(argument_parser(__doc__).parse_args())
+    # The script that runs torch.profiler does not put the folder of the job on sys.path.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(STEPS)]))
     steps = TINY_STEPS if step.rehearse else STEPS_OF_A_RUN
     trace = step.out / "cost.ebb"
-    every = list(variants([*(TINY if step.rehearse else []), "--steps", str(steps)], trace).items())
+    all_variants = list(variants([*(TINY if step.rehearse else []), "--steps", str(steps)], trace).items())
     rounds: list[dict[str, float]] = []
     for number in range(TINY_ROUNDS if step.rehearse else ROUNDS):
-        order = every[number % 3 :] + every[: number % 3]
+        order = all_variants[number % 3 :] + all_variants[: number % 3]
         rounds.append({name: OVERHEAD.step_ms(command) for name, command in order})
         print(rounds[-1], flush=True)
-        step.tell(step_ms=rounds)
+        step.add(step_ms=rounds)
     shutil.rmtree(trace)
-    ratios = sorted(found["ebbtide"] / found["bare"] for found in rounds)
+    ratios = sorted(step_ms["ebbtide"] / step_ms["bare"] for step_ms in rounds)
     step.check("recording costs under 1 %", None if step.rehearse else ratios[len(ratios) // 2] < 1.01)
 
 

@@ -1,7 +1,7 @@
-"""A GPT in bf16, trained in plain torch, which knows what it did: the job that is recorded.
+"""Trains a GPT in bf16 with plain torch: the job that is recorded.
 
-It tells its steps as examples/train_gpt.py does. With --told it also takes the times of its phases by its own events
-(without a GPU by the host's clock), makes copies of known bytes, and writes these and torch's peaks into a JSON file.
+It prints its steps as examples/train_gpt.py does. With --results it also measures its phases by its own events (without
+a GPU by the host clock), makes copies of known size, and writes these and the memory peaks of torch as JSON.
 """
 
 from __future__ import annotations
@@ -17,28 +17,31 @@ import torch
 from step import ROOT, load
 from torch.nn import functional as F
 
+from ebbtide.phases import PHASES
+
 VOCABULARY = 512
-# A power of two: torch's pinned memory is rounded up to one. So often each way: half a second of a PCIe 5 link.
+# A power of two: torch rounds pinned memory up to one. So many per direction: half a second of a PCIe 5 link.
 COPY_BYTES, COPIES = 1 << 28, 100
-# Before and after copies the link rests, so that a counter that lags sees them all.
-REST_S = 0.5
+# Idle time before and after copies, so that a counter with a lag shows all of them.
+PAUSE_S = 0.5
 
 
 class Marks:
-    """Pairs of marks around each phase."""
+    """Measures each phase by a pair of marks."""
 
     def __init__(self, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
-        self._pairs: dict[str, list[tuple[Any, Any]]] = {"forward": [], "backward": [], "update": []}
+        self._pairs: dict[str, list[tuple[Any, Any]]] = {phase: [] for phase in PHASES}
 
     def around(self, phase: str, call: Callable[[], Any]) -> Any:
+        """Call a function as part of a phase."""
         begin = self._mark()
         result = call()
         self._pairs[phase].append((begin, self._mark()))
         return result
 
     def ms(self) -> dict[str, list[float]]:
-        """Of each phase, in order."""
+        """Return the duration in ms of each phase, in order."""
         if self._on_gpu:
             torch.cuda.synchronize()
             return {phase: [a.elapsed_time(b) for a, b in pairs] for phase, pairs in self._pairs.items()}
@@ -53,26 +56,26 @@ class Marks:
 
 
 def known_copies() -> list[dict[str, Any]]:
-    """Pinned copies, first up and then down."""
+    """Make pinned copies, first to the device, then to the host; return their bytes and times."""
     host = torch.ones(COPY_BYTES, dtype=torch.uint8).pin_memory()
-    there = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    found = []
-    for way, target, source in (("h2d", there, host), ("d2h", host, there)):
+    on_device = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    copies = []
+    for direction, target, source in (("h2d", on_device, host), ("d2h", host, on_device)):
         torch.cuda.synchronize()
-        time.sleep(REST_S)
+        time.sleep(PAUSE_S)
         begin = time.monotonic_ns()
         for _ in range(COPIES):
             target.copy_(source, non_blocking=True)
         torch.cuda.synchronize()
-        found.append(
-            {"way": way, "bytes": COPY_BYTES, "count": COPIES, "start_ns": begin, "end_ns": time.monotonic_ns()}
+        copies.append(
+            {"way": direction, "bytes": COPY_BYTES, "count": COPIES, "start_ns": begin, "end_ns": time.monotonic_ns()}
         )
-        time.sleep(REST_S)
-    return found
+        time.sleep(PAUSE_S)
+    return copies
 
 
 def peaks() -> dict[str, int]:
-    """As torch itself counts them, bytes."""
+    """Return the memory peaks of torch in bytes."""
     stats = torch.cuda.memory_stats()
     return {pool: stats[f"{pool}_bytes.all.peak"] for pool in ("allocated", "reserved", "requested")}
 
@@ -88,13 +91,13 @@ def main() -> None:
         ("steps", 20),
     ):
         flags.add_argument(f"--{name}", type=int, default=default)
-    flags.add_argument("--told", type=Path)
+    flags.add_argument("--results", type=Path, help="JSON file to write")
     args = flags.parse_args()
 
     on_gpu = torch.cuda.is_available()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    # Made where it trains: to make so many random numbers on the host takes longer than all that follows.
+    # Made on the device: making so many random numbers on the host would take longer than the training.
     with torch.device("cuda" if on_gpu else "cpu"):
         model = load(ROOT / "examples" / "train_gpt.py").GPT(
             VOCABULARY, args.context, args.layers, args.width, args.heads
@@ -105,20 +108,20 @@ def main() -> None:
     marks = Marks(on_gpu)
     copies: list[dict[str, Any]] = []
     for step in range(args.steps):
-        if args.told and on_gpu and step == args.steps // 2:
+        if args.results and on_gpu and step == args.steps // 2:
             copies = known_copies()
         begun = time.perf_counter()
         logits = marks.around("forward", lambda: model(tokens[:, :-1]))
         loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         marks.around("backward", loss.backward)
         marks.around("update", optimizer.step)
-        # One that its own loop still held would stand beside the next step's.
+        # Otherwise they would be in memory together with those of the next step.
         del logits
         optimizer.zero_grad()
         print(f"step {step:3d}  loss {loss.item():.4f}  {1e3 * (time.perf_counter() - begun):7.1f} ms", flush=True)
-    if args.told:
-        told = {"params": params, "phases_ms": marks.ms(), "copies": copies, "peaks": peaks() if on_gpu else None}
-        args.told.write_text(json.dumps(told))
+    if args.results:
+        results = {"params": params, "phases_ms": marks.ms(), "copies": copies, "peaks": peaks() if on_gpu else None}
+        args.results.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

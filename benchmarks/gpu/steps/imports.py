@@ -1,4 +1,4 @@
-"""What all other steps import: what is missing or does not fit together shows in seconds."""
+"""Imports the packages of all other steps, to find within seconds what is missing or incompatible."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import importlib
 import re
 import tomllib
 
-from step import ROOT, arguments, begin
+from step import ROOT, argument_parser, start
 
-# Names that differ from their distributions'.
+# Distribution -> module, where the names differ.
 MODULES = {"nvidia-ml-py": "pynvml"}
-# Beyond ebbtide's own: DeepSpeed with what it takes, and what tests and one comparison need.
+# In addition to the dependencies of ebbtide: DeepSpeed with its dependencies, tests, and a comparison.
 OTHERS = ("deepspeed", "pydantic", "hjson", "torchao.optim", "pytest", "pytest_timeout", "hypothesis")
-# Installed for CUDA alone.
+# Only installed with CUDA.
 ON_GPU = ("triton", "torchao.optim")
 
 
 def main() -> None:
-    step = begin(arguments(__doc__).parse_args())
+    step = start(argument_parser(__doc__).parse_args())
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    names = [re.split(r"[<>=\[ ]", line)[0] for line in needed]
-    wrong: dict[str, str] = {}
+    names = [re.split(r"[<>=\[ ]", requirement)[0] for requirement in needed]
+    errors: dict[str, str] = {}
     for name in [
         *(MODULES.get(name, name) for name in names),
         "ebbtide.interleave.engine.optimizer",
@@ -32,11 +32,11 @@ def main() -> None:
         try:
             importlib.import_module(name)
         except Exception as error:
-            wrong[name] = repr(error)
-    step.tell(wrong=wrong)
-    step.check("everything can be imported", not wrong)
-    for name, why in wrong.items():
-        print(f"{name}: {why}")
+            errors[name] = repr(error)
+    step.add(wrong=errors)
+    step.check("everything can be imported", not errors)
+    for name, error_text in errors.items():
+        print(f"{name}: {error_text}")
 
 
 if __name__ == "__main__":

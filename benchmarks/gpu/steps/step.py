@@ -1,4 +1,4 @@
-"""What every step has: its arguments, a place for its figures, and ebbtide's commands."""
+"""Helpers of all steps: arguments, figures, checks, and the commands of ebbtide."""
 
 from __future__ import annotations
 
@@ -20,57 +20,69 @@ ROOT = STEPS.parent.parent.parent
 
 
 @dataclass
-class Step:
-    """out: the folder of all results. rehearse: tiny sizes, on the CPU and the emulated device. figures: what is known
-    so far; it stands in `file` as soon as it is told, so that a step that is stopped loses nothing."""
+class StepContext:
+    """The run of a step.
+
+    Attributes:
+        out: Folder of the results of all steps.
+        rehearse: Whether to use tiny sizes, on the CPU and the emulated device.
+        file: File of the figures.
+        figures: Figures so far. They are written to `file` at once, so that a step that is stopped loses nothing.
+    """
 
     out: Path
     rehearse: bool
     file: Path
     figures: dict[str, Any] = field(default_factory=dict)
 
-    def tell(self, **figures: Any) -> None:
+    def add(self, **figures: Any) -> None:
+        """Add figures, and write all of them."""
         self.figures.update(figures)
         new = self.file.with_suffix(".new")
         new.write_text(json.dumps(self.figures, indent=1))
         new.replace(self.file)
 
     def check(self, name: str, holds: bool | None) -> None:
-        """What should hold; None where only a GPU can tell."""
-        self.tell(checks={**self.figures.get("checks", {}), name: holds})
+        """Add the result of a check; None if it needs a GPU."""
+        self.add(checks={**self.figures.get("checks", {}), name: holds})
 
 
-def arguments(doc: str | None) -> argparse.ArgumentParser:
+def argument_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the arguments of every step; `doc`: docstring of its script."""
     flags = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    flags.add_argument("out", type=Path, help="the folder of all results")
+    flags.add_argument("out", type=Path, help="folder of the results")
     flags.add_argument("--rehearse", action="store_true", help="tiny sizes, without a GPU")
-    flags.add_argument("--figures", type=Path, help="where the figures go (default: OUT/figures.json)")
+    flags.add_argument("--figures", type=Path, help="file of the figures (default: OUT/figures.json)")
     return flags
 
 
-def begin(args: argparse.Namespace) -> Step:
+def start(args: argparse.Namespace) -> StepContext:
+    """Start a step with parsed arguments."""
     args.out.mkdir(parents=True, exist_ok=True)
-    return Step(args.out, args.rehearse, args.figures or args.out / "figures.json")
+    return StepContext(args.out, args.rehearse, args.figures or args.out / "figures.json")
 
 
-def run(command: list[str | Path], right: tuple[int, ...] = (0,), **env: str) -> str:
-    """Run a command and return what it prints; its stderr goes to ours. Ends the step where it fails."""
+def run_command(command: list[str | Path], expected: tuple[int, ...] = (0,), **env: str) -> str:
+    """Run a command and return its stdout; its stderr is that of the step. A status not in `expected` ends the step."""
     words = list(map(str, command))
     print("$", shlex.join(words), flush=True)
     done = subprocess.run(words, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode not in right:
+    if done.returncode not in expected:
         print(done.stdout[-4000:])
         raise SystemExit(f"exit status {done.returncode} of: {shlex.join(words)}")
     return done.stdout
 
 
 def ebbtide(*words: str | Path) -> str:
-    return run([sys.executable, "-m", "ebbtide", *words])
+    """Run a command of ebbtide and return its stdout."""
+    return run_command([sys.executable, "-m", "ebbtide", *words])
 
 
 def load(path: Path) -> Any:
-    """A script as a module. By its path: some have the names of what they import, and so their folder, where they find
-    each other, is not left among those that are searched."""
+    """Import a script by its path.
+
+    Some scripts have the name of a package that they import, so their folder is not left on sys.path.
+    """
     spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -80,13 +92,13 @@ def load(path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     finally:
-        # A script may have taken it out itself.
+        # A script may have removed it itself.
         with contextlib.suppress(ValueError):
             sys.path.remove(folder)
     return module
 
 
-def fresh(folder: Path) -> Path:
-    """A folder that is not there, whatever an earlier attempt left."""
+def removed(folder: Path) -> Path:
+    """Remove a folder that an earlier attempt may have left, and return its path."""
     shutil.rmtree(folder, ignore_errors=True)
     return folder

@@ -1,4 +1,4 @@
-"""The tests that are marked `gpu`. Without a GPU they are collected, and skip."""
+"""Runs the tests that are marked `gpu`. Without a GPU they are collected and skipped."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import sys
 import xml.etree.ElementTree as xml
 from pathlib import Path
 
-from step import ROOT, arguments, begin, run
+from step import ROOT, argument_parser, run_command, start
 
 
 def outcomes(file: Path) -> dict[str, list[str]]:
-    """Tests by outcome, from JUnit's XML."""
-    found: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
+    """Return tests by outcome, from a JUnit XML file."""
+    tests: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
     for case in xml.parse(file).iter("testcase"):
         kinds = {child.tag for child in case}
         outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        found[outcome].append(f"{case.get('classname')}::{case.get('name')}")
-    return found
+        tests[outcome].append(f"{case.get('classname')}::{case.get('name')}")
+    return tests
 
 
 def main() -> None:
-    step = begin(arguments(__doc__).parse_args())
-    # By name: other files import what a GPU machine may lack.
+    step = start(argument_parser(__doc__).parse_args())
+    # Only these files: others import packages that a GPU machine may lack.
     files: list[str | Path] = [
         file for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text()
     ]
@@ -37,10 +37,10 @@ def main() -> None:
         f"--junitxml={results}",
         *files,
     ]
-    print(run(command, right=(0, 1)))
-    found = outcomes(results)
-    step.tell(counts={outcome: len(names) for outcome, names in found.items()}, failed=found["failed"])
-    step.check("every gpu test passed", None if not found["passed"] and not found["failed"] else not found["failed"])
+    print(run_command(command, expected=(0, 1)))
+    tests = outcomes(results)
+    step.add(counts={outcome: len(names) for outcome, names in tests.items()}, failed=tests["failed"])
+    step.check("every gpu test passed", None if not tests["passed"] and not tests["failed"] else not tests["failed"])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Windows for real: activations fill the card, and `adaptive` parks state on it while there is room.
+"""Checks windows of free memory: activations fill the card, and `adaptive` parks state on it while memory is free.
 
-Three runs of one job: everything updated on the CPU; `adaptive` with the memory that is free all the time; `adaptive`
-with what is free phase by phase. Each is recorded: NVML must show less than the card has, all the time.
+Three runs of one job: all updates on the CPU; `adaptive` with the memory that is always free; `adaptive` with the free
+memory of each phase. Each is recorded: NVML must always show less memory in use than the card has.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from step import STEPS, Step, arguments, begin, ebbtide, fresh
+from step import STEPS, StepContext, argument_parser, ebbtide, removed, start
 
 from ebbtide.profiler import open_trace
 from ebbtide.profiler.trace import Trace
@@ -24,63 +24,63 @@ RUNS = {
     "adaptive, always free": ["--policy", "adaptive"],
 }
 TINY = ["--layers", "4", "--width", "128", "--heads", "4", "--context", "1024", "--steps", "8"]
-# Steps in which plans and phases settle.
+# Steps for warm-up, until plans and phases are stable.
 SKIP = 4
 
 
-def card(trace: Trace) -> dict[str, Any]:
-    """What the card has, and the most in use by NVML's count; None without a GPU."""
+def card_memory(trace: Trace) -> dict[str, Any]:
+    """Return the capacity of the card, and the highest use by NVML (None without a GPU)."""
     rows = trace.memory(0)
     used = rows[rows["pool"] == "device"]["bytes"]
-    capacity = trace.rank(0)["devices"][0]["capacity_bytes"]
-    most = None if used.empty else int(used.max())
-    return {"capacity_bytes": capacity, "most_bytes": most, "readings": len(used)}
+    capacity = trace.rank(0).main_device.capacity_bytes
+    max_bytes = None if used.empty else int(used.max())
+    return {"capacity_bytes": capacity, "most_bytes": max_bytes, "readings": len(used)}
 
 
-def ran(step: Step, name: str, options: list[str]) -> dict[str, Any]:
-    """One run of the job, recorded. Raises SystemExit where it fails."""
-    machine, told = step.out / "machine.json", step.out / "windows.told"
-    trace = fresh(step.out / f"windows-{'-'.join(name.replace(',', '').split())}.ebb")
-    known: list[str | Path] = ["--machine", machine] if machine.exists() else []
+def run_job(step: StepContext, name: str, options: list[str]) -> dict[str, Any]:
+    """Record one run of the job and return its results. Raises SystemExit if it fails."""
+    machine, results = step.out / "machine.json", step.out / "windows.results"
+    trace = removed(step.out / f"windows-{'-'.join(name.replace(',', '').split())}.ebb")
+    machine_options: list[str | Path] = ["--machine", machine] if machine.exists() else []
     job: list[str | Path] = [
         sys.executable,
         STEPS / "long_job.py",
         *options,
-        *known,
-        "--told",
-        told,
+        *machine_options,
+        "--results",
+        results,
         *(TINY if step.rehearse else []),
     ]
     ebbtide("profile", "-o", trace, "--", *job)
-    run: dict[str, Any] = json.loads(told.read_text())
-    told.unlink()
+    run: dict[str, Any] = json.loads(results.read_text())
+    results.unlink()
     run["median_iteration_ms"] = median(run["iteration_ms"][SKIP:])
-    run["card"] = card(open_trace(trace))
+    run["card"] = card_memory(open_trace(trace))
     return run
 
 
 def main() -> None:
-    step = begin(arguments(__doc__).parse_args())
+    step = start(argument_parser(__doc__).parse_args())
     runs: dict[str, Any] = {}
     failed: dict[str, str] = {}
     for name, options in RUNS.items():
         try:
-            runs[name] = ran(step, name, options)
+            runs[name] = run_job(step, name, options)
         except SystemExit as error:
             failed[name] = str(error)
-        step.tell(runs=runs, failed=failed)
+        step.add(runs=runs, failed=failed)
     step.check("every run ended", not failed)
     if not runs:
         raise SystemExit("no run ended")
     step.check("the same losses to the bit", len({json.dumps(run["losses"]) for run in runs.values()}) == 1)
     parked = runs.get(FIRST, {}).get("parked", 0) > 0
-    # Whether it pays for a tiny job depends on what else its two cores do.
+    # Whether parking pays off for a tiny job depends on the load of its cores.
     step.check("state was parked in windows", None if step.rehearse else parked)
-    lines = [run["card"] for run in runs.values() if run["card"]["most_bytes"] is not None]
-    below = all(line["most_bytes"] < line["capacity_bytes"] for line in lines)
-    step.check("the NVML line stays under the capacity", below if lines else None)
+    cards = [run["card"] for run in runs.values() if run["card"]["most_bytes"] is not None]
+    below = all(card["most_bytes"] < card["capacity_bytes"] for card in cards)
+    step.check("memory in use by NVML stays below the capacity", below if cards else None)
     retries = [run["allocator_retries"] for run in runs.values() if "allocator_retries" in run]
-    step.check("the allocator never had to give back its cache", not any(retries) if retries else None)
+    step.check("the allocator never had to release its cache", not any(retries) if retries else None)
 
 
 if __name__ == "__main__":

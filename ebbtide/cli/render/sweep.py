@@ -1,4 +1,4 @@
-"""What `ebbtide sweep` tells while it runs, and at its end."""
+"""Prints the progress and the results of a sweep."""
 
 from __future__ import annotations
 
@@ -10,85 +10,92 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ebbtide.cli.render.tables import table
+from ebbtide.cli.render.progress import progress_bar
+from ebbtide.cli.render.tables import MAX_ROWS, print_table
 from ebbtide.units import bytes_text, count_text, ms_text
 
 if TYPE_CHECKING:
-    from ebbtide.interleave.experiments.sweep import Best, Row
-
-# A person reads no more lines than these.
-_MOST_LINES = 40
+    from ebbtide.interleave.experiments.sweep import BestPolicy, Row
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar where somebody looks at it; what was finished before, and what is when it is stopped, is told anywhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+def sweep_progress() -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar for the block, and say on stderr when a sweep is resumed or stopped."""
+    finished = total = 0
+    started = False
 
-    state = [-1, 0]
-    console = Console(stderr=True)
-    with Progress(
-        BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    ) as bar:
-        line = bar.add_task("combinations")
+    with progress_bar() as update:
 
-        def tell(finished: int, total: int) -> None:
-            if state[0] < 0 and finished:
-                typer.echo(f"ebbtide: going on: {finished} of {total} combinations were finished before", err=True)
-            state[:] = finished, total
-            bar.update(line, completed=finished, total=total)
+        def progress(finished_rows: int, all_rows: int) -> None:
+            nonlocal finished, total, started
+            if not started and finished_rows:
+                typer.echo(
+                    f"ebbtide: resuming: {finished_rows} of {all_rows} combinations are already finished", err=True
+                )
+            finished, total, started = finished_rows, all_rows, True
+            update(f"{finished} of {total} combinations", finished, total)
 
         try:
-            yield tell
+            yield progress
         except KeyboardInterrupt:
             typer.echo(
-                f"ebbtide: stopped: {state[0]} of {state[1]} combinations are kept, the same command goes on", err=True
+                f"ebbtide: stopped: {finished} of {total} combinations are finished; run the same command again to "
+                "continue",
+                err=True,
             )
             raise
 
 
-def tell_best(rows: list[Row], output: Path, as_json: bool) -> None:
-    from ebbtide.interleave.experiments.sweep import BASELINE, best_of
+def print_sweep(rows: list[Row], output: Path, as_json: bool) -> None:
+    """Print the best policy of each workload, machine and scenario; on stderr the path of the table.
 
-    best = best_of(rows)
+    With `as_json` one JSON object is printed instead, which contains the path.
+    """
+    from ebbtide.interleave.experiments.sweep import BASELINE, find_best
+
+    best = find_best(rows)
     errors = [str(row["error"]) for row in rows if row["error"]]
     if as_json:
-        found = [item.as_json() for item in best]
-        told = {"rows": len(rows), "errors": len(errors), "baseline": BASELINE, "best": found}
-        typer.echo(json.dumps({"output": str(output), **told}))
+        summary = {
+            "output": str(output),
+            "rows": len(rows),
+            "errors": len(errors),
+            "baseline": BASELINE,
+            "best": [item.as_json() for item in best],
+        }
+        typer.echo(json.dumps(summary))
         return
     columns = ["best policy", "iteration", "speed-up", "above the bound", "fits"]
-    lines = [_figures(item) for item in best]
-    # What is the same in every line is told once.
-    places = _places(best)
-    alike = [place for place, names in places.items() if len(set(names)) == 1]
-    if alike:
-        typer.echo(", ".join(f"{place}: {places[place][0]}" for place in alike))
-    for place in reversed([place for place in places if place not in alike]):
-        columns.insert(0, place)
-        lines = [[name, *line] for name, line in zip(places[place], lines, strict=True)]
+    table_rows = [_figures(item) for item in best]
+    scenarios = _scenario_columns(best)
+    # Columns with the same value in every row become one line above the table.
+    constant = [name for name, values in scenarios.items() if len(set(values)) == 1]
+    if constant:
+        typer.echo(", ".join(f"{name}: {scenarios[name][0]}" for name in constant))
+    for name in reversed([name for name in scenarios if name not in constant]):
+        columns.insert(0, name)
+        table_rows = [[value, *table_row] for value, table_row in zip(scenarios[name], table_rows, strict=True)]
     title = f"The best policy that fits (speed-up over {BASELINE} with the same subgroups)"
-    table(title, columns, lines[:_MOST_LINES])
-    if len(best) > _MOST_LINES:
-        typer.echo(f"and {len(best) - _MOST_LINES} more in {output}")
+    print_table(title, columns, table_rows[:MAX_ROWS])
+    if len(best) > MAX_ROWS:
+        typer.echo(f"{len(best) - MAX_ROWS} more in {output}")
     if errors:
         typer.echo(f"{len(errors)} of {len(rows)} combinations cannot be replayed; the first: {errors[0]}")
     typer.echo(f"ebbtide: {output}", err=True)
 
 
-def _places(best: list[Best]) -> dict[str, list[str]]:
-    """Which question each line answers."""
+def _scenario_columns(best: list[BestPolicy]) -> dict[str, list[str]]:
+    """Return the columns that identify the scenario of each row, by their headings."""
     return {
         "workload": [item.workload for item in best],
         "machine": [item.machine for item in best],
         "parameters": [count_text(item.row["params"]) if item.row else f"{item.scale_params:g} x" for item in best],
         "always free": [bytes_text(item.row["least_free_bytes"] if item.row else item.free_bytes) for item in best],
-        "subgroups of": [count_text(item.row["largest_subgroup_params"] if item.row else None) for item in best],
+        "subgroup": [count_text(item.row["largest_subgroup_params"] if item.row else None) for item in best],
     }
 
 
-def _figures(best: Best) -> list[str]:
+def _figures(best: BestPolicy) -> list[str]:
     row = best.row
     if row is None:
         return ["none fits", "-", "-", "-", "-"]

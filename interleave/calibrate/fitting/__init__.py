@@ -1,1 +1,1 @@
-"""Fits a machine's rates from traces."""
+"""Fits the rates of a machine to traces of jobs that ran on it."""

@@ -1,4 +1,4 @@
-"""A machine fitted from traces of jobs that ran on it."""
+"""Fits a machine to traces of jobs that ran on it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.errors import MachineError
-from ebbtide.interleave.calibrate.fitting.fit import Fit, Sample, fit, sample_of
+from ebbtide.interleave.calibrate.fitting.fit import FitSample, MachineFit, fit, sample_of
 from ebbtide.interleave.calibrate.fitting.from_steps import StepRates, step_rates
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.trace import Trace, open_trace
@@ -18,77 +18,90 @@ from ebbtide.units import bytes_text
 
 
 def machine_of(paths: Sequence[Path], name: str) -> Machine:
-    """The machine that explains these traces best. more.fit: how well it does (see `Fit`), with the policies that the
-    traces ran under. Rates that sub-steps of recorded jobs tell are taken from them, not fitted. Raises MachineError
-    for a trace that does not tell how it was offloaded, and for traces of cards of different size."""
+    """Return the machine that explains these traces best.
+
+    Rates that follow from the sub-steps of recorded jobs are taken from them and not fitted. The key `fit` of the
+    machine file says how good the fit is (see `MachineFit`), and which policies the traces ran under.
+
+    Args:
+        paths: Traces of jobs on this machine.
+        name: Name of the machine.
+
+    Raises:
+        MachineError: A trace does not record how it was offloaded, or the traces are of different GPUs.
+    """
     traces = [open_trace(path) for path in paths]
-    told = [step_rates(trace) for trace in traces]
+    steps_of_traces = [step_rates(trace) for trace in traces]
     if any(_on_cpu(trace) for trace in traces):
-        return _without_gpu(traces, told, name)
-    samples = [_sample(trace, steps) for trace, steps in zip(traces, told, strict=True)]
+        return _machine_without_gpu(traces, steps_of_traces, name)
+    samples = [_sample(trace, steps) for trace, steps in zip(traces, steps_of_traces, strict=True)]
     names = [sample.name for sample in samples]
     if len(set(names)) < len(names):
         samples = [replace(sample, name=str(path)) for sample, path in zip(samples, paths, strict=True)]
-    known = Machine(gpu_memory_bytes=_gpu_memory(traces), host_memory_bytes=_host_memory(traces), **_rates(told))
-    found = fit(samples, known, name)
-    about = _about(found, {sample.name: sample.policy for sample in samples})
-    # No fit tells more digits than these.
-    rates = {key: float(f"{getattr(found.machine, key):.4g}") for key in found.uncertainty}
-    return replace(found.machine, **rates, more={"fit": about})  # type: ignore[arg-type]
+    measured = Machine(
+        gpu_memory_bytes=_gpu_memory(traces), host_memory_bytes=_host_memory(traces), **_median_rates(steps_of_traces)
+    )
+    result = fit(samples, measured, name)
+    about = _about(result, {sample.name: sample.policy for sample in samples})
+    # No fit is accurate to more digits than these.
+    rates = {key: float(f"{getattr(result.machine, key):.4g}") for key in result.uncertainty}
+    return replace(result.machine, **rates, extra={"fit": about})  # type: ignore[arg-type]
 
 
-def _sample(trace: Trace, steps: StepRates | None) -> Sample:
-    """Without the passes that DeepSpeed makes and no plan has."""
+def _sample(trace: Trace, steps: StepRates | None) -> FitSample:
+    """Return the measurements of a trace, without the passes of DeepSpeed that no plan has."""
     sample = sample_of(trace)
     if sample.policy.partition(",")[0] == "adaptive":
         raise MachineError(
             f"{trace.path} ran under adaptive, whose plan follows the machine: fit from a run of another policy"
         )
-    return replace(sample, update_s=sample.update_s - steps.beside_s) if steps is not None else sample
+    return replace(sample, update_s=sample.update_s - steps.not_in_plans_s) if steps is not None else sample
 
 
-def _rates(told: Sequence[StepRates | None]) -> dict[str, Any]:
-    """The median of each rate that sub-steps tell."""
-    found = [steps.rates for steps in told if steps is not None]
-    return {key: median(rates[key] for rates in found if key in rates) for key in {k for rates in found for k in rates}}
+def _median_rates(steps_of_traces: Sequence[StepRates | None]) -> dict[str, Any]:
+    """Return the median of each rate that follows from sub-steps."""
+    rates_of_traces = [steps.rates for steps in steps_of_traces if steps is not None]
+    keys = {key for rates in rates_of_traces for key in rates}
+    return {key: median(rates[key] for rates in rates_of_traces if key in rates) for key in keys}
 
 
 def _on_cpu(trace: Trace) -> bool:
-    return bool(trace.ranks) and first_device(trace, trace.ranks[0]).get("kind") == "cpu"
+    return bool(trace.ranks) and first_device(trace, trace.ranks[0]).kind == "cpu"
 
 
-def _without_gpu(traces: Sequence[Trace], told: Sequence[StepRates | None], name: str) -> Machine:
-    """What jobs without a GPU tell: nothing can be fitted, and of the link they know nothing."""
-    for trace, steps in zip(traces, told, strict=True):
+def _machine_without_gpu(traces: Sequence[Trace], steps_of_traces: Sequence[StepRates | None], name: str) -> Machine:
+    """Return what jobs without a GPU show of a machine: rates from their sub-steps, no link, nothing fitted."""
+    for trace, steps in zip(traces, steps_of_traces, strict=True):
         if not _on_cpu(trace):
             raise MachineError(f"{trace.path} ran on a GPU and others did not: fit each machine from its own")
         if steps is None:
             raise MachineError(
                 f"{trace.path} ran without a GPU and has no sub-steps of DeepSpeed's: measure with `ebbtide calibrate`"
             )
-    how = {key: text for steps in told if steps is not None for key, text in steps.how.items()}
+    how = {key: text for steps in steps_of_traces if steps is not None for key, text in steps.how.items()}
     memory = _host_memory(traces)
     if memory is not None:
-        how["host_memory_bytes"] = "told by the traces"
-    notes = ["these jobs ran without a GPU: of a link and of updates on a GPU they tell nothing"]
+        how["host_memory_bytes"] = "recorded in the traces"
+    notes = ["these jobs ran without a GPU: the rates of the link and of updates on a GPU are not known"]
     more = {"measured": {key: {"how": text} for key, text in how.items()}, "notes": notes}
-    return Machine(name=name, host_memory_bytes=memory, **_rates(told), more=more)
+    return Machine(name=name, host_memory_bytes=memory, **_median_rates(steps_of_traces), extra=more)
 
 
-def _about(found: Fit, policies: dict[str, str]) -> dict[str, Any]:
+def _about(result: MachineFit, policies: dict[str, str]) -> dict[str, Any]:
+    """Return the object `fit` of the machine file."""
     return {
         "policies": policies,
-        "residuals": {name: round(residual, 4) for name, residual in found.residuals.items()},
-        "uncertainty": {key: round(factor, 3) for key, factor in found.uncertainty.items()},
-        "unidentified": list(found.unidentified),
+        "residuals": {name: round(residual, 4) for name, residual in result.residuals.items()},
+        "uncertainty": {key: round(factor, 3) for key, factor in result.uncertainty.items()},
+        "unidentified": list(result.unidentified),
     }
 
 
 def _gpu_memory(traces: Sequence[Trace]) -> float | None:
     sizes = {
-        device["capacity_bytes"]
+        device.capacity_bytes
         for trace in traces
-        if (device := first_device(trace, trace.ranks[0])).get("kind") == "cuda" and device.get("capacity_bytes")
+        if (device := first_device(trace, trace.ranks[0])).kind == "cuda" and device.capacity_bytes
     }
     if len(sizes) > 1:
         both = ", ".join(bytes_text(size) for size in sorted(sizes))
@@ -97,12 +110,12 @@ def _gpu_memory(traces: Sequence[Trace]) -> float | None:
 
 
 def _host_memory(traces: Sequence[Trace]) -> float | None:
-    """A rank's part of the host's memory, where the ranks of one host are known."""
+    """Return a rank's share of the host's memory; None if the host's memory was not recorded."""
     shares = []
     for trace in traces:
-        capacity = ((trace.meta.get("host") or {}).get("cpu") or {}).get("capacity_bytes")
+        capacity = trace.meta.host.cpu.capacity_bytes
         first = trace.rank(trace.ranks[0])
-        here = sum(trace.rank(rank).get("host") == first.get("host") for rank in trace.ranks)
+        ranks_on_host = sum(trace.rank(rank).host == first.host for rank in trace.ranks)
         if capacity:
-            shares.append(capacity / here)
+            shares.append(capacity / ranks_on_host)
     return min(shares, default=None)

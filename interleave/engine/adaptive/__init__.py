@@ -1,1 +1,1 @@
-"""Makes plans for a running job, and corrects them by measured rates."""
+"""Makes plans for a running job, and corrects them with measured rates."""

@@ -1,4 +1,4 @@
-"""A machine's rates at a glance, for a first plan; the steps themselves correct them."""
+"""Measures the rates of a machine in a fraction of a second, for a first plan; the steps of the job correct them."""
 
 from __future__ import annotations
 
@@ -13,77 +13,91 @@ from ebbtide.interleave.engine.devices.device import Device, Direction
 from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES, CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Hyper
 from ebbtide.machines.machine import Machine
+from ebbtide.state_bytes import STATE_BYTES
 
 _PARAMS = 2 << 20
-# Of device memory, a parameter: state that comes, state that goes, and room for a gradient and a parameter.
-_DEVICE_BYTES = 3 * 12
-# Each thing is done this often; the quickest counts.
+# Device memory per parameter: state copied to the device, state copied from it, and a gradient and a parameter.
+_DEVICE_BYTES = 3 * STATE_BYTES
+# Number of measurements; the shortest counts.
 _ROUNDS = 3
 
 
-def probe(device: Device, kernel: CpuKernel, params: int, room: float | None) -> Machine:
-    """Rates of this device and CPU over the state of so many parameters, or some million, or as many as fit into `room`
-    bytes of the device: a fraction of a second. host_memory: what
-    update and copies carried together, or twice what the update alone did where they did not slow each other."""
-    fits = params if room is None else int(room / _DEVICE_BYTES)
-    params = max(1, min(params, _PARAMS, fits))
+def probe(device: Device, kernel: CpuKernel, params: int, device_bytes: float | None) -> Machine:
+    """Measure the rates of a device and the CPU.
+
+    Args:
+        device: The device.
+        kernel: Updates on the CPU.
+        params: Number of parameters of the job. At most this many, and at most some million, are measured.
+        device_bytes: Device memory that the measurement may use, in bytes; None for no limit.
+
+    Returns:
+        The rates. `host_memory_bytes_per_s` is the traffic of updates and copies that run at once, or twice the traffic
+        of the update alone if they did not slow each other down.
+    """
+    max_params = params if device_bytes is None else int(device_bytes / _DEVICE_BYTES)
+    params = max(1, min(params, _PARAMS, max_params))
     scalars = Hyper().scalars(1)
     half = torch.zeros(params, dtype=torch.bfloat16, device="cpu")
-    host = [device.host((3, params), torch.float32) for _ in range(2)]
-    there = [device.state(params) for _ in range(2)]
-    scratch = device.state(params)
-    grad, written = (row.view(torch.bfloat16)[:params] for row in scratch[:2])
-    nbytes = host[0].nbytes
+    host_states = [device.allocate_host((3, params), torch.float32) for _ in range(2)]
+    device_states = [device.allocate_state(params) for _ in range(2)]
+    scratch = device.allocate_state(params)
+    device_grad, device_out = (row.view(torch.bfloat16)[:params] for row in scratch[:2])
+    nbytes = host_states[0].nbytes
     state, out = torch.zeros((3, params), dtype=torch.float32, device="cpu"), half.clone()
-    block = there[0]
+    updated = device_states[0]
 
-    def on_cpu() -> None:
+    def update_on_cpu() -> None:
         kernel.update(half, state[0], state[1], state[2], out, scalars)
 
     def copy(direction: Direction) -> Callable[[], None]:
-        pair = (host[0], there[0]) if direction == "h2d" else (there[1], host[1])
+        h2d = direction == "h2d"
+        pair = (host_states[0], device_states[0]) if h2d else (device_states[1], host_states[1])
         return lambda: device.copy(direction, [pair])
 
     try:
-        for room in there:
-            device.copy("h2d", [(host[0], room)])
-        device.copy("h2d", [(half, grad)])
-        cpu = _quickest(on_cpu)
-        up, down = _quickest(copy("h2d")), _quickest(copy("d2h"))
-        gpu = _quickest(lambda: device.update(grad, block[0], block[1], block[2], written, scalars))
-        together = _quickest(lambda: _at_once(on_cpu, copy("h2d"), copy("d2h")))
+        for device_state in device_states:
+            device.copy("h2d", [(host_states[0], device_state)])
+        device.copy("h2d", [(half, device_grad)])
+        cpu_s = _min_seconds(update_on_cpu)
+        h2d_s, d2h_s = _min_seconds(copy("h2d")), _min_seconds(copy("d2h"))
+        gpu_s = _min_seconds(
+            lambda: device.update(device_grad, updated[0], updated[1], updated[2], device_out, scalars)
+        )
+        together_s = _min_seconds(lambda: _run_at_once(update_on_cpu, copy("h2d"), copy("d2h")))
     finally:
-        for tensor in (*there, scratch):
+        for tensor in (*device_states, scratch):
             device.release(tensor)
-    traffic = ONE_PASS_BYTES * params + 2 * nbytes
-    alone = max(cpu, up, down)
-    memory = traffic / together if together > 1.2 * alone else 2 * ONE_PASS_BYTES * params / cpu
+    traffic_bytes = ONE_PASS_BYTES * params + 2 * nbytes
+    longest_s = max(cpu_s, h2d_s, d2h_s)
+    slowed_down = together_s > 1.2 * longest_s
+    memory_bytes_per_s = traffic_bytes / together_s if slowed_down else 2 * ONE_PASS_BYTES * params / cpu_s
     return Machine(
         name="probed",
-        h2d_bytes_per_s=nbytes / up,
-        d2h_bytes_per_s=nbytes / down,
-        h2d_pageable_bytes_per_s=nbytes / up,
-        d2h_pageable_bytes_per_s=nbytes / down,
-        host_memory_bytes_per_s=memory,
-        cpu_update_params_per_s=params / cpu,
-        cpu_cast_params_per_s=2 * params / cpu,
-        gpu_update_params_per_s=params / gpu,
+        h2d_bytes_per_s=nbytes / h2d_s,
+        d2h_bytes_per_s=nbytes / d2h_s,
+        h2d_pageable_bytes_per_s=nbytes / h2d_s,
+        d2h_pageable_bytes_per_s=nbytes / d2h_s,
+        host_memory_bytes_per_s=memory_bytes_per_s,
+        cpu_update_params_per_s=params / cpu_s,
+        cpu_cast_params_per_s=2 * params / cpu_s,
+        gpu_update_params_per_s=params / gpu_s,
         step_overhead_s=0.0,
     )
 
 
-def _quickest(doing: Callable[[], object]) -> float:
-    doing()
-    taken = []
+def _min_seconds(work: Callable[[], object]) -> float:
+    work()
+    times_s = []
     for _ in range(_ROUNDS):
-        begin = time.perf_counter()
-        doing()
-        taken.append(time.perf_counter() - begin)
-    return float(np.min(taken))
+        begin_s = time.perf_counter()
+        work()
+        times_s.append(time.perf_counter() - begin_s)
+    return float(np.min(times_s))
 
 
-def _at_once(*doings: Callable[[], object]) -> None:
-    threads = [threading.Thread(target=doing) for doing in doings]
+def _run_at_once(*works: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=work) for work in works]
     for thread in threads:
         thread.start()
     for thread in threads:

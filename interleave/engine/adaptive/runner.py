@@ -1,4 +1,4 @@
-"""An engine that goes by a planner's plans, within the device memory that there is."""
+"""Runs an engine by the plans of a planner, within the available device memory."""
 
 from __future__ import annotations
 
@@ -8,30 +8,46 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ebbtide.interleave.engine.adaptive.planner import Budget, Planner, least
+from ebbtide.interleave.engine.adaptive.budget import Budget, min_budget
+from ebbtide.interleave.engine.adaptive.planner import Planner
 from ebbtide.interleave.engine.adaptive.probe import probe
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.runtime.engine import Engine
-from ebbtide.interleave.engine.runtime.executor import Stopped
+from ebbtide.interleave.engine.runtime.executor import OperationFailed
 from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.machines.machine import Machine
+from ebbtide.state_bytes import STATE_BYTES
 from ebbtide.units import bytes_text
 
 log = logging.getLogger("ebbtide")
 
-# After the device ran out of memory the next plan takes so much of what the last one took.
+# After the device ran out of memory, the next plan may use this share of what the last one needed.
 _BACK_OFF = 0.8
-# Of what a parameter's state takes on the device (12 B) and a gradient beside it that cannot lie in its place (4 B).
-_BESIDE_GRADIENTS = 12 / 16
+# Share of the memory that is left for state, if a gradient (4 B) cannot use the memory of its parameter.
+_STATE_SHARE = STATE_BYTES / (STATE_BYTES + 4)
 
 
-class Driver:
-    """policy, machine, budget, threads: as InterleavedAdamW has them. streams: whether gradients leave as soon as they
-    are made. owns: whether the device is closed with this."""
+class AdaptiveRunner:
+    """Owns an engine, and replaces its plan when a better one is due or the device runs out of memory.
+
+    Args:
+        policy: As for InterleavedAdamW.
+        machine: As for InterleavedAdamW.
+        budget: The `memory_budget` of InterleavedAdamW.
+        threads: As for InterleavedAdamW.
+        streamed: Whether gradients are offloaded as soon as they are computed.
+        device: The device.
+        owns_device: Whether to close the device together with this object.
+
+    Attributes:
+        policy: The policy.
+        device: The device.
+        kernel: Updates on the CPU.
+    """
 
     def __init__(
         self,
@@ -39,167 +55,184 @@ class Driver:
         machine: Machine | None,
         budget: Budget | None,
         threads: int | None,
-        streams: bool,
+        streamed: bool,
         device: Device,
-        owns: bool,
+        owns_device: bool,
     ) -> None:
         self.policy = policy
         self.device = device
         self.kernel = CpuKernel(threads)
         self._machine = machine
         self._budget = budget
-        self._streams = streams
-        # Of device memory, after it ran out once.
-        self._most: float | None = None
-        self._share = 1.0
+        self._streamed = streamed
+        # Limit of device memory, after it ran out once, in bytes.
+        self._memory_limit: float | None = None
+        self._state_share = 1.0
         self._engine: Engine | None = None
         self._planner: Planner | None = None
-        self._next: Plan | None = None
-        self._closers = [self.kernel.close, *([device.close] if owns else [])]
+        self._next_plan: Plan | None = None
+        self._closers = [self.kernel.close, *([device.close] if owns_device else [])]
         self._close = weakref.finalize(self, _call_all, self._closers)
 
     @property
     def engine(self) -> Engine:
-        """Raises EngineError where this was closed."""
+        """The engine. Raises EngineError after `close`."""
         if self._engine is None:
-            raise EngineError("this optimizer was closed, or its state is lost: make a new one")
+            raise EngineError("this optimizer is closed, or its state is lost: create a new one")
         return self._engine
 
     @property
     def closed(self) -> bool:
+        """Whether there is no engine."""
         return self._engine is None
 
     @property
     def planner(self) -> Planner:
+        """The planner."""
         assert self._planner is not None
         return self._planner
 
     @property
     def plan(self) -> Plan:
-        """The plan that the next step goes by."""
+        """The plan of the next step."""
         plan = self.engine.plan
         assert plan is not None
         return plan
 
-    def take(self, subgroups: Sequence[Subgroup], params: int, homes: Sequence[torch.Tensor] | None = None) -> Engine:
-        """An engine for these subgroups of so many parameters, in place of the one before; to be given its state, and
-        then to be started by `follow`. homes: see Store. Raises EngineError, PolicyError and MachineError where there
-        is no plan for them, and changes nothing."""
-        total = sum(subgroup.params for subgroup in subgroups)
-        self._share = _BESIDE_GRADIENTS if any(of.grad_dtype != of.dtype for of in subgroups) else 1.0
+    def rebuild(
+        self, subgroups: Sequence[Subgroup], params: int, host_buffers: Sequence[torch.Tensor] | None = None
+    ) -> Engine:
+        """Replace the engine by one for other subgroups; the caller then writes its state and calls `set_plan`.
+
+        Args:
+            subgroups: The subgroups.
+            params: Number of parameters (tensors).
+            host_buffers: Host memory of the caller for the states; see SubgroupStates.
+
+        Raises:
+            EngineError, PolicyError, MachineError: If there is no plan for the subgroups; nothing is changed.
+        """
+        total_params = sum(subgroup.params for subgroup in subgroups)
+        own_blocks = any(subgroup.grad_dtype != subgroup.dtype for subgroup in subgroups)
+        self._state_share = _STATE_SHARE if own_blocks else 1.0
         if self._planner is not None:
-            # What its steps have shown by now.
+            # Its rates are corrected by the steps so far.
             machine = self._planner.machine
         elif self._machine is None and self.policy == "adaptive":
-            room = self._budget if self._budget is not None else self.device.free_bytes()
-            machine = probe(self.device, self.kernel, total, least(room))
+            budget = self._budget if self._budget is not None else self.device.free_bytes()
+            machine = probe(self.device, self.kernel, total_params, min_budget(budget))
         else:
             machine = self._machine or Machine(name="unknown")
-        planner = Planner(self.policy, machine, subgroups, self._streams)
-        plan = planner.plan(self._budget_now())
-        engine = Engine(subgroups, params, self.device, self.kernel, homes)
+        planner = Planner(self.policy, machine, subgroups, self._streamed)
+        plan = planner.plan(self._current_budget())
+        engine = Engine(subgroups, params, self.device, self.kernel, host_buffers)
         if self._engine is not None:
             self._closers.remove(self._engine.close)
             self._engine.close()
         self._closers.insert(0, engine.close)
-        self._engine, self._planner, self._next = engine, planner, plan
+        self._engine, self._planner, self._next_plan = engine, planner, plan
         return engine
 
-    def follow(self) -> None:
-        """Go by the plan, from its beginning."""
-        self._follow(self._next or self.plan)
+    def set_plan(self) -> None:
+        """Start the current plan from its beginning; after `rebuild` that is the plan for the new engine."""
+        self._apply_plan(self._next_plan or self.plan)
 
     def step(
-        self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None], count: Callable[[], None]
+        self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None], on_done: Callable[[], None]
     ) -> None:
-        """Engine.step, and a new plan where it asks for one. count: called when the step is done, which it is after an
-        interrupt too, since the engine waits for all of it before it lets that through. Raises EngineError where the
-        state is lost, and for an operation that failed for another reason than the device's memory."""
-        failure: Stopped | None = None
+        """Run `Engine.step`, and make a new plan if one is due.
+
+        Args:
+            values: As for `Engine.step`.
+            scalars: As for `Engine.step`.
+            on_done: Called when the step is done. This includes a step with an interrupt, since the engine completes
+                the step before it raises KeyboardInterrupt.
+
+        Raises:
+            EngineError: If the state is lost, or an operation failed for another reason than device memory.
+        """
+        failure: OperationFailed | None = None
         try:
             self.engine.step(values, scalars)
-        except Stopped as stopped:
-            failure = stopped
+        except OperationFailed as error:
+            failure = error
         except KeyboardInterrupt:
-            count()
+            on_done()
             raise
         except Exception as error:
             self.close()
             raise EngineError(
-                f"an update broke off ({error}) and the optimizer's state is lost: go on from a checkpoint"
+                f"an update failed midway ({error}) and the optimizer's state is lost: resume from a checkpoint"
             ) from error
-        count()
+        on_done()
         if failure is not None:
-            self._after(failure)
-        elif self.engine.last is not None:
-            self.planner.observe(self.engine.last)
-            reason = self.planner.drifted(self._budget_now())
+            self._handle_failure(failure)
+        elif self.engine.last_schedule is not None:
+            self.planner.observe(self.engine.last_schedule)
+            reason = self.planner.replan_reason(self._current_budget())
             if reason is not None:
-                log.info("ebbtide plans anew: %s", reason)
-                self._plan()
+                log.info("ebbtide makes a new plan: %s", reason)
+                self._replan()
 
     def close(self) -> None:
-        """End threads and give all memory back. Deleting this does the same."""
+        """End the threads and release all memory. Deleting this object does the same."""
         self._close()
         self._engine = None
 
-    def _after(self, failure: Stopped) -> None:
-        """The step is done, on the CPU; go on with less device memory where that was the trouble, else say so."""
+    def _handle_failure(self, failure: OperationFailed) -> None:
+        """Continue with less device memory after a step that was completed on the CPU, or raise for other causes."""
         cause = failure.__cause__
         if isinstance(cause, DeviceMemoryError):
             try:
-                self._take_less(cause)
-                self._plan()
+                self._reduce_memory(cause)
+                self._replan()
             except EngineError as error:
-                raise EngineError(f"{error} (this step was done all the same, on the CPU)") from cause
+                raise EngineError(f"{error} (this step was completed on the CPU)") from cause
             return
-        self._plan()
-        raise EngineError(
-            f"an operation of the plan failed: {cause}; the step was done all the same, on the CPU"
-        ) from cause
+        self._replan()
+        raise EngineError(f"an operation of the plan failed: {cause}; the step was completed on the CPU") from cause
 
-    def _take_less(self, error: DeviceMemoryError) -> None:
-        """Of the device's memory. Raises the error where nothing was taken."""
-        needed = self.planner.needed_bytes
-        if not needed:
+    def _reduce_memory(self, error: DeviceMemoryError) -> None:
+        """Lower the limit of device memory. Raises the error if the plan used none."""
+        needed_bytes = self.planner.needed_bytes
+        if not needed_bytes:
             raise error
-        less = self._most = _BACK_OFF * needed
-        log.warning("ebbtide: %s; from now on at most %s of it are used", error, bytes_text(less))
+        limit_bytes = self._memory_limit = _BACK_OFF * needed_bytes
+        log.warning("ebbtide: %s; from now on at most %s of it are used", error, bytes_text(limit_bytes))
 
-    def _plan(self) -> None:
-        self._follow(self.planner.plan(self._budget_now()))
+    def _replan(self) -> None:
+        self._apply_plan(self.planner.plan(self._current_budget()))
 
-    def _follow(self, plan: Plan) -> None:
-        """Go by a plan from now on, or by one that takes less where the device has no room for it."""
+    def _apply_plan(self, plan: Plan) -> None:
+        """Use a plan from now on, or one that needs less if the device has too little memory for it."""
         engine = self.engine
-        self._next = None
-        known = plan is engine.plan
+        self._next_plan = None
+        is_same = plan is engine.plan
         try:
-            engine.follow(plan, self.planner.workload)
+            engine.set_plan(plan, self.planner.workload)
         except DeviceMemoryError as error:
-            self._take_less(error)
-            self._plan()
+            self._reduce_memory(error)
+            self._replan()
             return
-        if not known:
+        if not is_same:
             log.info("ebbtide: policy %s: %s", self.policy, plan.remark or plan.counts())
 
-    def _budget_now(self) -> Budget | None:
-        budget = self._budget if self._budget is not None else self._left()
+    def _current_budget(self) -> Budget | None:
+        budget = self._budget if self._budget is not None else self._free_bytes()
         if isinstance(budget, Mapping):
             return {phase: self._limited(size) for phase, size in budget.items()}
-        return self._most if budget is None else self._limited(budget)
+        return self._memory_limit if budget is None else self._limited(budget)
 
-    def _left(self) -> float | None:
-        """What the device has left. Before the first step the job has not shown yet what it takes itself, and whoever
-        has a choice takes nothing."""
-        left = self.device.free_bytes()
-        seen = self._engine is not None and self._engine.last is not None
-        return left if seen or left is None or self.policy != "adaptive" else 0.0
+    def _free_bytes(self) -> float | None:
+        """Return the free device memory. For `adaptive` it is 0 before the first step has shown what the job uses."""
+        free_bytes = self.device.free_bytes()
+        has_stepped = self._engine is not None and self._engine.last_schedule is not None
+        return free_bytes if has_stepped or free_bytes is None or self.policy != "adaptive" else 0.0
 
     def _limited(self, size: float) -> float:
-        if self._share < 1:
-            size *= self._share
-        return size if self._most is None else min(size, self._most)
+        if self._state_share < 1:
+            size *= self._state_share
+        return size if self._memory_limit is None else min(size, self._memory_limit)
 
 
 def _call_all(closers: list[Callable[[], None]]) -> None:

@@ -1,5 +1,8 @@
-"""A GPU: streams for the copies and the update, events for what the training thread has issued, pinned host memory of
-exactly the size that is needed."""
+"""A CUDA GPU as device of the engine.
+
+It uses streams for copies and updates, events for the work of the training thread, and pinned host memory of exactly
+the requested size.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,22 @@ from ebbtide.interleave.engine.devices.device import Direction
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.numerics.reference import Scalars
 
-# Left free for what others allocate between one look and the next.
+# Share of the memory that stays free for what others allocate between two queries.
 _MARGIN = 0.02
-_BYTES = 1 << 20
+_MIB = 1 << 20
 
 
 class CudaDevice:
-    """The executor's threads issue to a stream each and wait for it without the GIL, so that an operation is done when
-    its call returns. Written for CUDA; it has not run on a GPU yet."""
+    """A GPU. Each thread of the executor issues to its own stream and waits for it without the GIL.
+
+    An operation is done when its call returns. This class is written for CUDA and has not run on a GPU yet.
+
+    Args:
+        device: The GPU; without an index, the current one.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        # triton is there where torch was built for CUDA.
+        # CUDA builds of torch include triton.
         from ebbtide.interleave.engine.numerics import triton_kernel
 
         self._device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
@@ -40,34 +48,34 @@ class CudaDevice:
         return self._used
 
     def free_bytes(self) -> float | None:
-        """What the job has left at its peak so far, and what state takes of it; less a margin."""
+        """Return the memory that the job leaves free at its peak so far, including what state uses, minus a margin."""
         free, total = torch.cuda.mem_get_info(self._device)
         reserved = torch.cuda.memory_reserved(self._device)
         others = total - free - reserved
         peak = torch.cuda.max_memory_allocated(self._device) - self._used
         left = total - others - max(peak, 0) - _MARGIN * total
-        # In steps, so that a plan is made anew only where it matters.
-        return float(max(0, int(left) // (64 * _BYTES) * (64 * _BYTES)))
+        # Rounded down, so that small changes do not cause a new plan.
+        return float(max(0, int(left) // (64 * _MIB) * (64 * _MIB)))
 
-    def state(self, params: int, rows: int = 3) -> torch.Tensor:
+    def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
         try:
             with torch.cuda.device(self._device), torch.cuda.stream(self._streams["h2d"]):
-                found = torch.empty((rows, params), dtype=torch.float32, device=self._device)
+                block = torch.empty((rows, params), dtype=torch.float32, device=self._device)
         except torch.cuda.OutOfMemoryError as error:
-            raise DeviceMemoryError(f"the GPU has no room: {str(error).splitlines()[0]}") from error
+            raise DeviceMemoryError(f"the GPU has too little free memory: {str(error).splitlines()[0]}") from error
         with self._lock:
-            self._used += found.nbytes
-        return found
+            self._used += block.nbytes
+        return block
 
     def release(self, tensor: torch.Tensor) -> None:
         with self._lock:
             self._used -= tensor.nbytes
 
-    def host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if not pinned or not nbytes:
             return torch.zeros(shape, dtype=dtype, device="cpu")
-        # torch's own pinned memory is rounded up to a power of two. Whole pages of their own: no page is pinned twice.
+        # torch rounds pinned memory up to a power of two. A mapping has whole pages, so that no page is pinned twice.
         memory = np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
         pointer = memory.ctypes.data
         error = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0))
@@ -104,16 +112,16 @@ class CudaDevice:
             done.record(stream)
         done.synchronize()
 
-    def squares(self, gradient: torch.Tensor) -> Callable[[], float]:
+    def sum_of_squares(self, gradient: torch.Tensor) -> Callable[[], float]:
         return self._kernel.gpu_sum_of_squares(gradient)
 
-    def mark(self) -> Callable[[], None]:
-        made = torch.cuda.Event(blocking=True)
-        made.record(torch.cuda.current_stream(self._device))
-        return lambda: made.synchronize()
+    def record_event(self) -> Callable[[], None]:
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return lambda: event.synchronize()
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
-        """Streams end with this object."""
+        """Do nothing: the streams are destroyed with this object."""

@@ -1,4 +1,4 @@
-"""What the executor needs of a device; `EmulatedDevice` and `CudaDevice` are the two there are."""
+"""The device protocol: the operations that the engine needs; `EmulatedDevice` and `CudaDevice` implement it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,33 @@ Direction = Literal["h2d", "d2h"]
 
 
 class Device(Protocol):
-    """Calls come from the executor's threads, at most one at a time for `update` and for each direction of `copy`; each
-    returns when its work is done."""
+    """A device that stores and updates optimizer state.
 
-    def state(self, params: int, rows: int = 3) -> torch.Tensor:
-        """Room for so many parameters, (rows, params) fp32. Raises DeviceMemoryError where there is none."""
+    The threads of the executor call it, with at most one call at a time for `update` and for each direction of `copy`.
+    Each call returns when its work is done.
+    """
+
+    def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
+        """Allocate device memory for the state of `params` parameters.
+
+        Returns:
+            A tensor of shape (rows, params), fp32.
+
+        Raises:
+            DeviceMemoryError: If the device has too little free memory.
+        """
         ...
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Give room back."""
+        """Free memory from `allocate_state`."""
         ...
 
-    def host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
-        """Host memory of exactly this size. Raises EngineError where there is none."""
+    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+        """Allocate host memory of exactly this size. Raises EngineError if there is not enough."""
         ...
 
     def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy (from, to) over the link, one after the other."""
+        """Copy each (source, target) over the link, one after the other."""
         ...
 
     def update(
@@ -41,31 +51,36 @@ class Device(Protocol):
         out: torch.Tensor,
         scalars: Scalars,
     ) -> None:
-        """The reference's update, of what lies on the device."""
+        """Run the update of `reference` on tensors on the device."""
         ...
 
-    def squares(self, gradient: torch.Tensor) -> Callable[[], float]:
-        """`norm.sum_of_squares` of a gradient that lies on the device, as it is now: what is returned waits for it.
-        Called where the gradient was made, by the training thread or autograd's."""
+    def sum_of_squares(self, gradient: torch.Tensor) -> Callable[[], float]:
+        """Start `norm.sum_of_squares` of a gradient on the device, with the values that it has now.
+
+        The training thread or autograd's thread calls this, the one that computed the gradient.
+
+        Returns:
+            A function that waits for the result.
+        """
         ...
 
-    def mark(self) -> Callable[[], None]:
-        """What is returned waits for all that this thread has issued so far."""
+    def record_event(self) -> Callable[[], None]:
+        """Return a function that waits for everything that the calling thread has issued so far."""
         ...
 
-    def wait(self) -> None:
-        """Called by the training thread: what it has issued so far is done when this returns."""
+    def synchronize(self) -> None:
+        """Wait for everything that the calling thread, the training thread, has issued so far."""
         ...
 
     def free_bytes(self) -> float | None:
-        """What state may take of the device's memory, all in all; None where there is no limit."""
+        """Return how much device memory state may use in total, in bytes; None if there is no limit."""
         ...
 
     @property
     def used_bytes(self) -> int:
-        """Taken by state and gradients."""
+        """Device memory in use by state and gradients, in bytes."""
         ...
 
     def close(self) -> None:
-        """End threads."""
+        """End the threads of the device."""
         ...

@@ -1,4 +1,4 @@
-"""A device that is none: it finds races, lost bytes and wrong order where there is no GPU."""
+"""Emulated device (host memory with a hard limit, throttled copies) for testing the engine without a GPU."""
 
 from __future__ import annotations
 
@@ -13,15 +13,27 @@ from ebbtide.interleave.engine.errors import DeviceMemoryError
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Scalars
 
-# Copies are throttled piece by piece, so that a rate that changes is felt at once.
+# Copies are throttled in chunks of this size, so that a changed rate takes effect at once.
 _CHUNK_BYTES = 1 << 20
 
 
 class EmulatedDevice:
-    """Its memory is host memory with a capacity that is enforced; its link, two directions of throttled copies; its
-    arithmetic, real. Never a figure of performance.
+    """A device whose memory is host memory with an enforced capacity.
 
-    capacity_bytes: None for no limit. Rates may be changed at any time; None: as fast as it goes.
+    Its link has two directions of throttled copies, and its arithmetic is real. It exposes races, lost bytes and wrong
+    order of operations; its times say nothing about performance.
+
+    Args:
+        capacity_bytes: Capacity of the memory; None for no limit.
+        h2d_bytes_per_s: Rate of copies to the device; None for no throttling.
+        d2h_bytes_per_s: Rate of copies to the host; None for no throttling.
+        gpu_update_params_per_s: Rate of updates; None for no throttling.
+
+    Attributes:
+        capacity_bytes: The capacity; may be changed at any time.
+        rates: The rates of copies by direction; may be changed at any time.
+        gpu_update_params_per_s: The rate of updates; may be changed at any time.
+        peak_bytes: The high-water mark of `used_bytes`.
     """
 
     def __init__(
@@ -36,9 +48,9 @@ class EmulatedDevice:
         self.gpu_update_params_per_s = gpu_update_params_per_s
         self.peak_bytes = 0
         self._used = 0
-        # Where blocks begin that are taken: giving one back twice raises KeyError.
-        self._taken: set[int] = set()
-        # Re-entrant: the garbage collector may give room back while some is taken.
+        # Addresses of allocated blocks: releasing one twice raises KeyError.
+        self._addresses: set[int] = set()
+        # Re-entrant: the garbage collector may release a block during an allocation.
         self._lock = threading.RLock()
         self._kernel = CpuKernel(1)
 
@@ -49,7 +61,7 @@ class EmulatedDevice:
     def free_bytes(self) -> float | None:
         return self.capacity_bytes
 
-    def state(self, params: int, rows: int = 3) -> torch.Tensor:
+    def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
         nbytes = rows * torch.float32.itemsize * params
         with self._lock:
             if self.capacity_bytes is not None and self._used + nbytes > self.capacity_bytes:
@@ -57,33 +69,33 @@ class EmulatedDevice:
                 raise DeviceMemoryError(f"the device has {free:.0f} bytes left, and {nbytes} are needed")
             self._used += nbytes
             self.peak_bytes = max(self.peak_bytes, self._used)
-            # Not a number: what is read before it is written shows.
+            # NaN shows reads of memory that was not written yet.
             block = torch.full((rows, params), float("nan"), dtype=torch.float32, device="cpu")
-            self._taken.add(block.data_ptr())
+            self._addresses.add(block.data_ptr())
         return block
 
     def release(self, tensor: torch.Tensor) -> None:
         with self._lock:
-            self._taken.remove(tensor.data_ptr())
+            self._addresses.remove(tensor.data_ptr())
             self._used -= tensor.nbytes
-        # Nor is what is read after it was given back.
+        # NaN also shows reads after the release.
         tensor.fill_(float("nan"))
 
-    def host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device="cpu")
 
     def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        begin, due = time.perf_counter(), 0.0
+        start_s, duration_s = time.perf_counter(), 0.0
         for source, target in pairs:
             source, target = source.reshape(-1), target.view(-1)
-            step = max(1, _CHUNK_BYTES // source.element_size())
-            for at in range(0, len(source), step):
-                part = source[at : at + step]
-                target[at : at + step].copy_(part)
+            chunk = max(1, _CHUNK_BYTES // source.element_size())
+            for begin in range(0, len(source), chunk):
+                part = source[begin : begin + chunk]
+                target[begin : begin + chunk].copy_(part)
                 rate = self.rates[direction]
                 if rate:
-                    due += part.nbytes / rate
-                    _sleep_until(begin + due)
+                    duration_s += part.nbytes / rate
+                    _sleep_until(start_s + duration_s)
 
     def update(
         self,
@@ -94,26 +106,26 @@ class EmulatedDevice:
         out: torch.Tensor,
         scalars: Scalars,
     ) -> None:
-        begin = time.perf_counter()
+        start_s = time.perf_counter()
         self._kernel.update(grad, master, exp_avg, exp_avg_sq, out, scalars)
         if self.gpu_update_params_per_s:
-            _sleep_until(begin + len(master) / self.gpu_update_params_per_s)
+            _sleep_until(start_s + len(master) / self.gpu_update_params_per_s)
 
-    def squares(self, gradient: torch.Tensor) -> Callable[[], float]:
-        found = self._kernel.sum_of_squares(gradient)
-        return lambda: found
+    def sum_of_squares(self, gradient: torch.Tensor) -> Callable[[], float]:
+        squares = self._kernel.sum_of_squares(gradient)
+        return lambda: squares
 
-    def mark(self) -> Callable[[], None]:
-        return self.wait
+    def record_event(self) -> Callable[[], None]:
+        return self.synchronize
 
-    def wait(self) -> None:
-        """All that the training thread does here is done when it returns from it."""
+    def synchronize(self) -> None:
+        """Do nothing: everything that the training thread issues is done when the call returns."""
 
     def close(self) -> None:
         self._kernel.close()
 
 
-def _sleep_until(moment: float) -> None:
-    left = moment - time.perf_counter()
-    if left > 0:
-        time.sleep(left)
+def _sleep_until(time_s: float) -> None:
+    remaining_s = time_s - time.perf_counter()
+    if remaining_s > 0:
+        time.sleep(remaining_s)

@@ -1,14 +1,14 @@
-"""The loops that numba compiles; imported with the first kernel that is made, since numba takes long to import.
+"""Loops that numba compiles. This module is imported with the first kernel, since numba takes long to import.
 
-They are serial and run without the GIL: kernels.py puts slices of them on threads of its own. bfloat16 come here as
-uint16 and float16 as int16, so that the type of an array tells which it holds.
+The loops are serial and run without the GIL: kernels.py runs them on slices, on its own threads. bfloat16 arrays are
+passed as uint16 and float16 arrays as int16, so that the type of an array says what it contains.
 
-What makes their bits the reference's: numba sets none of LLVM's fast-math flags unless `fastmath` asks for it, and
-without the flag `contract` LLVM fuses no multiply-add and takes no approximate quotient or root (a test reads the
-compiled code). All conversions are of bits, by additions of integers, so they need nothing of the processor.
+The loops give the bits of the reference because numba sets no fast-math flag of LLVM unless `fastmath` asks for it, and
+without the flag `contract` LLVM fuses no multiply-add and uses no approximate quotient or root (a test reads the
+compiled code). All conversions work on bits, by additions of integers, so they do not depend on the processor.
 """
 
-# numba types these functions, each time for what they are called with.
+# numba types these functions, for each combination of argument types.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ U = np.uint32
 _NAN, _BFLOAT16_NAN, _FLOAT16_NAN = U(NAN), U(BFLOAT16_NAN), U(FLOAT16_NAN)
 _INFINITE = U(0x7F800000)
 _MAGNITUDE = U(0x7FFFFFFF)
-# By so much the exponents of float32 and float16 differ.
+# Difference between the exponents of float32 and float16.
 _BIAS = U((127 - 15) << 23)
 _LEAST_NORMAL, _LEAST_NORMAL_BITS = F(2.0**-14), U((127 - 14) << 23)
-# Its last bit weighs as much as the last of a subnormal float16: added to one, it makes the adder round there.
+# Its last bit has the weight of the last bit of a subnormal float16: the addition rounds to that bit.
 _HALF, _HALF_BITS = F(0.5), U(126 << 23)
 
 
 @register_jitable
-def _one_nan(value):
+def _canonical_nan(value):
     bits = F(value).view(U)
     return U(_NAN if (bits & _MAGNITUDE) > _INFINITE else bits).view(F)
 
@@ -57,7 +57,7 @@ def _from_float16(stored):
     bits = U(np.uint16(stored))
     size = U(U(bits & U(0x7FFF)) << U(13))
     normal = U(size + _BIAS)
-    # What would get an exponent above float16's is infinite, or no number.
+    # An exponent above the range of float16 is an infinity or a NaN.
     wide = U(normal + _BIAS) if size >= U(0x7C00 << 13) else normal
     small = F(U(size + _LEAST_NORMAL_BITS).view(F) - _LEAST_NORMAL).view(U)
     return U(U(small if size < U(0x0400 << 13) else wide) | U(U(bits & U(0x8000)) << U(16))).view(F)
@@ -75,25 +75,25 @@ def _to_float16(value):
     return np.int16(_FLOAT16_NAN if size > _INFINITE else half)
 
 
-def _widened(stored):
-    """A gradient's value as float32, exactly. The body is chosen by type, below."""
+def _widen(stored):
+    """Return the value of a gradient as float32, exactly. The body is chosen by type, below."""
 
 
 def _store(array, i, value):
-    """Rounds to what the array holds. The body is chosen by type, below."""
+    """Round to the type of the array and store. The body is chosen by type, below."""
 
 
 @register_jitable
-def _same(value):
+def _identity(value):
     return value
 
 
-_FROM = {"uint16": _from_bfloat16, "int16": _from_float16, "float32": _same}
-_TO = {"uint16": _to_bfloat16, "int16": _to_float16, "float32": _same}
+_FROM = {"uint16": _from_bfloat16, "int16": _from_float16, "float32": _identity}
+_TO = {"uint16": _to_bfloat16, "int16": _to_float16, "float32": _identity}
 
 
-@overload(_widened)
-def _choose_widened(stored):
+@overload(_widen)
+def _choose_widen(stored):
     convert = _FROM[stored.name]
     return lambda stored: convert(stored)
 
@@ -109,17 +109,17 @@ def _choose_store(array, i, value):
 
 
 @register_jitable
-def _stepped(stored, p, m, v, scale, beta1, share1, beta2, share2, kept, rate, root, eps):
-    g = _widened(stored) * scale
-    apart = g - m
-    m = _one_nan(m + share1 * apart if share1 < _HALF else g - beta1 * apart)
-    v = _one_nan(beta2 * v + share2 * g * g)
-    return _one_nan(kept * p - rate * m / (np.sqrt(v) / root + eps)), m, v
+def _step(stored, p, m, v, scale, beta1, share1, beta2, share2, kept, rate, root, eps):
+    g = _widen(stored) * scale
+    difference = g - m
+    m = _canonical_nan(m + share1 * difference if share1 < _HALF else g - beta1 * difference)
+    v = _canonical_nan(beta2 * v + share2 * g * g)
+    return _canonical_nan(kept * p - rate * m / (np.sqrt(v) / root + eps)), m, v
 
 
 def _update(grad, master, exp_avg, exp_avg_sq, out, scale, beta1, share1, beta2, share2, kept, rate, root, eps):
     for i in range(master.size):
-        p, m, v = _stepped(
+        p, m, v = _step(
             grad[i], master[i], exp_avg[i], exp_avg_sq[i], scale, beta1, share1, beta2, share2, kept, rate, root, eps
         )
         exp_avg[i] = m
@@ -130,7 +130,7 @@ def _update(grad, master, exp_avg, exp_avg_sq, out, scale, beta1, share1, beta2,
 
 def _update_state(grad, master, exp_avg, exp_avg_sq, scale, beta1, share1, beta2, share2, kept, rate, root, eps):
     for i in range(master.size):
-        p, m, v = _stepped(
+        p, m, v = _step(
             grad[i], master[i], exp_avg[i], exp_avg_sq[i], scale, beta1, share1, beta2, share2, kept, rate, root, eps
         )
         exp_avg[i] = m
@@ -144,10 +144,10 @@ def _block_sums(grad, sums):
         lanes[:] = 0
         end = min((block + 1) * BLOCK, grad.size)
         for begin in range(block * BLOCK, end, LANES):
-            # Of a slice numba knows that no index is negative; without it this takes eight times as long.
+            # In a slice numba knows that no index is negative; without it the loop takes eight times as long.
             row = grad[begin : min(begin + LANES, end)]
             for lane in range(row.size):
-                value = np.float64(_widened(row[lane]))
+                value = np.float64(_widen(row[lane]))
                 lanes[lane] += value * value
         width = LANES // 2
         while width:
@@ -158,10 +158,10 @@ def _block_sums(grad, sums):
 
 
 def _compiled(loop):
-    """Compiled on its first call for each combination of types, and kept on disk where there is a place for it."""
+    """Compile a loop on its first call for each combination of types, and cache it on disk if a folder is writable."""
     try:
         return njit(**_OPTIONS, cache=True)(loop)
-    except RuntimeError:  # numba found no folder that it may write to.
+    except RuntimeError:  # numba has no folder that it can write to.
         return njit(**_OPTIONS)(loop)
 
 

@@ -1,4 +1,4 @@
-"""The CPU's update: one pass over memory, by serial loops without the GIL on slices, on threads of our own."""
+"""The update on the CPU: one pass over memory, by serial loops without the GIL, on slices, in a pool of threads."""
 
 from __future__ import annotations
 
@@ -13,37 +13,44 @@ import torch
 from ebbtide import host_limits
 from ebbtide.interleave.engine.numerics.norm import BLOCK, total
 from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
-# Of memory traffic, a parameter, where gradient and parameter have half precision: gradient 2 and state 12 in, state 12
-# and parameter 2 out. They bound the speed.
-ONE_PASS_BYTES = 28
+# Memory traffic per parameter if gradient and parameter have half precision: read gradient 2 and state 12, write state
+# 12 and parameter 2. It limits the speed.
+ONE_PASS_BYTES = GRAD_BYTES + 2 * STATE_BYTES + PARAM_BYTES
 
-# Elements of two cache lines of bfloat16: where a tensor begins on a line, no two threads write to the same.
-_ALIGNED = 64
-# A slice at most: about 10 ms. A thread that shares its core gets fewer of them, and none waits for the GIL often.
-_LARGEST = 8 << 20
-# A slice at least: below, handing it to a thread costs more than it saves.
-_SMALLEST = 16 << 10
+# Slices are multiples of this: two cache lines of bfloat16 elements. If a tensor starts at a cache line, no two threads
+# write to the same line.
+_ALIGNMENT = 64
+# Maximum elements of a slice: about 10 ms. A thread that shares its core gets fewer slices, and threads rarely wait for
+# the GIL.
+_MAX_SLICE = 8 << 20
+# Minimum elements of a slice: for smaller ones, passing it to a thread costs more than it saves.
+_MIN_SLICE = 16 << 10
 
-# How the compiled loops tell what an array holds.
+# The types by which the compiled loops recognize what an array contains.
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.float32}
 
 
 class CpuKernel:
-    """The reference's update (reference.py), bit for bit, on so many threads; without a number, on the cores that this
-    process may use, shared evenly with the ranks of this host (LOCAL_WORLD_SIZE). OMP_NUM_THREADS does not count:
-    torchrun sets it to 1.
+    """The update of reference.py on the CPU, with the same bits.
 
-    Loops compile on their first call for each combination of types (about a second, once for a machine where numba can
-    keep them on disk). The caller's thread waits without the GIL. Calls from several threads share the same pool."""
+    Loops compile on their first call for each combination of types (about a second; once per machine if numba can cache
+    them on disk). The calling thread waits without the GIL. Calls from several threads share one pool.
+
+    Args:
+        threads: Number of threads. By default the cores that this process may use, shared evenly with the other ranks
+            of this host (LOCAL_WORLD_SIZE). OMP_NUM_THREADS is ignored, because torchrun sets it to 1.
+    """
 
     def __init__(self, threads: int | None = None) -> None:
-        # numba takes long to import, and whoever only describes an update needs none.
+        # numba takes long to import, and code that only describes updates does not need it.
         from ebbtide.interleave.engine.numerics import compiled
 
         self._compiled = compiled
         self.threads = threads or max(1, host_limits.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        # A thread begins with the flags of the one that makes it, and some libraries make theirs flush subnormals.
+        # A new thread inherits the flags of the thread that starts it, and some libraries set a flag that flushes
+        # subnormals.
         self._pool = ThreadPoolExecutor(
             self.threads, "ebbtide-cpu", initializer=torch.set_flush_denormal, initargs=(False,)
         )
@@ -57,23 +64,36 @@ class CpuKernel:
         out: torch.Tensor | None,
         scalars: Scalars,
     ) -> None:
-        """Update master and moments (fp32) in place and write the parameter, unless `out` is None; returns when all is
-        done. All are contiguous CPU tensors of one dimension and length; grad and out are bfloat16, float16 or float32.
-        Raises ValueError where they are not."""
+        """Update master and moments in place and write the parameter; return when all is done.
+
+        All tensors are contiguous CPU tensors with one dimension and the same length.
+
+        Args:
+            grad: Gradient, bfloat16, float16 or float32.
+            master: Master weights, fp32.
+            exp_avg: First moment, fp32.
+            exp_avg_sq: Second moment, fp32.
+            out: Parameter to write, bfloat16, float16 or float32; None to only update the state.
+            scalars: The factors of the step.
+
+        Raises:
+            ValueError: If a tensor is of another kind.
+        """
         outs = () if out is None else (out,)
-        check("cpu", (grad, *outs), (master, exp_avg, exp_avg_sq))
+        check_tensors("cpu", (grad, *outs), (master, exp_avg, exp_avg_sq))
         arrays = [_array(tensor) for tensor in (grad, master, exp_avg, exp_avg_sq, *outs)]
         loop = self._compiled.update if outs else self._compiled.update_state
 
         def part(begin: int, end: int) -> None:
             loop(*(array[begin:end] for array in arrays), *scalars)
 
-        self._on_slices(part, len(master), _ALIGNED)
+        self._on_slices(part, len(master), _ALIGNMENT)
 
     def sum_of_squares(self, gradient: torch.Tensor) -> float:
-        """`norm.sum_of_squares`, bit for bit, of a contiguous gradient of one dimension. Finite exactly where all of it
-        is."""
-        check("cpu", (gradient,))
+        """Return `norm.sum_of_squares` of a contiguous gradient with one dimension, with the same bits.
+
+        It is finite exactly if all elements are."""
+        check_tensors("cpu", (gradient,))
         values = _array(gradient)
         sums = np.empty(-(-len(values) // BLOCK))
 
@@ -88,25 +108,33 @@ class CpuKernel:
         self._pool.shutdown()
 
     def _on_slices(self, part: Callable[[int, int], None], length: int, unit: int) -> None:
-        """Call part(begin, end) for slices of whole units, on the pool's threads alone: their flags are known."""
-        size = min(max(length // self.threads, _SMALLEST), _LARGEST)
+        """Call part(begin, end) for slices of whole units, only on threads of the pool, because their flags are set."""
+        size = min(max(length // self.threads, _MIN_SLICE), _MAX_SLICE)
         size = -(-size // unit) * unit
         begins = range(0, length, size)
         list(self._pool.map(part, begins, (min(begin + size, length) for begin in begins)))
 
 
-def check(device: str, stored: Sequence[torch.Tensor], state: Sequence[torch.Tensor] = ()) -> None:
-    """Raise ValueError for what a kernel cannot take: it would read and write beyond it. stored: in any precision of
-    parameters; state: in fp32."""
+def check_tensors(device: str, stored: Sequence[torch.Tensor], state: Sequence[torch.Tensor] = ()) -> None:
+    """Check the tensors of a kernel call, since a kernel would read and write beyond tensors that do not match.
+
+    Args:
+        device: The type of the device that they must be on.
+        stored: Gradient and parameter, in any precision of parameters.
+        state: Master and moments, in fp32.
+
+    Raises:
+        ValueError: If a tensor is of another kind.
+    """
     tensors = (*stored, *state)
     if any(tensor.dtype not in _BITS for tensor in stored) or any(tensor.dtype != torch.float32 for tensor in state):
         raise ValueError("gradient and parameter must be bfloat16, float16 or float32, master and moments float32")
     if any(tensor.dim() != 1 or not tensor.is_contiguous() or len(tensor) != len(tensors[0]) for tensor in tensors):
-        raise ValueError("gradient, master, moments and parameter must be contiguous, of one dimension and length")
+        raise ValueError("gradient, master, moments and parameter must be contiguous, with one dimension and length")
     if any(tensor.device.type != device or tensor.device != tensors[0].device for tensor in tensors):
-        raise ValueError(f"gradient, master, moments and parameter must be on one device, a {device}")
+        raise ValueError(f"gradient, master, moments and parameter must be on one {device} device")
 
 
 def _array(tensor: torch.Tensor) -> Any:
-    """The same memory, as the compiled loops take it."""
+    """Return the same memory as an array for the compiled loops."""
     return tensor.detach().view(_BITS[tensor.dtype]).numpy()

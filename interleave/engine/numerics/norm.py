@@ -1,10 +1,10 @@
-"""The sum of a gradient's squares, to the same bits by every device and however the parameter is cut for its update.
+"""The sum of squares of a gradient, with the same bits on every device and for every division into subgroups.
 
-A parameter's whole flat gradient is cut into blocks of 65,536; a block's elements are dealt to 256 lanes in turn, each
-lane adds its squares in order in float64, and the lanes are added by halves (the 129th to the first, and so on) until
-one is left. The square of an fp32 number is exact in float64, so only these additions round, and a fused multiply-add
-would change nothing. The blocks' sums, and those of several parameters, are added by `math.fsum`, which rounds once:
-their order does not matter.
+The whole flat gradient of a parameter is split into blocks of 65,536 elements. The elements of a block are assigned to
+256 lanes in turn, each lane adds its squares in order in float64, and the lanes are added by halves (the 129th to the
+first, and so on) until one is left. The square of an fp32 number is exact in float64, so only these additions round,
+and a fused multiply-add would change nothing. The sums of the blocks, and those of several parameters, are added by
+`math.fsum`, which rounds once: their order does not matter.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ LANES = 256
 
 
 def sum_of_squares(gradient: torch.Tensor) -> float:
-    """Of a gradient on the CPU, as written down above; `CpuKernel.sum_of_squares` is the same, faster. It is finite
-    exactly where all of the gradient is: no sum of squares of fp32 numbers is too large for float64."""
+    """Return the sum of squares of a gradient on the CPU, as defined above; `CpuKernel.sum_of_squares` is faster.
+
+    It is finite exactly if all elements are: no sum of squares of fp32 numbers is too large for float64."""
     flat = gradient.detach().float().numpy().reshape(-1)
     padded = np.zeros(-(-flat.size // BLOCK) * BLOCK)
     padded[: flat.size] = flat
@@ -37,5 +38,5 @@ def sum_of_squares(gradient: torch.Tensor) -> float:
 
 
 def total(sums: Iterable[float]) -> float:
-    """Of blocks or of parameters; rounded once."""
+    """Return the sum over blocks or parameters, rounded once."""
     return math.fsum(sums)

@@ -1,10 +1,10 @@
-"""The update on a GPU, bit for bit the reference's (reference.py): one Triton kernel, in the same order of operations.
+"""The update on a GPU with the bits of the reference (reference.py): one Triton kernel, the same order of operations.
 
-Quotient and root are the rounded-to-nearest ones, and multiply-adds stay apart (`enable_fp_fusion=False`). Importing
-this module needs triton, which comes with CUDA builds of torch.
+Quotient and root are rounded to nearest, and multiply-adds are not fused (`enable_fp_fusion=False`). Importing this
+module needs triton, which comes with CUDA builds of torch.
 """
 
-# triton types these functions, each time for what they are called with.
+# triton types these functions, for each combination of argument types.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ebbtide.interleave.engine.numerics.kernels import check
+from ebbtide.interleave.engine.numerics.kernels import check_tensors
 from ebbtide.interleave.engine.numerics.norm import BLOCK, LANES, total
 from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, FLOAT16_NAN, NAN, Scalars
 
@@ -30,14 +30,14 @@ _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.float16, torch.float
 
 
 @triton.jit
-def _one_nan(value):
+def _canonical_nan(value):
     bits = value.to(tl.uint32, bitcast=True)
     return tl.where(value != value, _NAN, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _widened(stored):
-    # bfloat16 come as uint16, so that devices without it can take them too.
+def _widen(stored):
+    # bfloat16 is passed as uint16, so that devices without bfloat16 can run this too.
     if stored.dtype == tl.uint16:
         wide = (stored.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -46,7 +46,7 @@ def _widened(stored):
 
 
 @triton.jit
-def _rounded(value, dtype: tl.constexpr):
+def _round(value, dtype: tl.constexpr):
     if dtype == tl.uint16:
         bits = value.to(tl.uint32, bitcast=True)
         half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -65,18 +65,18 @@ def _update(
     scale, beta1, share1, beta2, share2, kept, rate, root, eps,
     size: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
-    mask = at < length
-    g = _widened(tl.load(grad + at, mask=mask)) * scale
-    m = tl.load(exp_avg + at, mask=mask)
-    m = _one_nan(m + share1 * (g - m) if share1 < 0.5 else g - beta1 * (g - m))
-    v = _one_nan(beta2 * tl.load(exp_avg_sq + at, mask=mask) + share2 * g * g)
-    below = tl.div_rn(tl.sqrt_rn(v), root) + eps
-    p = _one_nan(kept * tl.load(master + at, mask=mask) - tl.div_rn(rate * m, below))
-    tl.store(exp_avg + at, m, mask=mask)
-    tl.store(exp_avg_sq + at, v, mask=mask)
-    tl.store(master + at, p, mask=mask)
-    tl.store(out + at, _rounded(p, out.dtype.element_ty), mask=mask)
+    offsets = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
+    mask = offsets < length
+    g = _widen(tl.load(grad + offsets, mask=mask)) * scale
+    m = tl.load(exp_avg + offsets, mask=mask)
+    m = _canonical_nan(m + share1 * (g - m) if share1 < 0.5 else g - beta1 * (g - m))
+    v = _canonical_nan(beta2 * tl.load(exp_avg_sq + offsets, mask=mask) + share2 * g * g)
+    denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
+    p = _canonical_nan(kept * tl.load(master + offsets, mask=mask) - tl.div_rn(rate * m, denominator))
+    tl.store(exp_avg + offsets, m, mask=mask)
+    tl.store(exp_avg_sq + offsets, v, mask=mask)
+    tl.store(master + offsets, p, mask=mask)
+    tl.store(out + offsets, _round(p, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -85,8 +85,8 @@ def _lane_sums(grad, sums, length, lanes: tl.constexpr):
     lane = tl.arange(0, lanes)
     summed = tl.zeros((lanes,), tl.float64)
     for row in range(_ROWS):
-        at = begin + row * lanes + lane
-        value = _widened(tl.load(grad + at, mask=at < length, other=0)).to(tl.float64)
+        offsets = begin + row * lanes + lane
+        value = _widen(tl.load(grad + offsets, mask=offsets < length, other=0)).to(tl.float64)
         summed += value * value
     tl.store(sums + tl.program_id(0) * lanes + lane, summed)
 
@@ -99,9 +99,10 @@ def gpu_update(
     out: torch.Tensor,
     scalars: Scalars,
 ) -> None:
-    """`CpuKernel.update` of tensors on one GPU, on its current stream: returns before it is done. Raises ValueError
-    where they are not what that takes."""
-    check(_DEVICE, (grad, out), (master, exp_avg, exp_avg_sq))
+    """Run `CpuKernel.update` for tensors on one GPU, on its current stream; return before it is done.
+
+    Raises ValueError for tensors that `CpuKernel.update` does not support."""
+    check_tensors(_DEVICE, (grad, out), (master, exp_avg, exp_avg_sq))
     length = master.numel()
     if length:
         grid = (triton.cdiv(length, _PROGRAM),)
@@ -117,8 +118,8 @@ def gpu_update(
 
 
 def gpu_sum_of_squares(gradient: torch.Tensor) -> Callable[[], float]:
-    """`CpuKernel.sum_of_squares` of a gradient on a GPU, as it is now: what is returned waits for it."""
-    check(_DEVICE, (gradient,))
+    """Start `CpuKernel.sum_of_squares` of a gradient on a GPU; return a function that waits for the result."""
+    check_tensors(_DEVICE, (gradient,))
     blocks = triton.cdiv(gradient.numel(), BLOCK)
     lanes = torch.zeros(blocks, LANES, dtype=torch.float64, device=gradient.device)
     if blocks:

@@ -1,1 +1,1 @@
-"""Runs a plan: executor, store of the optimizer state, one engine step."""
+"""Runs plans: the executor, the store of optimizer state and its operations, and the engine that does one step."""

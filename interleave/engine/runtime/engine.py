@@ -1,4 +1,4 @@
-"""State, executor and plan together: one step after the other, each by the plan."""
+"""The engine: state, executor and plan together, for one step after the other."""
 
 from __future__ import annotations
 
@@ -11,25 +11,37 @@ import torch
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Scalars
-from ebbtide.interleave.engine.runtime.executor import Executor, Stopped
+from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed
 from ebbtide.interleave.engine.runtime.layout import Subgroup
-from ebbtide.interleave.engine.runtime.store import Inputs, Store
-from ebbtide.interleave.engine.runtime.trace_recording import tell
+from ebbtide.interleave.engine.runtime.store import StepInputs, Store
+from ebbtide.interleave.engine.runtime.trace_recording import record_operations
 from ebbtide.interleave.model.plan import BACKWARD, STEP, UPDATE, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 
-# The backward is not over before the job says so by calling step.
-_ALMOST = UPDATE - 1e-9
-# Beside the subgroups' numbers, what is provided when a step's scalars are there.
+# The latest point that the gradients can report: the backward is over only when the job calls step.
+_BACKWARD_END = UPDATE - 1e-9
+# The input of operations that are the scalars of the step; gradients have the number of their subgroup.
 _SCALARS = -1
 
 
 class Engine:
-    """Runs a plan at every step, for so many parameters, which divide into subgroups. The training thread calls it;
-    `reach` and `take` are called by autograd's. homes: see Store.
+    """Runs a plan at every step, on parameters that are divided into subgroups.
 
-    last: the schedule of the last step, as measured."""
+    The training thread calls it; autograd's thread calls `report_progress` and `offload_gradient`.
+
+    Args:
+        subgroups: The subgroups.
+        params: Number of parameters (tensors).
+        device: The device.
+        kernel: Updates on the CPU.
+        host_buffers: Host memory of the caller for the states; see SubgroupStates.
+
+    Attributes:
+        store: The state, and the operations on it.
+        device: The device.
+        last_schedule: The measured schedule of the last step; None before the first.
+    """
 
     def __init__(
         self,
@@ -37,120 +49,140 @@ class Engine:
         params: int,
         device: Device,
         kernel: CpuKernel,
-        homes: Sequence[torch.Tensor] | None = None,
+        host_buffers: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        self.store = Store(subgroups, device, kernel, homes)
+        self.store = Store(subgroups, device, kernel, host_buffers)
         self.device = device
-        self.last: Schedule | None = None
+        self.last_schedule: Schedule | None = None
         self._params = params
         self._executor = Executor(self.store.perform)
         self._plan: Plan | None = None
         self._workload: Workload | None = None
-        self._under_way = False
+        self._is_running = False
         self._backward_s: float | None = None
         self._called_s = 0.0
-        # Whose gradients this iteration has been given already.
-        self._taken: set[int] = set()
+        # Parameters whose gradients were offloaded in this iteration, before the step.
+        self._offloaded_params: set[int] = set()
+        # Number of parameters of each subgroup whose gradients were not offloaded yet.
         self._missing: list[int] = []
 
     @property
     def plan(self) -> Plan | None:
+        """The plan of the next step."""
         return self._plan
 
     @property
-    def under_way(self) -> bool:
-        """Whether this iteration's plan runs."""
-        return self._under_way
+    def is_running(self) -> bool:
+        """Whether the plan of this iteration is running."""
+        return self._is_running
 
     @property
-    def taken(self) -> frozenset[int]:
-        """The parameters whose gradients have been taken in this iteration."""
-        return frozenset(self._taken)
+    def offloaded_params(self) -> frozenset[int]:
+        """The parameters whose gradients were offloaded in this iteration."""
+        return frozenset(self._offloaded_params)
 
-    def follow(self, plan: Plan, workload: Workload) -> None:
-        """Go by this plan from now on; what it moves before the next step begins to move."""
-        self.rest()
+    def set_plan(self, plan: Plan, workload: Workload) -> None:
+        """Use a plan from now on, and start the operations that it has before the next step."""
+        self.quiesce()
         self._plan, self._workload = plan, workload
         self._begin()
 
-    def rest(self) -> None:
-        """Let nothing be under way, so that state can be read and written. The next step begins the plan anew."""
+    def quiesce(self) -> None:
+        """Stop the plan, so that state can be read and written. The next step starts the plan from its beginning."""
         self._executor.stop()
-        self._under_way = False
+        self._is_running = False
 
-    def reach(self, made: float) -> None:
-        """The backward has made such a share of the gradients."""
+    def report_progress(self, ready_share: float) -> None:
+        """Report the share of the gradients that the backward has computed."""
         if self._backward_s is None:
             self._backward_s = time.perf_counter()
-        if self._under_way:
-            self._executor.reach(min(BACKWARD + made, _ALMOST))
+        if self._is_running:
+            self._executor.advance_to(min(BACKWARD + ready_share, _BACKWARD_END))
 
-    def take(self, param: int, gradient: torch.Tensor) -> None:
-        """A gradient (flat) is made, as far as this thread has issued: it may leave from now on. Of plans that do not
-        wait for the step with it."""
+    def offload_gradient(self, param: int, gradient: torch.Tensor) -> None:
+        """Offload a gradient (flat) that the calling thread has issued, from now on.
+
+        Only for plans whose workload does not hold gradients until the step."""
         inputs = self.store.inputs
         inputs.gradients[param] = gradient
-        inputs.marks[param] = self.device.mark()
-        self._taken.add(param)
+        inputs.ready_events[param] = self.device.record_event()
+        self._offloaded_params.add(param)
         for subgroup in self.store.subgroups_of(param):
             self._missing[subgroup] -= 1
             if not self._missing[subgroup]:
-                self._executor.provide(subgroup)
+                self._executor.mark_available(subgroup)
 
-    def give_back(self, params: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The gradients that were taken, flat and on the device; they are as if they had not been."""
-        self.rest()
-        self.device.wait()
-        found = {param: self.store.gradient(param, params[param]) for param in sorted(self._taken)}
-        self._taken.clear()
-        return {param: gradient for param, gradient in found.items() if gradient is not None}
+    def recall_gradients(self, params: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Stop the plan and return the offloaded gradients, as if they had not been offloaded.
 
-    def drop(self) -> None:
-        """This iteration has no step after all: forget its gradients."""
-        self.rest()
+        Args:
+            params: All parameters, flat or not, on the device.
+
+        Returns:
+            The gradients by parameter, flat, on the device.
+        """
+        self.quiesce()
+        self.device.synchronize()
+        gradients = {param: self.store.gradient(param, params[param]) for param in sorted(self._offloaded_params)}
+        self._offloaded_params.clear()
+        return {param: gradient for param, gradient in gradients.items() if gradient is not None}
+
+    def discard(self) -> None:
+        """Drop the gradients of this iteration, which has no step."""
+        self.quiesce()
         self._begin()
 
-    def give(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """The backward is over: the gradients (flat) that were not taken yet. They begin to come down."""
-        if not self._under_way:
+    def submit_gradients(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Submit the gradients (flat) that were not offloaded, after the backward, and start to copy them."""
+        if not self._is_running:
             self._begin()
-        self.device.wait()
+        self.device.synchronize()
         self._called_s = time.perf_counter()
         for param, gradient in gradients.items():
             self.store.inputs.gradients[param] = gradient
         for subgroup in range(len(self.store.subgroups)):
-            self._executor.provide(subgroup)
-        self._executor.reach(UPDATE)
+            self._executor.mark_available(subgroup)
+        self._executor.advance_to(UPDATE)
 
     def step(self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None]) -> Schedule:
-        """Update all parameters, after `give`; returns what was measured. values: the parameters, flat. scalars: None
-        for a parameter that this step leaves alone.
+        """Update all parameters, after `submit_gradients`.
 
-        Where an operation of the plan fails, the step is done all the same, on the CPU, and the failure is raised as
-        Stopped; where that is not possible, the state is lost, and that is raised."""
+        Args:
+            values: The parameters, flat.
+            scalars: Factors by parameter; None for a parameter that this step does not update.
+
+        Returns:
+            The measured schedule.
+
+        Raises:
+            OperationFailed: If an operation of the plan failed and the step was completed on the CPU.
+            EngineError: If the step could not be completed: the state is lost.
+        """
         assert self._plan is not None
         assert self._workload is not None
         inputs = self.store.inputs
         inputs.values, inputs.scalars = list(values), list(scalars)
-        self._executor.provide(_SCALARS)
-        self._executor.reach(STEP)
+        self._executor.mark_available(_SCALARS)
+        self._executor.advance_to(STEP)
         try:
             run = self._executor.finish()
-        except Stopped as stopped:
-            self._under_way = False
-            self.store.complete(stopped.run.plan, stopped.run.done)
+        except OperationFailed as failure:
+            self._is_running = False
+            self.store.complete(failure.run.plan, failure.run.done)
             raise
         except KeyboardInterrupt:
-            self._under_way = False
+            self._is_running = False
             raise
         finally:
-            self._taken.clear()
-        end = time.perf_counter() - run.begin_s
-        tell(run)
-        step = self._called_s - run.begin_s
-        backward = min((self._backward_s or self._called_s) - run.begin_s, step)
-        job = replace(self._workload, other_s=0.0, forward_s=max(0.0, backward), backward_s=max(0.0, step - backward))
-        self.last = Schedule(
+            self._offloaded_params.clear()
+        end_s = time.perf_counter() - run.begin_s
+        record_operations(run)
+        step_s = self._called_s - run.begin_s
+        backward_s = min((self._backward_s or self._called_s) - run.begin_s, step_s)
+        job = replace(
+            self._workload, other_s=0.0, forward_s=max(0.0, backward_s), backward_s=max(0.0, step_s - backward_s)
+        )
+        self.last_schedule = Schedule(
             plan=self._plan,
             workload=job,
             starts=run.starts,
@@ -158,31 +190,31 @@ class Engine:
             other_s=0.0,
             forward_s=job.forward_s,
             backward_s=job.backward_s,
-            update_s=end - step,
+            update_s=end_s - step_s,
         )
         self._begin()
-        return self.last
+        return self.last_schedule
 
     def close(self) -> None:
-        """End threads and give all memory back."""
+        """End the threads and release all memory."""
         self._executor.close()
-        self.store.inputs = Inputs([])
+        self.store.inputs = StepInputs([])
         self.store.release()
 
     def _begin(self) -> None:
         assert self._plan is not None
         assert self._workload is not None
-        if not self._under_way:
-            self.store.settle(self._plan)
-        streams = not self._workload.gradients_stay
-        # New inputs: nothing here keeps gradients alive that the job lets go.
-        self.store.inputs = Inputs([], [None] * self._params, [None] * self._params, streams=streams)
-        self._taken.clear()
-        self._missing = [len({piece.param for piece in of.pieces}) for of in self.store.subgroups]
+        if not self._is_running:
+            self.store.apply_placement(self._plan)
+        streamed = not self._workload.gradients_held_until_step
+        # New inputs, so that no reference keeps gradients alive that the job drops.
+        self.store.inputs = StepInputs([], [None] * self._params, [None] * self._params, streamed=streamed)
+        self._offloaded_params.clear()
+        self._missing = [len({segment.param for segment in of.segments}) for of in self.store.subgroups]
         self._backward_s = None
-        held = {index: op.subgroup for index, op in enumerate(self._plan.ops) if op.kind == "gradient down"}
-        # What works with the step's scalars waits for them, whatever its point.
-        held |= {index: _SCALARS for index, op in enumerate(self._plan.ops) if op.kind in ("clip", "update")}
-        self._executor.begin(self._plan, held)
-        self._executor.reach(0.0)
-        self._under_way = True
+        inputs = {index: op.subgroup for index, op in enumerate(self._plan.ops) if op.kind == "gradient down"}
+        # Operations that use the scalars of the step wait for them, at whatever point they may begin.
+        inputs |= {index: _SCALARS for index, op in enumerate(self._plan.ops) if op.kind in ("clip", "update")}
+        self._executor.begin(self._plan, inputs)
+        self._executor.advance_to(0.0)
+        self._is_running = True

@@ -1,4 +1,4 @@
-"""How the parameters of an optimizer divide into subgroups."""
+"""Division of the parameters of an optimizer into subgroups."""
 
 from __future__ import annotations
 
@@ -9,39 +9,58 @@ import torch
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A run of one parameter's elements in a subgroup. param: its index among the optimizer's; begin, end: in the flat
-    parameter; at: where it begins in the subgroup."""
+class ParamSegment:
+    """A run of elements of one parameter in a subgroup.
+
+    Attributes:
+        param: Index of the parameter in the optimizer.
+        begin: First element, in the flat parameter.
+        end: Element after the last one, in the flat parameter.
+        offset: First element, in the subgroup.
+    """
 
     param: int
     begin: int
     end: int
-    at: int
+    offset: int
+
+    @property
+    def span(self) -> slice:
+        """The elements in the subgroup."""
+        return slice(self.offset, self.offset + self.end - self.begin)
 
 
 @dataclass(frozen=True)
 class Subgroup:
-    """params: elements in all; dtype: of all its parameters; grad_dtype: of their gradients."""
+    """Parameters whose state is moved and updated as one.
+
+    Attributes:
+        params: Number of elements.
+        dtype: Type of all its parameters.
+        segments: The parts of parameters, in order and without gaps.
+        grad_dtype: Type of the gradients.
+    """
 
     params: int
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    segments: tuple[ParamSegment, ...]
     grad_dtype: torch.dtype
 
 
 def divide(params: Sequence[torch.Tensor], subgroup_params: int) -> tuple[Subgroup, ...]:
-    """Subgroups of so many elements, in the order of the parameters; large parameters are cut. The last before a change
-    of dtype may be smaller, since what moves as one must be of one kind."""
+    """Divide parameters into subgroups of `subgroup_params` elements, in order; large parameters are split.
+
+    The last subgroup before a change of dtype may be smaller, since a subgroup has one dtype."""
     subgroups: list[Subgroup] = []
-    pieces: list[Piece] = []
-    held = 0
+    segments: list[ParamSegment] = []
+    size = 0
     dtype = params[0].dtype if params else torch.float32
 
     def close() -> None:
-        nonlocal pieces, held
-        if held:
-            subgroups.append(Subgroup(held, dtype, tuple(pieces), dtype))
-        pieces, held = [], 0
+        nonlocal segments, size
+        if size:
+            subgroups.append(Subgroup(size, dtype, tuple(segments), dtype))
+        segments, size = [], 0
 
     for index, param in enumerate(params):
         if param.numel() and param.dtype != dtype:
@@ -49,11 +68,11 @@ def divide(params: Sequence[torch.Tensor], subgroup_params: int) -> tuple[Subgro
             dtype = param.dtype
         begin = 0
         while begin < param.numel():
-            end = min(param.numel(), begin + subgroup_params - held)
-            pieces.append(Piece(index, begin, end, held))
-            held += end - begin
+            end = min(param.numel(), begin + subgroup_params - size)
+            segments.append(ParamSegment(index, begin, end, size))
+            size += end - begin
             begin = end
-            if held == subgroup_params:
+            if size == subgroup_params:
                 close()
     close()
     return tuple(subgroups)

@@ -1,18 +1,18 @@
-"""What a step was measured to do, for the recorder of `ebbtide profile`, where one runs in this process."""
+"""Records the measured operations of a step in the trace, where `ebbtide profile` records this process."""
 
 from __future__ import annotations
 
-from ebbtide.interleave.engine.runtime.executor import Run
+from ebbtide.interleave.engine.runtime.executor import PlanRun
 from ebbtide.profiler.agent import start
 
 
-def tell(run: Run) -> None:
-    """A row of the trace's `ops` for each operation."""
-    recorder = start.running()
+def record_operations(run: PlanRun) -> None:
+    """Add a row to the table `ops` of the trace for each operation; do nothing where no recorder is running."""
+    recorder = start.current_recorder()
     if recorder is None:
         return
-    for op, begin, end in zip(run.plan.ops, run.starts, run.ends, strict=True):
+    for op, start_s, end_s in zip(run.plan.ops, run.starts, run.ends, strict=True):
         # time.perf_counter is the recorder's clock, CLOCK_MONOTONIC.
-        times = (round((run.begin_s + at) * 1e9) for at in (begin, end))
+        times_ns = (round((run.begin_s + time_s) * 1e9) for time_s in (start_s, end_s))
         subgroup = op.subgroup if op.subgroup >= 0 else None
-        recorder.op(op.kind, op.resource, *times, subgroup=subgroup, nbytes=round(op.nbytes) or None)
+        recorder.record_op(op.kind, op.resource, *times_ns, subgroup=subgroup, nbytes=round(op.nbytes) or None)

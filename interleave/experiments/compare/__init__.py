@@ -1,1 +1,1 @@
-"""Trains one small job under each policy for real, and holds what was measured against what was predicted."""
+"""Trains one small job under each policy and compares the measured schedules with the predicted ones."""

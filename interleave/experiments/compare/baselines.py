@@ -1,5 +1,8 @@
-"""Other optimizers on the same job: how long they take, and the losses they come to. Each is another AdamW than ours
-(another order of rounding, or half-precision state), so their losses are shown and not compared."""
+"""Trains the same job with other optimizers: their times and losses.
+
+Each is another AdamW than ebbtide's (another order of rounding, or half-precision state), so losses are shown and not
+compared.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,28 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ebbtide.interleave.experiments.compare.job import Job
-from ebbtide.interleave.experiments.compare.runs import LR, MAX_GRAD_NORM, CannotRun, Steps, Times, Training, train
-from ebbtide.interleave.experiments.compare.testbed import Box
+from ebbtide.interleave.experiments.compare.runs import (
+    LR,
+    MAX_GRAD_NORM,
+    CannotRun,
+    PhaseTimes,
+    SteppingOptimizer,
+    Training,
+    train,
+)
+from ebbtide.interleave.experiments.compare.testbed import Testbed
 
-# As InterleavedAdamW's default.
+# InterleavedAdamW's default.
 _WEIGHT_DECAY = 0.01
 
 
-class _Clipped:
-    """An optimizer that takes the parameters as they are."""
+class _ClippedOptimizer:
+    """Gradient clipping before an optimizer that takes half-precision parameters."""
 
     def __init__(self, params: list[Any], optimizer: Any) -> None:
         self._params = params
@@ -32,8 +43,8 @@ class _Clipped:
         self._optimizer.step()
 
 
-class _Masters:
-    """An optimizer of fp32 masters, with the copies and casts that half-precision parameters need around it."""
+class _MasterOptimizer:
+    """An optimizer of fp32 masters, with the copies and casts that half-precision parameters need."""
 
     def __init__(self, params: list[Any], device: torch.device, make: Callable[[list[Any]], Any]) -> None:
         self._params = params
@@ -51,47 +62,59 @@ class _Masters:
             param.detach().copy_(master)
 
 
-def _torch(params: list[Any]) -> Steps:
+def _torch(params: list[Any]) -> SteppingOptimizer:
     def make(masters: list[Any]) -> Any:
         return torch.optim.AdamW(masters, lr=LR, weight_decay=_WEIGHT_DECAY, fused=True)
 
-    return _Masters(params, params[0].device, make)
+    return _MasterOptimizer(params, params[0].device, make)
 
 
-def _deepspeed(params: list[Any]) -> Steps:
+def _deepspeed(params: list[Any]) -> SteppingOptimizer:
     adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
     settings = {"lr": LR, "weight_decay": _WEIGHT_DECAY, "adamw_mode": True, "fp32_optimizer_states": True}
-    return _Masters(params, torch.device("cpu"), lambda masters: adam(masters, **settings))
+    return _MasterOptimizer(params, torch.device("cpu"), lambda masters: adam(masters, **settings))
 
 
-def _torchao(params: list[Any]) -> Steps:
+def _torchao(params: list[Any]) -> SteppingOptimizer:
     offload = importlib.import_module("torchao.optim").CPUOffloadOptimizer
     if params[0].device.type != "cuda":
         raise CannotRun("it needs a GPU")
-    return _Clipped(params, offload(params, torch.optim.AdamW, lr=LR, weight_decay=_WEIGHT_DECAY, fused=True))
+    return _ClippedOptimizer(params, offload(params, torch.optim.AdamW, lr=LR, weight_decay=_WEIGHT_DECAY, fused=True))
 
 
-# What each is, for people.
-PEERS: dict[str, tuple[str, Callable[[list[Any]], Steps]]] = {
-    "torch": ("fused AdamW of fp32 masters on the device itself", _torch),
-    "deepspeed": ("CPU Adam of fp32 masters", _deepspeed),
-    "torchao": ("CPUOffloadOptimizer, which keeps its state in the parameters' precision", _torchao),
+class Baseline(NamedTuple):
+    """Another optimizer: a description for the user, and a function that makes it for the parameters of a job."""
+
+    description: str
+    make: Callable[[list[Any]], SteppingOptimizer]
+
+
+BASELINES = {
+    "torch": Baseline("fused AdamW of fp32 masters on the device itself", _torch),
+    "deepspeed": Baseline("CPU Adam of fp32 masters", _deepspeed),
+    "torchao": Baseline("CPUOffloadOptimizer, which keeps its state in the parameters' precision", _torchao),
 }
 
 
-def run_peer(name: str, training: Training, box: Box) -> tuple[list[Times], list[float]]:
-    """The times and losses of each iteration. Raises CannotRun where the peer is not here."""
-    job = Job(training.shape, training.seed, box.device)
-    times: list[Times] = []
-    # They talk while they are loaded, and stdout is for the result.
+def run_baseline(name: str, training: Training, testbed: Testbed) -> tuple[list[PhaseTimes], list[float]]:
+    """Train with another optimizer and return the times and the loss of each iteration.
+
+    Raises:
+        CannotRun: The optimizer is not installed, or does not start here.
+    """
+    job = Job(training.shape, training.seed, testbed.device)
+    times: list[PhaseTimes] = []
+    # Some of them print as they are imported, and stdout is for the result.
     with redirect_stdout(sys.stderr):
         try:
-            optimizer = PEERS[name][1](job.params)
+            optimizer = BASELINES[name].make(job.params)
         except ImportError as error:
-            there = find_spec(name) is not None
-            raise CannotRun(f"not this version: {error}" if there else f"not installed: pip install {name}") from None
+            installed = find_spec(name) is not None
+            raise CannotRun(
+                f"unsupported version: {error}" if installed else f"not installed: pip install {name}"
+            ) from None
         except CannotRun:
             raise
         except Exception as error:
-            raise CannotRun(f"it does not start here: {error!r}") from error
+            raise CannotRun(f"it fails to start here: {error!r}") from error
         return times, train(job, optimizer, training, times.append)

@@ -1,4 +1,4 @@
-"""A comparison: every policy runs, then every plan that ran is predicted."""
+"""Runs a comparison: trains under every policy, then predicts every plan that ran."""
 
 from __future__ import annotations
 
@@ -9,46 +9,56 @@ from statistics import median
 
 from ebbtide import host_limits
 from ebbtide.errors import UserError
-from ebbtide.interleave.experiments.compare.baselines import PEERS, run_peer
-from ebbtide.interleave.experiments.compare.job import shape_of
+from ebbtide.interleave.experiments.compare.baselines import BASELINES, run_baseline
+from ebbtide.interleave.experiments.compare.job import Shape, find_shape
 from ebbtide.interleave.experiments.compare.results import (
-    PHASES,
+    BaselineResult,
+    ComparedPolicy,
     Comparison,
     Pair,
-    PeerResult,
-    Result,
-    busy_of,
-    in_the_middle,
-    known,
-    times_of,
+    busy_shares,
+    finite_losses,
+    median_schedule,
+    phase_times,
 )
-from ebbtide.interleave.experiments.compare.runs import CannotRun, Run, Training, run_policy
-from ebbtide.interleave.experiments.compare.testbed import Box, find_box
+from ebbtide.interleave.experiments.compare.runs import CannotRun, PolicyRun, Training, run_policy
+from ebbtide.interleave.experiments.compare.testbed import Testbed, find_testbed
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.policies import parse
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
+from ebbtide.phases import PHASES
+from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 from ebbtide.units import bytes_text
 
 POLICIES = ("zero-offload", "pipelined", "twin-flow:0.5", "interleaved:2", "adaptive")
-LEAST_ITERATIONS = 3
+MIN_ITERATIONS = 3
 _WARMUP = 2
-_STATE_BYTES = 12
-# On the host, a parameter: state, and parameter and gradient twice, as a model on the CPU has them.
-_HOST_BYTES = 20
-# Where nobody chose: parts of the model, and how many subgroups have room beside its half.
-_PARTS = 10
-_SLOTS = 3
+# Host memory per parameter: a model on the CPU has parameter and gradient there twice.
+_HOST_BYTES = STATE_BYTES + 2 * (PARAM_BYTES + GRAD_BYTES)
+# Defaults: subgroups of the model, and subgroups that the memory budget holds in addition to half of the state.
+_SUBGROUPS = 10
+_EXTRA_SUBGROUPS = 3
 
-# (what runs, iterations of all that are done, iterations of all)
-Tell = Callable[[str, int, int], object]
+# Called with the name of the current run, the iterations that are finished, and the number of all iterations.
+ProgressCallback = Callable[[str, int, int], object]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """policies: None for POLICIES, of which those are left out that cannot run here. subgroup_params: None for a tenth
-    of the model. memory_budget: bytes of device memory for state; None for half of it and three subgroups more. link,
-    machine: see find_box."""
+class CompareConfig:
+    """Settings of a comparison.
+
+    Attributes:
+        policies: Policies to run; None for those of POLICIES that can run here.
+        iterations: Iterations per policy, warm-up included.
+        params: Approximate number of parameters of the model.
+        subgroup_params: Parameters per subgroup; None for a tenth of the model.
+        memory_budget: Bytes of device memory for optimizer state; None for half of the state and three subgroups.
+        link_bytes_per_s: Rate of an emulated link per direction; None for the default of `find_testbed`.
+        machine: Machine to predict with; None to measure this one.
+        baselines: Names in BASELINES of other optimizers to measure.
+        seed: Seed of weights and tokens.
+    """
 
     policies: Sequence[str] | None = None
     iterations: int = 12
@@ -57,103 +67,116 @@ class Asked:
     memory_budget: float | None = None
     link_bytes_per_s: float | None = None
     machine: Machine | None = None
-    peers: Sequence[str] = ()
+    baselines: Sequence[str] = ()
     seed: int = 0
 
 
-def compare(asked: Asked, tell: Tell = lambda *_: None) -> Comparison:
-    """Train under each policy, one after the other. Raises UserError for what cannot be run."""
-    policies = list(dict.fromkeys(asked.policies or POLICIES))
-    for text in policies:
-        parse(text)
-    for name in asked.peers:
-        if name not in PEERS:
-            raise UserError(f"--against {name!r}: there are {', '.join(PEERS)}")
-    if asked.iterations < LEAST_ITERATIONS:
-        raise UserError(f"--iterations is at least {LEAST_ITERATIONS}: the first {_WARMUP} only warm up")
-    shape = shape_of(asked.params)
-    needed, there = _HOST_BYTES * shape.params, host_limits.memory_bytes()
-    if there is not None and needed > there:
-        raise UserError(
-            f"--params {asked.params:g} takes {bytes_text(needed)} of host memory: it has {bytes_text(there)}"
-        )
-    subgroup = asked.subgroup_params or -(-shape.params // _PARTS)
-    budget = asked.memory_budget or _STATE_BYTES * (shape.params / 2 + _SLOTS * subgroup)
-    total = asked.iterations * (len(policies) + len(asked.peers))
+def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None) -> Comparison:
+    """Train under each policy, one after the other, and predict each plan that ran.
+
+    Raises:
+        UserError: A policy or setting is invalid, or a policy that was given cannot run here.
+    """
+    policies = list(dict.fromkeys(config.policies or POLICIES))
+    shape = _checked_shape(config, policies)
+    subgroup_params = config.subgroup_params or -(-shape.params // _SUBGROUPS)
+    budget = config.memory_budget or STATE_BYTES * (shape.params / 2 + _EXTRA_SUBGROUPS * subgroup_params)
+    total = config.iterations * (len(policies) + len(config.baselines))
     done = 0
 
-    def next_of(name: str) -> Training:
-        def told() -> None:
+    def training_for(name: str) -> Training:
+        def on_iteration() -> None:
             nonlocal done
             done += 1
-            tell(name, done, total)
+            progress(name, done, total)
 
-        return Training(shape, asked.seed, asked.iterations, subgroup, told)
+        return Training(shape, config.seed, config.iterations, subgroup_params, on_iteration)
 
-    tell("measuring this machine", 0, total)
-    box = find_box(shape.params, budget, asked.link_bytes_per_s, asked.machine)
-    runs: list[Run] = []
+    progress("measuring this machine", 0, total)
+    testbed = find_testbed(shape.params, budget, config.link_bytes_per_s, config.machine)
+    runs: list[PolicyRun] = []
     skipped: dict[str, str] = {}
     for text in policies:
-        tell(text, done, total)
+        progress(text, done, total)
         try:
-            runs.append(run_policy(text, next_of(text), box))
+            runs.append(run_policy(text, training_for(text), testbed))
         except CannotRun as error:
-            if asked.policies:
+            if config.policies:
                 raise UserError(f"policy {text} cannot run here: {error}") from error
             skipped[text] = str(error)
-    peers = []
-    for name in dict.fromkeys(asked.peers):
-        tell(name, done, total)
+    baselines = []
+    for name in dict.fromkeys(config.baselines):
+        progress(name, done, total)
         try:
-            peers.append(_peer(name, next_of(name), box))
+            baselines.append(_baseline(name, training_for(name), testbed))
         except CannotRun as error:
             skipped[name] = str(error)
     if not runs:
-        raise UserError("no policy can run here: " + "; ".join(f"{text}: {why}" for text, why in skipped.items()))
-    results = _results(runs, box.machine)
-    return Comparison(box, shape, subgroup, asked.iterations, _WARMUP, results, peers, skipped)
+        raise UserError("no policy can run here: " + "; ".join(f"{text}: {reason}" for text, reason in skipped.items()))
+    results = _results(runs, testbed.machine)
+    return Comparison(testbed, shape, subgroup_params, config.iterations, _WARMUP, results, baselines, skipped)
 
 
-def _results(runs: Sequence[Run], machine: Machine) -> list[Result]:
-    counted = [_counted(run) for run in runs]
-    # One job: how long its phases take does not depend on the policy, unless that makes them wait.
-    every = [schedule for schedules in counted for schedule in schedules]
-    phases = {key: median(getattr(schedule, key) for schedule in every) for key in ("forward_s", "backward_s")}
-    found = []
-    for run, schedules in zip(runs, counted, strict=True):
-        last = schedules[-1]
+def _checked_shape(config: CompareConfig, policies: Sequence[str]) -> Shape:
+    """Return the shape of the model. Raises UserError for settings that are invalid, before anything runs."""
+    for text in policies:
+        parse(text)
+    for name in config.baselines:
+        if name not in BASELINES:
+            raise UserError(f"--against {name!r}: choose from {', '.join(BASELINES)}")
+    if config.iterations < MIN_ITERATIONS:
+        raise UserError(f"--iterations must be at least {MIN_ITERATIONS}: the first {_WARMUP} are warm-up")
+    shape = find_shape(config.params)
+    needed, memory = _HOST_BYTES * shape.params, host_limits.memory_bytes()
+    if memory is not None and needed > memory:
+        raise UserError(
+            f"--params {config.params:g} needs {bytes_text(needed)} of host memory, but this host has only "
+            f"{bytes_text(memory)}"
+        )
+    return shape
+
+
+def _results(runs: Sequence[PolicyRun], machine: Machine) -> list[ComparedPolicy]:
+    counted = [_counted_schedules(run) for run in runs]
+    # All runs train the same job: the duration of its phases depends on the policy only where they wait for it.
+    schedules = [schedule for run_schedules in counted for schedule in run_schedules]
+    phases = {key: median(getattr(schedule, key) for schedule in schedules) for key in ("forward_s", "backward_s")}
+    results = []
+    for run, measured in zip(runs, counted, strict=True):
+        last = measured[-1]
         predicted = simulate(last.plan, replace(last.workload, **phases), machine)
-        found.append(
-            Result(
+        results.append(
+            ComparedPolicy(
                 policy=run.policy,
-                counted=len(schedules),
-                times=times_of(schedules, predicted),
-                busy=busy_of(schedules, predicted),
-                peak_device_bytes=Pair(max(s.peak_device_bytes for s in schedules), predicted.peak_device_bytes),
-                losses=known(run.losses),
+                counted=len(measured),
+                times=phase_times(measured, predicted),
+                busy=busy_shares(measured, predicted),
+                peak_device_bytes=Pair(max(s.peak_device_bytes for s in measured), predicted.peak_device_bytes),
+                losses=finite_losses(run.losses),
                 losses_equal=_bits(run.losses) == _bits(runs[0].losses),
-                measured=in_the_middle(schedules),
+                measured=median_schedule(measured),
                 predicted=predicted,
             )
         )
-    return found
+    return results
 
 
-def _counted(run: Run) -> list[Schedule]:
-    """Those after the warm-up that went by the last plan: a policy may plan anew as it learns."""
-    last = run.schedules[-1].plan
-    return [schedule for schedule in run.schedules[_WARMUP:] if schedule.plan is last]
+def _counted_schedules(run: PolicyRun) -> list[Schedule]:
+    """Return the schedules after the warm-up that ran the last plan: an adaptive policy may change its plan."""
+    last_plan = run.schedules[-1].plan
+    return [schedule for schedule in run.schedules[_WARMUP:] if schedule.plan is last_plan]
 
 
 def _bits(losses: Sequence[float]) -> bytes:
     return struct.pack(f"{len(losses)}d", *losses)
 
 
-def _peer(name: str, training: Training, box: Box) -> PeerResult:
-    times, losses = run_peer(name, training, box)
+def _baseline(name: str, training: Training, testbed: Testbed) -> BaselineResult:
+    times, losses = run_baseline(name, training, testbed)
     counted = times[_WARMUP:]
-    middle = {f"{phase}_ms": 1e3 * median(getattr(time, f"{phase}_s") for time in counted) for phase in PHASES}
-    iteration = 1e3 * median(time.forward_s + time.backward_s + time.update_s for time in counted)
-    shown = known(losses)
-    return PeerResult(name, PEERS[name][0], iteration, **middle, final_loss=shown[-1], losses=shown)
+    phases_ms = {f"{phase}_ms": 1e3 * median(getattr(time, f"{phase}_s") for time in counted) for phase in PHASES}
+    iteration_ms = 1e3 * median(time.forward_s + time.backward_s + time.update_s for time in counted)
+    shown = finite_losses(losses)
+    return BaselineResult(
+        name, BASELINES[name].description, iteration_ms, **phases_ms, final_loss=shown[-1], losses=shown
+    )

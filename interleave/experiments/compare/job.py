@@ -1,4 +1,4 @@
-"""The job that every policy trains: a small GPT of random weights, in bf16, on tokens that it makes itself."""
+"""The job that every policy trains: a small GPT with random weights, in bf16, on generated tokens."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.nn import functional as F
 from ebbtide.errors import UserError
 
 _VOCABULARY, _CONTEXT, _BATCH, _HEAD = 512, 64, 2, 64
-# Half precision, as optimizers are offloaded for.
+# Half precision, which optimizer offload is made for.
 _DTYPE = torch.bfloat16
-_LEAST, _MOST = 100_000, 1e11
-# Each token follows from the one before, up to a choice of so many: less than chance to learn.
+_MIN_PARAMS, _MAX_PARAMS = 100_000, 1e11
+# Each token follows from the one before up to a random choice of so many, so that there is something to learn.
 _CHOICES = 4
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a GPT: so many layers of 12 width**2 parameters, with embeddings and a head."""
+    """Size of a GPT: layers of about 12 width**2 parameters each, with embeddings and a head."""
 
     layers: int
     width: int
@@ -31,11 +31,14 @@ class Shape:
         return self.layers * (12 * self.width + 13) * self.width + (2 * _VOCABULARY + _CONTEXT + 2) * self.width
 
 
-def shape_of(params: int) -> Shape:
-    """The shape of about so many parameters, some 128 times as wide as it is deep. Raises UserError for a size that no
-    shape has."""
-    if not _LEAST <= params <= _MOST:
-        raise UserError(f"--params {params:g}: the model has from {_LEAST:g} to {_MOST:g} parameters")
+def find_shape(params: int) -> Shape:
+    """Return the shape with about so many parameters, about 128 times as wide as it is deep.
+
+    Raises:
+        UserError: No shape has so few or so many parameters.
+    """
+    if not _MIN_PARAMS <= params <= _MAX_PARAMS:
+        raise UserError(f"--params {params:g}: must be from {_MIN_PARAMS:g} to {_MAX_PARAMS:g}")
     width = max(1, round((params * 128 / 12) ** (1 / 3) / _HEAD)) * _HEAD
     widths = {max(_HEAD, width + step) for step in (-_HEAD, 0, _HEAD)}
     shapes = [Shape(max(1, round((params - Shape(0, width).params) / (12 * width**2))), width) for width in widths]
@@ -43,7 +46,7 @@ def shape_of(params: int) -> Shape:
 
 
 class GPT(nn.Module):  # type: ignore[misc]
-    """Tokens (batch, length) to the logits of the next ones, (batch, length, vocabulary)."""
+    """Maps tokens (batch, length) to the logits of the next tokens (batch, length, vocabulary)."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -67,7 +70,7 @@ class GPT(nn.Module):  # type: ignore[misc]
 
 
 class Job:
-    """One training of the model; jobs of one shape and seed are alike to the bit."""
+    """A model and its tokens. Jobs with the same shape and seed are equal, bit for bit."""
 
     def __init__(self, shape: Shape, seed: int, device: torch.device) -> None:
         with torch.random.fork_rng():
@@ -81,15 +84,15 @@ class Job:
         return list(self._model.parameters())
 
     def forward(self) -> torch.Tensor:
-        """The loss on the next batch."""
+        """Return the loss on the next batch."""
         self._model.zero_grad()
         tokens = self._tokens().to(self.device)
         logits = self._model(tokens[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     def _tokens(self) -> torch.Tensor:
-        line = [torch.randint(_VOCABULARY, (_BATCH,), generator=self._random)]
+        columns = [torch.randint(_VOCABULARY, (_BATCH,), generator=self._random)]
         choices = torch.randint(_CHOICES, (_BATCH, _CONTEXT), generator=self._random)
         for choice in choices.T:
-            line.append((5 * line[-1] + choice) % _VOCABULARY)
-        return torch.stack(line, dim=1)
+            columns.append((5 * columns[-1] + choice) % _VOCABULARY)
+        return torch.stack(columns, dim=1)

@@ -1,4 +1,4 @@
-"""Measured and predicted schedules as one picture: what each resource does, operation by operation."""
+"""Draws measured and predicted schedules: each operation on the lane of its resource."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ebbtide.interleave.experiments.compare.results import Comparison, Result
+from ebbtide.interleave.experiments.compare.results import ComparedPolicy, Comparison
 from ebbtide.interleave.model.plan import RESOURCES
 from ebbtide.interleave.model.schedule import Schedule
 
 matplotlib.use("Agg")
 
-# By kind; hatched as well, so that they are told apart in grey. Sources of gradients and parameters are light, state is
-# dark, arithmetic is in between.
+# Style by kind of operation, hatched so that kinds differ in grey, too. Copies of gradients and parameters are light,
+# copies of state dark, arithmetic in between.
 _LOOKS: dict[str, dict[str, Any]] = {
     "gradient down": {"facecolor": "#f6c58f", "hatch": ""},
     "gradient up": {"facecolor": "#f6c58f", "hatch": "xxxx"},
@@ -29,48 +29,56 @@ _LOOKS: dict[str, dict[str, Any]] = {
 }
 _EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.3}
 _HALVES = ("measured", "predicted")
-# Lanes, and the room between the two halves, in lanes.
+# Lanes of a half, and the distance between the two halves in lanes.
 _LANES = len(RESOURCES)
-_BETWEEN = 0.6
+_HALF_DISTANCE = 0.6
 _END: dict[str, Any] = {"color": "#222222", "lw": 1.1, "ls": (0, (4, 2))}
 _FONT = 8
 
 
-def picture(found: Comparison) -> Figure:
-    """For each policy the lanes of the four resources, measured above predicted, over ms from where the update begins;
-    what happens before is left of 0. All have the same scale."""
-    results = found.results
+def draw_comparison(comparison: Comparison) -> Figure:
+    """Draw the lanes of the four resources for each policy, measured above predicted.
+
+    The axis is the time in ms from the start of the update; earlier operations are left of 0. All policies have the
+    same scale.
+    """
+    results = comparison.results
     figure = Figure(figsize=(9.5, 1.3 + 1.75 * len(results)), layout="constrained", dpi=130)
     figure.set_label("ebbtide: policies, measured and predicted")
     rows = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
     for axes, result in zip(rows, results, strict=True):
         _draw(axes, result)
     schedules = [schedule for result in results for schedule in (result.measured, result.predicted)]
-    first = min(min((start for _, start in starts_ms(schedule)), default=0.0) for schedule in schedules)
+    first = min(min((start for _, start in operation_starts_ms(schedule)), default=0.0) for schedule in schedules)
     last = max(1e3 * schedule.update_s for schedule in schedules)
     rows[-1].set_xlim(min(first, 0.0) - 0.02 * last, 1.01 * last)
     rows[-1].set_xlabel("time from the start of the update (ms)")
-    where = "an emulated device: these times tell nothing about a GPU" if found.box.emulated else found.box.name
+    testbed = comparison.testbed
+    device = "an emulated device: these times say nothing about a GPU" if testbed.emulated else testbed.name
     figure.suptitle(
-        f"{found.shape.params / 1e6:,.3g} M parameters on {where}", x=0.01, ha="left", fontsize=10.5, parse_math=False
+        f"{comparison.shape.params / 1e6:,.3g} M parameters on {device}",
+        x=0.01,
+        ha="left",
+        fontsize=10.5,
+        parse_math=False,
     )
     figure.legend(handles=_legend(schedules), loc="outside lower center", ncols=8, frameon=False, fontsize=_FONT)
     return figure
 
 
-def starts_ms(schedule: Schedule) -> list[tuple[int, float]]:
-    """(index, ms from the start of the update) of the operations that are drawn: clipping is only a moment."""
+def operation_starts_ms(schedule: Schedule) -> list[tuple[int, float]]:
+    """Return (index, ms from the start of the update) of each drawn operation: all but clipping, which takes no time."""
     begin = schedule.iteration_s - schedule.update_s
     items = enumerate(schedule.items())
     return [(index, 1e3 * (start - begin)) for index, (op, start, _) in items if op.kind in _LOOKS]
 
 
-def _draw(axes: Axes, result: Result) -> None:
+def _draw(axes: Axes, result: ComparedPolicy) -> None:
     ticks: list[float] = []
     names: list[str] = []
     for half, schedule in enumerate((result.measured, result.predicted)):
-        top = half * (_LANES + _BETWEEN)
-        for index, start in starts_ms(schedule):
+        top = half * (_LANES + _HALF_DISTANCE)
+        for index, start in operation_starts_ms(schedule):
             op = schedule.plan.ops[index]
             length = 1e3 * (schedule.ends[index] - schedule.starts[index])
             lane = top + RESOURCES.index(op.resource)
@@ -84,19 +92,19 @@ def _draw(axes: Axes, result: Result) -> None:
         )  # fmt: skip
     axes.axvline(0.0, color="#999999", lw=0.8)
     axes.set_yticks(ticks, names, fontsize=_FONT - 1)
-    axes.set_ylim(2 * _LANES + _BETWEEN - 0.5, -0.5)
+    axes.set_ylim(2 * _LANES + _HALF_DISTANCE - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_title(_title(result), loc="left", fontsize=9, parse_math=False)
 
 
-def _title(result: Result) -> str:
+def _title(result: ComparedPolicy) -> str:
     update = result.times["update"]
     ratio = "" if update.ratio is None else f", {update.ratio:.2f} times as long"
     return f"{result.policy}: update measured {update.measured:,.1f} ms, predicted {update.predicted:,.1f} ms{ratio}"
 
 
 def _legend(schedules: Sequence[Schedule]) -> list[Any]:
-    there = {op.kind for schedule in schedules for op in schedule.plan.ops}
-    patches = [Patch(**looks, **_EDGE, label=kind) for kind, looks in _LOOKS.items() if kind in there]
+    kinds = {op.kind for schedule in schedules for op in schedule.plan.ops}
+    patches = [Patch(**looks, **_EDGE, label=kind) for kind, looks in _LOOKS.items() if kind in kinds]
     return [*patches, matplotlib.lines.Line2D([], [], **_END, label="end of the update")]

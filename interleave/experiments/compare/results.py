@@ -1,4 +1,4 @@
-"""What was measured, beside what was predicted."""
+"""Results of a comparison: measured figures and their predictions."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from statistics import median
 from typing import Any
 
 from ebbtide.interleave.experiments.compare.job import Shape
-from ebbtide.interleave.experiments.compare.testbed import Box
+from ebbtide.interleave.experiments.compare.testbed import Testbed
 from ebbtide.interleave.model.plan import RESOURCES
 from ebbtide.interleave.model.schedule import Schedule
-
-PHASES = ("forward", "backward", "update")
+from ebbtide.phases import PHASES
 
 
 @dataclass(frozen=True)
 class Pair:
+    """A measured figure and its prediction."""
+
     measured: float
     predicted: float
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted; None where nothing was predicted."""
+        """Measured over predicted; None if the prediction is 0."""
         return self.measured / self.predicted if self.predicted > 0 else None
 
     def as_json(self) -> dict[str, float | None]:
@@ -31,10 +32,20 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Result:
-    """One policy. Times in ms, medians over the `counted` iterations; busy: shares of the update, by resource.
-    losses: of all iterations; None for one that is no number. losses_equal: to the first policy's, bit for bit.
-    measured: the iteration in the middle of all, by its update; predicted: of the same plan."""
+class ComparedPolicy:
+    """The measured and predicted figures of one policy.
+
+    Attributes:
+        policy: Text of the policy.
+        counted: Number of iterations that medians are over.
+        times: Median in ms of each phase and of the iteration.
+        busy: Busy share of each resource during the update.
+        peak_device_bytes: Peak of the device memory of the plan.
+        losses: Loss of every iteration; None for one that is not finite.
+        losses_equal: Whether all losses equal those of the first policy, bit for bit.
+        measured: Schedule of the iteration with the median update time.
+        predicted: Simulated schedule of the same plan.
+    """
 
     policy: str
     counted: int
@@ -47,23 +58,21 @@ class Result:
     predicted: Schedule
 
     def as_json(self) -> dict[str, Any]:
-        times = {f"{phase}_ms": pair.as_json() for phase, pair in self.times.items()}
-        busy = {resource: pair.as_json() for resource, pair in self.busy.items()}
-        peak = self.peak_device_bytes.as_json()
-        losses = {"final_loss": self.losses[-1], "losses_equal": self.losses_equal, "losses": self.losses}
         return {
             "policy": self.policy,
             "counted": self.counted,
-            **times,
-            "busy": busy,
-            "peak_device_bytes": peak,
-            **losses,
+            **{f"{phase}_ms": pair.as_json() for phase, pair in self.times.items()},
+            "busy": {resource: pair.as_json() for resource, pair in self.busy.items()},
+            "peak_device_bytes": self.peak_device_bytes.as_json(),
+            "final_loss": self.losses[-1],
+            "losses_equal": self.losses_equal,
+            "losses": self.losses,
         }
 
 
 @dataclass(frozen=True)
-class PeerResult:
-    """Another optimizer, measured alone. Times in ms."""
+class BaselineResult:
+    """The measured medians in ms of another optimizer."""
 
     name: str
     about: str
@@ -77,16 +86,26 @@ class PeerResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """iterations: all of each run; warmup_iterations of them are left out of medians. skipped: policies and peers that
-    could not run here, and why."""
+    """The results of all policies and baselines.
 
-    box: Box
+    Attributes:
+        testbed: The device and machine that all runs had.
+        shape: Shape of the model.
+        subgroup_params: Parameters per subgroup.
+        iterations: Iterations of each run.
+        warmup_iterations: Iterations at the start of each run that are left out of medians.
+        results: One entry per policy that ran.
+        baselines: One entry per other optimizer that ran.
+        skipped: Policies and baselines that cannot run here, with the reason.
+    """
+
+    testbed: Testbed
     shape: Shape
     subgroup_params: int
     iterations: int
     warmup_iterations: int
-    results: list[Result]
-    peers: list[PeerResult]
+    results: list[ComparedPolicy]
+    baselines: list[BaselineResult]
     skipped: dict[str, str]
 
     @property
@@ -94,22 +113,23 @@ class Comparison:
         return all(result.losses_equal for result in self.results)
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `ebbtide compare --json` prints."""
+        """Return the object that `ebbtide compare --json` prints."""
+        testbed = self.testbed
         return {
-            "device": {"name": self.box.name, "emulated": self.box.emulated, "memory_budget": self.box.memory_budget},
+            "device": {"name": testbed.name, "emulated": testbed.emulated, "memory_budget": testbed.memory_budget},
             "job": {"params": self.shape.params, **asdict(self.shape), "subgroup_params": self.subgroup_params},
-            "machine": self.box.machine.as_json(),
+            "machine": testbed.machine.as_json(),
             "iterations": self.iterations,
             "warmup_iterations": self.warmup_iterations,
             "losses_equal": self.losses_equal,
             "results": [result.as_json() for result in self.results],
-            "peers": [asdict(peer) for peer in self.peers],
+            "peers": [asdict(baseline) for baseline in self.baselines],
             "skipped": self.skipped,
         }
 
 
-def times_of(measured: Sequence[Schedule], predicted: Schedule) -> dict[str, Pair]:
-    """By phase, and of the `iteration`, ms."""
+def phase_times(measured: Sequence[Schedule], predicted: Schedule) -> dict[str, Pair]:
+    """Return the median time in ms of the `iteration` and of each phase."""
     return {
         phase: Pair(
             1e3 * median(getattr(schedule, f"{phase}_s") for schedule in measured),
@@ -119,15 +139,17 @@ def times_of(measured: Sequence[Schedule], predicted: Schedule) -> dict[str, Pai
     }
 
 
-def busy_of(measured: Sequence[Schedule], predicted: Schedule) -> dict[str, Pair]:
+def busy_shares(measured: Sequence[Schedule], predicted: Schedule) -> dict[str, Pair]:
+    """Return the median busy share of each resource during the update."""
     shares, expected = [schedule.busy_shares() for schedule in measured], predicted.busy_shares()
     return {resource: Pair(median(share[resource] for share in shares), expected[resource]) for resource in RESOURCES}
 
 
-def in_the_middle(measured: Sequence[Schedule]) -> Schedule:
-    """The schedule whose update is the median; of an even number the shorter."""
+def median_schedule(measured: Sequence[Schedule]) -> Schedule:
+    """Return the schedule with the median update time; of an even number the shorter of the two."""
     return sorted(measured, key=lambda schedule: schedule.update_s)[(len(measured) - 1) // 2]
 
 
-def known(losses: Sequence[float]) -> list[float | None]:
+def finite_losses(losses: Sequence[float]) -> list[float | None]:
+    """Replace losses that are not finite by None."""
     return [loss if math.isfinite(loss) else None for loss in losses]

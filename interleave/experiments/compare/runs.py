@@ -1,4 +1,4 @@
-"""Training for real, phase by phase."""
+"""Trains the job, and measures each phase of each iteration."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import torch
 from ebbtide.errors import UserError
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from ebbtide.interleave.experiments.compare.job import Job, Shape
-from ebbtide.interleave.experiments.compare.testbed import Box
+from ebbtide.interleave.experiments.compare.testbed import Testbed
 from ebbtide.interleave.model.schedule import Schedule
 
-# What all optimizers are told.
+# Settings of every optimizer.
 LR = 1e-3
 MAX_GRAD_NORM = 1.0
 
 
 class CannotRun(UserError):
-    """A policy or another optimizer that does not run here."""
+    """A policy or another optimizer cannot run here."""
 
 
-class Steps(Protocol):
-    """An optimizer."""
+class SteppingOptimizer(Protocol):
+    """An optimizer, as far as the training loop needs it."""
 
     def step(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Times:
-    """Of one iteration, s."""
+class PhaseTimes:
+    """Time in s of each phase of an iteration."""
 
     forward_s: float
     backward_s: float
@@ -41,8 +41,8 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A policy's training. schedules, losses: of each iteration."""
+class PolicyRun:
+    """The training under one policy: the schedule and the loss of each iteration."""
 
     policy: str
     schedules: list[Schedule]
@@ -51,71 +51,88 @@ class Run:
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, how long, and who is told of each iteration."""
+    """Settings of one training run.
+
+    Attributes:
+        shape: Shape of the model.
+        seed: Seed of weights and tokens.
+        iterations: Number of iterations.
+        subgroup_params: Parameters per subgroup.
+        on_iteration: Called after each iteration.
+    """
 
     shape: Shape
     seed: int
     iterations: int
     subgroup_params: int
-    tell: Callable[[], object]
+    on_iteration: Callable[[], object]
 
 
-def run_policy(policy: str, training: Training, box: Box) -> Run:
-    """Train under a policy. Raises CannotRun where the optimizer has no plan for it, or no room."""
-    job = Job(training.shape, training.seed, box.device)
+def run_policy(policy: str, training: Training, testbed: Testbed) -> PolicyRun:
+    """Train under a policy.
+
+    Raises:
+        CannotRun: The policy has no plan for this job, or memory does not suffice.
+    """
+    job = Job(training.shape, training.seed, testbed.device)
     try:
         optimizer = InterleavedAdamW(
             job.params,
             lr=LR,
             policy=policy,
-            machine=box.machine,
+            machine=testbed.machine,
             subgroup_params=training.subgroup_params,
-            memory_budget=box.memory_budget,
+            memory_budget=testbed.memory_budget,
             max_grad_norm=MAX_GRAD_NORM,
-            device=box.make_device(),
-            threads=box.threads,
+            device=testbed.make_device(),
+            threads=testbed.threads,
         )
     except UserError as error:
         raise CannotRun(str(error)) from error
-    steps: list[tuple[Schedule, Times]] = []
+    steps: list[tuple[Schedule, PhaseTimes]] = []
 
-    def keep(times: Times) -> None:
-        last = optimizer.last_schedule
-        if last is None or (steps and last is steps[-1][0]):
-            raise CannotRun("the device ran out of memory in a step, which went on without the plan")
-        steps.append((last, times))
+    def add_step(times: PhaseTimes) -> None:
+        schedule = optimizer.last_schedule
+        if schedule is None or (steps and schedule is steps[-1][0]):
+            raise CannotRun("the device ran out of memory during a step, which was finished without the plan")
+        steps.append((schedule, times))
 
     with closing(optimizer):
-        losses = train(job, optimizer, training, keep)
-    return Run(policy, [_by_phases(*step) for step in steps], losses)
+        losses = train(job, optimizer, training, add_step)
+    return PolicyRun(policy, [_with_phases(*step) for step in steps], losses)
 
 
-def train(job: Job, optimizer: Steps, training: Training, keep: Callable[[Times], object]) -> list[float]:
-    """Train for so many iterations, and return the losses. keep: is given the times of each."""
+def train(
+    job: Job, optimizer: SteppingOptimizer, training: Training, on_times: Callable[[PhaseTimes], object]
+) -> list[float]:
+    """Train a job, call `on_times` with the times of each iteration, and return the losses."""
     losses = []
-    with _deterministic():
-        _wait(job)
+    with _deterministic_algorithms():
+        _synchronize(job)
         begin = time.perf_counter()
         for _ in range(training.iterations):
             loss = job.forward()
-            _wait(job)
-            forward = time.perf_counter()
+            _synchronize(job)
+            forward_end = time.perf_counter()
             loss.backward()
-            _wait(job)
-            backward = time.perf_counter()
+            _synchronize(job)
+            backward_end = time.perf_counter()
             optimizer.step()
-            _wait(job)
-            update = time.perf_counter()
-            keep(Times(forward - begin, backward - forward, update - backward))
+            _synchronize(job)
+            update_end = time.perf_counter()
+            on_times(PhaseTimes(forward_end - begin, backward_end - forward_end, update_end - backward_end))
             losses.append(loss.item())
-            training.tell()
-            begin = update
+            training.on_iteration()
+            begin = update_end
     return losses
 
 
-def _by_phases(schedule: Schedule, times: Times) -> Schedule:
-    """The schedule with the phases as the loop knows them: an update begins where the backward has returned, also where
-    the optimizer first does other work than its plan's, such as a norm."""
+def _with_phases(schedule: Schedule, times: PhaseTimes) -> Schedule:
+    """Return the schedule with the phases of the training loop.
+
+    The update begins where the backward has returned, also where the optimizer first does other work than that of its
+    plan, such as a norm.
+    """
     forward, backward = times.forward_s, times.backward_s
     return replace(
         schedule,
@@ -127,18 +144,20 @@ def _by_phases(schedule: Schedule, times: Times) -> Schedule:
     )
 
 
-def _wait(job: Job) -> None:
+def _synchronize(job: Job) -> None:
     if job.device.type == "cuda":
         torch.cuda.synchronize()
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
-    """Else a GPU's backward differs from run to run, whatever the optimizer does. Its matrix products need
-    CUBLAS_WORKSPACE_CONFIG too, which whoever starts the process has to set."""
+def _deterministic_algorithms() -> Iterator[None]:
+    """Make the backward on a GPU give the same bits in each run.
+
+    Matrix products there also need CUBLAS_WORKSPACE_CONFIG, which has to be set before the process uses CUDA.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    # That would be timed with what allocates.
+    # Filling would be part of the measured time of each allocation.
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield

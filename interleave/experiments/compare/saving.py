@@ -1,4 +1,4 @@
-"""Measured and predicted schedules as traces, a folder of them."""
+"""Writes measured and predicted schedules as a folder of traces."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from ebbtide.machines.machine import Machine
 from ebbtide.profiler.trace import TraceBuilder
 
 
-def save_traces(found: Comparison, folder: Path) -> None:
-    """Of each policy POLICY.measured.ebb, the iteration whose update is the median, and POLICY.predicted.ebb."""
-    on = f"on an emulated device, at {found.box.link_bytes_per_s:g} B/s" if found.box.emulated else found.box.name
-    for result in found.results:
+def save_traces(comparison: Comparison, folder: Path) -> None:
+    """Write POLICY.measured.ebb (the iteration with the median update time) and POLICY.predicted.ebb per policy."""
+    testbed = comparison.testbed
+    device = f"an emulated device with {testbed.link_bytes_per_s:g} B/s" if testbed.emulated else testbed.name
+    for result in comparison.results:
         name = file_name(result.policy)
-        measured = _trace(result.measured, found.box.machine)
+        measured = _trace(result.measured, testbed.machine)
         measured.meta["source"] = "recorded"
-        measured.note(f"measured by ebbtide compare {on}: one iteration")
+        measured.note(f"measured by ebbtide compare on {device}: one iteration")
         measured.write(folder / f"{name}.measured.ebb")
-        predicted = _trace(result.predicted, found.box.machine)
-        predicted.note(f"predicted by ebbtide compare for what it measured {on}")
+        predicted = _trace(result.predicted, testbed.machine)
+        predicted.note(f"predicted by ebbtide compare for the run on {device}")
         predicted.write(folder / f"{name}.predicted.ebb")
 
 
 def _trace(schedule: Schedule, machine: Machine) -> TraceBuilder:
-    # The budget for state tells nothing of what the job itself leaves free.
-    job = replace(schedule.workload, gpu_free=None)
-    return trace_of(replace(schedule, workload=job), machine, iterations=1)
+    # The budget for state says nothing about the memory that the job itself leaves free.
+    workload = replace(schedule.workload, gpu_free=None)
+    return trace_of(replace(schedule, workload=workload), machine, iterations=1)

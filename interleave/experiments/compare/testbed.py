@@ -1,4 +1,4 @@
-"""What the policies run on: this machine's GPU, or an emulated device beside this machine's CPU."""
+"""The device and machine that policies run on: this machine's GPU, or an emulated device and this machine's CPU."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 
 from ebbtide import host_limits
 from ebbtide.interleave.calibrate import cpu, host_memory
-from ebbtide.interleave.calibrate.adamw import KEPT_BYTES, OnePassAdamW
+from ebbtide.interleave.calibrate.adamw import KERNEL_BYTES, OnePassAdamW
 from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.interleave.calibrate.record import Record, Setup
 from ebbtide.interleave.calibrate.run import calibrate
-from ebbtide.interleave.calibrate.timing import timed
+from ebbtide.interleave.calibrate.timing import measure_time
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES
 from ebbtide.machines.machine import Machine
 
-# Slow enough to leave the cores to the updates, which an emulated device shares with them.
+# Slow enough to leave the cores to the updates, which share them with the emulated device.
 LINK_BYTES_PER_S = 1e9
 _GPU_PARAMS_PER_S = 4e8
 _WINDOW_S = 0.25
 _CALIBRATE_S = 15.0
-_NEEDED = (
+_REQUIRED_RATES = (
     "h2d_bytes_per_s",
     "d2h_bytes_per_s",
     "h2d_pageable_bytes_per_s",
@@ -35,9 +35,17 @@ _NEEDED = (
 
 
 @dataclass(frozen=True)
-class Box:
-    """link_bytes_per_s: of an emulated device, each way; None where there is a GPU. memory_budget: bytes of device
-    memory for the optimizer's state. threads: of the CPU's updates; None: as many as it likes."""
+class Testbed:
+    """The device and machine of all runs of a comparison.
+
+    Attributes:
+        device: Device of the model.
+        name: Name of the device.
+        machine: Rates to plan and predict with.
+        memory_budget: Bytes of device memory for optimizer state.
+        link_bytes_per_s: Rate of an emulated link per direction; None for a GPU.
+        threads: CPU threads of updates; None for the default of the kernel.
+    """
 
     device: torch.device
     name: str
@@ -51,27 +59,35 @@ class Box:
         return self.link_bytes_per_s is not None
 
     def make_device(self) -> EmulatedDevice | None:
-        """A device for one run; None where the optimizer finds it by itself."""
+        """Make an emulated device for one run; None on a GPU, which the optimizer finds by itself."""
         if self.link_bytes_per_s is None:
             return None
         return EmulatedDevice(self.memory_budget, self.link_bytes_per_s, self.link_bytes_per_s, _GPU_PARAMS_PER_S)
 
 
-def find_box(params: int, memory_budget: float, link_bytes_per_s: float | None, machine: Machine | None) -> Box:
-    """The GPU, or, where there is none or a link's rate is given, an emulated device. machine: what to predict with,
-    else it is measured; the link and the GPU of an emulated device are what they are set to in any case. params: of the
-    job. Raises MachineError where a rate is not known."""
+def find_testbed(params: int, memory_budget: float, link_bytes_per_s: float | None, machine: Machine | None) -> Testbed:
+    """Return the GPU of this machine, or an emulated device if there is none or a link rate is given.
+
+    Args:
+        params: Parameters of the job.
+        memory_budget: Bytes of device memory for optimizer state.
+        link_bytes_per_s: Rate of the emulated link per direction; None for a GPU if there is one, else 1e9.
+        machine: Rates to predict with; None to measure them. Link and GPU of an emulated device always have its rates.
+
+    Raises:
+        MachineError: The machine lacks a rate.
+    """
     if torch.cuda.is_available() and link_bytes_per_s is None:
-        found = machine or calibrate(Ranks(), _CALIBRATE_S, "this machine")
-        box = Box(torch.device("cuda"), torch.cuda.get_device_name(), found, memory_budget, None, None)
+        rates = machine or calibrate(Ranks(), _CALIBRATE_S, "this machine")
+        testbed = Testbed(torch.device("cuda"), torch.cuda.get_device_name(), rates, memory_budget, None, None)
     else:
         link = link_bytes_per_s or LINK_BYTES_PER_S
-        # A core is left to what stands for the device.
+        # One core is left to the emulated device.
         threads = max(1, host_limits.cores() - 1)
-        found = machine or _measured(params, threads)
-        found = replace(
-            found,
-            name=f"{found.name} with an emulated device",
+        rates = machine or _measure_cpu(params, threads)
+        rates = replace(
+            rates,
+            name=f"{rates.name} with an emulated device",
             gpu_memory_bytes=memory_budget,
             h2d_bytes_per_s=link,
             d2h_bytes_per_s=link,
@@ -80,25 +96,25 @@ def find_box(params: int, memory_budget: float, link_bytes_per_s: float | None, 
             duplex_bytes_per_s=None,
             gpu_update_params_per_s=_GPU_PARAMS_PER_S,
         )
-        box = Box(torch.device("cpu"), "emulated device", found, memory_budget, link, threads)
-    box.machine.need(_NEEDED, "compare")
-    return box
+        testbed = Testbed(torch.device("cpu"), "emulated device", rates, memory_budget, link, threads)
+    testbed.machine.need(_REQUIRED_RATES, "compare")
+    return testbed
 
 
-def _measured(params: int, threads: int) -> Machine:
-    """The CPU's rates, over as much memory as the job's state takes: caches hold as much of it, too."""
+def _measure_cpu(params: int, threads: int) -> Machine:
+    """Measure the rates of the CPU over as much memory as the state of the job takes, so that caches hold as much."""
     cores = host_limits.cores()
     record = Record()
-    setup = Setup(Ranks(), cores, cores, KEPT_BYTES * params, _WINDOW_S, None)
+    setup = Setup(Ranks(), cores, cores, KERNEL_BYTES * params, _WINDOW_S, None)
     before = torch.get_num_threads()
     try:
-        host_memory.bandwidth(setup, record)
-        cpu.cast(setup, record)
+        host_memory.measure_bandwidth(setup, record)
+        cpu.measure_cast(setup, record)
     finally:
         torch.set_num_threads(before)
-    timing = timed(OnePassAdamW(params, threads), _WINDOW_S, setup.ranks)
+    timing = measure_time(OnePassAdamW(params, threads), _WINDOW_S, setup.ranks)
     rate = params / timing.seconds
     how = f"one pass by numba (threads: {threads})"
     record.rate("cpu_update_params_per_s", rate, how, timing)
     record.host_traffic(ONE_PASS_BYTES * rate, how, timing)
-    return Machine(name="this machine", **record.rates, more={"measured": record.measured})
+    return Machine(name="this machine", **record.rates, extra={"measured": record.measured})

@@ -1,9 +1,10 @@
-"""Which policy is best in each scenario of a sweep."""
+"""Finds the best policy in each scenario of a sweep."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ebbtide.interleave.experiments.sweep.task import Row
 
@@ -11,11 +12,16 @@ BASELINE = "zero-offload"
 
 
 @dataclass(frozen=True)
-class Best:
-    """The quickest of a workload's combinations on a machine in a scenario, over policies and subgroup sizes.
+class BestPolicy:
+    """The fastest combination of a workload, a machine and a scenario, over policies and subgroup sizes.
 
-    row: None where none fits. speed_up: over the baseline with the same subgroups, None where that is not in the sweep.
-    above_bound: of the iteration, as a share of the bound.
+    Attributes:
+        workload: Name of the workload.
+        machine: Name of the machine.
+        scale_params: Factor of the scenario.
+        free_bytes: Free memory of the scenario; None for that of the workload.
+        row: Row of the combination; None if no combination fits.
+        speed_up: Speed-up over the baseline with the same subgroups; None if that is not in the sweep.
     """
 
     workload: str
@@ -27,6 +33,7 @@ class Best:
 
     @property
     def above_bound(self) -> float | None:
+        """Time of the iteration above the lower bound, as a share of the bound."""
         if self.row is None or not self.row["bound_iteration_ms"]:
             return None
         return float(self.row["iteration_ms"] / self.row["bound_iteration_ms"] - 1)
@@ -52,26 +59,36 @@ class Best:
         }
 
 
-def best_of(rows: Sequence[Row]) -> list[Best]:
-    """The best of each workload, machine, size and free memory, in the order of the rows. Those that fit come before
-    those of which it is not known; those that do not fit are none."""
-    groups: dict[tuple[str, str, float, float | None], list[Row]] = {}
+class _Group(NamedTuple):
+    workload: str
+    machine: str
+    scale_params: float
+    free_bytes: float | None
+
+
+def find_best(rows: Sequence[Row]) -> list[BestPolicy]:
+    """Return the best combination of each workload, machine, size and free memory, in the order of the rows.
+
+    Combinations that fit come before those for which that is not known; those that do not fit are left out.
+    """
+    groups: dict[_Group, list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["workload"], row["machine"], row["scale_params"], row["free_bytes"]), []).append(row)
-    return [_best(place, group) for place, group in groups.items()]
+        group = _Group(row["workload"], row["machine"], row["scale_params"], row["free_bytes"])
+        groups.setdefault(group, []).append(row)
+    return [_best(group, group_rows) for group, group_rows in groups.items()]
 
 
-def _best(place: tuple[str, str, float, float | None], group: Sequence[Row]) -> Best:
-    replayed = [row for row in group if row["error"] is None]
-    found = min(
+def _best(group: _Group, rows: Sequence[Row]) -> BestPolicy:
+    replayed = [row for row in rows if row["error"] is None]
+    best = min(
         (row for row in replayed if row["fits"] is not False),
         key=lambda row: (row["fits"] is None, row["iteration_ms"]),
         default=None,
     )
-    base = [
+    baseline_ms = [
         row["iteration_ms"]
         for row in replayed
-        if found and row["policy"] == BASELINE and row["subgroup_params"] == found["subgroup_params"]
+        if best and row["policy"] == BASELINE and row["subgroup_params"] == best["subgroup_params"]
     ]
-    speed_up = base[0] / found["iteration_ms"] if found and base and found["iteration_ms"] else None
-    return Best(*place, found, speed_up)
+    speed_up = baseline_ms[0] / best["iteration_ms"] if best and baseline_ms and best["iteration_ms"] else None
+    return BestPolicy(*group, best, speed_up)

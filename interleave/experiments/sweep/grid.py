@@ -1,4 +1,4 @@
-"""Which rows of a sweep stand in which panel of its picture, and along which axis."""
+"""Assigns the rows of a sweep to the panels of its picture, and chooses their axis."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from ebbtide.errors import UserError
 from ebbtide.interleave.experiments.sweep.task import Row
 from ebbtide.units import count_text
 
-_MOST_PANELS = 24
-_MOST_MACHINES = 6
-_MOST_POLICIES = 8
+_MAX_PANELS = 24
+_MAX_MACHINES = 6
+_MAX_POLICIES = 8
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A column of the table that may be swept: what its values are called on an axis, and as one of many."""
+    """A column of the table that may be swept.
+
+    Attributes:
+        column: Name of the column.
+        label: Label of the axis.
+        text: Formats a value as a tick.
+        unit: Text after a value in the name of a panel row.
+    """
 
     column: str
     label: str
@@ -28,15 +35,13 @@ class Axis:
 AXES = (
     Axis("scale_params", "times the parameters", lambda value: f"{value:g}", " x parameters"),
     Axis("free_bytes", "device memory always free (GB)", lambda value: f"{value / 1e9:.4g}", " GB free"),
-    Axis(
-        "subgroup_params", "parameters of a subgroup", lambda value: count_text(value).replace(" ", ""), " a subgroup"
-    ),
+    Axis("subgroup_params", "parameters per subgroup", lambda value: count_text(value).replace(" ", ""), " a subgroup"),
 )
 
 
 @dataclass(frozen=True)
-class Scene:
-    """A row of panels: a workload, and the values of the axes that are not drawn along."""
+class PanelRow:
+    """One row of panels: a workload, and the values of the swept columns that are not the axis."""
 
     workload: str
     values: tuple[tuple[Axis, Any], ...]
@@ -48,52 +53,65 @@ class Scene:
 
 @dataclass(frozen=True)
 class Grid:
-    """axis: what panels are drawn along, None where no scenario was swept; ticks: its values, in order."""
+    """The panels of a picture: one row of panels per workload and scenario, one column per machine.
+
+    Attributes:
+        rows: Rows of the sweep.
+        axis: Swept column that panels are drawn along; None if no scenario was swept.
+        ticks: Values of the axis, in order.
+        panel_rows: Rows of panels.
+        machines: Names of the machines.
+        policies: Texts of the policies.
+    """
 
     rows: Sequence[Row]
     axis: Axis | None
     ticks: list[Any]
-    scenes: list[Scene]
+    panel_rows: list[PanelRow]
     machines: list[str]
     policies: list[str]
 
     @staticmethod
     def of(rows: Sequence[Row]) -> Grid:
-        """Raises UserError for more panels or policies than can be read."""
+        """Arrange the rows of a sweep.
+
+        Raises:
+            UserError: There are more panels or policies than anybody can read.
+        """
         values = {axis: _values(rows, axis.column) for axis in AXES}
         swept = [axis for axis in AXES if len(values[axis]) > 1]
         axis = max(swept, key=lambda axis: len(values[axis]), default=None)
         others = [other for other in swept if other is not axis]
-        scenes = dict.fromkeys(_scene(row, others) for row in rows)
+        panel_rows = dict.fromkeys(_panel_row(row, others) for row in rows)
         grid = Grid(
             rows=rows,
             axis=axis,
             ticks=sorted(values[axis]) if axis else [],
-            scenes=list(scenes),
+            panel_rows=list(panel_rows),
             machines=_values(rows, "machine"),
             policies=_values(rows, "policy"),
         )
-        if len(grid.scenes) * len(grid.machines) > _MOST_PANELS or len(grid.machines) > _MOST_MACHINES:
+        if len(grid.panel_rows) * len(grid.machines) > _MAX_PANELS or len(grid.machines) > _MAX_MACHINES:
             raise UserError(
-                f"--plot would need {len(grid.scenes)} rows of {len(grid.machines)} panels: it has room for "
-                f"{_MOST_PANELS}, {_MOST_MACHINES} in a row; draw a smaller sweep, or leave --plot out"
+                f"--plot would need {len(grid.panel_rows)} rows of {len(grid.machines)} panels, more than "
+                f"{_MAX_PANELS} in all or {_MAX_MACHINES} in a row: draw a smaller sweep, or leave --plot out"
             )
-        if len(grid.policies) > _MOST_POLICIES:
-            raise UserError(f"--plot shows at most {_MOST_POLICIES} policies: draw fewer, or leave --plot out")
+        if len(grid.policies) > _MAX_POLICIES:
+            raise UserError(f"--plot shows at most {_MAX_POLICIES} policies: draw fewer, or leave --plot out")
         return grid
 
-    def points(self, scene: Scene, machine: str) -> dict[tuple[str, Any], Row]:
-        """The rows of a panel, by policy and value on the axis."""
-        others = [axis for axis, _ in scene.values]
+    def points(self, panel_row: PanelRow, machine: str) -> dict[tuple[str, Any], Row]:
+        """Return the rows of a panel by policy and value on the axis (None without an axis)."""
+        others = [axis for axis, _ in panel_row.values]
         return {
             (row["policy"], row[self.axis.column] if self.axis else None): row
             for row in self.rows
-            if row["machine"] == machine and _scene(row, others) == scene
+            if row["machine"] == machine and _panel_row(row, others) == panel_row
         }
 
 
-def _scene(row: Row, others: Sequence[Axis]) -> Scene:
-    return Scene(row["workload"], tuple((axis, row[axis.column]) for axis in others))
+def _panel_row(row: Row, others: Sequence[Axis]) -> PanelRow:
+    return PanelRow(row["workload"], tuple((axis, row[axis.column]) for axis in others))
 
 
 def _values(rows: Iterable[Row], column: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Workloads and machines by name, each name for one of them."""
+"""Reads the workloads and machines of a sweep, and gives each a name of its own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.replay.resolve import find_machine, find_workload
+from ebbtide.interleave.replay.resolve import resolve_machine, resolve_workload
+from ebbtide.machines.catalog import find_machine
 from ebbtide.machines.machine import Machine
+from ebbtide.profiler.trace import Trace, open_trace
 
 Named = TypeVar("Named", Workload, Machine)
 
@@ -17,20 +19,39 @@ Named = TypeVar("Named", Workload, Machine)
 def find_pairs(
     traces: Sequence[Path], files: Sequence[Path], machines: Sequence[str]
 ) -> list[tuple[Workload, Machine]]:
-    """Each workload with each machine, or, where none is named, with the one recorded in its trace. What shares a name
-    with another is called by its path. Raises WorkloadError and MachineError for what is none."""
-    sources: list[tuple[Path | None, Path | None]] = [*((path, None) for path in traces), *((None, f) for f in files)]
-    workloads = _apart([(find_workload(*source), str(source[0] or source[1])) for source in sources])
+    """Pair each workload with each machine.
+
+    Args:
+        traces: Traces whose workloads are replayed.
+        files: Workload files.
+        machines: Machine files or names of presets; if there are none, each trace goes with its recorded machine.
+
+    Returns:
+        The pairs. Different workloads or machines with the same name are named by their paths instead.
+
+    Raises:
+        WorkloadError: A workload cannot be read.
+        MachineError: A machine cannot be read, or a trace has none.
+    """
+    sources: list[tuple[Trace | None, Path]] = [
+        *((open_trace(path), path) for path in traces),
+        *((None, path) for path in files),
+    ]
+    workloads = _distinct_names(
+        [(resolve_workload(trace, None if trace else path), str(path)) for trace, path in sources]
+    )
     if machines:
-        boxes = _apart([(find_machine(asked, None), asked) for asked in machines])
-        return [(workload, box) for workload in workloads for box in boxes]
-    recorded = _apart([(find_machine(None, trace), f"the machine of {trace or file}") for trace, file in sources])
+        named_machines = _distinct_names([(find_machine(text), text) for text in machines])
+        return [(workload, machine) for workload in workloads for machine in named_machines]
+    recorded = _distinct_names(
+        [(resolve_machine(None, trace), f"the machine of {path}") for trace, path in sources]
+    )
     return list(zip(workloads, recorded, strict=True))
 
 
-def _apart(found: Sequence[tuple[Named, str]]) -> list[Named]:
-    """Things and where they are from: those of one name that are not the same take the other name."""
+def _distinct_names(items: Sequence[tuple[Named, str]]) -> list[Named]:
+    """Rename each item to its source if another item has the same name and differs from it."""
     return [
-        replace(thing, name=source) if any(thing.name == other.name and thing != other for other, _ in found) else thing
-        for thing, source in found
+        replace(item, name=source) if any(item.name == other.name and item != other for other, _ in items) else item
+        for item, source in items
     ]

@@ -1,4 +1,4 @@
-"""The rows of a sweep as a Parquet file."""
+"""Writes the rows of a sweep as a Parquet file."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _FIGURES = (
     "bound_exposed_ms",
     "bound_exposed_whole_subgroups_ms",
 )
-# What is not known is null. scale_params, free_bytes and subgroup_params are what was asked for (1 and null: as it
-# is); params, subgroups, largest_subgroup_params and least_free_bytes what that comes to. compute_ms is the iteration
-# without its optimizer; the other figures are those of `ebbtide replay`, busy shares of the update phase. error: why
-# there are no figures.
+# Null means not known. scale_params, free_bytes and subgroup_params are the scenario (1 and null: the workload as it
+# is); params, subgroups, largest_subgroup_params and least_free_bytes are those of the changed workload. compute_ms is
+# the iteration without its optimizer; the other figures are those of `ebbtide replay`, busy shares of the update phase.
+# error: why there are no figures.
 SCHEMA = pa.schema(
     [
         *(pa.field(name, pa.string(), nullable=False) for name in ("workload", "machine", "policy")),
@@ -53,14 +53,19 @@ SCHEMA = pa.schema(
 
 
 def write_rows(rows: Sequence[Row], tasks: Sequence[Task], path: Path) -> None:
-    """Write a table, a row per combination. Its metadata `ebbtide` holds, as JSON, the workloads and machines in full,
-    so that it can be understood without their files. Raises OSError."""
-    about = {
+    """Write a table with a row per combination.
+
+    Its metadata `ebbtide` contains all workloads and machines as JSON, so that it can be read without their files.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    metadata = {
         "version": ebbtide.__version__,
         "workloads": _distinct(tasks, "workload"),
         "machines": _distinct(tasks, "machine"),
     }
-    schema = SCHEMA.with_metadata({"ebbtide": json.dumps(about)})
+    schema = SCHEMA.with_metadata({"ebbtide": json.dumps(metadata)})
     pq.write_table(pa.Table.from_pylist(list(rows), schema), path, compression="zstd")
 
 

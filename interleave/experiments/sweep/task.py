@@ -1,4 +1,4 @@
-"""One combination of a sweep: plain data in, a row of plain data out, wherever it runs."""
+"""One combination of a sweep: its input and its row are plain data, so that it can run in any process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def make_task(workload: Workload, machine: Machine, scenario: Scenario, policy: str) -> Task:
-    """All that a worker has to know, and what the row depends on: names, numbers and lists of them."""
+    """Return everything that the row depends on, as names, numbers and lists of them."""
     return {
         "ebbtide": ebbtide.__version__,
         "workload": asdict(workload),
@@ -29,32 +29,35 @@ def make_task(workload: Workload, machine: Machine, scenario: Scenario, policy: 
     }
 
 
-def key_of(task: Task) -> str:
-    """The same for the same question, and another for any other."""
+def task_key(task: Task) -> str:
+    """Return a digest that is equal only for equal tasks."""
     return hashlib.sha256(json.dumps(task, sort_keys=True).encode()).hexdigest()
 
 
-def run(task: Task) -> Row:
-    """The row of a task: its figures, or in `error` why there are none. Raises UserError where this is another ebbtide
-    than the one that asks."""
+def run_task(task: Task) -> Row:
+    """Compute the row of a task: its figures, or the reason in `error` if there are none.
+
+    Raises:
+        UserError: This process has another version of ebbtide than the one that made the task.
+    """
     if task["ebbtide"] != ebbtide.__version__:
         raise UserError(f"a worker has ebbtide {ebbtide.__version__}: install {task['ebbtide']} there")
     try:
-        return _replayed(task)
+        return _replayed_row(task)
     except UserError as error:
-        return failed(task, str(error))
+        return failed_row(task, str(error))
     except Exception as error:
-        # A fault of a policy or of the solver concerns this combination alone.
-        return failed(task, f"{type(error).__name__}: {error}")
+        # A fault of a policy or of the solver concerns only this combination.
+        return failed_row(task, f"{type(error).__name__}: {error}")
 
 
-def failed(task: Task, error: str) -> Row:
-    """The row of a task that has no figures."""
-    return {**question(task), "error": " ".join(error.split())}
+def failed_row(task: Task, error: str) -> Row:
+    """Return the row of a task that has no figures."""
+    return {**scenario_columns(task), "error": " ".join(error.split())}
 
 
-def question(task: Task) -> Row:
-    """The part of a row that says what was asked."""
+def scenario_columns(task: Task) -> Row:
+    """Return the columns of a row that identify its combination."""
     return {
         "workload": task["workload"]["name"],
         "machine": task["machine"]["name"],
@@ -63,19 +66,19 @@ def question(task: Task) -> Row:
     }
 
 
-def _replayed(task: Task) -> Row:
-    workload = Scenario(**task["scenario"]).of(Workload(**task["workload"]))
-    found = replay(workload, Machine(**task["machine"]), [task["policy"]]).as_json()
-    (result,) = found["results"]
+def _replayed_row(task: Task) -> Row:
+    workload = Scenario(**task["scenario"]).apply_to(Workload(**task["workload"]))
+    replayed = replay(workload, Machine(**task["machine"]), [task["policy"]]).as_json()
+    (result,) = replayed["results"]
     return {
-        **question(task),
+        **scenario_columns(task),
         "params": workload.params,
         "subgroups": len(workload.subgroups),
         "largest_subgroup_params": max(workload.subgroups),
-        "least_free_bytes": workload.least_free,
+        "least_free_bytes": workload.min_free_bytes,
         "compute_ms": workload.compute_s * 1e3,
         **{name: value for name, value in result.items() if name != "busy"},
         **{f"{resource}_busy_share": share for resource, share in result["busy"].items()},
-        **{f"bound_{name}": value for name, value in found["bound"].items()},
+        **{f"bound_{name}": value for name, value in replayed["bound"].items()},
         "error": None,
     }

@@ -1,4 +1,4 @@
-"""Runs tasks in processes of this machine, or on a Dask cluster; outcomes come as they are finished."""
+"""Runs tasks in processes of this machine, or on a Dask cluster, and yields each outcome as it is finished."""
 
 from __future__ import annotations
 
@@ -24,49 +24,62 @@ from typing import TypeVar
 import ebbtide
 from ebbtide.errors import UserError
 
-# As often as Dask tries by default.
-_MOST_DEATHS = 4
+# The default of Dask.
+_MAX_DEATHS = 4
 Task = TypeVar("Task")
-Result = TypeVar("Result")
+Outcome = TypeVar("Outcome")
 
 
 class WorkerDied(Exception):
-    """What a task comes to that took worker after worker with it."""
+    """The outcome of a task whose workers died, one after the other."""
 
 
-def on_this_machine(
-    work: Callable[[Task], Result], tasks: Mapping[str, Task], jobs: int
-) -> Iterator[tuple[str, Result | WorkerDied]]:
-    """(key, outcome) of each task, as they are finished. Raises what `work` raises.
+def run_locally(
+    work: Callable[[Task], Outcome], tasks: Mapping[str, Task], jobs: int
+) -> Iterator[tuple[str, Outcome | WorkerDied]]:
+    """Run tasks in processes of this machine; yield (key, outcome) of each as it is finished.
 
-    When a worker dies all that were under way are tried again, each alone, so that only the one at fault can fail.
+    When a worker dies, all tasks that were running are repeated one at a time, so that only the task at fault fails.
+
+    Args:
+        work: Runs one task; its errors are raised here.
+        tasks: Tasks by key.
+        jobs: Number of processes.
     """
     waiting = deque(tasks)
-    again: deque[str] = deque()
+    to_repeat: deque[str] = deque()
     deaths = Counter[str]()
-    while waiting or again:
-        now, width = (waiting, jobs) if waiting else (deque([again.popleft()]), 1)
-        for key, future in _in_pool(work, tasks, now, width):
+    while waiting or to_repeat:
+        queue, processes = (waiting, jobs) if waiting else (deque([to_repeat.popleft()]), 1)
+        for key, future in _run_in_pool(work, tasks, queue, processes):
             if not isinstance(future.exception(), BrokenExecutor):
                 yield key, future.result()
                 continue
             deaths[key] += 1
-            if deaths[key] == _MOST_DEATHS:
-                yield key, WorkerDied(f"its worker died, {_MOST_DEATHS} times")
+            if deaths[key] == _MAX_DEATHS:
+                yield key, WorkerDied(f"its worker died, {_MAX_DEATHS} times")
             else:
-                again.append(key)
+                to_repeat.append(key)
 
 
-def on_cluster(
-    work: Callable[[Task], Result], tasks: Mapping[str, Task], address: str
-) -> Iterator[tuple[str, Result | WorkerDied]]:
-    """The same on a Dask cluster, which tries the tasks of a worker that dies on others. Raises UserError where there
-    is no cluster at the address, or its workers lack this version of ebbtide."""
+def run_on_cluster(
+    work: Callable[[Task], Outcome], tasks: Mapping[str, Task], address: str
+) -> Iterator[tuple[str, Outcome | WorkerDied]]:
+    """Run tasks on a Dask cluster, which repeats the tasks of a dead worker on others; yield (key, outcome) of each.
+
+    Args:
+        work: Runs one task; its errors are raised here.
+        tasks: Tasks by key.
+        address: Address of the scheduler.
+
+    Raises:
+        UserError: No cluster answers at the address, or its workers lack this version of ebbtide.
+    """
     try:
         from distributed import Client, KilledWorker
     except ImportError:
         raise UserError("--scheduler needs dask.distributed: pip install 'ebbtide[dask]'") from None
-    # What it would log is told here, in one line.
+    # Its log messages would repeat the one-line errors below.
     for name in ("distributed", "distributed.client"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
@@ -74,8 +87,8 @@ def on_cluster(
     except (OSError, ValueError) as error:
         raise UserError(f"no Dask scheduler answers at {address}: {' '.join(str(error).split())}") from None
     with client:
-        # A function without a name goes there by value: one by name would have to be imported there, and a worker that
-        # cannot do that ends without a word.
+        # A lambda is sent by value. A named function would have to be imported there, and a worker that cannot import
+        # it ends without an error message.
         versions = client.run(lambda: str(importlib.import_module("ebbtide").__version__), on_error="return")
         others = {str(version) for version in versions.values() if version != ebbtide.__version__}
         if others:
@@ -88,21 +101,21 @@ def on_cluster(
             except KilledWorker as error:
                 yield key, WorkerDied(f"its workers died: {error}")
             except CancelledError:
-                raise UserError(f"the cluster at {address} is gone: the same command goes on where it was") from None
+                raise UserError(f"the cluster at {address} has ended: run the same command again to continue") from None
 
 
-def _in_pool(
-    work: Callable[[Task], Result], tasks: Mapping[str, Task], waiting: deque[str], jobs: int
-) -> Iterator[tuple[str, Future[Result]]]:
-    """Takes tasks until none waits, or the pool is broken."""
+def _run_in_pool(
+    work: Callable[[Task], Outcome], tasks: Mapping[str, Task], waiting: deque[str], jobs: int
+) -> Iterator[tuple[str, Future[Outcome]]]:
+    """Run tasks until none is waiting or the pool is broken; yield (key, future) of each."""
     others = set(multiprocessing.active_children())
-    # Not forked: threads of numpy and pyarrow do not survive that.
+    # Not forked: threads of numpy and pyarrow do not survive a fork.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(jobs, len(waiting)), context, initializer=_end_with_parent)
     try:
         yield from _completed(pool, work, tasks, waiting, jobs + 1)
     except BaseException:
-        # Nobody waits any more for what is under way.
+        # Nobody waits for the running tasks any more.
         for child in set(multiprocessing.active_children()) - others:
             child.kill()
         raise
@@ -111,14 +124,14 @@ def _in_pool(
 
 
 def _completed(
-    pool: Executor, work: Callable[[Task], Result], tasks: Mapping[str, Task], waiting: deque[str], most: int
-) -> Iterator[tuple[str, Future[Result]]]:
-    """Keeps up to `most` tasks under way; those that a broken pool does not take stay waiting."""
-    running: dict[Future[Result], str] = {}
+    pool: Executor, work: Callable[[Task], Outcome], tasks: Mapping[str, Task], waiting: deque[str], max_running: int
+) -> Iterator[tuple[str, Future[Outcome]]]:
+    """Keep up to `max_running` tasks running; tasks that a broken pool does not take stay in `waiting`."""
+    running: dict[Future[Outcome], str] = {}
     broken = False
-    # Ctrl-C at a terminal reaches workers too, which inherit what is blocked here: only this process is to act on it.
+    # Ctrl-C at a terminal reaches workers, too. They inherit blocked signals, so that only this process reacts to it.
     while running or (waiting and not broken):
-        while waiting and len(running) < most and not broken:
+        while waiting and len(running) < max_running and not broken:
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 running[pool.submit(work, tasks[waiting[0]])] = waiting[0]
@@ -132,7 +145,7 @@ def _completed(
 
 
 def _end_with_parent() -> None:
-    """Without this a worker outlives a parent that was killed, waiting for work."""
+    """End this worker when its parent ends. Otherwise a worker of a killed parent would wait for work for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # type: ignore[func-returns-value]

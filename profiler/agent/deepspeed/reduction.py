@@ -1,4 +1,4 @@
-"""Gradients on their way: reduced over ranks, and copied to host memory, mostly in a backward."""
+"""Records gradient reduction over ranks and gradient copies to host memory, mostly in a backward."""
 
 from __future__ import annotations
 
@@ -7,113 +7,125 @@ import time
 from typing import Any, Callable
 
 from ..recorder import Recorder
-from ..zero_optimizer import offloads
-from .substeps import SubSteps
+from ..zero_optimizer import offloads_state
+from .substeps import SubstepRecorder
 
-# A bucket that was empty takes less.
+# The reduction of an empty bucket takes less.
 _SHORT_NS = 10_000
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class Reduction:
-    """Records `reduce` and, inside it, `gradient down`; where an update is followed they are steps of it.
+class GradientReduction:
+    """Records the operations `reduce` and, inside it, `gradient down`; inside a recorded update they are its sub-steps.
 
-    stage_3, stage_1_and_2: by name of a ZeRO optimizer's method, what wraps it.
+    Attributes:
+        stage_3: Wrappers by the name of the method of the stage 3 optimizer that they wrap.
+        stage_1_and_2: The same for the optimizer of stages 1 and 2.
     """
 
-    def __init__(self, recorder: Recorder, steps: SubSteps, torch: Any) -> None:
+    def __init__(self, recorder: Recorder, substeps: SubstepRecorder, torch: Any) -> None:
         self._recorder = recorder
-        self._steps = steps
+        self._substeps = substeps
         self._compiling = torch.compiler.is_compiling  # a compiled backward
-        self._reducing: int | None = None  # the sequence number of the row that runs
+        self._reduce_sequence: int | None = None  # the sequence number of the reduction that runs
         self.stage_3: dict[str, Wrapper] = {
-            "partition_grads": functools.partial(self._down, nbytes=_partitions),
-            "_offload_grad_partition_at_boundary": functools.partial(self._down, nbytes=_partition),
+            "partition_grads": functools.partial(self._wrap_copy, count_bytes=_stage_3_bytes),
+            "_offload_grad_partition_at_boundary": functools.partial(
+                self._wrap_copy, count_bytes=_stage_3_boundary_bytes
+            ),
         }
         self.stage_1_and_2: dict[str, Wrapper] = {
-            "async_accumulate_grad_in_cpu_via_gpu": functools.partial(self._down, nbytes=_accumulated),
-            "async_inplace_copy_grad_to_fp32_buffer_from_gpu": functools.partial(self._down, nbytes=_final),
-            "copy_grads_in_partition": functools.partial(self._down, nbytes=_compact),
+            "async_accumulate_grad_in_cpu_via_gpu": functools.partial(self._wrap_copy, count_bytes=_accumulated_bytes),
+            "async_inplace_copy_grad_to_fp32_buffer_from_gpu": functools.partial(
+                self._wrap_copy, count_bytes=_final_bytes
+            ),
+            "copy_grads_in_partition": functools.partial(self._wrap_copy, count_bytes=_compact_bytes),
         }
         self._copying = False
 
-    def reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        recorder, steps = self._recorder, self._steps
+    def wrap_reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the method that reduces a bucket of gradients."""
+        recorder, substeps = self._recorder, self._substeps
 
         @functools.wraps(original)
         def reduce(*args: Any, **kwargs: Any) -> Any:
-            if self._compiling() or not recorder.recording or self._reducing is not None:
+            if self._compiling() or not recorder.recording or self._reduce_sequence is not None:
                 return original(*args, **kwargs)
-            if steps.running:
-                steps.switch("reduce")
-            self._reducing = sequence = steps.sequence or recorder.number()
+            if substeps.running:
+                substeps.switch("reduce")
+            self._reduce_sequence = sequence = substeps.sequence or recorder.next_sequence()
             start_ns = time.monotonic_ns()
             try:
                 return original(*args, **kwargs)
             finally:
-                now = time.monotonic_ns()
-                self._reducing = None
-                if steps.running:
-                    steps.switch("rest")
-                elif now - start_ns > _SHORT_NS:
-                    recorder.row(sequence, "reduce", "host", start_ns, now)
+                end_ns = time.monotonic_ns()
+                self._reduce_sequence = None
+                if substeps.running:
+                    substeps.switch("rest")
+                elif end_ns - start_ns > _SHORT_NS:
+                    recorder.put_op(sequence, "reduce", "host", start_ns, end_ns)
 
         return reduce
 
-    def _down(self, original: Callable[..., Any], nbytes: Callable[..., int | None]) -> Callable[..., Any]:
-        """nbytes: what a call copies down; None: it copies nothing. Asked before the call."""
-        recorder, steps = self._recorder, self._steps
+    def _wrap_copy(self, original: Callable[..., Any], count_bytes: Callable[..., int | None]) -> Callable[..., Any]:
+        """Wrap a method that copies gradients to host memory.
+
+        Args:
+            original: The method.
+            count_bytes: Called before it with its arguments; returns the bytes it copies, None if it copies nothing.
+        """
+        recorder, substeps = self._recorder, self._substeps
 
         @functools.wraps(original)
-        def down(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            size = None
+        def copy(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            nbytes = None
             if not self._compiling() and recorder.recording and not self._copying:
-                size = _asked(nbytes, optimizer, args)
-            if size is None:
+                nbytes = _copied_bytes(count_bytes, optimizer, args)
+            if nbytes is None:
                 return original(optimizer, *args, **kwargs)
-            alone = steps.running and self._reducing is None
-            if alone:
-                steps.switch("gradient down", nbytes=size)
+            is_substep = substeps.running and self._reduce_sequence is None
+            if is_substep:
+                substeps.switch("gradient down", nbytes=nbytes)
             self._copying = True
             start_ns = time.monotonic_ns()
             try:
                 return original(optimizer, *args, **kwargs)
             finally:
                 self._copying = False
-                if alone:
-                    steps.switch("rest")
+                if is_substep:
+                    substeps.switch("rest")
                 else:
-                    now = time.monotonic_ns()
-                    number = recorder.number()
-                    recorder.row(number, "gradient down", "host", start_ns, now, None, size, parent=self._reducing)
+                    end_ns = time.monotonic_ns()
+                    sequence, parent = recorder.next_sequence(), self._reduce_sequence
+                    recorder.put_op(sequence, "gradient down", "host", start_ns, end_ns, None, nbytes, parent=parent)
 
-        return down
+        return copy
 
 
-def _asked(nbytes: Callable[..., int | None], optimizer: Any, args: Any) -> int | None:
-    """None as well where this version of DeepSpeed does not tell."""
-    if not offloads(optimizer):
+def _copied_bytes(count_bytes: Callable[..., int | None], optimizer: Any, args: Any) -> int | None:
+    """Return the bytes that a call copies to host memory; None if none, or if this DeepSpeed version hides them."""
+    if not offloads_state(optimizer):
         return None
     try:
-        return nbytes(optimizer, *args)
+        return count_bytes(optimizer, *args)
     except Exception:
         return None
 
 
-def _partitions(optimizer: Any, parameters: Any, gradients: Any) -> int | None:
+def _stage_3_bytes(optimizer: Any, parameters: Any, gradients: Any) -> int | None:
     """Stage 3: each partition goes into a buffer on the host, and at the boundary into the fp32 gradient too."""
     elements = [gradient.numel() for gradient in gradients]
     buffer = optimizer.grad_partitions_flat_buffer
-    size = sum(elements) * buffer.element_size() if buffer.device.type == "cpu" else 0
-    # Our own engine takes the gradient from there, and tells of its copies itself.
+    nbytes = sum(elements) * buffer.element_size() if buffer.device.type == "cpu" else 0
+    # ebbtide's own engine takes the gradient from there, and records its copies itself.
     if optimizer.is_gradient_accumulation_boundary() and not hasattr(optimizer, "ebbtide_policy"):
-        size += sum(_partition(optimizer, p, g) or 0 for p, g in zip(parameters, gradients))
-    return size or None
+        nbytes += sum(_stage_3_boundary_bytes(optimizer, p, g) or 0 for p, g in zip(parameters, gradients))
+    return nbytes or None
 
 
-def _partition(optimizer: Any, parameter: Any, gradient: Any, *_: Any) -> int | None:
-    """Stage 3, at the boundary: one parameter's part of the fp32 gradient, where that lies on the host."""
+def _stage_3_boundary_bytes(optimizer: Any, parameter: Any, gradient: Any, *_: Any) -> int | None:
+    """Stage 3, at the boundary: one parameter's part of the fp32 gradient, if that is in host memory."""
     subgroup = optimizer.grad_position[optimizer.get_param_id(parameter)][0]
     master = optimizer.fp32_partitioned_groups_flat[subgroup]
     if master.device.type != "cpu":
@@ -121,19 +133,19 @@ def _partition(optimizer: Any, parameter: Any, gradient: Any, *_: Any) -> int | 
     return int(gradient.numel() * optimizer.master_weights_and_grads_dtype.itemsize)
 
 
-def _accumulated(optimizer: Any, parameter: Any) -> int:
+def _accumulated_bytes(optimizer: Any, parameter: Any) -> int:
     """Stages 1 and 2, before the boundary: the whole gradient in the model's precision."""
     return int(parameter.numel() * parameter.element_size())
 
 
-def _final(optimizer: Any, parameter: Any) -> int:
+def _final_bytes(optimizer: Any, parameter: Any) -> int:
     """Stages 1 and 2, at the boundary: this rank's part of the gradient in fp32."""
     elements = optimizer.grad_position[optimizer.get_param_id(parameter)][3]
     return int(elements * optimizer.master_weights_and_grads_dtype.itemsize)
 
 
-def _compact(optimizer: Any, parameter: Any, group: int | None = None) -> int | None:
+def _compact_bytes(optimizer: Any, parameter: Any, group: int | None = None) -> int | None:
     """Stages 1 and 2 with gradients that are accumulated in fp32 on the device."""
     index = optimizer._get_param_group_idx(parameter) if group is None else group
     compact = optimizer.is_gradient_accumulation_boundary() and optimizer._use_compact_grad_partition_buffer(index)
-    return _final(optimizer, parameter) if compact else None
+    return _final_bytes(optimizer, parameter) if compact else None

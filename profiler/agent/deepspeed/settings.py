@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine was configured to do, and where its optimizer's state came to lie."""
+"""Describes a DeepSpeed engine: its configuration, and the devices of its optimizer's state."""
 
 from __future__ import annotations
 
@@ -6,60 +6,68 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..zero_optimizer import masters, offloads, sizes
+from ..zero_optimizer import fp32_masters, offloads_state, subgroup_sizes
 
 _CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
 
-def facts(engine: Any, recomputes: bool) -> dict[str, Any]:
-    """The trace's `deepspeed`, as JSON can hold it. recomputes: modules were seen to run inside a backward."""
+def describe_engine(engine: Any, recomputes: bool) -> dict[str, Any]:
+    """Return the trace's `deepspeed` entry, as JSON can represent it.
+
+    Args:
+        engine: A DeepSpeed engine.
+        recomputes: Whether modules were seen to run inside a backward.
+    """
     optimizer = engine.optimizer
-    subgroups = sizes(optimizer)
-    found = {
+    sizes = subgroup_sizes(optimizer)
+    description = {
         "version": getattr(sys.modules.get("deepspeed"), "__version__", None),
-        "config": plain(getattr(getattr(engine, "_config", None), "_param_dict", None)),
+        "config": to_json_value(getattr(getattr(engine, "_config", None), "_param_dict", None)),
         "stage": int(engine.zero_optimization_stage()),
-        "subgroup_params": [int(size) for size in subgroups] if subgroups is not None else None,
+        "subgroup_params": [int(size) for size in sizes] if sizes is not None else None,
         "activation_checkpointing": _checkpointing(engine, recomputes),
     }
-    flat = masters(optimizer)
-    if flat is not None:
-        gradients = [master.grad for master in flat if master.grad is not None]
-        found.update(
-            subgroup_devices=[master.device.type for master in flat],
-            masters_pinned=_pinned(flat),
-            gradients_pinned=_pinned(gradients) if offloads(optimizer) else None,
+    masters = fp32_masters(optimizer)
+    if masters is not None:
+        gradients = [master.grad for master in masters if master.grad is not None]
+        description.update(
+            subgroup_devices=[master.device.type for master in masters],
+            masters_pinned=_pinned(masters),
+            gradients_pinned=_pinned(gradients) if offloads_state(optimizer) else None,
         )
     policy = getattr(optimizer, "ebbtide_policy", None)
     if policy is not None:
-        found["policy"] = str(policy)
-    return found
+        description["policy"] = str(policy)
+    return description
 
 
-def plain(value: Any, depth: int = 8) -> Any:
-    """A configuration as JSON: what JSON does not know becomes text."""
+def to_json_value(value: Any, depth: int = 8) -> Any:
+    """Convert a configuration to values of JSON; what JSON cannot represent becomes text."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return value if abs(value) < float("inf") else str(value)  # NaN compares as False
     if depth and isinstance(value, Mapping):
-        return {str(key): plain(part, depth - 1) for key, part in value.items()}
+        return {str(key): to_json_value(part, depth - 1) for key, part in value.items()}
     if depth and isinstance(value, (list, tuple)):
-        return [plain(part, depth - 1) for part in value]
+        return [to_json_value(part, depth - 1) for part in value]
     return str(value)
 
 
 def _pinned(tensors: Iterable[Any]) -> bool | None:
-    """Whether those on the host lie in pinned memory; None where there are none."""
+    """Return whether all tensors in host memory are pinned; None if none is in host memory."""
     pinned = [bool(tensor.is_pinned()) for tensor in tensors if tensor.device.type == "cpu" and tensor.numel()]
     return all(pinned) if pinned else None
 
 
 def _checkpointing(engine: Any, recomputes: bool) -> bool | None:
-    """DeepSpeed's own, Hugging Face's switch, or any that was seen to run; None: nothing tells."""
+    """Return whether activations are checkpointed; None if it cannot be determined.
+
+    DeepSpeed's own checkpointing counts, Hugging Face's switch, and any recomputation that was seen to run.
+    """
     configured = getattr(sys.modules.get(_CHECKPOINTING), "is_configured", None)
     if recomputes or (configured is not None and configured()):
         return True
     switches = [getattr(module, "gradient_checkpointing", None) for module in engine.module.modules()]
-    known = [switch for switch in switches if isinstance(switch, bool)]
-    return any(known) if known else None
+    settings = [switch for switch in switches if isinstance(switch, bool)]
+    return any(settings) if settings else None

@@ -1,102 +1,127 @@
-"""The rows that tile an update: one runs until the next begins."""
+"""Records the sub-steps of an update as rows that tile it: each runs until the next begins."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..recorder import Recorder
 from ..spool import HOST
 
-# Rest that lasts less goes to the row before it: it is mostly ours.
+# A shorter `rest` counts with the row before it: it is mostly the agent's own time.
 _SHORT_NS = 10_000
 
 
+class _Substep(NamedTuple):
+    name: str
+    resource: str
+    subgroup: int | None
+    nbytes: int | None
+
+
+_REST = _Substep("rest", "host", None, None)
+
+
 class _Row:
-    def __init__(self, sequence: int, what: tuple[str, str, int | None, int | None], start_ns: int, mark: Any) -> None:
+    def __init__(self, sequence: int, substep: _Substep, start_ns: int, mark: Any) -> None:
         self.sequence = sequence
-        self.what = what  # name, resource, subgroup, bytes
+        self.substep = substep
         self.start_ns = self.end_ns = start_ns
         self.mark = mark
 
 
-class SubSteps:
-    """Tells what the open update is doing, from `begin` to `end`; used by the thread that runs the update.
+class SubstepRecorder:
+    """Records what the open update does, from `begin` to `end`. The thread that runs the update calls it.
 
-    Each row is recorded once the next has run for a while, since the next may turn out to be part of it. Rows on a
+    Each row is recorded once the next has run for a while, since the next may turn out to be a part of it. Rows on a
     GPU get their device times from marks on the job's stream, as phases do.
+
+    Attributes:
+        running: Whether an update is being recorded.
+        updates: How many updates of a subgroup have begun in it.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.running = False
-        self.updates = 0  # how many subgroups' updates have begun
+        self.updates = 0
         self._recorder = recorder
         self._row: _Row | None = None
-        self._before: _Row | None = None
+        self._previous: _Row | None = None
 
     def begin(self) -> None:
-        """The open phase of the recorder is an update; what it does first is `rest`."""
+        """Start with the recorder's open phase, an update; its first sub-step is `rest`."""
         if self._recorder.recording:
             self.running, self.updates = True, 0
-            self._row = self._begun(("rest", "host", None, None), self._recorder.started_ns)
+            self._row = self._begin_row(_REST, self._recorder.started_ns)
 
     def switch(self, name: str, resource: str = "host", subgroup: int | None = None, nbytes: int | None = None) -> None:
-        """From here on the update does this. Never raises."""
-        row, what = self._row, (name, resource, subgroup, nbytes)
-        if not self.running or row is None or what == row.what:
+        """Begin another sub-step now. Never raises.
+
+        Args:
+            name: One of `spool.OPS`.
+            resource: One of `spool.RESOURCES`.
+            subgroup: The subgroup it works on, if any.
+            nbytes: Bytes it moves, if any.
+        """
+        row, substep = self._row, _Substep(name, resource, subgroup, nbytes)
+        if not self.running or row is None or substep == row.substep:
             return
         try:
-            self._switch(row, what, time.monotonic_ns())
+            self._switch(row, substep, time.monotonic_ns())
         except Exception as error:
             self.running = False
             self._recorder.fail(error)
 
-    def _switch(self, row: _Row, what: tuple[str, str, int | None, int | None], now: int) -> None:
-        before = self._before
-        if before is not None and row.what[0] == "rest" and now - row.start_ns < _SHORT_NS:
-            before.end_ns = now
-            if before.what == what and before.mark is None:
-                self._row, self._before = before, None
+    def _switch(self, row: _Row, substep: _Substep, now_ns: int) -> None:
+        previous = self._previous
+        if previous is not None and row.substep.name == "rest" and now_ns - row.start_ns < _SHORT_NS:
+            previous.end_ns = now_ns
+            if previous.substep == substep and previous.mark is None:
+                self._row, self._previous = previous, None
                 return
         else:
-            if before is not None:
-                self._put(before)
-            self._ended(row, now)
-            self._before = row
-        if what[0] == "update":
+            if previous is not None:
+                self._put(previous)
+            self._end_row(row, now_ns)
+            self._previous = row
+        if substep.name == "update":
             self.updates += 1
-        self._row = self._begun(what, now)
+        self._row = self._begin_row(substep, now_ns)
 
     def end(self) -> int | None:
-        """The update is over; when (ns), or None where it was not followed. Never raises."""
+        """Record the last rows of the update. Never raises.
+
+        Returns:
+            The end of the update in ns; None if its sub-steps were not recorded.
+        """
         if not self.running or self._row is None:
             return None
-        now = time.monotonic_ns()
+        now_ns = time.monotonic_ns()
         try:
-            self._ended(self._row, now)
-            for row in (self._before, self._row):
+            self._end_row(self._row, now_ns)
+            for row in (self._previous, self._row):
                 if row is not None:
                     self._put(row)
         except Exception as error:
             self._recorder.fail(error)
-        self.running, self._row, self._before = False, None, None
-        return now
+        self.running, self._row, self._previous = False, None, None
+        return now_ns
 
     @property
     def sequence(self) -> int | None:
-        """Of the row that runs."""
+        """The sequence number of the row that runs; None outside of an update."""
         return self._row.sequence if self._row is not None else None
 
-    def _begun(self, what: tuple[str, str, int | None, int | None], now: int) -> _Row:
-        mark = self._recorder.gpu.mark() if what[1] == "gpu" else None
-        return _Row(self._recorder.number(), what, now, mark)
+    def _begin_row(self, substep: _Substep, now_ns: int) -> _Row:
+        mark = self._recorder.gpu.record_mark() if substep.resource == "gpu" else None
+        return _Row(self._recorder.next_sequence(), substep, now_ns, mark)
 
-    def _ended(self, row: _Row, now: int) -> None:
-        row.end_ns = now
+    def _end_row(self, row: _Row, now_ns: int) -> None:
+        row.end_ns = now_ns
         if row.mark is not None:
-            self._recorder.gpu.span(row.sequence, row.mark, self._recorder.gpu.mark())
+            self._recorder.gpu.add_span(row.sequence, row.mark, self._recorder.gpu.record_mark())
 
     def _put(self, row: _Row) -> None:
-        device = HOST if row.mark is None else row.mark[0]
-        name, resource, subgroup, nbytes = row.what
-        self._recorder.row(row.sequence, name, resource, row.start_ns, row.end_ns, subgroup, nbytes, device=device)
+        device = HOST if row.mark is None else row.mark.device
+        name, resource, subgroup, nbytes = row.substep
+        self._recorder.put_op(row.sequence, name, resource, row.start_ns, row.end_ns, subgroup, nbytes, device=device)

@@ -1,165 +1,143 @@
-"""Logs of DeepSpeed training: timers (`wall_clock_breakdown`), memory marks, configuration, ranks."""
+"""Imports logs of DeepSpeed training: timers (`wall_clock_breakdown`), memory marks, configuration, ranks."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from ebbtide.profiler.importers.deepspeed.clock import ahead_ns
-from ebbtide.profiler.importers.deepspeed.durations import Mark, Step, TimesReader
-from ebbtide.profiler.importers.deepspeed.metadata import add_meta
-from ebbtide.profiler.importers.deepspeed.phases import Placed, dated, place, time_of
-from ebbtide.profiler.importers.deepspeed.settings import Facts, FactsReader
-from ebbtide.profiler.importers.nvml_monitor.importer import Coverage
+from ebbtide.phases import FORWARD
+from ebbtide.profiler.importers.deepspeed.clock import clock_offset_ns
+from ebbtide.profiler.importers.deepspeed.durations import TimerReader
+from ebbtide.profiler.importers.deepspeed.log_data import MarkedPhase, MemoryMark
+from ebbtide.profiler.importers.deepspeed.metadata import add_metadata
+from ebbtide.profiler.importers.deepspeed.phases import TimedPhase, has_times, time_phases
+from ebbtide.profiler.importers.deepspeed.rows import add_memory, add_phases
+from ebbtide.profiler.importers.deepspeed.settings import JobSettings, SettingsReader
+from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
+from ebbtide.profiler.importers.nvml_monitor.importer import FORMAT as MONITOR_FORMAT
+from ebbtide.profiler.importers.nvml_monitor.monitor import Coverage, read_coverage
 from ebbtide.profiler.importers.source import Source, SourceError
-from ebbtide.profiler.importers.text_log import Line, read_lines, zone_ns
+from ebbtide.profiler.importers.text_log import LogLine, read_lines, zone_ns
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
-FORMAT = "deepspeed-log"
-_SIGNS = re.compile(r"time \(ms\) \||\bMax_MA \d|see_memory_usage|[Dd]eep[Ss]peed|DEEPSPEED")
-# How far into a file its timers may begin, to be recognised by them.
-_LOOK_LINES = 100_000
+_SIGNATURES = re.compile(r"time \(ms\) \||\bMax_MA \d|see_memory_usage|[Dd]eep[Ss]peed|DEEPSPEED")
+# Number of lines that are searched for the signatures.
+_MAX_SEARCHED_LINES = 100_000
 # Longer than any job: timers that add up to more are damaged.
-_MOST_NS = 1 << 60
+_MAX_NS = 1 << 60
 
 
-def matches(source: Source) -> bool:
-    if b"\0" in source.head:
-        return False
-    lines = (line for line, _ in zip(read_lines(source), range(_LOOK_LINES), strict=False))
-    return any(_SIGNS.search(line.text) for line in lines)
+class DeepSpeedLogImporter:
+    """Importer of DeepSpeed logs."""
+
+    format = "deepspeed-log"
+    recognition = Recognition.WORDS
+    stage = Stage.JOB
+
+    def matches(self, source: Source) -> bool:
+        if b"\0" in source.head:
+            return False
+        lines = (line for line, _ in zip(read_lines(source), range(_MAX_SEARCHED_LINES), strict=False))
+        return any(_SIGNATURES.search(line.text) for line in lines)
+
+    def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
+        if len(sources) > 1:
+            raise SourceError(
+                "two DeepSpeed logs cannot make one trace: import each of them alone, then `ebbtide merge` the traces"
+            )
+        (source,) = sources
+        dated = read_log(source, builder, read_coverage(options.sources.get(MONITOR_FORMAT, ())))
+        return [] if dated else [source]
 
 
-def read(source: Source, builder: TraceBuilder, beside: Coverage | None) -> bool:
-    """Add what a log tells, and return whether it tells times of day. beside: the monitor files of the same run, which
-    tell the zone of the log's clock where the log does not.
+def read_log(source: Source, builder: TraceBuilder, monitors: Coverage | None) -> bool:
+    """Add the contents of a log to a trace.
 
-    Raises SourceError for a log without timers and memory marks, and one that does not meet the monitor files.
+    Args:
+        source: The log.
+        builder: The trace.
+        monitors: What monitor files of the same run cover. They give the time zone of the log's clock if the log does
+            not state it.
+
+    Returns:
+        Whether the log has times of day.
+
+    Raises:
+        SourceError: The log has neither timers nor memory marks, or does not overlap with the monitor files.
     """
-    times, facts = TimesReader(), FactsReader()
+    timers, settings_reader = TimerReader(), SettingsReader()
 
-    def seen() -> Iterator[Line]:
+    def feed_readers() -> Iterator[LogLine]:
         for line in read_lines(source):
-            times.feed(line)
-            facts.feed(line)
+            timers.feed(line)
+            settings_reader.feed(line)
             yield line
 
-    lines = seen()
+    lines = feed_readers()
     zone = zone_ns(lines)
+    # `zone_ns` stops at the first line with a zone; the readers need all lines.
     for _ in lines:
         pass
-    placed = list(place(times.steps))
-    known = dated(times.steps, times.marks)
-    if not placed and not known:
+    phases = list(time_phases(timers.steps))
+    timed = has_times(timers.steps, timers.marks)
+    if not phases and not timed:
         raise SourceError(
             f"{source} has neither timers of a whole step nor memory marks with times: turn on wall_clock_breakdown "
             "(and memory_breakdown) in the DeepSpeed configuration"
         )
-    if placed and placed[-1].end_ns - placed[0].start_ns > _MOST_NS:
+    if phases and phases[-1].end_ns - phases[0].start_ns > _MAX_NS:
         raise source.damaged("its timers add up to decades")
-    for note in _missing(times, facts.facts, known):
+    for note in _missing_parts(timers, settings_reader.settings, timed):
         builder.note(note)
-    shift = ahead_ns(source, builder, zone, _span(placed, times.marks), beside) if known else 0
-    ranks = add_meta(builder, facts.facts, times.marks)
-    timed = _timed(ranks, beside)
-    for rank in timed:
-        _phases(ranks[rank], placed, times.steps, shift)
-    if len(ranks) > 1 and placed:
-        others = ": the other ranks, which wait for it, carry the same phases" if len(timed) > 1 else ""
-        builder.note(f"the log times rank 0 alone{others}")
-    left_out = _memory(ranks[0], times.marks, placed, known, shift)
-    if left_out:
-        builder.note(f"memory marks that have no time and stand at no phase are left out: {left_out}")
-    if placed:
-        first, mark = placed[0].start_ns, times.steps[0].micro_steps[0].marked_ns.get(("forward", True))
+    offset_ns = clock_offset_ns(source, builder, zone, _span_ns(phases, timers.marks), monitors) if timed else 0
+    ranks = add_metadata(builder, settings_reader.settings, timers.marks)
+    phase_ranks = _ranks_with_phases(ranks, monitors)
+    for rank in phase_ranks:
+        add_phases(ranks[rank], phases, timers.steps, offset_ns)
+    if len(ranks) > 1 and phases:
+        others = ": the other ranks, which wait for it, get the same phases" if len(phase_ranks) > 1 else ""
+        builder.note(f"the log has timers of rank 0 only{others}")
+    skipped = add_memory(ranks[0], timers.marks, phases, timed, offset_ns)
+    if skipped:
+        builder.note(f"memory marks without a time or a phase are left out: {skipped}")
+    if phases:
+        first, mark = phases[0].start_ns, timers.steps[0].micro_steps[0].marked_ns.get(MarkedPhase(FORWARD, True))
         start = first if mark is None else min(first, mark)
         for entry in ranks.values():
-            entry.meta["first_iteration_start_ns"] = start - shift
-    return known
+            entry.meta["first_iteration_start_ns"] = start - offset_ns
+    return timed
 
 
-def _span(placed: list[Placed], marks: list[Mark]) -> tuple[int, int]:
+def _span_ns(phases: list[TimedPhase], marks: list[MemoryMark]) -> tuple[int, int]:
     times = [mark.t_ns for mark in marks if mark.t_ns is not None]
-    return min(times + [p.start_ns for p in placed[:1]]), max(times + [p.end_ns for p in placed[-1:]])
+    return min(times + [p.start_ns for p in phases[:1]]), max(times + [p.end_ns for p in phases[-1:]])
 
 
-def _missing(times: TimesReader, facts: Facts, known: bool) -> Iterator[str]:
-    if not times.steps:
+def _missing_parts(timers: TimerReader, settings: JobSettings, timed: bool) -> Iterator[str]:
+    """Yield a note for each part that the log does not have, or has with limits."""
+    if not timers.steps:
         yield "the log has no timers of whole steps, so no phases: turn on wall_clock_breakdown"
-    elif not known:
-        yield "the log has no times of day: its phases stand one after another, and what was between is not known"
-    if not times.marks:
+    elif not timed:
+        yield "the log has no times of day: phases are placed one after another, and gaps are not known"
+    if not timers.marks:
         yield "the log has no memory marks: turn on memory_breakdown"
     else:
         yield (
-            "the log marks allocated and reserved with the peak between marks (of reserved to the GiB), which is taken "
-            "for all that time"
+            "allocated and reserved memory between two marks of the log is the peak between them, reserved in whole GiB"
         )
-    if facts.config is None:
-        damaged = "a damaged" if facts.config_damaged else "no"
+    if settings.config is None:
+        damaged = "a damaged" if settings.config_damaged else "no"
         yield f"the log has {damaged} DeepSpeed configuration (json = ...): ratio, stride and offload are not known"
-    if facts.params() is None and not facts.subgroups:
-        yield "the log does not tell the number of parameters"
-    if facts.world_size is None:
-        yield "the log does not tell the number of ranks: taken as 1"
+    if settings.params() is None and not settings.subgroups:
+        yield "the log does not state the number of parameters"
+    if settings.world_size is None:
+        yield "the log does not state the number of ranks: 1 is assumed"
 
 
-def _timed(ranks: dict[int, RankBuilder], beside: Coverage | None) -> list[int]:
-    """The ranks to which the phases go: the first, and of the others those whose device the monitor files tell of."""
+def _ranks_with_phases(ranks: dict[int, RankBuilder], monitors: Coverage | None) -> list[int]:
+    """Return the ranks that get the phases: rank 0, and the other ranks whose device the monitor files cover."""
     owners: dict[str, int] = {}
     for rank, entry in ranks.items():
         owners.setdefault(entry.meta["devices"][0]["device"], rank)
-    watched = [f"cuda:{number}" for number in beside.devices] if beside is not None else []
-    return sorted({0, *(owners[device] for device in watched if device in owners)})
-
-
-def _phases(entry: RankBuilder, placed: list[Placed], steps: list[Step], shift: int) -> None:
-    spans: dict[tuple[int, str], tuple[int, int]] = {}
-    for p in placed:
-        start, end = p.start_ns - shift, p.end_ns - shift
-        spans[p.iteration, p.phase] = start, end
-        entry.phase(p.phase, start, end, p.iteration, p.micro_step)
-    for iteration, step in enumerate(steps):
-        begin, _ = spans[iteration, "backward"]
-        for name, ms in step.backward.items() if len(step.micro_steps) == 1 else ():
-            end = begin + round(ms * 1e6)
-            _op(entry, name, begin, end, iteration)
-            begin = end
-        # The timers of an update are printed when it is over; the all-gather is the last of it, wherever it stands.
-        _, end = spans[iteration, "update"]
-        parts = sorted(step.parts, key=lambda part: part[0] == "optimizer_allgather")
-        for name, ms, t_ns in reversed(parts):
-            end = end if t_ns is None else min(end, t_ns - shift)
-            _op(entry, name, end - round(ms * 1e6), end, iteration)
-            end -= round(ms * 1e6)
-
-
-def _op(entry: RankBuilder, name: str, start: int, end: int, iteration: int) -> None:
-    entry.add("ops", start_ns=start, end_ns=end, resource="host", name=name, iteration=iteration)
-
-
-def _memory(entry: RankBuilder, marks: list[Mark], placed: list[Placed], known: bool, shift: int) -> int:
-    """Draw the marks; returns how many have no place in time. known: whether the log tells times at all."""
-    device = entry.meta["devices"][0]["device"]
-    phases = {(p.iteration, p.micro_step, p.phase): p for p in placed}
-    before: tuple[int, Mark] | None = None
-    most_allocated = most_reserved = left_out = 0
-    for mark in marks:
-        # Each mark starts the peaks anew; those of a mark that has no place go to the next one.
-        most_allocated = max(most_allocated, mark.most_allocated)
-        most_reserved = max(most_reserved, mark.most_reserved, mark.reserved)
-        t_ns = mark.t_ns if known and mark.t_ns is not None else time_of(mark.point, phases)
-        if t_ns is None:
-            left_out += 1
-            continue
-        if before is not None and t_ns > before[0]:
-            # Between two marks only the most is known; it is drawn over the whole time, so that nothing is called free
-            # that may not have been.
-            entry.memory(before[0] - shift + 1, most_allocated, "allocated", device)
-            entry.memory(before[0] - shift + 1, max(most_reserved, before[1].reserved), "reserved", device)
-        entry.memory(t_ns - shift, mark.allocated, "allocated", device)
-        entry.memory(t_ns - shift, mark.reserved, "reserved", device)
-        if mark.host is not None:
-            entry.memory(t_ns - shift, mark.host[0], "host", "cpu")
-        before, most_allocated, most_reserved = (t_ns, mark), 0, 0
-    return left_out
+    covered = [f"cuda:{number}" for number in monitors.devices] if monitors is not None else []
+    return sorted({0, *(owners[device] for device in covered if device in owners)})

@@ -1,4 +1,4 @@
-"""What a DeepSpeed log says of the job: configuration, versions, ranks, model."""
+"""Reads the settings of the job from a DeepSpeed log: configuration, versions, ranks, model."""
 
 from __future__ import annotations
 
@@ -8,16 +8,33 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ebbtide.profiler.importers.text_log import Line
+from ebbtide.profiler.importers.text_log import LogLine
 
-# A configuration is longer than this only if it is damaged.
-_MOST_CONFIG_CHARS = 1 << 20
-_MOST_RANKS = 1 << 20
+# A longer configuration is damaged.
+_MAX_CONFIG_CHARS = 1 << 20
+_MAX_RANKS = 1 << 20
 
 
 @dataclass
-class Facts:
-    """None or empty: the log does not tell. subgroups: parameters of each, per rank that printed them."""
+class JobSettings:
+    """Settings of a job; None or empty for what the log does not state.
+
+    Attributes:
+        config: The DeepSpeed configuration.
+        config_damaged: Whether the log has a configuration that cannot be read.
+        world_size: Number of ranks.
+        visible_devices: Numbers of the devices on the host of rank 0, by local rank.
+        model_parallel_params: Parameters of each model-parallel part, by its name.
+        params_rounded: Parameters of the model, rounded by DeepSpeed.
+        subgroups: Parameters of each (parameter group, subgroup), by the rank that printed them.
+        deepspeed: Version of DeepSpeed.
+        torch: Version of torch.
+        cuda: Version of CUDA.
+        optimizer: Class of the optimizer.
+        command: Command line of the job.
+        omp_threads: OMP_NUM_THREADS.
+        checkpointing: Whether activations are checkpointed.
+    """
 
     config: dict[str, Any] | None = None
     config_damaged: bool = False
@@ -35,11 +52,11 @@ class Facts:
     checkpointing: bool = False
 
     def params(self) -> int | None:
-        """Of the whole model: each tensor and pipeline parallel part of it is printed for itself."""
+        """Return the parameters of the whole model: the sum of its tensor- and pipeline-parallel parts."""
         return sum(self.model_parallel_params.values()) or self.params_rounded
 
     def shard_params(self) -> int | None:
-        """Parameters whose optimizer state rank 0 holds."""
+        """Return the number of parameters whose optimizer state is on rank 0."""
         if self.subgroups:
             return sum(self.subgroups.get(0, next(iter(self.subgroups.values()))).values())
         params, zero = self.params(), (self.config or {}).get("zero_optimization")
@@ -50,118 +67,137 @@ class Facts:
 
 _CONFIG = re.compile(r"(?P<launcher>.{0,100}?)\[20\d\d-.*json = (?P<json>\{.*)")
 _SCALE = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-# What the lines of pretty-printed JSON begin with, and what those of a log do.
+# First characters of the lines of pretty-printed JSON, and the first characters of a log line, which also match.
 _JSON = tuple('"{}[]-0123456789')
 _STAMPED = re.compile(r"\[20\d\d-")
 
 
-def _subgroup(facts: Facts, match: re.Match[str]) -> None:
+def _set_subgroup(settings: JobSettings, match: re.Match[str]) -> None:
     rank, group, number, size = map(int, match.groups())
-    facts.subgroups.setdefault(rank, {})[group, number] = size
+    settings.subgroups.setdefault(rank, {})[group, number] = size
 
 
-def _world(facts: Facts, match: re.Match[str]) -> None:
+def _set_world_size(settings: JobSettings, match: re.Match[str]) -> None:
     size = int(match.group(1))
-    if facts.world_size is None and 0 < size <= _MOST_RANKS:
-        facts.world_size = size
+    if settings.world_size is None and 0 < size <= _MAX_RANKS:
+        settings.world_size = size
 
 
-def _params(facts: Facts, match: re.Match[str]) -> None:
-    facts.model_parallel_params[match.group(1)] = int(match.group(2))
+def _set_params(settings: JobSettings, match: re.Match[str]) -> None:
+    settings.model_parallel_params[match.group(1)] = int(match.group(2))
 
 
-def _rounded(facts: Facts, match: re.Match[str]) -> None:
-    facts.params_rounded = round(float(match.group(1)) * _SCALE[match.group(2)])
+def _set_rounded_params(settings: JobSettings, match: re.Match[str]) -> None:
+    settings.params_rounded = round(float(match.group(1)) * _SCALE[match.group(2)])
 
 
-def _visible(facts: Facts, match: re.Match[str]) -> None:
-    facts.visible_devices = [int(number) for number in match.group(1).split(",")]
+def _set_visible_devices(settings: JobSettings, match: re.Match[str]) -> None:
+    settings.visible_devices = [int(number) for number in match.group(1).split(",")]
 
 
-def _omp(facts: Facts, match: re.Match[str]) -> None:
-    facts.omp_threads = int(match.group(1))
+def _set_omp_threads(settings: JobSettings, match: re.Match[str]) -> None:
+    settings.omp_threads = int(match.group(1))
 
 
-def _checkpointing(facts: Facts, match: re.Match[str]) -> None:
-    facts.checkpointing = True
+def _set_checkpointing(settings: JobSettings, match: re.Match[str]) -> None:
+    settings.checkpointing = True
 
 
-def _first(name: str) -> Callable[[Facts, re.Match[str]], None]:
-    def take(facts: Facts, match: re.Match[str]) -> None:
-        if getattr(facts, name) is None:
-            setattr(facts, name, match.group(1).strip())
+def _set_first(name: str) -> Callable[[JobSettings, re.Match[str]], None]:
+    """Return a function that sets an attribute to its first value in the log."""
 
-    return take
+    def set_value(settings: JobSettings, match: re.Match[str]) -> None:
+        if getattr(settings, name) is None:
+            setattr(settings, name, match.group(1).strip())
+
+    return set_value
 
 
-_PATTERNS: list[tuple[str, re.Pattern[str], Callable[[Facts, re.Match[str]], None]]] = [
-    (letters, re.compile(pattern), take)
-    for letters, pattern, take in [
-        ("numel: ", r"\[Rank (\d{1,7})\] =+ Param group (\d{1,6}), Subgroup (\d{1,6}), numel: (\d{1,13})\b", _subgroup),
-        ("world_size", r"\b(?:dist_world_size=|world_size (?:\.{3,40}|=) )(\d{1,7})\b", _world),
-        ("using world size", r"\busing world size: (\d{1,7})\b", _world),
-        ("_VISIBLE_DEVICES=", r"Setting \w{1,32}_VISIBLE_DEVICES=(\d{1,4}(?:,\d{1,4}){0,1023})", _visible),
-        ("number of parameters on", r"number of parameters on ([^:]{1,100}): (\d{1,15})\b", _params),
-        ("num_elems = ", r"num_elems = (\d{1,12}(?:\.\d{1,12})?)([KMBT]?)\b", _rounded),
-        ("DeepSpeed info: ", r"DeepSpeed info: version=([^,\s]{1,64})", _first("deepspeed")),
-        ("torch version", r"\btorch version \.{3,40} (\S{1,64})", _first("torch")),
-        ("torch cuda version", r"\btorch cuda version \.{3,40} (\S{1,64})", _first("cuda")),
-        ("Basic Optimizer = ", r"DeepSpeed Basic Optimizer = (\w{1,64})", _first("optimizer")),
-        ("cmd = ", r"\bcmd = (.+)", _first("command")),
-        ("OMP_NUM_THREADS", r"Setting OMP_NUM_THREADS environment variable for each process to be (\d{1,4})\b", _omp),
-        ("Activation Checkpointing", r"Activation Checkpointing Information", _checkpointing),
-        ("checkpoint_activations", r"checkpoint_activations \.{3,40} True", _checkpointing),
+_PATTERNS: list[tuple[str, re.Pattern[str], Callable[[JobSettings, re.Match[str]], None]]] = [
+    (letters, re.compile(pattern), set_value)
+    for letters, pattern, set_value in [
+        (
+            "numel: ",
+            r"\[Rank (\d{1,7})\] =+ Param group (\d{1,6}), Subgroup (\d{1,6}), numel: (\d{1,13})\b",
+            _set_subgroup,
+        ),
+        ("world_size", r"\b(?:dist_world_size=|world_size (?:\.{3,40}|=) )(\d{1,7})\b", _set_world_size),
+        ("using world size", r"\busing world size: (\d{1,7})\b", _set_world_size),
+        ("_VISIBLE_DEVICES=", r"Setting \w{1,32}_VISIBLE_DEVICES=(\d{1,4}(?:,\d{1,4}){0,1023})", _set_visible_devices),
+        ("number of parameters on", r"number of parameters on ([^:]{1,100}): (\d{1,15})\b", _set_params),
+        ("num_elems = ", r"num_elems = (\d{1,12}(?:\.\d{1,12})?)([KMBT]?)\b", _set_rounded_params),
+        ("DeepSpeed info: ", r"DeepSpeed info: version=([^,\s]{1,64})", _set_first("deepspeed")),
+        ("torch version", r"\btorch version \.{3,40} (\S{1,64})", _set_first("torch")),
+        ("torch cuda version", r"\btorch cuda version \.{3,40} (\S{1,64})", _set_first("cuda")),
+        ("Basic Optimizer = ", r"DeepSpeed Basic Optimizer = (\w{1,64})", _set_first("optimizer")),
+        ("cmd = ", r"\bcmd = (.+)", _set_first("command")),
+        (
+            "OMP_NUM_THREADS",
+            r"Setting OMP_NUM_THREADS environment variable for each process to be (\d{1,4})\b",
+            _set_omp_threads,
+        ),
+        ("Activation Checkpointing", r"Activation Checkpointing Information", _set_checkpointing),
+        ("checkpoint_activations", r"checkpoint_activations \.{3,40} True", _set_checkpointing),
     ]
 ]
 
 
-class FactsReader:
-    """Collects facts, line by line."""
+class SettingsReader:
+    """Collects the settings of a job line by line.
+
+    Attributes:
+        settings: The settings so far.
+    """
 
     def __init__(self) -> None:
-        self.facts = Facts()
-        self._config: list[str] | None = None
+        self.settings = JobSettings()
+        self._config_lines: list[str] | None = None
         self._config_chars = 0
         self._launcher = ""
 
-    def feed(self, line: Line) -> None:
+    def feed(self, line: LogLine) -> None:
+        """Read one line."""
         text = line.text
-        facts = self.facts
-        if self._config is not None and self._more_config(text):
+        settings = self.settings
+        if self._config_lines is not None and self._continue_config(text):
             return
-        if facts.config is None and "json = {" in text and (match := _CONFIG.match(text)):
-            self._launcher, self._config, self._config_chars = match["launcher"], [], 0
-            facts.config_damaged = True
-            self._more_config(self._launcher + match["json"])
+        if settings.config is None and "json = {" in text and (match := _CONFIG.match(text)):
+            self._launcher, self._config_lines, self._config_chars = match["launcher"], [], 0
+            settings.config_damaged = True
+            self._continue_config(self._launcher + match["json"])
         else:
-            # To look for a few letters first is ten times faster than to search for each pattern.
-            for letters, pattern, take in _PATTERNS:
+            # The check for a few letters makes this ten times faster than a search for each pattern.
+            for letters, pattern, set_value in _PATTERNS:
                 if letters in text and (match := pattern.search(text)):
-                    take(facts, match)
+                    set_value(settings, match)
                     break
 
-    def _more_config(self, text: str) -> bool:
-        """Whether a line is of the configuration, which ends with a brace at the margin; other ranks' lines may stand
-        between its own."""
-        assert self._config is not None
-        bare = text.removeprefix(self._launcher)
-        if not (text.startswith(self._launcher) and bare.lstrip().startswith(_JSON)) or _STAMPED.match(bare):
+    def _continue_config(self, text: str) -> bool:
+        """Return whether a line is part of the configuration.
+
+        The configuration ends with an unindented brace. Lines of other ranks may be between its own lines.
+        """
+        assert self._config_lines is not None
+        config_line = text.removeprefix(self._launcher)
+        is_json = text.startswith(self._launcher) and config_line.lstrip().startswith(_JSON)
+        if not is_json or _STAMPED.match(config_line):
             return False
-        self._config.append(bare)
-        self._config_chars += len(bare)
-        if bare.startswith("}") or (len(self._config) == 1 and bare.rstrip().endswith("}")):
-            self.facts.config = _parsed("\n".join(self._config))
-            self.facts.config_damaged, self._config = self.facts.config is None, None
-        elif self._config_chars > _MOST_CONFIG_CHARS:
-            self._config = None
+        self._config_lines.append(config_line)
+        self._config_chars += len(config_line)
+        one_line = len(self._config_lines) == 1 and config_line.rstrip().endswith("}")
+        if config_line.startswith("}") or one_line:
+            self.settings.config = _parse_config("\n".join(self._config_lines))
+            self.settings.config_damaged, self._config_lines = self.settings.config is None, None
+        elif self._config_chars > _MAX_CONFIG_CHARS:
+            self._config_lines = None
         return True
 
 
-def _parsed(text: str) -> dict[str, Any] | None:
+def _parse_config(text: str) -> dict[str, Any] | None:
     try:
-        found, _ = json.JSONDecoder().raw_decode(text)
-        # Python reads NaN and Infinity, which the trace's meta must not have.
-        json.dumps(found, allow_nan=False)
+        config, _ = json.JSONDecoder().raw_decode(text)
+        # Python reads NaN and Infinity, which the trace's metadata must not have.
+        json.dumps(config, allow_nan=False)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return config if isinstance(config, dict) else None

@@ -1,22 +1,34 @@
-"""Spans of time, as columns of starts and ends."""
+"""Operations on time intervals given as columns of starts and ends."""
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
 
-from ebbtide.profiler.chrome_trace.int_table import Ints
+from ebbtide.profiler.chrome_trace.int_table import IntArray
 
 
-def within(times: pd.Series, starts: pd.Series, ends: pd.Series) -> Ints:
-    """Which of some spans, which are apart and in order, each time lies in; -1: in none."""
-    at = np.searchsorted(starts, times, side="right") - 1
-    return np.where(times < np.append(ends, np.iinfo(np.int64).min)[at], at, -1)
+def interval_index(times: pd.Series, starts: pd.Series, ends: pd.Series) -> IntArray:
+    """Return the index of the interval that contains each time, or -1.
+
+    Args:
+        times: Times to look up.
+        starts: Starts of the intervals, which are in order and do not overlap.
+        ends: Ends of the intervals, exclusive.
+    """
+    index = np.searchsorted(starts, times, side="right") - 1
+    return np.where(times < np.append(ends, np.iinfo(np.int64).min)[index], index, -1)
 
 
 def outermost(spans: pd.DataFrame) -> pd.DataFrame:
-    """Spans (start, end) in order, without those that lie within another; what begins in another begins at its end."""
+    """Return the intervals that are not inside another one, in order and without overlap.
+
+    An interval that begins inside another one is cut to begin at the end of that one.
+
+    Args:
+        spans: Columns start and end, and any others.
+    """
     spans = spans.sort_values(["start", "end"], ascending=[True, False], ignore_index=True)
-    before = spans["end"].cummax().shift(fill_value=np.iinfo(np.int64).min)
-    spans = spans.assign(start=np.maximum(spans["start"], before))
-    return spans[spans["end"] > before].reset_index(drop=True)
+    previous_end = spans["end"].cummax().shift(fill_value=np.iinfo(np.int64).min)
+    spans = spans.assign(start=np.maximum(spans["start"], previous_end))
+    return spans[spans["end"] > previous_end].reset_index(drop=True)

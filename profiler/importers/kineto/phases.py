@@ -1,132 +1,157 @@
-"""The phases of a rank, from what marks them in its Kineto trace."""
+"""Derives the phases of a rank from the marks in its Kineto trace."""
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
 
+from ebbtide.phases import PHASES
 from ebbtide.profiler.agent.iterations import IterationRule
-from ebbtide.profiler.importers.kineto.intervals import outermost, within
-from ebbtide.profiler.importers.kineto.marks import BACKWARD, FORWARD, UPDATE, Marks
-from ebbtide.profiler.trace.spools import micro_steps
+from ebbtide.profiler.importers.kineto.intervals import interval_index, outermost
+from ebbtide.profiler.importers.kineto.marks import MarkKind, Marks
+from ebbtide.profiler.trace.spool_tables import micro_steps
 
-_NAMES = np.array(["forward", "backward", "update"])
+_PHASE_NAMES = np.array(PHASES)
 
 
-def phases(marks: Marks, notes: list[str]) -> tuple[pd.DataFrame, int | None]:
-    """The phases, in order and without overlap: the columns of the table `phases` that are not device times; and where
-    the first iteration begins, if that is marked. What is not marked, and how to mark it, goes to `notes`.
+def find_phases(marks: Marks, notes: list[str]) -> tuple[pd.DataFrame, int | None]:
+    """Derive the phases from marks.
 
-    Forward and backward are the outermost annotations that say so. Else forward is the outermost calls of modules that
-    train, where calls were recorded, or else from the first to the last op that is differentiated later; and backward
-    from the first to the last thing that the autograd engine evaluates. What begins inside a phase belongs to that.
+    Forward and backward are the outermost annotations that name them. Without annotations, forward is the outermost
+    calls of modules in training, if calls were recorded, or else extends from the first to the last op that is
+    differentiated later; backward extends from the first to the last function that the autograd engine evaluates. A
+    mark that begins inside a phase belongs to that phase.
+
+    Args:
+        marks: The marks of one rank.
+        notes: Receives a line for each kind of mark that is missing, with the call that adds it.
+
+    Returns:
+        The columns of the table `phases` except the device times, in order and without overlap; and the start of the
+        first iteration in ns after the trace's base, None if it is not marked.
     """
-    pieces = outermost(_pieces(marks))
+    spans = outermost(_marked_spans(marks))
     steps = marks.steps.table().sort_values("start", ignore_index=True)
-    pieces["step"] = within(pieces["start"], steps["start"], steps["end"])
-    same = pieces[["phase", "part_of", "step"]]
+    spans["step"] = interval_index(spans["start"], steps["start"], steps["end"])
+    same = spans[["phase", "part_of", "step"]]
     begins = same.ne(same.shift()).any(axis=1)
-    if not pieces["phase"].eq(BACKWARD).any():
-        begins |= True  # Between two updates was one, which cannot be seen.
-    found = pieces.groupby(begins.cumsum()).agg(
+    if not spans["phase"].eq(MarkKind.BACKWARD).any():
+        begins |= True  # There was a backward between two updates, although the trace does not show it.
+    phases = spans.groupby(begins.cumsum()).agg(
         phase=("phase", "first"), start_ns=("start", "first"), end_ns=("end", "last"),
         step=("step", "first"), optimizer=("part_of", "first"),
     ).reset_index(drop=True)  # fmt: skip
-    begin = None
-    if _steps_are_iterations(found):
-        found["iteration"] = pd.array([*steps["number"], None], dtype="Int64")[found["step"]]
-        begin = int(steps["start"][found.loc[found["step"] >= 0, "step"].iloc[0]])
+    first_start_ns = None
+    if _steps_are_iterations(phases):
+        phases["iteration"] = pd.array([*steps["number"], None], dtype="Int64")[phases["step"]]
+        first_start_ns = int(steps["start"][phases.loc[phases["step"] >= 0, "step"].iloc[0]])
     else:
-        found["iteration"] = _by_updates(found)
-        if found["iteration"].notna().any():
-            notes.append("iterations are counted by the steps of optimizers (prof.step() once in each would mark them)")
-        elif len(found):
-            notes.append("nothing in it tells the iterations: call prof.step() once in each")
-    notes += _missing(found["phase"])
-    found["phase"] = _NAMES[found["phase"].to_numpy(np.int64)]
-    return found[["iteration", "phase", "start_ns", "end_ns"]].assign(micro_step=micro_steps(found)), begin
+        phases["iteration"] = _iterations_by_updates(phases)
+        if phases["iteration"].notna().any():
+            notes.append("iterations are counted by optimizer steps: call prof.step() once per iteration to mark them")
+        elif len(phases):
+            notes.append("it does not mark iterations: call prof.step() once per iteration")
+    notes += _missing_marks(phases["phase"])
+    phases["phase"] = _PHASE_NAMES[phases["phase"].to_numpy(np.int64)]
+    columns = phases[["iteration", "phase", "start_ns", "end_ns"]]
+    return columns.assign(micro_step=micro_steps(phases)), first_start_ns
 
 
-def _pieces(marks: Marks) -> pd.DataFrame:
-    """All that tells of a phase, in any order: start, end, phase, and part_of: what follows each other with the same
-    number here is one."""
+def _marked_spans(marks: Marks) -> pd.DataFrame:
+    """Return all spans that belong to a phase, in any order.
+
+    Returns:
+        Columns start, end, phase (a MarkKind) and part_of. Adjacent spans of a phase with the same part_of are one
+        phase.
+    """
     words = marks.words.table()
-    said = {phase: _alone(words[words["phase"] == phase], phase) for phase in (FORWARD, BACKWARD, UPDATE)}
-    engine = outermost(marks.evaluated.table()).assign(phase=BACKWARD, part_of=0)
-    trained = _differentiated(marks, engine).assign(phase=FORWARD, part_of=0)
-    calls = _alone(marks.calls.table(), FORWARD)
-    steps = marks.updates.table().assign(phase=UPDATE).rename(columns={"optimizer": "part_of"})
-    parts = [
-        _first(_that_train(said[FORWARD], trained), _that_train(calls, trained), trained),
-        _first(said[BACKWARD], engine),
-        _first(steps, said[UPDATE].assign(part_of=0)),
+    annotated = {
+        kind: _separate(words[words["phase"] == kind], kind)
+        for kind in (MarkKind.FORWARD, MarkKind.BACKWARD, MarkKind.UPDATE)
+    }
+    engine = outermost(marks.evaluated.table()).assign(phase=int(MarkKind.BACKWARD), part_of=0)
+    trained = _differentiated_ops(marks, engine).assign(phase=int(MarkKind.FORWARD), part_of=0)
+    calls = _separate(marks.calls.table(), MarkKind.FORWARD)
+    steps = marks.updates.table().assign(phase=int(MarkKind.UPDATE)).rename(columns={"optimizer": "part_of"})
+    spans = [
+        _first_with_rows(_in_training(annotated[MarkKind.FORWARD], trained), _in_training(calls, trained), trained),
+        _first_with_rows(annotated[MarkKind.BACKWARD], engine),
+        _first_with_rows(steps, annotated[MarkKind.UPDATE].assign(part_of=0)),
     ]
-    return pd.concat([part[["start", "end", "phase", "part_of"]] for part in parts], ignore_index=True)
+    return pd.concat([table[["start", "end", "phase", "part_of"]] for table in spans], ignore_index=True)
 
 
-def _first(*choices: pd.DataFrame) -> pd.DataFrame:
-    """The first that has rows, if one has."""
-    return next((choice for choice in choices if len(choice)), choices[-1])
+def _first_with_rows(*tables: pd.DataFrame) -> pd.DataFrame:
+    """Return the first table that has rows, or the last table if none has."""
+    return next((table for table in tables if len(table)), tables[-1])
 
 
-def _alone(spans: pd.DataFrame, phase: int) -> pd.DataFrame:
-    return spans.assign(phase=phase, part_of=np.arange(len(spans)))
+def _separate(spans: pd.DataFrame, kind: MarkKind) -> pd.DataFrame:
+    """Return the spans with one phase for each of them."""
+    return spans.assign(phase=int(kind), part_of=np.arange(len(spans)))
 
 
-def _differentiated(marks: Marks, engine: pd.DataFrame) -> pd.DataFrame:
-    """The ops that the engine evaluates later, but for those that it runs itself to recompute."""
+def _differentiated_ops(marks: Marks, engine: pd.DataFrame) -> pd.DataFrame:
+    """Return the ops that the engine evaluates later, without those that the engine itself runs to recompute."""
     ops = marks.ops.table()
-    ops = ops[within(ops["start"], engine["start"], engine["end"]) < 0]
+    ops = ops[interval_index(ops["start"], engine["start"], engine["end"]) < 0]
     evaluated = marks.evaluated.table().groupby("sequence", as_index=False)["start"].max()
     ops = ops.merge(evaluated, on="sequence", suffixes=("", "_of_engine"))
     ops = ops[ops["start"] < ops["start_of_engine"]]
-    # An op has the number that the next op to be differentiated will have: the last of a number is that op.
+    # An op has the number of the next op to be differentiated. The last op with a number is that op.
     return ops.sort_values("start").drop_duplicates("sequence", keep="last")
 
 
-def _that_train(forward: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
-    """Without evaluations: the spans in which an op is differentiated later, or all where that is known of none."""
+def _in_training(forward: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
+    """Return the forwards without evaluations.
+
+    Args:
+        forward: Spans of forwards.
+        trained: Ops that are differentiated later; empty if no such op is recorded, and then all forwards are kept.
+    """
     starts = np.sort(trained["start"])
     trains = np.searchsorted(starts, forward["end"]) > np.searchsorted(starts, forward["start"])
     return forward[trains] if len(trained) else forward
 
 
-def _steps_are_iterations(found: pd.DataFrame) -> bool:
-    """Whether ProfilerStep annotations mark iterations; where most of them have no update they mark micro-steps."""
-    inside = found[found["step"] >= 0]
-    updated, differentiated = (inside.loc[inside["phase"] == kind, "step"].nunique() for kind in (UPDATE, BACKWARD))
+def _steps_are_iterations(phases: pd.DataFrame) -> bool:
+    """Return whether ProfilerStep annotations mark iterations. If most have no update, they mark micro-steps."""
+    inside = phases[phases["step"] >= 0]
+    updated, differentiated = (
+        inside.loc[inside["phase"] == kind, "step"].nunique() for kind in (MarkKind.UPDATE, MarkKind.BACKWARD)
+    )
     return len(inside) > 0 and (updated == 0 or 2 * updated > differentiated)
 
 
 class _Optimizer:
-    """What the rule knows an optimizer by."""
+    """An optimizer of the job, as an object for the iteration rule, which keeps weak references."""
 
 
-def _by_updates(found: pd.DataFrame) -> pd.api.extensions.ExtensionArray:
-    """The iteration of each phase by the trace's rule, as far as names tell optimizers apart."""
-    rule, optimizers = IterationRule(), {number: _Optimizer() for number in found["optimizer"]}
-    backwards = found["phase"].eq(BACKWARD)
+def _iterations_by_updates(phases: pd.DataFrame) -> pd.api.extensions.ExtensionArray:
+    """Number the iteration of each phase by the trace's rule, as far as names distinguish optimizers."""
+    rule, optimizers = IterationRule(), {number: _Optimizer() for number in phases["optimizer"]}
+    backwards = phases["phase"].eq(MarkKind.BACKWARD)
     if not backwards.any():
-        backwards = found["phase"].eq(UPDATE)
+        backwards = phases["phase"].eq(MarkKind.UPDATE)
     begun = backwards.cumsum()
-    ends: dict[int, int] = {}
-    for row in found[found["phase"] == UPDATE].itertuples():
-        iteration = rule.stepped([optimizers[row.optimizer]], begun[row.Index])
+    last_rows: dict[int, int] = {}
+    for row in phases[phases["phase"] == MarkKind.UPDATE].itertuples():
+        iteration = rule.add_update([optimizers[row.optimizer]], begun[row.Index])
         if iteration is not None:
-            ends[iteration] = row.Index
-    return pd.array([*ends, None], dtype="Int64")[np.searchsorted([*ends.values()], found.index)]
+            last_rows[iteration] = row.Index
+    return pd.array([*last_rows, None], dtype="Int64")[np.searchsorted([*last_rows.values()], phases.index)]
 
 
-def _missing(phase: pd.Series) -> list[str]:
-    """What was not marked, and what would."""
-    if phase.empty:
+def _missing_marks(kinds: pd.Series) -> list[str]:
+    """Return a line for each phase that is not marked, with the call that marks it."""
+    if kinds.empty:
         return [
-            "nothing in it tells the phases: record the CPU too (ProfilerActivity.CPU), or mark them by "
+            "it does not mark phases: record the CPU too (ProfilerActivity.CPU), or mark phases with "
             'record_function("forward"), ("backward") and ("optimizer")'
         ]
     lines = []
-    for name in _NAMES[[kind for kind in (FORWARD, BACKWARD) if not phase.eq(kind).any()]]:
-        lines.append(f'nothing in it tells the {name}: if it has one, mark it by record_function("{name}")')
-    if not phase.eq(UPDATE).any():
-        lines.append('no optimizer of torch steps in it: mark the update by record_function("optimizer")')
+    for name in _PHASE_NAMES[[kind for kind in (MarkKind.FORWARD, MarkKind.BACKWARD) if not kinds.eq(kind).any()]]:
+        lines.append(f'it has no {name}: if the job has one, mark it with record_function("{name}")')
+    if not kinds.eq(MarkKind.UPDATE).any():
+        lines.append('it has no step of a torch optimizer: mark the update with record_function("optimizer")')
     return lines

@@ -1,1 +1,7 @@
 """Imports memory snapshots and memory timelines of PyTorch."""
+
+from ebbtide.profiler.importers.importer import Importer
+from ebbtide.profiler.importers.torch_memory.snapshot import SnapshotImporter
+from ebbtide.profiler.importers.torch_memory.timeline import TimelineImporter
+
+IMPORTERS: tuple[Importer, ...] = (SnapshotImporter(), TimelineImporter())

@@ -1,4 +1,4 @@
-"""Which rank a file is of, where nothing but its name can tell."""
+"""Finds the rank of a file whose contents do not state it, from its name."""
 
 from __future__ import annotations
 
@@ -11,21 +11,28 @@ _RANK = re.compile(r"(?<![a-z])rank[-_.=]?(\d{1,6})(?!\d)", re.IGNORECASE)
 
 
 def rank_of(source: Source, builder: TraceBuilder, format: str, number: int) -> RankBuilder:
-    """The rank that the file's name has in it, or its folder's is (`rank-0`, `rank0`, `rank_0`), else `number`.
+    """Return the builder of the rank of a file, and mark it as imported.
 
-    Raises SourceError where another file of the format is of that rank already.
+    Args:
+        source: The file. Its name, or the name of its folder, may contain the rank (`rank-0`, `rank0`, `rank_0`).
+        builder: The trace so far.
+        format: Format of the file.
+        number: The rank if no name contains one.
+
+    Raises:
+        SourceError: Another file of the format is of the same rank.
     """
-    told = {int(digits) for digits in _RANK.findall(source.path.name)}
+    in_names = {int(digits) for digits in _RANK.findall(source.path.name)}
     folder = _RANK.fullmatch(source.path.absolute().parent.name)
-    if not told and folder:
-        told = {int(folder.group(1))}
-    rank = told.pop() if len(told) == 1 else number
+    if not in_names and folder:
+        in_names = {int(folder.group(1))}
+    rank = in_names.pop() if len(in_names) == 1 else number
     entry = builder.rank(rank)
     files: dict[str, str] = entry.meta.setdefault("imported", {})
     if format in files:
         raise SourceError(
-            f"{files[format]} and {source} are both of rank {rank}: import one of them, or name them by their ranks, "
-            "like rank-0 and rank-1"
+            f"{files[format]} and {source} are both of rank {rank}: import one of them, or put the rank into the file "
+            "names (rank-0, rank-1)"
         )
     files[format] = source.path.name
     return entry

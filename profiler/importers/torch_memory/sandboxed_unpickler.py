@@ -1,12 +1,12 @@
-"""The program that opens memory snapshots: a pickle comes in by stdin, columns of numbers go out by stdout.
+"""Program that opens memory snapshots: it reads a pickle from stdin and writes columns of numbers to stdout.
 
-An unpickler that refuses every class keeps a pickle from running anything, but not from crashing its reader (hashing
-nested tuples overflows the stack), from keeping it busy for ever, or from making it take tens of GB (one huge memo
-index does). So this is a process of its own, with an end to its memory and its time. It is run by its path and
-isolated, so it imports nothing but the standard library.
+An unpickler that refuses every class prevents a pickle from running code. It does not prevent a crash of the reader
+(hashing nested tuples overflows the stack), endless work, or tens of GB of memory (one huge memo index is enough). So
+the snapshot is opened in a process of its own with limits on memory and time. The program is run by its path and in
+isolated mode, so it imports only the standard library.
 
-What goes out: a line of JSON, {"error": why} or {"rows": {table: how many}}, then the columns of each table in the
-order of TABLES, as native int64.
+Output: one line of JSON, {"error": reason} or {"rows": {table: number of rows}}, then the columns of each table in the
+order of TABLES as native int64.
 """
 
 from __future__ import annotations
@@ -29,38 +29,43 @@ TABLES = {
 _ACTIONS = (
     "alloc", "free_requested", "free_completed", "segment_alloc", "segment_map", "segment_free", "segment_unmap", "oom"
 )  # fmt: skip
-# The numbers by which the columns `action` and `state` name them.
+# The codes in the columns `action` and `state`.
 ACTIONS = {name: number for number, name in enumerate(_ACTIONS)}
 STATES = {"inactive": 0, "active_allocated": 1, "active_awaiting_free": 2, "active_pending_free": 2}
 
-Tables = dict[str, dict[str, "array[int]"]]
+SnapshotColumns = dict[str, dict[str, "array[int]"]]
 
-# Real snapshots take 5 to 8 times their size in memory; a pickle of nothing but empty sets takes 230 times its size.
-_RATIO = 32
-_FREE_BYTES = 128 << 20
-# Real ones are read at 50 MB/s and more.
-_BYTES_PER_S = 1_000_000
+# Real snapshots need 5 to 8 times their size in memory; a pickle of empty sets needs 230 times its size.
+_MEMORY_RATIO = 32
+_BASE_MEMORY_BYTES = 128 << 20
+# Real snapshots are read at 50 MB/s and more.
+_MIN_BYTES_PER_S = 1_000_000
+_MAX_REASON_CHARS = 200
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Numbers, text, lists, dicts and the like; whatever would have to be looked up or called is refused."""
+    """Unpickler of numbers, text, lists, dicts and similar. It refuses everything that must be imported or called."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it asks to run {module[:50]}.{name[:50]}, which was refused")
 
     def persistent_load(self, pid: object) -> NoReturn:
-        raise pickle.UnpicklingError("it asks for an object from elsewhere, which was refused")
+        raise pickle.UnpicklingError("it refers to an object outside the file, which was refused")
 
 
-def tables(snapshot: object) -> Tables:
-    """The numbers of a snapshot; events of unknown actions are left out. Raises for what is no snapshot."""
+def snapshot_columns(snapshot: object) -> SnapshotColumns:
+    """Extract the numbers of a snapshot, without events of unknown actions.
+
+    Raises:
+        Exception: Any kind of exception, if the object is not a snapshot.
+    """
     if isinstance(snapshot, list):
-        # All that there was before torch recorded events.
+        # The format before torch recorded events.
         snapshot = {"segments": snapshot}
     if not isinstance(snapshot, dict) or "segments" not in snapshot:
-        raise ValueError("it is a pickle, but no memory snapshot of torch's")
-    found: Tables = {table: {column: array("q") for column in columns} for table, columns in TABLES.items()}
-    events, blocks, segments = (list(columns.values()) for columns in found.values())
+        raise ValueError("it is a pickle, but not a memory snapshot of torch")
+    tables: SnapshotColumns = {table: {column: array("q") for column in columns} for table, columns in TABLES.items()}
+    events, blocks, segments = (list(columns.values()) for columns in tables.values())
     for device, trace in enumerate(snapshot.get("device_traces", ())):
         for event in trace:
             action = ACTIONS.get(event["action"])
@@ -69,8 +74,8 @@ def tables(snapshot: object) -> Tables:
     for segment in snapshot["segments"]:
         _append(segments, segment["device"], segment["total_size"])
         for block in segment["blocks"]:
-            _append(blocks, segment["device"], STATES[block["state"]], block["size"], _requested(block))
-    return found
+            _append(blocks, segment["device"], STATES[block["state"]], block["size"], _requested_bytes(block))
+    return tables
 
 
 def _append(columns: list[array[int]], *row: int) -> None:
@@ -78,15 +83,19 @@ def _append(columns: list[array[int]], *row: int) -> None:
         column.append(value)
 
 
-def _requested(block: dict[str, Any]) -> int:
-    """Torch 2.0 had the size that was asked for in the block's history."""
+def _requested_bytes(block: dict[str, Any]) -> int:
+    """Return the requested size of a block, which torch 2.0 keeps in the block's history."""
     history = block.get("history")
     size: int = block.get("requested_size", history[0]["real_size"] if history else block["size"])
     return size
 
 
 def main(seconds: int) -> None:
-    """Answer on stdout. seconds: of CPU time, beside what the size of the input allows."""
+    """Read a snapshot from stdin and answer on stdout.
+
+    Args:
+        seconds: CPU time allowed in addition to the time that the size of the input allows.
+    """
     gc.disable()
     available = _available_bytes()
     _limit(resource.RLIMIT_CORE, 0)
@@ -94,40 +103,40 @@ def main(seconds: int) -> None:
     _limit(resource.RLIMIT_CPU, seconds)
     try:
         data = sys.stdin.buffer.read()
-        _limit(resource.RLIMIT_AS, min(available, _used_bytes() + _FREE_BYTES + _RATIO * len(data)))
-        _limit(resource.RLIMIT_CPU, seconds + len(data) // _BYTES_PER_S)
-        _answer(tables(PlainUnpickler(io.BytesIO(data)).load()))
+        _limit(resource.RLIMIT_AS, min(available, _used_bytes() + _BASE_MEMORY_BYTES + _MEMORY_RATIO * len(data)))
+        _limit(resource.RLIMIT_CPU, seconds + len(data) // _MIN_BYTES_PER_S)
+        _write_tables(snapshot_columns(PlainUnpickler(io.BytesIO(data)).load()))
     except MemoryError:
-        _fail("opening it takes more memory than it may")
+        _write_error("opening it takes more memory than allowed")
     except KeyError as error:
-        times = error.args == ("time_us",)
-        _fail("its events have no times (torch records them since 2.2)" if times else f"it lacks {error}")
+        no_times = error.args == ("time_us",)
+        _write_error("its events have no times (torch records them since 2.2)" if no_times else f"it lacks {error}")
     except (AttributeError, TypeError):
-        _fail("it is a pickle, but not built like a memory snapshot of torch's")
+        _write_error("it is a pickle, but does not have the structure of a torch memory snapshot")
     except Exception as error:
-        # Damaged bytes raise nearly anything, and whatever it is, the answer is the same.
-        _fail(str(error) or type(error).__name__)
+        # Damaged bytes raise nearly any exception, and all of them get the same answer.
+        _write_error(str(error) or type(error).__name__)
     sys.stdout.flush()
-    # Taking all the objects down would take as long as building them.
+    # A normal exit would free all objects, which takes as long as building them.
     os._exit(0)
 
 
-def _answer(found: Tables) -> None:
-    print(json.dumps({"rows": {table: len(columns["device"]) for table, columns in found.items()}}), flush=True)
-    for columns in found.values():
+def _write_tables(tables: SnapshotColumns) -> None:
+    print(json.dumps({"rows": {table: len(columns["device"]) for table, columns in tables.items()}}), flush=True)
+    for columns in tables.values():
         for column in columns.values():
             sys.stdout.buffer.write(column)
     sys.stdout.buffer.flush()
 
 
-def _fail(why: str) -> None:
-    """The reason may quote the file: what a terminal would act on is taken out."""
-    print(json.dumps({"error": "".join(c if c.isprintable() else "?" for c in why[:200])}))
+def _write_error(reason: str) -> None:
+    """Write the reason without control characters: it may quote the file, and a terminal would act on them."""
+    print(json.dumps({"error": "".join(c if c.isprintable() else "?" for c in reason[:_MAX_REASON_CHARS])}))
 
 
-def _limit(kind: int, most: int) -> None:
+def _limit(kind: int, limit: int) -> None:
     hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def _used_bytes() -> int:

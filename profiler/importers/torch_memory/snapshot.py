@@ -1,66 +1,96 @@
-"""Snapshots of torch's CUDA allocator: what `torch.cuda.memory._dump_snapshot()` writes, gzipped or not."""
+"""Imports snapshots of torch's CUDA allocator: files of `torch.cuda.memory._dump_snapshot()`, gzipped or not."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 import numpy as np
 import pandas as pd
 
+from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.importers.torch_memory.rank_names import rank_of
 from ebbtide.profiler.importers.torch_memory.sandboxed_unpickler import ACTIONS, STATES
 from ebbtide.profiler.importers.torch_memory.snapshot_tables import read_tables
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
-FORMAT = "torch-snapshot"
-
-# The year 2112; no device has more than these many numbers or bytes, nor are this many bytes ever handed out.
-_MOST_US = 1 << 52
-_MOST_DEVICES = 1024
-_MOST_BYTES = 1 << 48
-_MOST_SUM = float(1 << 62)
-_MOST_NOTES = 3
+# The year 2112.
+_MAX_US = 1 << 52
+_MAX_DEVICES = 1024
+# No device has this many bytes, and no job allocates this many in sum.
+_MAX_BYTES = 1 << 48
+_MAX_SUM_BYTES = float(1 << 62)
+_MAX_NOTES = 3
 
 _RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
 
-def matches(source: Source) -> bool:
-    """Any pickle: nothing else here is one, and what is wrong with it is for `read` to say."""
-    return source.head[0] == 0x80 and source.head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
+class SnapshotImporter:
+    """Importer of memory snapshots."""
+
+    format = "torch-snapshot"
+    recognition = Recognition.MAGIC_BYTES
+    stage = Stage.MEMORY
+
+    def matches(self, source: Source) -> bool:
+        # Any pickle: no other format is one, and `import_into` says what is wrong with it.
+        return source.head[0] == 0x80 and source.head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
+
+    def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
+        for number, source in enumerate(sources):
+            read_snapshot(source, builder, number)
+        return []
 
 
-def read(source: Source, builder: TraceBuilder, number: int) -> None:
-    """Add the lines `requested` and `reserved` of each device in the snapshot. Its times are Unix.
+def read_snapshot(source: Source, builder: TraceBuilder, number: int) -> None:
+    """Add the pools `requested` and `reserved` of each device in a snapshot, in Unix times.
 
-    A snapshot has the events that were recorded, or the last of them, and the blocks and segments at its end. So each
-    line ends at what is in use then, and starts at that less what the events added: what was allocated before is in
-    it. `requested` falls where a release is asked for, as torch's allocated_bytes do (its active_bytes fall when the
-    release is completed; both in CUDACachingAllocator.cpp); where only completed ones were recorded, with them.
-    Raises SourceError for what is no snapshot, has no events, or is of a rank that another snapshot is of.
+    A snapshot has the recorded events (or the last of them), and the blocks and segments at its end. So each pool ends
+    at the size at that moment, and starts at that size minus the changes of the events: it includes what was allocated
+    before. `requested` falls when a release is requested, as torch's allocated_bytes do (its active_bytes fall when the
+    release is completed; both in CUDACachingAllocator.cpp). If only completed releases were recorded, it falls with
+    them.
+
+    Args:
+        source: The file.
+        builder: The trace so far.
+        number: The rank if no file name contains one.
+
+    Raises:
+        SourceError: The file is not a snapshot, has no events, or is a second snapshot of one rank.
     """
     tables = read_tables(source)
     events, blocks, segments = (tables[table] for table in ("events", "blocks", "segments"))
     if events.empty:
         raise SourceError(
-            f"{source} has no events, only what was allocated in the end: "
-            "call torch.cuda.memory._record_memory_history() before what is to be recorded"
+            f"{source} has no events, only the allocations at its end: "
+            "call torch.cuda.memory._record_memory_history() before the steps to record"
         )
-    _check(source, tables)
-    rank = rank_of(source, builder, FORMAT, number)
+    _check_ranges(source, tables)
+    rank = rank_of(source, builder, SnapshotImporter.format, number)
     span = int(events["time_us"].min()) * 1000, int(events["time_us"].max()) * 1000
     reserved = segments.groupby("device")["bytes"].sum()
     activity = events["device"].value_counts().reindex(reserved.index.union(events["device"].unique()), fill_value=0)
     for device in activity.sort_values(ascending=False, kind="stable").index:
-        snapshot = _Device(source, builder, rank, f"cuda:{device}", span, events[events["device"] == device])
-        snapshot.requested(blocks[blocks["device"] == device])
-        snapshot.line("reserved", _RESERVED, int(reserved.get(device, 0)))
-        snapshot.out_of_memory()
-    builder.note(f"{source.path.name} is a memory snapshot: it tells no phases and nothing of the link")
+        snapshot = _DeviceSnapshot(source, builder, rank, f"cuda:{device}", span, events[events["device"] == device])
+        snapshot.add_requested(blocks[blocks["device"] == device])
+        snapshot.add_pool("reserved", _RESERVED, int(reserved.get(device, 0)))
+        snapshot.note_out_of_memory()
+    builder.note(f"{source.path.name} is a memory snapshot: it has no phases and no link figures")
 
 
-class _Device:
-    """One device of a snapshot, on its way into the trace. span: Unix ns of the events of all devices."""
+class _DeviceSnapshot:
+    """Adds one device of a snapshot to the trace.
+
+    Args:
+        source: The file.
+        builder: The trace so far.
+        rank: Builder of the snapshot's rank.
+        name: Name of the device.
+        span_ns: First and last Unix time of the events of all devices.
+        events: Events of this device.
+    """
 
     def __init__(
         self,
@@ -68,7 +98,7 @@ class _Device:
         builder: TraceBuilder,
         rank: RankBuilder,
         name: str,
-        span: tuple[int, int],
+        span_ns: tuple[int, int],
         events: pd.DataFrame,
     ) -> None:
         self._file = source.path.name
@@ -76,68 +106,76 @@ class _Device:
         self._rank = rank
         self._name = name
         self._events = events
-        # They stand in the order in which they happened, which the clocks of several cores may blur.
-        self._times = np.maximum.accumulate(events["time_us"].to_numpy(np.int64)) * 1000
-        # Its first events may have been dropped: before those that are there, nothing is known.
-        self._span = (int(self._times[0]) if len(events) else span[0], span[1])
+        # Events are in their order, but the clocks of several cores may differ a little: times are made monotonic.
+        self._times_ns = np.maximum.accumulate(events["time_us"].to_numpy(np.int64)) * 1000
+        # The first events may have been dropped: nothing is known about the time before the first that is left.
+        self._span_ns = (int(self._times_ns[0]) if len(events) else span_ns[0], span_ns[1])
         if all(device["device"] != name for device in rank.meta["devices"]):
             rank.meta["devices"].append({"device": name, "kind": "cuda", "capacity_bytes": None})
 
-    def requested(self, blocks: pd.DataFrame) -> None:
+    def add_requested(self, blocks: pd.DataFrame) -> None:
+        """Add the pool `requested`, which ends at the requested sizes of the blocks in use."""
         by_request = bool((self._events["action"] == ACTIONS["free_requested"]).any())
         states = ["active_allocated"] if by_request else ["active_allocated", "active_awaiting_free"]
-        held = blocks[blocks["state"].isin([STATES[state] for state in states])]
-        requested, blocked = held["requested"].sum(), held["bytes"].sum()
+        in_use = blocks[blocks["state"].isin([STATES[state] for state in states])]
+        requested, blocked = in_use["requested"].sum(), in_use["bytes"].sum()
         release = "free_requested" if by_request else "free_completed"
-        self.line("requested", {"alloc": 1, release: -1}, int(requested))
+        self.add_pool("requested", {"alloc": 1, release: -1}, int(requested))
         if blocked > requested:
             self._note(
-                "requested is what tensors asked for; the blocks that hold them are larger, "
-                f"at the end {blocked / 1e6:,.1f} MB for {requested / 1e6:,.1f} MB"
+                "`requested` counts the sizes that tensors requested, and their blocks are larger: at the end "
+                f"{blocked / 1e6:,.1f} MB for {requested / 1e6:,.1f} MB"
             )
 
-    def line(self, pool: str, signs: dict[str, int], end: int) -> None:
-        """Add a line that the actions in `signs` raise or lower, and that ends at `end` bytes."""
+    def add_pool(self, pool: str, signs: dict[str, int], end_bytes: int) -> None:
+        """Add the size of a pool over time.
+
+        Args:
+            pool: Name of the pool.
+            signs: 1 for actions that increase the size, -1 for actions that decrease it.
+            end_bytes: Size after the last event.
+        """
         sign = np.zeros(len(ACTIONS), np.int64)
         sign[[ACTIONS[action] for action in signs]] = list(signs.values())
         signed = sign[self._events["action"]]
         changes = (signed * self._events["bytes"])[signed != 0]
         sums = np.concatenate([[0], changes.cumsum()])
-        missing = int(sums[-1] - sums.min()) - end
+        missing = int(sums[-1] - sums.min()) - end_bytes
         if missing > 0 and (changes >= 0).all():
-            self._note(f"no {pool} line: its releases were not recorded")
+            self._note(f"no {pool} timeline: its releases were not recorded")
             return
         if missing > 0:
-            self._note(f"the events do not lead to what was in use at the end: {pool} may lie too low")
+            self._note(f"the events do not add up to the memory in use at the end: {pool} may be too low")
         self._rank.extend(
             "memory",
-            t_ns=np.concatenate([self._span[:1], self._times[signed != 0], self._span[1:]]),
+            t_ns=np.concatenate([self._span_ns[:1], self._times_ns[signed != 0], self._span_ns[1:]]),
             device=self._name,
             pool=pool,
-            bytes=np.append(sums, sums[-1]) + (end - sums[-1] + max(missing, 0)),
+            bytes=np.append(sums, sums[-1]) + (end_bytes - sums[-1] + max(missing, 0)),
         )
 
-    def out_of_memory(self) -> None:
+    def note_out_of_memory(self) -> None:
+        """Add a note for each of the first failed allocations, and one for the number of the others."""
         failed = self._events[self._events["action"] == ACTIONS["oom"]]
-        for t_us, size in failed[["time_us", "bytes"]].head(_MOST_NOTES).itertuples(index=False):
-            at = datetime.fromtimestamp(t_us // 1_000_000, UTC)
-            self._note(f"out of memory at {at:%Y-%m-%d %H:%M:%S} UTC, when {size / 1e9:.2f} GB were asked for")
-        if len(failed) > _MOST_NOTES:
-            self._note(f"out of memory {len(failed) - _MOST_NOTES} more times")
+        for t_us, size in failed[["time_us", "bytes"]].head(_MAX_NOTES).itertuples(index=False):
+            moment = datetime.fromtimestamp(t_us // 1_000_000, UTC)
+            self._note(f"out of memory at {moment:%Y-%m-%d %H:%M:%S} UTC, when {size / 1e9:.2f} GB were requested")
+        if len(failed) > _MAX_NOTES:
+            self._note(f"out of memory {len(failed) - _MAX_NOTES} more times")
 
-    def _note(self, what: str) -> None:
-        self._builder.note(f"{self._file}, {self._name}: {what}")
+    def _note(self, text: str) -> None:
+        self._builder.note(f"{self._file}, {self._name}: {text}")
 
 
-def _check(source: Source, tables: dict[str, pd.DataFrame]) -> None:
-    """Raise SourceError for numbers that no allocator counts, so that none overflow."""
-    most = {"device": _MOST_DEVICES, "time_us": _MOST_US, "bytes": _MOST_BYTES, "requested": _MOST_BYTES}
+def _check_ranges(source: Source, tables: dict[str, pd.DataFrame]) -> None:
+    """Raise SourceError for numbers that no allocator counts, so that no sum overflows."""
+    limits = {"device": _MAX_DEVICES, "time_us": _MAX_US, "bytes": _MAX_BYTES, "requested": _MAX_BYTES}
     columns = [item for table in tables.values() if len(table) for item in table.items()]
     for column, values in columns:
-        if column not in most:
+        if column not in limits:
             continue
         low, high = int(values.min()), int(values.max())
-        if low < 0 or high >= most[column]:
+        if low < 0 or high >= limits[column]:
             raise source.damaged(f"it has {low if low < 0 else high} for {column}")
-        if most[column] == _MOST_BYTES and values.astype(float).sum() >= _MOST_SUM:
+        if limits[column] == _MAX_BYTES and values.astype(float).sum() >= _MAX_SUM_BYTES:
             raise source.damaged("its sizes add up to more than any device has")

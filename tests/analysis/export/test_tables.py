@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.analysis.export.tables import FORMATS, iterations_table, raw_table, windows_table, write_tables
-from ebbtide.analysis.metrics.iterations import PHASES
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.errors import UserError
+from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from ebbtide.profiler.trace.schema import TABLES
 
@@ -82,13 +82,13 @@ def test_the_iterations_in_figures() -> None:
     assert table[["rank", "iteration"]].values.tolist() == [[r, i] for r in (0, 1) for i in (0, 1, 2)]
     second = table.iloc[4].to_dict()  # of rank 1
     assert (second["start_ns"], second["end_ns"]) == (START + 10 * MS, START + 20 * MS)
-    times = [second[f"{name}_ms"] for name in ("iteration", *PHASES)]
+    times = [second[f"{name}_ms"] for name in ("iteration", *ITERATION_PARTS)]
     assert times == [10, 2, 4, 3, 1]
     assert second["pool"] == "device"
     # Both ends of a phase are part of it: at the end of forward the backward's first value counts.
-    assert [second[f"{phase}_peak_bytes"] // GIB for phase in PHASES] == [5, 5, 4, 4]
-    assert [second[f"{phase}_h2d_bytes"] for phase in PHASES] == [201, 401, 301, 0]
-    assert [second[f"{phase}_d2h_bytes"] for phase in PHASES] == [0, 0, 0, 0]
+    assert [second[f"{phase}_peak_bytes"] // GIB for phase in ITERATION_PARTS] == [5, 5, 4, 4]
+    assert [second[f"{phase}_h2d_bytes"] for phase in ITERATION_PARTS] == [201, 401, 301, 0]
+    assert [second[f"{phase}_d2h_bytes"] for phase in ITERATION_PARTS] == [0, 0, 0, 0]
 
 
 @given(st.lists(st.lists(st.integers(0, 10**7), min_size=4, max_size=4), min_size=1, max_size=7))
@@ -98,7 +98,7 @@ def test_their_medians_are_those_of_the_summary(lengths: list[list[int]]) -> Non
     one = builder.rank(0, devices=[GPU], first_iteration_start_ns=now)
     for number, (before, *phases) in enumerate(lengths):
         now += before
-        for phase, length in zip(PHASES, phases, strict=False):
+        for phase, length in zip(ITERATION_PARTS, phases, strict=False):
             one.phase(phase, now, now + length, number)
             one.memory(now, length)
             now += length
@@ -110,7 +110,7 @@ def test_their_medians_are_those_of_the_summary(lengths: list[list[int]]) -> Non
         sizes = table[f"{phase.phase}_peak_bytes"].dropna()
         assert phase.peak_bytes == (round(sizes.median()) if len(sizes) else None)
         assert table[f"{phase.phase}_h2d_bytes"].isna().all()
-    parts = table[[f"{phase}_ms" for phase in PHASES]].sum(axis=1)
+    parts = table[[f"{phase}_ms" for phase in ITERATION_PARTS]].sum(axis=1)
     assert parts.to_numpy() == pytest.approx(table["iteration_ms"].to_numpy())
 
 
@@ -128,7 +128,7 @@ def test_what_was_not_recorded_is_an_empty_cell(tmp_path: Path) -> None:
     builder.rank(0).phase("forward", 0, MS, 0)
     left_out = write_tables(builder.build("x.ebb"), tmp_path / "out", "csv", GIB)
     (line,) = left_out
-    assert line.startswith("no table of windows: x.ebb has no memory line")
+    assert line.startswith("no table of windows: x.ebb has no memory timeline")
     assert not (tmp_path / "out" / "windows.csv").exists()
     assert (tmp_path / "out" / "phases.csv").read_text() == (
         "rank,iteration,micro_step,phase,start_ns,end_ns,gpu_start_ns,gpu_end_ns\n0,0,0,forward,0,1000000,,\n"

@@ -1,4 +1,4 @@
-"""Believable jobs in which nothing is wrong, to plant one trouble at a time in."""
+"""Realistic jobs without problems, to which tests add one problem at a time."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from collections.abc import Iterable
 from typing import Any
 
 from ebbtide.analysis.findings import Finding, Findings, Rule, Unknown, find
-from ebbtide.analysis.metrics.trace_metrics import Study
+from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
+from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import Trace, TraceBuilder
 
 MS = 10**6
 GIB = 2**30
 MIB = 2**20
-PHASES = ("forward", "backward", "update")
 CAPACITY = 80 * GIB
 PEAK = 50e9
 PARAMS = 10**9
 
 
 class Job:
-    """Equal iterations on some ranks. ms: of `other` and the phases. slower: more ms of a phase, by rank and phase."""
+    """A job with equal iterations on some ranks.
+
+    ms: lengths of `other` and the phases. slower: additional ms of a phase, by rank and phase.
+    """
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class Job:
                         rank.phase(phase, now, now + length, iteration)
                     now += length
                 ends.append(now)
-            # They begin the next one together.
+            # All ranks begin the next iteration together.
             start = max(ends, default=0)
 
     def copy(
@@ -58,18 +61,18 @@ class Job:
         kind: str | None = "pinned",
         ranks: Iterable[int] | None = None,
     ) -> Job:
-        """A copy in each iteration, so many ms after the phase begins, of so many ms."""
+        """Add a copy to each iteration: `after` ms after the phase begins, `length` ms long."""
         for number in self.ranks if ranks is None else ranks:
             for begin in self.begins[number, phase]:
                 start = begin + round(after * MS)
-                more = {"host_memory": kind} if kind is not None else {}
+                memory = {"host_memory": kind} if kind is not None else {}
                 device = f"cuda:{number}"
                 end = start + round(length * MS)
-                self.builder.rank(number).transfer(direction, start, end, size, device, **more)
+                self.builder.rank(number).transfer(direction, start, end, size, device, **memory)
         return self
 
     def sample(self, phase: str, h2d: float, d2h: float) -> Job:
-        """A counter's sample for each of the iterations' phases: shares of the link's peak."""
+        """Add a counter's sample for a phase of each iteration; h2d, d2h: shares of the link's peak."""
         for number in self.ranks:
             for begin in self.begins[number, phase]:
                 window = round(self.ms[phase] * MS)
@@ -78,7 +81,7 @@ class Job:
         return self
 
     def memory(self, pool: str, sizes: dict[str, float], device: str = "cuda", rank: int | None = None) -> Job:
-        """GiB of a pool from the beginning of each phase on."""
+        """Add samples of a pool: GiB from the beginning of each phase on."""
         for number in self.ranks if rank is None else [rank]:
             name = f"cuda:{number}" if device == "cuda" else device
             for phase, size in sizes.items():
@@ -86,10 +89,10 @@ class Job:
                     self.builder.rank(number).memory(begin, round(size * GIB), pool, name)
         return self
 
-    def meta(self, **more: Any) -> Job:
-        """Facts of the ranks."""
+    def meta(self, **entries: Any) -> Job:
+        """Set metadata of all ranks."""
         for number in self.ranks:
-            self.builder.rank(number, **more)
+            self.builder.rank(number, **entries)
         return self
 
     @property
@@ -97,21 +100,21 @@ class Job:
         return self.builder.build()
 
     @property
-    def found(self) -> Findings:
+    def results(self) -> Findings:
         return find(self.trace)
 
-    def says(self, rule: Rule) -> Finding | Unknown | None:
-        """What one rule says."""
-        return rule(Study(self.trace))
+    def result(self, rule: Rule) -> Finding | Unknown | None:
+        """Return the result of one rule."""
+        return rule(TraceMetrics(self.trace))
 
     def finding(self, rule: Rule) -> Finding:
-        said = self.says(rule)
-        assert isinstance(said, Finding), said
-        return said
+        result = self.result(rule)
+        assert isinstance(result, Finding), result
+        return result
 
 
 def devices(job: Job, peak: float | None = PEAK) -> Job:
-    """Put each rank on a GPU of its own."""
+    """Give each rank a GPU of its own."""
     for number in job.ranks:
         link = {"generation": 5, "width": 16, "peak_bytes_per_s": peak}
         device = {"device": f"cuda:{number}", "kind": "cuda", "capacity_bytes": CAPACITY, "link": link}
@@ -121,17 +124,16 @@ def devices(job: Job, peak: float | None = PEAK) -> Job:
 
 
 def on_gpu(ranks: int = 1, slower: dict[tuple[int, str], float] | None = None, used: float = 72, **ms: float) -> Job:
-    """State on the GPU, its steps counted on the CPU as torch does it; batches pinned, the loss read back."""
+    """Make a job with state on the GPU, step counts on the CPU as in torch, pinned batches, and the loss read back."""
     job = devices(Job(ranks, slower=slower, **ms))
     job.meta(optimizers=[{"class": "AdamW", "params": PARAMS, "state_devices": ["cpu", "cuda"]}])
-    lines(job, used)
+    add_memory(job, used)
     job.copy("h2d", "other", 1, 1, 40_000_000).copy("d2h", "update", job.ms["update"] - 1, 0.01, 4, "pageable")
     return job
 
 
 def offloaded(ranks: int = 1, peak: float | None = PEAK, ratio: Any = None, used: float = 79.5, **ms: float) -> Job:
-    """DeepSpeed with its optimizer on the CPU, in a job in which all is well: gradients go down beside the backward,
-    into pinned memory, and the link is well used in the update."""
+    """Make a DeepSpeed job without problems whose optimizer is on the CPU."""
     job = devices(Job(ranks, **ms), peak)
     offload: dict[str, Any] = {"device": "cpu", "pin_memory": True}
     config = {"zero_optimization": {"stage": 3, "offload_optimizer": offload}}
@@ -139,11 +141,12 @@ def offloaded(ranks: int = 1, peak: float | None = PEAK, ratio: Any = None, used
         offload["ratio"] = ratio
     job.builder.meta["deepspeed"] = {"config": config, "activation_checkpointing": None}
     job.meta(optimizers=[{"class": "DeepSpeedCPUAdam", "params": PARAMS}])
-    return lines(job, used)
+    return add_memory(job, used)
 
 
-def lines(job: Job, used: float) -> Job:
-    """Memory as torch shows it: activations grow in the forward and go in the backward, their blocks stay reserved."""
+def add_memory(job: Job, used: float) -> Job:
+    """Add memory as torch counts it: activations grow in the forward and shrink in the backward, their blocks stay
+    reserved."""
     reserved = used - 1
     job.memory("device", {"other": used}).memory("reserved", {"other": reserved})
     full, empty = reserved - 0.5, reserved - 3
@@ -153,16 +156,16 @@ def lines(job: Job, used: float) -> Job:
 
 
 def async_copies(job: Job) -> Job:
-    """Gradients down beside the backward, state both ways at once in the update."""
+    """Add copies of gradients to pinned memory in the backward, and of state in both directions in the update."""
     job.copy("d2h", "backward", 10, 40, 2_000_000_000)
     update = job.ms["update"]
-    for way in ("h2d", "d2h"):
-        job.copy(way, "update", 1, update - 2, round(0.8 * PEAK * (update - 2) / 1e3))
+    for direction in ("h2d", "d2h"):
+        job.copy(direction, "update", 1, update - 2, round(0.8 * PEAK * (update - 2) / 1e3))
     return job
 
 
 def on_cpu(ranks: int = 1, torch: int = 16, cores: int = 16, **ms: float) -> Job:
-    """A job without a GPU."""
+    """Make a job without a GPU."""
     job = Job(ranks, **ms)
     cpu = {"device": "cpu", "kind": "cpu", "capacity_bytes": CAPACITY, "cores": cores}
     job.builder.meta["host"] = {"name": "node", "cpu": cpu}

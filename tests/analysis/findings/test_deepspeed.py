@@ -1,4 +1,4 @@
-"""What DeepSpeed's own step costs: found where it is there, and worth what it would save."""
+"""The rules on DeepSpeed's own step: reported where it is slow, with the time that a change would save."""
 
 from __future__ import annotations
 
@@ -6,47 +6,49 @@ from typing import Any
 
 import pytest
 
-from ebbtide.analysis.findings import Finding, Rule, Unknown
-from ebbtide.analysis.findings.deepspeed import (
+from ebbtide.analysis.findings import (
+    Finding,
+    Rule,
+    Unknown,
+    blocking_gradients,
     gradient_round_trip,
     pageable_masters,
     passes_beside_adam,
     twin_flow_ratio,
 )
-from ebbtide.analysis.findings.gradients import blocking_gradients
-from ebbtide.analysis.metrics.trace_metrics import Study
+from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from tests.analysis.findings.jobs import PARAMS, async_copies, offloaded
 from tests.analysis.metrics.deepspeed_jobs import PEAK, SIZE, deepspeed_job, update_ms
 
-RULES = (gradient_round_trip, pageable_masters, passes_beside_adam, twin_flow_ratio)
+RULES = (gradient_round_trip.check, pageable_masters.check, passes_beside_adam.check, twin_flow_ratio.check)
 
 
-def says(rule: Rule, **job: Any) -> Finding | Unknown | None:
-    return rule(Study(deepspeed_job(**job).build()))
+def check(rule: Rule, **job: Any) -> Finding | Unknown | None:
+    return rule(TraceMetrics(deepspeed_job(**job).build()))
 
 
-def finding(rule: Rule, **job: Any) -> Finding:
-    said = says(rule, **job)
-    assert isinstance(said, Finding), said
-    return said
+def expect(rule: Rule, **job: Any) -> Finding:
+    result = check(rule, **job)
+    assert isinstance(result, Finding), result
+    return result
 
 
-def test_a_split_that_is_not_what_was_asked_for_says_both_and_what_would_come_near() -> None:
+def test_twin_flow_ratio__names_both_shares_and_advises_finer_subgroups() -> None:
     devices = ("cuda", "cpu", "cpu")
-    found = finding(twin_flow_ratio, sizes=(SIZE,) * 3, ratio=0.5, devices=devices)
-    assert found.worth_ms == pytest.approx(update_ms(3) * (2 / 3 - 0.5) / (2 / 3))
-    assert "a share of 0.5 on the CPU; it is 0.67: more than asked" in found.evidence[0]
-    assert "has 3 (of 100 M to 100 M parameters)" in found.evidence[1]
-    assert '"sub_group_size": 75000000 makes about 4 of them, a share of 0.50' in found.advice
+    finding = expect(twin_flow_ratio.check, sizes=(SIZE,) * 3, ratio=0.5, devices=devices)
+    assert finding.potential_gain_ms == pytest.approx(update_ms(3) * (2 / 3 - 0.5) / (2 / 3))
+    assert "the configured share on the CPU is 0.5; it is 0.67: more than configured" in finding.evidence[0]
+    assert "has 3 (of 100 M to 100 M parameters)" in finding.evidence[1]
+    assert '"sub_group_size": 75000000 makes about 4 of them, a share of 0.50' in finding.advice
     # Devices that were not recorded follow from DeepSpeed's own rounding.
-    assert finding(twin_flow_ratio, sizes=(SIZE,) * 3, ratio=0.5, devices=("cpu",)).evidence == found.evidence
+    assert expect(twin_flow_ratio.check, sizes=(SIZE,) * 3, ratio=0.5, devices=("cpu",)).evidence == finding.evidence
 
 
-def test_less_on_the_cpu_than_asked_for_costs_memory_not_time() -> None:
+def test_twin_flow_ratio__has_no_gain_if_less_is_on_cpu() -> None:
     sizes = (4 * SIZE, SIZE, SIZE, SIZE)
-    found = finding(twin_flow_ratio, sizes=sizes, ratio=0.75, devices=("cuda", "cpu", "cpu", "cpu"))
-    assert found.worth_ms is None
-    assert "it is 0.43: less than asked" in found.evidence[0]
+    finding = expect(twin_flow_ratio.check, sizes=sizes, ratio=0.75, devices=("cuda", "cpu", "cpu", "cpu"))
+    assert finding.potential_gain_ms is None
+    assert "it is 0.43: less than configured" in finding.evidence[0]
 
 
 @pytest.mark.parametrize(
@@ -59,59 +61,59 @@ def test_less_on_the_cpu_than_asked_for_costs_memory_not_time() -> None:
         {"ratio": 0.5, "stage": 2},
     ],
 )
-def test_a_split_as_asked_for_or_none_is_no_finding(job: dict[str, Any]) -> None:
-    assert says(twin_flow_ratio, **job) is None
+def test_twin_flow_ratio__is_none_if_split_matches(job: dict[str, Any]) -> None:
+    assert check(twin_flow_ratio.check, **job) is None
 
 
-def test_pageable_masters_are_worth_what_the_link_would_save() -> None:
-    found = finding(pageable_masters)
-    assert found.worth_ms == pytest.approx(100 - 10 * SIZE / PEAK * 1e3)
+def test_pageable_masters__gain_is_time_saved_at_link_peak() -> None:
+    finding = expect(pageable_masters.check)
+    assert finding.potential_gain_ms == pytest.approx(100 - 10 * SIZE / PEAK * 1e3)
     assert (
         "`parameters` takes 100.0 ms per iteration for 953.67 MiB: 10 GB/s, over a link that carries 50 GB/s"
-        in (found.evidence[0])
+        in (finding.evidence[0])
     )
-    assert found.evidence[2] == "a pageable copy runs for 75 % of that time"
-    assert "`ebbtide.interleave.deepspeed.enable(policy=" in found.advice
-    assert len(finding(pageable_masters, copies=False).evidence) == 2
+    assert finding.evidence[2] == "a pageable copy runs for 75 % of that time"
+    assert "`ebbtide.interleave.deepspeed.enable(policy=" in finding.advice
+    assert len(expect(pageable_masters.check, copies=False).evidence) == 2
     for job in ({"masters_pinned": True}, {"masters_pinned": None}, {"gpu": False}):
-        assert says(pageable_masters, **job) is None
+        assert check(pageable_masters.check, **job) is None
 
 
-@pytest.mark.parametrize(("gpu", "worth"), [(True, 40 + 100 - 20), (False, 140)])
-def test_passes_beside_the_kernel_are_worth_at_most_their_sum(gpu: bool, worth: float) -> None:
-    found = finding(passes_beside_adam, gpu=gpu)
-    assert found.worth_ms == pytest.approx(worth)
-    assert "`unscale` takes 40.0 ms and `parameters` 100.0 ms, beside 200.0 ms" in found.evidence[0]
-    assert found.evidence[1].startswith(f"{100 * (1 - 200 / 360):.0f} % of the update, 360.0 ms")
+@pytest.mark.parametrize(("gpu", "gain_ms"), [(True, 40 + 100 - 20), (False, 140)])
+def test_passes_beside_adam__gain_is_at_most_their_sum(gpu: bool, gain_ms: float) -> None:
+    finding = expect(passes_beside_adam.check, gpu=gpu)
+    assert finding.potential_gain_ms == pytest.approx(gain_ms)
+    assert "`unscale` takes 40.0 ms and `parameters` 100.0 ms, in addition to 200.0 ms" in finding.evidence[0]
+    assert finding.evidence[1].startswith(f"{100 * (1 - 200 / 360):.0f} % of the update, 360.0 ms")
 
 
-def test_gradients_that_go_there_and_back() -> None:
-    found = finding(gradient_round_trip)
+def test_gradient_round_trip__gain_is_time_of_excess_bytes() -> None:
+    finding = expect(gradient_round_trip.check)
     # Of 6 B down 4 are too many, and 2 B go up, at the peak: 40 ms and 20 ms.
-    assert found.worth_ms == pytest.approx(60)
-    assert "2.79 GiB go down, 6.0 B a parameter, and 953.67 MiB up" in found.evidence[0]
-    said = says(gradient_round_trip, copies=False)
-    assert isinstance(said, Unknown)
-    assert "--transfers" in said.record
+    assert finding.potential_gain_ms == pytest.approx(60)
+    assert "2.79 GiB go down, 6.0 B a parameter, and 953.67 MiB up" in finding.evidence[0]
+    result = check(gradient_round_trip.check, copies=False)
+    assert isinstance(result, Unknown)
+    assert "--transfers" in result.record
     for job in ({"stage": 2}, {"policy": "adaptive"}, {"gpu": False}):
-        assert says(gradient_round_trip, **job) is None
+        assert check(gradient_round_trip.check, **job) is None
 
 
-def test_gradients_that_go_down_once_are_as_few_as_can_be() -> None:
+def test_gradient_round_trip__is_none_if_gradients_go_down_once() -> None:
     job = offloaded().copy("d2h", "backward", 10, 40, 2 * PARAMS)
-    assert job.says(gradient_round_trip) is None
-    # Parameters that are offloaded too go up in the backward: that is not the gradients' way back.
+    assert job.result(gradient_round_trip.check) is None
+    # Parameters that are offloaded too go up in the backward: those bytes are not gradients.
     job = offloaded().copy("d2h", "backward", 10, 60, 6 * PARAMS).copy("h2d", "backward", 10, 90, 2 * PARAMS)
     job.builder.meta["deepspeed"]["config"]["zero_optimization"]["offload_param"] = {"device": "cpu"}
-    assert job.finding(gradient_round_trip).worth_ms == pytest.approx(40)
+    assert job.finding(gradient_round_trip.check).potential_gain_ms == pytest.approx(40)
 
 
-def test_how_long_the_host_copied_gradients_is_measured_not_guessed() -> None:
-    found = finding(blocking_gradients)
-    assert found.worth_ms == 20
-    assert "`gradient down` keeps the host for 20.0 ms of the backward's 300.0 ms" in found.evidence[0]
+def test_blocking_gradients__uses_measured_sub_step() -> None:
+    finding = expect(blocking_gradients.check)
+    assert finding.potential_gain_ms == 20
+    assert "`gradient down` keeps the host for 20.0 ms of the backward's 300.0 ms" in finding.evidence[0]
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_jobs_without_sub_steps_have_no_such_trouble(rule: Rule) -> None:
-    assert async_copies(offloaded(ratio=0.5)).says(rule) is None
+def test_deepspeed_rules__are_none_without_sub_steps(rule: Rule) -> None:
+    assert async_copies(offloaded(ratio=0.5)).result(rule) is None

@@ -1,4 +1,4 @@
-"""The rules on published runs of which is known what held them back, and what they took without it."""
+"""The rules on published runs whose bottleneck is known, with runs that do not have it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ebbtide.analysis.findings import find
-from ebbtide.analysis.metrics.trace_metrics import Study
+from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.profiler.trace import Trace, open_trace
 
@@ -28,42 +28,42 @@ def run(name: str) -> Trace:
 
 
 @pytest.mark.parametrize("job", ["h100-20b", "a100-13b", slow("h100-20b-ratio0.8"), slow("h100-20b-ratio0.5")])
-def test_the_blocking_backward_is_worth_what_the_asynchronous_run_saves(job: str) -> None:
+def test_blocking_gradients__gain_matches_asynchronous_run(job: str) -> None:
     blocking, asynchronous = run(f"{job}-blocking"), run(f"{job}-async")
-    before, after = (Study(trace).ms("backward") for trace in (blocking, asynchronous))
+    before, after = (TraceMetrics(trace).phase_ms("backward") for trace in (blocking, asynchronous))
     assert before is not None
     assert after is not None
     findings = find(blocking).findings
     (waiting,) = [finding for finding in findings if finding.rule == RULE]
-    # On the A100 the whole state nearly fits into free memory, which is worth still more.
+    # On the A100 most of the state fits into free memory, which would gain even more.
     assert findings.index(waiting) == (1 if job == "a100-13b" else 0)
-    assert waiting.worth_ms == pytest.approx(before - after, rel=0.15)
+    assert waiting.potential_gain_ms == pytest.approx(before - after, rel=0.15)
     assert RULE not in {f.rule for f in find(asynchronous).findings}
 
 
 @pytest.mark.parametrize("job", [slow("h100-20b"), slow("h100-20b-ratio0.8"), "h100-20b-ratio0.5"])
-def test_the_update_is_bound_by_the_cpu_at_its_own_rate(job: str) -> None:
-    found = find(run(f"{job}-async"))
-    (update,) = [f for f in found.findings if f.rule == "cpu-bound-update"]
+def test_cpu_bound_update__measures_cpu_rate_of_published_runs(job: str) -> None:
+    results = find(run(f"{job}-async"))
+    (update,) = [f for f in results.findings if f.rule == "cpu-bound-update"]
     # The CPU updates as fast whichever share it has.
     rate = float(update.evidence[2].split("updates ")[1].split(" G")[0])
     assert rate == pytest.approx(1.69, rel=0.05)
     # Interleaving, as published, brought a part of what the idle link could.
-    before, after = Study(run(f"{job}-blocking")), Study(run(f"{job}-interleaved-2"))
-    saved = (before.ms("update") or 0) - (after.ms("update") or 0)
-    assert update.worth_ms is not None
-    assert saved < update.worth_ms < 2 * saved
+    before, after = TraceMetrics(run(f"{job}-blocking")), TraceMetrics(run(f"{job}-interleaved-2"))
+    saved = (before.phase_ms("update") or 0) - (after.phase_ms("update") or 0)
+    assert update.potential_gain_ms is not None
+    assert saved < update.potential_gain_ms < 2 * saved
 
 
-def test_the_windows_name_what_is_free_in_the_update() -> None:
+def test_find_windows__finds_free_update_of_published_run() -> None:
     trace = run("h100-20b-blocking")
-    found = find_windows(trace, 40 * 2**30)
-    assert {w.rank for w in found.windows} == {0, 1, 2, 3}
+    windows = find_windows(trace, 40 * 2**30)
+    assert {w.rank for w in windows.windows} == {0, 1, 2, 3}
     for rank in trace.ranks:
-        places = [w for w in found.guaranteed if (w.rank, w.phase) == (rank, "update")]
-        longest = max(places, key=lambda w: w.end_ms - w.start_ms)
+        recurring = [w for w in windows.guaranteed if (w.rank, w.phase) == (rank, "update")]
+        longest = max(recurring, key=lambda w: w.end_ms - w.start_ms)
         assert longest.end_ms - longest.start_ms > 2000  # of 2272 ms
         assert longest.free_bytes > 60 * 2**30
         assert longest.d2h_idle_share is not None
         assert longest.d2h_idle_share > 0.9
-    assert not any(word in line for f in find(trace).findings for line in f.evidence for word in ("nan", "None"))
+    assert not any(word in text for f in find(trace).findings for text in f.evidence for word in ("nan", "None"))

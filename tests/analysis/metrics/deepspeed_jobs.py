@@ -1,4 +1,4 @@
-"""DeepSpeed jobs as `ebbtide profile` records them: sub-steps that tile the update, copies, facts."""
+"""DeepSpeed jobs as `ebbtide profile` records them: sub-steps that fill the update, copies, settings."""
 
 from __future__ import annotations
 
@@ -37,12 +37,15 @@ def deepspeed_job(
     counters_ms: int | None = None,
     **meta: Any,
 ) -> TraceBuilder:
-    """A rank whose iterations are all alike: 100 ms forward, 300 ms backward with gradients that go down, up and down
-    again, and an update of these subgroups. counters_ms: samples of the link so far apart."""
+    """Make a rank with equal iterations: 100 ms forward, 300 ms backward in which gradients go down, up and down again,
+    and an update of these subgroups.
+
+    counters_ms: spacing of samples of the link; None: no samples.
+    """
     offload: dict[str, Any] = {"device": "cpu", "pin_memory": True}
     if ratio != 1:
         offload["ratio"] = ratio
-    facts = {
+    settings = {
         "version": "0.19.8",
         "stage": 3,
         "config": {"zero_optimization": {"stage": 3, "offload_optimizer": offload, "sub_group_size": max(sizes)}},
@@ -53,7 +56,7 @@ def deepspeed_job(
         "activation_checkpointing": False,
         **meta,
     }
-    builder = TraceBuilder("recorded", deepspeed=facts)
+    builder = TraceBuilder("recorded", deepspeed=settings)
     name = "cuda:0" if gpu else "cpu"
     link = {"link": {"generation": 5, "width": 16, "peak_bytes_per_s": PEAK}} if gpu else {}
     device = {"device": name, "kind": "cuda" if gpu else "cpu", "name": "a device", "capacity_bytes": 80 * GIB, **link}
@@ -72,10 +75,10 @@ def deepspeed_job(
     pool = "device" if gpu else "heap"
     now = row = 0
 
-    def op(name: str, ms: int, resource: str = "host", parent: int | None = None, **more: Any) -> None:
+    def op(name: str, ms: int, resource: str = "host", parent: int | None = None, **columns: Any) -> None:
         nonlocal row
         times = {"start_ns": now, "end_ns": now + ms * MS}
-        rank.add("ops", **times, resource=resource, name=name, iteration=number, parent=parent, **more)
+        rank.add("ops", **times, resource=resource, name=name, iteration=number, parent=parent, **columns)
         row += 1
 
     for number in range(iterations):
@@ -85,9 +88,9 @@ def deepspeed_job(
         rank.memory(now, 70 * GIB, pool, name)
         rank.phase("backward", now, now + BACKWARD * MS, number)
         if gpu and copies:
-            for way, start, size in (("d2h", 20, 2 * params), ("h2d", 80, 2 * params), ("d2h", 140, 4 * params)):
+            for direction, start, size in (("d2h", 20, 2 * params), ("h2d", 80, 2 * params), ("d2h", 140, 4 * params)):
                 end = now + start * MS + round(size / PEAK * 1e9)
-                rank.transfer(way, now + start * MS, end, size, host_memory="pinned")
+                rank.transfer(direction, now + start * MS, end, size, host_memory="pinned")
         op("reduce", 60)
         op("gradient down", 20, parent=row - 1, bytes=4 * params)
         now += BACKWARD * MS

@@ -1,4 +1,4 @@
-"""What a trace's meta tells of DeepSpeed, and what it does not."""
+"""Tests of the DeepSpeed setup in a trace's metadata."""
 
 from __future__ import annotations
 
@@ -6,27 +6,56 @@ from typing import Any
 
 import pytest
 
-from ebbtide.analysis.metrics.deepspeed import deepspeed_of, resident
+from ebbtide.analysis.metrics.deepspeed import deepspeed_of, resident_subgroups, version_numbers
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.metrics.deepspeed_jobs import SIZE, deepspeed_job
 
 
-def test_a_recorded_job() -> None:
+def test_deepspeed_of__reads_recorded_job() -> None:
     job = deepspeed_of(deepspeed_job(sizes=(3, 2, 1), ratio=0.5, devices=("cuda", "cpu", "cpu:0")).build())
     assert job is not None
-    assert (job.version, job.stage, job.ratio) == ("0.19.8", 3, 0.5)
+    assert (job.info.version, job.stage, job.ratio) == ("0.19.8", 3, 0.5)
     assert (job.subgroups, job.on_cpu, job.real_ratio, job.cpu_share) == ((3, 2, 1), (False, True, True), 0.5, 0.5)
-    assert (job.masters_pinned, job.gradients_pinned, job.policy) == (False, True, None)
-    assert job.zero["offload_optimizer"] == job.offload
+    assert (job.info.masters_pinned, job.info.gradients_pinned, job.info.policy) == (False, True, None)
+    assert job.zero_config["offload_optimizer"] == job.offload_config
 
 
 @pytest.mark.parametrize(
-    ("ratio", "count", "kept"),
-    [(1.0, 5, 0), (0.0, 5, 5), (0.5, 5, 2), (0.3, 10, 7), (0.9, 10, 0), (0.5, 1, 0)],
+    ("ratio", "count", "resident", "resident_before_0_18"),
+    [
+        (1.0, 5, 0, 0),
+        (0.0, 5, 5, 5),
+        (0.5, 5, 2, 3),
+        (0.3, 10, 7, 7),
+        (0.9, 10, 0, 1),
+        (0.5, 1, 0, 1),
+        (0.5, 31, 15, 16),
+        (0.8, 31, 6, 7),
+    ],
 )
-def test_deepspeed_rounds_what_stays_down(ratio: float, count: int, kept: int) -> None:
-    """(1 - 0.9) * 10 is just less than 1."""
-    assert resident(ratio, count) == kept
+def test_resident_subgroups__rounds_as_deepspeed_does(
+    ratio: float, count: int, resident: int, resident_before_0_18: int
+) -> None:
+    """(1 - 0.9) * 10 is just less than 1; the published logs are of 0.13.3 with 31 subgroups."""
+    for version in (None, "0.18.0", "0.19.8", "1.0", "unknown"):
+        assert resident_subgroups(ratio, count, version) == resident
+    for version in ("0.12.3", "0.13.3+895a05c1", "0.17.6"):
+        assert resident_subgroups(ratio, count, version) == resident_before_0_18
+
+
+@pytest.mark.parametrize(("version", "ratio"), [("0.19.8", 5 / 6), ("0.13.3", 1 / 6)])
+def test_rounded_ratio__follows_the_version(version: str, ratio: float) -> None:
+    job = deepspeed_of(deepspeed_job(sizes=(1, 2, 3), ratio=0.6, devices=("cpu",), version=version).build())
+    assert job is not None
+    assert (job.real_ratio, job.rounded_ratio) == (None, pytest.approx(ratio))
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [(None, ()), ("", ()), ("unknown", ()), ("0.13.3+895a05c1", (0, 13, 3)), ("0.19", (0, 19)), ("1.2.dev0", (1, 2))],
+)
+def test_version_numbers__reads_the_leading_numbers(version: str | None, numbers: tuple[int, ...]) -> None:
+    assert version_numbers(version) == numbers
 
 
 @pytest.mark.parametrize(
@@ -40,18 +69,18 @@ def test_deepspeed_rounds_what_stays_down(ratio: float, count: int, kept: int) -
         {"config": {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": "auto"}}}},
     ],
 )
-def test_what_is_not_of_its_kind_is_not_told(meta: dict[str, Any]) -> None:
+def test_deepspeed_of__ignores_values_of_wrong_type(meta: dict[str, Any]) -> None:
     job = deepspeed_of(TraceBuilder(deepspeed=meta).build())
     assert job is not None
-    assert (job.version, job.stage, job.ratio, job.subgroups, job.on_cpu) == (None, None, None, (), ())
-    assert (job.real_ratio, job.cpu_share, job.masters_pinned) == (None, 1.0, None)
+    assert (job.info.version, job.stage, job.ratio, job.subgroups, job.on_cpu) == (None, None, None, (), ())
+    assert (job.real_ratio, job.cpu_share, job.info.masters_pinned) == (None, 1.0, None)
 
 
-def test_devices_of_other_subgroups_do_not_count() -> None:
+def test_deepspeed_of__ignores_devices_of_other_subgroups() -> None:
     job = deepspeed_of(deepspeed_job(sizes=(SIZE,), devices=("cpu", "cuda"), ratio=0.25).build())
     assert job is not None
     assert (job.subgroups, job.on_cpu, job.cpu_share) == ((SIZE,), (), 0.25)
 
 
-def test_other_jobs_have_none() -> None:
+def test_deepspeed_of__is_none_for_other_jobs() -> None:
     assert deepspeed_of(TraceBuilder().build()) is None

@@ -1,4 +1,4 @@
-"""Memory lines side by side, against what an integer clock tells tick by tick."""
+"""Memory pools and gaps, against direct counts per tick of an integer clock."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.metrics.memory import Memory, difference, memory_use
+from ebbtide.analysis.metrics.memory import MemoryUse, difference, memory_use
+from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 MS = 10**6
 DEVICE = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 100}
-PHASES = ("forward", "backward", "update")
 
 samples = st.tuples(st.integers(0, 30), st.integers(0, 50))
-line = st.lists(samples, min_size=1, max_size=12).map(lambda rows: sorted(rows, key=lambda row: row[0]))
-apart = st.dictionaries(st.integers(0, 30), st.integers(0, 50), min_size=1, max_size=12).map(
+timeline = st.lists(samples, min_size=1, max_size=12).map(lambda rows: sorted(rows, key=lambda row: row[0]))
+distinct_times = st.dictionaries(st.integers(0, 30), st.integers(0, 50), min_size=1, max_size=12).map(
     lambda rows: sorted(rows.items())
 )
 
 
 def train(rank: RankBuilder, iterations: int, gap: int = 0) -> None:
-    """Iterations of `gap` ms of other and 10 ms a phase, from 0 on."""
+    """Add iterations with `gap` ms of `other` and 10 ms a phase, from 0 on."""
     rank.meta["first_iteration_start_ns"] = 0
     for iteration in range(iterations):
-        for place, phase in enumerate(PHASES):
-            begin = ((30 + gap) * iteration + gap + 10 * place) * MS
+        for index, phase in enumerate(PHASES):
+            begin = ((30 + gap) * iteration + gap + 10 * index) * MS
             rank.phase(phase, begin, begin + 10 * MS, iteration)
 
 
@@ -38,17 +38,17 @@ def arrays(rows: list[tuple[int, int]]) -> Any:
 
 
 def value(rows: list[tuple[int, int]], t: int) -> int | None:
-    return next((v for at, v in reversed(rows) if at <= t), None)
+    return next((v for time, v in reversed(rows) if time <= t), None)
 
 
-def figures(found: Memory, what: str, rank: int = 0) -> dict[str, tuple[int, int]]:
-    """(low, peak) per phase of a pool or a gap."""
-    uses = [(u.rank, u.pool, u) for u in found.pools] + [(g.rank, g.gap, g) for g in found.gaps]
-    return {use.phase: (use.low_bytes, use.peak_bytes) for r, name, use in uses if (r, name) == (rank, what)}
+def figures(result: MemoryUse, name_of_use: str, rank: int = 0) -> dict[str, tuple[int, int]]:
+    """Return (low, peak) per phase of a pool or a gap."""
+    uses = [(u.rank, u.pool, u) for u in result.pools] + [(g.rank, g.gap, g) for g in result.gaps]
+    return {use.phase: (use.low_bytes, use.peak_bytes) for r, name, use in uses if (r, name) == (rank, name_of_use)}
 
 
-@given(line, line)
-def test_the_difference_holds_at_every_moment(upper: Any, lower: Any) -> None:
+@given(timeline, timeline)
+def test_difference__is_exact_at_every_moment(upper: Any, lower: Any) -> None:
     times, values = difference(arrays(upper), arrays(lower))
     assert (np.diff(times) > 0).all()
     rows = list(zip(times.tolist(), values.tolist(), strict=True))
@@ -58,52 +58,52 @@ def test_the_difference_holds_at_every_moment(upper: Any, lower: Any) -> None:
         assert value(rows, t) == exact
 
 
-@given(apart, apart, st.integers(0, 4))
-def test_each_phase_has_the_least_and_the_most_of_its_time(reserved: Any, allocated: Any, gap: int) -> None:
+@given(distinct_times, distinct_times, st.integers(0, 4))
+def test_memory_use__has_low_and_peak_of_each_phase(reserved: Any, allocated: Any, gap: int) -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[DEVICE])
     train(rank, 1, gap)
     for pool, rows in (("reserved", reserved), ("allocated", allocated)):
         for t, size in rows:
             rank.memory(t * MS, size, pool)
-    found = memory_use(builder.build())
+    result = memory_use(builder.build())
     clock = ["other"] * gap + [phase for phase in PHASES for _ in range(10)]
-    lines = {
+    values = {
         "reserved": lambda t: value(reserved, t),
         "allocated": lambda t: value(allocated, t),
-        "free": lambda t: None if value(allocated, t) is None else 100 - value(allocated, t),
+        "free": lambda t: None if value(reserved, t) is None else 100 - value(reserved, t),
         "fragmentation": lambda t: (
             None
             if value(reserved, t) is None or value(allocated, t) is None
             else max(value(reserved, t) - value(allocated, t), 0)
         ),
     }
-    for name, at in lines.items():
+    for name, value_at in values.items():
         expected = {}
         for phase in ("other", *PHASES):
             span = [t for t, now in enumerate(clock) if now == phase]
-            # A phase ends with what its last moment brings.
-            held = [v for t in (*span, span[-1] + 1) if (v := at(t)) is not None] if span else []
-            if held:
-                expected[phase] = (min(held), max(held))
-        assert figures(found, name) == expected
+            # A sample at the end of a phase belongs to it.
+            sizes = [v for t in (*span, span[-1] + 1) if (v := value_at(t)) is not None] if span else []
+            if sizes:
+                expected[phase] = (min(sizes), max(sizes))
+        assert figures(result, name) == expected
 
 
-def test_medians_are_over_the_counted_iterations() -> None:
+def test_memory_use__medians_are_over_steady_iterations() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[DEVICE])
     train(rank, 6)
     used = [99, 99, 10, 20, 30, 40]
     for iteration, size in enumerate(used):
         rank.memory(30 * iteration * MS, size, "device").memory((30 * iteration + 25) * MS, size + 5, "device")
-    found = memory_use(builder.build())
-    assert figures(found, "device")["backward"] == (median(used[2:]),) * 2
-    # An update ends as the next iteration begins: with what that one has.
-    assert figures(found, "device")["update"] == (25, 35)  # of 10 20 30 40 and of 20 30 40 45
-    assert figures(found, "free")["backward"] == (75, 75)
+    result = memory_use(builder.build())
+    assert figures(result, "device")["backward"] == (median(used[2:]),) * 2
+    # A sample at the start of the next iteration belongs to the end of the update.
+    assert figures(result, "device")["update"] == (25, 35)  # of 10 20 30 40 and of 20 30 40 45
+    assert figures(result, "free")["backward"] == (75, 75)
 
 
-def test_the_parts_of_a_phase_are_one() -> None:
+def test_memory_use__merges_micro_steps_of_a_phase() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[DEVICE], first_iteration_start_ns=0)
     for n, phase in enumerate(("forward", "backward", "forward", "backward", "update")):
@@ -112,7 +112,7 @@ def test_the_parts_of_a_phase_are_one() -> None:
     assert used == {"forward": (30, 40), "backward": (20, 50), "update": (10, 10), "other": (10, 50)}
 
 
-def test_gaps_are_those_of_lines_that_were_recorded() -> None:
+def test_memory_use__has_gaps_of_recorded_pools() -> None:
     builder = TraceBuilder()
     for number, pools in enumerate((("device", "reserved"), ("allocated",), ("device", "reserved", "allocated"))):
         rank = builder.rank(number, devices=[{**DEVICE, "device": f"cuda:{number}"}])
@@ -121,17 +121,17 @@ def test_gaps_are_those_of_lines_that_were_recorded() -> None:
             size = {"device": 90, "reserved": 60, "allocated": 40}[pool]
             rank.memory(0, size, pool, f"cuda:{number}").memory(0, 1, pool, "cuda:9")
         rank.memory(0, 500, "rss", "cpu")
-    found = memory_use(builder.build())
-    gaps = {rank: {g.gap for g in found.gaps if g.rank == rank} for rank in range(3)}
+    result = memory_use(builder.build())
+    gaps = {rank: {g.gap for g in result.gaps if g.rank == rank} for rank in range(3)}
     assert gaps == {0: {"outside torch", "free"}, 1: set(), 2: {"outside torch", "fragmentation", "free"}}
-    assert figures(found, "outside torch", 2)["forward"] == (30, 30)
-    assert figures(found, "fragmentation", 2)["forward"] == (20, 20)
-    assert figures(found, "free", 2)["forward"] == (10, 10)
-    assert figures(found, "rss", 1)["update"] == (500, 500)
+    assert figures(result, "outside torch", 2)["forward"] == (30, 30)
+    assert figures(result, "fragmentation", 2)["forward"] == (20, 20)
+    assert figures(result, "free", 2)["forward"] == (10, 10)
+    assert figures(result, "rss", 1)["update"] == (500, 500)
     assert {use.rank for use in memory_use(builder.build(), [1]).pools} == {1}
 
 
-def test_more_in_use_than_there_is_leaves_nothing_free() -> None:
+def test_memory_use__free_is_zero_if_use_exceeds_capacity() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[DEVICE])
     train(rank, 1)
@@ -140,12 +140,12 @@ def test_more_in_use_than_there_is_leaves_nothing_free() -> None:
 
 
 @pytest.mark.parametrize("iterations", [0, 2])
-def test_what_was_not_recorded_is_not_there(iterations: int) -> None:
+def test_memory_use__is_empty_without_records(iterations: int) -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[{**DEVICE, "capacity_bytes": None}])
     train(rank, iterations)
-    assert memory_use(builder.build()) == Memory([], [])
+    assert memory_use(builder.build()) == MemoryUse([], [])
     rank.memory(0, 10)
     assert memory_use(builder.build()).gaps == []
     assert bool(memory_use(builder.build()).pools) == bool(iterations)
-    assert memory_use(TraceBuilder().build()) == Memory([], [])
+    assert memory_use(TraceBuilder().build()) == MemoryUse([], [])

@@ -1,4 +1,4 @@
-"""What memory and link did in each phase, against direct counts."""
+"""Memory and link use of each phase, against direct counts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.analysis.metrics.phases import link_table, phase_bytes, phase_peaks
+from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import Trace, TraceBuilder
 
 MS = 10**6
 DEVICE = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 100, "link": {"peak_bytes_per_s": 1e9}}
-PHASES = ("forward", "backward", "update")
 
 # ms of other, forward, backward and update
 iterations = st.lists(st.tuples(*[st.integers(0, 6)] * 4), min_size=1, max_size=4)
@@ -35,9 +35,9 @@ def built(
         for phase, length in zip(PHASES, phases, strict=True):
             rank.phase(phase, now * MS, (now + length) * MS, iteration)
             now += length
-    for way, rows in (("h2d", h2d), ("d2h", d2h)):
+    for direction, rows in (("h2d", h2d), ("d2h", d2h)):
         for start, length, size in rows:
-            rank.transfer(way, start * MS, (start + length) * MS, size)
+            rank.transfer(direction, start * MS, (start + length) * MS, size)
     for t, size in (samples or {}).items():
         rank.memory(t * MS, size)
     return builder
@@ -54,32 +54,32 @@ def ticks(rows: Any) -> set[int]:
 
 
 @given(iterations, copies, copies)
-def test_the_link_table_is_what_a_clock_counts(lengths: Any, h2d: Any, d2h: Any) -> None:
+def test_link_table__equals_direct_count(lengths: Any, h2d: Any, d2h: Any) -> None:
     trace = built(lengths, h2d, d2h, transfers_recorded=True).build()
-    at = clock(lengths)
+    phase_of_tick = clock(lengths)
     table = link_table(trace, 0)
-    seen = set()
+    parts = set()
     for row in table.itertuples():
         own, other = (h2d, d2h) if row.direction == "h2d" else (d2h, h2d)
-        span = {t for t, where in enumerate(at) if where == (row.iteration, row.phase)}
-        seen.add((row.iteration, row.phase))
+        span = {t for t, where in enumerate(phase_of_tick) if where == (row.iteration, row.phase)}
+        parts.add((row.iteration, row.phase))
         assert row.length_ms == len(span)
         assert row.busy_ms == len(span & ticks(own))
         assert row.both_ms == len(span & ticks(own) & ticks(other))
         exact = sum(size * len(span & ticks([(a, length, 0)])) / length for a, length, size in own)
         assert row.bytes == pytest.approx(exact, abs=1e-3)
-    assert set(at) <= seen
-    assert len(table) == 2 * len(seen)
-    for way, rows in (("h2d", h2d), ("d2h", d2h)):
-        sizes = phase_bytes(trace, 0, way)
+    assert set(phase_of_tick) <= parts
+    assert len(table) == 2 * len(parts)
+    for direction, rows in (("h2d", h2d), ("d2h", d2h)):
+        sizes = phase_bytes(trace, 0, direction)
         assert sizes is not None
-        inside = sum(size * len(set(range(len(at))) & ticks([(a, n, 0)])) / n for a, n, size in rows)
-        of_table = table.loc[table["direction"] == way, "bytes"].sum()
+        inside = sum(size * len(set(range(len(phase_of_tick))) & ticks([(a, n, 0)])) / n for a, n, size in rows)
+        of_table = table.loc[table["direction"] == direction, "bytes"].sum()
         assert sizes.to_numpy().sum() == pytest.approx(of_table) == pytest.approx(inside, abs=1e-3)
         assert list(sizes.columns) == [*PHASES, "other"]
 
 
-def test_a_phase_of_several_parts_is_known_where_each_part_is() -> None:
+def test_link_table__sum_needs_every_part_of_phase() -> None:
     # Two micro-steps in the second iteration; samples up to the middle of its first forward.
     builder = built([(0, 10, 10, 10)], transfers_recorded=False)
     rank = builder.rank(0)
@@ -101,23 +101,23 @@ def test_a_phase_of_several_parts_is_known_where_each_part_is() -> None:
 
 
 @given(iterations, memory)
-def test_peaks_are_what_a_clock_sees(lengths: Any, samples: dict[int, int]) -> None:
+def test_phase_peaks__equal_direct_maximum(lengths: Any, samples: dict[int, int]) -> None:
     trace = built(lengths, samples=samples).build()
     table = phase_peaks(trace, 0, "device")
-    at = clock(lengths)
-    for iteration, phase in set(at):
-        span = [t for t, where in enumerate(at) if where == (iteration, phase)]
+    phase_of_tick = clock(lengths)
+    for iteration, phase in set(phase_of_tick):
+        span = [t for t, where in enumerate(phase_of_tick) if where == (iteration, phase)]
         # A phase begins with what there was, and ends with what its last moment brings.
-        held = [
+        sizes = [
             samples[max(s for s in samples if s <= t)] for t in (*span, span[-1] + 1) if t >= min(samples, default=99)
         ]
-        if held:
-            assert table.loc[iteration, phase] == max(held)
+        if sizes:
+            assert table.loc[iteration, phase] == max(sizes)
         else:
             assert np.isnan(table.loc[iteration, phase])
 
 
-def test_the_highest_part_of_a_phase_is_its_peak() -> None:
+def test_phase_peaks__take_highest_part_of_phase() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[DEVICE], first_iteration_start_ns=0)
     for n, phase in enumerate(("forward", "backward", "forward", "backward", "update")):
@@ -131,14 +131,14 @@ def test_the_highest_part_of_a_phase_is_its_peak() -> None:
 
 
 @pytest.mark.parametrize("trace", [built([]).build(), built([], [(0, 5, 9)], samples={0: 5}).build()])
-def test_a_trace_without_iterations_has_empty_tables(trace: Trace) -> None:
+def test_phase_tables__are_empty_without_iterations(trace: Trace) -> None:
     assert phase_peaks(trace, 0, "device").empty
     assert link_table(trace, 0).empty
     sizes = phase_bytes(trace, 0, "h2d")
     assert sizes is None or sizes.empty
 
 
-def test_unfinished_phases_do_not_count() -> None:
+def test_phase_tables__leave_out_unfinished_phases() -> None:
     builder = built([(0, 10, 10, 10)], [(0, 60, 60)])
     builder.rank(0).phase("forward", 40 * MS, 50 * MS)
     table = link_table(builder.build(), 0)

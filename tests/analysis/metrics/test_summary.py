@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import pytest
 
 from ebbtide.analysis.metrics.summary import PhaseSummary, Summary, TransferSummary, summarize
+from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 MS = 10**6
 GPU = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 1000}
 Times = tuple[int, int, int, int]  # ms of other (it comes first), forward, backward, update
-PHASES = ("forward", "backward", "update")
 
 
 def train(rank: RankBuilder, iterations: Sequence[Times]) -> None:
@@ -26,15 +26,15 @@ def train(rank: RankBuilder, iterations: Sequence[Times]) -> None:
             now += length * MS
 
 
-def made(*iterations: Times, **meta: object) -> tuple[TraceBuilder, RankBuilder]:
-    """A trace of one rank on a GPU, to add to."""
+def with_iterations(*iterations: Times, **meta: object) -> tuple[TraceBuilder, RankBuilder]:
+    """Make a trace of one rank on a GPU, to add to."""
     builder = TraceBuilder(**meta)  # type: ignore[arg-type]
     train(builder.rank(0, devices=[GPU]), iterations)
     return builder, builder.rank(0)
 
 
 def trained(*iterations: Times, **meta: object) -> Summary:
-    return summarize(made(*iterations, **meta)[0].build())
+    return summarize(with_iterations(*iterations, **meta)[0].build())
 
 
 def of(summary: Summary, phase: str) -> PhaseSummary:
@@ -45,14 +45,14 @@ def medians(summary: Summary) -> list[float | None]:
     return [phase.median_ms for phase in summary.phases]
 
 
-def test_five_iterations_leave_the_first_two_out() -> None:
+def test_summarize__five_iterations_leave_out_first_two() -> None:
     summary = trained((9, 90, 900, 90), (9, 90, 900, 90), (1, 10, 20, 5), (2, 12, 26, 7), (3, 11, 23, 6))
     assert (summary.iterations, summary.warmup_iterations) == (5, 2)
     assert medians(summary) == [11, 23, 6, 2]
     assert summary.iteration_ms == 43  # of 36, 47 and 43
 
 
-def test_four_iterations_all_count_and_the_95th_percentile_is_interpolated() -> None:
+def test_summarize__four_iterations_all_count_and_p95_is_interpolated() -> None:
     summary = trained((0, 90, 20, 5), (0, 10, 20, 5), (0, 20, 40, 5), (0, 30, 80, 5))
     assert (summary.iterations, summary.warmup_iterations) == (4, 0)
     assert medians(summary) == [25, 30, 5, 0]
@@ -60,7 +60,7 @@ def test_four_iterations_all_count_and_the_95th_percentile_is_interpolated() -> 
 
 
 @pytest.mark.parametrize(("warmup", "median"), [(0, 30), (1, 35), (4, 50), (5, None)])
-def test_the_trace_may_say_how_long_the_warm_up_is(warmup: int, median: float | None) -> None:
+def test_summarize__warm_up_of_metadata_takes_precedence(warmup: int, median: float | None) -> None:
     iterations = [(0, length, 1, 1) for length in (10, 20, 30, 40, 50)]
     summary = trained(*iterations, warmup_iterations=warmup)
     assert (summary.iterations, summary.warmup_iterations) == (5, warmup)
@@ -68,7 +68,7 @@ def test_the_trace_may_say_how_long_the_warm_up_is(warmup: int, median: float | 
     assert (summary.iteration_ms is None) == (median is None)
 
 
-def test_other_is_what_the_phases_leave_of_the_iteration() -> None:
+def test_summarize__other_is_iteration_minus_phases() -> None:
     summary = trained((5, 10, 20, 5), (10, 10, 20, 10))
     assert of(summary, "other").median_ms == 7.5
     assert summary.iteration_ms == 45
@@ -76,7 +76,7 @@ def test_other_is_what_the_phases_leave_of_the_iteration() -> None:
     assert of(summary, "other").share == pytest.approx(7.5 / 45)
 
 
-def test_the_slowest_rank_counts_in_each_iteration_and_phase() -> None:
+def test_summarize__takes_slowest_rank_of_each_iteration_and_phase() -> None:
     builder = TraceBuilder()
     train(builder.rank(0), [(0, 10, 50, 1), (0, 40, 20, 1)])
     train(builder.rank(1), [(0, 30, 20, 2), (0, 20, 30, 12)])
@@ -86,7 +86,7 @@ def test_the_slowest_rank_counts_in_each_iteration_and_phase() -> None:
     assert summary.iteration_ms == 61.5  # of 61 on rank 0 and 62 on rank 1
 
 
-def test_micro_steps_are_summed_and_counted_one_by_one() -> None:
+def test_summarize__sums_times_and_counts_each_micro_step() -> None:
     builder = TraceBuilder()
     rank, now = builder.rank(0, first_iteration_start_ns=0), 0
     for iteration in range(3):
@@ -103,20 +103,29 @@ def test_micro_steps_are_summed_and_counted_one_by_one() -> None:
     assert summary.iterations == 3
 
 
-def test_peaks_and_least_free_are_of_each_phase() -> None:
-    builder, rank = made(*[(10, 10, 10, 10)] * 3)
+def test_summarize__has_peak_and_least_free_memory_of_each_phase() -> None:
+    builder, rank = with_iterations(*[(10, 10, 10, 10)] * 3)
     for begin in (0, 40 * MS, 80 * MS):
         for after, size in ((5, 50), (15, 300), (25, 700), (29, 200), (35, 10)):
             rank.memory(begin + after * MS, size)
     summary = summarize(builder.build())
-    # A phase begins with what the one before it left.
+    # A phase begins with the memory that the one before it left.
     assert [phase.peak_bytes for phase in summary.phases] == [300, 700, 200, 50]
     assert [phase.min_free_bytes for phase in summary.phases] == [700, 300, 800, 950]
     assert summary.memory.peak_bytes == 700
     assert summary.memory.capacity_bytes == 1000
 
 
-def test_what_was_not_recorded_is_null() -> None:
+def test_summarize__free_memory_is_capacity_minus_reserved() -> None:
+    builder, rank = with_iterations(*[(10, 10, 10, 10)] * 3)
+    rank.memory(0, 300, "allocated").memory(0, 700, "reserved").memory(20 * MS, 800, "reserved")
+    summary = summarize(builder.build())
+    assert [phase.peak_bytes for phase in summary.phases] == [300] * 4
+    assert [phase.min_free_bytes for phase in summary.phases] == [200] * 4
+    assert (summary.free_pool, summary.memory.pool, summary.memory.peak_bytes) == ("reserved", "allocated", 300)
+
+
+def test_summarize__unrecorded_figures_are_null() -> None:
     summary = trained((1, 10, 20, 5), (1, 10, 20, 5))
     figures = json.loads(json.dumps(summary.as_json(), allow_nan=False))
     for phase in figures["phases"]:
@@ -127,8 +136,8 @@ def test_what_was_not_recorded_is_null() -> None:
     assert figures["memory"] == {"capacity_bytes": 1000, "peak_bytes": None, "pool": None, "pools": {}}
 
 
-def test_bytes_come_from_the_copies_by_the_time_they_share_with_a_phase() -> None:
-    builder, rank = made((0, 10, 10, 10), (0, 10, 10, 10))
+def test_summarize__splits_bytes_of_copies_by_time_in_phase() -> None:
+    builder, rank = with_iterations((0, 10, 10, 10), (0, 10, 10, 10))
     for begin in (0, 30 * MS):
         rank.transfer("h2d", begin + 5 * MS, begin + 15 * MS, 800).transfer("d2h", begin + 22 * MS, begin + 23 * MS, 64)
     summary = summarize(builder.build())
@@ -137,7 +146,7 @@ def test_bytes_come_from_the_copies_by_the_time_they_share_with_a_phase() -> Non
     assert summary.transfers == {"h2d": TransferSummary(2, 1600, 20.0), "d2h": TransferSummary(2, 128, 2.0)}
 
 
-def test_copies_that_overlap_keep_the_link_busy_once_per_rank() -> None:
+def test_summarize__overlapping_copies_count_busy_time_once_per_rank() -> None:
     builder = TraceBuilder()
     builder.rank(0).transfer("h2d", 0, 10 * MS, 1).transfer("h2d", 4 * MS, 12 * MS, 2).transfer("d2h", 0, MS, 4)
     builder.rank(1).transfer("h2d", 20 * MS, 25 * MS, 8).transfer("h2d", 21 * MS, 22 * MS, 16)
@@ -146,49 +155,63 @@ def test_copies_that_overlap_keep_the_link_busy_once_per_rank() -> None:
     assert transfers["d2h"] == TransferSummary(1, 4, 1.0)
 
 
-def test_copies_recorded_but_none_made_are_zero() -> None:
-    builder, _ = made((0, 1, 1, 1))
+def test_summarize__recording_without_copies_gives_zeros() -> None:
+    builder, _ = with_iterations((0, 1, 1, 1))
     builder.rank(0, transfers_recorded=True)
     summary = summarize(builder.build())
     assert summary.transfers["h2d"] == TransferSummary(0, 0, 0.0)
     assert of(summary, "forward").h2d_bytes == 0
 
 
-def test_copies_whose_sizes_are_all_missing_moved_an_unknown_amount() -> None:
-    builder, rank = made((0, 1, 1, 1))
+def test_summarize__bytes_are_none_if_no_copy_has_a_size() -> None:
+    builder, rank = with_iterations((0, 1, 1, 1))
     rank.transfer("h2d", 0, MS, None)
     summary = summarize(builder.build())
     assert summary.transfers["h2d"] == TransferSummary(1, None, 1.0)
     assert of(summary, "forward").h2d_bytes is None
 
 
-def test_bytes_come_from_the_counters_where_no_copies_were_recorded() -> None:
-    builder, rank = made((0, 10, 10, 10), (0, 10, 10, 10))
+def test_summarize__bytes_come_from_counters_without_copies() -> None:
+    builder, rank = with_iterations((0, 10, 10, 10), (0, 10, 10, 10))
     for t in range(10, 61, 10):
         rank.link(t * MS, 5 * MS if t == 10 else 2 * MS, "gpm", h2d_bytes_per_s=1e6 * t)
     rank.link(60 * MS, MS, "gpm", device="cuda:1", h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12)
     summary = summarize(builder.build())
-    # Each sample stands for the 10 ms since the one before; the first for its window, and that half for the phase.
+    # Each sample covers the 10 ms since the one before; the first covers its window, which is half of the phase.
     assert [phase.h2d_bytes for phase in summary.phases] == [(100_000 + 400_000) // 2, 350_000, 450_000, 0]
     assert [phase.d2h_bytes for phase in summary.phases] == [None] * 4
     assert summary.transfers["h2d"] == TransferSummary(None, None, None)
 
 
 @pytest.mark.parametrize(
-    ("recorded", "chosen"),
-    [("heap allocated device", "device"), ("rss heap allocated", "allocated"), ("rss heap", "heap"), ("rss", None)],
+    ("recorded", "chosen", "of_free"),
+    [
+        ("heap allocated device", "device", "device"),
+        ("allocated reserved device", "device", "device"),
+        ("rss heap allocated", "allocated", "allocated"),
+        ("heap requested allocated reserved", "allocated", "reserved"),
+        ("tensors requested", "requested", "requested"),
+        ("tensors heap", "tensors", "tensors"),
+        ("rss heap", "heap", "heap"),
+        ("reserved", None, "reserved"),
+        ("rss", None, None),
+    ],
 )
-def test_the_pool_is_the_one_that_says_most_about_the_device(recorded: str, chosen: str | None) -> None:
-    builder, rank = made()
+def test_summarize__chooses_pools_of_peak_and_free_memory(
+    recorded: str, chosen: str | None, of_free: str | None
+) -> None:
+    builder, rank = with_iterations()
     sizes = {pool: size for size, pool in enumerate(recorded.split(), start=10)}
     for pool, size in sizes.items():
         rank.memory(0, size, pool).memory(1, size - 1, pool)
-    memory = summarize(builder.build()).memory
+    summary = summarize(builder.build())
+    assert summary.free_pool == summary.as_json()["free_pool"] == of_free
+    memory = summary.memory
     assert (memory.pool, memory.peak_bytes) == (chosen, sizes.get(chosen or ""))
     assert memory.pools == sizes
 
 
-def test_device_times_are_used_where_every_phase_has_them() -> None:
+def test_summarize__uses_device_times_if_every_phase_has_them() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, first_iteration_start_ns=0)
     for number, phase in enumerate(PHASES):
@@ -200,7 +223,7 @@ def test_device_times_are_used_where_every_phase_has_them() -> None:
     assert medians(summarize(builder.build())) == [1, 0.5, 0.5, 0]
 
 
-def test_device_times_a_little_before_the_iteration_do_no_harm() -> None:
+def test_summarize__device_times_may_begin_slightly_before_iteration() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, first_iteration_start_ns=5 * MS)
     rank.phase("forward", 5 * MS, 6 * MS, 0, 0, 5 * MS - 300, 7 * MS)
@@ -211,7 +234,7 @@ def test_device_times_a_little_before_the_iteration_do_no_harm() -> None:
     assert of(summary, "other").median_ms == 0
 
 
-def test_iterations_keep_every_nanosecond_of_a_wall_clock() -> None:
+def test_summarize__keeps_nanoseconds_of_wall_clock_times() -> None:
     builder = TraceBuilder()
     start = 1_700_000_000_000_000_001
     for number in range(3):
@@ -221,15 +244,15 @@ def test_iterations_keep_every_nanosecond_of_a_wall_clock() -> None:
     assert of(summary, "other").median_ms == 0
 
 
-def test_a_phase_that_was_never_seen_has_no_times() -> None:
+def test_summarize__phase_that_never_ran_has_no_times() -> None:
     builder = TraceBuilder()
     builder.rank(0).phase("forward", 0, MS, 0).phase("update", 2 * MS, 3 * MS, 0)
     backward = of(summarize(builder.build()), "backward")
     assert (backward.count, backward.median_ms, backward.p95_ms, backward.share) == (0, None, None, None)
 
 
-def test_a_trace_without_iterations_still_tells_its_memory() -> None:
-    builder, rank = made()
+def test_summarize__trace_without_iterations_has_memory_and_transfers() -> None:
+    builder, rank = with_iterations()
     rank.phase("forward", 0, MS).memory(5, 70).transfer("h2d", 0, MS, 9)
     summary = summarize(builder.build())
     assert (summary.iterations, summary.warmup_iterations, summary.ranks) == (0, 0, 1)
@@ -239,7 +262,7 @@ def test_a_trace_without_iterations_still_tells_its_memory() -> None:
     assert summary.transfers["h2d"].bytes == 9
 
 
-def test_a_trace_without_ranks_knows_nothing() -> None:
+def test_summarize__trace_without_ranks_has_no_figures() -> None:
     summary = summarize(TraceBuilder().build())
     assert (summary.iterations, summary.ranks, summary.iteration_ms) == (0, 0, None)
     assert (summary.memory.capacity_bytes, summary.memory.peak_bytes, summary.memory.pool) == (None, None, None)

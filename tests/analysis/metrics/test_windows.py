@@ -1,4 +1,4 @@
-"""Windows of free memory, against what an integer clock tells tick by tick."""
+"""Windows of free memory, against direct counts per tick of an integer clock."""
 
 from __future__ import annotations
 
@@ -67,17 +67,19 @@ intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda
 
 
 @given(iterations, memory, st.integers(1, CAPACITY), intervals)
-def test_windows_are_exact(lengths: Any, samples: dict[int, int], least: int, copies: Any) -> None:
+def test_find_windows__covers_every_free_moment_exactly(
+    lengths: Any, samples: dict[int, int], min_bytes: int, copies: Any
+) -> None:
     trace = built(lengths, samples, copies)
-    trace.meta["ranks"][0]["transfers_recorded"] = True
+    trace.raw_meta["ranks"][0]["transfers_recorded"] = True
     clock = phase_at(lengths)
     first = min(samples)
     free = [CAPACITY - samples[max(s for s in samples if s <= t)] if t >= first else None for t in range(len(clock))]
     covered = [False] * len(clock)
-    placed = absolute(trace, find_windows(trace, least).windows)
+    placed = absolute(trace, find_windows(trace, min_bytes).windows)
     for start, end, window in placed:
         assert {clock[t] for t in range(start, end)} == {(window.iteration, window.phase)}
-        assert min(free[t] for t in range(start, end)) == window.free_bytes >= least
+        assert min(free[t] for t in range(start, end)) == window.free_bytes >= min_bytes
         busy = sum(any(a <= t < b for a, b in copies) for t in range(start, end))
         assert window.h2d_idle_share == pytest.approx(1 - busy / (end - start))
         assert 0 <= window.h2d_idle_share <= 1
@@ -86,39 +88,41 @@ def test_windows_are_exact(lengths: Any, samples: dict[int, int], least: int, co
             assert not covered[t]
             covered[t] = True
     # No moment with enough free is left out, and no two windows of one phase touch.
-    assert covered == [f is not None and f >= least for f in free]
+    assert covered == [f is not None and f >= min_bytes for f in free]
     for (_, end, one), (start, _, two) in pairwise(placed):
         assert end < start or (one.iteration, one.phase) != (two.iteration, two.phase)
 
 
-def test_a_guaranteed_window_is_free_in_every_iteration_at_the_same_place() -> None:
+def test_guaranteed__is_free_at_same_relative_position_in_every_iteration() -> None:
     # Forward of 10 and of 20 ms: free in its first half in both, in its third quarter only in the first.
     lengths = [(0, 10, 10, 10), (0, 20, 10, 10)]
     samples = {0: 10, 5: 20, 7: 95, 30: 30, 35: 40, 40: 95}
-    (window, *rest) = find_windows(built(lengths, samples), 50).guaranteed
+    (window, *others) = find_windows(built(lengths, samples), 50).guaranteed
     assert (window.phase, window.iteration) == ("forward", None)
     assert (window.start_ms, window.end_ms) == (0.0, 7.5)  # half of the median length
     assert window.free_bytes == 60
-    assert rest == []
+    assert others == []
 
 
 @given(
     st.lists(st.lists(st.integers(0, CAPACITY), min_size=30, max_size=30), min_size=1, max_size=4),
     st.integers(1, CAPACITY),
 )
-def test_equal_iterations_guarantee_what_each_has(lines: list[list[int]], least: int) -> None:
-    lengths = [(5, 10, 10, 5)] * len(lines)
-    trace = built(lengths, {30 * n + t: used for n, line in enumerate(lines) for t, used in enumerate(line)})
-    free = [CAPACITY - max(line[t] for line in lines) for t in range(30)]
+def test_guaranteed__equals_common_windows_of_equal_iterations(timelines: list[list[int]], min_bytes: int) -> None:
+    lengths = [(5, 10, 10, 5)] * len(timelines)
+    trace = built(
+        lengths, {30 * n + t: used for n, timeline in enumerate(timelines) for t, used in enumerate(timeline)}
+    )
+    free = [CAPACITY - max(timeline[t] for timeline in timelines) for t in range(30)]
     covered = [False] * 30
-    for window in find_windows(trace, least).guaranteed:
+    for window in find_windows(trace, min_bytes).guaranteed:
         start, end = round(window.start_ms), round(window.end_ms)
-        assert min(free[start:end]) == window.free_bytes >= least
+        assert min(free[start:end]) == window.free_bytes >= min_bytes
         covered[start:end] = [True] * (end - start)
-    assert covered == [f >= least for f in free]
+    assert covered == [f >= min_bytes for f in free]
 
 
-def test_a_phase_that_one_iteration_lacks_guarantees_nothing() -> None:
+def test_guaranteed__excludes_phase_missing_in_one_iteration() -> None:
     trace = built([(0, 10, 10, 10), (0, 10, 10, 10)], {0: 0})
     rows = trace.phases(0)
     lacking = TraceBuilder()
@@ -128,16 +132,18 @@ def test_a_phase_that_one_iteration_lacks_guarantees_nothing() -> None:
     assert {w.phase for w in find_windows(lacking.build(), 1).guaranteed} == {"forward", "update"}
 
 
-def test_the_first_iteration_has_no_rest_before_it_and_the_others_keep_theirs() -> None:
+def test_guaranteed__keeps_other_that_only_first_iteration_lacks() -> None:
     # 4 ms between forward and backward in each; from the second iteration on also 6 ms before the forward.
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[DEVICE]).memory(0, 0)
     for iteration, begin in enumerate((0, 40, 80)):
-        at = [begin, begin + 10, begin + 14, begin + 24, begin + 34]
-        rank.phase("forward", at[0] * MS, at[1] * MS, iteration).phase("backward", at[2] * MS, at[3] * MS, iteration)
-        rank.phase("update", at[3] * MS, at[4] * MS, iteration)
-    found = find_windows(builder.build(), 1).guaranteed
-    assert [(w.phase, w.start_ms, w.end_ms) for w in found] == [
+        edges = [begin, begin + 10, begin + 14, begin + 24, begin + 34]
+        rank.phase("forward", edges[0] * MS, edges[1] * MS, iteration).phase(
+            "backward", edges[2] * MS, edges[3] * MS, iteration
+        )
+        rank.phase("update", edges[3] * MS, edges[4] * MS, iteration)
+    result = find_windows(builder.build(), 1).guaranteed
+    assert [(w.phase, w.start_ms, w.end_ms) for w in result] == [
         ("other", 0, 6),
         ("forward", 6, 16),
         ("other", 16, 20),
@@ -146,26 +152,26 @@ def test_the_first_iteration_has_no_rest_before_it_and_the_others_keep_theirs() 
     ]
 
 
-def test_idle_shares_come_from_counters_and_the_links_peak() -> None:
+def test_find_windows__idle_shares_come_from_counters_and_link_peak() -> None:
     trace = built([(0, 10, 10, 10)], {0: 0}, link={"peak_bytes_per_s": 1e9})
     builder = TraceBuilder()
-    rank = builder.rank(0, **{k: v for k, v in trace.rank(0).items() if k != "rank"})
+    rank = builder.rank(0, **{k: v for k, v in trace.raw_meta["ranks"][0].items() if k != "rank"})
     rank.memory(0, 0)
-    for phase, at in (("forward", 0), ("backward", 10), ("update", 20)):
-        rank.phase(phase, at * MS, (at + 10) * MS, 0)
+    for phase, begin in (("forward", 0), ("backward", 10), ("update", 20)):
+        rank.phase(phase, begin * MS, (begin + 10) * MS, 0)
     for t, rate in ((10, 0.25e9), (20, 1e9), (30, 2e9)):
         rank.link(t * MS, 10 * MS, "gpm", h2d_bytes_per_s=rate)
     shares = [(w.h2d_idle_share, w.d2h_idle_share) for w in find_windows(builder.build(), 1).windows]
-    # A reading above the link's peak is false: nothing is known of the update.
+    # A sample above the link's peak is rejected: the update's idle share is not known.
     assert shares == [(pytest.approx(0.75), None), (pytest.approx(0.0), None), (None, None)]
 
 
-def test_nothing_known_of_the_link_is_null() -> None:
+def test_find_windows__idle_shares_are_none_without_link_records() -> None:
     (window,) = find_windows(built([(0, 9, 9, 9)], {0: 60, 9: 99}), 40).windows
     assert (window.h2d_idle_share, window.d2h_idle_share) == (None, None)
 
 
-def test_a_trace_without_phases_is_one_stretch_from_its_start() -> None:
+def test_find_windows__trace_without_phases_counts_from_its_start() -> None:
     builder = TraceBuilder()
     builder.rank(0, devices=[DEVICE]).memory(5 * MS, 90).memory(7 * MS, 10).memory(9 * MS, 90).memory(11 * MS, 10)
     (window,) = find_windows(builder.build(), 50).windows
@@ -173,17 +179,19 @@ def test_a_trace_without_phases_is_one_stretch_from_its_start() -> None:
     assert (window.start_ms, window.end_ms) == (2.0, 4.0)
 
 
-def test_what_cannot_be_told_is_an_error() -> None:
-    with pytest.raises(TraceError, match="no memory line"):
+def test_find_windows__raises_without_memory_or_capacity() -> None:
+    with pytest.raises(TraceError, match="no memory timeline"):
         find_windows(built([(0, 1, 1, 1)], {}), 1)
     with pytest.raises(TraceError, match="capacity"):
         find_windows(built([(0, 1, 1, 1)], {0: 0}, capacity_bytes=None), 1)
 
 
 @given(iterations, memory, st.integers(1, CAPACITY), st.integers(1, CAPACITY))
-def test_a_higher_threshold_only_shrinks_windows(lengths: Any, samples: dict[int, int], one: int, other: int) -> None:
+def test_find_windows__higher_threshold_only_shrinks_windows(
+    lengths: Any, samples: dict[int, int], one: int, other: int
+) -> None:
     trace = built(lengths, samples)
-    few, many = (find_windows(trace, least) for least in sorted((one, other), reverse=True))
+    few, many = (find_windows(trace, min_bytes) for min_bytes in sorted((one, other), reverse=True))
     for narrow, wide in ((few.windows, many.windows), (few.guaranteed, many.guaranteed)):
         for window in narrow:
             around = [
@@ -198,8 +206,8 @@ def test_a_higher_threshold_only_shrinks_windows(lengths: Any, samples: dict[int
 
 
 @given(iterations, memory)
-def test_cutting_at_phases_loses_no_byte_second(lengths: Any, samples: dict[int, int]) -> None:
-    """The area under the free line is what windows of ever higher thresholds add up to."""
+def test_find_windows__windows_of_all_thresholds_add_up_to_free_area(lengths: Any, samples: dict[int, int]) -> None:
+    """Windows of all thresholds add up to the area under the timeline of free memory."""
     trace = built(lengths, samples)
     clock = phase_at(lengths)
     first = min(samples)
@@ -207,36 +215,56 @@ def test_cutting_at_phases_loses_no_byte_second(lengths: Any, samples: dict[int,
     levels = sorted({value for value in free if value > 0})
     area = 0.0
     for below, level in pairwise([0, *levels]):
-        found = find_windows(trace, level).windows
-        area += (level - below) * sum(w.end_ms - w.start_ms for w in found)
+        result = find_windows(trace, level).windows
+        area += (level - below) * sum(w.end_ms - w.start_ms for w in result)
     assert area == pytest.approx(sum(free))
 
 
-def test_windows_of_each_rank_lie_apart_and_count_their_own_link() -> None:
+def test_find_windows__uses_memory_and_link_of_each_rank() -> None:
     builder = TraceBuilder()
     for number, used in ((0, 10), (3, 60)):
         device = {**DEVICE, "device": f"cuda:{number}", "link": {"peak_bytes_per_s": 1e9}}
         rank = builder.rank(number, devices=[device], first_iteration_start_ns=0, transfers_recorded=True)
         for iteration in range(2):
-            for place, phase in enumerate(("forward", "backward", "update")):
-                at = (30 * iteration + 10 * place) * MS
-                rank.phase(phase, at, at + 10 * MS, iteration)
+            for index, phase in enumerate(("forward", "backward", "update")):
+                begin = (30 * iteration + 10 * index) * MS
+                rank.phase(phase, begin, begin + 10 * MS, iteration)
         rank.memory(0, used, device=f"cuda:{number}")
     builder.rank(3).transfer("h2d", 20 * MS, 24 * MS, 1, device="cuda:3")
-    found = find_windows(builder.build(), 40)
-    assert {w.rank for w in found.windows} == {0, 3}
-    assert [w.free_bytes for w in found.windows] == [90] * 6 + [40] * 6
-    shares = {(w.rank, w.iteration, w.phase): w.h2d_idle_share for w in found.windows}
+    result = find_windows(builder.build(), 40)
+    assert {w.rank for w in result.windows} == {0, 3}
+    assert [w.free_bytes for w in result.windows] == [90] * 6 + [40] * 6
+    shares = {(w.rank, w.iteration, w.phase): w.h2d_idle_share for w in result.windows}
     assert shares.pop((3, 0, "update")) == pytest.approx(0.6)
     assert set(shares.values()) == {1.0}
     # The update of the first iteration is the busiest: 60 % of 10 ms at 1 GB/s, 12 bytes a parameter.
-    update = next(w for w in found.guaranteed if (w.rank, w.phase) == (3, "update"))
+    update = next(w for w in result.guaranteed if (w.rank, w.phase) == (3, "update"))
     assert (update.resident_params, update.streamed_params) == (3, int(0.6 * 10e6 / 12))
     assert {w.rank for w in find_windows(builder.build(), 41).windows} == {0}
-    assert find_windows(builder.build(), 40, [3]).windows == found.windows[6:]
+    assert find_windows(builder.build(), 40, [3]).windows == result.windows[6:]
 
 
-def test_windows_keep_every_nanosecond_of_a_wall_clock() -> None:
+def test_find_windows__names_pool_and_ranks_without_memory(tmp_path: Path) -> None:
+    builder = TraceBuilder()
+    for number in range(2):
+        device = {**DEVICE, "device": f"cuda:{number}"}
+        builder.rank(number, devices=[device], first_iteration_start_ns=0).phase("forward", 0, 10 * MS, 0)
+    builder.rank(0).memory(0, 20, "allocated").memory(0, 60, "reserved")
+    result = find_windows(builder.build(), 30)
+    assert (result.pool, result.unrecorded_ranks) == ("reserved", [1])
+    assert [(w.rank, w.free_bytes) for w in result.windows] == [(0, 40)]
+    assert find_windows(builder.build(), 50).windows == []
+    path = tmp_path / "t.ebb"
+    builder.write(path)
+    printed = json.loads(ebbtide_in_process("windows", path, "--min-bytes", "30", "--rank", "1", "--json").stdout)
+    assert (printed["pool"], printed["windows"], printed["unrecorded_ranks"]) == ("reserved", [], [1])
+    shown = ebbtide_in_process("windows", path, "--min-bytes", "30", "--rank", "1").stdout
+    assert "rank 1: reserved memory was not recorded" in shown
+    assert "never" not in shown
+    assert "capacity minus reserved" in ebbtide_in_process("windows", path, "--min-bytes", "30").stdout
+
+
+def test_find_windows__keeps_nanoseconds_of_wall_clock_times() -> None:
     start = 1_700_000_000_000_000_003
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[DEVICE], first_iteration_start_ns=start).memory(start + 7, 0)
@@ -245,7 +273,7 @@ def test_windows_keep_every_nanosecond_of_a_wall_clock() -> None:
     assert (window.start_ms * MS, window.end_ms * MS) == (pytest.approx(7), pytest.approx(18))
 
 
-def test_micro_steps_have_windows_of_their_own() -> None:
+def test_find_windows__separates_micro_steps() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[DEVICE], first_iteration_start_ns=0).memory(0, 0)
     now = 0
@@ -256,20 +284,20 @@ def test_micro_steps_have_windows_of_their_own() -> None:
                 now += 5 * MS
         rank.phase("update", now, now + 5 * MS, iteration, 1)
         now += 5 * MS
-    found = find_windows(builder.build(), 1)
-    assert len(found.windows) == 15
-    assert [w.phase for w in found.guaranteed] == ["forward", "backward", "forward", "backward", "update"]
-    assert [w.start_ms for w in found.guaranteed] == [0, 5, 10, 15, 20]
+    result = find_windows(builder.build(), 1)
+    assert len(result.windows) == 15
+    assert [w.phase for w in result.guaranteed] == ["forward", "backward", "forward", "backward", "update"]
+    assert [w.start_ms for w in result.guaranteed] == [0, 5, 10, 15, 20]
 
 
-def test_the_command_prints_tables_and_json(tmp_path: Path) -> None:
+def test_windows_command__prints_tables_and_json(tmp_path: Path) -> None:
     path = tmp_path / "t.ebb"
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[{**DEVICE, "capacity_bytes": 3 << 30}])
     for iteration in range(2):
-        for place, phase in enumerate(("forward", "backward", "update")):
-            at = (30 * iteration + 10 * place) * MS
-            rank.phase(phase, at, at + 10 * MS, iteration).memory(at, (1, 3, 0)[place] << 30)
+        for index, phase in enumerate(("forward", "backward", "update")):
+            begin = (30 * iteration + 10 * index) * MS
+            rank.phase(phase, begin, begin + 10 * MS, iteration).memory(begin, (1, 3, 0)[index] << 30)
     builder.write(path)
     printed = json.loads(ebbtide("windows", path, "--json").stdout)
     assert printed["min_bytes"] == 1 << 30

@@ -1,4 +1,4 @@
-"""Traces to draw, and reading what was drawn."""
+"""Builds traces to draw, and reads figures that were drawn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINKED = {**GPU, "link": {"peak_bytes_per_s": PEAK}}
 
 
 def train(rank: RankBuilder, iterations: int = 3, size: int = 60 * MIB) -> RankBuilder:
-    """Iterations of 10 ms: 4 ms forward, 4 ms backward, 2 ms update; memory peaks at `size` between the first two."""
+    """Add iterations of 10 ms: forward 4 ms, backward 4 ms (with `size` bytes, the peak), update 2 ms."""
     for number in range(iterations):
         begin = number * 10 * MS
         rank.phase("forward", begin, begin + 4 * MS, number)
@@ -35,12 +35,14 @@ def train(rank: RankBuilder, iterations: int = 3, size: int = 60 * MIB) -> RankB
 
 
 def trained(iterations: int = 3, size: int = 60 * MIB, name: str = "trained", **meta: object) -> Trace:
+    """Build a trace of one rank that trains."""
     builder = TraceBuilder()
     train(builder.rank(0, **{"devices": [GPU], **meta}), iterations, size)
     return builder.build(f"{name}.ebb")
 
 
 def with_counters(iterations: int = 3, name: str = "counted") -> Trace:
+    """Build a trace of one rank that trains, with link counters sampled every 5 ms."""
     builder = TraceBuilder()
     rank = train(builder.rank(0, devices=[LINKED]), iterations)
     for t in range(5, 10 * iterations + 1, 5):
@@ -49,46 +51,47 @@ def with_counters(iterations: int = 3, name: str = "counted") -> Trace:
 
 
 def labels(axes: Axes) -> list[str]:
+    """Return the labels of the legend."""
     legend = axes.get_legend()
     return [text.get_text() for text in legend.get_texts()] if legend else []
 
 
 def steps(axes: Axes, label: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """(edges, values) of a step function as it was drawn, in the units of the axes."""
+    """Return (edges, values) of a step function as drawn, in the units of the axes."""
     (patch,) = [patch for patch in axes.patches if patch.get_label() == label]
     values, edges, _ = cast(StepPatch, patch).get_data()
     return np.asarray(edges), np.asarray(values)
 
 
-def value_at(axes: Axes, label: str, at: float) -> float:
-    """What is drawn at a time that is no edge; NaN in a gap, before and after."""
+def value_at(axes: Axes, label: str, time: float) -> float:
+    """Return the value that is drawn at a time other than an edge; NaN in a gap, before and after the line."""
     edges, values = steps(axes, label)
-    place = int(np.searchsorted(edges, at, side="right")) - 1
-    return float(values[place]) if 0 <= place < len(values) else np.nan
+    index = int(np.searchsorted(edges, time, side="right")) - 1
+    return float(values[index]) if 0 <= index < len(values) else np.nan
 
 
 def line(axes: Axes, start: str) -> tuple[list[float], list[float]]:
-    """(x, y) of the line across, or of the marks, whose label begins so."""
-    (found,) = [line for line in axes.get_lines() if str(line.get_label()).startswith(start)]
-    return np.asarray(found.get_xdata(), float).tolist(), np.asarray(found.get_ydata(), float).tolist()
+    """Return (x, y) of the line across, or of the marks, whose label begins with `start`."""
+    (drawn,) = [line for line in axes.get_lines() if str(line.get_label()).startswith(start)]
+    return np.asarray(drawn.get_xdata(), float).tolist(), np.asarray(drawn.get_ydata(), float).tolist()
 
 
 def boxes(axes: Axes, start: str) -> list[tuple[float, float, float, float]]:
-    """(left, right, bottom, top) of each box of the collection whose label begins so."""
-    (found,) = [collection for collection in axes.collections if str(collection.get_label()).startswith(start)]
-    return [(b.x0, b.x1, b.y0, b.y1) for b in (path.get_extents() for path in found.get_paths())]
+    """Return (left, right, bottom, top) of each box of the collection whose label begins with `start`."""
+    (drawn,) = [collection for collection in axes.collections if str(collection.get_label()).startswith(start)]
+    return [(b.x0, b.x1, b.y0, b.y1) for b in (path.get_extents() for path in drawn.get_paths())]
 
 
 def bands(axes: Axes) -> dict[str, list[tuple[float, float]]]:
-    """(begin, end) of each band, per phase."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    """Return (start, end) of each band, per phase."""
+    by_phase: dict[str, list[tuple[float, float]]] = {}
     handles = {text.get_text(): patch for text, patch in _legend(axes) if text.get_text() in PHASE_COLORS}
     for phase, handle in handles.items():
         color = tuple(handle.get_facecolor())
-        of = [c for c in axes.collections if len(c.get_facecolor()) and tuple(c.get_facecolor()[0]) == color]
-        extents = [path.get_extents() for collection in of for path in collection.get_paths()]
-        found[phase] = [(box.x0, box.x1) for box in extents]
-    return found
+        drawn = [c for c in axes.collections if len(c.get_facecolor()) and tuple(c.get_facecolor()[0]) == color]
+        extents = [path.get_extents() for collection in drawn for path in collection.get_paths()]
+        by_phase[phase] = [(box.x0, box.x1) for box in extents]
+    return by_phase
 
 
 def _legend(axes: Axes) -> list[tuple[Text, Any]]:
@@ -97,24 +100,24 @@ def _legend(axes: Axes) -> list[tuple[Text, Any]]:
 
 
 def numbers(axes: Axes) -> list[int]:
-    """The iterations that are named above the axes."""
+    """Return the numbers of iterations above the axes."""
     return [int(text.get_text()) for text in axes.texts if text.get_text().isdecimal()]
 
 
-def facts(axes: Axes) -> str:
-    """The line below the name of a trace."""
+def notes(axes: Axes) -> str:
+    """Return the line below the name of a trace."""
     return next((t.get_text() for t in axes.texts if t.get_fontsize() == 8.5), "")
 
 
 def shown_texts(figure: Figure) -> Iterator[tuple[str, Bbox]]:
-    """Every text that is seen, and where."""
+    """Yield every visible text and its bounds."""
     for axes in figure.axes:
         ticks = [
             label
-            for axis, (low, high), place in ((axes.xaxis, axes.get_xlim(), 0), (axes.yaxis, axes.get_ylim(), 1))
+            for axis, (low, high), index in ((axes.xaxis, axes.get_xlim(), 0), (axes.yaxis, axes.get_ylim(), 1))
             for label in axis.get_ticklabels()
-            if low <= label.get_position()[place] <= high
-            and axis.get_tick_params()[("labelbottom", "labelleft")[place]]
+            if low <= label.get_position()[index] <= high
+            and axis.get_tick_params()[("labelbottom", "labelleft")[index]]
         ]
         titles = [axes.title, cast(Any, axes)._left_title]
         legend = axes.get_legend()
@@ -125,15 +128,13 @@ def shown_texts(figure: Figure) -> Iterator[tuple[str, Bbox]]:
 
 
 def overlapping(figure: Figure) -> list[tuple[str, str]]:
-    """The pairs of texts that lie over each other by more than a dot."""
+    """Return the pairs of texts that overlap by more than a dot."""
     figure.draw_without_rendering()
     texts = [(text, box.padded(-1)) for text, box in shown_texts(figure)]
     return [(a, b) for (a, one), (b, other) in itertools.combinations(texts, 2) if one.overlaps(other)]
 
 
 def outside(figure: Figure) -> list[str]:
-    """The texts that the edge of the picture cuts."""
-    whole = figure.bbox
-    return [
-        text for text, box in shown_texts(figure) if box.x0 < 0 or box.y0 < 0 or box.x1 > whole.x1 or box.y1 > whole.y1
-    ]
+    """Return the texts that cross the edge of the figure."""
+    right, top = figure.bbox.x1, figure.bbox.y1
+    return [text for text, box in shown_texts(figure) if box.x0 < 0 or box.y0 < 0 or box.x1 > right or box.y1 > top]

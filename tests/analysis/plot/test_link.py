@@ -1,4 +1,4 @@
-"""What pictures show of a link: copies, counters, what is missing, and what cannot be."""
+"""Tests the link panel: copies, counters, gaps, impossible rates."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.analysis.plot.pictures import (
     MS,
     PEAK,
     bands,
-    facts,
     labels,
     line,
+    notes,
     numbers,
     steps,
     train,
@@ -30,19 +30,21 @@ from tests.analysis.plot.pictures import (
 )
 
 
-def link_of(rank: RankBuilder, builder: TraceBuilder) -> Axes:
+def draw_link(builder: TraceBuilder) -> Axes:
+    """Draw the link of a trace."""
     (axes,) = draw([builder.build()], kind="link").axes
     return axes
 
 
 def started() -> tuple[RankBuilder, TraceBuilder]:
+    """Return a rank that trains and has a link, and its trace."""
     builder = TraceBuilder()
     return train(builder.rank(0, devices=[LINKED])), builder
 
 
-def test_counters_are_drawn_as_they_were_sampled_h2d_up_and_d2h_down() -> None:
+def test_draw_link__draws_counters_as_sampled_h2d_up_d2h_down() -> None:
     memory, link = draw([with_counters()]).axes
-    assert "no GPU link" not in facts(memory)
+    assert "no GPU link" not in notes(memory)
     assert labels(link) == ["h2d (up)", "d2h (down)", "peak 50 GB/s"]
     assert steps(link, "h2d (up)")[0].tolist() == [0, 5, 10, 15, 20, 25, 30]
     assert steps(link, "h2d (up)")[1].tolist() == [40] * 6
@@ -54,73 +56,73 @@ def test_counters_are_drawn_as_they_were_sampled_h2d_up_and_d2h_down() -> None:
     assert link.yaxis.get_major_formatter()(-40, None) == "40"
 
 
-def test_copies_are_drawn_from_their_start_to_their_end() -> None:
+def test_draw_link__draws_copies_from_start_to_end() -> None:
     rank, builder = started()
     rank.transfer("h2d", 5 * MS, 10 * MS, 2 * 10**8).transfer("d2h", 12 * MS, 13 * MS, 10**6)
-    link = link_of(rank, builder)
+    link = draw_link(builder)
     assert steps(link, "h2d (up)")[0].tolist() == [0, 5, 10, 30]
     assert steps(link, "h2d (up)")[1] == pytest.approx([0, 40, 0])
     assert steps(link, "d2h (down)")[1] == pytest.approx([0, -1, 0])
 
 
-def test_kinds_of_host_memory_are_told_apart_where_both_occur() -> None:
+def test_draw_link__draws_a_line_per_kind_of_host_memory() -> None:
     rank, builder = started()
     rank.transfer("h2d", 0, 5 * MS, 2 * 10**8, host_memory="pinned").transfer("h2d", 3 * MS, 8 * MS, 10**8)
     rank.transfer("h2d", 6 * MS, 16 * MS, 10**8, host_memory="pageable")
     rank.transfer("d2h", 0, 5 * MS, 10**8, host_memory="pinned")
-    link = link_of(rank, builder)
+    link = draw_link(builder)
     assert labels(link)[:4] == [
         "h2d (up) pinned",
         "h2d (up) pageable",
-        "h2d (up) host memory not told",
+        "h2d (up) unknown host memory",
         "d2h (down) pinned",
     ]
     drawn = [patch for patch in link.patches if isinstance(patch, StepPatch) and not patch.get_fill()]
     assert len({str(patch.get_linestyle()) for patch in drawn[:3]}) == 3
     assert value_at(link, "h2d (up) pinned", 4) == pytest.approx(40)
     assert value_at(link, "h2d (up) pageable", 7) == pytest.approx(10)
-    assert value_at(link, "h2d (up) host memory not told", 4) == pytest.approx(20)
+    assert value_at(link, "h2d (up) unknown host memory", 4) == pytest.approx(20)
 
 
-def test_a_job_that_copied_nothing_was_recorded() -> None:
+def test_draw_link__draws_zero_for_a_job_without_copies() -> None:
     (_, link) = draw([trained(transfers_recorded=True, devices=[LINKED])]).axes
     assert steps(link, "h2d (up)")[1].tolist() == [0]
     assert line(link, "peak 50")[1] == [50, 50]
 
 
-def test_copies_without_sizes_are_not_drawn_as_nothing() -> None:
+def test_draw_link__draws_no_rate_for_copies_without_sizes() -> None:
     rank, builder = started()
     rank.transfer("h2d", 0, 5 * MS, None)
-    link = link_of(rank, builder)
-    assert labels(link)[:2] == ["h2d (up), sizes not known", "d2h (down)"]
-    assert np.isnan(steps(link, "h2d (up), sizes not known")[1]).all()
+    link = draw_link(builder)
+    assert labels(link)[:2] == ["h2d (up), sizes unknown", "d2h (down)"]
+    assert np.isnan(steps(link, "h2d (up), sizes unknown")[1]).all()
 
 
-def test_a_copy_that_takes_no_time_is_a_mean_over_a_slot() -> None:
+def test_draw_link__draws_a_copy_without_length_as_mean_over_a_slot() -> None:
     rank, builder = started()
     rank.transfer("h2d", 15 * MS, 15 * MS, 30 * 10**3)
-    link = link_of(rank, builder)
+    link = draw_link(builder)
     assert max(steps(link, "h2d (up)")[1]) == pytest.approx(1)
-    assert "link: means over 0.03 ms each" in facts(link)
+    assert "link: means over 0.03 ms each" in notes(link)
 
 
-def test_missing_samples_and_holes_are_gaps() -> None:
+def test_draw_link__leaves_gaps_where_samples_are_missing() -> None:
     rank, builder = started()
     for t in (1, 2, 3, 4, 20, 21):
         rank.link(t * MS, MS, "gpm", h2d_bytes_per_s=None if t == 3 else t * 1e9, d2h_bytes_per_s=t * 1e9)
-    link = link_of(rank, builder)
+    link = draw_link(builder)
     drawn = [value_at(link, "h2d (up)", t + 0.5) for t in (0, 1, 2, 3, 10, 18, 19, 20)]
     np.testing.assert_allclose(drawn, [1, 2, np.nan, 4, np.nan, np.nan, 20, 21])
     drawn = [-value_at(link, "d2h (down)", t + 0.5) for t in (0, 1, 2, 3, 10, 18, 19, 20)]
     np.testing.assert_allclose(drawn, [1, 2, 3, 4, np.nan, np.nan, 20, 21])
 
 
-def test_samples_above_the_peak_are_marked_and_do_not_set_the_scale() -> None:
+def test_draw_link__marks_samples_above_the_peak_off_scale() -> None:
     rank, builder = started()
     for t in range(1, 31):
         h2d = 4e11 if t in (7, 9) else 2e10
         rank.link(t * MS, MS, "gpm", h2d_bytes_per_s=h2d, d2h_bytes_per_s=3e11 if t == 12 else 1e10)
-    link = link_of(rank, builder)
+    link = draw_link(builder)
     assert labels(link)[2:5] == ["peak 50 GB/s", "2 × h2d above the peak", "1 × d2h above the peak"]
     top = link.get_ylim()[1]
     assert top == pytest.approx(54)
@@ -138,16 +140,16 @@ SAMPLES = st.lists(
 
 
 @given(SAMPLES)
-def test_every_true_sample_is_drawn_and_no_other(samples: list[tuple[int, float | None]]) -> None:
-    """Each so many ms after the one before, with a rate or none."""
+def test_draw_link__draws_exactly_the_possible_samples(samples: list[tuple[int, float | None]]) -> None:
+    """Samples: milliseconds after the sample before, and a rate or None."""
     rank, builder = started()
     times = np.cumsum([gap for gap, _ in samples]) * MS
     for t, (_, rate) in zip(times.tolist(), samples, strict=True):
         rank.link(t, MS, "gpm", h2d_bytes_per_s=rate, d2h_bytes_per_s=1e9)
     trace = builder.build()
-    found = traffic(trace, 0, "h2d")
+    moved = traffic(trace, 0, "h2d")
     (link,) = draw([trace], kind="link").axes
-    if found is None:
+    if moved is None:
         assert not any(str(patch.get_label()).startswith("h2d") for patch in link.patches)
         return
     end = 30 * MS
@@ -156,30 +158,30 @@ def test_every_true_sample_is_drawn_and_no_other(samples: list[tuple[int, float 
     np.testing.assert_allclose(drawn, rates)
 
 
-def test_many_copies_are_means_that_keep_every_byte() -> None:
+def test_draw_link__reduces_many_copies_to_means_with_all_bytes() -> None:
     rank, builder = started()
     starts = np.arange(0, 30 * MS, 10_000)
     rank.extend(
         "transfers", start_ns=starts, end_ns=starts + 4000, device="cuda:0", direction="h2d", bytes=10**5, name="copy"
     )
     rank.meta["transfers_recorded"] = True
-    link = link_of(rank, builder)
+    link = draw_link(builder)
     edges, rates = steps(link, "h2d (up)")
     assert len(rates) == 1000
     assert (rates * 1e9 * np.diff(edges) / 1e3).sum() == pytest.approx(len(starts) * 10**5)
-    assert "link: means over 0.03 ms each" in facts(link)
+    assert "link: means over 0.03 ms each" in notes(link)
 
 
-def test_slow_links_are_drawn_in_smaller_units() -> None:
+def test_draw_link__uses_smaller_units_for_slow_links() -> None:
     rank, builder = started()
     rank.transfer("h2d", 0, 10 * MS, 20_000)
-    link = link_of(rank, builder)
+    link = draw_link(builder)
     assert link.get_ylabel() == "link (MB/s)"
     assert max(steps(link, "h2d (up)")[1]) == pytest.approx(2)
     assert "peak 50 GB/s, off scale" in labels(link)
 
 
-def test_phases_behind_the_link_are_those_of_the_gpu() -> None:
+def test_draw_link__draws_phases_by_gpu_times() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[LINKED], transfers_recorded=True)
     for number in range(2):
@@ -196,11 +198,11 @@ def test_phases_behind_the_link_are_those_of_the_gpu() -> None:
     assert bands(link)["forward"] == [(3, 8), (13, 18)]
     # The GPU is done later than the host: that is shown too.
     assert bands(link)["update"] == [(8, 9), (18, 19)]
-    assert "as the GPU ran them" in facts(memory)
+    assert "GPU times" in notes(memory)
     (second,) = draw([trace], span=(1, 2), kind="link").axes
     assert numbers(second) == [1]
 
 
-def test_without_a_link_there_is_none_to_draw() -> None:
+def test_draw_link__refuses_a_trace_without_link() -> None:
     with pytest.raises(TraceError, match=r"rank 0 of trained\.ebb has no link to draw"):
         draw([trained()], kind="link")

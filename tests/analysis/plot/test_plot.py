@@ -1,4 +1,4 @@
-"""Pictures of built traces: what they show of memory and phases, and what they refuse."""
+"""Tests figures of built traces: memory and phases, and input that is refused."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.analysis.plot.pictures import (
     MS,
     bands,
     boxes,
-    facts,
     labels,
     line,
+    notes,
     numbers,
     steps,
     train,
@@ -25,12 +25,12 @@ from tests.analysis.plot.pictures import (
 )
 
 
-def test_a_trace_is_a_panel_with_its_memory_and_phases() -> None:
+def test_draw__shows_memory_and_phases_of_a_trace() -> None:
     (panel,) = draw([trained()]).axes
     assert panel.get_ylabel() == "memory (MiB)"
     assert panel.get_xlabel() == "time (ms)"
     assert panel.get_title(loc="left") == "trained"
-    assert facts(panel) == "a GPU · no GPU link was recorded"
+    assert notes(panel) == "a GPU · no GPU link was recorded"
     assert labels(panel) == ["device", "capacity 100.00 MiB", "forward", "backward", "update"]
     assert panel.get_xlim() == (0, 30)
     assert bands(panel) == {
@@ -41,7 +41,7 @@ def test_a_trace_is_a_panel_with_its_memory_and_phases() -> None:
     assert numbers(panel) == [0, 1, 2]
 
 
-def test_each_trace_has_its_own_panels_all_on_one_scale() -> None:
+def test_draw__puts_all_traces_on_one_scale() -> None:
     figure = draw([trained(size=30 * MIB), with_counters(), trained(5, size=2 * MIB, name="longer")])
     assert [axes.get_ylabel() for axes in figure.axes] == [
         "memory (MiB)",
@@ -58,7 +58,7 @@ def test_each_trace_has_its_own_panels_all_on_one_scale() -> None:
     assert [line(axes, "capacity")[0] for axes in memory] == [[0, 30], [0, 30], [0, 50]]
 
 
-def test_two_links_are_on_one_scale() -> None:
+def test_draw__puts_all_links_on_one_scale() -> None:
     builder = TraceBuilder()
     rank = train(builder.rank(0, devices=[GPU]))
     rank.link(10 * MS, 5 * MS, "gpm", h2d_bytes_per_s=3e6, d2h_bytes_per_s=9e10)
@@ -67,7 +67,7 @@ def test_two_links_are_on_one_scale() -> None:
     assert one.get_ylabel() == other.get_ylabel() == "link (GB/s)"
 
 
-def test_only_the_iterations_asked_for_are_shown() -> None:
+def test_draw__shows_only_the_selected_iterations() -> None:
     (panel,) = draw([trained(6)], span=(2, 4)).axes
     assert panel.get_xlim() == (0, 20)
     assert numbers(panel) == [2, 3]
@@ -75,7 +75,7 @@ def test_only_the_iterations_asked_for_are_shown() -> None:
     assert steps(panel, "device")[1].tolist()[:6] == [30, 60, 20] * 2
 
 
-def test_traces_begin_with_the_first_iteration_that_is_shown() -> None:
+def test_draw__aligns_traces_at_their_first_iteration() -> None:
     late = TraceBuilder()
     for number in range(3):
         start = (900 + 10 * number) * MS
@@ -89,7 +89,7 @@ def test_traces_begin_with_the_first_iteration_that_is_shown() -> None:
 
 
 def lagging() -> Trace:
-    """Iterations of 10 ms, with which the GPU is done 3 ms later."""
+    """Build iterations of 10 ms, which the GPU ends 3 ms later."""
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[GPU])
     for number in range(3):
@@ -99,7 +99,7 @@ def lagging() -> Trace:
     return builder.build("lagging.ebb")
 
 
-def test_what_is_shown_ends_when_the_gpu_is_done() -> None:
+def test_draw__ends_with_the_gpu() -> None:
     panel, _ = draw([lagging(), trained(4)], span=(0, 2), kind="windows", min_bytes=MIB).axes
     assert steps(panel, "device")[0].tolist() == [0, 10, 20, 22]
     # Of the next iteration that much is seen, and no more.
@@ -108,7 +108,7 @@ def test_what_is_shown_ends_when_the_gpu_is_done() -> None:
     assert max(right for _, right, *_ in boxes(panel, "free in every")) == 22
 
 
-def test_a_little_of_what_followed_is_shown() -> None:
+def test_draw__shows_a_little_after_the_last_phase() -> None:
     builder = TraceBuilder()
     train(builder.rank(0), 10).memory(101 * MS, MIB).memory(500 * MS, 2 * MIB)
     (panel,) = draw([builder.build()]).axes
@@ -116,7 +116,7 @@ def test_a_little_of_what_followed_is_shown() -> None:
     assert steps(panel, "device")[1][-1] == 1
 
 
-def test_the_rank_asked_for_is_shown() -> None:
+def test_draw__shows_the_selected_rank() -> None:
     builder = TraceBuilder()
     train(builder.rank(0), size=60 * MIB)
     train(builder.rank(3), size=90 * MIB)
@@ -124,10 +124,10 @@ def test_the_rank_asked_for_is_shown() -> None:
     for rank, peak in ((None, 60), (0, 60), (3, 90)):
         (panel,) = draw([trace], rank=rank).axes
         assert max(steps(panel, "device")[1]) == peak
-        assert facts(panel).startswith(f"rank {rank or 0}")
+        assert notes(panel).startswith(f"rank {rank or 0}")
 
 
-def test_a_very_short_update_is_seen() -> None:
+def test_draw__draws_a_very_short_phase_as_line() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0)
     for number in range(2):
@@ -145,46 +145,46 @@ def test_a_very_short_update_is_seen() -> None:
     assert np.array(ticks) == pytest.approx(np.array([[[4.0005, 0], [4.0005, 1]], [[9.0005, 0], [9.0005, 1]]]))
 
 
-def test_an_unknown_rank_is_refused() -> None:
+def test_draw__refuses_an_unknown_rank() -> None:
     with pytest.raises(TraceError, match="has no rank 7: it has 0"):
         draw([trained()], rank=7)
 
 
 @pytest.mark.parametrize(("span", "text"), [((3, None), "3:"), ((7, 9), "7:9")])
-def test_unknown_iterations_are_refused(span: tuple[int, int | None], text: str) -> None:
+def test_draw__refuses_unknown_iterations(span: tuple[int, int | None], text: str) -> None:
     with pytest.raises(TraceError, match=rf"has no iterations {text} \(it has 0 to 2\)"):
         draw([trained()], span=span)
 
 
-def test_iterations_of_a_trace_without_any_are_refused() -> None:
+def test_draw__refuses_iterations_of_a_trace_without_any() -> None:
     builder = TraceBuilder()
     builder.rank(0).memory(0, 1).memory(5, 2)
     with pytest.raises(TraceError, match="it has none"):
         draw([builder.build()], span=(0, 2))
 
 
-def test_a_trace_with_nothing_recorded_is_refused() -> None:
+def test_draw__refuses_an_empty_trace() -> None:
     builder = TraceBuilder()
     builder.rank(0)
     with pytest.raises(TraceError, match="nothing to draw"):
         draw([builder.build()])
 
 
-def test_a_trace_of_a_link_alone_has_no_memory_to_draw() -> None:
+def test_draw__draws_a_link_alone_but_not_as_memory() -> None:
     builder = TraceBuilder()
     builder.rank(0, devices=[GPU]).link(5 * MS, 5 * MS, "gpm", h2d_bytes_per_s=1e9)
     (link,) = draw([builder.build()]).axes
     assert link.get_ylabel() == "link (GB/s)"
-    with pytest.raises(TraceError, match="neither phases nor memory"):
+    with pytest.raises(TraceError, match="neither phases nor memory samples"):
         draw([builder.build()], kind="memory")
 
 
-def test_a_trace_without_ranks_is_refused() -> None:
-    with pytest.raises(TraceError, match="holds no rank"):
+def test_draw__refuses_a_trace_without_ranks() -> None:
+    with pytest.raises(TraceError, match="has no ranks"):
         draw([TraceBuilder().build()])
 
 
-def test_memory_alone_and_phases_alone_are_drawn() -> None:
+def test_draw__draws_memory_alone_and_phases_alone() -> None:
     memory, phases = TraceBuilder(), TraceBuilder()
     memory.rank(0).memory(0, 3).memory(8 * MS, 5)
     phases.rank(0, devices=[GPU]).phase("forward", 0, 5 * MS)
@@ -194,10 +194,10 @@ def test_memory_alone_and_phases_alone_are_drawn() -> None:
     assert bands(lower) == {"forward": [(0, 5)]}  # of an iteration that never finished
 
 
-def test_iterations_without_room_are_drawn_without_bands() -> None:
+def test_draw__omits_bands_of_short_iterations() -> None:
     (panel,) = draw([trained(120)]).axes
     assert bands(panel) == {}
     assert labels(panel) == ["device", "capacity 100.00 MiB"]
-    assert "no room for the phases" in facts(panel)
+    assert "phases too short to draw" in notes(panel)
     upper, lower = draw([trained(10), trained(1000, name="longer")]).axes
     assert bands(upper) == bands(lower) == {}

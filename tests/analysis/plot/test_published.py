@@ -1,4 +1,4 @@
-"""Pictures of a published run, imported: an interleaved update on an H100."""
+"""Tests figures of a published run, imported: an interleaved update on an H100."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def trace() -> Trace:
 
 
 @pytest.mark.parametrize("kind", ["both", "memory", "link", "windows"])
-def test_no_text_lies_over_another(trace: Trace, kind: Kind) -> None:
+def test_draw__has_no_overlapping_texts(trace: Trace, kind: Kind) -> None:
     figure = draw([trace, trace], kind=kind)
     assert overlapping(figure) == []
     assert outside(figure) == []
 
 
-def test_the_memory_line_is_that_of_the_monitor(trace: Trace) -> None:
+def test_draw__shows_the_memory_of_the_monitor(trace: Trace) -> None:
     memory, link = draw([trace], span=(2, 5)).axes
     rows = trace.memory(0)
     sizes = rows.loc[rows["pool"] == "device", "bytes"].to_numpy() / GIB
@@ -40,15 +40,15 @@ def test_the_memory_line_is_that_of_the_monitor(trace: Trace) -> None:
     assert link.get_xlim() == memory.get_xlim()
 
 
-def test_rates_that_no_such_link_has_are_marked(trace: Trace) -> None:
-    false = {way: found.false_samples for way in ("h2d", "d2h") if (found := traffic(trace, 0, way))}
-    assert false == {"h2d": 3, "d2h": 1}
+def test_draw__marks_impossible_rates(trace: Trace) -> None:
+    rejected = {way: moved.rejected_samples for way in ("h2d", "d2h") if (moved := traffic(trace, 0, way))}
+    assert rejected == {"h2d": 3, "d2h": 1}
     (link,) = draw([trace], kind="link").axes
     assert {"3 × h2d above the peak", "1 × d2h above the peak"} <= set(labels(link))
     assert link.get_ylim()[1] == pytest.approx(63.015 * 1.08, rel=0.05)
 
 
-def test_boxes_are_the_windows(trace: Trace) -> None:
+def test_draw_windows__boxes_match_find_windows(trace: Trace) -> None:
     panel, _ = draw([trace], kind="windows").axes
     windows = find_windows(trace, GIB, [0]).windows
     drawn = boxes(panel, "≥")

@@ -1,4 +1,4 @@
-"""No text of a picture lies over another, nor beyond the edge, whatever is drawn."""
+"""Tests texts of figures: none overlaps another one or the edge, for any content."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ LOG = "log-20B-tp1-dp4-l40-h5120-a64-sl2048-gbs4-mbs1-ratio1.0-subg100000000-pre
 
 
 def crowded(name: str, iterations: int) -> Trace:
-    """All that a legend can hold, of several ranks."""
+    """Build a trace of several ranks with everything that a legend lists."""
     builder = TraceBuilder()
     for number in range(3):
         rank = train(
             builder.rank(number, devices=[{**LINKED, "name": "a card with quite a long name indeed"}]), iterations
         )
-        for place, pool in enumerate(("reserved", "allocated", "requested", "tensors")):
-            rank.memory(0, (10 + place) * MIB, pool)
-        for place, pool in enumerate(("rss", "pinned", "swap", "host")):
-            rank.memory(0, (500 + place) * MIB, pool, "cpu")
-        for place, kind in enumerate(("pinned", "pageable", None)):
-            for way in ("h2d", "d2h"):
-                rank.transfer(way, (3 + place) * MS, (4 + place) * MS, 10**8, host_memory=kind)
+        for index, pool in enumerate(("reserved", "allocated", "requested", "tensors")):
+            rank.memory(0, (10 + index) * MIB, pool)
+        for index, pool in enumerate(("rss", "pinned", "swap", "host")):
+            rank.memory(0, (500 + index) * MIB, pool, "cpu")
+        for index, kind in enumerate(("pinned", "pageable", None)):
+            for direction in ("h2d", "d2h"):
+                rank.transfer(direction, (3 + index) * MS, (4 + index) * MS, 10**8, host_memory=kind)
     return builder.build(f"{name}.ebb")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("traces", [1, 6])
-def test_texts_of_crowded_traces_stand_apart(kind: Kind, traces: int) -> None:
+def test_draw__keeps_texts_of_crowded_traces_apart(kind: Kind, traces: int) -> None:
     figure = draw([crowded(LOG.format(n), 3 + 20 * n) for n in range(traces)], kind=kind, min_bytes=MIB)
     assert overlapping(figure) == []
     assert outside(figure) == []
@@ -57,7 +57,7 @@ def test_texts_of_crowded_traces_stand_apart(kind: Kind, traces: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "iterations"), [("both", 1), ("both", 85), ("both", 3000), ("windows", 30), ("windows", 400)]
 )
-def test_many_iterations_have_few_numbers(kind: Kind, iterations: int) -> None:
+def test_draw__numbers_some_of_many_iterations(kind: Kind, iterations: int) -> None:
     figure = draw([with_counters(iterations)], kind=kind, min_bytes=MIB)
     drawn = numbers(figure.axes[0])
     assert 1 <= len(drawn) <= 60
@@ -66,7 +66,7 @@ def test_many_iterations_have_few_numbers(kind: Kind, iterations: int) -> None:
     assert outside(figure) == []
 
 
-def test_a_long_first_iteration_leaves_room_for_the_numbers_of_the_others() -> None:
+def test_draw__numbers_short_iterations_after_a_long_one() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[GPU]).phase("forward", 0, 9000 * MS, 0).memory(0, 5)
     for number in range(1, 40):
@@ -76,7 +76,7 @@ def test_a_long_first_iteration_leaves_room_for_the_numbers_of_the_others() -> N
     assert overlapping(figure) == []
 
 
-def test_long_names_lose_their_middle_and_nothing_else() -> None:
+def test_draw__shortens_long_names_in_the_middle() -> None:
     name = LOG.format("and-again" * 9)
     (panel,) = draw([trained(name=name)]).axes
     head, tail = panel.get_title(loc="left").split("…")
@@ -87,7 +87,7 @@ def test_long_names_lose_their_middle_and_nothing_else() -> None:
     assert panel.get_title(loc="left") == LOG.format(1)
 
 
-def test_long_names_of_pools_leave_room_for_the_picture() -> None:
+def test_draw__shortens_long_pool_names() -> None:
     builder = TraceBuilder()
     train(builder.rank(0, devices=[GPU])).memory(0, 5 * MIB, "a pool of " + "very " * 60 + "small things")
     figure = draw([builder.build()])
@@ -96,13 +96,13 @@ def test_long_names_of_pools_leave_room_for_the_picture() -> None:
     assert any(re.fullmatch("a pool of .*….* small things", text) for text in labels(figure.axes[0]))
 
 
-def test_traces_of_one_name_are_told_apart_by_their_paths() -> None:
+def test_draw__names_traces_of_one_name_by_path() -> None:
     figure = draw([trained(name="a/run"), trained(name="b/run"), trained(name="other")])
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["a/run.ebb", "b/run.ebb", "other"]
 
 
 @pytest.mark.parametrize("name", ["a $b$ c", "$x", "_run", "two\nlines", "\udcff", "漢字", "<&>"])
-def test_odd_names_are_drawn_in_every_format(name: str) -> None:
+def test_save__writes_unusual_names_in_every_format(name: str) -> None:
     figure = draw([trained(name=name)])
     for format, begins in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
         file = io.BytesIO()
@@ -110,7 +110,7 @@ def test_odd_names_are_drawn_in_every_format(name: str) -> None:
         assert file.getvalue().startswith(begins)
 
 
-def test_files_hold_what_they_show_as_their_title() -> None:
+def test_save__writes_the_title_as_metadata() -> None:
     figure = draw([trained(), trained(name="other")], kind="windows", min_bytes=MIB)
     files = {}
     for format in ("png", "svg", "pdf"):

@@ -1,4 +1,4 @@
-"""Pictures of free windows show the figures of `find_windows`."""
+"""Tests figures of windows of free memory against `find_windows`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.analysis.plot.pictures import (
     MIB,
     MS,
     boxes,
-    facts,
     labels,
+    notes,
     steps,
     train,
     trained,
@@ -24,7 +24,7 @@ from tests.analysis.plot.pictures import (
 
 
 def uneven() -> Trace:
-    """Three iterations of which the second uses more memory, and copies in the first."""
+    """Build three iterations, of which the second uses more memory and the first has copies."""
     builder = TraceBuilder()
     rank = train(builder.rank(0, devices=[LINKED]), 3)
     rank.memory(14 * MS + 1, 90 * MIB).memory(15 * MS, 75 * MIB)
@@ -33,19 +33,19 @@ def uneven() -> Trace:
 
 
 @pytest.mark.parametrize("min_bytes", [1, 20 * MIB, 45 * MIB])
-def test_boxes_are_the_windows(min_bytes: int) -> None:
+def test_draw_windows__boxes_match_find_windows(min_bytes: int) -> None:
     trace = uneven()
-    found = find_windows(trace, min_bytes)
+    windows = find_windows(trace, min_bytes).windows
     expected = [
         (10 * w.iteration + w.start_ms, 10 * w.iteration + w.end_ms, 100 - w.free_bytes / MIB, 100)
-        for w in found.windows
+        for w in windows
         if w.iteration is not None
     ]
     panel, _ = draw([trace], kind="windows", min_bytes=min_bytes).axes
     assert boxes(panel, "≥") == [pytest.approx(box) for box in expected]
 
 
-def test_what_every_iteration_has_is_drawn_in_each_of_them() -> None:
+def test_draw_windows__draws_recurring_windows_in_each_iteration() -> None:
     trace = uneven()
     guaranteed = find_windows(trace, 20 * MIB).guaranteed
     # Iterations are alike in length here, so each of them has the times of the typical one.
@@ -61,7 +61,7 @@ def test_what_every_iteration_has_is_drawn_in_each_of_them() -> None:
     assert max(100 - bottom for *_, bottom, _ in drawn) <= max(100 - bottom for *_, bottom, _ in boxes(panel, "≥"))
 
 
-def test_boxes_lie_between_the_line_and_the_capacity() -> None:
+def test_draw_windows__draws_boxes_between_line_and_capacity() -> None:
     panel, _ = draw([uneven()], kind="windows", min_bytes=1).axes
     edges, values = steps(panel, "device")
     for left, right, bottom, top in boxes(panel, "≥"):
@@ -72,35 +72,35 @@ def test_boxes_lie_between_the_line_and_the_capacity() -> None:
         assert top == 100
 
 
-def test_the_strip_below_is_as_full_as_the_link_is_idle() -> None:
+def test_draw_windows__fills_the_strip_by_idle_share() -> None:
     trace = uneven()
     windows = find_windows(trace, 1).windows
     _, strip = draw([trace], kind="windows", min_bytes=1).axes
     assert [label.get_text() for label in strip.get_yticklabels()] == ["h2d idle", "d2h idle"]
     outlines, filled = strip.collections[0::2], strip.collections[1::2]
-    for way, outer, inner in zip(("h2d", "d2h"), outlines, filled, strict=True):
+    for direction, outlines_row, filled_row in zip(("h2d", "d2h"), outlines, filled, strict=True):
         shares = []
-        for whole, part in zip(outer.get_paths(), inner.get_paths(), strict=True):
-            shares.append(part.get_extents().height / whole.get_extents().height)
-        assert shares == pytest.approx([getattr(w, f"{way}_idle_share") for w in windows])
+        for outline, idle in zip(outlines_row.get_paths(), filled_row.get_paths(), strict=True):
+            shares.append(idle.get_extents().height / outline.get_extents().height)
+        assert shares == pytest.approx([getattr(w, f"{direction}_idle_share") for w in windows])
 
 
-def test_boxes_with_room_say_their_least_free_bytes() -> None:
+def test_draw_windows__labels_boxes_with_least_free_bytes() -> None:
     panel, strip = draw([uneven()], kind="windows", min_bytes=20 * MIB).axes
-    said = [text.get_text() for text in panel.texts if text.get_text().endswith("MiB")]
-    found = [f"{w.free_bytes / MIB:.2f} MiB" for w in find_windows(uneven(), 20 * MIB).windows]
-    assert said
-    assert set(said) <= set(found)
+    texts = [text.get_text() for text in panel.texts if text.get_text().endswith("MiB")]
+    expected = [f"{w.free_bytes / MIB:.2f} MiB" for w in find_windows(uneven(), 20 * MIB).windows]
+    assert texts
+    assert set(texts) <= set(expected)
     assert "100 %" in [text.get_text() for text in strip.texts]
 
 
-def test_only_windows_that_are_shown_are_drawn() -> None:
+def test_draw_windows__draws_only_visible_windows() -> None:
     panel, _ = draw([uneven()], span=(1, 2), kind="windows", min_bytes=1).axes
     windows = [w for w in find_windows(uneven(), 1).windows if w.iteration == 1]
     assert [box[:2] for box in boxes(panel, "≥")] == [pytest.approx((w.start_ms, w.end_ms)) for w in windows]
 
 
-def test_without_iterations_the_whole_trace_is_cut_into_windows() -> None:
+def test_draw_windows__splits_a_trace_without_iterations() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[GPU])
     for t, size in ((3, 20), (5, 80), (9, 10), (12, 30)):
@@ -110,19 +110,19 @@ def test_without_iterations_the_whole_trace_is_cut_into_windows() -> None:
     assert "free in every iteration" not in labels(panel)
 
 
-def test_that_nothing_is_free_is_said() -> None:
+def test_draw_windows__says_when_nothing_is_free() -> None:
     (panel,) = draw([trained()], kind="windows").axes
-    assert "never 1.00 GiB free" in facts(panel)
+    assert "never 1.00 GiB free" in notes(panel)
     assert labels(panel)[:2] == ["device", "capacity 100.00 MiB"]
 
 
-def test_a_capacity_far_above_is_on_the_scale_of_windows() -> None:
+def test_draw_windows__has_a_high_capacity_on_the_scale() -> None:
     (panel,) = draw([trained(size=MIB)], kind="windows", min_bytes=MIB).axes
     assert panel.get_ylim()[1] > 100
     assert "capacity 100.00 MiB" in labels(panel)
 
 
-def test_of_very_many_windows_the_longest_are_drawn() -> None:
+def test_draw_windows__draws_the_longest_of_very_many() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[GPU])
     times, sizes = [], []
@@ -133,20 +133,20 @@ def test_of_very_many_windows_the_longest_are_drawn() -> None:
     (panel,) = draw([builder.build()], kind="windows", min_bytes=50 * MIB).axes
     drawn = boxes(panel, "≥")
     assert len(drawn) == 10_000
-    assert "1,000 shorter windows are not drawn" in facts(panel)
+    assert "1,000 shorter windows are not drawn" in notes(panel)
     assert min(right - left for left, right, *_ in drawn) * MS > 13.9
 
 
-def test_traces_without_capacity_or_memory_are_refused() -> None:
-    with pytest.raises(TraceError, match="does not tell the capacity"):
+def test_draw_windows__refuses_a_trace_without_capacity_or_memory() -> None:
+    with pytest.raises(TraceError, match="does not state the capacity"):
         draw([trained(devices=[])], kind="windows")
     builder = TraceBuilder()
     builder.rank(0, devices=[GPU]).phase("forward", 0, 5, 0)
-    with pytest.raises(TraceError, match="no memory line"):
+    with pytest.raises(TraceError, match="no memory timeline"):
         draw([builder.build()], kind="windows")
 
 
-def test_counters_fill_the_strip_too() -> None:
+def test_draw_windows__fills_the_strip_from_counters() -> None:
     _, strip = draw([with_counters()], kind="windows", min_bytes=1).axes
     texts = [text.get_text() for text in strip.texts]
     assert "20 %" in texts

@@ -1,4 +1,4 @@
-"""A real browser without a screen: Debian's Chromium, driven by selenium."""
+"""Drives a headless browser: Debian's Chromium, by selenium."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FLAGS = (
 
 @functools.cache
 def installed() -> tuple[str, str]:
-    """(the browser, its driver). Root on Debian installs them where they are missing; else the test is skipped."""
+    """Return paths of browser and driver. Root on Debian installs them if missing; else the test is skipped."""
     if os.geteuid() == 0 and shutil.which("apt-get") and not all(map(shutil.which, ("chromium", "chromedriver"))):
         for command in (["update"], ["install", "--yes", "--no-install-recommends", *PACKAGES]):
             environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
@@ -47,7 +47,7 @@ def installed() -> tuple[str, str]:
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Chrome]:
-    """A browser with a fresh profile, which records its console and its network."""
+    """Start a browser with a fresh profile, which records its console and its network."""
     browser, driver = installed()
     options = ChromeOptions()
     options.binary_location = browser
@@ -62,19 +62,19 @@ def chromium(profile: Path) -> Iterator[Chrome]:
 
 
 def errors(chrome: Chrome) -> list[str]:
-    """What the console has shown as errors since it was last asked; what a policy forbids is one."""
+    """Return the errors of the console since the last call; a violation of the policy is one."""
     return [entry["message"] for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
 
 
 def requests(chrome: Chrome) -> list[str]:
-    """The addresses that pages have asked for since last asked."""
+    """Return the addresses that pages requested since the last call."""
     messages = [json.loads(entry["message"])["message"] for entry in chrome.get_log("performance")]
     sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
     return [params["request"]["url"] for params in sent]
 
 
 def point(chrome: Chrome, x: float, y: float) -> None:
-    """Move the mouse to a place of the window, in two steps, as a hand does."""
+    """Move the mouse to a point of the window, in two steps like a hand."""
     for step in (4, 0):
         actions = ActionChains(chrome, duration=50)
         actions.w3c_actions.pointer_action.move_to_location(round(x) + step, round(y) + step)
@@ -82,10 +82,11 @@ def point(chrome: Chrome, x: float, y: float) -> None:
 
 
 def prefer(chrome: Chrome, **features: str) -> None:
-    """Emulate media features, as prefers_color_scheme="dark"."""
+    """Emulate media features, such as prefers_color_scheme="dark"."""
     values = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
     chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": values})
 
 
 def run(chrome: Chrome, script: str, *arguments: Any) -> Any:
+    """Run a script in the page and return its result."""
     return chrome.execute_script(script, *arguments)

@@ -1,4 +1,4 @@
-"""The report's page: what it says of a trace, and that nothing of a trace becomes code."""
+"""Tests the content of the page, and that nothing of a trace becomes code."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-import ebbtide.analysis.report as package
 from ebbtide.analysis.findings import Finding, Findings, Unknown, find
 from ebbtide.analysis.plot import LINK_COLORS, PHASE_COLORS
-from ebbtide.analysis.report import page, render, write_report
-from ebbtide.analysis.report.columns import Table, counts, milliseconds, sizes, words
-from ebbtide.analysis.report.lines import clock, panels
+from ebbtide.analysis.report import build_page, render_page, write_report
+from ebbtide.analysis.report.chart_panels import chart_panels
+from ebbtide.analysis.report.columns import ReportTable, bytes_column, count_column, ms_column, text_column
+from ebbtide.analysis.timeline.axis import TimeAxis, recorded_interval
+from ebbtide.analysis.timeline.styles import COLORS
 from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.analysis.metrics.deepspeed_jobs import SIZE, deepspeed_job
@@ -26,7 +27,7 @@ from tests.analysis.report.report_traces import GIB, GPU, HOSTILE, ITERATION, MS
 NONE = Findings((), ())
 
 
-class Read(HTMLParser):
+class ParsedPage(HTMLParser):
     """The elements of a page, with their attributes and the text in them."""
 
     def __init__(self, html: str) -> None:
@@ -58,52 +59,55 @@ class Read(HTMLParser):
         return " ".join(self.texts["main"][0].split())
 
 
-def html_of(trace: Trace, findings: Findings = NONE, **more: Any) -> str:
-    return render(page(trace, findings, GIB, **more))
+def html_of(trace: Trace, findings: Findings = NONE, **options: Any) -> str:
+    """Return the page of a trace as HTML."""
+    return render_page(build_page(trace, findings, GIB, **options))
 
 
-def read(trace: Trace, findings: Findings = NONE, **more: Any) -> Read:
-    return Read(html_of(trace, findings, **more))
+def parse(trace: Trace, findings: Findings = NONE, **options: Any) -> ParsedPage:
+    """Return the page of a trace, parsed."""
+    return ParsedPage(html_of(trace, findings, **options))
 
 
-def column(table: Table, label: str) -> list[str]:
+def column(table: ReportTable, label: str) -> list[str]:
+    """Return the texts of a column."""
     return [cell.text for cell in next(c for c in table.columns if c.label == label).cells]
 
 
-def test_a_column_has_one_unit_and_its_figures_sort_as_figures() -> None:
-    column = sizes("peak", [3 * GIB, None, 512 * 2**20])
+def test_columns__have_one_unit_and_values_to_sort_by() -> None:
+    column = bytes_column("peak", [3 * GIB, None, 512 * 2**20])
     assert (column.unit, [cell.text for cell in column.cells]) == ("GiB", ["3.00", "–", "0.50"])
     assert [cell.value for cell in column.cells] == [3 * GIB, None, 512 * 2**20]
-    assert [cell.text for cell in milliseconds("time", [12_345.6, 1.0]).cells] == ["12,346", "1"]
+    assert [cell.text for cell in ms_column("time", [12_345.6, 1.0]).cells] == ["12,346", "1"]
 
 
-def test_what_no_row_tells_is_no_column() -> None:
-    table = Table("t", "T", (words("phase", ["forward"]), counts("copies", [None])))
+def test_report_table__omits_columns_without_values() -> None:
+    table = ReportTable("t", "T", (text_column("phase", ["forward"]), count_column("copies", [None])))
     assert [c.label for c in table.columns] == ["phase"]
     assert [[cell.text for cell in row] for row in table.rows] == [["forward"]]
 
 
-def test_the_findings_stand_first_with_their_worth_and_what_could_not_be_told_after_them() -> None:
+def test_page__begins_with_findings_their_gain_and_open_questions() -> None:
     finding = Finding("rule", "the update waits <b>", 9.5, ("it takes `3 ms`", "and more"), "update elsewhere")
     idle = Finding("other", "memory is idle", None, (), "use it")
     unknown = Unknown("copies", "are copies pinned?", "record them: `ebbtide profile --transfers`")
-    shown = read(trained().build(), Findings((finding, idle), (unknown,)))
+    shown = parse(trained().build(), Findings((finding, idle), (unknown,)))
     assert shown.texts["h2"][:2] == ["Findings", "Summary"]
-    assert shown.texts["h3"][:3] == ["The update waits <b>", "Memory is idle", "What this trace cannot tell"]
-    (worth,) = [" ".join(text.split()) for text in shown.texts["p"] if "potential gain" in text]
-    assert worth == "potential gain 9.50 ms 50 % of an iteration"
+    assert shown.texts["h3"][:3] == ["The update waits <b>", "Memory is idle", "What this trace does not show"]
+    (gain,) = [" ".join(text.split()) for text in shown.texts["p"] if "potential gain" in text]
+    assert gain == "potential gain 9.50 ms 50 % of an iteration"
     assert shown.texts["code"][:2] == ["3 ms", "ebbtide profile --transfers"]
     assert "Are copies pinned?" in shown.text
     assert not shown.attributes("b")[0].get("class")
 
 
-def test_the_summary_says_how_an_iteration_is_shared_out() -> None:
-    content = page(trained().build("run.ebb"), NONE, GIB)
+def test_page__summary_has_the_share_of_each_phase() -> None:
+    content = build_page(trained().build("run.ebb"), NONE, GIB)
     assert (content.name, content.about) == (
         "run",
         "a recorded run · 1 rank · 6 iterations, the first 2 left out as warm-up",
     )
-    assert [(f.label, f.value, f.beside) for f in content.figures] == [
+    assert [(f.label, f.value, f.context) for f in content.figures] == [
         ("iteration", "19 ms", "median of 4"),
         ("peak device memory", "30.00 GiB", "of 40.00 GiB"),
     ]
@@ -111,32 +115,32 @@ def test_the_summary_says_how_an_iteration_is_shared_out() -> None:
     assert column(content.phases, "median") == ["4.0", "10.0", "3.0", "2.0"]
     assert column(content.phases, "share") == ["21", "53", "16", "11"]
     assert column(content.phases, "peak device") == ["30.00", "30.00", "8.00", "10.00"]
-    bar = [float(a["width"] or 0) for a in read(trained().build()).attributes("rect")]
+    bar = [float(a["width"] or 0) for a in parse(trained().build()).attributes("rect")]
     assert sum(bar) == pytest.approx(100)
 
 
-def test_windows_iterations_and_copies_have_their_tables() -> None:
-    (view,) = page(with_copies(trained()).build(), NONE, 20 * GIB).ranks
+def test_page__has_tables_of_windows_iterations_and_copies() -> None:
+    (view,) = build_page(with_copies(trained()).build(), NONE, 20 * GIB).ranks
     always, longest = view.windows
     assert column(always, "phase") == ["other", "forward", "update"]
     assert set(column(longest, "least free")) == {"30.00", "32.00"}
     assert "at least 20.00 GiB of 40.00 GiB" in view.windows_line
     assert view.iterations is not None
-    assert column(view.iterations, "whole") == ["17.0", *["19.0"] * 5]
+    assert column(view.iterations, "total") == ["17.0", *["19.0"] * 5]
     assert column(view.iterations, "note")[:3] == ["warm-up", "warm-up", " "]
     by_phase, kinds = view.link
     assert column(kinds, "host memory") == ["pageable", "pinned"] * 2
     assert column(kinds, "copies") == ["6"] * 4
     assert column(kinds, "rate while busy") == ["25.00"] * 4
-    assert {"busy", "both ways at once"} <= {c.label for c in by_phase.columns}
+    assert {"busy", "both directions at once"} <= {c.label for c in by_phase.columns}
 
 
-def test_the_sub_steps_of_an_update_have_theirs_and_subgroups_one_that_is_cut() -> None:
-    (view,) = page(deepspeed_job().build(), NONE, GIB).ranks
+def test_page__has_tables_of_sub_steps_and_subgroups() -> None:
+    (view,) = build_page(deepspeed_job().build(), NONE, GIB).ranks
     steps, subgroups = view.steps
     assert column(steps, "sub-step")[:2] == ["reduce", "gradient down (in reduce)"]
-    place = column(steps, "sub-step").index("parameters")
-    assert [column(steps, label)[place] for label in ("time", "of phase", "h2d", "rate", "pageable", "waits for")] == [
+    row = column(steps, "sub-step").index("parameters")
+    assert [column(steps, label)[row] for label in ("time", "of phase", "h2d", "rate", "pageable", "waits for")] == [
         "100.0",
         "28",
         "953.67",
@@ -146,29 +150,29 @@ def test_the_sub_steps_of_an_update_have_theirs_and_subgroups_one_that_is_cut() 
     ]
     assert column(subgroups, "subgroup")[::5] == ["0", "1", "2", "3", "4"]
     assert subgroups.cut is None
-    (view,) = page(deepspeed_job(iterations=1, sizes=(SIZE,) * 30).build(), NONE, GIB).ranks
+    (view,) = build_page(deepspeed_job(iterations=1, sizes=(SIZE,) * 30).build(), NONE, GIB).ranks
     assert "ebbtide steps --json has all" in (view.steps[1].cut or "")
-    shown = read(deepspeed_job().build())
+    shown = parse(deepspeed_job().build())
     assert "Sub-steps" in shown.texts["h2"]
-    assert page(trained().build(), NONE, GIB).ranks[0].steps == []
+    assert build_page(trained().build(), NONE, GIB).ranks[0].steps == []
 
 
-def test_an_iteration_far_from_the_others_is_marked() -> None:
+def test_iteration_table__marks_outliers() -> None:
     builder = trained(20)
     builder.rank(0).phase("update", 20 * ITERATION, 20 * ITERATION + 30 * MS, 20)
-    (view,) = page(builder.build(), NONE, GIB).ranks
+    (view,) = build_page(builder.build(), NONE, GIB).ranks
     table = view.iterations
     assert table is not None
-    odd = [cell.odd for cell in next(c for c in table.columns if c.label == "update").cells]
-    assert odd == [False] * 20 + [True]
+    outliers = [cell.is_outlier for cell in next(c for c in table.columns if c.label == "update").cells]
+    assert outliers == [False] * 20 + [True]
     assert "update 20" in (table.note or "")
-    assert html_of(builder.build()).count('class="number odd"') == sum(
-        cell.odd for column in table.columns for cell in column.cells
+    assert html_of(builder.build()).count('class="number outlier"') == sum(
+        cell.is_outlier for column in table.columns for cell in column.cells
     )
 
 
-def test_a_long_table_is_cut_and_says_so() -> None:
-    (view,) = page(trained(300).build(), NONE, GIB).ranks
+def test_iteration_table__cuts_a_long_table_and_says_so() -> None:
+    (view,) = build_page(trained(300).build(), NONE, GIB).ranks
     assert view.iterations is not None
     assert len(view.iterations.rows) == 200
     assert view.iterations.cut == "The first 200 of 300 rows: ebbtide iterations --json has all."
@@ -177,65 +181,70 @@ def test_a_long_table_is_cut_and_says_so() -> None:
 @pytest.mark.parametrize(
     ("builder", "says"),
     [
-        (TraceBuilder(), "holds no rank"),
+        (TraceBuilder(), "has no ranks"),
         (trained(0), "No finished iteration was recorded"),
         (trained(devices=[]), "The capacity of the device is not known"),
         (trained(), "No GPU link was recorded"),
     ],
     ids=["nothing", "no-iterations", "no-capacity", "no-link"],
 )
-def test_what_is_missing_is_said(builder: TraceBuilder, says: str) -> None:
+def test_page__says_what_is_missing(builder: TraceBuilder, says: str) -> None:
     trace = builder.build()
-    assert says in read(trace, find(trace)).text
+    assert says in parse(trace, find(trace)).text
 
 
-def test_phases_alone_and_memory_alone_make_a_page() -> None:
+def test_page__needs_only_phases_or_memory() -> None:
     phases, memory = TraceBuilder(), TraceBuilder("imported")
     phases.rank(0, devices=[GPU]).phase("forward", 0, 5 * MS, 0).phase("update", 5 * MS, 6 * MS, 0)
     memory.rank(0, devices=[GPU]).memory(0, 10 * GIB).memory(8 * MS, 39 * GIB + 1).memory(9 * MS, GIB)
-    only_phases, only_memory = read(phases.build()), read(memory.build())
+    only_phases, only_memory = parse(phases.build()), parse(memory.build())
     assert "No memory of a device was recorded" in only_phases.text
-    assert "has no memory line of a device" in only_phases.text
+    assert "has no memory timeline of a device" in only_phases.text
     assert "an imported run" in only_memory.texts["header"][0]
     assert "Times count from the start of the trace" in only_memory.text
 
 
-def test_a_simulation_says_that_it_is_one() -> None:
-    assert "a simulation" in read(trained(source="simulated").build()).texts["header"][0]
+def test_page__says_that_a_trace_is_simulated() -> None:
+    assert "a simulation" in parse(trained(source="simulated").build()).texts["header"][0]
 
 
-def test_eight_ranks_are_drawn_and_the_others_named() -> None:
+def test_page__draws_eight_ranks_and_counts_the_others() -> None:
     trace = trained(ranks=11).build()
-    content = page(trace, NONE, GIB)
+    content = build_page(trace, NONE, GIB)
     assert [view.rank for view in content.ranks] == list(range(8))
-    assert content.left_out == "3 more ranks are not drawn: --rank N draws another one"
+    assert content.omitted_ranks == "3 more ranks are not drawn: --rank N draws another one"
     assert content.compared is not None
     assert len(content.compared.rows) == 11
-    shown = Read(render(content))
+    shown = ParsedPage(render_page(content))
     assert [a["value"] for a in shown.attributes("option")] == [str(rank) for rank in range(8)]
     hidden = ["hidden" in a for a in shown.attributes("div") if a.get("class") == "rank"]
     assert hidden == [False] + [True] * 7
-    assert [view.rank for view in page(trace, NONE, GIB, rank=9).ranks] == [9]
+    assert [view.rank for view in build_page(trace, NONE, GIB, rank=9).ranks] == [9]
     with pytest.raises(TraceError, match="no rank 12"):
-        page(trace, NONE, GIB, rank=12)
+        build_page(trace, NONE, GIB, rank=12)
 
 
-def test_the_facts_of_the_job_are_told_and_odd_ones_left_out() -> None:
+@pytest.mark.parametrize(
+    "meta", [{"ended_wall_ns": 10**40}, {"host": 3}, {"deepspeed": "?"}], ids=["time", "host", "deepspeed"]
+)
+def test_page__refuses_damaged_metadata(meta: dict[str, Any]) -> None:
+    with pytest.raises(TraceError, match=f"is damaged: {next(iter(meta))} in its meta.json is not valid"):
+        build_page(TraceBuilder("imported", **meta).build(), NONE, GIB)
+
+
+def test_describe_job__lists_only_recorded_metadata() -> None:
     builder = TraceBuilder(
         "imported",
         command=["python", "train.py", "a b"],
         started_wall_ns=1_700_000_000 * 10**9,
-        ended_wall_ns=10**40,
         imported=[{"file": "run.log", "format": "deepspeed-log"}],
-        host=3,
         exit={"signal": 9},
         clock={"name": "unix", "host": None},
-        deepspeed="?",
     )
     for rank in range(2):
-        builder.rank(rank, devices=[{**GPU, "device": f"cuda:{rank}"}], threads=[1])
-    facts = dict(page(builder.build(), NONE, GIB).facts)
-    assert facts == {
+        builder.rank(rank, devices=[{**GPU, "device": f"cuda:{rank}"}])
+    details = dict(build_page(builder.build(), NONE, GIB).job)
+    assert details == {
         "command": "python train.py 'a b'",
         "started": "2023-11-14 22:13:20 UTC",
         "ended": "signal 9",
@@ -251,7 +260,7 @@ def test_the_facts_of_the_job_are_told_and_odd_ones_left_out() -> None:
     [
         (
             {"ratio": 0.5, "sizes": (SIZE,) * 3, "devices": ("cuda", "cpu", "cpu")},
-            "ZeRO-3, optimizer offloaded to the cpu, a share of 0.5 asked for, 0.67 in fact on the CPU, 3 subgroups of "
+            "ZeRO-3, optimizer offloaded to the cpu, a share of 0.5 configured, 0.67 real on the CPU, 3 subgroups of "
             "100 M parameters, 2 of them on the CPU, masters pageable, gradients pinned",
         ),
         (
@@ -261,17 +270,17 @@ def test_the_facts_of_the_job_are_told_and_odd_ones_left_out() -> None:
         ),
     ],
 )
-def test_the_facts_tell_where_deepspeed_keeps_its_state(meta: dict[str, Any], says: str) -> None:
-    facts = dict(page(deepspeed_job(iterations=1, **meta).build(), NONE, GIB).facts)
-    assert facts["DeepSpeed"] == says
-    assert "DeepSpeed 0.19.8" in facts["software"]
+def test_describe_job__describes_the_offload_of_deepspeed(meta: dict[str, Any], says: str) -> None:
+    details = dict(build_page(deepspeed_job(iterations=1, **meta).build(), NONE, GIB).job)
+    assert details["DeepSpeed"] == says
+    assert "DeepSpeed 0.19.8" in details["software"]
 
 
-def test_nothing_from_a_trace_becomes_code() -> None:
+def test_render_page__escapes_everything_of_a_trace() -> None:
     trace = hostile()
     finding = Finding("rule", HOSTILE, 1.0, (HOSTILE,), HOSTILE)
     html = html_of(trace, Findings((finding,), (Unknown("rule", HOSTILE, HOSTILE),)))
-    shown = Read(html)
+    shown = ParsedPage(html)
     types = [a.get("type") for a in shown.attributes("script")]
     assert types.count("application/json") == 1
     running = [text for kind, text in zip(types, shown.texts["script"], strict=True) if kind is None]
@@ -284,8 +293,8 @@ def test_nothing_from_a_trace_becomes_code() -> None:
     assert "</script" not in html.split('type="application/json"')[1].split("\n")[0].removesuffix("</script>")
 
 
-def test_the_policy_names_each_script_by_its_hash_and_nothing_else() -> None:
-    shown = read(trained().build())
+def test_render_page__allows_only_its_own_scripts() -> None:
+    shown = parse(trained().build())
     (policy,) = [a["content"] for a in shown.attributes("meta") if a.get("http-equiv")]
     scripts = [
         text
@@ -304,27 +313,46 @@ def test_the_policy_names_each_script_by_its_hash_and_nothing_else() -> None:
     assert not any(name in ("src", "href") for _, attributes in shown.elements for name in attributes)
 
 
-def test_a_page_without_a_timeline_does_without_bokeh() -> None:
+def test_render_page__omits_bokeh_without_a_timeline() -> None:
     html = html_of(TraceBuilder().build())
     assert len(html) < 50_000
 
 
 @pytest.mark.slow
-def test_a_long_trace_makes_a_page_under_five_megabytes(tmp_path: Path) -> None:
+def test_write_report__stays_below_five_megabytes_for_a_long_trace(tmp_path: Path) -> None:
     trace = long()
     write_report(trace, NONE, tmp_path / "long.html", 10 * GIB)
     assert (tmp_path / "long.html").stat().st_size < 5_000_000
-    shown = Read((tmp_path / "long.html").read_text())
-    assert "phases and windows are drawn for one iteration in" in shown.text
-    assert "mean rates over" in shown.text
+    shown = ParsedPage((tmp_path / "long.html").read_text())
+    assert "phases and windows of one iteration in" in shown.text
+    assert "link: means over" in shown.text
 
 
-def test_every_line_has_a_colour_and_phases_and_directions_those_of_the_pictures() -> None:
-    styles = (Path(package.__file__).parent / "templates" / "page.css").read_text()
+def test_render_page__has_a_color_for_every_line_as_in_plots() -> None:
+    trace = long()
+    (styles,) = parse(trained().build()).texts["style"]
     colors = dict(re.findall(r"--([\w-]+): (#\w+);", styles.split("@media")[0]))
     assert {**colors, **PHASE_COLORS, **LINK_COLORS} == colors
-    trace = long()
-    at = clock(trace, 0)
-    assert at is not None
-    assert {line.color for panel in panels(trace, 0, at, 1000) for line in panel.lines} <= set(colors)
-    assert {f"pool-{number}" for number in range(1, 9)} <= set(colors)
+    assert {name: color.light for name, color in COLORS.items()}.items() <= colors.items()
+    interval = recorded_interval(trace, 0)
+    assert interval is not None
+    axis = TimeAxis(0, *interval, interval[1] - interval[0])
+    lines = [line for panel in chart_panels(trace, 0, axis, 1000) for line in panel.lines]
+    assert {line.style.color for line in lines} | {line.style.fill or "h2d" for line in lines} <= set(colors)
+
+
+def test_page__names_the_pool_of_free_memory() -> None:
+    builder = TraceBuilder()
+    for number in range(2):
+        rank = builder.rank(number, devices=[GPU])
+        rank.phase("forward", 0, 4 * MS, 0).phase("update", 4 * MS, 6 * MS, 0)
+        rank.memory(0, 30 * GIB, "allocated").memory(0, 35 * GIB, "reserved")
+    content = build_page(builder.build(), NONE, GIB)
+    assert content.phases is not None
+    assert content.compared is not None
+    for table in (content.phases, content.compared, *content.ranks[0].windows):
+        assert "Free memory is capacity minus reserved." in (table.note or "")
+    assert "capacity minus reserved" in content.ranks[0].windows_line
+    # The peak is that of another pool.
+    assert column(content.compared, "peak allocated") == ["30.00"] * 2
+    assert column(content.compared, "least free") == ["5.00"] * 2

@@ -1,4 +1,4 @@
-"""The report in a real browser: it opens, zooms, tells what lies under the mouse, sorts, and asks for nothing."""
+"""Tests the report in a browser: it opens, zooms, shows figures at the pointer, sorts, and makes no requests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ebbtide.profiler.trace import Trace
 from tests.analysis.report.chromium import chromium, errors, point, prefer, requests, run
 from tests.analysis.report.report_traces import GIB, hostile, long, trained, with_copies
 
-LEAST = 20 * GIB
-# A figure of the timeline by its name, and where a place of its data lies in the window.
+MIN_BYTES = 20 * GIB
+# A figure of the timeline by its name, and the window coordinates of a point of its data.
 FIGURE = """
 const figure = (name) => [...Bokeh.documents.at(-1).all_models].find((m) => m.type === "Figure" && m.name === name);
 const view = (name) => find(Bokeh.index.roots, figure(name));
@@ -35,14 +35,14 @@ function find(views, model) {
   }
 }
 """
-PLACE = (
+POINT = (
     FIGURE
     + """
 const {frame, el} = view(arguments[0]), {x, y} = el.getBoundingClientRect();
 return [x + frame.x_scale.compute(arguments[1]), y + frame.y_scale.compute(arguments[2])];
 """
 )
-# What hovering shows lies beside the page's own elements, in shadow trees.
+# Tooltips are in shadow trees, outside of the page's own elements.
 TEXT = """
 const texts = (node) => {
   if (node.nodeType === 3) return [node.textContent];
@@ -61,11 +61,11 @@ def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
 
 @pytest.fixture
 def shown(chrome: Chrome, tmp_path: Path) -> Callable[[Trace], None]:
-    """Opens the report of a trace, and waits until its timeline is drawn."""
+    """Return a function that opens the report of a trace and waits for its timeline."""
 
     def show(trace: Trace) -> None:
         path = tmp_path / "report.html"
-        write_report(trace, find(trace), path, LEAST, force=True)
+        write_report(trace, find(trace), path, MIN_BYTES, force=True)
         prefer(chrome, prefers_color_scheme="light")
         requests(chrome), errors(chrome)
         chrome.get(path.as_uri())
@@ -76,45 +76,49 @@ def shown(chrome: Chrome, tmp_path: Path) -> Callable[[Trace], None]:
 
 
 def wait(chrome: Chrome, until: Callable[[], Any]) -> Any:
+    """Wait for a true result, and return it."""
     return WebDriverWait(chrome, 20, poll_frequency=0.05).until(lambda _: until())
 
 
-def timeline(chrome: Chrome) -> None:
+def scroll_to_timeline(chrome: Chrome) -> None:
+    """Scroll so that the timeline is visible."""
     run(chrome, "document.querySelector('.rank:not([hidden]) .readout').scrollIntoView()")
 
 
 def x_range(chrome: Chrome) -> list[float]:
-    found: list[float] = run(chrome, FIGURE + "const {start, end} = figure('memory').x_range; return [start, end]")
-    return found
+    """Return the start and end of the time axis."""
+    bounds: list[float] = run(chrome, FIGURE + "const {start, end} = figure('memory').x_range; return [start, end]")
+    return bounds
 
 
-def places(chrome: Chrome, figure: str, x: float, y: float) -> tuple[float, float]:
-    at_x, at_y = run(chrome, PLACE, figure, x, y)
-    return at_x, at_y
+def window_point(chrome: Chrome, figure: str, x: float, y: float) -> tuple[float, float]:
+    """Return the window coordinates of a point in data coordinates."""
+    window_x, window_y = run(chrome, POINT, figure, x, y)
+    return window_x, window_y
 
 
-def test_the_page_opens_without_an_error_and_asks_for_nothing(chrome: Chrome, shown: Any, tmp_path: Path) -> None:
+def test_page__opens_without_errors_and_requests(chrome: Chrome, shown: Any, tmp_path: Path) -> None:
     shown(with_copies(trained(ranks=2)).build())
     assert errors(chrome) == []
-    asked = requests(chrome)
-    assert (tmp_path / "report.html").as_uri() in asked
-    assert [url for url in asked if not url.startswith((tmp_path.as_uri(), "data:", "blob:"))] == []
+    urls = requests(chrome)
+    assert (tmp_path / "report.html").as_uri() in urls
+    assert [url for url in urls if not url.startswith((tmp_path.as_uri(), "data:", "blob:"))] == []
     heads = [head.text for head in chrome.find_elements(By.TAG_NAME, "h2") if head.is_displayed()]
     assert heads[:3] == ["Findings", "Summary", "Timeline rank 0"]
     assert heads[-2:] == ["Ranks compared", "The job"]
 
 
-def test_the_policy_forbids_what_the_page_does_not_need(chrome: Chrome, shown: Any) -> None:
+def test_policy__forbids_connections_and_images(chrome: Chrome, shown: Any) -> None:
     shown(trained().build())
     run(chrome, "fetch('https://example.invalid/').catch(() => {}); new Image().src = 'https://example.invalid/x.png'")
     refused: list[str] = []
     wait(chrome, lambda: refused.extend(errors(chrome)) or len(refused) >= 2)
-    told = " ".join(message for message in refused if "Content Security Policy" in message)
-    assert "connect-src" in told
-    assert "img-src" in told
+    text = " ".join(message for message in refused if "Content Security Policy" in message)
+    assert "connect-src" in text
+    assert "img-src" in text
 
 
-def test_what_stands_in_a_trace_does_not_run(chrome: Chrome, shown: Any) -> None:
+def test_page__runs_no_code_of_a_trace(chrome: Chrome, shown: Any) -> None:
     shown(hostile())
     assert chrome.title.endswith("· ebbtide")
     assert errors(chrome) == []
@@ -122,33 +126,34 @@ def test_what_stands_in_a_trace_does_not_run(chrome: Chrome, shown: Any) -> None
     assert "alert(2)" in run(chrome, TEXT)
 
 
-def test_the_wheel_zooms_where_it_turns_and_reset_brings_all_back(chrome: Chrome, shown: Any) -> None:
+def test_timeline__zooms_with_the_wheel_and_resets(chrome: Chrome, shown: Any) -> None:
     shown(with_copies(trained()).build())
-    timeline(chrome)
-    whole = x_range(chrome)
-    x, y = places(chrome, "memory", 40, 20)
+    scroll_to_timeline(chrome)
+    initial = x_range(chrome)
+    x, y = window_point(chrome, "memory", 40, 20)
     ActionChains(chrome).scroll_from_origin(ScrollOrigin.from_viewport(round(x), round(y)), 0, -300).perform()
-    start, end = wait(chrome, lambda: x_range(chrome) != whole and x_range(chrome))
-    assert whole[0] < start < 40 < end < whole[1]
-    assert places(chrome, "memory", 40, 20)[0] == pytest.approx(x, abs=2)
-    assert places(chrome, "link", 40, 1)[0] == pytest.approx(x, abs=2)
+    start, end = wait(chrome, lambda: x_range(chrome) != initial and x_range(chrome))
+    assert initial[0] < start < 40 < end < initial[1]
+    assert window_point(chrome, "memory", 40, 20)[0] == pytest.approx(x, abs=2)
+    assert window_point(chrome, "link", 40, 1)[0] == pytest.approx(x, abs=2)
     chrome.find_element(By.CSS_SELECTOR, "[data-reset]").click()
-    assert wait(chrome, lambda: x_range(chrome) == whole)
+    assert wait(chrome, lambda: x_range(chrome) == initial)
 
 
 @pytest.mark.slow
-def test_a_drag_pans_and_with_the_other_tool_zooms_into_a_box(chrome: Chrome, shown: Any) -> None:
+def test_timeline__pans_by_drag_and_zooms_into_a_box(chrome: Chrome, shown: Any) -> None:
     shown(trained().build())
-    timeline(chrome)
+    scroll_to_timeline(chrome)
     chrome.find_element(By.CSS_SELECTOR, "[data-zoom='0.5']").click()
     start, end = x_range(chrome)
-    x, y = places(chrome, "memory", (start + end) / 2, 20)
+    x, y = window_point(chrome, "memory", (start + end) / 2, 20)
 
-    def drag(over: int) -> None:
+    def drag(distance: int) -> None:
         actions = ActionChains(chrome, duration=100)
         pointer = actions.w3c_actions.pointer_action
         pointer.move_to_location(round(x), round(y)).pointer_down()
-        pointer.move_to_location(round(x) + over // 2, round(y) + 20).move_to_location(round(x) + over, round(y) + 60)
+        pointer.move_to_location(round(x) + distance // 2, round(y) + 20)
+        pointer.move_to_location(round(x) + distance, round(y) + 60)
         pointer.pointer_up()
         actions.perform()
 
@@ -161,40 +166,41 @@ def test_a_drag_pans_and_with_the_other_tool_zooms_into_a_box(chrome: Chrome, sh
     assert boxed[1] - boxed[0] < (panned[1] - panned[0]) / 3
 
 
-def test_hovering_a_window_tells_its_figures(chrome: Chrome, shown: Any) -> None:
+def test_timeline__shows_figures_of_boxes_on_hover(chrome: Chrome, shown: Any) -> None:
     trace = with_copies(trained()).build()
     shown(trace)
-    timeline(chrome)
-    (window,) = [w for w in find_windows(trace, LEAST).windows if (w.iteration, w.phase) == (1, "forward")]
+    scroll_to_timeline(chrome)
+    (window,) = [w for w in find_windows(trace, MIN_BYTES).windows if (w.iteration, w.phase) == (1, "forward")]
     assert (window.free_bytes, window.h2d_idle_share) == (30 * GIB, 0.5)
-    for figure, y, tells in (
+    for figure, y, text in (
         ("memory", 25, "window: forward iteration 1 within it 2.00 ms to 6.00 ms length 4.00 ms least free 30.00 GiB"),
         ("memory", 25, "h2d idle 50 % d2h idle 50 %"),
         ("strips", 1.5, "forward iteration 1 micro-step 0 length 4.00 ms"),
         ("strips", 0.5, "free in every iteration phase forward at least 30.00 GiB"),
     ):
-        point(chrome, *places(chrome, figure, 21, y))
-        wait(chrome, lambda tells=tells: tells in " ".join(run(chrome, TEXT).split()))
+        point(chrome, *window_point(chrome, figure, 21, y))
+        wait(chrome, lambda text=text: text in " ".join(run(chrome, TEXT).split()))
 
 
-def test_the_readout_tells_time_and_value_of_every_line(chrome: Chrome, shown: Any) -> None:
+def test_readout__shows_time_phase_and_value_of_every_line(chrome: Chrome, shown: Any) -> None:
     shown(with_copies(trained()).build())
-    timeline(chrome)
-    point(chrome, *places(chrome, "link", 2 * 19 + 5, 10))  # a copy runs from 35 to 37 ms, and from 42 ms
+    scroll_to_timeline(chrome)
+    point(chrome, *window_point(chrome, "link", 2 * 19 + 5, 10))  # a copy runs from 35 to 37 ms, and from 42 ms
 
-    def told() -> str:
+    def readout() -> str:
         return " ".join(chrome.find_element(By.CLASS_NAME, "readout").text.split())
 
-    wait(chrome, lambda: "iteration 2, backward" in told())
-    assert "device 30.00 GiB" in told()
-    assert "allocated 1.00 GiB" in told()
-    assert "free 10.00 GiB capacity 40.00 GiB" in told()
-    assert "h2d 25.00 GB/s d2h 25.00 GB/s peak 32 GB/s" in told()
-    assert told().split("at ")[1].startswith("43.")
+    wait(chrome, lambda: "iteration 2, backward" in readout())
+    assert "device 30.00 GiB" in readout()
+    assert "allocated 1.00 GiB" in readout()
+    assert "free above device 10.00 GiB capacity 40.00 GiB" in readout()
+    assert "h2d pinned 25.00 GB/s h2d pageable 0.00 GB/s" in readout()
+    assert "d2h pinned 25.00 GB/s d2h pageable 0.00 GB/s peak 32 GB/s" in readout()
+    assert readout().split("at ")[1].startswith("43.")
 
 
 @pytest.mark.slow
-def test_a_line_is_hidden_by_its_name(chrome: Chrome, shown: Any) -> None:
+def test_readout__hides_a_line_by_its_name(chrome: Chrome, shown: Any) -> None:
     shown(trained().build())
     visible = "return [...Bokeh.documents[0].all_models].find((m) => m.name === 'memory/allocated').visible"
     key = chrome.find_element(By.CSS_SELECTOR, "[data-line='memory/allocated']")
@@ -203,24 +209,24 @@ def test_a_line_is_hidden_by_its_name(chrome: Chrome, shown: Any) -> None:
     assert (run(chrome, visible), key.get_attribute("aria-pressed")) == (False, "false")
 
 
-def test_another_rank_is_shown_on_request(chrome: Chrome, shown: Any) -> None:
+def test_page__shows_another_rank_on_request(chrome: Chrome, shown: Any) -> None:
     shown(trained(ranks=3).build())
     assert run(chrome, "return Bokeh.documents.length") == 1
     Select(chrome.find_element(By.ID, "rank")).select_by_value("2")
     wait(chrome, lambda: run(chrome, "return Bokeh.documents.length") == 2)
     assert [v.is_displayed() for v in chrome.find_elements(By.CLASS_NAME, "rank")] == [False, False, True]
-    timeline(chrome)
-    point(chrome, *places(chrome, "memory", 30, 20))
+    scroll_to_timeline(chrome)
+    point(chrome, *window_point(chrome, "memory", 30, 20))
     line = chrome.find_element(By.CSS_SELECTOR, "[data-rank='2'] [data-line='memory/allocated']")
     wait(chrome, lambda: "3.00 GiB" in line.text)
 
 
-def test_tables_sort_by_mouse_and_keys_figures_as_figures(chrome: Chrome, shown: Any) -> None:
+def test_tables__sort_by_mouse_and_keyboard(chrome: Chrome, shown: Any) -> None:
     shown(trained(12).build())
     table = chrome.find_element(By.CSS_SELECTOR, "#longest-0 table")
 
-    def column(place: int) -> list[str]:
-        return [row.text for row in table.find_elements(By.CSS_SELECTOR, f"tbody td:nth-child({place})")]
+    def column(position: int) -> list[str]:
+        return [row.text for row in table.find_elements(By.CSS_SELECTOR, f"tbody td:nth-child({position})")]
 
     heads = table.find_elements(By.CSS_SELECTOR, "th")
     labels = [head.text.split()[0] for head in heads]
@@ -239,7 +245,7 @@ def test_tables_sort_by_mouse_and_keys_figures_as_figures(chrome: Chrome, shown:
 
 
 @pytest.mark.slow
-def test_a_dark_page_has_a_dark_timeline(chrome: Chrome, shown: Any) -> None:
+def test_timeline__is_dark_on_a_dark_page(chrome: Chrome, shown: Any) -> None:
     shown(trained().build())
     colors = FIGURE + (
         "return [getComputedStyle(document.body).backgroundColor, figure('memory').left[0].major_label_text_color]"
@@ -261,7 +267,7 @@ def test_a_dark_page_has_a_dark_timeline(chrome: Chrome, shown: Any) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_wider_than_a_narrow_screen(chrome: Chrome, shown: Any) -> None:
+def test_page__fits_a_narrow_screen(chrome: Chrome, shown: Any) -> None:
     shown(with_copies(trained(ranks=2)).build())
     screen = {"width": 400, "height": 800, "deviceScaleFactor": 2, "mobile": False}
     chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
@@ -275,7 +281,7 @@ def test_nothing_is_wider_than_a_narrow_screen(chrome: Chrome, shown: Any) -> No
 
 
 @pytest.mark.slow
-def test_it_prints_with_its_timeline_and_without_its_buttons(chrome: Chrome, shown: Any) -> None:
+def test_page__prints_the_timeline_without_buttons(chrome: Chrome, shown: Any) -> None:
     shown(trained().build())
     scaled = (
         "addEventListener('beforeprint', () => { document.title = document.querySelector('.timeline').style.zoom })"
@@ -294,15 +300,14 @@ def test_it_prints_with_its_timeline_and_without_its_buttons(chrome: Chrome, sho
 
 
 @pytest.mark.slow
-def test_a_long_trace_opens_too(chrome: Chrome, shown: Any) -> None:
+def test_page__opens_for_a_long_trace(chrome: Chrome, shown: Any) -> None:
     shown(long())
     assert errors(chrome) == []
-    timeline(chrome)
-    point(chrome, *places(chrome, "memory", 300, 5))
+    scroll_to_timeline(chrome)
+    point(chrome, *window_point(chrome, "memory", 300, 5))
     wait(chrome, lambda: "GiB" in chrome.find_element(By.CSS_SELECTOR, "[data-line='memory/device'] b").text)
 
 
-def test_a_trace_without_anything_opens_without_an_error(chrome: Chrome, shown: Any) -> None:
-    write = trained(0).build()
-    shown(write)
+def test_page__opens_for_an_empty_trace(chrome: Chrome, shown: Any) -> None:
+    shown(trained(0).build())
     assert errors(chrome) == []

@@ -1,4 +1,4 @@
-"""Laying intervals out on lanes: what shares a lane nests or lies apart."""
+"""Placement of intervals on lanes: intervals on one lane nest or are disjoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.timeseries.lanes import lay_out, overlap
+from ebbtide.analysis.timeseries.lanes import any_overlap, assign_lanes
 
 Interval = tuple[int, int, int | None]
 INTERVALS = st.lists(
@@ -23,15 +23,15 @@ def columns(intervals: list[Interval]) -> tuple[np.ndarray, np.ndarray, list[int
 
 
 def crossing(one: Interval, other: Interval) -> bool:
-    """Whether two intervals share time and neither lies within the other."""
+    """Return whether two intervals share time and neither contains the other."""
     (a, b, _), (c, d, _) = sorted([one, other], key=lambda i: (i[0], -i[1]))
     return c < b < d and a != c
 
 
 @given(INTERVALS)
-def test_what_shares_a_lane_nests_or_lies_apart(intervals: list[Interval]) -> None:
+def test_assign_lanes__intervals_on_one_lane_nest_or_are_disjoint(intervals: list[Interval]) -> None:
     starts, ends, parents = columns(intervals)
-    order, lanes = lay_out(starts, ends, parents)
+    order, lanes = assign_lanes(starts, ends, parents)
     assert sorted(order) == list(range(len(intervals)))
     assert (np.diff(starts[order]) >= 0).all()
     for first, one in enumerate(order):
@@ -44,17 +44,17 @@ def test_what_shares_a_lane_nests_or_lies_apart(intervals: list[Interval]) -> No
 
 
 @given(INTERVALS)
-def test_without_parents_there_are_no_more_lanes_than_intervals_at_once(intervals: list[Interval]) -> None:
+def test_assign_lanes__without_parents_needs_fewest_lanes(intervals: list[Interval]) -> None:
     starts, ends, _ = columns(intervals)
-    _, lanes = lay_out(starts, ends)
-    # Halves stand for moments between two nanoseconds; an interval without length is at its own nanosecond alone.
+    _, lanes = assign_lanes(starts, ends)
+    # Halves are moments between two nanoseconds; an interval without length occupies its own nanosecond only.
     moments = np.arange(0, 45, 0.5)
     open_at = [int(((starts < t) & (t < ends)).sum() + ((starts == t) & (ends == t)).any()) for t in moments]
     assert len(set(lanes.tolist())) == max(open_at) if intervals else not len(lanes)
 
 
 @given(INTERVALS)
-def test_overlap_is_that_two_share_time(intervals: list[Interval]) -> None:
+def test_any_overlap__is_true_if_two_intervals_share_time(intervals: list[Interval]) -> None:
     starts, ends, _ = columns(intervals)
     shared = any(
         max(starts[i], starts[j]) < min(ends[i], ends[j]) or starts[j] < starts[i] == ends[i] < ends[j]
@@ -62,17 +62,17 @@ def test_overlap_is_that_two_share_time(intervals: list[Interval]) -> None:
         for j in range(len(intervals))
         if i != j
     )
-    assert overlap(starts, ends) == shared
+    assert any_overlap(starts, ends) == shared
 
 
-def test_children_lie_on_the_lane_of_their_parent() -> None:
-    # An update with two parts, the second with a part of its own; beside it something that overlaps all of them.
+def test_assign_lanes__puts_children_on_lane_of_parent() -> None:
+    # An update with two parts, the second with a part of its own; another interval overlaps all of them.
     starts, ends = np.array([0, 1, 5, 6, 2]), np.array([10, 5, 9, 9, 20])
-    _, lanes = lay_out(starts, ends, [None, 0, 0, 2, None])
+    _, lanes = assign_lanes(starts, ends, [None, 0, 0, 2, None])
     assert lanes.tolist() == [0, 0, 0, 0, 1]
 
 
-def test_siblings_at_once_and_children_that_outlast_their_parent_go_elsewhere() -> None:
+def test_assign_lanes__moves_overlapping_siblings_and_longer_children_to_other_lanes() -> None:
     starts, ends = np.array([0, 1, 2, 8]), np.array([10, 5, 6, 12])
-    _, lanes = lay_out(starts, ends, [None, 0, 0, 0])
+    _, lanes = assign_lanes(starts, ends, [None, 0, 0, 0])
     assert lanes.tolist() == [0, 0, 1, 1]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.timeseries.step_functions import cumulative, peak_between, thinned, union_length
+from ebbtide.analysis.timeseries.step_functions import cumulative, downsample, peak_between, union_length
 
 Pair = tuple[int, int]
 Amount = tuple[int, int, int]
@@ -30,21 +30,21 @@ def columns(pairs: list[Pair]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.in
     return ints([a for a, _ in pairs]), ints([b for _, b in pairs])
 
 
-def passed(copies: list[Amount], at: int) -> Fraction:
-    """What has passed by `at`, exactly: an amount that takes no time passes in the nanosecond before its end."""
+def passed(copies: list[Amount], time: int) -> Fraction:
+    """Return the exact total by a time: an amount without duration passes in the nanosecond before its end."""
     total = Fraction(0)
     for start, length, amount in copies:
         end = start + length
         begin = min(start, end - 1)
-        total += amount * Fraction(min(max(at - begin, 0), end - begin), end - begin)
+        total += amount * Fraction(min(max(time - begin, 0), end - begin), end - begin)
     return total
 
 
-def totals(copies: list[Amount], at: list[int], offset: int = 0) -> list[float]:
+def totals(copies: list[Amount], times: list[int], offset: int = 0) -> list[float]:
     starts = ints([start + offset for start, _, _ in copies])
     ends = ints([start + length + offset for start, length, _ in copies])
     sizes = np.array([amount for _, _, amount in copies], np.float64)
-    return cumulative(starts, ends, sizes)(ints(at) + offset).tolist()
+    return cumulative(starts, ends, sizes)(ints(times) + offset).tolist()
 
 
 @given(
@@ -52,68 +52,66 @@ def totals(copies: list[Amount], at: list[int], offset: int = 0) -> list[float]:
     st.lists(intervals, max_size=8),
     offsets,
 )
-def test_the_peak_is_the_largest_value_at_any_time_of_the_interval(
-    samples: list[Pair], asked: list[Pair], offset: int
-) -> None:
+def test_peak_between__is_largest_value_in_interval(samples: list[Pair], spans: list[Pair], offset: int) -> None:
     samples.sort(key=lambda sample: sample[0])
     times, values = columns(samples)
-    starts, ends = columns(asked)
+    starts, ends = columns(spans)
     got = peak_between(times + offset, values, starts + offset, ends + offset)
-    assert len(got) == len(asked)
-    for peak, (start, end) in zip(got.tolist(), asked, strict=True):
-        held = [[v for t, v in samples if t <= at][-1:] for at in range(start, end + 1)]
-        # Of several samples at one time inside the interval each has been the value, if for no time at all.
-        seen = [v for last in held for v in last] + [v for t, v in samples if start < t <= end]
-        if seen:
-            assert peak == max(seen)
+    assert len(got) == len(spans)
+    for peak, (start, end) in zip(got.tolist(), spans, strict=True):
+        values_at = [[v for t, v in samples if t <= times][-1:] for times in range(start, end + 1)]
+        # Of several samples times one time inside the interval each has been the value, if for no time times all.
+        values_inside = [v for last in values_at for v in last] + [v for t, v in samples if start < t <= end]
+        if values_inside:
+            assert peak == max(values_inside)
         else:
             assert np.isnan(peak)
 
 
-def test_a_peak_before_the_first_sample_is_unknown() -> None:
+def test_peak_between__is_nan_before_first_sample() -> None:
     got = peak_between(ints([10, 20]), ints([5, 3]), ints([0, 0, 12, 20, 25]), ints([9, 10, 15, 20, 99]))
     assert np.isnan(got[0])
     assert got[1:].tolist() == [5, 5, 3, 3]
 
 
-def test_a_peak_without_samples_is_unknown() -> None:
+def test_peak_between__is_nan_without_samples() -> None:
     assert np.isnan(peak_between(ints([]), ints([]), ints([0, 5]), ints([1, 9]))).all()
 
 
-def test_no_intervals_have_no_peaks() -> None:
+def test_peak_between__is_empty_without_intervals() -> None:
     assert len(peak_between(ints([1]), ints([2]), ints([]), ints([]))) == 0
 
 
-def test_a_negative_peak_stays_negative() -> None:
+def test_peak_between__keeps_negative_values() -> None:
     assert peak_between(ints([1, 2]), ints([-7, -9]), ints([1]), ints([5])).tolist() == [-7]
 
 
 @given(amounts, offsets)
 @example([(0, 0, 10**9)], 10**15)
 @example([(0, 3, 10**9), (1, 7, 10**9 - 1), (2, 0, 1)], 1_700_000_000_000_000_000)
-def test_what_has_passed_is_the_exact_fraction_at_every_time(copies: list[Amount], offset: int) -> None:
-    at = list(range(-3, 48))
-    got = totals(copies, at, offset)
+def test_cumulative__is_exact_at_every_time(copies: list[Amount], offset: int) -> None:
+    times = list(range(-3, 48))
+    got = totals(copies, times, offset)
     slack = 1e-12 * max(sum(amount for _, _, amount in copies), 1)
-    for time, value in zip(at, got, strict=True):
+    for time, value in zip(times, got, strict=True):
         assert value == pytest.approx(float(passed(copies, time)), rel=0, abs=slack)
 
 
 @given(amounts)
-def test_the_total_is_the_sum_of_the_amounts_and_nothing_passes_before_the_first(copies: list[Amount]) -> None:
+def test_cumulative__runs_from_zero_to_sum_of_amounts(copies: list[Amount]) -> None:
     before, after = totals(copies, [-2, 10**6])
     assert before == 0
     assert after == pytest.approx(sum(amount for _, _, amount in copies), rel=1e-12)
 
 
 @given(amounts, st.lists(st.integers(-5, 60), min_size=2, max_size=20))
-def test_what_has_passed_never_shrinks(copies: list[Amount], at: list[int]) -> None:
+def test_cumulative__never_decreases(copies: list[Amount], times: list[int]) -> None:
     slack = 1e-12 * max(sum(amount for _, _, amount in copies), 1)
-    assert (np.diff(totals(copies, sorted(at))) >= -slack).all()
+    assert (np.diff(totals(copies, sorted(times))) >= -slack).all()
 
 
 @given(amounts, intervals, offsets)
-def test_a_difference_is_what_passed_between(copies: list[Amount], between: Pair, offset: int) -> None:
+def test_cumulative__differences_are_amounts_between(copies: list[Amount], between: Pair, offset: int) -> None:
     start, end = between
     first, last = totals(copies, [start, end], offset)
     exact = passed(copies, end) - passed(copies, start)
@@ -121,22 +119,22 @@ def test_a_difference_is_what_passed_between(copies: list[Amount], between: Pair
     assert last - first == pytest.approx(float(exact), rel=0, abs=slack)
 
 
-def test_an_amount_that_takes_no_time_has_passed_at_its_end() -> None:
+def test_cumulative__amount_without_duration_passes_at_its_end() -> None:
     assert totals([(10, 0, 64)], [8, 9, 10, 11]) == [0, 0, 64, 64]
 
 
-def test_overlapping_amounts_add_up() -> None:
+def test_cumulative__overlapping_amounts_add_up() -> None:
     assert totals([(0, 10, 100), (5, 10, 200)], [0, 5, 10, 15]) == [0, 50, 200, 300]
 
 
-def test_one_nanosecond_is_told_apart_late_in_an_uptime() -> None:
+def test_cumulative__resolves_nanoseconds_after_long_uptime() -> None:
     late = 10**15
     assert totals([(0, 4, 8)], [0, 1, 2, 3, 4], offset=late) == [0, 2, 4, 6, 8]
     assert totals([(0, 4, 8)], [0, 1, 2, 3, 4], offset=1_700 * late) == [0, 2, 4, 6, 8]
 
 
-def test_nothing_moves_in_a_long_pause_after_copies_that_overlapped() -> None:
-    # The rates of copies that end are taken back in another order than they were added.
+def test_cumulative__is_constant_in_long_pause_after_overlapping_copies() -> None:
+    # The rates of copies that end are subtracted in another order than they were added.
     copies = [(0, 3, 10**9), (1, 7, 10**9 + 1), (2, 11, 10**9 + 7)]
     hour = 3600 * 10**9
     first, last = totals([*copies, (2 * hour, 5, 1)], [100, hour])
@@ -144,30 +142,30 @@ def test_nothing_moves_in_a_long_pause_after_copies_that_overlapped() -> None:
     assert last == pytest.approx(3 * 10**9 + 8, abs=1)
 
 
-def test_no_amounts_make_zero() -> None:
+def test_cumulative__is_zero_without_amounts() -> None:
     assert cumulative(ints([]), ints([]), np.array([], np.float64))(ints([1, 2])).tolist() == [0, 0]
 
 
 @given(st.lists(intervals, max_size=12), offsets)
-def test_a_union_is_as_long_as_the_set_of_its_nanoseconds(pairs: list[Pair], offset: int) -> None:
+def test_union_length__equals_count_of_covered_nanoseconds(pairs: list[Pair], offset: int) -> None:
     starts, ends = columns(pairs)
     covered = {time for start, end in pairs for time in range(start, end)}
     assert union_length(starts + offset, ends + offset) == len(covered)
 
 
 @given(st.lists(st.integers(-9, 9), min_size=1, max_size=80), st.integers(4, 60))
-def test_a_thinned_line_keeps_its_ends_and_the_extremes_of_each_stretch(values: list[int], most: int) -> None:
+def test_downsample__keeps_ends_and_extremes_of_each_stretch(values: list[int], max_samples: int) -> None:
     times, sizes = np.arange(len(values)), ints(values)
-    kept, drawn = thinned(times, sizes, most)
-    assert len(kept) <= max(most, 4)
+    kept, drawn = downsample(times, sizes, max_samples)
+    assert len(kept) <= max(max_samples, 4)
     assert (np.diff(kept) > 0).all()
     assert drawn.tolist() == sizes[kept].tolist()
     assert (kept[0], kept[-1]) == (0, len(values) - 1)
     assert (drawn.min(), drawn.max()) == (min(values), max(values))
-    if len(values) <= most:
+    if len(values) <= max_samples:
         assert len(kept) == len(values)
-    # Anything that is left out lies between values that are drawn, no further away than two stretches.
-    reach = 2 * -(-len(values) // ((most - 2) // 2))
+    # Samples left out are between kept values that are at most two stretches away.
+    reach = 2 * -(-len(values) // ((max_samples - 2) // 2))
     for time, size in enumerate(values):
         near = drawn[np.abs(kept - time) <= reach]
         assert near.min() <= size <= near.max()

@@ -1,9 +1,7 @@
-"""The parts of a calibration that need no card: arithmetic of times, kernels, ranks."""
+"""Parts of a calibration that need no GPU: arithmetic of times, kernels, contention."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 
 import pytest
@@ -15,47 +13,49 @@ from ebbtide.errors import MachineError
 from ebbtide.interleave.calibrate.adamw import OnePassAdamW, TorchAdamW
 from ebbtide.interleave.calibrate.cpu import Copier
 from ebbtide.interleave.calibrate.host_memory import working_set
-from ebbtide.interleave.calibrate.link import copy_seconds, together_bytes_per_s
-from ebbtide.interleave.calibrate.ranks import Ranks, ranks_of
+from ebbtide.interleave.calibrate.link import combined_bytes_per_s, copy_durations
+from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.interleave.calibrate.record import Record
-from ebbtide.interleave.calibrate.timing import Timed, timed
+from ebbtide.interleave.calibrate.timing import Timing, measure_time
 
 GIB = 2**30
 CPU = torch.device("cpu")
 
 
 @given(st.integers(2**20, 2**43), st.none() | st.integers(0, 2**32))
-def test_a_working_set_dwarfs_the_caches_or_takes_an_eighth_of_the_memory(memory: int, cache: int | None) -> None:
+def test_working_set__is_four_times_the_caches_or_an_eighth_of_the_memory(memory: int, cache: int | None) -> None:
     size = working_set(memory, cache)
     assert size <= memory // 8
     assert size == memory // 8 or size == max(256 << 20, 4 * cache if cache is not None else GIB)
 
 
-def test_the_length_of_copies_is_between_their_marks() -> None:
-    assert copy_seconds([2.0, 4.0, 7.0]) == pytest.approx([0.002, 0.003])
+def test_copy_durations__are_between_the_events() -> None:
+    assert copy_durations([2.0, 4.0, 7.0]) == pytest.approx([0.002, 0.003])
 
 
 @given(
     st.floats(1, 100), st.floats(1, 100), st.integers(3, 20), st.integers(3, 20), st.floats(0, 2), st.floats(1e-3, 1e3)
 )
-def test_both_ways_together_give_the_sum_of_their_rates_while_both_run(
-    one_ms: float, other_ms: float, count: int, others: int, late: float, unit: float
+def test_combined_bytes_per_s__is_the_sum_of_the_rates_while_both_directions_run(
+    first_ms: float, second_ms: float, first_count: int, second_count: int, delay_ms: float, unit: float
 ) -> None:
-    first = [one_ms * number for number in range(count + 1)]
-    second = [late + other_ms * number for number in range(others + 1)]
+    first = [first_ms * number for number in range(first_count + 1)]
+    second = [delay_ms + second_ms * number for number in range(second_count + 1)]
     nbytes = round(1e6 * unit)
-    expected = nbytes / one_ms * 1e3 + nbytes / other_ms * 1e3
-    assert together_bytes_per_s([first, second], nbytes) == pytest.approx(expected, rel=1e-6)
+    expected = nbytes / first_ms * 1e3 + nbytes / second_ms * 1e3
+    assert combined_bytes_per_s([first, second], nbytes) == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_run_is_repeated_three_times_at_least_and_once_before() -> None:
+def test_measure_time__runs_once_unmeasured_and_at_least_three_times() -> None:
     calls: list[int] = []
-    found = timed(lambda: calls.append(1), 0.0, Ranks())
-    assert (len(calls), found.runs) == (4, 3)
-    assert Timed.of([float(n) for n in (9, 0, 1, 2, 3, 4, 5, 6, 7, 8, 10)]) == Timed(seconds=5.0, runs=11, spread=1.6)
+    timing = measure_time(lambda: calls.append(1), 0.0, Ranks())
+    assert (len(calls), timing.runs) == (4, 3)
+    assert Timing.from_runs([float(n) for n in (9, 0, 1, 2, 3, 4, 5, 6, 7, 8, 10)]) == Timing(
+        seconds=5.0, runs=11, spread=1.6
+    )
 
 
-def test_host_memory_gives_the_most_that_was_seen_to_pass() -> None:
+def test_record__takes_the_highest_host_traffic_as_bandwidth() -> None:
     record = Record()
     for rate in (10.0, 30.0, 20.0):
         record.host_traffic(rate, f"at {rate}")
@@ -63,26 +63,26 @@ def test_host_memory_gives_the_most_that_was_seen_to_pass() -> None:
     assert record.measured["host_memory_bytes_per_s"] == {"how": "at 30.0"}
 
 
-def test_a_copier_counts_what_passes_while_something_is_done() -> None:
+def test_copier__measures_the_rate_during_an_action() -> None:
     def copy() -> int:
         time.sleep(0.001)
         return 1000
 
     with Copier(copy) as copier:
-        rate = copier.rate_over(lambda: time.sleep(0.2))
-    # A sleep is never shorter than asked for.
+        rate = copier.rate_during(lambda: time.sleep(0.2))
+    # A sleep is never shorter than its argument.
     assert 0 < rate <= 1.1e6
 
 
-def test_a_copy_that_fails_is_not_taken_for_none() -> None:
+def test_copier__raises_the_error_of_a_failed_copy() -> None:
     def copy() -> int:
         raise MachineError("no room")
 
     with Copier(copy) as copier, pytest.raises(MachineError, match="no room"):
-        copier.rate_over(lambda: time.sleep(0.01))
+        copier.rate_during(lambda: time.sleep(0.01))
 
 
-def test_torchs_kernel_is_adamw_on_the_master_with_half_precision_around() -> None:
+def test_torch_adamw__updates_the_master_and_casts_gradient_and_parameter() -> None:
     step = TorchAdamW(1000, CPU)
     for _ in range(3):
         step()
@@ -96,52 +96,10 @@ def test_torchs_kernel_is_adamw_on_the_master_with_half_precision_around() -> No
     assert [tensor.dtype for tensor in step.state] == [torch.float32] * 3
 
 
-def test_the_one_pass_kernel_does_the_same() -> None:
-    one, other = OnePassAdamW(1000, 3), TorchAdamW(1000, CPU)
+def test_one_pass_adamw__gives_the_same_result_as_torch() -> None:
+    one_pass, fused = OnePassAdamW(1000, 3), TorchAdamW(1000, CPU)
     for _ in range(3):
-        one()
-        other()
-    torch.testing.assert_close(one.master, other.master.detach(), rtol=1e-6, atol=0)
-    assert torch.equal(one.half, one.master.bfloat16())
-
-
-def meet(ranks: Ranks) -> None:
-    for _ in range(3):
-        ranks.wait()
-    ranks.gather({"rate": float(ranks.rank)})
-
-
-def stumble(ranks: Ranks) -> None:
-    ranks.wait()
-    raise MachineError("the GPU has no room")
-
-
-def die(ranks: Ranks) -> None:
-    ranks.wait()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_ranks_wait_for_each_other_and_tell_what_they_found() -> None:
-    with ranks_of(2, meet) as ranks:
-        for _ in range(3):
-            ranks.wait()
-        assert ranks.gather({"rate": 0.0}) == [{"rate": 0.0}, {"rate": 1.0}]
-        helpers = ranks.helpers
-    assert not any(helper.is_alive() for helper in helpers)
-
-
-@pytest.mark.parametrize(
-    ("work", "said"), [(stumble, "rank 1: the GPU has no room"), (die, "one of 2 ranks was killed")]
-)
-def test_a_rank_that_fails_ends_the_others_wait(work: object, said: str) -> None:
-    with ranks_of(2, work) as ranks:  # type: ignore[arg-type]
-        ranks.wait()
-        with pytest.raises(MachineError, match=said):
-            ranks.wait()
-
-
-def test_one_rank_waits_for_nobody() -> None:
-    with ranks_of(None, meet) as ranks:
-        ranks.wait()
-        assert ranks.gather({"rate": 1.0}) == [{"rate": 1.0}]
-        assert (ranks.count, ranks.local_count, ranks.helpers) == (1, 1, [])
+        one_pass()
+        fused()
+    torch.testing.assert_close(one_pass.master, fused.master.detach(), rtol=1e-6, atol=0)
+    assert torch.equal(one_pass.half, one_pass.master.bfloat16())

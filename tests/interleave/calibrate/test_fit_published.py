@@ -1,4 +1,4 @@
-"""What is fitted on a few published runs holds on the others; and where the presets come from."""
+"""Tests of fits to published runs: a few of them predict the others, and all of them give the presets."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def published() -> Runs:
         ("a100-40gb-published", {"a100-13b-async", "a100-13b-interleaved-2", "a100-13b-interleaved-10"}),
     ],
 )
-def test_three_runs_predict_the_others(published: Runs, machine: str, fitted: set[str]) -> None:
+def test_fit__of_three_runs_predicts_the_others(published: Runs, machine: str, fitted: set[str]) -> None:
     traces = published[machine]
-    box = fit([sample_of(traces[name]) for name in sorted(fitted)]).machine
+    fitted_machine = fit([sample_of(traces[name]) for name in sorted(fitted)]).machine
     updates, iterations = {}, {}
     for name in traces.keys() - fitted:
         sample = sample_of(traces[name])
-        schedule = simulate(make_plan(sample.policy, sample.workload, box), sample.workload, box)
+        schedule = simulate(make_plan(sample.policy, sample.workload, fitted_machine), sample.workload, fitted_machine)
         updates[name] = abs(schedule.update_s / sample.update_s - 1)
         measured_ms = summarize(traces[name]).iteration_ms
         assert measured_ms is not None
@@ -46,27 +46,27 @@ def test_three_runs_predict_the_others(published: Runs, machine: str, fitted: se
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_what_all_its_runs_give(published: Runs, name: str) -> None:
+def test_presets__equal_the_fit_of_all_their_runs(published: Runs, name: str) -> None:
     shipped = preset(name).as_json()
-    found = machine_of([trace.path for trace in published[name].values()], name).as_json()
-    assert set(shipped) - set(found) == {"source"}
-    for key, value in found.items():
+    fitted = machine_of([trace.path for trace in published[name].values()], name).as_json()
+    assert set(shipped) - set(fitted) == {"source"}
+    for key, value in fitted.items():
         if isinstance(value, float):
             assert shipped[key] == pytest.approx(value, rel=0.02), key
-    assert shipped["fit"]["policies"] == found["fit"]["policies"]
-    assert shipped["fit"]["residuals"] == pytest.approx(found["fit"]["residuals"], abs=2e-3)
-    assert shipped["fit"]["unidentified"] == found["fit"]["unidentified"]
+    assert shipped["fit"]["policies"] == fitted["fit"]["policies"]
+    assert shipped["fit"]["residuals"] == pytest.approx(fitted["fit"]["residuals"], abs=2e-3)
+    assert shipped["fit"]["unidentified"] == fitted["fit"]["unidentified"]
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_says_where_it_is_from_and_what_it_does_not_know(name: str) -> None:
+def test_presets__state_their_source_and_unidentified_rates(name: str) -> None:
     assert name in presets()
     machine = preset(name)
     assert machine.name == name
-    assert {"data", "how", "date"} <= set(machine.more["source"])
-    fitted = machine.more["fit"]
+    assert {"data", "how", "date"} <= set(machine.extra["source"])
+    fitted = machine.extra["fit"]
     assert max(map(abs, fitted["residuals"].values())) < 0.03
-    # What the runs do not tell is there all the same, and named.
+    # Rates that the runs do not determine have values too, and are listed.
     assert all(getattr(machine, key) is not None for key in fitted["unidentified"])
     assert "d2h_pageable_bytes_per_s" in fitted["unidentified"]
     assert set(fitted["unidentified"]) < set(fitted["uncertainty"])

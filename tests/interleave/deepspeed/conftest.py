@@ -13,8 +13,8 @@ _NAMES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127
 
 @pytest.fixture(scope="session")
 def _deepspeed(deepspeed_extensions: None) -> Any:
-    """DeepSpeed with its process groups, which it keeps until the process ends: initialized once."""
-    import deepspeed as found
+    """Initialize DeepSpeed once, with the process groups that it keeps until the process ends."""
+    import deepspeed as module
 
     with socket.socket() as probe, pytest.MonkeyPatch.context() as patch:
         probe.bind(("127.0.0.1", 0))
@@ -22,16 +22,16 @@ def _deepspeed(deepspeed_extensions: None) -> Any:
         probe.close()
         for name, value in {**_NAMES, "MASTER_PORT": str(port)}.items():
             patch.setitem(os.environ, name, value)
-        found.init_distributed("gloo", verbose=False)
-    # DeepSpeed collects garbage for every engine, which takes half a second with its own modules in it.
+        module.init_distributed("gloo", verbose=False)
+    # DeepSpeed runs the garbage collector for every engine, which takes half a second if its own modules are included.
     gc.collect()
     gc.freeze()
-    return found
+    return module
 
 
 @pytest.fixture
 def deepspeed(_deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """DeepSpeed with one rank in this process, on its CPU accelerator."""
+    """Return DeepSpeed with one rank in this process, on its CPU accelerator."""
     for name, value in _NAMES.items():
         monkeypatch.setitem(os.environ, name, value)
     return _deepspeed

@@ -1,4 +1,4 @@
-"""What cannot be driven is said in one line, and nothing is left behind."""
+"""Errors of the DeepSpeed integration: each is one line, and nothing stays behind."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def configured(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     return settings
 
 
-def set_zero(**more: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda settings: settings["zero_optimization"].update(more)
+def set_zero(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda settings: settings["zero_optimization"].update(changes)
 
 
 @pytest.mark.parametrize(
@@ -46,45 +46,45 @@ def set_zero(**more: Any) -> Callable[[dict[str, Any]], object]:
         (lambda settings: settings["optimizer"]["params"].update(fp32_optimizer_states=False), "fp32_optimizer_states"),
     ],
 )
-def test_a_configuration_that_cannot_be_driven(
+def test_initialize__refuses_configurations_that_are_not_supported(
     deepspeed: Any, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
-    with pytest.raises(UserError, match=message) as told, engine("adaptive", configured(change)):
+    with pytest.raises(UserError, match=message) as error, engine("adaptive", configured(change)):
         pass
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
-def test_an_optimizer_that_cannot_be_driven() -> None:
+def test_check_optimizer__refuses_other_optimizers() -> None:
     weights = [torch.nn.Parameter(torch.zeros(3))]
     for optimizer in (torch.optim.SGD(weights, lr=0.1), torch.optim.AdamW(weights, amsgrad=True)):
         with pytest.raises(EngineError, match=r"SGD.*AdamW|amsgrad"):
             supported.check_optimizer(optimizer)
 
 
-def test_a_version_that_it_was_not_tried_with(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enable__refuses_versions_that_are_not_tested(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("0.14.0", "1.0.0", "0.20.1+abc"):
         monkeypatch.setattr(supported, "version", lambda name, version=version: version)
         with pytest.raises(EngineError, match=r"0\.19\.8"):
             enable()
 
 
-def test_a_wrong_order_of_calls(deepspeed: Any) -> None:
+def test_enable__refuses_to_be_called_after_initialize(deepspeed: Any) -> None:
     with engine(None, config("bf16")), pytest.raises(EngineError, match=r"before deepspeed\.initialize"):
         enable()
 
 
-def test_what_cannot_be_asked_for(deepspeed: Any) -> None:
-    for asked, message in (
+def test_enable__refuses_invalid_arguments(deepspeed: Any) -> None:
+    for arguments, message in (
         ({"policy": "best"}, "no policy"),
         ({"subgroup_params": 0}, "subgroup_params"),
         ({"memory_budget": -1.0}, "memory_budget"),
     ):
         with pytest.raises(UserError, match=message):
-            enable(**asked, beside=True)
+            enable(**arguments, beside=True)
 
 
-def test_it_is_out_again(deepspeed: Any) -> None:
-    """After `with`, after disable, and after an engine that could not be made."""
+def test_disable__restores_deepspeed(deepspeed: Any) -> None:
+    """After `with`, after `disable`, and after an engine that could not be created."""
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero import stage3
 
@@ -97,8 +97,8 @@ def test_it_is_out_again(deepspeed: Any) -> None:
         assert stage3.DeepSpeedZeroOptimizer_Stage3 is theirs[1]
     assert (DeepSpeedEngine._configure_optimizer, stage3.DeepSpeedZeroOptimizer_Stage3) == theirs
     disable()
-    with engine(None, config("bf16")) as made:
-        assert type(made.optimizer) is theirs[1]
+    with engine(None, config("bf16")) as running:
+        assert type(running.optimizer) is theirs[1]
 
 
 class Broken(RuntimeError):
@@ -106,7 +106,7 @@ class Broken(RuntimeError):
 
 
 class Breaking(EmulatedDevice):
-    """Its link breaks at one copy."""
+    """An emulated device of which one copy fails."""
 
     after = -1
 
@@ -118,49 +118,51 @@ class Breaking(EmulatedDevice):
 
 
 @pytest.mark.parametrize("after", [1, 4, 9])
-def test_a_step_in_which_something_fails_is_done_all_the_same(deepspeed: Any, after: int) -> None:
-    found = []
+def test_step__is_completed_after_a_failed_copy(deepspeed: Any, after: int) -> None:
+    digests = []
     for breaks in (False, True):
         device = Breaking()
-        with engine("interleaved:2", config("bf16"), device=device) as made:
-            train(made, 2)
-            for batch in batches(made, 1, seed=3):
-                made.backward(loss_of(made, batch))
+        with engine("interleaved:2", config("bf16"), device=device) as running:
+            train(running, 2)
+            for batch in batches(running, 1, seed=3):
+                running.backward(loss_of(running, batch))
                 device.after = after if breaks else -1
                 if breaks:
-                    with pytest.raises(EngineError, match="done all the same"):
-                        made.step()
+                    with pytest.raises(EngineError, match="completed on the CPU"):
+                        running.step()
                     device.after = -1
                 else:
-                    made.optimizer.step()
-            found.append(digest(made))
-    assert found[0] == found[1]
+                    running.optimizer.step()
+            digests.append(digest(running))
+    assert digests[0] == digests[1]
 
 
-def test_a_budget_holds(deepspeed: Any) -> None:
+def test_memory_budget__is_respected(deepspeed: Any) -> None:
     params = sum(param.numel() for param in Model().parameters())
     device = EmulatedDevice(capacity_bytes=12.0 * params)
-    with engine("adaptive", config("bf16"), device=device, memory_budget=6.0 * params, subgroup_params=2_000) as made:
-        train(made, 4)
+    with engine(
+        "adaptive", config("bf16"), device=device, memory_budget=6.0 * params, subgroup_params=2_000
+    ) as running:
+        train(running, 4)
         assert 0 < device.peak_bytes <= 6 * params
-        exact = digest(made)
-    with engine("zero-offload", config("bf16")) as made:
-        train(made, 4)
-        assert digest(made) == exact
+        exact = digest(running)
+    with engine("zero-offload", config("bf16")) as running:
+        train(running, 4)
+        assert digest(running) == exact
     with pytest.raises(EngineError, match="device memory"), engine("gpu-only", config("bf16"), memory_budget=1_000.0):
         pass
 
 
-def test_threads_end_with_the_engine(deepspeed: Any) -> None:
+def test_destroy__ends_all_threads(deepspeed: Any) -> None:
     before = set(threading.enumerate())
-    with engine("interleaved:2", config("bf16")) as made:
-        train(made, 1)
+    with engine("interleaved:2", config("bf16")) as running:
+        train(running, 1)
         assert len(set(threading.enumerate()) - before) >= 4
     assert [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("ebbtide")] == []
 
 
-def test_losses_of_other_engines_are_not_touched(deepspeed: Any) -> None:
-    """An engine of DeepSpeed's own beside one that is driven."""
+def test_enable__does_not_change_other_engines(deepspeed: Any) -> None:
+    """A plain engine of DeepSpeed runs at the same time as one driven by ebbtide."""
     alone = []
     with engine(None, config("bf16")) as plain:
         alone.append(train(plain, 3))

@@ -1,4 +1,4 @@
-"""What jobs do beyond the plain loop: each goes as with DeepSpeed itself, and alike under every policy."""
+"""Jobs beyond the plain loop: each trains as with DeepSpeed itself, and the same under every policy."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from .training import batches, config, digest, engine, loss_of, train
 TWO = ("zero-offload", "interleaved:2")
 
 
-def alike(found: dict[str, Any]) -> bool:
-    return len({str(result) for result in found.values()}) == 1
+def all_equal(results: dict[str, Any]) -> bool:
+    return len({str(result) for result in results.values()}) == 1
 
 
-def test_a_gradient_that_is_not_finite(deepspeed: Any) -> None:
-    """The step is left out and counted where DeepSpeed does so (in bf16 from 0.19.8 on), and nothing changes by it."""
-    found, skipped = {}, {}
+def test_step__skips_gradients_that_are_not_finite(deepspeed: Any) -> None:
+    """The step is skipped and counted if DeepSpeed does so (in bf16 from 0.19.8 on), and it changes nothing."""
+    results, skipped = {}, {}
     for policy in (None, *TWO):
-        with engine(policy, config("bf16")) as made:
-            train(made, 2)
-            before = digest(made)
-            for batch in batches(made, 1, seed=3):
-                made.backward(loss_of(made, batch) * float("inf"))
-                made.step()
-            skipped[policy] = made.skipped_steps
-            assert (digest(made) == before) == bool(made.skipped_steps)
-            train(made, 2, seed=4)
-            found[policy] = digest(made)
-    assert alike(skipped)
-    assert found[TWO[0]] == found[TWO[1]]
-    with engine("zero-offload", config("bf16")) as made:
-        train(made, 2)
-        train(made, 2, seed=4)
-        assert (digest(made) == found[TWO[0]]) == bool(skipped[None])
+        with engine(policy, config("bf16")) as running:
+            train(running, 2)
+            before = digest(running)
+            for batch in batches(running, 1, seed=3):
+                running.backward(loss_of(running, batch) * float("inf"))
+                running.step()
+            skipped[policy] = running.skipped_steps
+            assert (digest(running) == before) == bool(running.skipped_steps)
+            train(running, 2, seed=4)
+            results[policy] = digest(running)
+    assert all_equal(skipped)
+    assert results[TWO[0]] == results[TWO[1]]
+    with engine("zero-offload", config("bf16")) as running:
+        train(running, 2)
+        train(running, 2, seed=4)
+        assert (digest(running) == results[TWO[0]]) == bool(skipped[None])
 
 
 @contextlib.contextmanager
 def half_precision(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """DeepSpeed's CPU accelerator says that it has no fp16; torch's CPU kernels have."""
+    """Enable fp16, which DeepSpeed's CPU accelerator reports as unsupported but torch's CPU kernels support."""
     from deepspeed.accelerator import get_accelerator
 
     kind = type(get_accelerator())
@@ -52,99 +52,99 @@ def half_precision(patch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_loss_scaling(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first scales overflow, so that steps are left out until one fits; as many as DeepSpeed leaves out."""
-    found = {}
+def test_loss_scale__skips_the_same_steps_as_deepspeed(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first scales overflow, so that steps are skipped until one fits; as many as in DeepSpeed."""
+    results = {}
     settings = {**config("bf16"), "fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
     del settings["bf16"]
     with half_precision(monkeypatch):
         for policy in (None, *TWO):
-            with engine(policy, settings) as made:
-                train(made, 14)
-                found[policy] = made.skipped_steps, made.optimizer.loss_scale, digest(made)
-    assert found[None][:2] == found[TWO[0]][:2]
-    assert 0 < found[None][0] < 14
-    assert found[TWO[0]] == found[TWO[1]]
+            with engine(policy, settings) as running:
+                train(running, 14)
+                results[policy] = running.skipped_steps, running.optimizer.loss_scale, digest(running)
+    assert results[None][:2] == results[TWO[0]][:2]
+    assert 0 < results[None][0] < 14
+    assert results[TWO[0]] == results[TWO[1]]
 
 
-def test_masters_gradients_and_moments_can_be_read_and_set(deepspeed: Any) -> None:
-    """At any time, by DeepSpeed's own functions."""
+def test_safe_get_and_set__work_at_any_time(deepspeed: Any) -> None:
+    """Masters, gradients and moments are read and set by the functions of DeepSpeed."""
     from deepspeed import utils
 
-    found: dict[Any, Any] = {}
+    results: dict[Any, Any] = {}
     for policy in (None, "twin-flow:0.5", "interleaved:2"):
-        with engine(policy, config("bf16", 2)) as made:
-            seen = []
-            train(made, 2)
-            param = made.module.blocks[1][0].weight
-            for micro_step, batch in enumerate(batches(made, 4, seed=6)):
-                made.backward(loss_of(made, batch))
+        with engine(policy, config("bf16", 2)) as running:
+            readings = []
+            train(running, 2)
+            param = running.module.blocks[1][0].weight
+            for micro_step, batch in enumerate(batches(running, 4, seed=6)):
+                running.backward(loss_of(running, batch))
                 if micro_step == 1:
                     gradient = utils.safe_get_full_grad(param)
-                    seen += [gradient.clone(), utils.safe_get_full_fp32_param(param).clone()]
+                    readings += [gradient.clone(), utils.safe_get_full_fp32_param(param).clone()]
                     utils.safe_set_full_grad(param, torch.zeros_like(gradient))
                     assert not utils.safe_get_full_grad(param).any()
-                made.step()
+                running.step()
                 if micro_step == 1:
-                    seen.append(utils.safe_get_full_optimizer_state(param, "exp_avg_sq").clone())
+                    readings.append(utils.safe_get_full_optimizer_state(param, "exp_avg_sq").clone())
             utils.safe_set_full_fp32_param(param, torch.full_like(gradient, 0.25))
             assert bool((utils.safe_get_full_fp32_param(param) == 0.25).all())
-            train(made, 1, seed=8)
-            found[policy] = seen, digest(made)
-    for theirs, ours in zip(found[None][0], found["interleaved:2"][0], strict=True):
+            train(running, 1, seed=8)
+            results[policy] = readings, digest(running)
+    for theirs, ours in zip(results[None][0], results["interleaved:2"][0], strict=True):
         assert torch.allclose(theirs, ours, rtol=1e-5, atol=1e-7)
-    assert found["twin-flow:0.5"][1] == found["interleaved:2"][1]
+    assert results["twin-flow:0.5"][1] == results["interleaved:2"][1]
 
 
-def test_gradients_that_are_thrown_away(deepspeed: Any) -> None:
-    """zero_grad instead of a step: the next backward's gradients are all there is."""
-    found = {}
+def test_zero_grad__drops_gradients(deepspeed: Any) -> None:
+    """After zero_grad instead of a step, only the gradients of the next backward count."""
+    results = {}
     for policy in TWO:
-        for thrown in (False, True):
-            with engine(policy, config("bf16")) as made:
-                train(made, 2)
-                if thrown:
-                    for batch in batches(made, 1, seed=3):
-                        made.backward(loss_of(made, batch))
-                        made.optimizer.zero_grad()
-                train(made, 2, seed=5)
-                found[policy, thrown] = digest(made)
-    assert alike(found)
+        for dropped in (False, True):
+            with engine(policy, config("bf16")) as running:
+                train(running, 2)
+                if dropped:
+                    for batch in batches(running, 1, seed=3):
+                        running.backward(loss_of(running, batch))
+                        running.optimizer.zero_grad()
+                train(running, 2, seed=5)
+                results[policy, dropped] = digest(running)
+    assert all_equal(results)
 
 
 @pytest.mark.parametrize("kind", ["torch's backward", "reentrant checkpointing", "the user's boundary"])
-def test_other_ways_to_train(deepspeed: Any, kind: str) -> None:
-    """As DeepSpeed does: losses to the bit where it is only about gradients."""
-    found, losses = {}, {}
+def test_other_training_loops__train_as_with_deepspeed(deepspeed: Any, kind: str) -> None:
+    """Losses are those of DeepSpeed: the first two with the same bits, the others within rounding."""
+    results, losses = {}, {}
     settings = config("bf16", 2 if kind == "the user's boundary" else 1)
     if kind == "the user's boundary":
         settings["managed_gradient_accumulation"] = False
     for policy in (None, *TWO):
-        with engine(policy, settings, checkpointing=kind == "reentrant checkpointing") as made:
-            told = []
-            for step, batch in enumerate(batches(made, 6)):
+        with engine(policy, settings, checkpointing=kind == "reentrant checkpointing") as running:
+            step_losses = []
+            for step, batch in enumerate(batches(running, 6)):
                 x = batch[0].requires_grad_(kind == "reentrant checkpointing")
-                loss = loss_of(made, (x, batch[1]))
-                loss.backward() if kind == "torch's backward" else made.backward(loss)
+                loss = loss_of(running, (x, batch[1]))
+                loss.backward() if kind == "torch's backward" else running.backward(loss)
                 if kind != "the user's boundary" or step % 2:
-                    made.step()
-                told.append(loss.item())
-            found[policy], losses[policy] = digest(made), told
-    assert found[TWO[0]] == found[TWO[1]]
+                    running.step()
+                step_losses.append(loss.item())
+            results[policy], losses[policy] = digest(running), step_losses
+    assert results[TWO[0]] == results[TWO[1]]
     assert losses[None] == pytest.approx(losses[TWO[0]], abs=2e-3)
     assert losses[None][:2] == losses[TWO[0]][:2]
 
 
-def test_parameters_that_a_step_does_not_use(deepspeed: Any) -> None:
-    """Their gradient is zero."""
-    found = {}
+def test_unused_parameters__have_a_gradient_of_zero(deepspeed: Any) -> None:
+    """A step that does not use a parameter updates it with a gradient of zero."""
+    results = {}
     for policy in TWO:
-        with engine(policy, config("bf16")) as made:
-            train(made, 2)
-            kept = made.module.blocks
-            made.module.blocks = torch.nn.ModuleList(kept[:2])
-            train(made, 2, seed=3)
-            made.module.blocks = kept
-            train(made, 1, seed=4)
-            found[policy] = digest(made)
-    assert alike(found)
+        with engine(policy, config("bf16")) as running:
+            train(running, 2)
+            kept = running.module.blocks
+            running.module.blocks = torch.nn.ModuleList(kept[:2])
+            train(running, 2, seed=3)
+            running.module.blocks = kept
+            train(running, 1, seed=4)
+            results[policy] = digest(running)
+    assert all_equal(results)

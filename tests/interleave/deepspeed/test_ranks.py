@@ -1,4 +1,4 @@
-"""Two ranks, whose parts of the parameters end in padding."""
+"""Two ranks, whose parts of the parameters end with padding."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ ROOT = Path(__file__).parents[3]
 
 
 def job(folder: Path) -> None:
-    """What each rank does: all policies after each other, and a checkpoint of one that another loads."""
+    """Run the job of a rank: all policies one after the other, and a checkpoint of one that another loads."""
     import deepspeed
 
     from .training import config, digest, engine, train
 
     deepspeed.init_distributed("gloo", verbose=False)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for policy in POLICIES:
-        with engine(policy, config("bf16", 2)) as made:
-            found[policy] = train(made, 3), digest(made)
+        with engine(policy, config("bf16", 2)) as running:
+            results[policy] = train(running, 3), digest(running)
             if policy == "twin-flow:0.5":
-                made.save_checkpoint(folder, tag="three")
-                found["further"] = train(made, 2, seed=5), digest(made)
-    with engine("interleaved:2", config("bf16", 2), seed=4) as made:
-        made.load_checkpoint(folder, tag="three")
-        found["loaded"] = train(made, 2, seed=5), digest(made)
-    with engine(None, config("bf16", 2)) as made:
-        found["plain"] = train(made, 3), ""
-    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+                running.save_checkpoint(folder, tag="three")
+                results["further"] = train(running, 2, seed=5), digest(running)
+    with engine("interleaved:2", config("bf16", 2), seed=4) as running:
+        running.load_checkpoint(folder, tag="three")
+        results["loaded"] = train(running, 2, seed=5), digest(running)
+    with engine(None, config("bf16", 2)) as running:
+        results["plain"] = train(running, 3), ""
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(results))
 
 
-def test_two_ranks(deepspeed_extensions: None, tmp_path: Path) -> None:
+def test_ranks__two_ranks_give_the_same_bits_under_every_policy(deepspeed_extensions: None, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     done = run_process([*command, "-m", __name__, tmp_path], cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    for found in ranks:
-        assert len({hashlib.sha256(str(found[policy]).encode()).hexdigest() for policy in POLICIES}) == 1
-        assert found["loaded"] == found["further"]
-        assert found["plain"][0] == pytest.approx(found["adaptive"][0], abs=2e-3)
+    for results in ranks:
+        assert len({hashlib.sha256(str(results[policy]).encode()).hexdigest() for policy in POLICIES}) == 1
+        assert results["loaded"] == results["further"]
+        assert results["plain"][0] == pytest.approx(results["adaptive"][0], abs=2e-3)
     assert ranks[0]["adaptive"] != ranks[1]["adaptive"]
 
 

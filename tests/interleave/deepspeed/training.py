@@ -1,4 +1,4 @@
-"""A small job for DeepSpeed, plain or driven by us."""
+"""A small job for DeepSpeed, plain or driven by ebbtide."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import nn
 
 from ebbtide.interleave.deepspeed import disable, enable
 
-# Cuts DeepSpeed's subgroups of 9,000 elements or more once more, at odd places.
+# Slices of this size cut DeepSpeed's subgroups of 9,000 elements or more at unaligned positions.
 SLICE = 5_003
 WIDTH = 48
 
 
 class Model(nn.Module):  # type: ignore[misc]
-    """Odd sizes, so that ranks hold padding."""
+    """A model with odd sizes, so that ranks have padding."""
 
     def __init__(self, checkpointing: bool = False) -> None:
         super().__init__()
@@ -38,15 +38,15 @@ class Model(nn.Module):  # type: ignore[misc]
         return self.head(x)
 
 
-def config(dtype: str = "bf16", accumulate: int = 1, **more: Any) -> dict[str, Any]:
-    """What a user of ZeRO-Offload writes."""
+def config(dtype: str = "bf16", accumulate: int = 1, **changes: Any) -> dict[str, Any]:
+    """Return a configuration as a user of ZeRO-Offload writes it."""
     zero = {
         "stage": 3,
         "offload_optimizer": {"device": "cpu"},
         "sub_group_size": 9_000,
         "stage3_param_persistence_threshold": 100,
     }
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": accumulate,
         "gradient_clipping": 0.5,
@@ -56,18 +56,18 @@ def config(dtype: str = "bf16", accumulate: int = 1, **more: Any) -> dict[str, A
         "steps_per_print": 1_000_000,
     }
     if dtype != "fp32":
-        found[dtype] = {"enabled": True}
-    zero.update(more.pop("zero", {}))
-    return {**found, **more}
+        settings[dtype] = {"enabled": True}
+    zero.update(changes.pop("zero", {}))
+    return {**settings, **changes}
 
 
 @contextmanager
 def engine(policy: str | None, settings: dict[str, Any], seed: int = 0, **options: Any) -> Iterator[Any]:
-    """A DeepSpeed engine; driven by a policy, or plain. options: of the model (checkpointing) and of `enable`."""
+    """Yield a DeepSpeed engine, driven by a policy or plain. Options are for the model and for `enable`."""
     import cpuinfo
     import deepspeed
 
-    # DeepSpeed asks for it whenever it makes its CPU Adam, and it takes a second.
+    # DeepSpeed calls it for every CPU Adam, and it takes a second.
     if not hasattr(cpuinfo.get_cpu_info, "cache_clear"):
         cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     model_options = {name: options.pop(name) for name in ("checkpointing",) if name in options}
@@ -76,13 +76,13 @@ def engine(policy: str | None, settings: dict[str, Any], seed: int = 0, **option
     try:
         if policy is not None:
             enable(policy, subgroup_params=options.pop("subgroup_params", SLICE), beside=True, **options)
-        made, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+        created, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
     finally:
         disable()
     try:
-        yield made
+        yield created
     finally:
-        made.destroy()
+        created.destroy()
 
 
 def batches(engine: Any, count: int, seed: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -98,7 +98,7 @@ def loss_of(engine: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tens
 
 
 def train(engine: Any, steps: int, seed: int = 1) -> list[float]:
-    """Train so many optimizer steps; the loss of each micro-step."""
+    """Train some optimizer steps; return the loss of each micro-step."""
     losses = []
     for batch in batches(engine, steps * engine.gradient_accumulation_steps(), seed):
         loss = loss_of(engine, batch)
@@ -109,9 +109,9 @@ def train(engine: Any, steps: int, seed: int = 1) -> list[float]:
 
 
 def state(engine: Any) -> list[torch.Tensor]:
-    """Masters, moments and parameters of this rank, copies; without padding, which may be anything."""
+    """Return copies of the masters, moments and parameters of this rank, without padding (its values are arbitrary)."""
     optimizer = engine.optimizer
-    found = []
+    copies = []
     for group, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         moments = optimizer.optimizer.state[master]
         tensors = [master.detach(), optimizer.fp16_partitioned_groups_flat[group].detach()]
@@ -119,12 +119,12 @@ def state(engine: Any) -> list[torch.Tensor]:
         sizes = [tensor.numel() for tensor in optimizer.fp16_partitioned_groups[group]]
         for tensor in tensors:
             for part, padding in zip(tensor.split(sizes), optimizer.groups_padding[group], strict=True):
-                found.append(part[: len(part) - padding].clone())
-    return found
+                copies.append(part[: len(part) - padding].clone())
+    return copies
 
 
 def digest(engine: Any) -> str:
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for tensor in state(engine):
-        found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        sha256.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()

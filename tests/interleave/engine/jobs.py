@@ -1,4 +1,4 @@
-"""A small training job, by the reference and by InterleavedAdamW."""
+"""A small training job, run by the reference or by InterleavedAdamW."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POLICIES = ("zero-offload", "pipelined", "twin-flow:0.4", "interleaved:2", "inte
 
 @dataclass(frozen=True)
 class Outcome:
-    """losses of all steps; parameters at the end."""
+    """The losses of all steps, and the parameters at the end."""
 
     losses: list[float]
     params: list[torch.Tensor]
@@ -42,7 +42,7 @@ def batches(count: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[t
 
 
 class ReferenceAdamW:
-    """The reference's update on every parameter with a gradient, one after the other."""
+    """The update of the reference for every parameter with a gradient, one after the other."""
 
     def __init__(self, params: list[torch.Tensor], hyper: Hyper | None = None) -> None:
         self.params = params

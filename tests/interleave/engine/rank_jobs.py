@@ -1,4 +1,4 @@
-"""What two ranks of a job do; each result is what rank 0 sees."""
+"""Jobs for two ranks; each returns the result of rank 0."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.interleave.engine.training import MACHINE, Net, batches, maker, net
 RANKS = 2
 STEPS = 8
 # (policy, gradients)
-WAYS = (
+CASES = (
     ("zero-offload", "kept"),
     ("zero-offload", "streamed"),
     ("interleaved:2", "streamed"),
@@ -37,7 +37,7 @@ def backwards(step: int) -> int:
 
 
 def loss_of(model: Any, batch: tuple[torch.Tensor, torch.Tensor], step: int, part: slice) -> torch.Tensor:
-    """Of a part of the batch; each step takes another branch."""
+    """Return the loss of a part of the batch; each step uses another branch."""
     inputs, targets = batch
     return ((model(inputs[part], step % 3).float() - targets[part]) ** 2).mean()
 
@@ -64,28 +64,28 @@ def train(model: Any, optimizer: Any, rank: int, steps: int = STEPS) -> list[flo
     return losses
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+def full_params(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
 
 
 def every_policy(rank: int, folder: Path) -> Result:
-    found: Result = {}
-    for policy, mode in WAYS:
+    results: Result = {}
+    for policy, mode in CASES:
         model = sharded()
         optimizer = maker(policy, mode, machine=MACHINE)(model.parameters(), max_grad_norm=0.3)
         losses = train(model, optimizer, rank)
         optimizer.close()
-        found[f"{policy} {mode}"] = losses, whole(model)
-    return found
+        results[f"{policy} {mode}"] = losses, full_params(model)
+    return results
 
 
 def saved(rank: int, folder: Path) -> Result:
-    """A checkpoint after some steps, what it holds, and the parameters some steps later."""
+    """Save a checkpoint after some steps; return its state, and the parameters some steps later."""
     model = sharded()
     optimizer = maker("interleaved:2", "streamed")(model.parameters(), max_grad_norm=0.3)
     train(model, optimizer, rank)
     optimizer.zero_grad()
-    before = whole(model)
+    before = full_params(model)
     state = get_optimizer_state_dict(model, optimizer)
     dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=folder / "checkpoint")
     full = {
@@ -94,11 +94,11 @@ def saved(rank: int, folder: Path) -> Result:
     }
     train(model, optimizer, rank, 3)
     optimizer.close()
-    return {"state": full, "params": before, "later": whole(model)}
+    return {"state": full, "params": before, "later": full_params(model)}
 
 
-def touched(rank: int, folder: Path) -> Result:
-    """What is said where torch clips gradients that have left."""
+def clipped_by_torch(rank: int, folder: Path) -> Result:
+    """Return the error if torch clips gradients that were offloaded."""
     model = sharded()
     optimizer = maker("interleaved:2", "streamed")(model.parameters())
     for _ in range(2):
@@ -133,9 +133,9 @@ def replicated_and_streamed(rank: int, folder: Path) -> Result:
 
 
 def with_empty_shards(rank: int, folder: Path) -> Result:
-    """One row on two ranks; how often each policy has updated it."""
-    found: Result = {}
-    for policy, mode in WAYS:
+    """Return how often each policy has updated a parameter with one row on two ranks."""
+    results: Result = {}
+    for policy, mode in CASES:
         model = nn.Linear(3, 1, bias=False)
         fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
         optimizer = maker(policy, mode, machine=MACHINE)(model.parameters(), max_grad_norm=0.3)
@@ -143,15 +143,15 @@ def with_empty_shards(rank: int, folder: Path) -> Result:
             optimizer.zero_grad()
             model(torch.ones(2, 3)).square().sum().backward()
             optimizer.step()
-        found[f"{policy} {mode}"] = int(optimizer.state_dict()["state"][0]["step"])
+        results[f"{policy} {mode}"] = int(optimizer.state_dict()["state"][0]["step"])
         optimizer.close()
-    return found
+    return results
 
 
 JOBS: tuple[Callable[[int, Path], Result], ...] = (
     every_policy,
     saved,
-    touched,
+    clipped_by_torch,
     replicated,
     replicated_and_streamed,
     with_empty_shards,
@@ -159,7 +159,7 @@ JOBS: tuple[Callable[[int, Path], Result], ...] = (
 
 
 def main(rank: int, folder: Path) -> None:
-    """All of them; rank 0 leaves the results in the folder."""
+    """Run all jobs; rank 0 writes the results to the folder."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)

@@ -1,4 +1,4 @@
-"""States and gradients to update: any bits at all, and what a run would have."""
+"""States and gradients to update: with any bits, and with plausible values."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ State = list[torch.Tensor]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """To compare by: NaN are equal to themselves, and -0 is not 0."""
+    """Return the bits for comparisons, in which a NaN equals itself and -0 differs from 0."""
     return tensor.cpu().view(_INTEGERS[tensor.element_size()])
 
 
 def any_bits(length: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Every bit pattern may come; subnormals, what is no number, and powers of two, zero and infinity come often."""
+    """Return random bit patterns; subnormals, NaN, powers of two, zero and infinity are frequent."""
     size = 8 * dtype.itemsize
     patterns = torch.randint(-(2 ** (size - 1)), 2 ** (size - 1), (length,), generator=generator)
     exponent = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}[dtype]
@@ -48,12 +48,12 @@ def plausible_state(length: int, grad: torch.dtype, out: torch.dtype, seed: int)
 
 
 def updated(state: State, scalars: Scalars) -> State:
-    """What the reference makes of it."""
+    """Return a copy of the state, updated by the reference."""
     copies = [tensor.clone() for tensor in state]
     reference.update(*copies, scalars)
     return copies
 
 
-def assert_same(found: State, expected: State) -> None:
-    for name, one, other in zip(("gradient", "master", "exp_avg", "exp_avg_sq", "out"), found, expected, strict=True):
+def assert_same(state: State, expected: State) -> None:
+    for name, one, other in zip(("gradient", "master", "exp_avg", "exp_avg_sq", "out"), state, expected, strict=True):
         assert torch.equal(bits(one), bits(other)), name

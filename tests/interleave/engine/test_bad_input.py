@@ -1,4 +1,4 @@
-"""What InterleavedAdamW does not take: one clear line each, and no thread left behind."""
+"""Invalid input of InterleavedAdamW: each error is one clear line, and no thread stays behind."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.interleave.engine.twins import no_thread_left
 make = maker("interleaved:2", "kept")
 
 
-def values(*shape: int, **more: Any) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(*shape, **more))
+def values(*shape: int, **options: Any) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(*shape, **options))
 
 
 def frozen() -> list[nn.Parameter]:
@@ -71,11 +71,11 @@ def frozen() -> list[nn.Parameter]:
         (lambda: make([values(8)], memory_budget={"forward": 1e6, "backward": -1, "update": 1e6}), "memory_budget"),
     ],
 )
-def test_what_cannot_be_made_is_said(build: Callable[[], object], message: str) -> None:
+def test_init__refuses_invalid_arguments_with_one_line(build: Callable[[], object], message: str) -> None:
     with no_thread_left():
-        with pytest.raises(UserError, match=message) as told:
+        with pytest.raises(UserError, match=message) as error:
             build()
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(error.value)
 
 
 def with_gradient(optimizer: InterleavedAdamW, gradient: torch.Tensor) -> None:
@@ -96,16 +96,16 @@ def with_gradient(optimizer: InterleavedAdamW, gradient: torch.Tensor) -> None:
         (lambda optimizer: optimizer.add_param_group({"params": [values(8, dtype=torch.float64)]}), "float64"),
     ],
 )
-def test_what_it_refuses_leaves_it_as_it_was(do: Callable[[InterleavedAdamW], object], message: str) -> None:
+def test_refused_calls__change_nothing(do: Callable[[InterleavedAdamW], object], message: str) -> None:
     weight, other = values(8, 8), values(8)
     with no_thread_left(), closing(make([weight, other], max_grad_norm=1.0)) as optimizer:
         other.grad = torch.full((8,), 100.0)
-        with pytest.raises(EngineError, match=message) as told:
+        with pytest.raises(EngineError, match=message) as error:
             do(optimizer)
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(error.value)
         assert len(optimizer.param_groups) == 1
         assert not weight.any()
-        # Nor does what was seen then count later, in the norm that is clipped.
+        # The refused gradient does not count in a later norm either.
         optimizer.zero_grad()
         weight.grad = torch.full((8, 8), 1e-3)
         optimizer.step()
@@ -117,18 +117,18 @@ def backward_and_step(embedding: nn.Embedding, optimizer: InterleavedAdamW) -> N
     optimizer.step()
 
 
-def test_an_embedding_with_sparse_gradients_is_refused_while_streaming_too() -> None:
+def test_streamed__refuses_sparse_gradients() -> None:
     embedding = nn.Embedding(16, 4, sparse=True)
     with no_thread_left(), closing(maker("interleaved:2", "streamed")(embedding.parameters())) as optimizer:
         for _ in range(3):
             embedding.zero_grad()
-            # At the step at first, in the backward where that hands it over.
+            # At first the step refuses it, later the backward, which offloads it.
             with pytest.raises(EngineError, match="sparse"):
                 backward_and_step(embedding, optimizer)
 
 
 @pytest.mark.parametrize("mode", ["kept", "streamed"])
-def test_what_is_done_after_close_is_refused(mode: str) -> None:
+def test_close__refuses_later_calls(mode: str) -> None:
     job = Job()
     with no_thread_left():
         optimizer = maker("interleaved:2", mode)(job.net.parameters())
@@ -137,16 +137,16 @@ def test_what_is_done_after_close_is_refused(mode: str) -> None:
         state = optimizer.state_dict()
         optimizer.close()
         optimizer.close()
-        # The job's own backward goes on.
+        # Backwards of the job still work.
         job.net.zero_grad()
         job.loss().backward()
         assert torch.isfinite(job.net.first.weight.grad).all()
-        more = {"params": [values(8)]}
+        group = {"params": [values(8)]}
         for call in (
             optimizer.step,
             optimizer.state_dict,
             lambda: optimizer.load_state_dict(state),
-            lambda: optimizer.add_param_group(more),
+            lambda: optimizer.add_param_group(group),
             lambda: optimizer.plan,
         ):
             with pytest.raises(EngineError, match="closed"):
@@ -155,7 +155,7 @@ def test_what_is_done_after_close_is_refused(mode: str) -> None:
         assert optimizer.last_schedule is None
 
 
-def test_a_device_without_any_room_leaves_all_to_the_cpu() -> None:
+def test_adaptive__uses_the_cpu_if_the_device_has_no_memory() -> None:
     job = Job()
     device = EmulatedDevice(0)
     with closing(maker("adaptive", "kept", device=device, machine=MACHINE)(job.net.parameters())) as optimizer:

@@ -1,4 +1,4 @@
-"""Memory: of the device no more than there may be, of the host what the plan says, and all of it back at the end."""
+"""Memory of the optimizer: within the budget on the device, as planned on the host, and released at the end."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ def throttled(capacity: float | None = None) -> EmulatedDevice:
     return EmulatedDevice(capacity, LINK, LINK)
 
 
-def room(most: float) -> dict[str, float]:
-    return {"forward": 0.6 * most, "backward": 0.2 * most, "update": most}
+def budget_by_phase(max_bytes: float) -> dict[str, float]:
+    return {"forward": 0.6 * max_bytes, "backward": 0.2 * max_bytes, "update": max_bytes}
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("budget", [0.0, 0.1 * STATE, 0.4 * STATE, 3.0 * STATE, room(0.3 * STATE), room(STATE)])
-def test_adaptive_never_takes_more_of_the_device_than_it_may(budget: Any, mode: str) -> None:
+@pytest.mark.parametrize(
+    "budget", [0.0, 0.1 * STATE, 0.4 * STATE, 3.0 * STATE, budget_by_phase(0.3 * STATE), budget_by_phase(STATE)]
+)
+def test_adaptive__stays_within_the_memory_budget(budget: Any, mode: str) -> None:
     device = throttled()
     make = maker("adaptive", mode, device=device, machine=MACHINE, memory_budget=budget)
     job = Job()
     run(job, make(job.net.parameters()), steps=12)
-    most = max(budget.values()) if isinstance(budget, dict) else budget
-    assert device.peak_bytes <= most
-    assert (device.peak_bytes > 0) == (most > 0)
+    max_bytes = max(budget.values()) if isinstance(budget, dict) else budget
+    assert device.peak_bytes <= max_bytes
+    assert (device.peak_bytes > 0) == (max_bytes > 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_memory_goes_back_when_there_is_less(mode: str) -> None:
+def test_adaptive__reduces_its_memory_if_the_capacity_shrinks(mode: str) -> None:
     job = Job()
     expected = run(job, ReferenceOptimizer(job.net.parameters()), steps=16)
     job = Job()
@@ -53,7 +55,7 @@ def test_memory_goes_back_when_there_is_less(mode: str) -> None:
         job.step(optimizer)
     assert device.peak_bytes > 0.2 * STATE
     device.capacity_bytes = 0.2 * STATE
-    # The first step finds out.
+    # The first step fails and lowers the limit.
     job.step(optimizer)
     device.peak_bytes = device.used_bytes
     for _ in range(9):
@@ -64,20 +66,20 @@ def test_memory_goes_back_when_there_is_less(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", [*POLICIES, "adaptive"])
-def test_the_host_holds_what_the_plan_says(policy: str, mode: str) -> None:
+def test_host_bytes__equals_that_of_the_schedule(policy: str, mode: str) -> None:
     job = Job()
     make = maker(policy, mode, machine=MACHINE, memory_budget=1.2 * STATE)
     with closing(make(job.net.parameters())) as optimizer:
         for _ in range(8):
             job.step(optimizer)
-        assert not optimizer._driver.closed
-        schedule = optimizer._driver.engine.last
+        assert not optimizer._runner.closed
+        schedule = optimizer._runner.engine.last_schedule
         assert schedule is not None
         if schedule.plan is not optimizer.plan:
             job.step(optimizer)
-            schedule = optimizer._driver.engine.last
+            schedule = optimizer._runner.engine.last_schedule
             assert schedule is not None
-        assert optimizer._driver.engine.store.host_bytes == pytest.approx(schedule.host_bytes(), rel=0.02)
+        assert optimizer._runner.engine.store.host_bytes == pytest.approx(schedule.host_bytes(), rel=0.02)
 
 
 def deleted(optimizer: InterleavedAdamW) -> None:
@@ -89,12 +91,12 @@ def closed(optimizer: InterleavedAdamW) -> None:
 
 
 def scheduled(optimizer: InterleavedAdamW) -> None:
-    """A scheduler replaces its optimizer's step by one that refers to it."""
+    """Create a scheduler, which replaces the step of its optimizer by one that refers to it."""
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
 def in_a_backward(optimizer: InterleavedAdamW) -> None:
-    """Gradients have left, and no step comes."""
+    """Offload gradients without a step after it."""
     param = optimizer.param_groups[0]["params"][0]
     param.grad = None
     (param.float() ** 2).sum().backward()
@@ -104,7 +106,9 @@ def in_a_backward(optimizer: InterleavedAdamW) -> None:
 @pytest.mark.parametrize(
     ("policy", "mode"), [("interleaved:2", "streamed"), ("gpu-only", "kept"), ("adaptive", "streamed")]
 )
-def test_everything_is_given_back(policy: str, mode: str, end: Callable[[InterleavedAdamW], None]) -> None:
+def test_optimizer__releases_all_memory_and_threads(
+    policy: str, mode: str, end: Callable[[InterleavedAdamW], None]
+) -> None:
     gc.collect()
     device = EmulatedDevice()
     with no_thread_left():
@@ -116,13 +120,13 @@ def test_everything_is_given_back(policy: str, mode: str, end: Callable[[Interle
         end(optimizer)
         del optimizer
         gc.collect()
-        # The device was given, so it is ours to close.
+        # The test created the device, so it closes it.
         device.close()
     assert device.used_bytes == 0
 
 
 @pytest.mark.parametrize("mode", [pytest.param("kept", marks=pytest.mark.slow), "streamed"])
-def test_nothing_grows_over_a_thousand_steps(mode: str) -> None:
+def test_optimizer__memory_does_not_grow_over_a_thousand_steps(mode: str) -> None:
     param = torch.nn.Parameter(torch.zeros(300))
     device = EmulatedDevice()
     make = maker("interleaved:2", mode, device=device, subgroup_params=60, max_grad_norm=1.0)
@@ -134,11 +138,11 @@ def test_nothing_grows_over_a_thousand_steps(mode: str) -> None:
                 (param - 1).square().sum().backward()
                 optimizer.step()
             gc.collect()
-            assert not optimizer._driver.closed
-            optimizer._driver.engine.rest()
-            return sys.getallocatedblocks(), device.used_bytes, optimizer._driver.engine.store.host_bytes
+            assert not optimizer._runner.closed
+            optimizer._runner.engine.quiesce()
+            return sys.getallocatedblocks(), device.used_bytes, optimizer._runner.engine.store.host_bytes
 
         early, late = steps(500), steps(1000)
-    # Less than one object a step.
+    # Less than one object per step.
     assert late[0] - early[0] < 800
     assert late[1:] == early[1:]

@@ -1,5 +1,6 @@
-"""Whatever fails while a plan runs: the step is done all the same, to the reference's bits, or it is said clearly that
-it could not be; and nothing hangs."""
+"""Failures while a plan runs: the step is completed with the bits of the reference, or an error says that it was not.
+
+Nothing hangs."""
 
 from __future__ import annotations
 
@@ -20,17 +21,17 @@ from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.engine import Engine
-from ebbtide.interleave.engine.runtime.executor import Executor, Stopped
+from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed
 from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.model.plan import OTHER, Op, Plan
 from ebbtide.interleave.model.workload import Workload
 from tests.interleave.engine.jobs import ReferenceAdamW, closing
-from tests.interleave.engine.plans import HOMES, device_bytes, make, plans, workload_of
+from tests.interleave.engine.plans import PLACEMENTS, device_bytes, make, plans, workload_of
 from tests.interleave.engine.states import bits
 from tests.interleave.engine.twins import Jitter, JitteryDevice, Twin, hasty_switches, no_thread_left, one_step, twins
 
 SEEDS = st.integers(0, 2**32)
-# What can fail: an update on either side, a copy, room for state or a gradient on the device, memory on the host.
+# The calls that can fail: updates on CPU and GPU, copies, allocations on the device and on the host.
 UPDATES = ("kernel", "update")
 CALLS = (*UPDATES, "h2d", "d2h", "state", "host")
 WHEN = ("before", "half", "after")
@@ -38,7 +39,7 @@ WHEN = ("before", "half", "after")
 
 @dataclass
 class Fault:
-    """One call of a kind fails: `number` more of them go well before it. always: so does every later one."""
+    """A failure of one kind of call: after `number` calls that succeed; with `always`, every later call fails too."""
 
     call: str
     number: int
@@ -61,7 +62,7 @@ class Broken(Exception):
 
 
 def part(tensors: tuple[torch.Tensor, ...], when: str) -> list[torch.Tensor]:
-    """What is worked on before it breaks."""
+    """Return the parts of the tensors that are processed before the failure."""
     length = {"before": 0, "half": len(tensors[0].reshape(-1)) // 2, "after": len(tensors[0].reshape(-1))}[when]
     return [tensor.reshape(-1)[:length] for tensor in tensors]
 
@@ -114,15 +115,15 @@ class FaultyDevice(JitteryDevice):
             raise Broken
         super().update(grad, master, exp_avg, exp_avg_sq, out, scalars)
 
-    def state(self, params: int, rows: int = 3) -> torch.Tensor:
+    def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
         if self.fault.strikes("state"):
             raise DeviceMemoryError("no room")
-        return super().state(params, rows)
+        return super().allocate_state(params, rows)
 
-    def host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         if self.fault.strikes("host"):
             raise EngineError("the host has no memory left")
-        return super().host(shape, dtype, pinned)
+        return super().allocate_host(shape, dtype, pinned)
 
 
 @dataclass
@@ -138,7 +139,7 @@ class Bench:
 
 @contextlib.contextmanager
 def bench(twin: Twin, seed: int = 0, clipping: bool = True, stay: bool = True) -> Iterator[Bench]:
-    """An engine with the twin's state. Whatever happens on it, closing ends all threads and gives all memory back."""
+    """Yield an engine with the state of the twin; check that closing it ends all threads and releases all memory."""
     jitter = Jitter(seed, 2e-4)
     width = max(subgroup.dtype.itemsize for subgroup in twin.subgroups)
     with no_thread_left(), hasty_switches():
@@ -154,8 +155,8 @@ def bench(twin: Twin, seed: int = 0, clipping: bool = True, stay: bool = True) -
     assert device.used_bytes == engine.store.host_bytes == 0
 
 
-def completes(twin: Twin, plan: Plan, stay: bool, seed: int) -> None:
-    """Each operation in turn raises before it has done anything."""
+def check_completion(twin: Twin, plan: Plan, stay: bool, seed: int) -> None:
+    """Check that a step is completed if an operation raises before it starts, for each operation."""
     jitter = Jitter(seed, 1e-4)
     device, kernel = JitteryDevice(jitter), CpuKernel(1)
     store = Store(twin.subgroups, device, kernel)
@@ -173,15 +174,15 @@ def completes(twin: Twin, plan: Plan, stay: bool, seed: int) -> None:
         try:
             for op in plan.ops:
                 broken[:] = [op]
-                store.settle(plan)
-                store.inputs = twin.inputs(streams=not stay)
-                with pytest.raises(Stopped) as stopped:
+                store.apply_placement(plan)
+                store.inputs = twin.inputs(streamed=not stay)
+                with pytest.raises(OperationFailed) as failure:
                     one_step(executor, plan, jitter)
-                store.complete(plan, stopped.value.run.done)
+                store.complete(plan, failure.value.run.done)
                 assert device.used_bytes == 0
                 twin.check(store)
             broken.clear()
-            store.settle(plan)
+            store.apply_placement(plan)
             store.inputs = twin.inputs()
             one_step(executor, plan, jitter)
             twin.check(store)
@@ -193,10 +194,10 @@ def completes(twin: Twin, plan: Plan, stay: bool, seed: int) -> None:
 
 
 @given(twins(), st.booleans(), st.booleans(), st.data(), SEEDS)
-def test_a_step_is_completed_whichever_operation_fails(
+def test_complete__finishes_a_step_after_any_operation_failed(
     twin: Twin, clipping: bool, stay: bool, data: st.DataObject, seed: int
 ) -> None:
-    completes(twin, data.draw(plans(workload_of(twin.sizes, clipping, stay))), stay, seed)
+    check_completion(twin, data.draw(plans(workload_of(twin.sizes, clipping, stay))), stay, seed)
 
 
 def failure_of(step: Callable[[], object]) -> Exception | None:
@@ -208,27 +209,27 @@ def failure_of(step: Callable[[], object]) -> Exception | None:
 
 
 @given(twins(), st.data(), SEEDS)
-def test_any_call_of_the_hardware_may_fail(twin: Twin, data: st.DataObject, seed: int) -> None:
-    """A call of the hardware fails, before, in the middle of or after its work, at any time."""
+def test_engine__survives_a_failure_of_any_hardware_call(twin: Twin, data: st.DataObject, seed: int) -> None:
+    """A call of the hardware fails before, in the middle of or after its work."""
     fault = Fault(data.draw(st.sampled_from(CALLS)), data.draw(st.integers(0, 30)), data.draw(st.sampled_from(WHEN)))
     stay = data.draw(st.booleans())
     clipping = not stay or data.draw(st.booleans())
-    with bench(twin, seed, clipping, stay) as at:
-        at.arm(fault)
+    with bench(twin, seed, clipping, stay) as setup:
+        setup.arm(fault)
         failed = 0
         for _ in range(3):
-            plan = data.draw(plans(at.workload))
+            plan = data.draw(plans(setup.workload))
             try:
-                at.engine.follow(plan, at.workload)
+                setup.engine.set_plan(plan, setup.workload)
             except (Broken, EngineError):
                 assert fault.struck
                 failed += 1
-                at.engine.follow(plan, at.workload)
+                setup.engine.set_plan(plan, setup.workload)
             for _ in range(2):
-                failure = failure_of(lambda: twin.step(at.engine, taken=0.0 if stay else 0.7))
-                if isinstance(failure, EngineError) and not isinstance(failure, Stopped):
+                failure = failure_of(lambda: twin.step(setup.engine, offloaded_share=0.0 if stay else 0.7))
+                if isinstance(failure, EngineError) and not isinstance(failure, OperationFailed):
                     assert fault.call in UPDATES
-                    assert "broke off" in str(failure)
+                    assert "failed midway" in str(failure)
                     return
                 if failure is not None:
                     assert fault.struck
@@ -236,26 +237,26 @@ def test_any_call_of_the_hardware_may_fail(twin: Twin, data: st.DataObject, seed
                     assert isinstance(failure.__cause__, Broken | DeviceMemoryError)
                     failed += 1
                 twin.check()
-            at.engine.rest()
-            at.arm(Fault("none", 0))
-            twin.check(at.engine.store)
-            at.arm(fault)
+            setup.engine.quiesce()
+            setup.arm(Fault("none", 0))
+            twin.check(setup.engine.store)
+            setup.arm(fault)
         assert failed <= fault.struck
 
 
 @given(twins(), st.sampled_from(CALLS), st.integers(0, 20), st.data(), SEEDS)
-def test_hardware_that_fails_for_good_is_told_at_once(
+def test_engine__raises_if_hardware_fails_permanently(
     twin: Twin, call: str, number: int, data: st.DataObject, seed: int
 ) -> None:
-    """Nothing hangs, and what comes out of a step that could be done is right."""
-    with bench(twin, seed) as at:
-        plan = data.draw(plans(at.workload))
-        at.engine.follow(plan, at.workload)
-        at.arm(Fault(call, number, always=True))
+    """Nothing hangs, and the result of a step that was done is right."""
+    with bench(twin, seed) as setup:
+        plan = data.draw(plans(setup.workload))
+        setup.engine.set_plan(plan, setup.workload)
+        setup.arm(Fault(call, number, always=True))
         for _ in range(4):
             try:
-                twin.step(at.engine)
-            except Stopped:
+                twin.step(setup.engine)
+            except OperationFailed:
                 twin.check()
                 break
             except (EngineError, Broken):
@@ -263,84 +264,84 @@ def test_hardware_that_fails_for_good_is_told_at_once(
             twin.check()
 
 
-def test_a_device_without_room_for_what_is_fetched() -> None:
-    """Every step fails and is done all the same; a plan that takes less goes well."""
+def test_engine__completes_steps_if_the_device_is_full() -> None:
+    """Every step fails and is completed; a plan that needs less memory succeeds."""
     twin = Twin([120], [torch.bfloat16], 30, 1)
-    with bench(twin) as at:
-        plan = make(at.workload, ["resident", "streamed", "streamed", "cpu"], kept=(0, 1, 2))
-        at.engine.follow(plan, at.workload)
-        twin.step(at.engine)
-        at.engine.rest()
-        at.device.capacity_bytes = device_bytes(plan, at.workload) - 1
+    with bench(twin) as setup:
+        plan = make(setup.workload, ["resident", "streamed", "streamed", "cpu"], kept=(0, 1, 2))
+        setup.engine.set_plan(plan, setup.workload)
+        twin.step(setup.engine)
+        setup.engine.quiesce()
+        setup.device.capacity_bytes = device_bytes(plan, setup.workload) - 1
         for _ in range(3):
-            with pytest.raises(Stopped) as stopped:
-                twin.step(at.engine)
-            assert isinstance(stopped.value.__cause__, DeviceMemoryError)
-            twin.check(at.engine.store)
-        at.engine.follow(make(at.workload, ["resident", "cpu", "cpu", "cpu"]), at.workload)
-        twin.step(at.engine)
-        at.engine.rest()
-        twin.check(at.engine.store)
+            with pytest.raises(OperationFailed) as failure:
+                twin.step(setup.engine)
+            assert isinstance(failure.value.__cause__, DeviceMemoryError)
+            twin.check(setup.engine.store)
+        setup.engine.set_plan(make(setup.workload, ["resident", "cpu", "cpu", "cpu"]), setup.workload)
+        twin.step(setup.engine)
+        setup.engine.quiesce()
+        twin.check(setup.engine.store)
 
 
-@pytest.mark.parametrize("rests", [False, True])
-def test_a_failure_before_the_step_is_told_by_it_and_dropped_by_rest(rests: bool) -> None:
-    """What begins with the iteration fails while the job is in its forward."""
+@pytest.mark.parametrize("quiesces", [False, True])
+def test_engine__early_failure_is_raised_by_step_and_dropped_by_quiesce(quiesces: bool) -> None:
+    """An operation at the start of the iteration fails during the forward."""
     twin = Twin([120], [torch.bfloat16], 30, 1)
-    with bench(twin) as at:
-        plan = make(at.workload, ["parked"] * 4, kept=range(4))
-        at_once = tuple(op._replace(point=OTHER) if op.kind == "flush" else op for op in plan.ops)
-        at.arm(Fault("d2h", 0, "half"))
-        at.engine.follow(replace(plan, ops=at_once), at.workload)
+    with bench(twin) as setup:
+        plan = make(setup.workload, ["parked"] * 4, kept=range(4))
+        early_ops = tuple(op._replace(point=OTHER) if op.kind == "flush" else op for op in plan.ops)
+        setup.arm(Fault("d2h", 0, "half"))
+        setup.engine.set_plan(replace(plan, ops=early_ops), setup.workload)
         deadline = time.monotonic() + 10
-        while not at.device.fault.struck:
+        while not setup.device.fault.struck:
             assert time.monotonic() < deadline
             time.sleep(1e-3)
-        if rests:
-            at.engine.rest()
-            twin.check(at.engine.store)
-            twin.step(at.engine)
+        if quiesces:
+            setup.engine.quiesce()
+            twin.check(setup.engine.store)
+            twin.step(setup.engine)
         else:
-            with pytest.raises(Stopped):
-                twin.step(at.engine)
+            with pytest.raises(OperationFailed):
+                twin.step(setup.engine)
         for _ in range(2):
-            twin.step(at.engine)
-            at.engine.rest()
-            twin.check(at.engine.store)
+            twin.step(setup.engine)
+            setup.engine.quiesce()
+            twin.check(setup.engine.store)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("when", WHEN)
-def test_an_update_that_breaks_off_loses_the_state_and_says_so(home: str, when: str) -> None:
-    """A part of the subgroup has been updated then, and must not be once more."""
+def test_engine__failed_update_loses_the_state_and_says_so(placement: str, when: str) -> None:
+    """A part of the subgroup is updated by then, and must not be updated again."""
     twin = Twin([10] * 8, [torch.bfloat16] * 8, 40, 3)
-    with bench(twin) as at:
-        at.engine.follow(make(at.workload, [home] * 2), at.workload)
-        twin.step(at.engine)
+    with bench(twin) as setup:
+        setup.engine.set_plan(make(setup.workload, [placement] * 2), setup.workload)
+        twin.step(setup.engine)
         twin.check()
-        at.arm(Fault("kernel" if home in ("cpu", "cast") else "update", 1, when))
-        with pytest.raises(EngineError, match=r"subgroup \d broke off: its state is lost") as told:
-            twin.step(at.engine)
-        assert not isinstance(told.value, Stopped)
+        setup.arm(Fault("kernel" if placement in ("cpu", "cast") else "update", 1, when))
+        with pytest.raises(EngineError, match=r"subgroup \d failed midway: its state is lost") as error:
+            twin.step(setup.engine)
+        assert not isinstance(error.value, OperationFailed)
 
 
-def test_a_failed_update_of_a_gradient_that_came_back_up_leaks_nothing() -> None:
+def test_engine__failed_update_releases_a_returned_gradient() -> None:
     twin = Twin([100], [torch.bfloat16], 50, 0)
-    with bench(twin) as at:
-        at.engine.follow(make(at.workload, ["resident"] * 2), at.workload)
-        at.arm(Fault("update", 0))
+    with bench(twin) as setup:
+        setup.engine.set_plan(make(setup.workload, ["resident"] * 2), setup.workload)
+        setup.arm(Fault("update", 0))
         with pytest.raises(EngineError):
-            twin.step(at.engine)
+            twin.step(setup.engine)
 
 
-def test_no_host_memory_to_complete_a_step() -> None:
+def test_engine__raises_without_host_memory_to_complete_a_step() -> None:
     twin = Twin([100], [torch.bfloat16], 50, 0)
-    with bench(twin) as at:
-        at.engine.follow(make(at.workload, ["resident"] * 2), at.workload)
-        at.arm(Fault("h2d", 0))
-        at.device.host = no_memory  # type: ignore[method-assign]
+    with bench(twin) as setup:
+        setup.engine.set_plan(make(setup.workload, ["resident"] * 2), setup.workload)
+        setup.arm(Fault("h2d", 0))
+        setup.device.allocate_host = no_memory  # type: ignore[method-assign]
         with pytest.raises(EngineError, match="no memory"):
-            twin.step(at.engine)
+            twin.step(setup.engine)
 
 
 def no_memory(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
@@ -355,7 +356,7 @@ def gradients(params: list[torch.Tensor], seed: int) -> None:
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("policy", ["zero-offload", "interleaved:2", "gpu-only"])
-def test_a_gradient_that_is_none_changes_nothing(policy: str, poison: float) -> None:
+def test_step__refuses_a_gradient_that_is_not_finite_and_changes_nothing(policy: str, poison: float) -> None:
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16()) for n in (50, 200)]
     reference = ReferenceAdamW([param.detach().clone() for param in params])
@@ -382,8 +383,10 @@ def test_a_gradient_that_is_none_changes_nothing(policy: str, poison: float) -> 
     st.sampled_from(WHEN),
     SEEDS,
 )
-def test_the_optimizer_goes_on_after_a_failure(policy: str, call: str, number: int, when: str, seed: int) -> None:
-    """With the right number of steps and under a plan of its own; or it is closed, and says that."""
+def test_optimizer__continues_after_a_failure_or_is_closed(
+    policy: str, call: str, number: int, when: str, seed: int
+) -> None:
+    """With the right number of steps and a new plan; or it is closed, and says so."""
     generator = torch.Generator().manual_seed(seed)
     params = [torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16()) for n in (50, 200)]
     reference = ReferenceAdamW([param.detach().clone() for param in params])

@@ -1,4 +1,4 @@
-"""InterleavedAdamW: the reference's bits, whatever the policy and whatever the job does."""
+"""InterleavedAdamW: the bits of the reference under every policy and in every kind of job."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.interleave.engine.training import (
 )
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ROOM = {"forward": 20e3, "backward": 8e3, "update": 26e3}
+BUDGET = {"forward": 20e3, "backward": 8e3, "update": 26e3}
 Scenario = Callable[[Make], Outcome]
 
 
 def everything(make: Make, dtype: torch.dtype = torch.bfloat16) -> Outcome:
-    """Two groups and a third from step 20 on, a scheduler, clipping, a number of backwards that changes, a norm that is
-    frozen at first and again later, branches without gradient, a tied weight."""
+    """Run a job with two groups and a third from step 20 on, a scheduler, clipping, a changing number of backwards, a
+    layer norm that is frozen at first and again later, branches without a gradient, and a tied weight."""
     job = Job(dtype, branch=lambda step: step % 3 if step < 30 else 0)
     frozen = list(job.net.norm.parameters())
     for param in frozen:
@@ -83,7 +83,7 @@ def scaled_by_torch(make: Make) -> Outcome:
 
 
 def scaled(make: Make) -> Outcome:
-    """From a scale at which fp16 gradients overflow."""
+    """Run a job whose loss scale starts so high that fp16 gradients overflow."""
     job = Job(torch.float16)
     optimizer = make(job.net.parameters(), loss_scale="dynamic", max_grad_norm=0.5)
     skipped = 0
@@ -102,23 +102,23 @@ def scaled(make: Make) -> Outcome:
 
 @cache
 def expected(scenario: Callable[..., Outcome], *arguments: Any) -> Outcome:
-    found = scenario(ReferenceOptimizer, *arguments)
-    assert len(set(found.losses)) > 40
-    return found
+    outcome = scenario(ReferenceOptimizer, *arguments)
+    assert len(set(outcome.losses)) > 40
+    return outcome
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_gives_the_references_bits(policy: str, dtype: torch.dtype) -> None:
+def test_policies__give_the_bits_of_the_reference(policy: str, dtype: torch.dtype) -> None:
     expected = train(ReferenceAdamW, dtype=dtype)
     assert len(set(expected.losses)) > 40
-    found = train(lambda params: InterleavedAdamW(params, policy=policy, subgroup_params=1000), dtype=dtype)
-    assert found == expected
+    outcome = train(lambda params: InterleavedAdamW(params, policy=policy, subgroup_params=1000), dtype=dtype)
+    assert outcome == expected
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_job_that_does_everything(policy: str, mode: str) -> None:
+def test_optimizer__gives_the_bits_of_the_reference_in_a_job_with_everything(policy: str, mode: str) -> None:
     assert everything(maker(policy, mode)) == expected(everything)
 
 
@@ -130,21 +130,21 @@ def test_a_job_that_does_everything(policy: str, mode: str) -> None:
         pytest.param(torch.float32, "streamed", marks=pytest.mark.slow),
     ],
 )
-def test_adaptive_with_room_by_phase_on_slow_links(dtype: torch.dtype, mode: str) -> None:
+def test_adaptive__respects_a_budget_by_phase_on_slow_links(dtype: torch.dtype, mode: str) -> None:
     device = EmulatedDevice(None, 40e6, 40e6)
-    make = maker("adaptive", mode, device=device, machine=MACHINE, memory_budget=ROOM)
+    make = maker("adaptive", mode, device=device, machine=MACHINE, memory_budget=BUDGET)
     assert everything(make, dtype) == expected(everything, dtype)
-    assert 0 < device.peak_bytes <= ROOM["update"]
+    assert 0 < device.peak_bytes <= BUDGET["update"]
     assert device.used_bytes == 0
 
 
 @pytest.mark.parametrize("scenario", [accumulated, clipped_by_torch, scaled_by_torch, scaled])
 @pytest.mark.parametrize("policy", ["interleaved:2", "adaptive"])
-def test_one_thing_at_a_time(policy: str, scenario: Scenario) -> None:
+def test_kept__gives_the_bits_of_the_reference_in_each_scenario(policy: str, scenario: Scenario) -> None:
     assert scenario(maker(policy, "kept", machine=MACHINE)) == expected(scenario)
 
 
 @pytest.mark.parametrize("scenario", [accumulated, scaled])
 @pytest.mark.parametrize("policy", ["interleaved:2", "adaptive"])
-def test_one_thing_at_a_time_streamed(policy: str, scenario: Scenario) -> None:
+def test_streamed__gives_the_bits_of_the_reference_in_each_scenario(policy: str, scenario: Scenario) -> None:
     assert scenario(maker(policy, "streamed", machine=MACHINE)) == expected(scenario)

@@ -1,4 +1,4 @@
-"""Several ranks: shards by FSDP2, replicas by DDP, and checkpoints that another number of ranks loads."""
+"""Several ranks: shards of FSDP2, replicas of DDP, and checkpoints that another number of ranks loads."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tests.interleave.engine.training import ReferenceOptimizer, batches, maker,
 Results = dict[str, Any]
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    """They begin once: that takes longer than all they do."""
+def test_ranks__two_ranks_give_the_results_of_one(tmp_path: Path) -> None:
+    """All jobs run in one start of the ranks, since the start takes longer than the jobs."""
     run_ranks(tmp_path)
     results: Results = torch.load(tmp_path / "results", weights_only=True)
     shards_have_the_same_bits_under_every_policy(results["every_policy"])
     two_shards_do_what_one_rank_does(results["every_policy"])
     one_rank_goes_on_from_a_checkpoint_of_two(results["saved"], tmp_path)
     replicas_have_the_bits_of_one_process(results["replicated"])
-    assert "max_grad_norm" in results["touched"]["error"]
+    assert "max_grad_norm" in results["clipped_by_torch"]["error"]
     assert "fully_shard" in results["replicated_and_streamed"]["error"]
     assert set(results["with_empty_shards"].values()) == {4}
 
@@ -45,8 +45,9 @@ def run_ranks(folder: Path) -> None:
 
 
 def one_process() -> dict[str, torch.Tensor]:
-    """The same job by the reference: each rank adds its gradient to the mean until then, then there is a new mean, as
-    DDP does it."""
+    """Run the job of the ranks with the reference in one process.
+
+    As in DDP, each rank adds its gradient to the mean so far, and the mean is computed again."""
     model = net(torch.float32)
     params = list(model.parameters())
     optimizer = ReferenceOptimizer(params, max_grad_norm=0.3)
@@ -55,11 +56,11 @@ def one_process() -> dict[str, torch.Tensor]:
         sums: list[Any] = [None] * len(params)
         for _ in range(rank_jobs.backwards(step)):
             batch = next(data)
-            of_ranks = []
+            gradients_by_rank = []
             for rank in range(rank_jobs.RANKS):
                 loss = rank_jobs.loss_of(model, batch, step, slice(rank, None, rank_jobs.RANKS))
-                of_ranks.append(torch.autograd.grad(loss, params, allow_unused=True))
-            for index, (one, other) in enumerate(zip(*of_ranks, strict=True)):
+                gradients_by_rank.append(torch.autograd.grad(loss, params, allow_unused=True))
+            for index, (one, other) in enumerate(zip(*gradients_by_rank, strict=True)):
                 if one is not None:
                     before = 0.0 if sums[index] is None else sums[index]
                     sums[index] = (before + one) / 2 + (before + other) / 2
@@ -69,17 +70,17 @@ def one_process() -> dict[str, torch.Tensor]:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def shards_have_the_same_bits_under_every_policy(by_way: Results) -> None:
-    (expected_losses, expected), *others = by_way.values()
-    assert len(others) == len(rank_jobs.WAYS) - 1
+def shards_have_the_same_bits_under_every_policy(by_case: Results) -> None:
+    (expected_losses, expected), *others = by_case.values()
+    assert len(others) == len(rank_jobs.CASES) - 1
     for losses, params in others:
         assert losses == expected_losses
         assert all(torch.equal(params[name], expected[name]) for name in expected)
 
 
-def two_shards_do_what_one_rank_does(by_way: Results) -> None:
-    """Within rounding of the reduced gradients."""
-    _, params = by_way["interleaved:2 streamed"]
+def two_shards_do_what_one_rank_does(by_case: Results) -> None:
+    """Compare with one process, within rounding of the reduced gradients."""
+    _, params = by_case["interleaved:2 streamed"]
     expected = one_process()
     moved = max(float((value - start).abs().max()) for value, start in zip(expected.values(), starts(), strict=True))
     assert moved > 3e-3
@@ -98,19 +99,19 @@ def one_rank_goes_on_from_a_checkpoint_of_two(saved: Results, folder: Path) -> N
         dcp.load(state, checkpoint_id=folder / "checkpoint", no_dist=True)
         model.load_state_dict(state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
-        found = get_optimizer_state_dict(model, optimizer)["state"]
-        assert found.keys() == saved["state"].keys()
+        loaded = get_optimizer_state_dict(model, optimizer)["state"]
+        assert loaded.keys() == saved["state"].keys()
         for name, entry in saved["state"].items():
-            assert entry.keys() == found[name].keys() >= {"step", "master", "exp_avg", "exp_avg_sq"}
+            assert entry.keys() == loaded[name].keys() >= {"step", "master", "exp_avg", "exp_avg_sq"}
             for key, value in entry.items():
-                assert torch.equal(found[name][key], value), (name, key)
+                assert torch.equal(loaded[name][key], value), (name, key)
         params = dict(model.named_parameters())
         for name, value in saved["params"].items():
             assert torch.equal(params[name], value)
 
 
-def test_saving_by_torch_changes_nothing() -> None:
-    """It makes a step of an optimizer that seems to have no state yet."""
+def test_get_optimizer_state_dict__changes_nothing() -> None:
+    """torch calls the step of an optimizer that seems to have no state yet."""
     model = net(torch.float32)
     with closing(maker("interleaved:2", "kept")(model.parameters())) as optimizer:
         rank_jobs.loss_of(model, next(batches(torch.float32)), 0, slice(None)).backward()

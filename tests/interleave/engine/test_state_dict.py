@@ -1,4 +1,4 @@
-"""State dicts: to torch.optim.AdamW and back, from one policy to another, and to the bit."""
+"""State dicts: to torch.optim.AdamW and back, and from one policy to another, with the same bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer, f
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # (policy, gradients, subgroup_params)
-WAYS = (
+CASES = (
     ("zero-offload", "kept", 500),
     ("interleaved:2", "streamed", 333),
     ("gpu-only", "streamed", 64),
@@ -26,56 +26,58 @@ WAYS = (
 )
 
 
-def way(policy: str, mode: str, subgroup_params: int) -> Callable[..., InterleavedAdamW]:
+def case_maker(policy: str, mode: str, subgroup_params: int) -> Callable[..., InterleavedAdamW]:
     return maker(policy, mode, subgroup_params=subgroup_params, machine=MACHINE)
 
 
 def saved(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Through a file, as torch reads it from people one does not trust."""
+    """Return a state dict saved to a file and loaded by torch without unpickling objects."""
     file = io.BytesIO()
     torch.save(state_dict, file)
     file.seek(0)
-    found: dict[str, Any] = torch.load(file, weights_only=True)
-    return found
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
 
 
-def assert_alike(one: Any, other: Any) -> None:
-    """To the bit, wherever there are tensors in it."""
+def assert_equal(one: Any, other: Any) -> None:
+    """Compare nested values, tensors by their bits."""
     if isinstance(one, torch.Tensor):
         assert one.dtype == other.dtype
         assert torch.equal(bits(one), bits(other))
     elif isinstance(one, dict):
         assert one.keys() == other.keys()
         for key in one:
-            assert_alike(one[key], other[key])
+            assert_equal(one[key], other[key])
     elif isinstance(one, list | tuple):
         assert len(one) == len(other)
-        for mine, its in zip(one, other, strict=True):
-            assert_alike(mine, its)
+        for item, other_item in zip(one, other, strict=True):
+            assert_equal(item, other_item)
     else:
         assert one == other
 
 
-@pytest.mark.parametrize("after", WAYS)
-@pytest.mark.parametrize("before", WAYS)
-def test_a_run_goes_on_elsewhere_to_the_bit(before: tuple[str, str, int], after: tuple[str, str, int]) -> None:
+@pytest.mark.parametrize("after", CASES)
+@pytest.mark.parametrize("before", CASES)
+def test_load_state_dict__continues_with_the_same_bits_under_any_policy(
+    before: tuple[str, str, int], after: tuple[str, str, int]
+) -> None:
     options = {"max_grad_norm": 0.5, "loss_scale": "dynamic"}
     job = Job(torch.float16)
     expected = run(job, ReferenceOptimizer(two_groups(job), **options), steps=30)
     job = Job(torch.float16)
-    optimizer = way(*before)(two_groups(job), **options)
+    optimizer = case_maker(*before)(two_groups(job), **options)
     for _ in range(20):
         job.step(optimizer)
     state = saved(optimizer.state_dict())
     optimizer.close()
     assert torch.equal(torch.tensor(expected.losses[:20]), torch.tensor(job.losses))
-    resumed = way(*after)(two_groups(job), **options)
+    resumed = case_maker(*after)(two_groups(job), **options)
     resumed.load_state_dict(state)
-    assert_alike(saved(resumed.state_dict()), state)
+    assert_equal(saved(resumed.state_dict()), state)
     assert run(job, resumed, steps=10) == expected
 
 
-def test_what_is_frozen_now_keeps_its_state() -> None:
+def test_load_state_dict__keeps_the_state_of_frozen_parameters() -> None:
     def trained(optimizer_of: Callable[..., Any], resume: bool) -> Any:
         job = Job()
         optimizer = optimizer_of(job.net.parameters())
@@ -95,7 +97,7 @@ def test_what_is_frozen_now_keeps_its_state() -> None:
     assert trained(maker("interleaved:2", "streamed"), True) == trained(ReferenceOptimizer, False)
 
 
-def test_fp32_state_goes_to_torch_and_back_exactly() -> None:
+def test_state_dict__is_exact_to_torch_and_back_for_fp32() -> None:
     job = Job(torch.float32)
     with closing(maker("interleaved:2", "kept")(two_groups(job))) as optimizer:
         for _ in range(5):
@@ -104,9 +106,9 @@ def test_fp32_state_goes_to_torch_and_back_exactly() -> None:
         theirs = torch.optim.AdamW(two_groups(job))
         theirs.load_state_dict(saved(ours))
         for index, entry in ours["state"].items():
-            found = theirs.state_dict()["state"][index]
+            torch_entry = theirs.state_dict()["state"][index]
             for name in ("step", "exp_avg", "exp_avg_sq"):
-                assert_alike(found[name], entry[name])
+                assert_equal(torch_entry[name], entry[name])
         assert theirs.param_groups[0]["lr"] == 3e-3
         job.net.zero_grad()
         job.loss().backward()
@@ -114,7 +116,7 @@ def test_fp32_state_goes_to_torch_and_back_exactly() -> None:
         theirs.step()
         by_torch = [param.detach().clone() for param in job.net.parameters()]
         state = saved(theirs.state_dict())
-        # Torch's next step is ours within rounding, from the very same state.
+        # From the same state, the next step of torch equals that of the optimizer within rounding.
         with torch.no_grad():
             for param, value in zip(job.net.parameters(), before, strict=True):
                 param.copy_(value)
@@ -124,11 +126,11 @@ def test_fp32_state_goes_to_torch_and_back_exactly() -> None:
         optimizer.load_state_dict(state)
         for index, entry in optimizer.state_dict()["state"].items():
             for name in ("step", "exp_avg", "exp_avg_sq"):
-                assert_alike(entry[name], state["state"][index][name])
+                assert_equal(entry[name], state["state"][index][name])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_masters_start_from_the_parameters_where_torch_saved_none(dtype: torch.dtype) -> None:
+def test_load_state_dict__starts_masters_from_the_parameters_without_saved_masters(dtype: torch.dtype) -> None:
     job = Job(dtype)
     theirs = torch.optim.AdamW(job.net.parameters())
     for _ in range(3):
@@ -139,14 +141,14 @@ def test_masters_start_from_the_parameters_where_torch_saved_none(dtype: torch.d
         optimizer.load_state_dict(theirs.state_dict())
         params = list(job.net.parameters())
         for index, entry in optimizer.state_dict()["state"].items():
-            assert_alike(entry["master"], params[index].detach().float())
-            assert_alike(entry["exp_avg"], theirs.state[params[index]]["exp_avg"].float())
+            assert_equal(entry["master"], params[index].detach().float())
+            assert_equal(entry["exp_avg"], theirs.state[params[index]]["exp_avg"].float())
             assert entry["step"] == 3
 
 
 @pytest.mark.parametrize("mode", ["kept", "streamed"])
-def test_masters_follow_what_is_loaded_into_the_model(mode: str) -> None:
-    """Those that round to the same parameter stay what they are."""
+def test_step__updates_masters_of_parameters_that_were_loaded(mode: str) -> None:
+    """Masters that round to the same parameter stay as they are."""
 
     def trained(make: Callable[..., Any]) -> Any:
         other = Job()
@@ -167,17 +169,17 @@ def test_masters_follow_what_is_loaded_into_the_model(mode: str) -> None:
     assert trained(maker("interleaved:2", mode)) == trained(ReferenceOptimizer)
 
 
-def test_a_state_dict_is_not_changed_by_later_steps() -> None:
+def test_state_dict__does_not_change_with_later_steps() -> None:
     job = Job(torch.float32)
     with closing(maker("gpu-only", "kept")(job.net.parameters())) as optimizer:
         job.step(optimizer)
         state = optimizer.state_dict()
         before = copy.deepcopy(state)
         job.step(optimizer)
-        assert_alike(state, before)
+        assert_equal(state, before)
 
 
-def test_a_fresh_optimizer_saves_no_state_and_loads_that() -> None:
+def test_state_dict__of_a_new_optimizer_is_empty_and_loads() -> None:
     job = Job()
     with closing(maker("interleaved:2", "kept")(job.net.parameters())) as optimizer:
         fresh = saved(optimizer.state_dict())
@@ -201,25 +203,25 @@ def entry(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.clear(), "no state dict of an optimizer"),
+        (lambda state: state.clear(), "not the state dict of an optimizer"),
         (lambda state: state["param_groups"].pop(), "another model"),
         (lambda state: state["param_groups"][0]["params"].pop(), "another model"),
         (lambda state: state["param_groups"].append(state["param_groups"][0]), "another model"),
         (group(lr=-1.0), "lr"),
         (group(amsgrad=True), "amsgrad"),
-        (entry(lambda of: of.update(exp_avg=torch.zeros(3))), "another model"),
-        (entry(lambda of: of.update(master=torch.zeros(24, 23))), "another model"),
-        (entry(lambda of: of.pop("exp_avg_sq")), "no exp_avg_sq that"),
-        (entry(lambda of: of.update(max_exp_avg_sq=of["exp_avg_sq"])), "AMSGrad"),
-        (entry(lambda of: of.update(exp_avg="text")), "no exp_avg that is a tensor"),
-        (entry(lambda of: of.update(step="text")), "step"),
+        (entry(lambda entry: entry.update(exp_avg=torch.zeros(3))), "another model"),
+        (entry(lambda entry: entry.update(master=torch.zeros(24, 23))), "another model"),
+        (entry(lambda entry: entry.pop("exp_avg_sq")), "no exp_avg_sq that"),
+        (entry(lambda entry: entry.update(max_exp_avg_sq=entry["exp_avg_sq"])), "AMSGrad"),
+        (entry(lambda entry: entry.update(exp_avg="text")), "no exp_avg that is a tensor"),
+        (entry(lambda entry: entry.update(step="text")), "step"),
         (group(betas=0.9), "betas"),
         (lambda state: state.update(state={1: 7}), "state of parameter 1"),
         (lambda state: state.update(param_groups=[{}, {}]), "param_groups"),
         (lambda state: state.update(loss_scale={}), "loss_scale"),
     ],
 )
-def test_another_state_dict_is_refused_and_changes_nothing(
+def test_load_state_dict__refuses_other_state_dicts_and_changes_nothing(
     change: Callable[[dict[str, Any]], Any], message: str
 ) -> None:
     job = Job()
@@ -231,8 +233,8 @@ def test_another_state_dict_is_refused_and_changes_nothing(
         for state in wrong["state"].values():
             state["exp_avg"] += 1
         change(wrong)
-        with pytest.raises(EngineError, match=message) as told:
+        with pytest.raises(EngineError, match=message) as error:
             optimizer.load_state_dict(wrong)
-        assert "\n" not in str(told.value)
-        assert_alike(saved(optimizer.state_dict()), before)
+        assert "\n" not in str(error.value)
+        assert_equal(saved(optimizer.state_dict()), before)
         job.step(optimizer)

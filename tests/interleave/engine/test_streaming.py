@@ -1,4 +1,4 @@
-"""Gradients leave while the backward runs, and whatever the job does meanwhile, the step has the reference's bits."""
+"""Streamed gradients: they are offloaded during the backward, and the step has the bits of the reference in any job."""
 
 from __future__ import annotations
 
@@ -20,48 +20,50 @@ WARM = 3
 
 
 def on_device(optimizer: InterleavedAdamW) -> set[int]:
-    """The subgroups of which a gradient lies on the device."""
-    assert not optimizer._driver.closed
-    store = optimizer._driver.engine.store
-    held = (index for index, gradient in enumerate(store.inputs.gradients) if gradient is not None)
-    return set().union(*(store.subgroups_of(index) for index in held))
+    """Return the subgroups that have a gradient on the device."""
+    assert not optimizer._runner.closed
+    store = optimizer._runner.engine.store
+    on_device_params = (index for index, gradient in enumerate(store.inputs.gradients) if gradient is not None)
+    return set().union(*(store.subgroups_of(index) for index in on_device_params))
 
 
-def taken(optimizer: Any) -> int:
-    """How many gradients have left `p.grad`; none of them where it is the reference's optimizer."""
-    return len(optimizer._driver.engine.taken) if isinstance(optimizer, InterleavedAdamW) else 0
+def offloaded_count(optimizer: Any) -> int:
+    """Return how many gradients were offloaded; 0 for the reference optimizer."""
+    return len(optimizer._runner.engine.offloaded_params) if isinstance(optimizer, InterleavedAdamW) else 0
 
 
 @contextmanager
-def warm(policy: str = "interleaved:2", **more: Any) -> Iterator[tuple[Job, InterleavedAdamW]]:
-    """A job that has come to know how often its backward runs."""
+def warm(policy: str = "interleaved:2", **options: Any) -> Iterator[tuple[Job, InterleavedAdamW]]:
+    """Yield a job with some steps, after which the number of backwards per step is known."""
     job = Job()
-    with closing(maker(policy, "streamed", **more)(job.net.parameters())) as optimizer:
+    with closing(maker(policy, "streamed", **options)(job.net.parameters())) as optimizer:
         for _ in range(WARM):
             job.step(optimizer)
         job.net.zero_grad()
         yield job, optimizer
 
 
-def test_every_gradient_leaves_during_the_last_backward_of_a_step() -> None:
+def test_streamed__offloads_every_gradient_during_the_last_backward() -> None:
     with warm() as (job, optimizer):
         job.step(optimizer, backwards=2)
         job.net.zero_grad()
         job.loss().backward()
-        assert not taken(optimizer)
-        seen = []
-        # The gradients of the first layer are the last two; autograd makes them in either order.
+        assert not offloaded_count(optimizer)
+        counts = []
+        # The gradients of the first layer are the last two; autograd computes them in either order.
         last = (job.net.first.weight, job.net.first.bias)
-        handles = [p.register_post_accumulate_grad_hook(lambda _: seen.append(taken(optimizer))) for p in last]
+        handles = [
+            p.register_post_accumulate_grad_hook(lambda _: counts.append(offloaded_count(optimizer))) for p in last
+        ]
         job.loss().backward()
         for handle in handles:
             handle.remove()
-        made = [param for param in job.net.parameters() if param.grad is not None]
-        assert taken(optimizer) == len(made) > seen[0] > 0
+        params_with_grad = [param for param in job.net.parameters() if param.grad is not None]
+        assert offloaded_count(optimizer) == len(params_with_grad) > counts[0] > 0
 
 
-def test_gradients_leave_the_device_before_the_step() -> None:
-    """All but those of the first subgroup, which are made as the backward ends."""
+def test_streamed__copies_gradients_to_the_host_before_the_step() -> None:
+    """All but those of the first subgroup, which are computed at the end of the backward."""
     job = Job()
     params = [param for name, param in job.net.named_parameters() if not name.startswith(("branches.1", "branches.2"))]
     with closing(maker("zero-offload", "streamed", subgroup_params=600)(params)) as optimizer:
@@ -69,11 +71,11 @@ def test_gradients_leave_the_device_before_the_step() -> None:
             job.step(optimizer)
         job.net.zero_grad()
         job.loss().backward()
-        late = time.monotonic() + 60
-        while not on_device(optimizer) <= {0} and time.monotonic() < late:
+        deadline = time.monotonic() + 60
+        while not on_device(optimizer) <= {0} and time.monotonic() < deadline:
             time.sleep(0.001)
         assert on_device(optimizer) <= {0}
-        assert taken(optimizer) == len(params)
+        assert offloaded_count(optimizer) == len(params)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +91,13 @@ def test_gradients_leave_the_device_before_the_step() -> None:
         lambda job, optimizer: job.net.zero_grad(set_to_none=False),
     ],
 )
-def test_whoever_computes_with_a_gradient_that_has_left_is_told(touch: Callable[[Job, Any], None]) -> None:
+def test_placeholder__raises_in_computations(touch: Callable[[Job, Any], None]) -> None:
     with warm() as (job, optimizer):
         job.loss().backward()
         before = [param.clone() for param in job.net.parameters()]
         with pytest.raises(EngineError, match=r"max_grad_norm.*loss_scale.*kept"):
             touch(job, optimizer)
-        assert all(torch.equal(param, was) for param, was in zip(job.net.parameters(), before, strict=True))
+        assert all(torch.equal(param, old) for param, old in zip(job.net.parameters(), before, strict=True))
         optimizer.step()
 
 
@@ -105,16 +107,16 @@ def unscale(optimizer: InterleavedAdamW) -> None:
     scaler.unscale_(optimizer)
 
 
-def test_a_stand_in_tells_shape_and_kind_and_can_be_shown() -> None:
+def test_placeholder__has_shape_dtype_device_and_repr() -> None:
     with warm() as (job, optimizer):
         job.loss().backward()
         weight = job.net.first.weight
-        assert taken(optimizer)
+        assert offloaded_count(optimizer)
         assert (weight.grad.shape, weight.grad.dtype, weight.grad.device) == (weight.shape, weight.dtype, weight.device)
-        assert "Streamed" in repr(weight.grad)
+        assert "GradientPlaceholder" in repr(weight.grad)
 
 
-def test_zero_grad_forgotten_is_said() -> None:
+def test_placeholder__raises_if_zero_grad_was_forgotten() -> None:
     with warm() as (job, optimizer):
         job.loss().backward()
         optimizer.step()
@@ -126,8 +128,8 @@ class Broken(Exception):
     pass
 
 
-def break_off(job: Job, optimizer: Any) -> None:
-    """A backward in which a hook in the middle raises."""
+def fail_backward(job: Job, optimizer: Any) -> None:
+    """Run a backward in which a hook raises midway."""
 
     def raises(gradient: torch.Tensor) -> None:
         raise Broken
@@ -138,20 +140,20 @@ def break_off(job: Job, optimizer: Any) -> None:
     handle.remove()
 
 
-def broken_off(job: Job, optimizer: Any) -> None:
-    break_off(job, optimizer)
+def failed_backward(job: Job, optimizer: Any) -> None:
+    fail_backward(job, optimizer)
     job.step(optimizer)
 
 
-def broken_off_at_the_second(job: Job, optimizer: Any) -> None:
+def failed_second_backward(job: Job, optimizer: Any) -> None:
     job.loss().backward()
-    break_off(job, optimizer)
+    fail_backward(job, optimizer)
     job.step(optimizer, backwards=2)
 
 
-def broken_off_and_gone_on(job: Job, optimizer: Any) -> None:
-    """What the broken backward has made counts: nobody called zero_grad."""
-    break_off(job, optimizer)
+def failed_and_continued(job: Job, optimizer: Any) -> None:
+    """The gradients of the failed backward count, since nobody called zero_grad."""
+    fail_backward(job, optimizer)
     job.loss().backward()
     optimizer.step()
 
@@ -169,15 +171,15 @@ def saved_between_backwards(job: Job, optimizer: Any) -> None:
     optimizer.step()
 
 
-def one_backward_more(job: Job, optimizer: Any) -> None:
+def one_more_backward(job: Job, optimizer: Any) -> None:
     job.step(optimizer, backwards=2)
 
 
-def four_backwards_more(job: Job, optimizer: Any) -> None:
+def four_more_backwards(job: Job, optimizer: Any) -> None:
     job.step(optimizer, backwards=5)
 
 
-def one_backward_less(job: Job, optimizer: Any) -> None:
+def one_backward_fewer(job: Job, optimizer: Any) -> None:
     for backwards in (3, 3, 2):
         job.step(optimizer, backwards=backwards)
 
@@ -188,7 +190,7 @@ def no_step(job: Job, optimizer: Any) -> None:
 
 
 def set_to_none_by_hand(job: Job, optimizer: Any) -> None:
-    """A gradient that is gone when the step comes does not count."""
+    """A gradient that is None at the step does not count."""
     job.loss().backward()
     job.net.first.weight.grad = None
     optimizer.step()
@@ -200,7 +202,7 @@ def replaced_by_hand(job: Job, optimizer: Any) -> None:
     optimizer.step()
 
 
-def set_to_none_and_added_to(job: Job, optimizer: Any) -> None:
+def set_to_none_before_a_backward(job: Job, optimizer: Any) -> None:
     job.loss().backward()
     job.net.first.weight.grad = None
     job.loss().backward()
@@ -223,42 +225,44 @@ def more_groups_before_the_step(job: Job, optimizer: Any) -> None:
     optimizer.step()
 
 
-WHAT = (
-    broken_off,
-    broken_off_at_the_second,
-    broken_off_and_gone_on,
+UNUSUAL = (
+    failed_backward,
+    failed_second_backward,
+    failed_and_continued,
     saved_before_the_step,
     saved_between_backwards,
-    one_backward_more,
-    four_backwards_more,
-    one_backward_less,
+    one_more_backward,
+    four_more_backwards,
+    one_backward_fewer,
     no_step,
     set_to_none_by_hand,
     replaced_by_hand,
-    set_to_none_and_added_to,
+    set_to_none_before_a_backward,
     a_step_without_gradients,
     frozen_after_the_backward,
     more_groups_before_the_step,
 )
 
 
-def around(make: Make, what: Callable[[Job, Any], None]) -> Outcome:
-    """Some steps, something unusual, some more steps; twice, since what it leaves behind may show late."""
+def run_around(make: Make, unusual: Callable[[Job, Any], None]) -> Outcome:
+    """Run some steps, something unusual, and more steps; twice, since its effects may show late."""
     job = Job()
     optimizer = make(job.net.parameters(), max_grad_norm=0.5)
     for _ in range(2):
         for _ in range(WARM):
             job.step(optimizer)
-        assert taken(optimizer) == 0
+        assert offloaded_count(optimizer) == 0
         job.net.zero_grad()
-        what(job, optimizer)
+        unusual(job, optimizer)
     for _ in range(WARM):
         job.step(optimizer)
     return finish(job, optimizer)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("what", WHAT)
-def test_what_is_unusual_changes_no_bit(what: Callable[[Job, Any], None], policy: str) -> None:
-    expected = around(ReferenceOptimizer, what)
-    assert around(maker(policy, "streamed"), what) == expected
+@pytest.mark.parametrize("unusual", UNUSUAL)
+def test_streamed__gives_the_bits_of_the_reference_in_unusual_jobs(
+    unusual: Callable[[Job, Any], None], policy: str
+) -> None:
+    expected = run_around(ReferenceOptimizer, unusual)
+    assert run_around(maker(policy, "streamed"), unusual) == expected

@@ -1,4 +1,4 @@
-"""Training jobs as users write them, by InterleavedAdamW or by the same optimizer over the reference's update."""
+"""Training jobs as users write them, with InterleavedAdamW or with the same optimizer based on the reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.interleave.engine.jobs import Outcome
 # (parameters or groups, options) -> an optimizer
 Make = Callable[..., Any]
 MODES = ("kept", "streamed")
-# With slow links, so that `adaptive` has something to choose.
+# The links are slow, so that `adaptive` has a choice.
 MACHINE = Machine(
     name="test",
     h2d_bytes_per_s=40e6,
@@ -35,7 +35,7 @@ MACHINE = Machine(
 
 
 class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
-    """What InterleavedAdamW promises, without any plan: state in plain tensors, one parameter after the other."""
+    """The results of InterleavedAdamW without any plan: state in plain tensors, one parameter after the other."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
 
 class Net(nn.Module):  # type: ignore[misc]
-    """One branch of several is taken in a forward; first and last layer share their weight."""
+    """A network whose forward uses one of several branches; the first and the last layer share their weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,24 +94,24 @@ class Net(nn.Module):  # type: ignore[misc]
         return self.last(torch.tanh(self.late(self.norm(hidden))))
 
 
-def maker(policy: str, mode: str, **more: Any) -> Make:
+def maker(policy: str, mode: str, **defaults: Any) -> Make:
     def make(params: Any, **options: Any) -> InterleavedAdamW:
-        given = {"subgroup_params": 500, "threads": 1, **more, **options}
-        return InterleavedAdamW(params, policy=policy, gradients=mode, **given)
+        arguments = {"subgroup_params": 500, "threads": 1, **defaults, **options}
+        return InterleavedAdamW(params, policy=policy, gradients=mode, **arguments)
 
     return make
 
 
 def throttle_cpu(optimizer: InterleavedAdamW, params_per_s: Callable[[], float]) -> None:
-    """Let the CPU's updates take as long as they would at this rate."""
-    update = optimizer._driver.kernel.update
+    """Delay the updates on the CPU to a rate."""
+    update = optimizer._runner.kernel.update
 
     def throttled(*arguments: Any) -> None:
-        due = time.perf_counter() + len(arguments[0]) / params_per_s()
+        end_s = time.perf_counter() + len(arguments[0]) / params_per_s()
         update(*arguments)
-        time.sleep(max(0.0, due - time.perf_counter()))
+        time.sleep(max(0.0, end_s - time.perf_counter()))
 
-    optimizer._driver.kernel.update = throttled  # type: ignore[method-assign]
+    optimizer._runner.kernel.update = throttled  # type: ignore[method-assign]
 
 
 def net(dtype: torch.dtype = torch.bfloat16) -> Net:
@@ -120,14 +120,14 @@ def net(dtype: torch.dtype = torch.bfloat16) -> Net:
 
 
 def batches(dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Without end."""
+    """Yield batches without end."""
     generator = torch.Generator().manual_seed(1)
     while True:
         yield torch.randn(8, 24, generator=generator).to(dtype), torch.randn(8, 24, generator=generator)
 
 
 class Job:
-    """A net, its data and the losses so far. branch: which one a step takes; without it, the first."""
+    """A network, its data and the losses so far. `branch` gives the branch of a step; by default it is the first."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, branch: Callable[[int], int] = lambda step: 0) -> None:
         self.net = net(dtype)
@@ -137,12 +137,12 @@ class Job:
 
     def loss(self, step: int = 0) -> torch.Tensor:
         inputs, targets = next(self._batches)
-        found = ((self.net(inputs, self._branch(step)).float() - targets) ** 2).mean()
-        self.losses.append(found.item())
-        return found
+        loss = ((self.net(inputs, self._branch(step)).float() - targets) ** 2).mean()
+        self.losses.append(loss.item())
+        return loss
 
     def step(self, optimizer: Any, step: int = 0, backwards: int = 1) -> None:
-        """zero_grad, so many backwards, and an optimizer's step."""
+        """Run zero_grad, some backwards, and a step of the optimizer."""
         self.net.zero_grad()
         for _ in range(backwards):
             optimizer.scale(self.loss(step)).backward()
@@ -153,7 +153,7 @@ class Job:
 
 
 def run(job: Job, optimizer: Any, steps: int = 50, backwards: Callable[[int], int] = lambda step: 1) -> Outcome:
-    """So many steps; the optimizer is closed afterwards."""
+    """Run some steps, and close the optimizer."""
     for step in range(steps):
         job.step(optimizer, step, backwards(step))
     return finish(job, optimizer)
@@ -166,6 +166,6 @@ def finish(job: Job, optimizer: Any) -> Outcome:
 
 
 def two_groups(job: Job) -> list[dict[str, Any]]:
-    """With rates and decays of their own; together all parameters but the late ones'."""
+    """Return two groups with their own hyperparameters, and together all parameters except those of `late`."""
     params = [param for name, param in job.net.named_parameters() if not name.startswith("late")]
     return [{"params": params[:4], "lr": 3e-3, "weight_decay": 0.1}, {"params": params[4:], "weight_decay": 0.0}]

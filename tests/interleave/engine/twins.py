@@ -1,4 +1,4 @@
-"""Parameters that are updated by plans and, beside them, by the reference; and hardware of unforeseeable timing."""
+"""Parameters that are updated both by plans and by the reference, and hardware with random timing."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
 from ebbtide.interleave.engine.runtime.engine import Engine
-from ebbtide.interleave.engine.runtime.executor import Executor, Run
-from ebbtide.interleave.engine.runtime.layout import Piece, divide
-from ebbtide.interleave.engine.runtime.store import Inputs, Store
+from ebbtide.interleave.engine.runtime.executor import Executor, PlanRun
+from ebbtide.interleave.engine.runtime.layout import ParamSegment, divide
+from ebbtide.interleave.engine.runtime.store import StepInputs, Store
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, OTHER, STEP, UPDATE, Op, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
@@ -31,7 +31,7 @@ _POINTS = (OTHER, FORWARD, BACKWARD, BACKWARD + 0.4, BACKWARD + 0.8, UPDATE, STE
 
 
 class Twin:
-    """Some parameters and their gradients, twice. Parameters may have no gradient in a step."""
+    """Two copies of some parameters and their gradients. Parameters may have no gradient in a step."""
 
     def __init__(self, lengths: list[int], dtypes: list[torch.dtype], subgroup_params: int, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -43,65 +43,65 @@ class Twin:
         self.sizes = [subgroup.params for subgroup in self.subgroups]
         self.reference = ReferenceAdamW([param.clone() for param in self.params], Hyper(lr=0.01, weight_decay=0.1))
 
-    def inputs(self, scale: float = 1.0, streams: bool = False) -> Inputs:
-        """Of the next step. The reference makes it at once."""
-        found = Inputs(self.params, streams=streams)
+    def inputs(self, scale: float = 1.0, streamed: bool = False) -> StepInputs:
+        """Return the inputs of the next step. The reference does the step at once."""
+        inputs = StepInputs(self.params, streamed=streamed)
         for index, param in enumerate(self.reference.params):
             param.grad = None
             scalars = None
             if torch.rand((), generator=self._generator) < 0.85:
                 param.grad = torch.randn(len(param), generator=self._generator).to(param.dtype)
                 scalars = self.reference.hyper.scalars(self.reference.steps[index] + 1, scale)
-            found.gradients.append(None if param.grad is None else param.grad.clone())
-            found.scalars.append(scalars)
+            inputs.gradients.append(None if param.grad is None else param.grad.clone())
+            inputs.scalars.append(scalars)
         self.reference.step(scale)
-        return found
+        return inputs
 
-    def step(self, engine: Engine, scale: float = 1.0, taken: float = 0.0) -> Schedule:
-        """One step by an engine. taken: the share of the gradients that it takes as they are made, in any order."""
+    def step(self, engine: Engine, scale: float = 1.0, offloaded_share: float = 0.0) -> Schedule:
+        """Run a step of an engine; a share of the gradients is offloaded before the step, in any order."""
         inputs = self.inputs(scale)
         gradients = {index: gradient for index, gradient in enumerate(inputs.gradients) if gradient is not None}
         for index in torch.randperm(len(self.params), generator=self._generator).tolist():
-            if index in gradients and engine.under_way and torch.rand((), generator=self._generator) < taken:
-                engine.take(index, gradients.pop(index))
-                engine.reach(torch.rand((), generator=self._generator).item())
-        engine.give(gradients)
+            if index in gradients and engine.is_running and torch.rand((), generator=self._generator) < offloaded_share:
+                engine.offload_gradient(index, gradients.pop(index))
+                engine.report_progress(torch.rand((), generator=self._generator).item())
+        engine.submit_gradients(gradients)
         return engine.step(inputs.values, inputs.scalars)
 
     def begin(self, store: Store) -> None:
-        """Put the state where nothing has been updated yet into a store."""
+        """Write the initial state to a store."""
         for number in range(len(self.subgroups)):
-            store.write(number, self._state(number))
+            store.states.write(number, self._state(number))
 
     def check(self, store: Store | None = None) -> None:
-        """Parameters are the reference's to the bit; where the store rests, its state too."""
+        """Check that the parameters, and the state if a store is given, have the bits of the reference."""
         for param, expected in zip(self.params, self.reference.params, strict=True):
             assert torch.equal(bits(param), bits(expected))
         for number in range(len(self.subgroups)) if store is not None else ():
             assert store is not None
-            assert torch.equal(bits(store.read(number)), bits(self._state(number)))
+            assert torch.equal(bits(store.states.read(number)), bits(self._state(number)))
 
     def _state(self, number: int) -> torch.Tensor:
-        def part(piece: Piece) -> torch.Tensor:
-            return self.reference.state[piece.param][:, piece.begin : piece.end]
+        def part(segment: ParamSegment) -> torch.Tensor:
+            return self.reference.state[segment.param][:, segment.begin : segment.end]
 
-        return torch.cat([part(piece) for piece in self.subgroups[number].pieces], 1)
+        return torch.cat([part(segment) for segment in self.subgroups[number].segments], 1)
 
 
 @st.composite
 def twins(draw: st.DrawFn, mixed: bool = True) -> Twin:
-    """mixed: parameters may be of different precision."""
+    """Draw twins; with `mixed`, parameters may have different dtypes."""
     lengths = draw(st.lists(spread(1, 300).map(round), min_size=1, max_size=5))
     dtype = draw(st.sampled_from(DTYPES))
     other = draw(st.sampled_from(DTYPES)) if mixed else dtype
     dtypes = [draw(st.sampled_from([dtype, other])) for _ in lengths]
-    # From many subgroups in a parameter to many parameters in a subgroup.
+    # From many subgroups per parameter to many parameters per subgroup.
     subgroup = max(round(draw(spread(20, 400))), sum(lengths) // 8)
     return Twin(lengths, dtypes, subgroup, draw(st.integers(0, 2**32)))
 
 
 class Jitter:
-    """Sleeps for a time drawn anew at each call: most often hardly, now and then long."""
+    """Sleeps for a random time at each call: mostly short, now and then long."""
 
     def __init__(self, seed: int, longest_s: float = 5e-4) -> None:
         self._random = random.Random(seed)
@@ -163,23 +163,23 @@ class JitteryKernel(CpuKernel):
         self._jitter()
 
 
-def one_step(executor: Executor, plan: Plan, pause: Callable[[], None] = lambda: None) -> Run:
-    """Begin, come to one point of the iteration after the other, and finish."""
+def one_step(executor: Executor, plan: Plan, pause: Callable[[], None] = lambda: None) -> PlanRun:
+    """Run an iteration: begin, advance through its points, and finish."""
     executor.begin(plan)
     for point in _POINTS:
         pause()
-        executor.reach(point)
+        executor.advance_to(point)
     return executor.finish()
 
 
-def schedule_of(run: Run, workload: Workload) -> Schedule:
-    """What was measured; the phases do not matter."""
+def schedule_of(run: PlanRun, workload: Workload) -> Schedule:
+    """Return the measured schedule, with phases of no length."""
     return Schedule(run.plan, workload, run.starts, run.ends, 0.0, 0.0, 0.0, max(run.ends))
 
 
 @contextmanager
 def no_thread_left() -> Iterator[None]:
-    """Whatever begins threads here ends them."""
+    """Check that every thread that starts in the block ends in it."""
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) <= before
@@ -187,7 +187,7 @@ def no_thread_left() -> Iterator[None]:
 
 @contextmanager
 def hasty_switches() -> Iterator[None]:
-    """Threads take turns after some microseconds, not milliseconds."""
+    """Switch threads after some microseconds instead of milliseconds."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(2e-6)
     try:

@@ -1,18 +1,22 @@
-"""Policies: the strings that name them, and where they put each subgroup."""
+"""Tests of policies: their strings, and the plans that they make."""
 
 from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pkgutil import iter_modules
 
 import pytest
 from hypothesis import given
 
 from ebbtide.errors import PolicyError
+from ebbtide.interleave import policies
 from ebbtide.interleave.model.plan import STEP, Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import BUILT_IN, POLICIES, Choice, make_plan, parse, policy
-from ebbtide.interleave.policies.plan_builder import PlanBuilder
+from ebbtide.interleave.policies import BUILT_IN, POLICIES, PlanBuilder, PolicySpec, make_plan, parse, policy
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
-from tests.interleave.simulation.test_simulator import BOX, even
+from tests.interleave.simulation.test_simulator import TEST_MACHINE, even
 from tests.interleave.strategies import fixed_policies, machines, workloads
 
 
@@ -43,47 +47,59 @@ from tests.interleave.strategies import fixed_policies, machines, workloads
         ("gpu-only:", "gpu-only takes nothing after a colon"),
         ("adaptive:fast", "adaptive takes nothing after a colon"),
         ("pipelined,grads=sync", "grads is one of async, blocking"),
-        ("pipelined,grads", "pipelined has no knob 'grads'; it has grads=async|blocking, params=pipelined|blocking"),
-        ("pipelined,stride=2", "pipelined has no knob 'stride=2'"),
-        ("pipelined,", "pipelined has no knob ''"),
-        ("gpu-only,grads=async", "gpu-only has no knob 'grads=async'; it has none"),
-        ("adaptive,params=blocking", "adaptive has no knob"),
+        ("pipelined,grads", "pipelined has no option 'grads'; it has grads=async|blocking, params=pipelined|blocking"),
+        ("pipelined,stride=2", "pipelined has no option 'stride=2'"),
+        ("pipelined,", "pipelined has no option ''"),
+        ("gpu-only,grads=async", "gpu-only has no option 'grads=async'; it has none"),
+        ("adaptive,params=blocking", "adaptive has no option"),
     ],
 )
-def test_strings_that_name_no_policy(text: str, message: str) -> None:
-    with pytest.raises(PolicyError) as found:
-        make_plan(text, even(4, gpu_free=((0.0, 1e9),)), BOX)
-    assert message in str(found.value)
-    assert "\n" not in str(found.value)
+def test_make_plan__refuses_bad_strings(text: str, message: str) -> None:
+    with pytest.raises(PolicyError) as error:
+        make_plan(text, even(4, gpu_free=((0.0, 1e9),)), TEST_MACHINE)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-def test_strings_are_read_with_their_knobs() -> None:
-    assert parse("zero-offload").knobs == {"grads": "async", "params": "blocking"}
-    assert parse("pipelined").knobs == {"grads": "async", "params": "pipelined"}
-    choice = parse(" interleaved:2@0.8 , grads = blocking")
-    assert (choice.name, choice.value) == ("interleaved", "2@0.8")
-    assert choice.knobs == {"grads": "blocking", "params": "pipelined"}
-    assert choice.text == " interleaved:2@0.8 , grads = blocking"
+def test_parse__reads_values_and_options() -> None:
+    assert parse("zero-offload").options == {"grads": "async", "params": "blocking"}
+    assert parse("pipelined").options == {"grads": "async", "params": "pipelined"}
+    spec = parse(" interleaved:2@0.8 , grads = blocking")
+    assert (spec.name, spec.value) == ("interleaved", "2@0.8")
+    assert spec.options == {"grads": "blocking", "params": "pipelined"}
+    assert spec.text == " interleaved:2@0.8 , grads = blocking"
     # Counts may be written as integral floats.
-    assert make_plan("interleaved:2e0", even(4), BOX).ops == make_plan("interleaved:2", even(4), BOX).ops
+    assert (
+        make_plan("interleaved:2e0", even(4), TEST_MACHINE).ops == make_plan("interleaved:2", even(4), TEST_MACHINE).ops
+    )
 
 
-def test_every_built_in_policy_says_what_it_does() -> None:
+def test_policies__imports_every_module_of_the_package() -> None:
+    modules = {f"{policies.__name__}.{module.name}" for module in iter_modules(policies.__path__)}
+    assert modules <= set(sys.modules)
+    assert {registered.function.__module__ for registered in POLICIES.values()} <= modules
+
+
+def test_built_in__is_in_the_order_of_the_table() -> None:
+    assert BUILT_IN == ("zero-offload", "twin-flow:0.5", "pipelined", "interleaved:2", "adaptive", "gpu-only")
+
+
+def test_built_in__has_every_policy_with_a_summary() -> None:
     assert {parse(text).name for text in BUILT_IN} == set(POLICIES)
-    assert all(len(known.summary) > 10 for known in POLICIES.values())
+    assert all(len(registered.summary) > 10 for registered in POLICIES.values())
 
 
 def on_gpu(plan: Plan) -> list[int]:
-    """Subgroups that are fetched, in the order of their fetches."""
+    """Return the subgroups that are fetched, in the order of their fetches."""
     return [op.subgroup for op in plan.ops if op.kind == "fetch"]
 
 
-def test_interleaving_takes_every_kth() -> None:
-    assert on_gpu(make_plan("interleaved:2", even(7), BOX)) == [1, 3, 5]
-    assert on_gpu(make_plan("interleaved:1", even(3), BOX)) == [0, 1, 2]
-    assert on_gpu(make_plan("interleaved:8", even(7), BOX)) == []
+def test_interleaved__streams_every_kth_subgroup() -> None:
+    assert on_gpu(make_plan("interleaved:2", even(7), TEST_MACHINE)) == [1, 3, 5]
+    assert on_gpu(make_plan("interleaved:1", even(3), TEST_MACHINE)) == [0, 1, 2]
+    assert on_gpu(make_plan("interleaved:8", even(7), TEST_MACHINE)) == []
     # Of ten, four are resident; of the other six every third.
-    plan = make_plan("interleaved:3@0.6", even(10), BOX)
+    plan = make_plan("interleaved:3@0.6", even(10), TEST_MACHINE)
     assert plan.resident == frozenset(range(4))
     assert on_gpu(plan) == [6, 9]
 
@@ -101,62 +117,84 @@ def test_interleaving_takes_every_kth() -> None:
         ("interleaved:99,params=blocking", "zero-offload"),
     ],
 )
-def test_policies_meet_at_their_ends(one: str, other: str) -> None:
+def test_make_plan__is_equal_where_policies_coincide(one: str, other: str) -> None:
     workload = even(6)
-    assert make_plan(one, workload, BOX).ops == make_plan(other, workload, BOX).ops
+    assert make_plan(one, workload, TEST_MACHINE).ops == make_plan(other, workload, TEST_MACHINE).ops
+
+
+@pytest.mark.parametrize(
+    ("ratio", "old", "current"),
+    [
+        ("0", range(10), range(10)),
+        ("0.41", range(4, 10), range(5)),
+        ("0.5", range(5, 10), range(5)),
+        ("0.8", range(8, 10), range(1)),
+        ("0.9", range(9, 10), range(0)),
+        ("1", range(0), range(0)),
+    ],
+)
+def test_twin_flow__chooses_residents_by_the_version_of_the_recorded_job(
+    ratio: str, old: range, current: range
+) -> None:
+    """1 - 0.9 and 1 - 0.8 are just less than 0.1 and 0.2 in floating point, so DeepSpeed rounds down."""
+    for version, resident in (("0.13.3+c7da512a", old), ("0.17.6", old), ("0.18.0", current), (None, current)):
+        workload = replace(even(10), deepspeed_version=version)
+        for policy_text in (f"twin-flow:{ratio}", f"interleaved:2@{ratio}"):
+            plan = make_plan(policy_text, workload, TEST_MACHINE)
+            assert plan.resident == frozenset(resident), (policy_text, version)
 
 
 @given(fixed_policies(), workloads(), machines())
-def test_two_buffers_are_all_that_interleaving_needs(policy: str, workload: Workload, machine: Machine) -> None:
+def test_interleaved__needs_two_buffers(policy: str, workload: Workload, machine: Machine) -> None:
     plan = make_plan(policy, workload, machine)
     kept = workload.grad_bytes * sum(workload.subgroups[subgroup] for subgroup in plan.kept_gradients)
     buffers = 2 * workload.state_bytes * max((workload.subgroups[subgroup] for subgroup in on_gpu(plan)), default=0)
-    assert simulate(plan, workload, machine).peak_device_bytes <= plan.held_bytes + kept + buffers + 1
+    assert simulate(plan, workload, machine).peak_device_bytes <= plan.resident_bytes + kept + buffers + 1
 
 
-def test_gradients_are_kept_only_where_there_is_room_at_every_moment() -> None:
+def test_interleaved__keeps_only_gradients_that_fit_at_every_moment() -> None:
     size = 10**8
-    # Two buffers take 2.4 GB; beside them there is room for two of the four gradients, 0.2 GB each.
+    # Two buffers take 2.4 GB. Two of the four gradients, 0.2 GB each, fit in addition.
     narrow = even(8, size, gpu_free=((0.0, 9e9), (4.0, 2.9e9), (5.0, 9e9)))
-    plan = make_plan("interleaved:2", narrow, BOX)
+    plan = make_plan("interleaved:2", narrow, TEST_MACHINE)
     assert plan.kept_gradients == {1, 3}
     assert plan.counts()["gradient up"] == 2
-    assert simulate(plan, narrow, BOX).fits_device(None)
-    # What is free before the backward does not matter.
+    assert simulate(plan, narrow, TEST_MACHINE).fits_device(None)
+    # The free memory before the backward does not matter.
     early = even(8, size, gpu_free=((0.0, 2.4e9), (1.0, 9e9)))
-    assert make_plan("interleaved:2", early, BOX).kept_gradients == {1, 3, 5, 7}
+    assert make_plan("interleaved:2", early, TEST_MACHINE).kept_gradients == {1, 3, 5, 7}
 
 
-def test_a_user_adds_a_policy_in_their_own_file() -> None:
+def test_policy__registers_a_function_of_the_user() -> None:
     @policy("half-resident", order=("first", "last"))
-    def half_resident(workload: Workload, machine: Machine, choice: Choice) -> Plan:
+    def half_resident(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
         """The first half, or the last, stays on the GPU.
 
         More of it."""
         count = len(workload.subgroups)
-        home = range(count // 2) if choice.knobs["order"] == "first" else range(count // 2, count)
-        builder = PlanBuilder(choice.text, workload)
-        builder.gradients(keep=frozenset(home))
+        resident = range(count // 2) if spec.options["order"] == "first" else range(count // 2, count)
+        builder = PlanBuilder(spec.text, workload)
+        builder.gradients(keep=frozenset(resident))
         for subgroup in range(count):
-            builder.resident(subgroup) if subgroup in home else builder.on_cpu(subgroup)
+            builder.resident(subgroup) if subgroup in resident else builder.on_cpu(subgroup)
         return builder.plan()
 
     try:
         assert POLICIES["half-resident"].summary == "The first half, or the last, stays on the GPU."
-        assert make_plan("half-resident", even(6), BOX).resident == {0, 1, 2}
-        assert make_plan("half-resident,order=last", even(6), BOX).resident == {3, 4, 5}
+        assert make_plan("half-resident", even(6), TEST_MACHINE).resident == {0, 1, 2}
+        assert make_plan("half-resident,order=last", even(6), TEST_MACHINE).resident == {3, 4, 5}
         with pytest.raises(PolicyError, match="order is one of first, last"):
-            make_plan("half-resident,order=middle", even(6), BOX)
+            make_plan("half-resident,order=middle", even(6), TEST_MACHINE)
     finally:
         del POLICIES["half-resident"]
 
 
-def test_without_clipping_only_the_early_update_before_the_step() -> None:
-    """DeepSpeed's updates wait for the step; ours follow their gradients."""
+def test_adaptive__updates_before_the_step_only_without_clipping() -> None:
+    """Updates of DeepSpeed wait for the step; those of `adaptive` follow their gradients."""
     workload = even(6, gpu_free=((0.0, 4e9),), clipping=False)
-    waits = make_plan("interleaved:2", workload, BOX)
-    assert all(op.point == STEP for op in waits.ops if op.kind == "update")
-    follows = make_plan("adaptive", workload, BOX)
-    assert any(op.point < STEP for op in follows.ops if op.kind == "update")
-    clipped = make_plan("adaptive", even(6, gpu_free=((0.0, 4e9),)), BOX)
+    with_step = make_plan("interleaved:2", workload, TEST_MACHINE)
+    assert all(op.point == STEP for op in with_step.ops if op.kind == "update")
+    with_gradients = make_plan("adaptive", workload, TEST_MACHINE)
+    assert any(op.point < STEP for op in with_gradients.ops if op.kind == "update")
+    clipped = make_plan("adaptive", even(6, gpu_free=((0.0, 4e9),)), TEST_MACHINE)
     assert all(op.point == STEP for op in clipped.ops if op.kind == "update")

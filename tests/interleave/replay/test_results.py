@@ -1,4 +1,4 @@
-"""A replay's results: their order, their figures, whether they fit, and what limits them."""
+"""Tests of replay results: their order, their figures, whether they fit, and what limits them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from ebbtide.errors import MachineError, PolicyError
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import BUILT_IN, make_plan
-from ebbtide.interleave.replay.results import Result, replay
+from ebbtide.interleave.replay.results import PolicyResult, replay
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 from tests.conftest import examples
 from tests.interleave.experiments.sweep.sweeps import machine, workload
-from tests.interleave.simulation.test_simulator import BOX, even
+from tests.interleave.simulation.test_simulator import TEST_MACHINE, even
 from tests.interleave.strategies import fixed_policies, machines, workloads
 
 RESULT = [
@@ -41,21 +41,21 @@ RESULT = [
 BOUND = ["update_ms", "iteration_ms", "exposed_ms", "exposed_whole_subgroups_ms"]
 
 
-def one(policy: str, job: Workload, box: Machine) -> Result:
-    (result,) = replay(job, box, [policy]).results
+def one(policy: str, job: Workload, target: Machine) -> PolicyResult:
+    (result,) = replay(job, target, [policy]).results
     return result
 
 
 @settings(max_examples=examples(15))
-@given(st.lists(fixed_policies(), min_size=1, max_size=3), workloads(most=6), machines())
-def test_results_are_those_of_the_schedules_in_the_order_asked_for(
-    policies: list[str], job: Workload, box: Machine
+@given(st.lists(fixed_policies(), min_size=1, max_size=3), workloads(max_subgroups=6), machines())
+def test_replay__gives_the_results_of_the_schedules_in_the_requested_order(
+    policies: list[str], job: Workload, target: Machine
 ) -> None:
-    found = replay(job, box, [*policies, policies[0]])
-    assert [result.policy for result in found.results] == [*policies, policies[0]]
-    assert found.results[0] == found.results[-1]
-    for result, schedule in zip(found.results, found.schedules, strict=True):
-        assert schedule == simulate(make_plan(result.policy, job, box), job, box)
+    replayed = replay(job, target, [*policies, policies[0]])
+    assert [result.policy for result in replayed.results] == [*policies, policies[0]]
+    assert replayed.results[0] == replayed.results[-1]
+    for result, schedule in zip(replayed.results, replayed.schedules, strict=True):
+        assert schedule == simulate(make_plan(result.policy, job, target), job, target)
         phases = result.forward_ms + result.backward_ms + result.update_ms + result.other_ms
         assert result.iteration_ms == pytest.approx(phases) == pytest.approx(schedule.iteration_s * 1e3)
         assert result.exposed_ms == pytest.approx(result.iteration_ms - job.compute_s * 1e3, abs=1e-6)
@@ -64,26 +64,26 @@ def test_results_are_those_of_the_schedules_in_the_order_asked_for(
         assert all(0 <= share <= 1 for share in result.busy.values())
 
 
-def test_the_object_is_the_contracts() -> None:
-    found = replay(workload(), machine()).as_json()
-    # More keys may be added to it, these may not change.
-    assert list(found) == ["workload", "machine", "results", "bound", "skipped"]
-    assert [result["policy"] for result in found["results"]] == list(BUILT_IN)
-    assert all(list(result) == RESULT for result in found["results"])
-    assert list(found["bound"]) == BOUND
-    assert {key: found["machine"][key] for key in ("name", "duplex_bytes_per_s", "step_overhead_s")} == {
+def test_as_json__has_the_keys_of_the_contract() -> None:
+    values = replay(workload(), machine()).as_json()
+    # Keys may be added to it, these may not change.
+    assert list(values) == ["workload", "machine", "results", "bound", "skipped"]
+    assert [result["policy"] for result in values["results"]] == list(BUILT_IN)
+    assert all(list(result) == RESULT for result in values["results"])
+    assert list(values["bound"]) == BOUND
+    assert {key: values["machine"][key] for key in ("name", "duplex_bytes_per_s", "step_overhead_s")} == {
         "name": "box",
         "duplex_bytes_per_s": None,
         "step_overhead_s": None,
     }
-    figures = [value for result in found["results"] for value in result.values() if isinstance(value, (int, float))]
-    assert all(math.isfinite(value) and value >= 0 for value in [*figures, *found["bound"].values()])
-    json.dumps(found, allow_nan=False)
+    figures = [value for result in values["results"] for value in result.values() if isinstance(value, (int, float))]
+    assert all(math.isfinite(value) and value >= 0 for value in [*figures, *values["bound"].values()])
+    json.dumps(values, allow_nan=False)
 
 
-def test_a_policys_string_is_given_back_as_it_was_given() -> None:
-    given = [" interleaved:2@1 , grads=blocking", "twin-flow:0.50", "zero-offload", "interleaved:2e0"]
-    assert [result.policy for result in replay(workload(), machine(), given).results] == given
+def test_replay__repeats_policy_strings_as_given() -> None:
+    strings = [" interleaved:2@1 , grads=blocking", "twin-flow:0.50", "zero-offload", "interleaved:2e0"]
+    assert [result.policy for result in replay(workload(), machine(), strings).results] == strings
 
 
 @pytest.mark.parametrize(
@@ -99,20 +99,20 @@ def test_a_policys_string_is_given_back_as_it_was_given() -> None:
         (None, 10e9, False),
     ],
 )
-def test_fits_is_of_both_memories_and_null_where_one_is_not_known(
+def test_fits__covers_both_memories_and_is_null_if_one_is_not_known(
     device: float | None, host: float | None, fits: bool | None
 ) -> None:
     """Interleaving 2e9 parameters takes two buffers of 1.2 GB, and 24 GB of state and copies on the host."""
     assert one("interleaved:2", workload(gpu_free_bytes=device), machine(host_memory_bytes=host)).fits is fits
 
 
-def test_what_takes_nothing_on_the_device_fits_wherever_the_host_does() -> None:
+def test_fits__needs_only_host_memory_for_plans_without_device_memory() -> None:
     unknown, full = workload(gpu_free_bytes=None), workload(gpu_free_bytes=0)
     assert one("zero-offload", unknown, machine()).fits is True
     assert one("zero-offload", full, machine()).fits is True
     # 28 GB of state and gradients are more than a card of 20 GB ever has.
     assert one("gpu-only", unknown, machine(gpu_memory_bytes=20e9)).fits is False
-    # It needs no host memory: how much there is need not be known.
+    # It needs no host memory, whose size need not be known.
     assert one("gpu-only", unknown, machine()).fits is None
 
 
@@ -128,29 +128,29 @@ def test_what_takes_nothing_on_the_device_fits_wherever_the_host_does() -> None:
         ("zero-offload", {"h2d_pageable_bytes_per_s": 4e9}, "dependencies"),
     ],
 )
-def test_what_an_update_waits_for_most(policy: str, changes: dict[str, Any], limit: str) -> None:
-    box = replace(BOX, step_overhead_s=0.0, **changes)
-    assert one(policy, even(50), box).limited_by == limit
+def test_limited_by__is_the_busiest_resource_or_dependencies(policy: str, changes: dict[str, Any], limit: str) -> None:
+    target = replace(TEST_MACHINE, step_overhead_s=0.0, **changes)
+    assert one(policy, even(50), target).limited_by == limit
 
 
-def test_what_was_not_asked_for_is_left_out_where_rates_are_missing() -> None:
-    box = machine(gpu_update_params_per_s=None)
-    found = replay(workload(), box)
-    assert [result.policy for result in found.results] == ["zero-offload", "pipelined"]
-    assert list(found.skipped) == ["twin-flow:0.5", "interleaved:2", "adaptive", "gpu-only"]
-    assert all("gpu_update_params_per_s" in why for why in found.skipped.values())
+def test_replay__skips_built_in_policies_that_lack_rates() -> None:
+    target = machine(gpu_update_params_per_s=None)
+    replayed = replay(workload(), target)
+    assert [result.policy for result in replayed.results] == ["zero-offload", "pipelined"]
+    assert list(replayed.skipped) == ["twin-flow:0.5", "interleaved:2", "adaptive", "gpu-only"]
+    assert all("gpu_update_params_per_s" in why for why in replayed.skipped.values())
     with pytest.raises(MachineError, match="has no gpu_update_params_per_s"):
-        replay(workload(), box, ["zero-offload", "interleaved:2"])
+        replay(workload(), target, ["zero-offload", "interleaved:2"])
     with pytest.raises(MachineError, match="has no"):
         replay(workload(), Machine())
     with pytest.raises(PolicyError, match="there is no policy 'magic'"):
         replay(workload(), machine(), ["zero-offload", "magic"])
 
 
-def test_no_policy_that_fits_is_quicker_than_the_bound() -> None:
+def test_replay__has_no_fitting_policy_below_the_bound() -> None:
     for size in (0.0, 4e9, 12e9, 60e9):
-        found = replay(workload(gpu_free_bytes=size), machine())
-        for result in found.results:
+        replayed = replay(workload(gpu_free_bytes=size), machine())
+        for result in replayed.results:
             if result.fits:
-                assert result.iteration_ms >= found.bound.iteration_s * 1e3 * (1 - 1e-6)
-                assert result.exposed_ms >= found.bound.exposed_whole_s * 1e3 * (1 - 1e-6)
+                assert result.iteration_ms >= replayed.bound.iteration_s * 1e3 * (1 - 1e-6)
+                assert result.exposed_ms >= replayed.bound.exposed_whole_s * 1e3 * (1 - 1e-6)

@@ -1,4 +1,4 @@
-"""A schedule as a trace: what it tells is what was simulated."""
+"""Tests of traces of schedules: they contain what was simulated."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from tests.interleave.experiments.sweep.sweeps import machine, workload
 from tests.interleave.strategies import fixed_policies, machines, workloads
 
 
-def ran(policy: str, job: Workload, box: Machine) -> Schedule:
-    return simulate(make_plan(policy, job, box), job, box)
+def ran(policy: str, job: Workload, target: Machine) -> Schedule:
+    return simulate(make_plan(policy, job, target), job, target)
 
 
 def built(policy: str, iterations: int = 3, **changes: Any) -> tuple[Schedule, Trace]:
-    job, box = workload(**changes), machine()
-    schedule = ran(policy, job, box)
-    return schedule, trace_of(schedule, box, iterations).build()
+    job, target = workload(**changes), machine()
+    schedule = ran(policy, job, target)
+    return schedule, trace_of(schedule, target, iterations).build()
 
 
-any_schedule = given(fixed_policies(), workloads(most=6), machines(), st.integers(1, 3))
+any_schedule = given(fixed_policies(), workloads(max_subgroups=6), machines(), st.integers(1, 3))
 
 
 @any_schedule
-def test_its_phases_are_the_schedules(policy: str, job: Workload, box: Machine, iterations: int) -> None:
-    schedule = ran(policy, job, box)
-    trace = trace_of(schedule, box, iterations).build()
+def test_trace_of__has_the_phases_of_the_schedule(policy: str, job: Workload, target: Machine, iterations: int) -> None:
+    schedule = ran(policy, job, target)
+    trace = trace_of(schedule, target, iterations).build()
     figures = {phase.phase: phase.median_ms for phase in summarize(trace).phases}
     for phase in ("forward", "backward", "update", "other"):
         # To the nanosecond, at both ends.
@@ -55,9 +55,11 @@ def test_its_phases_are_the_schedules(policy: str, job: Workload, box: Machine, 
 
 
 @any_schedule
-def test_its_operations_and_copies_are_the_schedules(policy: str, job: Workload, box: Machine, iterations: int) -> None:
-    schedule = ran(policy, job, box)
-    trace = trace_of(schedule, box, iterations).build()
+def test_trace_of__has_the_operations_and_copies_of_the_schedule(
+    policy: str, job: Workload, target: Machine, iterations: int
+) -> None:
+    schedule = ran(policy, job, target)
+    trace = trace_of(schedule, target, iterations).build()
     ops, copies = trace.ops(0), trace.transfers(0)
     assert len(ops) == iterations * len(schedule.plan.ops)
     last = ops[ops["iteration"] == iterations - 1]
@@ -76,25 +78,25 @@ def test_its_operations_and_copies_are_the_schedules(policy: str, job: Workload,
 
 
 @any_schedule
-def test_its_memory_stays_within_the_card_where_the_plan_fits(
-    policy: str, job: Workload, box: Machine, iterations: int
+def test_trace_of__stays_within_the_capacity_if_the_plan_fits(
+    policy: str, job: Workload, target: Machine, iterations: int
 ) -> None:
-    schedule = ran(policy, job, box)
+    schedule = ran(policy, job, target)
     capacity = math.ceil(1e6 + schedule.peak_device_bytes + max(size for _, size in job.gpu_free or ()))
-    line = trace_of(schedule, replace(box, gpu_memory_bytes=capacity), iterations).build().memory(0)
+    line = trace_of(schedule, replace(target, gpu_memory_bytes=capacity), iterations).build().memory(0)
     assert set(line["pool"]) == {"device"}
     assert line["bytes"].min() >= 0
     over = np.diff(line["t_ns"], append=iterations * round(schedule.iteration_s * 1e9)) * (line["bytes"] > capacity + 2)
-    # Beyond the card for longer than rounding lasts: then it does not fit, and only then.
+    # Above the capacity for longer than rounding errors last, exactly if it does not fit.
     assert (over.max() > 2 + 2e-9 * schedule.iteration_s * 1e9) == (not schedule.fits_device(None))
 
 
-def test_where_the_jobs_memory_is_not_known_only_the_plans_is_told() -> None:
+def test_trace_of__has_only_planned_memory_if_the_jobs_is_not_known() -> None:
     schedule, trace = built("twin-flow:0.5", gpu_free_bytes=None)
     line = trace.memory(0)
     assert set(line["pool"]) == {"planned"}
     assert line["bytes"].max() == round(schedule.peak_device_bytes)
-    # And nothing can be called free.
+    # Free memory cannot be computed.
     with pytest.raises(TraceError):
         find_windows(trace, 1)
     schedule, trace = built("twin-flow:0.5")
@@ -104,27 +106,27 @@ def test_where_the_jobs_memory_is_not_known_only_the_plans_is_told() -> None:
 
 
 @pytest.mark.parametrize("policy", [policy for policy in BUILT_IN if policy != "adaptive"])
-def test_it_reads_back_from_disk_as_it_was(policy: str, tmp_path: Path) -> None:
+def test_trace_of__is_read_back_unchanged(policy: str, tmp_path: Path) -> None:
     schedule = ran(policy, workload(), machine())
     trace = trace_of(schedule, machine()).write(tmp_path / "run.ebb")
-    assert (trace.meta["source"], trace.meta["policy"]) == ("simulated", policy)
-    assert machine_from(trace.meta["machine"], "") == machine()
+    assert (trace.meta.source, trace.meta.policy) == ("simulated", policy)
+    assert machine_from(trace.meta.machine, "") == machine()
     assert summarize(trace).iteration_ms == pytest.approx(schedule.iteration_s * 1e3, abs=3e-6)
     again = trace_of(schedule, machine()).write(tmp_path / "again.ebb")
     for file in sorted(path for path in trace.path.rglob("*") if path.is_file()):
         assert file.read_bytes() == (again.path / file.relative_to(trace.path)).read_bytes()
 
 
-def test_its_workload_is_the_one_that_was_simulated() -> None:
-    """Of a plan that takes nothing on the device and does not make the job wait."""
-    line = [{"at_s": 0, "bytes": 20e9}, {"at_s": 0.2, "bytes": 6e9}, {"at_s": 0.8, "bytes": 20e9}]
-    schedule, trace = built("pipelined", gpu_free_bytes=line)
-    job, found = schedule.workload, workload_of(trace)
-    assert (found.params, found.subgroups) == (job.params, job.subgroups)
-    assert (found.forward_s, found.backward_s, found.other_s) == pytest.approx((0.2, 0.6, 0.0))
-    assert (found.param_bytes, found.grad_bytes, found.state_bytes) == (2, 2, 12)
-    for at in (0.0, 0.1, 0.19, 0.21, 0.5, 0.79, 0.81, 2.0):
-        assert found.free_at(at) == job.free_at(at)
-    assert ran("interleaved:2", found, machine()).iteration_s == pytest.approx(
+def test_trace_of__has_the_simulated_workload() -> None:
+    """For a plan that needs no device memory and does not make the job wait."""
+    free = [{"at_s": 0, "bytes": 20e9}, {"at_s": 0.2, "bytes": 6e9}, {"at_s": 0.8, "bytes": 20e9}]
+    schedule, trace = built("pipelined", gpu_free_bytes=free)
+    job, recorded = schedule.workload, workload_of(trace)
+    assert (recorded.params, recorded.subgroups) == (job.params, job.subgroups)
+    assert (recorded.forward_s, recorded.backward_s, recorded.other_s) == pytest.approx((0.2, 0.6, 0.0))
+    assert (recorded.param_bytes, recorded.grad_bytes, recorded.state_bytes) == (2, 2, 12)
+    for time in (0.0, 0.1, 0.19, 0.21, 0.5, 0.79, 0.81, 2.0):
+        assert recorded.free_at(time) == job.free_at(time)
+    assert ran("interleaved:2", recorded, machine()).iteration_s == pytest.approx(
         ran("interleaved:2", job, machine()).iteration_s
     )

@@ -1,4 +1,4 @@
-"""The rule of sharing, written down once more: how fast what runs at once may go."""
+"""An independent implementation of sharing: the speeds of operations that run at the same time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ebbtide.machines.machine import Machine
 
 
 def alone_s(op: Op, workload: Workload, machine: Machine) -> float:
-    """What an operation takes when nothing else runs, s."""
+    """Return the duration of an operation if nothing else runs, s."""
     values = {name: value or 0.0 for name, value in vars(machine).items() if name.endswith("_per_s")}
     if op.kind == "clip":
         return 0.0
@@ -23,8 +23,11 @@ def alone_s(op: Op, workload: Workload, machine: Machine) -> float:
 
 
 def traffic_bytes(op: Op, workload: Workload) -> float:
-    """Bytes of host memory: an update on the CPU reads and writes state, reads the gradient, writes the parameter; a
-    cast reads fp32 and writes a parameter; a copy reads or writes what it moves."""
+    """Return the host memory traffic of an operation.
+
+    An update on the CPU reads and writes state, reads the gradient and writes the parameter. A cast reads fp32 and
+    writes a parameter. A copy reads or writes what it moves.
+    """
     if op.resource == "gpu" or op.kind == "clip":
         return 0.0
     if op.kind == "update":
@@ -33,31 +36,31 @@ def traffic_bytes(op: Op, workload: Workload) -> float:
 
 
 class Fluid:
-    """A schedule cut where something begins or ends: within a segment everything goes at a constant speed."""
+    """A schedule divided where an operation starts or ends: within a segment all speeds are constant."""
 
     def __init__(self, schedule: Schedule, machine: Machine) -> None:
         self._workload = schedule.workload
         self._machine = machine
         self.work = [alone_s(op, schedule.workload, machine) for op in schedule.plan.ops]
         edges = sorted({0.0, *schedule.starts, *schedule.ends})
-        where = {at: number for number, at in enumerate(edges)}
+        numbers = {time: number for number, time in enumerate(edges)}
         running: list[list[int]] = [[] for _ in edges]
         for index, (_, start, end) in enumerate(schedule.items()):
-            for number in range(where[start], where[end]):
+            for number in range(numbers[start], numbers[end]):
                 running[number].append(index)
         ops = schedule.plan.ops
-        # (seconds, {operation: its speed as a share of its speed alone})
+        # (seconds, speed of each operation as a share of its speed alone)
         self.segments = [
             (end - start, self._speeds({index: ops[index] for index in inside}))
             for start, end, inside in zip(edges, edges[1:], running, strict=False)
         ]
 
     def _speeds(self, ops: dict[int, Op]) -> dict[int, float]:
-        asked = {i: traffic_bytes(op, self._workload) / self.work[i] for i, op in ops.items() if self.work[i] > 0}
-        link = {i: rate for i, rate in asked.items() if ops[i].resource in ("h2d", "d2h")}
+        demand = {i: traffic_bytes(op, self._workload) / self.work[i] for i, op in ops.items() if self.work[i] > 0}
+        link = {i: rate for i, rate in demand.items() if ops[i].resource in ("h2d", "d2h")}
         duplex = self._machine.duplex_bytes_per_s or float("inf")
         of_link = min(1.0, duplex / sum(link.values())) if link else 1.0
-        after = {i: rate * (of_link if i in link else 1.0) for i, rate in asked.items()}
+        after = {i: rate * (of_link if i in link else 1.0) for i, rate in demand.items()}
         total = sum(after.values())
         of_host = min(1.0, (self._machine.host_memory_bytes_per_s or 0.0) / total) if total else 1.0
         speeds = dict.fromkeys(ops, 1.0)
@@ -67,9 +70,9 @@ class Fluid:
         return speeds
 
     def done(self) -> list[float]:
-        """Seconds of work alone that each operation got."""
-        got = [0.0] * len(self.work)
+        """Return the work that each operation got, in seconds of running alone."""
+        work = [0.0] * len(self.work)
         for seconds, speeds in self.segments:
             for index, speed in speeds.items():
-                got[index] += seconds * speed
-        return got
+                work[index] += seconds * speed
+        return work

@@ -1,4 +1,4 @@
-"""The simulator: what holds for every plan on every machine, and times in closed form."""
+"""Tests of the simulator: properties of every plan on every machine, and times in closed form."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ any_schedule = given(policies(), workloads(), machines())
 
 
 @any_schedule
-def test_operations_wait_for_what_they_need(policy: str, workload: Workload, machine: Machine) -> None:
+def test_simulate__starts_operations_after_their_inputs(policy: str, workload: Workload, machine: Machine) -> None:
     schedule = ran(policy, workload, machine)
     slack = CLOSE * max(schedule.iteration_s, 1e-9)
     overhead = machine.step_overhead_s or 0.0
     for op, start, end in schedule.items():
         assert 0 <= start <= end <= schedule.iteration_s + slack
-        assert all(schedule.ends[early] <= start for early in op.after)
+        assert all(schedule.ends[index] <= start for index in op.after)
         assert start >= reached(schedule, op.point, overhead) - slack
 
 
 def reached(schedule: Schedule, point: float, overhead: float) -> float:
-    """When a point of the iteration is reached at the earliest."""
+    """Return the earliest time at which a point of the iteration is reached, s."""
     lengths = (schedule.workload.other_s, schedule.workload.forward_s, schedule.workload.backward_s)
     spent = sum(length * min(max(point - phase, 0.0), 1.0) for phase, length in enumerate(lengths))
     return spent + (overhead if point > UPDATE else 0.0)
 
 
 @any_schedule
-def test_a_resource_runs_one_operation_at_a_time(policy: str, workload: Workload, machine: Machine) -> None:
+def test_simulate__runs_one_operation_per_resource_at_a_time(policy: str, workload: Workload, machine: Machine) -> None:
     schedule = ran(policy, workload, machine)
     for resource in ("cpu", "gpu", "h2d", "d2h"):
         times = sorted((start, end) for op, start, end in schedule.items() if op.resource == resource)
@@ -59,7 +59,7 @@ def test_a_resource_runs_one_operation_at_a_time(policy: str, workload: Workload
 
 
 @any_schedule
-def test_nothing_stands_idle_that_could_run(policy: str, workload: Workload, machine: Machine) -> None:
+def test_simulate__leaves_no_ready_operation_waiting(policy: str, workload: Workload, machine: Machine) -> None:
     schedule = ran(policy, workload, machine)
     assume(not any(op.blocking for op in schedule.plan.ops))
     slack = CLOSE * max(schedule.iteration_s, 1e-9)
@@ -67,13 +67,13 @@ def test_nothing_stands_idle_that_could_run(policy: str, workload: Workload, mac
     for op, _, end in schedule.items():
         freed[op.resource].add(end)
     for op, start, _ in schedule.items():
-        inputs = (schedule.ends[early] for early in op.after)
+        inputs = (schedule.ends[index] for index in op.after)
         ready = max(reached(schedule, op.point, machine.step_overhead_s or 0.0), *inputs, 0.0)
         assert start <= ready + slack or start in freed[op.resource]
 
 
 @any_schedule
-def test_every_operation_gets_exactly_its_work_at_the_speed_that_sharing_leaves_it(
+def test_simulate__gives_every_operation_its_work_at_the_shared_speed(
     policy: str, workload: Workload, machine: Machine
 ) -> None:
     schedule = ran(policy, workload, machine)
@@ -83,8 +83,10 @@ def test_every_operation_gets_exactly_its_work_at_the_speed_that_sharing_leaves_
 
 
 @any_schedule
-def test_link_and_host_memory_keep_within_their_rates(policy: str, workload: Workload, machine: Machine) -> None:
-    """Over any stretch between two ends: the traffic of what lies in it as a whole."""
+def test_simulate__keeps_link_and_host_memory_within_their_rates(
+    policy: str, workload: Workload, machine: Machine
+) -> None:
+    """Between any two ends: the traffic of the operations that run entirely between them."""
     schedule = ran(policy, workload, machine)
     limits = {
         ("h2d",): (machine.h2d_bytes_per_s or 0.0) * (1 - workload.h2d_busy_share),
@@ -104,7 +106,7 @@ def test_link_and_host_memory_keep_within_their_rates(policy: str, workload: Wor
 
 
 @any_schedule
-def test_bytes_moved_are_bytes_planned(policy: str, workload: Workload, machine: Machine) -> None:
+def test_simulate__moves_the_planned_bytes(policy: str, workload: Workload, machine: Machine) -> None:
     schedule = ran(policy, workload, machine)
     per_param = {
         "gradient down": workload.grad_bytes,
@@ -122,7 +124,7 @@ def test_bytes_moved_are_bytes_planned(policy: str, workload: Workload, machine:
 
 
 @any_schedule
-def test_phases_sum_to_the_iteration(policy: str, workload: Workload, machine: Machine) -> None:
+def test_simulate__gives_phases_that_sum_to_the_iteration(policy: str, workload: Workload, machine: Machine) -> None:
     schedule = ran(policy, workload, machine)
     assert schedule.iteration_s == pytest.approx(
         max([*schedule.ends, workload.compute_s + (machine.step_overhead_s or 0)])
@@ -137,24 +139,22 @@ def test_phases_sum_to_the_iteration(policy: str, workload: Workload, machine: M
 
 
 @any_schedule
-def test_the_same_input_gives_the_same_output_to_the_bit(policy: str, workload: Workload, machine: Machine) -> None:
+def test_simulate__is_deterministic_to_the_bit(policy: str, workload: Workload, machine: Machine) -> None:
     one, other = (ran(policy, replace(workload), replace(machine)) for _ in range(2))
     assert one == other
 
 
 @any_schedule
-def test_twice_as_fast_in_everything_is_half_as_long_to_the_bit(
-    policy: str, workload: Workload, machine: Machine
-) -> None:
+def test_simulate__halves_with_twice_all_rates_to_the_bit(policy: str, workload: Workload, machine: Machine) -> None:
     rates = {name: 2 * value for name, value in vars(machine).items() if name.endswith("_per_s") and value}
     faster = replace(machine, step_overhead_s=(machine.step_overhead_s or 0.0) / 2, **rates)
-    line = workload.gpu_free or ()
+    free = workload.gpu_free or ()
     shorter = replace(
         workload,
         forward_s=workload.forward_s / 2,
         backward_s=workload.backward_s / 2,
         other_s=workload.other_s / 2,
-        gpu_free=tuple((at / 2, size) for at, size in line),
+        gpu_free=tuple((time / 2, size) for time, size in free),
     )
     long, short = ran(policy, workload, machine), ran(policy, shorter, faster)
     assert [time / 2 for time in long.ends] == short.ends
@@ -166,10 +166,10 @@ def test_twice_as_fast_in_everything_is_half_as_long_to_the_bit(
     st.integers(1, 30),
     machines(),
 )
-def test_twice_the_rates_halve_an_update_beside_the_same_compute(policy: str, count: int, machine: Machine) -> None:
+def test_simulate__halves_the_update_with_twice_the_machine_rates(policy: str, count: int, machine: Machine) -> None:
     machine = replace(machine, step_overhead_s=0.0)
     size = 10_000_000
-    # Gradients come down as fast as they are made, so that of them the last alone waits for the end of the backward.
+    # Gradients are copied down as fast as they are computed, so only the last copy ends after the backward.
     backward = 2 * count * size * 2 / min(machine.d2h_bytes_per_s or 0.0, machine.host_memory_bytes_per_s or 0.0)
     if machine.duplex_bytes_per_s is not None:
         backward *= max(1.0, (machine.d2h_bytes_per_s or 0.0) / machine.duplex_bytes_per_s)
@@ -183,12 +183,10 @@ def test_twice_the_rates_halve_an_update_beside_the_same_compute(policy: str, co
 
 
 @given(fixed_policies(), workloads(), machines(), st.sampled_from(["cpu_update", "gpu_update", "host_memory", "h2d"]))
-def test_times_stay_finite_when_a_rate_is_far_beyond_the_others(
-    policy: str, workload: Workload, machine: Machine, which: str
-) -> None:
-    suffix = "params_per_s" if which.endswith("update") else "bytes_per_s"
-    for rate in (1.0, 1e13):
-        changed: dict[str, Any] = {f"{which}_{suffix}": rate}
+def test_simulate__is_finite_for_extreme_rates(policy: str, workload: Workload, machine: Machine, rate: str) -> None:
+    suffix = "params_per_s" if rate.endswith("update") else "bytes_per_s"
+    for value in (1.0, 1e13):
+        changed: dict[str, Any] = {f"{rate}_{suffix}": value}
         schedule = ran(policy, workload, replace(machine, **changed))
         assert math.isfinite(schedule.iteration_s)
         assert all(start <= end for _, start, end in schedule.items())
@@ -196,7 +194,7 @@ def test_times_stay_finite_when_a_rate_is_far_beyond_the_others(
 
 # Closed forms. Plenty of host memory bandwidth unless a test says otherwise.
 C, G, UP, DOWN, PAGEABLE_UP, PAGEABLE_DOWN, CAST, OVERHEAD = 2e9, 50e9, 40e9, 30e9, 8e9, 3e9, 10e9, 0.5
-BOX = Machine(
+TEST_MACHINE = Machine(
     name="box",
     gpu_memory_bytes=80e9,
     h2d_bytes_per_s=UP,
@@ -216,85 +214,85 @@ def even(count: int, size: int = 10**8, **values: Any) -> Workload:
     return Workload("even", count * size, size, **values)
 
 
-def test_one_subgroup_on_the_cpu() -> None:
+def test_simulate__pipelined_with_one_subgroup_is_a_sum() -> None:
     n = 10**9
-    schedule = ran("pipelined", even(1, n), BOX)
+    schedule = ran("pipelined", even(1, n), TEST_MACHINE)
     assert schedule.update_s == pytest.approx(OVERHEAD + n / C + 2 * n / UP)
-    # Its gradient is made as the backward ends: without overhead its copy is what the update begins with.
-    quick_start = ran("pipelined", even(1, n), replace(BOX, step_overhead_s=0.0))
-    assert quick_start.update_s == pytest.approx(2 * n / DOWN + n / C + 2 * n / UP)
-    assert quick_start.host_bytes() == pytest.approx((12 + 2 + 2) * n)
+    # Its gradient is ready when the backward ends. Without overhead the update begins with its copy.
+    without_overhead = ran("pipelined", even(1, n), replace(TEST_MACHINE, step_overhead_s=0.0))
+    assert without_overhead.update_s == pytest.approx(2 * n / DOWN + n / C + 2 * n / UP)
+    assert without_overhead.host_bytes() == pytest.approx((12 + 2 + 2) * n)
 
 
 @pytest.mark.parametrize("policy", ["gpu-only", "twin-flow:0"])
 @pytest.mark.parametrize("count", [1, 7])
-def test_all_resident(policy: str, count: int) -> None:
+def test_simulate__all_resident_takes_the_gpu_time(policy: str, count: int) -> None:
     workload = even(count)
-    schedule = ran(policy, workload, BOX)
+    schedule = ran(policy, workload, TEST_MACHINE)
     assert schedule.update_s == pytest.approx(OVERHEAD + workload.params / G)
     assert schedule.moved_bytes("h2d") == schedule.moved_bytes("d2h") == 0
     assert schedule.peak_device_bytes == pytest.approx((12 + 2) * workload.params)
     assert schedule.host_bytes() == 0
 
 
-def test_many_subgroups_are_bound_by_the_cpu() -> None:
+def test_simulate__pipelined_is_limited_by_the_cpu() -> None:
     workload = even(1000, 10**7)
-    schedule = ran("pipelined", workload, BOX)
+    schedule = ran("pipelined", workload, TEST_MACHINE)
     assert schedule.update_s == pytest.approx(OVERHEAD + workload.params / C + 2 * 10**7 / UP)
     assert schedule.busy_shares()["cpu"] == pytest.approx((schedule.update_s - OVERHEAD) / schedule.update_s, rel=1e-3)
 
 
-def test_many_subgroups_are_bound_by_host_memory() -> None:
+def test_simulate__pipelined_is_limited_by_host_memory() -> None:
     workload = even(1000, 10**7)
     memory = 28e9
-    schedule = ran("pipelined", workload, replace(BOX, host_memory_bytes_per_s=memory))
-    # State and gradient in, state and parameter out, and the upload.
+    schedule = ran("pipelined", workload, replace(TEST_MACHINE, host_memory_bytes_per_s=memory))
+    # The update reads state and gradient and writes state and parameter; then the upload.
     assert schedule.update_s == pytest.approx(OVERHEAD + 30 * workload.params / memory, rel=2e-3)
 
 
-def test_interleaving_is_bound_by_host_memory_too() -> None:
+def test_simulate__interleaved_is_limited_by_host_memory() -> None:
     workload = even(1000, 10**7)
     memory = 28e9
-    schedule = ran("interleaved:2", workload, replace(BOX, host_memory_bytes_per_s=memory))
+    schedule = ran("interleaved:2", workload, replace(TEST_MACHINE, host_memory_bytes_per_s=memory))
     assert schedule.update_s == pytest.approx(OVERHEAD + (30 + 24) / 2 * workload.params / memory, rel=1e-2)
 
 
-def test_zero_offload_is_a_serial_sum() -> None:
+def test_simulate__zero_offload_is_a_serial_sum() -> None:
     workload = even(20)
-    schedule = ran("zero-offload", workload, BOX)
+    schedule = ran("zero-offload", workload, TEST_MACHINE)
     n = workload.params
     assert schedule.update_s == pytest.approx(OVERHEAD + n / C + n / CAST + 2 * n / PAGEABLE_UP)
 
 
 @pytest.mark.parametrize("count", [1, 2, 20])
 @pytest.mark.parametrize("policy", ["zero-offload", "twin-flow:0.5", "interleaved:2"])
-def test_blocking_gradients_add_their_pageable_copies_to_the_backward(policy: str, count: int) -> None:
+def test_simulate__blocking_gradients_lengthen_the_backward(policy: str, count: int) -> None:
     workload = even(count)
-    schedule = ran(f"{policy},grads=blocking", workload, BOX)
+    schedule = ran(f"{policy},grads=blocking", workload, TEST_MACHINE)
     down = sum(op.params for op in schedule.plan.ops if op.kind == "gradient down")
     assert schedule.backward_s == pytest.approx(workload.backward_s + 2 * down / PAGEABLE_DOWN)
-    assert schedule.update_s == pytest.approx(ran(policy, workload, BOX).update_s)
+    assert schedule.update_s == pytest.approx(ran(policy, workload, TEST_MACHINE).update_s)
 
 
-def test_a_link_that_is_slower_than_the_cpu_binds_interleaving() -> None:
-    """Every second subgroup streams: its state comes while the one before goes."""
+def test_simulate__interleaved_is_limited_by_a_slow_link() -> None:
+    """Every second subgroup is streamed: its state is fetched while the one before is flushed."""
     count, slow = 200, 12e9
     workload = even(count)
-    box = replace(BOX, h2d_bytes_per_s=slow, d2h_bytes_per_s=slow, cpu_update_params_per_s=100e9)
-    schedule = ran("interleaved:2", workload, box)
+    machine = replace(TEST_MACHINE, h2d_bytes_per_s=slow, d2h_bytes_per_s=slow, cpu_update_params_per_s=100e9)
+    schedule = ran("interleaved:2", workload, machine)
     n = workload.params
     assert schedule.update_s == pytest.approx(OVERHEAD + (12 + 2) / 2 * n / slow, rel=0.03)
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 7, 50])
 @pytest.mark.parametrize("free", [None, 0.0, 4e9])
-def test_bytes_of_interleaving(stride: int, free: float | None) -> None:
+def test_simulate__interleaved_moves_state_and_gradients_that_are_not_kept(stride: int, free: float | None) -> None:
     count, size = 40, 10**8
     workload = even(count, size, gpu_free=None if free is None else ((0.0, free),))
-    schedule = ran(f"interleaved:{stride}", workload, BOX)
+    schedule = ran(f"interleaved:{stride}", workload, TEST_MACHINE)
     streamed = count // stride
     on_cpu = count - streamed
-    # 4 GB hold two buffers of 1.2 GB and eight gradients of 0.2 GB; what is not kept goes down and comes back.
+    # 4 GB suffice for two buffers of 1.2 GB and eight gradients of 0.2 GB. The others are copied down and back up.
     kept = {None: streamed, 0.0: 0, 4e9: min(streamed, 8)}[free]
     assert schedule.moved_bytes("h2d") == pytest.approx(size * (12 * streamed + 2 * on_cpu + 2 * (streamed - kept)))
     assert schedule.moved_bytes("d2h") == pytest.approx(size * (12 * streamed + 2 * on_cpu + 2 * (streamed - kept)))
@@ -303,37 +301,37 @@ def test_bytes_of_interleaving(stride: int, free: float | None) -> None:
 @pytest.mark.parametrize(
     ("ratio", "resident"), [("0", 10), ("0.5", 5), ("0.45", 5), ("0.41", 5), ("0.4", 6), ("0.95", 0), ("1", 0)]
 )
-def test_twin_flow_rounds_to_whole_subgroups(ratio: str, resident: int) -> None:
-    schedule = ran(f"twin-flow:{ratio}", even(10), BOX)
+def test_twin_flow__rounds_to_whole_subgroups(ratio: str, resident: int) -> None:
+    schedule = ran(f"twin-flow:{ratio}", even(10), TEST_MACHINE)
     assert schedule.plan.resident == frozenset(range(resident))
     assert schedule.plan.counts().get("update on gpu", 0) == resident
-    assert schedule.plan.held_bytes == 12 * resident * 10**8
+    assert schedule.plan.resident_bytes == 12 * resident * 10**8
 
 
-def test_a_link_that_the_job_uses_is_slower() -> None:
+def test_simulate__slows_copies_by_the_busy_share_of_the_job() -> None:
     n = 10**9
     workload = even(1, n, h2d_busy_share=0.5, backward_s=0.0)
-    schedule = ran("pipelined", workload, BOX)
+    schedule = ran("pipelined", workload, TEST_MACHINE)
     assert schedule.update_s == pytest.approx(OVERHEAD + n / C + 2 * n / (UP / 2))
 
 
-def test_both_directions_share_the_duplex_limit() -> None:
-    """One subgroup after the other on the GPU: from the second on a fetch runs beside a flush."""
+def test_simulate__shares_the_duplex_limit() -> None:
+    """With one subgroup after the other on the GPU, a fetch and a flush run at the same time from the second one on."""
     count, size = 500, 10**7
-    box = replace(BOX, h2d_bytes_per_s=30e9, duplex_bytes_per_s=40e9)
-    schedule = ran("interleaved:1", even(count, size), box)
+    machine = replace(TEST_MACHINE, h2d_bytes_per_s=30e9, duplex_bytes_per_s=40e9)
+    schedule = ran("interleaved:1", even(count, size), machine)
     assert schedule.update_s == pytest.approx(OVERHEAD + 24 * count * size / 40e9, rel=2e-2)
 
 
-def test_a_rate_that_is_needed_and_not_known_is_named() -> None:
+def test_simulate__names_a_missing_rate() -> None:
     with pytest.raises(MachineError, match=r"box has no h2d_bytes_per_s, which policy pipelined needs: .*calibrate"):
-        ran("pipelined", even(2), replace(BOX, h2d_bytes_per_s=None))
-    # What a plan does not use may be missing.
-    ran("gpu-only", even(2), replace(BOX, h2d_bytes_per_s=None, cpu_update_params_per_s=None))
+        ran("pipelined", even(2), replace(TEST_MACHINE, h2d_bytes_per_s=None))
+    # Rates that a plan does not use may be missing.
+    ran("gpu-only", even(2), replace(TEST_MACHINE, h2d_bytes_per_s=None, cpu_update_params_per_s=None))
 
 
-def test_a_plan_in_which_two_wait_for_each_other_is_refused() -> None:
+def test_simulate__refuses_operations_that_wait_for_each_other() -> None:
     ops = (Op("update", "gpu", 0, 1, 0.0, 3.0, (1,)), Op("update", "gpu", 1, 1, 0.0, 3.0, (0,)))
     stuck = Plan("stuck", ops, 2, frozenset({0, 1}), frozenset(), frozenset({0, 1}), 24.0)
     with pytest.raises(PlanError, match="2 operations wait"):
-        simulate(stuck, even(2, 1), BOX)
+        simulate(stuck, even(2, 1), TEST_MACHINE)

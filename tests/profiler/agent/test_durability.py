@@ -1,4 +1,4 @@
-"""What a killed job, a crashed rank or a full disk leaves behind."""
+"""The trace of a killed job, of a crashed rank and of a full disk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ENDLESS = PRELUDE + textwrap.dedent(
 )
 
 
-def test_a_job_killed_whole_leaves_all_but_its_last_second(tmp_path: Path) -> None:
+def test_recorder__keeps_all_but_the_last_second_of_a_killed_job(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(ENDLESS)
     path = tmp_path / "run.ebb"
@@ -44,25 +44,25 @@ def test_a_job_killed_whole_leaves_all_but_its_last_second(tmp_path: Path) -> No
         assert process.stdout is not None
         ends: dict[int, float] = {}
         while not ends or ends[max(ends)] < ends[0] + 3:
-            step, at = process.stdout.readline().split()
-            ends[int(step)] = float(at)
+            step, end_s = process.stdout.readline().split()
+            ends[int(step)] = float(end_s)
         os.killpg(process.pid, signal.SIGKILL)
         killed = time.monotonic()
     trace = open_trace(path)
-    assert trace.meta["state"] == "recording"
-    found = set(trace.phases(0)["iteration"].dropna())
-    assert {step for step, end in ends.items() if end < killed - 1} <= found
-    assert len(found) > 20
+    assert trace.meta.state == "recording"
+    recorded = set(trace.phases(0)["iteration"].dropna())
+    assert {step for step, end in ends.items() if end < killed - 1} <= recorded
+    assert len(recorded) > 20
     assert any("cut off" in note for note in trace.notes)
     # Reading it again, and by the commands, gives the same.
     summary = json.loads(ebbtide("summary", path, "--json").stdout)
-    assert summary["iterations"] == len(found)
+    assert summary["iterations"] == len(recorded)
     assert any("not finished" in remark for remark in summary["remarks"])
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
+    """Mount a file system of 256 KiB."""
     folder = tmp_path / "small"
     folder.mkdir()
     mount = run_process(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder])
@@ -72,14 +72,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     assert run_process(["umount", "--lazy", folder]).returncode == 0
 
 
-def test_a_full_disk_stops_the_recording_and_not_the_job(small_disk: Path, tmp_path: Path) -> None:
+def test_recorder__stops_at_a_full_disk_and_the_job_goes_on(small_disk: Path, tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(ENDLESS.replace("10**6", "1500").replace("0.02", "0.002"))
     path = small_disk / "run.ebb"
     run = ebbtide("profile", "--poll", "1", "-o", path, "--", sys.executable, job)
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.splitlines()) == 1500
-    warnings = [line for line in run.stderr.splitlines() if "trace:" not in line]
+    warnings = [text for text in run.stderr.splitlines() if "trace:" not in text]
     assert len(warnings) == 1, run.stderr
     assert "no space left" in warnings[0].lower()
     iterations = open_trace(path).phases(0)["iteration"].dropna()
@@ -87,7 +87,7 @@ def test_a_full_disk_stops_the_recording_and_not_the_job(small_disk: Path, tmp_p
     assert json.loads(ebbtide("summary", path, "--json").stdout)["iterations"] == iterations.nunique()
 
 
-def test_a_rank_that_crashes_leaves_its_part(record: Record) -> None:
+def test_recorder__keeps_the_phases_of_a_crashed_rank(record: Record) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     crash = """
 import os, pathlib, time
@@ -103,10 +103,10 @@ os.kill(os.getpid(), 9)
     assert recorded.run.returncode == 1
     assert recorded.trace.ranks == [0, 1]
     assert len(recorded.phases(0)) == len(recorded.phases(1)) == 4
-    assert any("rank 1: its recording was cut off" in line for line in recorded.run.stderr.splitlines())
+    assert any("rank 1: its recording was cut off" in warning for warning in recorded.run.stderr.splitlines())
 
 
-def test_an_output_that_exists_is_refused_before_the_job_starts(record: Record) -> None:
+def test_profile__rejects_an_existing_output_before_the_job_starts(record: Record) -> None:
     first = record(PRELUDE + PLAIN)
     second = record(PRELUDE + PLAIN)
     assert second.run.returncode == 2
@@ -120,19 +120,19 @@ def test_an_output_that_exists_is_refused_before_the_job_starts(record: Record) 
 
 
 @pytest.mark.parametrize("path", ["/proc/nothing/run.ebb", "/dev/null/run.ebb"])
-def test_an_output_that_cannot_be_written_is_one_line(path: str) -> None:
+def test_profile__reports_an_unwritable_output_in_one_line(path: str) -> None:
     run = ebbtide("profile", "-o", path, "--", "true")
     assert run.returncode == 2
     assert run.stderr.startswith(f"ebbtide: cannot write {path}")
     assert len(run.stderr.splitlines()) == 1
 
 
-def test_only_the_iterations_asked_for_are_kept(record: Record) -> None:
+def test_profile__keeps_only_the_requested_iterations(record: Record) -> None:
     recorded = record(PRELUDE + PLAIN.replace("STEPS", "12"), options=("--iterations", "4:7"))
     trace = recorded.trace
     phases = trace.phases(0)
     assert list(phases["iteration"]) == [4, 4, 4, 5, 5, 5, 6, 6, 6]
-    begin = trace.rank(0)["first_iteration_start_ns"]
+    begin = trace.rank(0).first_iteration_start_ns
     assert begin < phases["start_ns"].min()
     assert trace.memory(0)["t_ns"].between(begin, phases["end_ns"].max()).all()
     summary = json.loads(ebbtide("summary", recorded.path, "--json").stdout)
@@ -141,12 +141,12 @@ def test_only_the_iterations_asked_for_are_kept(record: Record) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_iterations_alone(record: Record) -> None:
+def test_profile__keeps_the_first_iterations_only(record: Record) -> None:
     recorded = record(PRELUDE + PLAIN.replace("STEPS", "6"), options=("--iterations", ":2"))
     assert list(recorded.trace.phases(0)["iteration"]) == [0, 0, 0, 1, 1, 1]
 
 
-def test_max_size_ends_the_recording_and_not_the_job(record: Record) -> None:
+def test_recorder__stops_at_max_size_and_the_job_goes_on(record: Record) -> None:
     recorded = record(ENDLESS.replace("10**6", "300").replace("0.02", "0.002"), options=("--max-size", "20KB"))
     assert recorded.run.returncode == 0
     assert len(recorded.run.stdout.splitlines()) == 300
@@ -155,9 +155,9 @@ def test_max_size_ends_the_recording_and_not_the_job(record: Record) -> None:
 
 
 @pytest.mark.slow
-def test_the_iteration_agrees_with_the_scripts_own_clock(record: Record) -> None:
+def test_recorder__agrees_with_the_clock_of_the_script(record: Record) -> None:
     recorded = record(ENDLESS.replace("10**6", "30"))
-    own = [float(line.split()[1]) for line in recorded.run.stdout.splitlines()]
+    script_ends = [float(output.split()[1]) for output in recorded.run.stdout.splitlines()]
     ends = recorded.trace.phases(0).groupby("iteration")["end_ns"].max().to_numpy() / 1e9
-    assert np.median(np.diff(ends)) == pytest.approx(np.median(np.diff(own)), rel=0.05)
-    assert ends[-1] - ends[0] == pytest.approx(own[-1] - own[0], rel=0.05)
+    assert np.median(np.diff(ends)) == pytest.approx(np.median(np.diff(script_ends)), rel=0.05)
+    assert ends[-1] - ends[0] == pytest.approx(script_ends[-1] - script_ends[0], rel=0.05)

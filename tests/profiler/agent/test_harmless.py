@@ -1,4 +1,4 @@
-"""The job does not notice that it is recorded."""
+"""Recording does not change the job: its results, output, signals, modules and processes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.profiler.trace.metadata import ExitStatus
 from tests.conftest import Recorded, Run, ebbtide, run_process, running_process, slow
 from tests.profiler.agent.jobs import CASES, PLAIN, PRELUDE
 
@@ -26,7 +27,7 @@ Record = Callable[..., Recorded]
         ["a plain loop"],
     ),
 )
-def test_parameters_are_the_same_to_the_bit(name: str, record: Record, tmp_path: Path) -> None:
+def test_recorder__does_not_change_a_bit_of_the_parameters(name: str, record: Record, tmp_path: Path) -> None:
     job = PRELUDE + textwrap.dedent(CASES[name][0])
     job += "\nprint(b''.join(p.detach().numpy().tobytes() for p in model.parameters()).hex())\n"
     recorded = record(job)
@@ -37,7 +38,7 @@ def test_parameters_are_the_same_to_the_bit(name: str, record: Record, tmp_path:
     assert len(recorded.phases()) == 4
 
 
-def test_output_and_exit_status_are_the_jobs_own(record: Record) -> None:
+def test_profile__keeps_the_output_and_exit_status_of_the_job(record: Record) -> None:
     recorded = record(
         PRELUDE + PLAIN + "import sys; print('out', sys.argv[1:]); print('err', file=sys.stderr); sys.exit(7)\n",
         arguments=("--help", "-o", "x"),
@@ -45,10 +46,10 @@ def test_output_and_exit_status_are_the_jobs_own(record: Record) -> None:
     assert recorded.run.returncode == 7
     assert recorded.run.stdout == "out ['--help', '-o', 'x']\n"
     assert _job_lines(recorded.run.stderr) == "err\n"
-    assert recorded.trace.meta["exit"] == {"code": 7}
+    assert recorded.trace.meta.exit == ExitStatus(code=7)
 
 
-def test_a_job_that_raises_keeps_its_traceback_and_its_trace(record: Record) -> None:
+def test_profile__keeps_the_traceback_and_the_trace_of_a_job_that_raises(record: Record) -> None:
     recorded = record(PRELUDE + PLAIN + "raise RuntimeError('the tide is out')\n")
     assert recorded.run.returncode == 1
     assert "RuntimeError: the tide is out" in recorded.run.stderr
@@ -63,15 +64,15 @@ def test_a_job_that_raises_keeps_its_traceback_and_its_trace(record: Record) -> 
         pytest.param(signal.SIGSEGV, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_that_ends_the_job_is_passed_on(number: int, record: Record) -> None:
+def test_profile__reports_the_signal_that_ended_the_job(number: int, record: Record) -> None:
     recorded = record(PRELUDE + PLAIN + f"import os, time; time.sleep(0.5); os.kill(os.getpid(), {int(number)})\n")
     assert recorded.run.returncode == 128 + number
-    assert recorded.trace.meta["exit"] == {"signal": int(number)}
+    assert recorded.trace.meta.exit == ExitStatus(signal=int(number))
     assert len(recorded.phases()) == 4
 
 
 @pytest.mark.parametrize("number", slow([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], but=[signal.SIGTERM]))
-def test_a_signal_to_the_profiler_reaches_the_job(number: signal.Signals, tmp_path: Path) -> None:
+def test_profile__forwards_signals_to_the_job(number: signal.Signals, tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(
         PRELUDE
@@ -88,7 +89,7 @@ def test_a_signal_to_the_profiler_reaches_the_job(number: signal.Signals, tmp_pa
         assert process.wait(60) == 21
 
 
-def test_a_repository_with_our_names_runs_unchanged(tmp_path: Path, record: Record) -> None:
+def test_inject__does_not_hide_modules_of_the_job(tmp_path: Path, record: Record) -> None:
     (tmp_path / "profiler.py").write_text("HERE = 'profiler.py of the job'\n")
     for package in ("analysis", "interleave"):
         (tmp_path / package).mkdir()
@@ -105,7 +106,7 @@ def test_a_repository_with_our_names_runs_unchanged(tmp_path: Path, record: Reco
     assert len(recorded.phases()) == 4
 
 
-def test_nothing_of_the_recorder_stays_in_models_copies_or_checkpoints(record: Record, tmp_path: Path) -> None:
+def test_torch_hooks__leave_nothing_in_models_copies_or_checkpoints(record: Record, tmp_path: Path) -> None:
     recorded = record(
         "import copy, io, pickle, pickletools, sys, threading\n"
         + PRELUDE
@@ -127,7 +128,7 @@ def test_nothing_of_the_recorder_stays_in_models_copies_or_checkpoints(record: R
     assert recorded.run.returncode == 0, recorded.run.stderr
 
 
-def test_data_loader_workers_and_forks_record_nothing(record: Record) -> None:
+def test_recorder__records_nothing_in_data_loader_workers_and_forks(record: Record) -> None:
     recorded = record(
         """
         import os, sys
@@ -159,18 +160,18 @@ def test_data_loader_workers_and_forks_record_nothing(record: Record) -> None:
     assert recorded.run.returncode == 0, recorded.run.stderr
     assert recorded.trace.ranks == [0]
     assert len(recorded.phases()) == 5
-    assert recorded.trace.rank(0)["stopped"] == "closed"
+    assert recorded.trace.rank(0).stopped == "closed"
 
 
 @pytest.mark.parametrize("flag", slow(["-I", "-E"], ["-I"]))
-def test_an_isolated_python_is_recorded_where_ebbtide_is_installed(flag: str, record: Record) -> None:
+def test_inject__reaches_an_isolated_python_with_ebbtide_installed(flag: str, record: Record) -> None:
     recorded = record(PRELUDE + PLAIN, launcher=(sys.executable, flag))
     assert recorded.run.returncode == 0, recorded.run.stderr
     assert len(recorded.phases()) == 4
 
 
 @pytest.mark.slow
-def test_a_job_that_sets_pythonpath_itself_is_recorded(record: Record, tmp_path: Path) -> None:
+def test_inject__reaches_a_job_that_sets_pythonpath(record: Record, tmp_path: Path) -> None:
     (tmp_path / "train.sh").write_text(f'PYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     recorded = record(PRELUDE + PLAIN, launcher=("bash", str(tmp_path / "train.sh")))
     assert len(recorded.phases()) == 4
@@ -190,14 +191,14 @@ def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_another_environment_without_ebbtide_is_recorded(other_python: Path, record: Record) -> None:
+def test_inject__reaches_an_environment_without_ebbtide(other_python: Path, record: Record) -> None:
     probe = "import importlib.util; assert importlib.util.find_spec('ebbtide') is None\n"
     recorded = record(probe + PRELUDE + PLAIN, launcher=(str(other_python),))
     assert recorded.run.returncode == 0, recorded.run.stderr
     assert len(recorded.phases()) == 4
 
 
-def test_another_environment_in_isolation_says_why_not(other_python: Path, record: Record) -> None:
+def test_profile__explains_why_an_isolated_environment_is_not_recorded(other_python: Path, record: Record) -> None:
     recorded = record(PRELUDE + PLAIN, launcher=(str(other_python), "-I"))
     assert recorded.run.returncode == 0
     (line,) = recorded.run.stderr.splitlines()
@@ -205,7 +206,7 @@ def test_another_environment_in_isolation_says_why_not(other_python: Path, recor
     assert not recorded.path.exists()
 
 
-def test_a_command_that_does_not_train_says_why_not(tmp_path: Path) -> None:
+def test_profile__explains_why_a_command_without_training_is_not_recorded(tmp_path: Path) -> None:
     for command, reason in (
         (["true"], "no Python process loaded the agent"),
         ([sys.executable, "-c", "pass"], "imported torch"),

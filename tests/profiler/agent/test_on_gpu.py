@@ -1,4 +1,4 @@
-"""The same on a real card: events, pools, counters, copies."""
+"""Recording on a real GPU: events, memory pools, counters, copies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ON_GPU = (
 )
 
 
-def test_every_phase_has_device_times_that_follow_its_launch(record: Record) -> None:
+def test_phases__have_device_times_after_their_launch(record: Record) -> None:
     phases = record(ON_GPU).trace.phases(0)
     assert phases["gpu_end_ns"].notna().all()
     assert (phases["gpu_start_ns"] >= phases["start_ns"] - 50_000).all()
@@ -41,18 +41,18 @@ def test_every_phase_has_device_times_that_follow_its_launch(record: Record) -> 
     assert (phases["gpu_start_ns"].iloc[1:].to_numpy() >= phases["gpu_end_ns"].iloc[:-1].to_numpy()).all()
 
 
-def test_the_iteration_agrees_with_the_jobs_own_events(record: Record) -> None:
+def test_iterations__agree_with_the_events_of_the_job(record: Record) -> None:
     job = ON_GPU.replace(
         "for _ in range(12):",
         "marks = []\nfor _ in range(12):\n    marks.append(torch.cuda.Event(enable_timing=True)); marks[-1].record()",
     )
     recorded = record(job + "print(*(a.elapsed_time(b) for a, b in zip(marks, marks[1:])))\n")
-    own = sorted(map(float, recorded.run.stdout.split()))
+    event_ms = sorted(map(float, recorded.run.stdout.split()))
     summary = json.loads(ebbtide("summary", recorded.path, "--json").stdout)
-    assert summary["iteration_ms"] == pytest.approx(own[len(own) // 2], rel=0.05)
+    assert summary["iteration_ms"] == pytest.approx(event_ms[len(event_ms) // 2], rel=0.05)
 
 
-def test_the_pools_agree_with_torch_and_with_each_other(record: Record) -> None:
+def test_memory__agrees_with_torch_and_between_pools(record: Record) -> None:
     recorded = record(ON_GPU + "print(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())\n")
     allocated, reserved = map(int, recorded.run.stdout.split())
     memory = recorded.trace.memory(0)
@@ -65,7 +65,7 @@ def test_the_pools_agree_with_torch_and_with_each_other(record: Record) -> None:
     assert (memory[memory["pool"].isin(["device", "reserved", "allocated"])]["device"] == "cuda:0").all()
 
 
-def test_the_link_is_sampled_and_known_copies_are_found(record: Record) -> None:
+def test_transfers__include_the_copies_of_the_job(record: Record) -> None:
     copies = textwrap.dedent(
         """
         host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
@@ -86,7 +86,7 @@ def test_the_link_is_sampled_and_known_copies_are_found(record: Record) -> None:
     assert link[["h2d_bytes_per_s", "d2h_bytes_per_s"]].notna().any().all()
 
 
-def test_the_losses_are_the_same_to_the_bit(record: Record) -> None:
+def test_recorder__does_not_change_a_bit_of_the_parameters_on_a_gpu(record: Record) -> None:
     job = ON_GPU + "print(*(p.double().sum().item().hex() for p in model.parameters()))\n"
     recorded = record(job)
     bare = run_process([sys.executable, recorded.path.parent / "job.py"])

@@ -1,4 +1,4 @@
-"""Phases and iterations are found in every kind of loop, in real jobs."""
+"""Phases and iterations of every kind of training loop, in real jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Record = Callable[..., Recorded]
 
 # Inductor starts a C++ compiler.
 COMPILED = [name for name in CASES if "compiled" in name and "without a compiler" not in name]
-# A process each. The loops that meet the recorder's start in different states.
+# Loops with a process each: they are in different states when recording starts.
 FEW = ("a GradScaler", "the optimizer in the backward")
 
 TRACE_ALL = """
@@ -32,7 +32,7 @@ for number, job in enumerate(json.load(open(sys.argv[1]))):
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
-    """The trace of every loop that needs no compiler, made by `Tracer` in one process."""
+    """Record every loop that needs no compiler with `Tracer`, in one process."""
     folder = tmp_path_factory.mktemp("traced")
     names = [name for name in CASES if name not in COMPILED]
     jobs = [PRELUDE + textwrap.dedent(CASES[name][0]) for name in names]
@@ -43,12 +43,12 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in COMPILED])
-def test_phases_by_tracer(name: str, traced: dict[str, Trace]) -> None:
+def test_tracer__records_the_phases_of_every_loop(name: str, traced: dict[str, Trace]) -> None:
     assert phases_of(traced[name]) == [CASES[name][1].split()] * STEPS
 
 
 @pytest.mark.parametrize("name", slow(CASES, FEW))
-def test_phases_of(name: str, record: Record) -> None:
+def test_profile__records_the_phases_of_every_loop(name: str, record: Record) -> None:
     job, expected = CASES[name]
     recorded = record(PRELUDE + textwrap.dedent(job))
     assert recorded.run.returncode == 0, recorded.run.stderr
@@ -84,13 +84,13 @@ fully_shard(model, mesh=mesh)
 
 
 @pytest.mark.parametrize("kind", slow(WRAPS, ["FSDP2"]))
-def test_two_ranks_stand_in_one_trace_on_one_clock(kind: str, record: Record) -> None:
+def test_profile__records_two_ranks_on_one_clock(kind: str, record: Record) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     recorded = record(DISTRIBUTED.format(wrap=WRAPS[kind]), launcher=launcher)
     assert recorded.run.returncode == 0, recorded.run.stderr
     trace = recorded.trace
     assert trace.ranks == [0, 1]
-    assert [trace.rank(rank)["world_size"] for rank in trace.ranks] == [2, 2]
+    assert [trace.rank(rank).world_size for rank in trace.ranks] == [2, 2]
     for rank in trace.ranks:
         assert recorded.phases(rank) == [["forward", "backward", "update"]] * 4
     # The backward ends with a reduction over both ranks: on one clock, each must end after the other began.
@@ -100,7 +100,7 @@ def test_two_ranks_stand_in_one_trace_on_one_clock(kind: str, record: Record) ->
 
 
 @pytest.mark.slow
-def test_ranks_started_by_spawn_are_recorded(record: Record) -> None:
+def test_profile__records_ranks_started_by_spawn(record: Record) -> None:
     recorded = record(
         """
         import torch
@@ -121,12 +121,12 @@ def test_ranks_started_by_spawn_are_recorded(record: Record) -> None:
     assert recorded.phases(1) == [["forward", "backward", "update"]] * 3
 
 
-def test_micro_steps_are_numbered(traced: dict[str, Trace]) -> None:
+def test_phases__have_numbered_micro_steps(traced: dict[str, Trace]) -> None:
     first = traced["gradient accumulation"].phases(0).query("iteration == 1")
     assert list(first["micro_step"]) == [0, 0, 1, 1, 2, 2, 2]
 
 
-def test_phases_marked_by_hand_hold_what_is_found_inside(record: Record, tmp_path: object) -> None:
+def test_phase__contains_the_phases_detected_inside_it(record: Record, tmp_path: object) -> None:
     recorded = record(
         PRELUDE
         + textwrap.dedent(

@@ -1,4 +1,4 @@
-"""Chrome traces read in pieces: the events that json.loads gives, whatever the pieces, and sense made of odd files."""
+"""Chrome traces read in chunks: the same events as from json.loads for any chunk size, and invalid files."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def read(text: str | bytes, chunk: int = 1 << 20) -> tuple[ChromeTrace, list[Eve
     return trace, [event for batch in trace.batches() for event in batch]
 
 
-def told(event: dict[str, Any]) -> tuple[Any, ...]:
-    """What is read of an event that json.loads(parse_float=Decimal) gave."""
+def expected_fields(event: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the expected fields of an event from json.loads(parse_float=Decimal)."""
     ts, dur = event.get("ts"), event.get("dur", 0)
     start = None if ts is None else int(ts * 1000)
     args = event.get("args", {})
@@ -35,14 +35,14 @@ def told(event: dict[str, Any]) -> tuple[Any, ...]:
     return event.get("cat", ""), event.get("name", ""), start, int(dur * 1000), *(args.get(n, MISSING) for n in names)
 
 
-def found(event: Event) -> tuple[Any, ...]:
+def fields_of(event: Event) -> tuple[Any, ...]:
     start = end = None
     if event.ts is not UNSET:
         (start,), (end,) = (column.tolist() for column in spans([event]))
     length = end - start if start is not None else int(Decimal(str(event.dur)) * 1000)
     args = event.args
-    told = (args.bytes, args.device, args.correlation, args.sequence, args.allocated)
-    return event.cat, event.name, start, length, *told
+    numbers = (args.bytes, args.device, args.correlation, args.sequence, args.allocated)
+    return event.cat, event.name, start, length, *numbers
 
 
 awkward = ['}, {"', "},\n  {", "]}", '"\\', "\\u0041\\", "[{", "a" * 90, "ü\u2028😀"]
@@ -52,23 +52,36 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
     max_leaves=6,
 )
-whole = st.integers(0, 1 << 52)
+whole_numbers = st.integers(0, 1 << 52)
 # Microseconds with their nanoseconds: after a base as torch writes them now, and since 1970.
-microseconds = whole.map(str) | st.builds("{}.{:03d}".format, st.integers(0, 18 * 10**14), st.integers(0, 999))
+microseconds = whole_numbers.map(str) | st.builds("{}.{:03d}".format, st.integers(0, 18 * 10**14), st.integers(0, 999))
 lengths = st.builds("{}.{:03d}".format, st.integers(0, 1 << 40), st.integers(0, 999)) | st.integers(0, 1 << 50).map(str)
 args = st.fixed_dictionaries(
     {},
     optional={
-        "bytes": whole, "device": st.integers(0, 8), "correlation": whole, "Sequence number": st.integers(-1, 1 << 40),
-        "Total Allocated": whole, "grid": st.lists(whole, max_size=3), "odd": anything, "rows": st.just([{"a": 1}, {}]),
+        "bytes": whole_numbers,
+        "device": st.integers(0, 8),
+        "correlation": whole_numbers,
+        "Sequence number": st.integers(-1, 1 << 40),
+        "Total Allocated": whole_numbers,
+        "grid": st.lists(whole_numbers, max_size=3),
+        "other": anything,
+        "rows": st.just([{"a": 1}, {}]),
     },
-)  # fmt: skip
-names = {"ph": st.sampled_from("XiMsf"), "cat": text, "name": text, "pid": whole | text, "tid": whole, "s": anything}
+)
+names = {
+    "ph": st.sampled_from("XiMsf"),
+    "cat": text,
+    "name": text,
+    "pid": whole_numbers | text,
+    "tid": whole_numbers,
+    "s": anything,
+}
 
 
 @st.composite
 def event_texts(draw: st.DrawFn) -> str:
-    """One event as text: its times are written out, since json.dumps knows no decimals."""
+    """Draw one event as text. Its times are formatted here, since json.dumps does not support Decimal."""
     event = draw(st.fixed_dictionaries({}, optional={**names, "args": args}))
     parts = [f"{json.dumps(key)}: {json.dumps(value, **draw(styles))}" for key, value in event.items()]
     parts += [f'"ts": {draw(microseconds)}'] if draw(st.booleans()) else []
@@ -86,9 +99,9 @@ def trace_texts(draw: st.DrawFn) -> str:
     events = "[" + between.join(draw(st.lists(event_texts(), max_size=8))) + draw(st.sampled_from(["]", "\n  ]"]))
     if draw(st.booleans()):
         return events
-    known = draw(st.sampled_from([{}, {"baseTimeNanoseconds": BASE, "distributedInfo": {"rank": 3}}]))
+    kept = draw(st.sampled_from([{}, {"baseTimeNanoseconds": BASE, "distributedInfo": {"rank": 3}}]))
     before, after = draw(metas), draw(metas)
-    (before if draw(st.booleans()) else after).update(known)
+    (before if draw(st.booleans()) else after).update(kept)
     parts = [f"{json.dumps(key)}: {json.dumps(value, **draw(styles))}" for key, value in before.items()]
     parts.append(f'"traceEvents": {events}')
     parts += [f"{json.dumps(key)}:{json.dumps(value)}" for key, value in after.items()]
@@ -97,20 +110,20 @@ def trace_texts(draw: st.DrawFn) -> str:
 
 @given(trace_texts(), st.integers(1, 400))
 @example('{"traceEvents": [{"ts": 1.5, "args": {"rows": [{}, {}]}}, {"ts": 2}], "deviceProperties": [{}, {}]}', 30)
-def test_any_pieces_give_the_events_of_the_whole(text: str, chunk: int) -> None:
+def test_batches__give_the_same_events_for_any_chunk(text: str, chunk: int) -> None:
     expected = json.loads(text, parse_float=Decimal)
     trace, events = read(text, chunk)
     listed = expected if isinstance(expected, list) else expected["traceEvents"]
-    assert [found(event) for event in events] == [told(event) for event in listed]
-    assert (trace.count, trace.skipped, trace.trouble) == (len(listed), 0, None)
+    assert [fields_of(event) for event in events] == [expected_fields(event) for event in listed]
+    assert (trace.count, trace.skipped, trace.stop_reason) == (len(listed), 0, None)
     base = 0 if isinstance(expected, list) else expected.get("baseTimeNanoseconds", 0)
     assert trace.base_ns == base
     assert trace.meta.get("distributedInfo") == ({"rank": 3} if base else None)
 
 
 @given(trace_texts(), st.integers(1, 400), st.data())
-def test_what_is_cut_off_gives_the_events_before(text: str, chunk: int, data: st.DataObject) -> None:
-    _, whole = read(text)
+def test_batches__give_the_events_before_a_cut(text: str, chunk: int, data: st.DataObject) -> None:
+    _, all_events = read(text)
     raw = text.encode()
     cut = raw[: data.draw(st.integers(0, len(raw) - 1))]
     complete = sum(cut.startswith(raw[:end]) for end in _event_ends(raw))
@@ -119,28 +132,28 @@ def test_what_is_cut_off_gives_the_events_before(text: str, chunk: int, data: st
             read(cut, chunk)
         return
     trace, events = read(cut, chunk)
-    assert list(map(found, events)) == list(map(found, whole[:complete]))
-    assert trace.trouble == "it breaks off"
+    assert list(map(fields_of, events)) == list(map(fields_of, all_events[:complete]))
+    assert trace.stop_reason == "it breaks off"
 
 
 def _event_ends(raw: bytes) -> list[int]:
-    """Where each event ends, found with the decoder of the standard library."""
+    """Return the end of each event, by the decoder of the standard library."""
     text = raw.decode()
-    at = text.index("[", text.index('"traceEvents"') if text.startswith("{") else 0) + 1
+    position = text.index("[", text.index('"traceEvents"') if text.startswith("{") else 0) + 1
     ends = []
     decoder = json.JSONDecoder()
     while True:
-        while text[at] in ", \n":
-            at += 1
-        if text[at] == "]":
+        while text[position] in ", \n":
+            position += 1
+        if text[position] == "]":
             return ends
-        _, at = decoder.raw_decode(text, at)
-        ends.append(len(text[:at].encode()))
+        _, position = decoder.raw_decode(text, position)
+        ends.append(len(text[:position].encode()))
 
 
 def one(event: str) -> Event:
     trace, events = read('{"traceEvents": [' + event + "]}")
-    assert (len(events), trace.skipped, trace.trouble) == (1, 0, None)
+    assert (len(events), trace.skipped, trace.stop_reason) == (1, 0, None)
     return events[0]
 
 
@@ -160,13 +173,13 @@ def one(event: str) -> Event:
         ("-5.25", -5_250),
     ],
 )
-def test_times_keep_every_nanosecond(ts: str, ns: int) -> None:
+def test_spans__keep_every_nanosecond(ts: str, ns: int) -> None:
     event = one(f'{{"ph": "X", "ts": {ts}, "dur": 63.813}}')
     (start,), (end,) = spans([event])
     assert (start, end) == (ns, ns + 63_813)
 
 
-def test_times_that_floats_can_tell_and_others_stand_side_by_side() -> None:
+def test_spans__mix_float_and_decimal_times() -> None:
     _, events = read('[{"ts": 1712195495519689.047}, {"ts": 1712195495519689}, {"ts": 2.5, "dur": 1}]')
     assert spans(events)[0].tolist() == [1_712_195_495_519_689_047, 1_712_195_495_519_689_000, 2_500]
     assert spans(events)[1].tolist()[2] == 3_500
@@ -199,13 +212,13 @@ def test_times_that_floats_can_tell_and_others_stand_side_by_side() -> None:
         '{"ts": ' + "9" * 10_000 + "}",
     ],
 )
-def test_an_event_without_a_time_that_can_be_is_skipped_and_counted(event: str) -> None:
+def test_batches__skip_and_count_events_without_a_valid_time(event: str) -> None:
     trace, events = read('{"traceEvents": [{"ts": 1}, ' + event + ', {"ts": 2}], "host_name": "box"}')
-    assert [found.ts for found in events] == [1, 2]
-    assert (trace.skipped, trace.trouble, trace.meta) == (1, None, {"host_name": "box"})
+    assert [event_read.ts for event_read in events] == [1, 2]
+    assert (trace.skipped, trace.stop_reason, trace.meta) == (1, None, {"host_name": "box"})
 
 
-def test_what_does_not_fit_of_an_event_is_missing_and_the_rest_is_read() -> None:
+def test_read_event__reads_the_valid_fields_of_an_event() -> None:
     event = one('{"cat": 7, "name": "a", "ts": "5.5", "dur": 2, "args": {"bytes": "64", "device": "x", "stream": 0.5}}')
     assert (event.cat, event.name, event.ts, event.dur) == ("", "a", 5.5, 2)
     assert (event.args.bytes, event.args.device, event.args.stream) == (64, MISSING, MISSING)
@@ -213,18 +226,18 @@ def test_what_does_not_fit_of_an_event_is_missing_and_the_rest_is_read() -> None
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "inf", "-nan", "Infinity"])
-def test_numbers_that_json_does_not_know_are_no_harm(number: str) -> None:
+def test_repair_json__removes_numbers_that_are_not_json(number: str) -> None:
     event = one(f'{{"ts": 3, "name": "inf, nan", "args": {{"blocks per SM": {number}, "x": [{number}], "device": 2}}}}')
     assert (event.ts, event.args.device) == (3, 2)
 
 
-def test_bytes_and_backslashes_that_json_does_not_know_are_no_harm() -> None:
-    odd = [rb"C:\Users\me", b"\xff\xfe", rb"\ud800", b"a\x01\nb"]
-    raw = b"[" + b",".join(b'{"ts": %d, "name": "%b"}' % (number, name) for number, name in enumerate(odd)) + b"]"
+def test_repair_json__removes_bytes_and_backslashes_that_are_not_json() -> None:
+    names = [rb"C:\Users\me", b"\xff\xfe", rb"\ud800", b"a\x01\nb"]
+    raw = b"[" + b",".join(b'{"ts": %d, "name": "%b"}' % (number, name) for number, name in enumerate(names)) + b"]"
     trace, events = read(raw)
     assert [event.ts for event in events] == [0, 1, 2, 3]
     assert events[0].name == r"C:\Users\me"
-    assert (trace.skipped, trace.trouble) == (0, None)
+    assert (trace.skipped, trace.stop_reason) == (0, None)
     for event in events:
         event.name.encode()
 
@@ -252,68 +265,68 @@ def test_bytes_and_backslashes_that_json_does_not_know_are_no_harm() -> None:
         b"PK\x03\x04" * 100,
     ],
 )
-def test_what_is_no_trace_is_one_error(raw: bytes) -> None:
+def test_batches__raise_one_error_for_other_files(raw: bytes) -> None:
     with pytest.raises(ValueError, match=r"^it ") as error:
         read(raw, 4)
     assert "\n" not in str(error.value)
 
 
-def test_no_events_are_no_trouble() -> None:
+def test_batches__accept_a_trace_without_events() -> None:
     for text in ("[]", '{"traceEvents": []}'):
         trace, events = read(text)
-        assert (events, trace.trouble) == ([], None)
+        assert (events, trace.stop_reason) == ([], None)
 
 
-def test_damage_ends_the_reading_and_what_stands_before_counts() -> None:
+def test_batches__stop_at_damage_and_keep_the_events_before() -> None:
     trace, events = read('{"traceEvents": [{"ts": 1}, {"ts": 2}: {"ts": 3}], "host_name": "box"}')
     assert [event.ts for event in events] == [1, 2]
-    assert trace.trouble == "it is damaged"
+    assert trace.stop_reason == "it is damaged"
     assert trace.meta == {}
 
 
-def test_a_value_without_end_is_not_collected_without_end() -> None:
+def test_json_window__stops_at_a_value_without_end() -> None:
     trace, events = read('[{"ts": 1}, {"ts": 2, "name": "' + "x" * (20 << 20), 1 << 20)
     assert [event.ts for event in events] == [1]
-    assert trace.trouble == "it has a value of more than 16 MiB"
+    assert trace.stop_reason == "it has a value of more than 16 MiB"
 
 
-def test_what_is_nested_without_end_is_not_followed_without_end() -> None:
+def test_json_window__stops_at_endless_nesting() -> None:
     trace, events = read('[{"ts": 1}, ' + "[" * 10_000_000)
     assert [event.ts for event in events] == [1]
-    assert trace.trouble == "it is nested too deeply"
+    assert trace.stop_reason == "it is nested too deeply"
 
 
-def test_a_list_of_other_things_is_not_gone_through_to_its_end() -> None:
+def test_batches__stop_at_a_list_of_other_values() -> None:
     trace, events = read('[{"ts": 1}, ' + "7, " * 20_000 + '{"ts": 2}]')
     assert [event.ts for event in events] == [1]
-    assert trace.trouble == "it is damaged"
+    assert trace.stop_reason == "it is damaged"
 
 
 class Failing(io.BytesIO):
     """A stream that ends in an error."""
 
     def read1(self, size: int | None = -1, /) -> bytes:
-        piece = super().read1(size)
-        if not piece:
+        block = super().read1(size)
+        if not block:
             raise UserError("the disk is gone")
-        return piece
+        return block
 
 
-def test_what_was_read_before_the_stream_failed_counts() -> None:
+def test_batches__keep_events_from_before_the_stream_failed() -> None:
     trace = ChromeTrace(Failing(b'[{"ts": 1}, {"ts": 2}, {"ts"'))
     assert [event.ts for batch in trace.batches() for event in batch] == [1, 2]
-    assert trace.trouble == "the disk is gone"
+    assert trace.stop_reason == "the disk is gone"
     with pytest.raises(UserError, match="the disk is gone"):
         list(ChromeTrace(Failing(b'{"traceEvents": [')).batches())
 
 
-def test_a_packed_stream_is_read_as_well() -> None:
+def test_batches__read_packed_streams() -> None:
     packed = gzip.compress(b'{"traceEvents": [{"ts": 1}]}')
     assert [len(batch) for batch in ChromeTrace(gzip.GzipFile(fileobj=io.BytesIO(packed))).batches()] == [1]
 
 
 @given(st.binary(max_size=60), st.sampled_from([b"", b"[", b'{"traceEvents": [{"ts": 1}, ']), st.integers(1, 50))
-def test_noise_is_an_error_or_events(noise: bytes, head: bytes, chunk: int) -> None:
+def test_batches__raise_an_error_or_give_events_for_noise(noise: bytes, head: bytes, chunk: int) -> None:
     try:
         trace, events = read(head + noise, chunk)
     except ValueError:

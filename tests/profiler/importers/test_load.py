@@ -1,4 +1,4 @@
-"""Importing as a whole: which files make a trace, and that only a trace or one clear error ever comes out."""
+"""Import as a whole: combinations of files, and fuzzing that gives either a trace or one clear error."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ import pytest
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.errors import TraceError
-from ebbtide.profiler.importers.load import FORMATS, Hardware, import_trace, recognise
+from ebbtide.profiler.importers.importer import Hardware
+from ebbtide.profiler.importers.load import import_trace, recognize
+from ebbtide.profiler.importers.registry import find_importers
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import Trace, open_trace
+from ebbtide.profiler.trace.metadata import ImportedFile
 from tests.conftest import examples, seeded
 
 DATA = Path(__file__).parent / "data"
@@ -34,8 +37,8 @@ MONITOR = "timestamp,gpu,mem_used,mem_free,rxpci,txpci\n" + "".join(
 )
 
 
-def valid(trace: Trace) -> None:
-    """What holds of every trace, whatever it was made of."""
+def assert_valid(trace: Trace) -> None:
+    """Assert the properties of every imported trace."""
     opened = open_trace(trace.path)
     for rank in opened.ranks:
         phases = opened.phases(rank)
@@ -46,24 +49,27 @@ def valid(trace: Trace) -> None:
         rates = opened.link(rank)[["h2d_bytes_per_s", "d2h_bytes_per_s"]].to_numpy()
         assert (rates[~np.isnan(rates)] >= 0).all()
         assert opened.ops(rank)["start_ns"].le(opened.ops(rank)["end_ns"]).all()
-        assert opened.rank(rank)["devices"]
-    json.dumps(opened.meta, allow_nan=False)
+        assert opened.rank(rank).devices
+    json.dumps(opened.raw_meta, allow_nan=False)
     json.dumps(summarize(opened).as_json(), allow_nan=False)
     with contextlib.suppress(TraceError):
-        # It refuses traces without memory or its capacity.
+        # `find_windows` refuses traces without memory or without a capacity.
         json.dumps(find_windows(opened, 2**30).as_json(), allow_nan=False)
 
 
-def outcome(files: list[Path], folder: Path, **more: Any) -> str:
-    """Import; a trace must be valid, an error one line, and nothing else may be left."""
+def import_outcome(files: list[Path], folder: Path, **options: Any) -> str:
+    """Import files and return "trace" or "error".
+
+    A trace must be valid, an error must be one line, and no other files may be left.
+    """
     before = sorted(folder.iterdir())
     try:
-        trace = import_trace(files, folder / "out.ebb", **more)
+        trace = import_trace(files, folder / "out.ebb", **options)
     except (SourceError, TraceError) as error:
         lines = str(error).splitlines()
     else:
         assert sorted(folder.iterdir()) == sorted([*before, folder / "out.ebb"])
-        valid(trace)
+        assert_valid(trace)
         return "trace"
     assert len(lines) == 1
     assert sorted(folder.iterdir()) == before
@@ -109,39 +115,50 @@ def doubled(rng: random.Random, data: bytes) -> bytes:
 
 @change
 def digits(rng: random.Random, data: bytes) -> bytes:
-    """Figures made huge, or small, or of other places."""
-    pieces = list(data)
-    places = [n for n, byte in enumerate(pieces) if 48 <= byte <= 57]
-    for place in rng.sample(places, min(len(places), rng.choice([20, 2000]))):
-        pieces[place] = rng.choice(b"0123456789999.-e")
-    out = bytearray(pieces)
+    """Make numbers huge, small or invalid."""
+    text_bytes = list(data)
+    positions = [n for n, byte in enumerate(text_bytes) if 48 <= byte <= 57]
+    for position in rng.sample(positions, min(len(positions), rng.choice([20, 2000]))):
+        text_bytes[position] = rng.choice(b"0123456789999.-e")
+    out = bytearray(text_bytes)
     for _ in range(20):
-        place = rng.randrange(len(out))
-        if 48 <= out[place] <= 57:
-            out[place:place] = b"9" * rng.choice([3, 15, 300])
+        position = rng.randrange(len(out))
+        if 48 <= out[position] <= 57:
+            out[position:position] = b"9" * rng.choice([3, 15, 300])
     return bytes(out)
 
 
 @change
 def spliced(rng: random.Random, data: bytes) -> bytes:
-    """Odd bytes in the middle."""
-    odd = [b"\0" * 500, b"\x1b[", b'"', b"{" * 2000, b"\r", b",", b"#" * 10, bytes(range(256)), b" " * 3000, b"[2024-"]
+    """Insert unusual bytes in the middle."""
+    insertions = [
+        b"\0" * 500,
+        b"\x1b[",
+        b'"',
+        b"{" * 2000,
+        b"\r",
+        b",",
+        b"#" * 10,
+        bytes(range(256)),
+        b" " * 3000,
+        b"[2024-",
+    ]
     out = data
     for _ in range(rng.choice([1, 5])):
-        place = rng.randrange(len(out))
-        out = out[:place] + rng.choice(odd) + out[place:]
+        position = rng.randrange(len(out))
+        out = out[:position] + rng.choice(insertions) + out[position:]
     return out
 
 
 def shortened(log: Path) -> bytes:
-    """The part of a log in which all is told that an importer reads, without the reports of installed operators."""
+    """Return the parts of a log that the importer reads, without the reports of installed operators."""
     lines = log.read_bytes().splitlines(keepends=True)
     return b"".join(line[:1000] for line in lines if b"...." not in line or b"version" in line or b"world" in line)
 
 
 def fuzz(tmp_path: Path, contents: list[tuple[str, bytes]], seeds: range) -> dict[str, int]:
-    """Change one of the files in every way for each seed; returns how often a trace and an error came out."""
-    seen = {"trace": 0, "error": 0}
+    """Apply every change to one of the files for each seed, and count the traces and errors."""
+    counts = {"trace": 0, "error": 0}
     for seed in seeds:
         for number, (name, function) in enumerate(CHANGES.items()):
             folder = tmp_path / f"{seed}-{name}"
@@ -149,32 +166,32 @@ def fuzz(tmp_path: Path, contents: list[tuple[str, bytes]], seeds: range) -> dic
             victim = (seed + number) % len(contents)
             files = []
             with seeded(f"{seed} {name}") as rng:
-                for place, (file, data) in enumerate(contents):
+                for position, (file, data) in enumerate(contents):
                     files.append(folder / file)
-                    files[-1].write_bytes(function(rng, data) if place == victim else data)
-                result = outcome(files, folder, hardware=Hardware(80 * 10**9, (5, 16)))
-                seen[result] += 1
+                    files[-1].write_bytes(function(rng, data) if position == victim else data)
+                result = import_outcome(files, folder, hardware=Hardware(80 * 10**9, (5, 16)))
+                counts[result] += 1
                 if result == "error":
-                    # Told what it is, a file is read further.
+                    # With a given format the importer reads further into the file.
                     names = {".log": "deepspeed-log", ".csv": "nvml-monitor"}
-                    outcome([files[victim]], folder, format=names[files[victim].suffix])
-    return seen
+                    import_outcome([files[victim]], folder, format=names[files[victim].suffix])
+    return counts
 
 
 @published
-def test_changed_published_files_give_a_trace_or_one_error(tmp_path: Path) -> None:
-    seen = fuzz(tmp_path, of_the_h100s(), range(examples(2)))
-    assert min(seen.values()) > 0
+def test_import_trace__gives_a_trace_or_one_error_for_changed_published_files(tmp_path: Path) -> None:
+    counts = fuzz(tmp_path, h100_files(), range(examples(2)))
+    assert min(counts.values()) > 0
 
 
-def of_the_h100s() -> list[tuple[str, bytes]]:
+def h100_files() -> list[tuple[str, bytes]]:
     log = next(PUBLISHED.glob("h100-20B/*ratio1.0*prefetch0-flush_async1*.log"))
     rows = log.with_name(f"{log.stem}-monitor.csv").read_bytes().splitlines(keepends=True)
     return [("run.log", shortened(log)), ("m.csv", b"".join([rows[0], *rows[1::20]]))]
 
 
 @pytest.mark.parametrize("log", TODAY, ids=lambda log: log.stem)
-def test_changed_logs_of_today_give_a_trace_or_one_error(tmp_path: Path, log: Path) -> None:
+def test_import_trace__gives_a_trace_or_one_error_for_changed_logs(tmp_path: Path, log: Path) -> None:
     assert fuzz(tmp_path, [("run.log", log.read_bytes())], range(examples(2)))["trace"] > 0
 
 
@@ -187,21 +204,21 @@ DMON = "#Time  gpu  fb  rxpci  txpci\n#HH:MM:SS  Idx  MB  MB/s  MB/s\n" + "".joi
 
 
 @pytest.mark.parametrize("text", [MONITOR, QUERY, DMON], ids=["script", "query", "dmon"])
-def test_changed_monitor_files_give_a_trace_or_one_error(tmp_path: Path, text: str) -> None:
+def test_import_trace__gives_a_trace_or_one_error_for_changed_monitor_files(tmp_path: Path, text: str) -> None:
     assert fuzz(tmp_path, [("m.csv", text.encode())], range(examples(2)))["trace"] > 0
 
 
-def test_noise_is_of_no_format(tmp_path: Path) -> None:
+def test_recognize__refuses_noise(tmp_path: Path) -> None:
     rng = random.Random(1)
     file = tmp_path / "x"
     for data in (rng.randbytes(200_000), b"\0" * 100_000, b"x", b"\n" * 10_000, b"{" * 100_000, b"#", b",,,\n" * 9):
         for contents in (data, gzip.compress(data)):
             file.write_bytes(contents)
-            with pytest.raises(SourceError, match="of no format that ebbtide knows") as error:
-                recognise(Source(file))
-            assert all(name in str(error.value) for name in FORMATS)
+            with pytest.raises(SourceError, match="has no format that ebbtide recognizes") as error:
+                recognize(Source(file))
+            assert all(name in str(error.value) for name in find_importers())
             for name in ("deepspeed-log", "nvml-monitor"):
-                assert outcome([file], tmp_path, format=name) == "error"
+                assert import_outcome([file], tmp_path, format=name) == "error"
 
 
 def write(path: Path, text: str | bytes) -> Path:
@@ -209,7 +226,7 @@ def write(path: Path, text: str | bytes) -> Path:
     return path
 
 
-def test_which_files_go_together(tmp_path: Path) -> None:
+def test_import_trace__refuses_files_that_do_not_fit_together(tmp_path: Path) -> None:
     one, other = (write(tmp_path / name, TODAY[0].read_bytes()) for name in ("a.log", "b.log"))
     with pytest.raises(SourceError, match="two DeepSpeed logs cannot make one trace"):
         import_trace([one, other], tmp_path / "x.ebb")
@@ -219,27 +236,28 @@ def test_which_files_go_together(tmp_path: Path) -> None:
         import_trace([one, tmp_path / "nowhere"], tmp_path / "x.ebb")
     assert not (tmp_path / "x.ebb").exists()
     trace = import_trace([write(tmp_path / "m.csv", MONITOR)], tmp_path / "x.ebb")
-    assert trace.meta["imported"] == [{"format": "nvml-monitor", "file": "m.csv"}]
-    assert (trace.meta["source"], trace.meta["state"]) == ("imported", "complete")
+    assert trace.meta.imported == (ImportedFile(format="nvml-monitor", file="m.csv"),)
+    assert (trace.meta.source, trace.meta.state) == ("imported", "complete")
 
 
-def test_what_the_user_knows_goes_to_every_device_and_is_asked_for_otherwise(tmp_path: Path) -> None:
+def test_import_trace__applies_hardware_to_every_device_or_notes_that_it_is_missing(tmp_path: Path) -> None:
     file = write(tmp_path / "m.csv", MONITOR.replace(",mem_free", ",other"))
-    asked = import_trace([file], tmp_path / "a.ebb").notes
-    assert [note for note in asked if "import with --capacity 80GB" in note]
-    assert [note for note in asked if "import with --link 5x16" in note]
+    notes = import_trace([file], tmp_path / "a.ebb").notes
+    assert [note for note in notes if "import with --capacity 80GB" in note]
+    assert [note for note in notes if "import with --link 5x16" in note]
     trace = import_trace([file], tmp_path / "b.ebb", hardware=Hardware(80 * 10**9, (4, 16)))
     for rank in (0, 1):
-        (device,) = trace.rank(rank)["devices"]
-        assert device["capacity_bytes"] == 80 * 10**9
-        assert device["link"] == {"generation": 4, "width": 16, "peak_bytes_per_s": pytest.approx(31.5e9, rel=1e-3)}
+        (device,) = trace.rank(rank).devices
+        assert device.capacity_bytes == 80 * 10**9
+        assert (device.link.generation, device.link.width) == (4, 16)
+        assert device.link.peak_bytes_per_s == pytest.approx(31.5e9, rel=1e-3)
     assert not [note for note in trace.notes if "--" in note]
-    # Without a link nobody needs its peak, without memory nobody is called free.
+    # A trace without link samples needs no peak rate.
     memory = import_trace([write(tmp_path / "q.csv", QUERY)], tmp_path / "c.ebb")
     assert not [note for note in memory.notes if "--" in note]
 
 
-def test_an_output_that_exists_is_replaced_only_on_demand(tmp_path: Path) -> None:
+def test_import_trace__replaces_an_output_only_with_force(tmp_path: Path) -> None:
     file = write(tmp_path / "m.csv", MONITOR)
     import_trace([file], tmp_path / "x.ebb")
     before = (tmp_path / "x.ebb" / "meta.json").read_bytes()

@@ -1,4 +1,4 @@
-"""Files that somebody wants imported: unreadable, packed, damaged, and made to fill a disk or the memory."""
+"""Files to import that are unreadable, packed, damaged, or made to fill a disk or the memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 def bomb(path: Path, mebibytes: int) -> Path:
-    """A gzip file of a few kilobytes that unpacks to so many MiB of zeros."""
+    """Write a gzip file of a few kilobytes that unpacks to so many MiB of zeros."""
     block = gzip.compress(bytes(64 * MIB), 9)
     path.write_bytes(block * (mebibytes // 64))
     return path
@@ -31,20 +31,20 @@ def refused(path: Path) -> str:
     return str(error.value)
 
 
-def read(path: Path) -> int:
-    """How many bytes it has."""
+def read_bytes(path: Path) -> int:
+    """Return the number of unpacked bytes."""
     with Source(path).open() as file:
         return sum(len(block) for block in iter(lambda: file.read(MIB), b""))
 
 
 def refused_to_the_end(path: Path) -> str:
     with pytest.raises(SourceError) as error:
-        read(path)
+        read_bytes(path)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+def test_source__gives_the_reason_for_unreadable_files(tmp_path: Path) -> None:
     assert refused(tmp_path / "nowhere") == f"{tmp_path / 'nowhere'} does not exist"
     assert "is a folder: name the files in it" in refused(tmp_path)
     assert "File name too long" in refused(tmp_path / ("x" * 300))
@@ -60,13 +60,13 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
-def test_a_file_without_the_right_to_read_it(tmp_path: Path) -> None:
+def test_source__refuses_a_file_without_permission(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("x")
     (tmp_path / "x").chmod(0)
     assert "Permission denied" in refused(tmp_path / "x")
 
 
-def test_packed_or_not_the_contents_are_the_same(tmp_path: Path) -> None:
+def test_source__has_the_same_contents_packed_or_not(tmp_path: Path) -> None:
     text = "\ufeffone\r\ntwo\rthree\n".encode() + b"\xff" + os.urandom(100_000).hex().encode()
     (tmp_path / "plain").write_bytes(text)
     (tmp_path / "packed").write_bytes(gzip.compress(text))
@@ -84,27 +84,27 @@ def test_packed_or_not_the_contents_are_the_same(tmp_path: Path) -> None:
     assert plain.size == len(text)
 
 
-def test_a_packed_file_that_is_cut_or_damaged(tmp_path: Path) -> None:
+def test_open__refuses_a_cut_or_damaged_gzip_file(tmp_path: Path) -> None:
     packed = gzip.compress(os.urandom(200_000).hex().encode())
     file = tmp_path / "x.gz"
     for contents in (packed[:-1], packed[: len(packed) // 2], packed[:5], packed[:-4] + b"\0\0\0\0"):
         file.write_bytes(contents)
-        assert "is damaged or not what it seems" in refused_to_the_end(file)
+        assert "is damaged or in another format" in refused_to_the_end(file)
     file.write_bytes(packed[: len(packed) // 2] + b"\xff" * 100 + packed[len(packed) // 2 + 100 :])
     assert "is damaged" in refused_to_the_end(file)
 
 
-def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path) -> None:
+def test_open__refuses_a_file_that_unpacks_without_end(tmp_path: Path) -> None:
     file = bomb(tmp_path / "x.gz", 256)
     assert file.stat().st_size < MIB
     assert "unpacks to more than 400 times its size" in refused_to_the_end(file)
 
 
-def test_a_small_file_may_shrink_as_much_as_it_likes(tmp_path: Path) -> None:
-    assert read(bomb(tmp_path / "x.gz", 64)) == 64 * MIB
+def test_open__does_not_limit_the_ratio_of_small_files(tmp_path: Path) -> None:
+    assert read_bytes(bomb(tmp_path / "x.gz", 64)) == 64 * MIB
 
 
-def test_the_reason_for_damage_is_one_line_and_short(tmp_path: Path) -> None:
+def test_damaged__is_one_short_line(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("x")
     error = Source(tmp_path / "x").damaged("a\nb " + "c" * 1000)
     assert "\n" not in str(error)
@@ -140,11 +140,11 @@ print(peak() - before)
         pytest.param(
             "[2024-04-15 10:00:00,000] json = {", '"a": {', "deepspeed-log", "has neither", marks=pytest.mark.slow
         ),
-        ("timestamp,gpu,mem_used\n", "1,2,", "nvml-monitor", "is no table of text"),
-        ("# gpu fb\n# Idx MB\n", " 0 5", "nvml-monitor", "is no table of text"),
+        ("timestamp,gpu,mem_used\n", "1,2,", "nvml-monitor", "is not a table of text"),
+        ("# gpu fb\n# Idx MB\n", " 0 5", "nvml-monitor", "is not a table of text"),
     ],
 )
-def test_a_line_of_200_mb_does_not_fill_the_memory(
+def test_import_trace__a_line_of_200_mb_does_not_fill_the_memory(
     tmp_path: Path, start: str, unit: str, format: str, says: str
 ) -> None:
     file, small = tmp_path / "big", tmp_path / "small"
@@ -163,9 +163,23 @@ def test_a_line_of_200_mb_does_not_fill_the_memory(
     assert int(grown) < 60
 
 
-def test_reading_is_in_blocks(tmp_path: Path) -> None:
+def test_open__reads_in_blocks(tmp_path: Path) -> None:
     (tmp_path / "x.gz").write_bytes(gzip.compress(b"abc" * 100_000))
     with Source(tmp_path / "x.gz").open() as file:
         assert isinstance(file, io.BufferedReader)
         assert file.peek(3)[:3] == b"abc"
         assert file.read(3) == b"abc"
+
+
+def test_parsed__calls_a_parser_once_per_file(tmp_path: Path) -> None:
+    calls = []
+
+    def parse(source: Source) -> int:
+        calls.append(source)
+        return len(source.head)
+
+    for name in ("x", "yy"):
+        (tmp_path / name).write_text(name)
+    sources = [Source(tmp_path / name) for name in ("x", "yy")]
+    assert [source.parsed(parse) for source in sources * 2] == [1, 2, 1, 2]
+    assert calls == sources

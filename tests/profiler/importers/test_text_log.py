@@ -1,4 +1,4 @@
-"""The lines of a log, their times, and the zone of its clock."""
+"""Lines of a log, their times, and the time zone of its clock."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.profiler.importers.source import Source
-from ebbtide.profiler.importers.text_log import Line, overlap, read_lines, zone_by_overlap, zone_ns
+from ebbtide.profiler.importers.text_log import LogLine, overlap, read_lines, zone_by_overlap, zone_ns
 
 HOUR = 3_600_000_000_000
 
 
-def lines(tmp_path: Path, text: str | bytes) -> list[Line]:
+def lines(tmp_path: Path, text: str | bytes) -> list[LogLine]:
     file = tmp_path / "x.log"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     return list(read_lines(Source(file)))
@@ -27,7 +27,7 @@ def ns(*parts: int, fraction: int = 0) -> int:
 
 
 @pytest.mark.parametrize(
-    ("text", "rest", "t_ns"),
+    ("text", "expected", "t_ns"),
     [
         ("[2024-04-15 00:52:42,648] [INFO] x", "[2024-04-15 00:52:42,648] [INFO] x", 42_648_000_000),
         ("host-1: [2024-04-15 00:52:42,648] x", "host-1: [2024-04-15 00:52:42,648] x", 42_648_000_000),
@@ -42,18 +42,18 @@ def ns(*parts: int, fraction: int = 0) -> int:
         ("", "", None),
     ],
 )
-def test_a_line_and_its_time(tmp_path: Path, text: str, rest: str, t_ns: int | None) -> None:
+def test_read_lines__splits_off_the_time(tmp_path: Path, text: str, expected: str, t_ns: int | None) -> None:
     (line,) = lines(tmp_path, f"{text}\n")
     start = ns(2024, 4, 15, 0, 52)
-    assert (line.text, line.t_ns) == (rest, None if t_ns is None else start + t_ns)
+    assert (line.text, line.t_ns) == (expected, None if t_ns is None else start + t_ns)
 
 
-def test_colours_line_ends_and_odd_bytes(tmp_path: Path) -> None:
+def test_read_lines__handles_colours_line_ends_and_invalid_bytes(tmp_path: Path) -> None:
     text = b"\xef\xbb\xbf\x1b[92m[OKAY]\x1b[0m a\r\nb\rc\n\n\xff\xfe\x00z"
     assert [line.text for line in lines(tmp_path, text)] == ["[OKAY] a", "b", "c", "", "\ufffd\ufffd\0z"]
 
 
-def test_a_line_without_an_end_is_read_in_pieces(tmp_path: Path) -> None:
+def test_read_lines__splits_a_line_without_an_end(tmp_path: Path) -> None:
     assert [len(line.text) for line in lines(tmp_path, "x" * 200_000)] == [65536, 65536, 65536, 3392]
 
 
@@ -71,23 +71,23 @@ def test_a_line_without_an_end_is_read_in_pieces(tmp_path: Path) -> None:
         ("[2024-04-15 00:52:42,648] x", None),
     ],
 )
-def test_a_line_that_tells_the_zone(tmp_path: Path, text: str, hours: float | None) -> None:
+def test_zone_ns__comes_from_a_line_with_both_times(tmp_path: Path, text: str, hours: float | None) -> None:
     unix = ns(2024, 4, 15, 0, 52, 42, fraction=648_000_000)
-    found = zone_ns(lines(tmp_path, "first\n" + text.format(unix) + "\n"))
-    assert found == (None if hours is None else round(hours * HOUR))
+    zone = zone_ns(lines(tmp_path, "first\n" + text.format(unix) + "\n"))
+    assert zone == (None if hours is None else round(hours * HOUR))
 
 
 ZONES = [-12.0, -9.5, -8.0, -3.5, 0.0, 1.0, 3.5, 5.5, 5.75, 9.5, 12.75, 14.0]
 
 
 @given(st.sampled_from(ZONES), st.integers(60, 590), st.integers(0, 5))
-def test_the_zone_in_which_two_clocks_meet(hours: float, seconds: int, before: int) -> None:
+def test_zone_by_overlap__finds_the_only_zone_that_fits(hours: float, seconds: int, before: int) -> None:
     reference = 10**18, 10**18 + (seconds + 10) * 10**9
     start = reference[0] + before * 10**9 + round(hours * HOUR)
     assert zone_by_overlap((start, start + seconds * 10**9), reference) == (round(hours * HOUR), True)
 
 
-def test_no_zone_and_several_zones() -> None:
+def test_zone_by_overlap__handles_no_zone_and_several_zones() -> None:
     hour = (10**18, 10**18 + 60 * 10**9)
     assert zone_by_overlap((hour[0] + 20 * HOUR, hour[1] + 20 * HOUR), hour) is None
     assert zone_by_overlap((hour[0] + 7 * 60 * 10**9, hour[1] + 7 * 60 * 10**9), hour) is None
@@ -96,7 +96,7 @@ def test_no_zone_and_several_zones() -> None:
     assert zone_by_overlap((hour[0] + HOUR // 4, hour[1] + HOUR // 4), hour) is None
 
 
-def test_the_share_that_is_covered() -> None:
+def test_overlap__is_the_covered_share() -> None:
     assert overlap((0, 100), (0, 50), 0) == 0.5
     assert overlap((HOUR, HOUR + 100), (25, 1000), HOUR) == 0.75
     assert overlap((0, 100), (200, 300), 0) < 0
@@ -138,19 +138,19 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:24])
-def test_no_line_takes_long(tmp_path: Path, text: str) -> None:
-    """Four times the line must not take sixteen times as long; the pattern that was worst took minutes."""
-    from ebbtide.profiler.importers.deepspeed.durations import TimesReader
-    from ebbtide.profiler.importers.deepspeed.settings import FactsReader
+def test_readers__take_linear_time_for_any_line(tmp_path: Path, text: str) -> None:
+    """A line four times as long must not take sixteen times as long; quadratic patterns took minutes."""
+    from ebbtide.profiler.importers.deepspeed.durations import TimerReader
+    from ebbtide.profiler.importers.deepspeed.settings import SettingsReader
 
     def seconds(size: int) -> float:
         spent = []
         for _ in range(3):
             begin = time.process_time()
-            times, facts = TimesReader(), FactsReader()
+            timers, settings = TimerReader(), SettingsReader()
             for line in lines(tmp_path, text[:size] + "\n"):
-                times.feed(line)
-                facts.feed(line)
+                timers.feed(line)
+                settings.feed(line)
                 zone_ns([line])
             spent.append(time.process_time() - begin)
         return min(spent)

@@ -1,4 +1,4 @@
-"""A stand-in for the module `pynvml`: its real errors, constants and structures, and functions over made-up cards."""
+"""A fake of the module `pynvml`: its real errors, constants and structures, and functions over fake cards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MEMBERS = {
 
 @dataclass
 class FakeCard:
-    """One card, without any source of link use unless told; pairs are (to the card, from it)."""
+    """One card, by default without any source of link throughput; pairs are (to the card, from it)."""
 
     uuid: str = "GPU-a"
     name: Any = "Fake H100"
@@ -37,7 +37,7 @@ class FakeCard:
     returns: dict[int, int] = field(default_factory=dict)  # the nvmlReturn of a field or of a GPM metric
     gpm: tuple[float, float] | None = None  # MiB/s
     throughput: tuple[int, int] | None = None  # KB/s
-    throughput_s: float = 0.0  # how long one reading of it blocks
+    throughput_s: float = 0.0  # how long one reading blocks
 
     def __post_init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -45,12 +45,12 @@ class FakeCard:
         self._lock = threading.Lock()
 
     def fail(self, function: str, code: int, first: int = 1, last: float = float("inf")) -> FakeCard:
-        """Answer the calls `first` to `last` of a function by an error; `*`: of all functions counted together."""
+        """Make the calls `first` to `last` of a function fail; `*` counts the calls of all functions together."""
         self._faults.append((function, code, first, last))
         return self
 
     def lose(self, first: int = 1) -> FakeCard:
-        """Fall off the bus at the `first` call."""
+        """Make the card fall off the bus at the `first` call."""
         return self.fail("*", pynvml.NVML_ERROR_GPU_IS_LOST, first)
 
     def called(self, function: str) -> None:
@@ -62,30 +62,36 @@ class FakeCard:
                     raise pynvml.NVMLError(code)
 
 
-def counting(**more: Any) -> FakeCard:
-    """A card with byte counters."""
-    return FakeCard(**{"counters": [0, 0], **more})
+def counting(**values: Any) -> FakeCard:
+    """Return a card with byte counters."""
+    return FakeCard(**{"counters": [0, 0], **values})
 
 
-def hopper(**more: Any) -> FakeCard:
-    """A card with a performance monitor, and no counters."""
-    return FakeCard(**{"gpm": (20_000.0, 5.0), "throughput": (1, 1), **more})
+def hopper(**values: Any) -> FakeCard:
+    """Return a card with a performance monitor and no counters."""
+    return FakeCard(**{"gpm": (20_000.0, 5.0), "throughput": (1, 1), **values})
 
 
-def older(**more: Any) -> FakeCard:
-    """A card that knows its throughput over 20 ms and nothing else."""
-    return FakeCard(**{"throughput": (12_000_000, 3_000), "throughput_s": 0.005, **more})
+def older(**values: Any) -> FakeCard:
+    """Return a card that has its throughput over 20 ms and nothing else."""
+    return FakeCard(**{"throughput": (12_000_000, 3_000), "throughput_s": 0.005, **values})
 
 
 class FakeNvml:
-    """The module. `without`: names that this version of it does not have; `init_error`: what nvmlInit answers."""
+    """The fake module.
+
+    Args:
+        cards: Its cards.
+        init_error: The error code of nvmlInit; None: it succeeds.
+        without: Names that this version of it does not have.
+    """
 
     def __init__(self, *cards: FakeCard, init_error: int | None = None, without: tuple[str, ...] = ()) -> None:
         self.cards = cards
         self.init_error = init_error
         self.without = without
         self.open = False
-        self.samples: dict[int, FakeCard | None] = {}  # GPM samples that were not given back
+        self.samples: dict[int, FakeCard | None] = {}  # GPM samples that were not freed
         self._sample = 0
 
     def __getattribute__(self, name: str) -> Any:
@@ -177,7 +183,7 @@ class FakeNvml:
 
     def nvmlGpmSampleFree(self, sample: Any) -> None:
         self._checked()
-        del self.samples[_address(sample)]  # KeyError: given back twice
+        del self.samples[_address(sample)]  # KeyError: freed twice
 
     def nvmlGpmSampleGet(self, card: FakeCard, sample: Any) -> Any:
         self.samples[_address(sample)] = self._checked(card, "nvmlGpmSampleGet")

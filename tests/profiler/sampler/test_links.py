@@ -1,4 +1,4 @@
-"""Link use from each source that a card may have, and the choice among them."""
+"""Link throughput from each source that a card may have, and the choice between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ebbtide.profiler.sampler.links import (
     LinkSource,
     ThroughputSource,
     best_source,
-    wrapped,
+    counter_increase,
 )
 from ebbtide.profiler.sampler.nvml import Gpu, GpuLost, Nvml, NvmlError, Unsupported
 from tests.profiler.sampler.fake_nvml import FakeCard, FakeNvml, counting, hopper, older
@@ -25,8 +25,8 @@ def gpu_of(card: FakeCard) -> Gpu:
     return Nvml(FakeNvml(card)).gpus()[0]
 
 
-class Clock:
-    """Stands where it was put, in milliseconds."""
+class FakeClock:
+    """A clock that is set by hand, in milliseconds."""
 
     ms = 0
 
@@ -34,7 +34,7 @@ class Clock:
         return self.ms * MS
 
 
-def read_at(source: LinkSource, clock: Clock, *milliseconds: int) -> list[LinkSample | None]:
+def read_at(source: LinkSource, clock: FakeClock, *milliseconds: int) -> list[LinkSample | None]:
     samples = []
     for clock.ms in milliseconds:
         samples.append(source.read())
@@ -42,7 +42,7 @@ def read_at(source: LinkSource, clock: Clock, *milliseconds: int) -> list[LinkSa
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "moved"),
+    ("before", "after", "increase"),
     [
         (5, 5, 0),
         (5, 12, 7),
@@ -52,12 +52,12 @@ def read_at(source: LinkSource, clock: Clock, *milliseconds: int) -> list[LinkSa
         (2**33, 2**33 + 7, 7),
     ],
 )
-def test_a_counter_moves_past_its_end(before: int, after: int, moved: int) -> None:
-    assert wrapped(before, after) == moved
+def test_counter_increase__handles_wrapped_counters(before: int, after: int, increase: int) -> None:
+    assert counter_increase(before, after) == increase
 
 
-def test_counters_give_the_mean_over_the_time_between_two_readings() -> None:
-    source = CounterSource(gpu_of(counting(step=(1_000_000, 20_000))), clock := Clock())
+def test_counter_source__gives_the_mean_between_two_readings() -> None:
+    source = CounterSource(gpu_of(counting(step=(1_000_000, 20_000))), clock := FakeClock())
     assert read_at(source, clock, 100, 110, 130) == [
         None,
         LinkSample(110 * MS, 10 * MS, 1e8, 2e6),
@@ -73,9 +73,9 @@ def test_counters_give_the_mean_over_the_time_between_two_readings() -> None:
         (64, pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG),
     ],
 )
-def test_a_wrapped_counter_keeps_its_rate(bits: int, value_type: int) -> None:
+def test_counter_source__keeps_its_rate_when_a_counter_wraps(bits: int, value_type: int) -> None:
     card = counting(counters=[2**bits - 1, 2**bits - 5], step=(1000, 10), bits=bits, value_type=value_type)
-    source = CounterSource(gpu_of(card), clock := Clock())
+    source = CounterSource(gpu_of(card), clock := FakeClock())
     assert read_at(source, clock, 0, 10, 20) == [
         None,
         LinkSample(10 * MS, 10 * MS, 1e5, 1e3),
@@ -83,21 +83,21 @@ def test_a_wrapped_counter_keeps_its_rate(bits: int, value_type: int) -> None:
     ]
 
 
-def test_counters_read_twice_in_one_moment_give_nothing() -> None:
-    source = CounterSource(gpu_of(counting()), clock := Clock())
+def test_counter_source__gives_nothing_for_two_readings_at_one_time() -> None:
+    source = CounterSource(gpu_of(counting()), clock := FakeClock())
     assert read_at(source, clock, 1, 1) == [None, None]
 
 
-def test_after_a_passing_error_the_window_is_longer_and_no_byte_is_lost() -> None:
+def test_counter_source__loses_no_byte_over_a_passing_error() -> None:
     card = counting(step=(1_000_000, 0)).fail("nvmlDeviceGetFieldValues", pynvml.NVML_ERROR_TIMEOUT, first=2, last=2)
-    source = CounterSource(gpu_of(card), clock := Clock())
+    source = CounterSource(gpu_of(card), clock := FakeClock())
     assert read_at(source, clock, 0) == [None]
     with pytest.raises(NvmlError, match="Timeout"):
         read_at(source, clock, 10)
     assert read_at(source, clock, 20) == [LinkSample(20 * MS, 20 * MS, 5e7, 0.0)]
 
 
-def test_counters_of_a_lost_card_say_so() -> None:
+def test_counter_source__raises_for_a_lost_card() -> None:
     source = CounterSource(gpu_of(counting().fail("nvmlDeviceGetFieldValues", pynvml.NVML_ERROR_GPU_IS_LOST, first=3)))
     source.read()
     source.read()
@@ -105,9 +105,9 @@ def test_counters_of_a_lost_card_say_so() -> None:
         source.read()
 
 
-def test_gpm_gives_the_mean_between_two_samples_and_gives_them_back() -> None:
+def test_gpm_source__gives_the_mean_and_frees_its_samples() -> None:
     library = FakeNvml(hopper(gpm=(100.0, 1.0)))
-    source = GpmSource(Nvml(library).gpus()[0], clock := Clock())
+    source = GpmSource(Nvml(library).gpus()[0], clock := FakeClock())
     assert read_at(source, clock, 0, 120, 250) == [
         None,
         LinkSample(120 * MS, 120 * MS, 100 * 2**20, 2**20),
@@ -116,9 +116,9 @@ def test_gpm_gives_the_mean_between_two_samples_and_gives_them_back() -> None:
     assert len(library.samples) == 1  # the last, for the next reading
 
 
-def test_gpm_samples_closer_than_100_ms_give_nothing() -> None:
+def test_gpm_source__gives_nothing_within_100_ms() -> None:
     library = FakeNvml(hopper(gpm=(100.0, 1.0)))
-    source = GpmSource(Nvml(library).gpus()[0], clock := Clock())
+    source = GpmSource(Nvml(library).gpus()[0], clock := FakeClock())
     assert read_at(source, clock, 0, 1, 60, 130) == [
         None,
         None,
@@ -129,9 +129,9 @@ def test_gpm_samples_closer_than_100_ms_give_nothing() -> None:
 
 
 @pytest.mark.parametrize("function", ["nvmlGpmSampleGet", "nvmlGpmMetricsGet"])
-def test_gpm_recovers_from_a_passing_error(function: str) -> None:
+def test_gpm_source__recovers_from_a_passing_error(function: str) -> None:
     library = FakeNvml(card := hopper().fail(function, pynvml.NVML_ERROR_TIMEOUT, first=2, last=2))
-    source = GpmSource(Nvml(library).gpus()[0], clock := Clock())
+    source = GpmSource(Nvml(library).gpus()[0], clock := FakeClock())
     assert read_at(source, clock, 0) == [None]
     if function == "nvmlGpmMetricsGet":
         assert read_at(source, clock, 200) != [None]
@@ -142,12 +142,12 @@ def test_gpm_recovers_from_a_passing_error(function: str) -> None:
     assert len(library.samples) == 1
 
 
-def test_throughput_gives_a_sample_at_once() -> None:
-    source = ThroughputSource(gpu_of(older(throughput=(2_000_000, 3))), clock := Clock())
+def test_throughput_source__gives_a_sample_at_once() -> None:
+    source = ThroughputSource(gpu_of(older(throughput=(2_000_000, 3))), clock := FakeClock())
     assert read_at(source, clock, 42) == [LinkSample(42 * MS, 20 * MS, 2e9, 3e3)]
 
 
-def test_throughput_that_is_not_permitted() -> None:
+def test_throughput_source__raises_without_permission() -> None:
     source = ThroughputSource(gpu_of(older().fail("nvmlDeviceGetPcieThroughput", pynvml.NVML_ERROR_NO_PERMISSION)))
     with pytest.raises(Unsupported, match="Permission"):
         source.read()
@@ -167,7 +167,7 @@ def test_throughput_that_is_not_permitted() -> None:
          ["nvml-counters", "gpm"]),
     ],
 )  # fmt: skip
-def test_the_best_source_of_each_card(card: FakeCard, name: str | None, refused: list[str]) -> None:
+def test_best_source__chooses_the_first_that_answers(card: FakeCard, name: str | None, refused: list[str]) -> None:
     source, reasons = best_source(gpu_of(card))
     assert (source.name if source else None) == name
     assert [reason.partition(": ")[0] for reason in reasons] == refused
@@ -175,7 +175,7 @@ def test_the_best_source_of_each_card(card: FakeCard, name: str | None, refused:
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetFieldValues", "nvmlGpmQueryDeviceSupport", "nvmlGpmSampleGet"])
-def test_a_card_lost_while_its_sources_are_tried_has_no_further_source(function: str) -> None:
+def test_best_source__raises_for_a_card_lost_while_sources_are_tried(function: str) -> None:
     card = hopper().fail(function, pynvml.NVML_ERROR_GPU_IS_LOST)
     with pytest.raises(GpuLost):
         best_source(gpu_of(card))

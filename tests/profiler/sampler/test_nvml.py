@@ -1,11 +1,12 @@
-"""What is read of one card through NVML, and what each of its refusals becomes."""
+"""Values of one card through NVML, and the error that each failure becomes."""
 
 from __future__ import annotations
 
 import pynvml
 import pytest
 
-from ebbtide.profiler.sampler.nvml import Gpu, GpuLost, Nvml, NvmlError, Unsupported, link_peak_bytes_per_s
+from ebbtide.profiler.sampler.nvml import Gpu, GpuLost, Nvml, NvmlError, Unsupported
+from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
 from tests.profiler.sampler.fake_nvml import GIB, FakeCard, FakeNvml, counting, hopper, older
 
 RX, TX = pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES, pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES
@@ -19,17 +20,17 @@ def gpu_of(card: FakeCard, without: tuple[str, ...] = ()) -> Gpu:
     ("generation", "width", "gigabytes"),
     [(1, 1, 0.25), (2, 16, 8.0), (3, 16, 15.75), (4, 16, 31.5), (4, 8, 15.75), (5, 16, 63.0), (6, 16, 121.0)],
 )
-def test_the_peak_of_a_known_link(generation: int, width: int, gigabytes: float) -> None:
+def test_link_peak_bytes_per_s__matches_the_specification(generation: int, width: int, gigabytes: float) -> None:
     assert link_peak_bytes_per_s(generation, width) == pytest.approx(gigabytes * 1e9, rel=1e-3)
 
 
 @pytest.mark.parametrize(("generation", "width"), [(None, 16), (5, None), (None, None), (0, 16), (5, 0), (99, 16)])
-def test_the_peak_of_an_unknown_link_is_unknown(generation: int | None, width: int | None) -> None:
+def test_link_peak_bytes_per_s__is_none_for_an_unknown_link(generation: int | None, width: int | None) -> None:
     assert link_peak_bytes_per_s(generation, width) is None
 
 
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
-def test_no_driver_at_all_is_said_in_words(code: int) -> None:
+def test_nvml__raises_a_readable_error_without_a_driver(code: int) -> None:
     with pytest.raises(NvmlError, match=r"Not Found|Not Loaded"):
         Nvml(FakeNvml(init_error=code))
 
@@ -46,17 +47,17 @@ def test_no_driver_at_all_is_said_in_words(code: int) -> None:
         (12345, NvmlError),
     ],
 )
-def test_an_error_becomes_of_its_kind(code: int, kind: type[NvmlError]) -> None:
+def test_nvml_error__has_a_class_for_each_kind_of_failure(code: int, kind: type[NvmlError]) -> None:
     gpu = gpu_of(FakeCard().fail("nvmlDeviceGetMemoryInfo", code))
     with pytest.raises(NvmlError, match=r"\w+") as caught:
-        gpu.memory_used()
+        gpu.read_used_bytes()
     assert type(caught.value) is kind
 
 
-def test_a_card_is_described() -> None:
-    facts = gpu_of(FakeCard(uuid="GPU-7", name=b"Fake A100", generation=4)).describe()
-    assert facts["link"].pop("peak_bytes_per_s") == pytest.approx(31.5e9, rel=1e-3)
-    assert facts == {
+def test_describe__returns_the_facts_of_a_card() -> None:
+    description = gpu_of(FakeCard(uuid="GPU-7", name=b"Fake A100", generation=4)).describe()
+    assert description["link"].pop("peak_bytes_per_s") == pytest.approx(31.5e9, rel=1e-3)
+    assert description == {
         "index": 0,
         "name": "Fake A100",
         "uuid": "GPU-7",
@@ -66,28 +67,28 @@ def test_a_card_is_described() -> None:
     }
 
 
-def test_a_card_that_tells_nothing_is_described_by_nothing() -> None:
-    facts = gpu_of(FakeCard().fail("*", pynvml.NVML_ERROR_NOT_SUPPORTED, first=2)).describe()
-    link = facts.pop("link")
+def test_describe__returns_none_for_what_the_card_does_not_report() -> None:
+    description = gpu_of(FakeCard().fail("*", pynvml.NVML_ERROR_NOT_SUPPORTED, first=2)).describe()
+    link = description.pop("link")
     assert set(link.values()) == {None}
-    assert facts == dict.fromkeys(("name", "uuid", "capacity_bytes", "pci_bus_id"), None) | {"index": 0}
+    assert description == dict.fromkeys(("name", "uuid", "capacity_bytes", "pci_bus_id"), None) | {"index": 0}
 
 
-def test_memory_is_read_until_the_card_is_lost() -> None:
+def test_read_used_bytes__works_until_the_card_is_lost() -> None:
     card = FakeCard(used=7 * GIB).fail("nvmlDeviceGetMemoryInfo", pynvml.NVML_ERROR_GPU_IS_LOST, first=3)
     gpu = gpu_of(card)
-    assert [gpu.memory_used(), gpu.memory_used()] == [7 * GIB] * 2
+    assert [gpu.read_used_bytes(), gpu.read_used_bytes()] == [7 * GIB] * 2
     with pytest.raises(GpuLost, match="lost"):
-        gpu.memory_used()
+        gpu.read_used_bytes()
 
 
-def test_a_link_that_is_half_told() -> None:
+def test_read_link__returns_none_for_an_unsupported_value() -> None:
     gpu = gpu_of(FakeCard().fail("nvmlDeviceGetCurrPcieLinkGeneration", pynvml.NVML_ERROR_NOT_SUPPORTED))
-    assert (gpu.link().generation, gpu.link().width) == (None, 16)
+    assert (gpu.read_link().generation, gpu.read_link().width) == (None, 16)
 
 
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_NO_PERMISSION])
-def test_a_card_that_cannot_be_opened_is_left_out(code: int) -> None:
+def test_gpus__leaves_out_a_card_that_cannot_be_opened(code: int) -> None:
     closed = FakeCard().fail("nvmlDeviceGetHandleByIndex", code)
     gpus = Nvml(FakeNvml(closed, FakeCard(uuid="GPU-b"))).gpus()
     assert [(gpu.index, gpu.describe()["uuid"]) for gpu in gpus] == [(1, "GPU-b")]
@@ -101,13 +102,13 @@ def test_a_card_that_cannot_be_opened_is_left_out(code: int) -> None:
         (pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, 2**64 - 1),
     ],
 )
-def test_counters_of_each_type_are_read_whole(value_type: int, count: int) -> None:
-    assert gpu_of(counting(counters=[count, 5], value_type=value_type)).pcie_counters() == (count, 5)
+def test_read_pcie_counters__reads_every_integer_type(value_type: int, count: int) -> None:
+    assert gpu_of(counting(counters=[count, 5], value_type=value_type)).read_pcie_counters() == (count, 5)
 
 
-def test_a_counter_of_another_type_is_refused() -> None:
+def test_read_pcie_counters__rejects_an_unknown_type() -> None:
     with pytest.raises(Unsupported, match="type 0"):
-        gpu_of(counting(value_type=pynvml.NVML_VALUE_TYPE_DOUBLE)).pcie_counters()
+        gpu_of(counting(value_type=pynvml.NVML_VALUE_TYPE_DOUBLE)).read_pcie_counters()
 
 
 @pytest.mark.parametrize("field", [RX, TX])
@@ -120,48 +121,48 @@ def test_a_counter_of_another_type_is_refused() -> None:
         (pynvml.NVML_ERROR_UNKNOWN, NvmlError),
     ],
 )
-def test_one_field_that_is_refused_is_no_zero(field: int, code: int, kind: type[NvmlError]) -> None:
+def test_read_pcie_counters__raises_for_one_failed_field(field: int, code: int, kind: type[NvmlError]) -> None:
     with pytest.raises(NvmlError) as caught:
-        gpu_of(counting(returns={field: code})).pcie_counters()
+        gpu_of(counting(returns={field: code})).read_pcie_counters()
     assert type(caught.value) is kind
 
 
-def test_throughput_is_in_bytes_and_the_card_receives_what_the_host_sends() -> None:
-    assert gpu_of(older(throughput=(25_000_000, 40))).pcie_throughput() == (25e9, 40e3)
+def test_read_pcie_throughput__returns_bytes_per_s_and_h2d_first() -> None:
+    assert gpu_of(older(throughput=(25_000_000, 40))).read_pcie_throughput() == (25e9, 40e3)
 
 
-def test_gpm_is_in_bytes_and_the_card_receives_what_the_host_sends() -> None:
+def test_read_gpm_rates__returns_bytes_per_s_and_h2d_first() -> None:
     gpu = gpu_of(hopper(gpm=(1000.0, 0.5)))
-    assert gpu.gpm_rates(gpu.gpm_sample(), gpu.gpm_sample()) == (1000 * 2**20, 2**19)
+    assert gpu.read_gpm_rates(gpu.take_gpm_sample(), gpu.take_gpm_sample()) == (1000 * 2**20, 2**19)
 
 
 @pytest.mark.parametrize("metric", [pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC, pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC])
-def test_one_gpm_metric_that_is_refused_is_no_zero(metric: int) -> None:
+def test_read_gpm_rates__raises_for_one_failed_metric(metric: int) -> None:
     gpu = gpu_of(hopper(returns={metric: pynvml.NVML_ERROR_NOT_SUPPORTED}))
-    first, second = gpu.gpm_sample(), gpu.gpm_sample()
+    first, second = gpu.take_gpm_sample(), gpu.take_gpm_sample()
     with pytest.raises(Unsupported):
-        gpu.gpm_rates(first, second)
+        gpu.read_gpm_rates(first, second)
 
 
-def test_a_gpm_sample_that_fails_is_given_back() -> None:
+def test_take_gpm_sample__frees_a_sample_that_fails() -> None:
     library = FakeNvml(hopper().fail("nvmlGpmSampleGet", pynvml.NVML_ERROR_UNKNOWN))
     with pytest.raises(NvmlError):
-        Nvml(library).gpus()[0].gpm_sample()
+        Nvml(library).gpus()[0].take_gpm_sample()
     assert library.samples == {}
 
 
-def test_an_older_pynvml_without_gpm_means_no_gpm() -> None:
-    assert gpu_of(hopper()).gpm_supported() is True
-    assert gpu_of(hopper(), without=("nvmlGpmQueryDeviceSupport",)).gpm_supported() is False
+def test_supports_gpm__is_false_for_a_pynvml_without_gpm() -> None:
+    assert gpu_of(hopper()).supports_gpm() is True
+    assert gpu_of(hopper(), without=("nvmlGpmQueryDeviceSupport",)).supports_gpm() is False
 
 
-def test_an_older_pynvml_without_the_counters_numbers_means_no_counters() -> None:
+def test_read_pcie_counters__raises_for_a_pynvml_without_counters() -> None:
     gpu = gpu_of(counting(), without=("NVML_FI_DEV_PCIE_COUNT_RX_BYTES",))
     with pytest.raises(Unsupported):
-        gpu.pcie_counters()
+        gpu.read_pcie_counters()
 
 
-def test_closing_twice_is_quiet() -> None:
+def test_close__can_be_called_twice() -> None:
     library = FakeNvml(FakeCard())
     nvml = Nvml(library)
     nvml.close()

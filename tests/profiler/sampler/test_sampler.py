@@ -1,4 +1,4 @@
-"""The sampler over made-up cards, from its threads through the spool to a rank's tables."""
+"""The sampler over fake cards, from its threads through the spool to the tables of a rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEMORY_CALL = "nvmlDeviceGetMemoryInfo"
 
 
 class Sampled:
-    """What one run of the sampler left: its host facts, its notes, and the tables of the one rank."""
+    """The result of one run of the sampler: its description of the host, its notes, and the tables of the one rank."""
 
     def __init__(self, sampler: Sampler, rank: RankData) -> None:
         self.host = sampler.host
@@ -38,23 +38,23 @@ class Sampled:
 Sample = Callable[..., Sampled]
 
 
-def agent(directory: Path, host: str, uuid: str, pid: int) -> None:
-    """The spool and the facts of a process that trains on the card `uuid` and calls it cuda:0."""
+def write_agent_files(directory: Path, host: str, uuid: str, pid: int) -> None:
+    """Write the spool and the facts of a process that trains on the card `uuid` and calls it cuda:0."""
     device = {"device": "cuda:0", "kind": "cuda", "name": "Fake", "capacity_bytes": 80 * GIB, "uuid": uuid}
     (directory / f"facts-{host}-{pid}.json").write_text(json.dumps({"host": host, "devices": [device]}))
     spool = Spool(str(directory / f"agent-{host}-{pid}.spool"))
-    spool.header(0, 1, 0)
+    spool.put_header(0, 1, 0)
     spool.put(MEMORY, POOLS.index("allocated"), 0, x=time.monotonic_ns(), y=1234)
     spool.close()
 
 
 @pytest.fixture
 def sample(tmp_path: Path) -> Sample:
-    """Run the sampler over `library` until `enough`, beside a job on the card `uuid`."""
+    """Return a function that runs the sampler over `library` until `enough`, with a job on the card `uuid`."""
 
     def run(library: FakeNvml, enough: Callable[[], bool], uuid: str = "GPU-a", patience_s: float = 5.0) -> Sampled:
         sampler = Sampler(tmp_path, memory_ms=2.0, library=library)
-        agent(tmp_path, sampler.host["name"], uuid, os.getpid())
+        write_agent_files(tmp_path, sampler.host["name"], uuid, os.getpid())
         deadline = time.monotonic() + patience_s
         try:
             sampler.start()
@@ -74,7 +74,7 @@ def reads(card: FakeCard, count: int, function: str = MEMORY_CALL) -> Callable[[
     return lambda: card.calls[function] >= count
 
 
-def test_device_memory_stands_under_the_ranks_own_name(sample: Sample) -> None:
+def test_sampler__stores_device_memory_under_the_device_name_of_the_rank(sample: Sample) -> None:
     other, ours = FakeCard(uuid="GPU-a", used=11 * GIB), FakeCard(uuid="GPU-b", used=22 * GIB)
     sampled = sample(FakeNvml(other, ours), lambda: reads(other, 5)() and reads(ours, 5)(), uuid="GPU-b")
     rows = sampled.pool("device")
@@ -88,7 +88,7 @@ def test_device_memory_stands_under_the_ranks_own_name(sample: Sample) -> None:
     assert device["link"]["peak_bytes_per_s"] == pytest.approx(63e9, rel=1e-3)
 
 
-def test_the_link_of_a_card_with_counters(sample: Sample) -> None:
+def test_sampler__reads_the_link_from_counters(sample: Sample) -> None:
     other = counting(uuid="GPU-a", step=(77, 77), generation=3, width=8)
     ours = counting(uuid="GPU-b", counters=[2**32 - 5, 0], step=(5_000_000, 300), bits=32, generation=4)
     sampled = sample(FakeNvml(other, ours), reads(ours, 6, "nvmlDeviceGetFieldValues"), uuid="GPU-b")
@@ -105,26 +105,26 @@ def test_the_link_of_a_card_with_counters(sample: Sample) -> None:
     assert [gpu["link_source"] for gpu in sampled.host["gpus"]] == ["nvml-counters"] * 2
 
 
-def test_the_link_of_a_hopper(sample: Sample) -> None:
+def test_sampler__reads_the_link_from_gpm(sample: Sample) -> None:
     link = sample(FakeNvml(card := hopper(gpm=(1000.0, 2.0))), reads(card, 2, "nvmlGpmMetricsGet")).link
     assert set(link["source"]) == {"gpm"}
     assert set(link["h2d_bytes_per_s"]) == {1000 * 2**20}
     assert set(link["d2h_bytes_per_s"]) == {2 * 2**20}
 
 
-def test_gpm_samples_are_never_closer_than_nvml_asks(sample: Sample) -> None:
+def test_sampler__spaces_gpm_samples_as_nvml_requires(sample: Sample) -> None:
     link = sample(FakeNvml(card := hopper()), reads(card, 2, "nvmlGpmMetricsGet")).link
     assert link["window_ns"].min() >= 100_000_000
 
 
-def test_the_link_of_an_older_card(sample: Sample) -> None:
+def test_sampler__reads_the_link_from_the_throughput_of_an_older_card(sample: Sample) -> None:
     link = sample(FakeNvml(card := older(generation=3)), reads(card, 8, "nvmlDeviceGetPcieThroughput")).link
     assert len(link) >= 2
     columns = ["source", "window_ns", "generation", "h2d_bytes_per_s", "d2h_bytes_per_s"]
     assert list(link.iloc[0][columns]) == ["nvml-throughput", 20_000_000, 3, 12e9, 3e6]
 
 
-def test_a_generation_that_is_not_told_is_missing(sample: Sample) -> None:
+def test_sampler__leaves_an_unreported_generation_missing(sample: Sample) -> None:
     card = counting().fail("nvmlDeviceGetCurrPcieLinkGeneration", pynvml.NVML_ERROR_NOT_SUPPORTED)
     link = sample(FakeNvml(card), reads(card, 4, "nvmlDeviceGetFieldValues")).link
     assert len(link) >= 1
@@ -132,7 +132,7 @@ def test_a_generation_that_is_not_told_is_missing(sample: Sample) -> None:
     assert set(link["width"]) == {16}
 
 
-def test_a_card_without_a_link_source_still_has_memory(sample: Sample) -> None:
+def test_sampler__reads_memory_without_a_link_source(sample: Sample) -> None:
     sampled = sample(FakeNvml(card := FakeCard()), reads(card, 5))
     assert len(sampled.link) == 0
     assert set(sampled.pool("device")["bytes"]) == {3 * GIB}
@@ -142,19 +142,19 @@ def test_a_card_without_a_link_source_still_has_memory(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION])
-def test_memory_that_is_refused_is_missing_and_the_link_goes_on(sample: Sample, code: int) -> None:
+def test_sampler__continues_with_the_link_if_memory_is_unsupported(sample: Sample, code: int) -> None:
     card = counting().fail(MEMORY_CALL, code)
     sampled = sample(FakeNvml(card), reads(card, 6, "nvmlDeviceGetFieldValues"))
     assert len(sampled.pool("device")) == 0
     assert len(sampled.link) >= 2
     assert sampled.host["gpus"][0]["capacity_bytes"] is None
-    assert card.calls[MEMORY_CALL] == 2  # once for the facts, once to be refused
+    assert card.calls[MEMORY_CALL] == 2  # once for the description, once to fail
     (note,) = sampled.notes
     assert note.startswith("sampling the memory of GPU 0 stopped after ")
     assert note.endswith(str(pynvml.NVMLError(code)))
 
 
-def test_a_card_lost_in_mid_run_ends_alone(sample: Sample) -> None:
+def test_sampler__stops_only_the_lost_card(sample: Sample) -> None:
     lost, other = counting(uuid="GPU-a").lose(first=40), counting(uuid="GPU-b")
     sampled = sample(FakeNvml(lost, other), lambda: reads(lost, 41, "*")() and reads(other, 30)())
     assert set(sampled.pool("device")["bytes"]) == {3 * GIB}
@@ -166,7 +166,7 @@ def test_a_card_lost_in_mid_run_ends_alone(sample: Sample) -> None:
     assert other.calls[MEMORY_CALL] >= 30
 
 
-def test_a_card_lost_before_the_start_leaves_the_others(sample: Sample) -> None:
+def test_sampler__leaves_out_a_card_lost_before_the_start(sample: Sample) -> None:
     lost, ours = FakeCard(uuid="GPU-a").lose(), counting(uuid="GPU-b")
     sampled = sample(FakeNvml(lost, ours), reads(ours, 5), uuid="GPU-b")
     assert [gpu["uuid"] for gpu in sampled.host["gpus"]] == ["GPU-b"]
@@ -174,14 +174,14 @@ def test_a_card_lost_before_the_start_leaves_the_others(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("first", [2, 4])  # 1: it can still be opened
-def test_a_card_lost_while_it_is_described_leaves_the_others(sample: Sample, first: int) -> None:
+def test_sampler__leaves_out_a_card_lost_while_it_is_described(sample: Sample, first: int) -> None:
     lost, ours = FakeCard(uuid="GPU-a").lose(first), counting(uuid="GPU-b")
     sampled = sample(FakeNvml(lost, ours), reads(ours, 5), uuid="GPU-b")
     assert "GPU-b" in [gpu["uuid"] for gpu in sampled.host["gpus"]]
     assert set(sampled.pool("device")["device"]) == {"cuda:0"}
 
 
-def test_no_driver_at_all_is_no_fault(sample: Sample) -> None:
+def test_sampler__works_without_a_driver(sample: Sample) -> None:
     end = time.monotonic() + 0.05
     library = FakeNvml(FakeCard(), init_error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     sampled = sample(library, lambda: time.monotonic() > end)
@@ -192,30 +192,30 @@ def test_no_driver_at_all_is_no_fault(sample: Sample) -> None:
     assert set(sampled.pool("rss")["device"]) == {"cpu"}
 
 
-def test_a_passing_error_leaves_a_gap_and_no_zero(sample: Sample) -> None:
+def test_sampler__leaves_a_gap_for_a_passing_error(sample: Sample) -> None:
     card = FakeCard().fail(MEMORY_CALL, pynvml.NVML_ERROR_TIMEOUT, first=4, last=9)
     sampled = sample(FakeNvml(card), reads(card, 15))
     assert set(sampled.pool("device")["bytes"]) == {3 * GIB}
-    assert len(sampled.pool("device")) == card.calls[MEMORY_CALL] - 6 - 1  # one was for the facts
+    assert len(sampled.pool("device")) == card.calls[MEMORY_CALL] - 6 - 1  # one was for the description
     assert [note for note in sampled.notes if "memory of GPU" in note] == []
 
 
-def test_an_error_that_does_not_pass_ends_the_sampling(sample: Sample) -> None:
+def test_sampler__stops_after_ten_errors_in_a_row(sample: Sample) -> None:
     card = FakeCard().fail(MEMORY_CALL, pynvml.NVML_ERROR_UNKNOWN, first=4)
     sampled = sample(FakeNvml(card), lambda: reads(card, 13)() and not time.sleep(0.05))
-    assert card.calls[MEMORY_CALL] == 13  # ten refusals
+    assert card.calls[MEMORY_CALL] == 13  # ten failures
     assert len(sampled.pool("device")) == 2
     assert [note for note in sampled.notes if note.endswith("Unknown Error")] != []
 
 
-def test_a_hopper_whose_gpm_does_not_count_the_link_falls_back_to_its_throughput(sample: Sample) -> None:
+def test_sampler__uses_throughput_if_gpm_does_not_count_the_link(sample: Sample) -> None:
     refused = {pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC: pynvml.NVML_ERROR_NOT_SUPPORTED}
     card = hopper(returns=refused, throughput=(1000, 10), throughput_s=0.005)
     sampled = sample(FakeNvml(card), reads(card, 6, "nvmlDeviceGetPcieThroughput"), patience_s=1.0)
     assert "nvml-throughput" in set(sampled.link["source"])
 
 
-def test_nvml_is_closed_at_the_end(sample: Sample) -> None:
+def test_sampler__closes_nvml(sample: Sample) -> None:
     library = FakeNvml(card := counting())
     sampled = sample(library, reads(card, 3))
     calls = card.calls["*"]
@@ -225,10 +225,10 @@ def test_nvml_is_closed_at_the_end(sample: Sample) -> None:
     assert sampled.notes == []
 
 
-def test_what_a_spool_says_is_missing_is_missing(tmp_path: Path) -> None:
-    agent(tmp_path, "here", "GPU-a", 7)
+def test_recover__keeps_missing_values_missing(tmp_path: Path) -> None:
+    write_agent_files(tmp_path, "here", "GPU-a", 7)
     spool = Spool(str(tmp_path / "sampler-here-8.spool"))
-    spool.header(0, 0, 0)
+    spool.put_header(0, 0, 0)
     spool.put(LINK, LINK_SOURCES.index("gpm"), 3, a=0, b=8, w=5, x=100, y=MISSING, z=6)
     spool.put(MEMORY, POOLS.index("device"), 3, x=100, y=MISSING)
     spool.put(MEMORY, POOLS.index("rss"), HOST, a=os.getpid(), x=100, y=9)

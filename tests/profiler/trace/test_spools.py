@@ -1,4 +1,4 @@
-"""Spools, whole, cut off and damaged, and what is recovered from them."""
+"""Tests of the recovery of spools: complete, cut off and damaged."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import Spool
 from ebbtide.profiler.trace.builder import TraceBuilder
+from ebbtide.profiler.trace.metadata import DeepSpeedInfo, DeviceInfo
 from ebbtide.profiler.trace.reader import finish, open_trace
 from ebbtide.profiler.trace.spools import RankData, recover
 from tests.conftest import FUZZ
@@ -29,7 +30,7 @@ Record = dict[str, int]
 
 
 def phase(code: int, sequence: int) -> Record:
-    """The phase of this sequence number: it lasts 8 of the 10 ns that each has."""
+    """Return a phase record: of the 10 ns of its sequence number it takes 8."""
     return {"kind": kinds.PHASE, "code": code, "a": sequence, "x": 10 * sequence, "y": 10 * sequence + 8}
 
 
@@ -38,7 +39,7 @@ def ends(number: int, sequence: int) -> Record:
 
 
 def step(number: int, codes: Sequence[int] = (FORWARD, BACKWARD, UPDATE)) -> list[Record]:
-    """An iteration with these phases, and a memory reading in each."""
+    """Return the records of an iteration with these phases, and a memory sample in each."""
     heap, first = kinds.POOLS.index("heap"), number * len(codes) + 1
     records = []
     for n, code in enumerate(codes, first):
@@ -55,10 +56,10 @@ FOUR = [record for number in range(4) for record in step(number)] + [stop("close
 
 
 def written(folder: Path, records: Sequence[Record], number: int = 1, rank: int = 0, kind: str = "agent") -> Path:
-    """A spool with its header and these records."""
+    """Write a spool with a header and these records."""
     path = folder / f"{kind}-here-{number}.spool"
     spool = Spool(str(path))
-    spool.header(rank, 1, 0)
+    spool.put_header(rank, 1, 0)
     for record in records:
         spool.put(**record)
     spool.close()
@@ -75,7 +76,7 @@ def column(data: RankData, name: str, table: str = "phases") -> list[Any]:
     return [None if pd.isna(value) else value for value in data.tables[table][name].tolist()]
 
 
-def test_a_whole_spool_gives_its_iterations_phases_and_memory(tmp_path: Path) -> None:
+def test_recover__reads_iterations_phases_and_memory_of_a_complete_spool(tmp_path: Path) -> None:
     data, notes = recovered(written(tmp_path, FOUR, rank=2).parent)
     assert notes == []
     assert (data.meta["rank"], data.meta["pid"], data.meta["stopped"]) == (2, os.getpid(), "closed")
@@ -88,26 +89,26 @@ def test_a_whole_spool_gives_its_iterations_phases_and_memory(tmp_path: Path) ->
     assert data.meta["first_iteration_start_ns"] == 10
 
 
-def test_a_spool_cut_at_any_byte_gives_what_was_whole(tmp_path: Path) -> None:
+def test_recover__reads_the_complete_records_of_a_spool_cut_at_any_byte(tmp_path: Path) -> None:
     path = written(tmp_path, FOUR)
     raw = path.read_bytes()
     for length in {*range(0, len(raw), max(1, round(41 / FUZZ))), *range(0, len(raw), SIZE)}:
         path.write_bytes(raw[:length])
         if length < SIZE:
-            found, notes = recover(tmp_path, META)
-            assert (found, len(notes)) == ([], 1)
+            ranks, notes = recover(tmp_path, META)
+            assert (ranks, len(notes)) == ([], 1)
             continue
-        whole = FOUR[: length // SIZE - 1]
+        complete = FOUR[: length // SIZE - 1]
         data, notes = recovered(tmp_path)
         assert len(notes) == 1
         assert "cut off" in notes[0]
-        assert len(data.tables["memory"]) == sum(record["kind"] == kinds.MEMORY for record in whole)
-        last = max((record["b"] for record in whole if record["kind"] == kinds.ITERATION), default=0)
-        phases = [record["a"] for record in whole if record["kind"] == kinds.PHASE]
+        assert len(data.tables["memory"]) == sum(record["kind"] == kinds.MEMORY for record in complete)
+        last = max((record["b"] for record in complete if record["kind"] == kinds.ITERATION), default=0)
+        phases = [record["a"] for record in complete if record["kind"] == kinds.PHASE]
         assert column(data, "iteration") == [(n - 1) // 3 if n <= last else None for n in phases]
 
 
-def test_a_later_record_extends_an_iteration(tmp_path: Path) -> None:
+def test_recover__lets_a_later_record_extend_an_iteration(tmp_path: Path) -> None:
     codes = (FORWARD, BACKWARD, UPDATE, BACKWARD, UPDATE, FORWARD, BACKWARD, UPDATE)
     phases = [phase(code, sequence) for sequence, code in enumerate(codes, 1)]
     records = [*phases[:3], ends(0, 3), *phases[3:5], ends(0, 5), *phases[5:], ends(1, 8)]
@@ -115,7 +116,7 @@ def test_a_later_record_extends_an_iteration(tmp_path: Path) -> None:
     assert column(data, "iteration") == [0] * 5 + [1] * 3
 
 
-def test_an_unfinished_iteration_is_null(tmp_path: Path) -> None:
+def test_recover__leaves_an_unfinished_iteration_null(tmp_path: Path) -> None:
     data, _ = recovered(written(tmp_path, [*step(0), phase(FORWARD, 4), phase(BACKWARD, 5)]).parent)
     assert column(data, "iteration") == [0, 0, 0, None, None]
 
@@ -123,20 +124,20 @@ def test_an_unfinished_iteration_is_null(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reason", "says"), [("closed", None), ("iterations", None), ("max-size", "--max-size"), ("fault", "fault")]
 )
-def test_a_spool_tells_how_it_ended(tmp_path: Path, reason: str, says: str | None) -> None:
+def test_recover__reports_how_a_recording_ended(tmp_path: Path, reason: str, says: str | None) -> None:
     data, notes = recovered(written(tmp_path, [stop(reason)]).parent)
     assert data.meta["stopped"] == reason
     assert [says in note for note in notes if says] == ([True] if says else [])
     assert len(notes) == (says is not None)
 
 
-def test_a_forward_after_a_backward_is_the_next_micro_step(tmp_path: Path) -> None:
+def test_micro_steps__begin_with_a_forward_after_a_backward(tmp_path: Path) -> None:
     codes = (FORWARD, FORWARD, BACKWARD, FORWARD, BACKWARD, BACKWARD, FORWARD, BACKWARD, UPDATE)
     data, _ = recovered(written(tmp_path, step(0, codes) + step(1, codes)).parent)
     assert column(data, "micro_step") == [0, 0, 0, 1, 1, 1, 2, 2, 2] * 2
 
 
-def test_device_times_join_their_phases_to_the_digit(tmp_path: Path) -> None:
+def test_recover__joins_device_times_with_their_phases_exactly(tmp_path: Path) -> None:
     times = [(3, 2**60 + 5, 2**60 + 7), (1, 11, 17)]
     records = [{"kind": kinds.GPU_TIMES, "a": sequence, "x": start, "y": end} for sequence, start, end in times]
     data, _ = recovered(written(tmp_path, step(0) + records).parent)
@@ -144,39 +145,41 @@ def test_device_times_join_their_phases_to_the_digit(tmp_path: Path) -> None:
     assert column(data, "gpu_end_ns") == [17, None, 2**60 + 7]
 
 
-@pytest.mark.parametrize(("asked", "kept"), [((1, 3), [1, 1, 1, 2, 2, 2]), ((1, None), [1, 1, 1, 2, 2, 2, None])])
-def test_only_the_iterations_asked_for_are_kept(tmp_path: Path, asked: tuple[int, int], kept: list[int]) -> None:
+@pytest.mark.parametrize(("iterations", "kept"), [((1, 3), [1, 1, 1, 2, 2, 2]), ((1, None), [1, 1, 1, 2, 2, 2, None])])
+def test_recover__keeps_only_the_configured_iterations(
+    tmp_path: Path, iterations: tuple[int, int], kept: list[int]
+) -> None:
     start = {"kind": kinds.START, "a": 1, "x": 39}
-    records = [*step(0), start, *step(1), *step(2), *(step(3) if asked[1] else [phase(FORWARD, 10)])]
-    data, _ = recovered(written(tmp_path, records).parent, options={"iterations": list(asked)})
+    records = [*step(0), start, *step(1), *step(2), *(step(3) if iterations[1] else [phase(FORWARD, 10)])]
+    data, _ = recovered(written(tmp_path, records).parent, options={"iterations": list(iterations)})
     assert column(data, "iteration") == kept
     assert column(data, "t_ns", "memory") == [39, 45, 55, 65, 75, 85, 95]  # the first: what was held then
     assert data.meta["first_iteration_start_ns"] == 39
 
 
 def op(name: str, sequence: int, start: int, end: int, **fields: int) -> Record:
-    """A row of `ops`: of no subgroup, without bytes and parent, on the host unless `fields` say otherwise."""
+    """Return an operation record: no subgroup, bytes or parent, and on the host, unless `fields` change that."""
     none = {"b": kinds.NO_SUBGROUP, "w": kinds.MISSING, "z": kinds.MISSING, "small": kinds.HOST}
     return {"kind": kinds.OP, "code": kinds.OPS.index(name), "a": sequence, "x": start, "y": end, **none, **fields}
 
 
 def with_ops(number: int) -> list[Record]:
-    """An iteration whose backward has a copy inside a reduction, and whose update is one of a subgroup on a GPU."""
+    """Return an iteration with a copy inside a reduction in its backward, and the update of a subgroup on a GPU."""
     first = 6 * number + 1
-    at = 100 * number
+    begin_ns = 100 * number
     return [
-        phase(FORWARD, first) | {"x": at, "y": at + 10},
-        op("gradient down", first + 2, at + 22, at + 25, w=4096, z=first + 1),
-        op("reduce", first + 1, at + 20, at + 28),
-        phase(BACKWARD, first + 3) | {"x": at + 10, "y": at + 30},
-        op("update", first + 4, at + 30, at + 31, b=7, c=kinds.RESOURCES.index("gpu"), small=0),
-        phase(UPDATE, first + 5) | {"x": at + 30, "y": at + 40},
-        {"kind": kinds.GPU_TIMES, "a": first + 4, "x": at + 35, "y": at + 55},
-        {"kind": kinds.ITERATION, "a": number, "b": first + 5, "x": at + 40},
+        phase(FORWARD, first) | {"x": begin_ns, "y": begin_ns + 10},
+        op("gradient down", first + 2, begin_ns + 22, begin_ns + 25, w=4096, z=first + 1),
+        op("reduce", first + 1, begin_ns + 20, begin_ns + 28),
+        phase(BACKWARD, first + 3) | {"x": begin_ns + 10, "y": begin_ns + 30},
+        op("update", first + 4, begin_ns + 30, begin_ns + 31, b=7, c=kinds.RESOURCES.index("gpu"), small=0),
+        phase(UPDATE, first + 5) | {"x": begin_ns + 30, "y": begin_ns + 40},
+        {"kind": kinds.GPU_TIMES, "a": first + 4, "x": begin_ns + 35, "y": begin_ns + 55},
+        {"kind": kinds.ITERATION, "a": number, "b": first + 5, "x": begin_ns + 40},
     ]
 
 
-def test_operations_stand_in_their_iteration_with_parents_and_device_times(tmp_path: Path) -> None:
+def test_recover__reads_operations_with_parents_and_device_times(tmp_path: Path) -> None:
     records = [*with_ops(0), *with_ops(1), op("rest", 13, 220, 230)]
     data, _ = recovered(written(tmp_path, records).parent)
     assert column(data, "name", "ops") == ["reduce", "gradient down", "update"] * 2 + ["rest"]
@@ -191,7 +194,7 @@ def test_operations_stand_in_their_iteration_with_parents_and_device_times(tmp_p
     assert column(data, "gpu_start_ns") == [None] * 6
 
 
-def test_operations_of_other_iterations_are_not_kept(tmp_path: Path) -> None:
+def test_recover__drops_operations_of_other_iterations(tmp_path: Path) -> None:
     written(tmp_path, [record for number in range(4) for record in with_ops(number)])
     data, _ = recovered(tmp_path, options={"iterations": [1, 3]})
     assert column(data, "iteration", "ops") == [1, 1, 1, 2, 2, 2]
@@ -199,23 +202,53 @@ def test_operations_of_other_iterations_are_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("code", len(kinds.OPS)), ("c", len(kinds.RESOURCES))])
-def test_operations_of_no_known_name_or_resource_are_dropped(tmp_path: Path, field: str, value: int) -> None:
+def test_recover__drops_operations_with_an_invalid_name_or_resource(tmp_path: Path, field: str, value: int) -> None:
     data, _ = recovered(written(tmp_path, [op("rest", 1, 0, 5), op("rest", 2, 5, 9) | {field: value}]).parent)
     assert column(data, "end_ns", "ops") == [5]
 
 
-def test_what_the_first_rank_tells_of_deepspeed_is_of_the_trace(tmp_path: Path) -> None:
+def test_open_trace__takes_the_deepspeed_section_of_the_first_rank(tmp_path: Path) -> None:
     builder = TraceBuilder("recorded", host=META["host"])
     path = builder.write(tmp_path / "run.ebb").path
     meta = json.loads((path / "meta.json").read_text()) | {"state": "recording"}
     (path / "meta.json").write_text(json.dumps(meta))
     (path / "spool").mkdir()
-    for number, told in ((3, [1, 2]), (2, {"stage": 2}), (1, {"stage": 3})):
+    for number, section in ((3, [1, 2]), (2, {"stage": 2}), (1, {"stage": 3})):
         written(path / "spool", FOUR, number, rank=3 - number)
-        (path / "spool" / f"facts-here-{number}.json").write_text(json.dumps({"deepspeed": told}))
+        (path / "spool" / f"facts-here-{number}.json").write_text(json.dumps({"deepspeed": section}))
     for trace in (open_trace(path), finish(path, {})):
-        assert trace.meta["deepspeed"] == {"stage": 2}
-        assert not any("deepspeed" in trace.rank(rank) for rank in trace.ranks)
+        assert trace.raw_meta["deepspeed"] == {"stage": 2}
+        assert trace.meta.deepspeed == DeepSpeedInfo(stage=2)
+        assert not any("deepspeed" in entry for entry in trace.raw_meta["ranks"])
+
+
+def test_finish__keeps_keys_that_the_format_does_not_specify(tmp_path: Path) -> None:
+    path = recording(tmp_path, {"backend": "nccl", "devices": [{"device": "cpu", "ecc": True}]}, cluster="north")
+    finish(path, {"exit": {"code": 0}})
+    raw_meta = open_trace(path).raw_meta
+    assert (raw_meta["state"], raw_meta["cluster"], raw_meta["exit"]) == ("complete", "north", {"code": 0})
+    assert raw_meta["ranks"][0]["backend"] == "nccl"
+    assert raw_meta["ranks"][0]["devices"] == [{"device": "cpu", "ecc": True}]
+
+
+@pytest.mark.parametrize(
+    "job_info",
+    [3, [], {"devices": [3]}, {"devices": {}}, {"threads": "many"}, {"notes": 3}, {"notes": [3]}, {"argv": [None]}],
+)
+def test_open_trace__ignores_a_damaged_description_of_a_process(tmp_path: Path, job_info: Any) -> None:
+    entry = open_trace(recording(tmp_path, job_info)).rank(0)
+    assert (entry.rank, entry.stopped, entry.main_device) == (0, "closed", DeviceInfo(device="cpu", kind="cpu"))
+
+
+def recording(folder: Path, job_info: Any, **meta: Any) -> Path:
+    """Write an unfinished trace of one rank, with this description of its process."""
+    path = TraceBuilder("recorded", host=META["host"], **meta).write(folder / "run.ebb").path
+    raw_meta = json.loads((path / "meta.json").read_text()) | {"state": "recording"}
+    (path / "meta.json").write_text(json.dumps(raw_meta))
+    (path / "spool").mkdir()
+    written(path / "spool", FOUR)
+    (path / "spool" / "facts-here-1.json").write_text(json.dumps(job_info))
+    return path
 
 
 @pytest.mark.parametrize(
@@ -226,15 +259,15 @@ def test_what_the_first_rank_tells_of_deepspeed_is_of_the_trace(tmp_path: Path) 
         pytest.param((0, 1, 0), [0, 1, 2]),
     ],
 )
-def test_processes_that_say_the_same_rank_are_told_apart(
+def test_recover__gives_processes_with_the_same_rank_ranks_of_their_own(
     tmp_path: Path, said: tuple[int, ...], given: list[int]
 ) -> None:
     for order, rank in enumerate(said):
         written(tmp_path, FOUR, number=9 - order, rank=rank)
-    found, notes = recover(tmp_path, META)
-    by_start = sorted(found, key=lambda data: int(data.meta["started_ns"]))
+    ranks, notes = recover(tmp_path, META)
+    by_start = sorted(ranks, key=lambda data: int(data.meta["started_ns"]))
     assert [data.meta["rank"] for data in by_start] == given
-    assert [data.meta["rank"] for data in found] == sorted(given)
+    assert [data.meta["rank"] for data in ranks] == sorted(given)
     assert ["also said it was rank 0" in note for note in notes] == [True] * (len(said) - len(set(said)))
 
 
@@ -248,7 +281,9 @@ def test_processes_that_say_the_same_rank_are_told_apart(
     ],
     ids=["empty", "zeros", "headless", "other version"],
 )
-def test_what_is_no_spool_of_this_version_is_a_note(tmp_path: Path, edit: Callable[[bytes], bytes], says: str) -> None:
+def test_recover__notes_files_that_are_not_spools_of_this_version(
+    tmp_path: Path, edit: Callable[[bytes], bytes], says: str
+) -> None:
     written(tmp_path, FOUR)
     for path in (written(tmp_path, FOUR, 2), written(tmp_path, FOUR, 3, kind="sampler")):
         path.write_bytes(edit(path.read_bytes()))
@@ -258,17 +293,19 @@ def test_what_is_no_spool_of_this_version_is_a_note(tmp_path: Path, edit: Callab
     assert all(says in note for note in notes)
 
 
-def record(kind: int, code: int, rest: bytes) -> bytes:
-    return bytes([kind, code]) + rest
+def raw_record(kind: int, code: int, fields: bytes) -> bytes:
+    return bytes([kind, code]) + fields
 
 
-REST = SIZE - 2
-garbled = st.builds(record, st.integers(0, 10), st.integers(0, 255), st.binary(min_size=REST, max_size=REST))
+FIELDS_SIZE = SIZE - 2
+garbled = st.builds(
+    raw_record, st.integers(0, 10), st.integers(0, 255), st.binary(min_size=FIELDS_SIZE, max_size=FIELDS_SIZE)
+)
 
 
 @given(st.binary(max_size=3 * SIZE) | garbled)
-@example(record(kinds.PHASE, 99, bytes(REST)))
-def test_bytes_that_mean_nothing_harm_no_record_before_them(tail: bytes) -> None:
+@example(raw_record(kinds.PHASE, 99, bytes(FIELDS_SIZE)))
+def test_recover__reads_all_records_before_garbage(tail: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder), FOUR)
         path.write_bytes(path.read_bytes() + tail)
@@ -279,7 +316,7 @@ def test_bytes_that_mean_nothing_harm_no_record_before_them(tail: bytes) -> None
 
 
 @pytest.mark.parametrize(("fails", "kept"), [("short", 1), ("full", 0)])
-def test_a_write_that_fails_gives_the_spool_up(
+def test_spool__is_given_up_after_a_failed_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, kept: int
 ) -> None:
     write = os.write
@@ -291,15 +328,15 @@ def test_a_write_that_fails_gives_the_spool_up(
 
     path = tmp_path / "agent-here-1.spool"
     spool = Spool(str(path))
-    spool.header(0, 1, 0)
+    spool.put_header(0, 1, 0)
     spool.flush()
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", failing)
         for fields in step(0):
             spool.put(**fields)
-        alive = [spool.alive]
+        is_open = [spool.is_open]
         spool.flush()
-    assert [*alive, spool.alive] == [True, False]
+    assert [*is_open, spool.is_open] == [True, False]
     size = path.stat().st_size
     spool.put(**phase(FORWARD, 4))
     spool.flush()
@@ -309,7 +346,7 @@ def test_a_write_that_fails_gives_the_spool_up(
     assert (data.meta["stopped"], len(data.tables["phases"])) == ("cut off", kept)
 
 
-def test_a_spool_is_full_once_its_size_is_written(tmp_path: Path) -> None:
+def test_spool__is_full_once_its_size_is_written(tmp_path: Path) -> None:
     spool = Spool(str(tmp_path / "s.spool"), max_bytes=2 * SIZE)
     fullness = []
     for _ in range(2):

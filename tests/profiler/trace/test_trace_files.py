@@ -1,4 +1,4 @@
-"""Traces on disk: nothing is lost in them, nothing overwritten, and damage is one line."""
+"""Tests of traces on disk: values, replacement, damage, merging."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import Trace, TraceBuilder, open_trace
 from ebbtide.profiler.trace.files import write_rank
 from ebbtide.profiler.trace.merge import merge
-from ebbtide.profiler.trace.schema import SORT, TABLES, Column, frame
+from ebbtide.profiler.trace.metadata import ClockInfo
+from ebbtide.profiler.trace.schema import FORMAT, SCHEMA, SORT, TABLES, TraceColumn, frame
 
 Rows = dict[str, list[dict[str, Any]]]
 Damage = Callable[[Path], Any]
@@ -32,13 +33,13 @@ MEMORY = "rank-0/memory.parquet"
 LATE = 2**60 + 1  # a time that no float holds
 
 
-def value(column: Column) -> st.SearchStrategy[Any]:
-    known: st.SearchStrategy[Any] = st.text(max_size=5)
+def value(column: TraceColumn) -> st.SearchStrategy[Any]:
+    present: st.SearchStrategy[Any] = st.text(max_size=5)
     if pa.types.is_integer(column.type):
-        known = int64
+        present = int64
     elif pa.types.is_floating(column.type):
-        known = st.floats(allow_nan=False)
-    return st.none() | known if column.nullable else known
+        present = st.floats(allow_nan=False)
+    return st.none() | present if column.nullable else present
 
 
 rows = st.fixed_dictionaries(
@@ -59,17 +60,17 @@ def built(rows: Rows) -> TraceBuilder:
 
 
 def sample(path: Path, rank: int = 0, wall_offset_ns: Any = 0) -> Trace:
-    """A small trace on disk, at LATE on its host's clock."""
+    """Write a small trace, at LATE on its host's clock."""
     meta: dict[str, Any] = {} if wall_offset_ns is None else {"clock": {"wall_offset_ns": wall_offset_ns}}
     builder = TraceBuilder("recorded", host={"name": path.stem}, **meta)
-    made = builder.rank(rank, first_iteration_start_ns=LATE, started_ns=LATE - 5)
-    made.phase("forward", LATE, LATE + 3, 0, 0, LATE + 1, LATE + 2).phase("update", LATE + 3, LATE + 9)
-    made.memory(LATE, 7).link(LATE, 1, "gpm", generation=5).transfer("h2d", LATE, LATE + 1, None, stream=3)
-    made.add("ops", start_ns=LATE, end_ns=LATE + 1, resource="cpu", name="adam", parent=0)
+    ranked = builder.rank(rank, first_iteration_start_ns=LATE, started_ns=LATE - 5)
+    ranked.phase("forward", LATE, LATE + 3, 0, 0, LATE + 1, LATE + 2).phase("update", LATE + 3, LATE + 9)
+    ranked.memory(LATE, 7).link(LATE, 1, "gpm", generation=5).transfer("h2d", LATE, LATE + 1, None, stream=3)
+    ranked.add("ops", start_ns=LATE, end_ns=LATE + 1, resource="cpu", name="adam", parent=0)
     return builder.write(path)
 
 
-def known(data: pd.DataFrame) -> list[dict[str, Any]]:
+def with_none(data: pd.DataFrame) -> list[dict[str, Any]]:
     return [{key: None if pd.isna(v) else v for key, v in row.items()} for row in data.to_dict("records")]
 
 
@@ -78,7 +79,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def refusal(act: Callable[[], Any]) -> str:
-    """The one line with which `act` is refused."""
+    """Return the one line of the TraceError that `act` raises."""
     with pytest.raises(TraceError) as error:
         act()
     assert str(error.value).splitlines() == [str(error.value)]
@@ -91,23 +92,23 @@ def ordered(rows: Rows, table: str) -> list[dict[str, Any]]:
 
 
 @given(rows)
-def test_every_value_comes_back_from_disk_in_order_of_time(rows: Rows) -> None:
+def test_open_trace__reads_every_value_sorted_by_time(rows: Rows) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = built({}).write(Path(folder) / "t.ebb").path
         write_rank(path, 0, {table: frame(table, pd.DataFrame(rows[table], dtype=object)) for table in TABLES})
         trace = open_trace(path)
-        assert {table: known(trace.table(0, table)) for table in TABLES} == {t: ordered(rows, t) for t in TABLES}
+        assert {table: with_none(trace.table(0, table)) for table in TABLES} == {t: ordered(rows, t) for t in TABLES}
 
 
 @given(rows)
 @example({"phases": [{"micro_step": 0, "phase": "", "start_ns": 0, "end_ns": 0, "iteration": i} for i in (LATE, None)]})
-def test_every_row_is_built_to_the_digit(rows: Rows) -> None:
+def test_trace_builder__keeps_every_digit_of_every_row(rows: Rows) -> None:
     trace = built(rows).build()
-    assert {table: known(trace.table(0, table)) for table in TABLES} == {t: ordered(rows, t) for t in TABLES}
+    assert {table: with_none(trace.table(0, table)) for table in TABLES} == {t: ordered(rows, t) for t in TABLES}
 
 
 @pytest.mark.parametrize("filled", [False, True])
-def test_columns_have_the_documented_types(tmp_path: Path, filled: bool) -> None:
+def test_tables__have_the_documented_column_types(tmp_path: Path, filled: bool) -> None:
     path = tmp_path / "t.ebb"
     trace = sample(path) if filled else built({}).write(path)
     for table, columns in TABLES.items():
@@ -116,12 +117,12 @@ def test_columns_have_the_documented_types(tmp_path: Path, filled: bool) -> None
         for data in (trace.table(0, table), open_trace(path).table(0, table)):
             assert list(data.columns) == [column.name for column in columns]
             for column in columns:
-                whole = "Int64" if column.nullable else "int64"
-                kinds = {"int64": {whole}, "double": {"float64"}, "string": {"str", "string", "object"}}
+                integer = "Int64" if column.nullable else "int64"
+                kinds = {"int64": {integer}, "double": {"float64"}, "string": {"str", "string", "object"}}
                 assert str(data[column.name].dtype) in kinds[str(column.type)]
 
 
-def test_rows_that_do_not_fit_are_refused() -> None:
+def test_trace_builder__refuses_rows_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="is not a phase"):
         TraceBuilder().rank(0).phase("other", 0, 1)
     with pytest.raises(ValueError, match="needs a column pool"):
@@ -129,13 +130,13 @@ def test_rows_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("missing", ["t_ns", "device"])
-def test_a_value_that_may_not_be_missing_is_refused(missing: str) -> None:
+def test_trace_builder__refuses_missing_values_of_required_columns(missing: str) -> None:
     with pytest.raises(ValueError, match=missing):
         built({"memory": [{"t_ns": 0, "device": "cpu", "pool": "heap", "bytes": 1, missing: None}]}).build()
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "trace", "dangling link"])
-def test_what_exists_is_not_overwritten(tmp_path: Path, kind: str) -> None:
+def test_write__does_not_overwrite_what_exists(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "t.ebb"
     if kind == "trace":
         sample(path)
@@ -154,7 +155,7 @@ def test_what_exists_is_not_overwritten(tmp_path: Path, kind: str) -> None:
     assert path.is_symlink() == (kind == "dangling link")
 
 
-def test_force_replaces_a_trace_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_write__force_replaces_only_the_trace_at_the_path(tmp_path: Path) -> None:
     sample(tmp_path / "kept.ebb")
     (tmp_path / "t.ebb").symlink_to(tmp_path / "kept.ebb")
     before = contents(tmp_path / "kept.ebb")
@@ -167,7 +168,7 @@ def test_force_replaces_a_trace_and_nothing_beside_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["tempfile.mkdtemp", "os.replace"])
-def test_force_loses_nothing_where_the_folder_above_cannot_be_written(
+def test_write__force_loses_nothing_if_the_parent_folder_is_not_writable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     def refused(*_: Any, **__: Any) -> None:
@@ -205,7 +206,24 @@ DAMAGE = [
     pytest.param(raw("meta.json", lambda text: b"[" * 200_000), "not a trace", id="deeply nested meta"),
     pytest.param(meta(lambda value: [value]), "not a trace", id="meta a list"),
     pytest.param(meta(lambda value: value | {"schema": 2}), "upgrade", id="newer schema"),
-    pytest.param(meta(lambda value: value | {"ranks": [{"rank": "0"}]}), "damaged", id="rank is text"),
+    pytest.param(
+        meta(lambda value: value | {"ranks": [{"rank": "0"}]}), "ranks[0].rank in its meta.json", id="rank is text"
+    ),
+    pytest.param(
+        meta(lambda value: value | {"ranks": [{"rank": 0, "devices": [{}, {"capacity_bytes": -1}]}]}),
+        "damaged: ranks[0].devices[1].capacity_bytes in its meta.json is not valid (expected int >= 0)",
+        id="negative capacity",
+    ),
+    pytest.param(
+        meta(lambda value: value | {"clock": {"wall_offset_ns": "soon"}}), "clock.wall_offset_ns", id="clock in words"
+    ),
+    pytest.param(meta(lambda value: value | {"deepspeed": "0.19.5"}), "deepspeed in its", id="DeepSpeed is text"),
+    pytest.param(meta(lambda value: value | {"host": {"cpu": 3}}), "host.cpu in its meta.json", id="CPU is a number"),
+    pytest.param(meta(lambda value: value | {"ranks": [{}]}), "missing required field rank", id="rank without number"),
+    pytest.param(meta(lambda value: value | {"\ud800": 1, "notes": 3}), "damaged", id="half a surrogate pair"),
+    pytest.param(
+        meta(lambda value: value | {"warmup_iterations": 10**400}), "warmup_iterations in", id="endless number"
+    ),
     pytest.param(lambda path: (path / MEMORY).unlink(), "memory.parquet is missing", id="no table"),
     pytest.param(raw(MEMORY, lambda text: text[: len(text) // 2]), "damaged", id="half a table"),
     pytest.param(raw(MEMORY, lambda text: bytes(range(256)) * 9), "damaged", id="garbage for a table"),
@@ -219,7 +237,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("damage", "says"), DAMAGE)
-def test_damage_is_one_line(tmp_path: Path, damage: Damage, says: str) -> None:
+def test_open_trace__reports_damage_on_one_line(tmp_path: Path, damage: Damage, says: str) -> None:
     def read() -> None:
         for table in TABLES:
             open_trace(tmp_path / "t.ebb").table(0, table)
@@ -232,39 +250,51 @@ def test_damage_is_one_line(tmp_path: Path, damage: Damage, says: str) -> None:
     assert str(tmp_path / "t.ebb") in text
 
 
-def test_merged_ranks_stand_on_the_clock_of_the_first(tmp_path: Path) -> None:
+def test_merge__aligns_ranks_to_the_clock_of_the_first_trace(tmp_path: Path) -> None:
     second, first = sample(tmp_path / "b.ebb", 1, LATE + 100), sample(tmp_path / "a.ebb", 0, LATE)
     merged = merge([second, first], tmp_path / "m.ebb")
     assert merged.ranks == [0, 1]
-    assert merged.meta["hosts"] == ["b", "a"]
-    assert merged.meta["clock"] == {"wall_offset_ns": LATE + 100}
-    assert [merged.rank(rank)["first_iteration_start_ns"] - LATE for rank in (0, 1)] == [-100, 0]
-    assert [merged.rank(rank)["started_ns"] - LATE for rank in (0, 1)] == [-105, -5]
+    assert merged.meta.hosts == ("b", "a")
+    assert merged.meta.clock == ClockInfo(wall_offset_ns=LATE + 100)
+    assert [merged.rank(rank).first_iteration_start_ns - LATE for rank in (0, 1)] == [-100, 0]
+    assert [merged.rank(rank).started_ns - LATE for rank in (0, 1)] == [-105, -5]
     times = ("t_ns", "start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns")
     for name in TABLES:
-        assert known(merged.table(1, name)) == known(second.table(1, name))
+        assert with_none(merged.table(1, name)) == with_none(second.table(1, name))
         expected = [
             {key: value - 100 if key in times and value is not None else value for key, value in row.items()}
-            for row in known(first.table(0, name))
+            for row in with_none(first.table(0, name))
         ]
-        assert known(merged.table(0, name)) == expected
+        assert with_none(merged.table(0, name)) == expected
+
+
+def test_merge__keeps_keys_that_the_format_does_not_specify(tmp_path: Path) -> None:
+    traces = [sample(tmp_path / "a.ebb"), sample(tmp_path / "b.ebb", 1)]
+    for number, trace in enumerate(traces):
+        raw_meta = trace.raw_meta | {"cluster": number}
+        raw_meta["ranks"][0]["devices"] = [{"device": "cuda:0", "ecc": True}]
+        raw_meta["ranks"][0]["slurm"] = {"job": number}
+        (trace.path / "meta.json").write_text(json.dumps({"format": FORMAT, "schema": SCHEMA, **raw_meta}))
+    merged = merge([open_trace(trace.path) for trace in traces], tmp_path / "m.ebb")
+    assert merged.raw_meta["cluster"] == 0
+    assert [entry["slurm"] for entry in merged.raw_meta["ranks"]] == [{"job": 0}, {"job": 1}]
+    assert [entry["devices"] for entry in merged.raw_meta["ranks"]] == [[{"device": "cuda:0", "ecc": True}]] * 2
 
 
 @pytest.mark.parametrize(
     ("rank", "offset", "says"),
     [
-        pytest.param(0, 5, "both hold rank 0", id="the same rank"),
-        pytest.param(1, None, "does not tell its clock", id="no clock"),
-        pytest.param(1, "soon", "does not tell its clock", id="clock in words"),
+        pytest.param(0, 5, "both have rank 0", id="the same rank"),
+        pytest.param(1, None, "does not have its clock's offset", id="no clock"),
     ],
 )
-def test_traces_that_are_not_of_one_job_are_not_merged(tmp_path: Path, rank: int, offset: Any, says: str) -> None:
+def test_merge__refuses_traces_that_are_not_of_one_job(tmp_path: Path, rank: int, offset: Any, says: str) -> None:
     traces = [sample(tmp_path / "a.ebb"), sample(tmp_path / "b.ebb", rank, offset)]
     assert says in refusal(lambda: merge(traces, tmp_path / "m.ebb"))
     assert not (tmp_path / "m.ebb").exists()
 
 
-def test_merging_onto_one_of_the_traces_loses_nothing(tmp_path: Path) -> None:
+def test_merge__onto_one_of_its_inputs_loses_nothing(tmp_path: Path) -> None:
     sample(tmp_path / "a.ebb"), sample(tmp_path / "b.ebb", 1)
     with suppress(TraceError):
         merge([open_trace(tmp_path / name) for name in ("a.ebb", "b.ebb")], tmp_path / "a.ebb", force=True)

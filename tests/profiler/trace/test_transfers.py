@@ -26,7 +26,7 @@ def write(path: Path, *events: Any, base: int | None = BASE) -> Path:
     return path
 
 
-def test_copies_between_host_and_device_are_read_and_no_others(tmp_path: Path) -> None:
+def test_read__returns_only_copies_between_host_and_device(tmp_path: Path) -> None:
     path = write(
         tmp_path / "copies-1.json",
         copy("Memcpy HtoD (Pinned -> Device)", 10.25, device=0, stream=7, bytes=4096),
@@ -38,8 +38,8 @@ def test_copies_between_host_and_device_are_read_and_no_others(tmp_path: Path) -
         {"ph": "X", "cat": "cuda_runtime", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 70, "dur": 1},
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}},
     )
-    rows, trouble = read([path], 1_000 - BASE)
-    assert trouble == []
+    rows, problems = read([path], 1_000 - BASE)
+    assert problems == []
     assert rows.iloc[0].to_dict() == {
         "start_ns": 11_250,
         "end_ns": 12_750,
@@ -58,31 +58,31 @@ def test_copies_between_host_and_device_are_read_and_no_others(tmp_path: Path) -
     ]
 
 
-def test_what_a_copy_does_not_tell_is_missing(tmp_path: Path) -> None:
+def test_read__leaves_unrecorded_values_of_a_copy_missing(tmp_path: Path) -> None:
     unnamed, unknown = copy("Memcpy HtoD", 1, device=0), copy("Memcpy DtoH (Device -> Unknown)", 2, device=0, stream=3)
-    rows, trouble = read([write(tmp_path / "copies-1.json", unnamed, unknown)], 0)
-    assert trouble == []
+    rows, problems = read([write(tmp_path / "copies-1.json", unnamed, unknown)], 0)
+    assert problems == []
     assert rows["bytes"].isna().all()
     assert rows["host_memory"].isna().all()
     assert rows["stream"].isna().tolist() == [True, False]
 
 
-def test_times_without_a_base_are_of_the_wall_clock_themselves(tmp_path: Path) -> None:
+def test_read__takes_times_without_a_base_as_unix_time(tmp_path: Path) -> None:
     path = write(tmp_path / "copies-1.json", copy("Memcpy HtoD (Pinned -> Device)", 5_000_000.5), base=None)
     rows, _ = read([path], -5_000_000_000)
     assert rows[["start_ns", "end_ns"]].to_numpy().tolist() == [[500, 2_000]]
 
 
-def test_the_slices_of_a_job_are_one_table_in_order(tmp_path: Path) -> None:
+def test_read__joins_the_files_of_a_job_sorted_by_time(tmp_path: Path) -> None:
     later = write(tmp_path / "copies-1.json", copy("Memcpy HtoD (Pinned -> Device)", 9), base=BASE + 5_000)
     earlier = write(tmp_path / "copies-2.json", copy("Memcpy DtoH (Device -> Pinned)", 9))
     rows, _ = read([later, earlier], -BASE)
     assert rows[["start_ns", "direction"]].to_numpy().tolist() == [[9_000, "d2h"], [14_000, "h2d"]]
 
 
-def test_no_file_is_an_empty_table() -> None:
-    rows, trouble = read([], 0)
-    assert (len(rows), trouble) == (0, [])
+def test_read__returns_an_empty_table_for_no_files() -> None:
+    rows, problems = read([], 0)
+    assert (len(rows), problems) == (0, [])
     assert list(rows["direction"]) == []
 
 
@@ -96,33 +96,33 @@ def test_no_file_is_an_empty_table() -> None:
         '{"traceEvents": {}}',
     ],
 )
-def test_a_broken_file_is_one_line_of_trouble_and_the_others_are_read(tmp_path: Path, text: str) -> None:
+def test_read__reports_a_broken_file_and_reads_the_others(tmp_path: Path, text: str) -> None:
     broken = tmp_path / "copies-1.json"
     broken.write_text(text)
-    whole = write(tmp_path / "copies-2.json", copy("Memcpy DtoH (Device -> Pinned)", 1, bytes=8))
-    rows, trouble = read([broken, tmp_path / "gone.json", whole], 0)
+    complete = write(tmp_path / "copies-2.json", copy("Memcpy DtoH (Device -> Pinned)", 1, bytes=8))
+    rows, problems = read([broken, tmp_path / "gone.json", complete], 0)
     assert rows["bytes"].tolist() == [8]
-    assert len(trouble) == 2
-    assert "copies-1.json could not be read (it " in trouble[0]
-    assert "gone.json" in trouble[1]
-    assert "\n" not in "".join(trouble)
+    assert len(problems) == 2
+    assert "copies-1.json could not be read (it " in problems[0]
+    assert "gone.json" in problems[1]
+    assert "\n" not in "".join(problems)
 
 
-def test_what_stands_before_the_damage_is_read(tmp_path: Path) -> None:
+def test_read__returns_copies_before_the_damage(tmp_path: Path) -> None:
     cut = write(tmp_path / "copies-1.json", copy("Memcpy DtoH", 1, bytes=8), copy("Memcpy DtoH", 2, bytes=9))
     cut.write_text(cut.read_text()[:-80])
-    odd = write(tmp_path / "copies-2.json", copy("Memcpy DtoH", -1e300), copy("Memcpy DtoH", 3, bytes=10))
-    rows, trouble = read([cut, odd], 0)
+    damaged = write(tmp_path / "copies-2.json", copy("Memcpy DtoH", -1e300), copy("Memcpy DtoH", 3, bytes=10))
+    rows, problems = read([cut, damaged], 0)
     assert rows["bytes"].tolist() == [8, 10]
-    assert trouble == [
+    assert problems == [
         "the copies in copies-1.json could not all be read (it breaks off)",
         "the copies in copies-2.json could not all be read (some are damaged)",
     ]
 
 
-def test_a_copy_without_a_time_is_none(tmp_path: Path) -> None:
+def test_read__ignores_a_copy_without_a_time(tmp_path: Path) -> None:
     timeless = {key: value for key, value in copy("Memcpy DtoH", 1).items() if key != "ts"}
-    rows, trouble = read([write(tmp_path / "copies-1.json", timeless, copy("Memcpy DtoH", 5))], 0)
+    rows, problems = read([write(tmp_path / "copies-1.json", timeless, copy("Memcpy DtoH", 5))], 0)
     assert len(rows) == 1
-    assert trouble == []
+    assert problems == []
     assert isinstance(rows, pd.DataFrame)

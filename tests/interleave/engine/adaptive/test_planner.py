@@ -1,5 +1,7 @@
-"""`adaptive` follows a machine that changes under it. Links and the CPU's updates are throttled to so little that what
-else this machine does hardly matters; only rates and plans are looked at, no time."""
+"""Planner: `adaptive` follows a machine that changes.
+
+Links and the CPU's updates are throttled so much that other work on this machine hardly matters. The tests look at
+rates and plans only, not at times."""
 
 from __future__ import annotations
 
@@ -23,17 +25,17 @@ from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.training import maker, throttle_cpu
 
 SUBGROUP, COUNT = 4000, 6
-# Of a subgroup, 32 ms on a link and 20 ms on the CPU.
+# Rates with which a subgroup takes 32 ms on a link and 20 ms on the CPU.
 LINK, CPU, GPU = 1.5e6, 0.2e6, 4e6
-# Of three subgroups.
+# Device memory for the state of three subgroups, in bytes.
 ROOM = 3 * 12.0 * SUBGROUP
 WITHIN = 10
 
 
 @pytest.fixture(autouse=True)
 def _plans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These steps are so short that planning would have to wait for a thousand of them."""
-    monkeypatch.setattr(planner, "_PLANNING", math.inf)
+    """Plan at any time: these steps are so short that planning would have to wait for a thousand of them."""
+    monkeypatch.setattr(planner, "_PLANNING_SHARE", math.inf)
 
 
 def machine(link: float = LINK, cpu: float = CPU) -> Machine:
@@ -52,14 +54,14 @@ def machine(link: float = LINK, cpu: float = CPU) -> Machine:
 
 
 class Bench:
-    """One parameter, whose gradient is what it is; a device and a CPU as slow as they are told to be."""
+    """An optimizer with one parameter and constant gradients, on a device and a CPU with given rates."""
 
-    def __init__(self, told: Machine, link: float = LINK, cpu: float = CPU, **more: Any) -> None:
+    def __init__(self, first_machine: Machine, link: float = LINK, cpu: float = CPU, **options: Any) -> None:
         self.cpu = cpu
         self.device = EmulatedDevice(None, link, link, GPU)
         self.param = torch.nn.Parameter(torch.zeros(COUNT * SUBGROUP, dtype=torch.bfloat16))
-        given = {"machine": told, "device": self.device, "subgroup_params": SUBGROUP, "memory_budget": ROOM}
-        self.optimizer = maker("adaptive", "kept", **{**given, **more})([self.param])
+        given = {"machine": first_machine, "device": self.device, "subgroup_params": SUBGROUP, "memory_budget": ROOM}
+        self.optimizer = maker("adaptive", "kept", **{**given, **options})([self.param])
         throttle_cpu(self.optimizer, lambda: self.cpu)
 
     def steps(self, count: int) -> None:
@@ -68,22 +70,22 @@ class Bench:
             self.optimizer.step()
 
     def excess(self, true: Machine) -> float:
-        """How much longer its plan takes on such a machine than the plan that is made for it, as a share."""
-        workload = self.optimizer._driver.planner.workload
+        """Return how much longer the current plan takes on a machine than a plan made for the machine, as a share."""
+        workload = self.optimizer._runner.planner.workload
         best = simulate(make_plan("adaptive", workload, true), workload, true).iteration_s
         return simulate(self.optimizer.plan, workload, true).iteration_s / best - 1
 
 
 @contextmanager
-def bench(told: Machine, **more: Any) -> Iterator[Bench]:
-    found = Bench(told, **more)
-    with closing(found.optimizer):
-        yield found
+def bench(first_machine: Machine, **options: Any) -> Iterator[Bench]:
+    created = Bench(first_machine, **options)
+    with closing(created.optimizer):
+        yield created
 
 
-def changed(of: Bench, link: float = LINK, cpu: float = CPU) -> Machine:
-    of.device.rates.update(h2d=link, d2h=link)
-    of.cpu = cpu
+def change(setup: Bench, link: float = LINK, cpu: float = CPU) -> Machine:
+    setup.device.rates.update(h2d=link, d2h=link)
+    setup.cpu = cpu
     return machine(link, cpu)
 
 
@@ -98,27 +100,29 @@ KEYS = ("h2d_bytes_per_s", "d2h_bytes_per_s", "cpu_update_params_per_s")
         ({"cpu": CPU}, {"cpu": CPU / 4}),
     ],
 )
-def test_rates_and_plan_follow_a_change(before: dict[str, float], after: dict[str, float]) -> None:
-    with bench(machine(**before), **before) as of:
-        of.steps(6)
-        plan = of.optimizer.plan
-        true = changed(of, **after)
-        assert of.excess(true) > 0.1
-        of.steps(WITHIN)
+def test_adaptive__rates_and_plan_follow_a_change_of_the_machine(
+    before: dict[str, float], after: dict[str, float]
+) -> None:
+    with bench(machine(**before), **before) as setup:
+        setup.steps(6)
+        plan = setup.optimizer.plan
+        true = change(setup, **after)
+        assert setup.excess(true) > 0.1
+        setup.steps(WITHIN)
         for key in KEYS:
-            assert getattr(of.optimizer.machine, key) == pytest.approx(getattr(true, key), rel=0.5), key
-        assert of.optimizer.plan.ops != plan.ops
-        assert of.excess(true) < 0.1
+            assert getattr(setup.optimizer.machine, key) == pytest.approx(getattr(true, key), rel=0.5), key
+        assert setup.optimizer.plan.ops != plan.ops
+        assert setup.excess(true) < 0.1
 
 
-def test_wrong_rates_are_corrected() -> None:
-    with bench(machine(link=5 * LINK, cpu=CPU / 3)) as of:
-        of.steps(2 * WITHIN)
-        assert of.excess(machine()) < 0.1
+def test_adaptive__corrects_wrong_rates() -> None:
+    with bench(machine(link=5 * LINK, cpu=CPU / 3)) as setup:
+        setup.steps(2 * WITHIN)
+        assert setup.excess(machine()) < 0.1
 
 
-def test_a_planner_that_has_seen_much_wavering_still_follows_a_change() -> None:
-    """In virtual time: what the simulator says of the true machine is what is measured."""
+def test_planner__follows_a_change_after_many_fluctuations() -> None:
+    """In virtual time: the measured schedules are simulated on the true machine."""
     subgroups = divide([torch.zeros(COUNT * SUBGROUP, dtype=torch.bfloat16)], SUBGROUP)
     planned = Planner("adaptive", machine(), subgroups, False)
     plan = planned.plan(ROOM)
@@ -128,14 +132,14 @@ def test_a_planner_that_has_seen_much_wavering_still_follows_a_change() -> None:
         nonlocal plan, plans
         for _ in range(count):
             planned.observe(simulate(plan, replace(planned.workload, forward_s=0.01, backward_s=0.02), true))
-            if planned.drifted(ROOM) is not None:
+            if planned.replan_reason(ROOM) is not None:
                 plan = planned.plan(ROOM)
                 plans += 1
 
     for number in range(30):
-        # Which hardly matters.
+        # A fluctuation of a rate that hardly matters.
         steps(replace(machine(), gpu_update_params_per_s=GPU * (1.4 if number % 2 else 1)), 8)
-    # Not again and again where nothing comes of it.
+    # Planning is not repeated often if the plans come out the same.
     assert 3 < plans < 12
     true = machine(link=4 * LINK)
     steps(true, WITHIN)
@@ -143,18 +147,18 @@ def test_a_planner_that_has_seen_much_wavering_still_follows_a_change() -> None:
     assert simulate(plan, planned.workload, true).iteration_s < 1.1 * best
 
 
-def test_planning_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of no time at all do not pay for a plan, whatever they show."""
+def test_planner__spends_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that take no time do not pay for a plan, even if rates change."""
     monkeypatch.undo()
     subgroups = divide([torch.zeros(COUNT * SUBGROUP, dtype=torch.bfloat16)], SUBGROUP)
     planned = Planner("adaptive", machine(), subgroups, False)
     plan = planned.plan(ROOM)
-    asked = 0
+    plan_count = 0
     for number in range(30):
         true = machine(link=LINK * (4 if number % 2 else 1))
         planned.observe(simulate(plan, replace(planned.workload, forward_s=0.01, backward_s=0.02), true))
-        if planned.drifted(ROOM) is not None:
+        if planned.replan_reason(ROOM) is not None:
             plan = planned.plan(ROOM)
-            asked += 1
-    # When the phases were known, and perhaps once more on a machine that stood still meanwhile.
-    assert 1 <= asked <= 2
+            plan_count += 1
+    # When the phases were measured, and perhaps once more if this machine stalled meanwhile.
+    assert 1 <= plan_count <= 2

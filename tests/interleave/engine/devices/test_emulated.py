@@ -1,4 +1,4 @@
-"""The emulated device: memory that ends where it says, links as slow as told, and the reference's arithmetic."""
+"""The emulated device: its capacity, its rates, and the arithmetic of the reference."""
 
 from __future__ import annotations
 
@@ -27,50 +27,52 @@ def device() -> Iterator[EmulatedDevice]:
 
 
 @given(st.integers(0, 2000), st.lists(st.integers(1, 60), max_size=30), st.data())
-def test_capacity_is_kept_to_the_byte(capacity: int, wanted: list[int], data: st.DataObject) -> None:
+def test_allocate_state__enforces_the_capacity_to_the_byte(
+    capacity: int, sizes: list[int], data: st.DataObject
+) -> None:
     device = EmulatedDevice(capacity)
-    there: list[torch.Tensor] = []
-    most = 0
-    for params in wanted:
+    blocks: list[torch.Tensor] = []
+    peak_bytes = 0
+    for params in sizes:
         need = 12 * params
-        held = sum(block.nbytes for block in there)
-        if held + need > capacity:
-            with pytest.raises(DeviceMemoryError, match=f"{capacity - held} bytes left, and {need} are needed"):
-                device.state(params)
+        used_bytes = sum(block.nbytes for block in blocks)
+        if used_bytes + need > capacity:
+            with pytest.raises(DeviceMemoryError, match=f"{capacity - used_bytes} bytes left, and {need} are needed"):
+                device.allocate_state(params)
         else:
-            there.append(device.state(params))
-        most = max(most, sum(block.nbytes for block in there))
-        if there and data.draw(st.booleans()):
-            device.release(there.pop(data.draw(st.integers(0, len(there) - 1))))
-        assert device.used_bytes == sum(block.nbytes for block in there)
-        assert device.peak_bytes == most
+            blocks.append(device.allocate_state(params))
+        peak_bytes = max(peak_bytes, sum(block.nbytes for block in blocks))
+        if blocks and data.draw(st.booleans()):
+            device.release(blocks.pop(data.draw(st.integers(0, len(blocks) - 1))))
+        assert device.used_bytes == sum(block.nbytes for block in blocks)
+        assert device.peak_bytes == peak_bytes
     device.close()
 
 
-def test_what_is_not_written_yet_or_not_held_any_more_is_no_number(device: EmulatedDevice) -> None:
-    block = device.state(5)
+def test_memory__is_nan_before_the_first_write_and_after_release(device: EmulatedDevice) -> None:
+    block = device.allocate_state(5)
     assert block.isnan().all()
     block.fill_(1.0)
     device.release(block)
     assert block.isnan().all()
 
 
-def test_what_is_given_back_twice_is_told(device: EmulatedDevice) -> None:
-    block, other = device.state(3), device.state(3)
+def test_release__raises_for_memory_that_was_released(device: EmulatedDevice) -> None:
+    block, other = device.allocate_state(3), device.allocate_state(3)
     device.release(block)
     with pytest.raises(KeyError):
         device.release(block)
     assert device.used_bytes == other.nbytes
 
 
-def test_room_is_taken_and_given_back_by_many_threads(device: EmulatedDevice) -> None:
+def test_allocate_state__works_with_many_threads(device: EmulatedDevice) -> None:
     device.capacity_bytes = 4 * 12 * 7
     refused: list[int] = []
 
     def work() -> None:
         for _ in range(300):
             try:
-                block = device.state(7)
+                block = device.allocate_state(7)
             except DeviceMemoryError:
                 refused.append(1)
                 time.sleep(0)
@@ -89,8 +91,8 @@ def test_room_is_taken_and_given_back_by_many_threads(device: EmulatedDevice) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_copies_carry_every_bit(device: EmulatedDevice, dtype: torch.dtype) -> None:
-    """Pieces of any length, larger than what the link is throttled by, and into the middle of a tensor."""
+def test_copy__keeps_every_bit(device: EmulatedDevice, dtype: torch.dtype) -> None:
+    """Copies of any length, larger than a throttled chunk, and into the middle of a tensor."""
     generator = torch.Generator().manual_seed(0)
     source = torch.randn(3, 700_001, generator=generator).to(dtype)
     target = torch.zeros(3 * 700_001 + 2, dtype=dtype)
@@ -101,7 +103,7 @@ def test_copies_carry_every_bit(device: EmulatedDevice, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
-def test_a_copy_takes_no_less_than_its_rate_allows(direction: str) -> None:
+def test_copy__takes_at_least_the_time_of_its_rate(direction: str) -> None:
     rates = {f"{direction}_bytes_per_s": 40e6}
     device = EmulatedDevice(**rates)
     source, target = torch.ones(1_000_000), torch.zeros(1_000_000)
@@ -112,7 +114,7 @@ def test_a_copy_takes_no_less_than_its_rate_allows(direction: str) -> None:
     device.close()
 
 
-def test_an_update_takes_no_less_than_its_rate_allows_and_is_the_references() -> None:
+def test_update__takes_at_least_the_time_of_its_rate_and_gives_the_bits_of_the_reference() -> None:
     device = EmulatedDevice(gpu_update_params_per_s=1e5)
     state = plausible_state(5000, torch.bfloat16, torch.bfloat16, 0)
     scalars = Hyper().scalars(3, 0.5)

@@ -1,4 +1,4 @@
-"""The CPU's kernel against the reference, bit for bit."""
+"""The kernel of the CPU, compared with the reference by bits."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from tests.interleave.engine.states import DTYPES, any_state, assert_same, bits,
 HYPERS = st.sampled_from([Hyper(), Hyper(1e-2, 0.3, 0.5, 0.0, 0.0), Hyper(0.0, 0.0, 0.0, 1e-3, 1.0)])
 SCALES = st.sampled_from([1.0, 0.3, 2.0**-16, 2.0**-140, 0.0, float("inf"), float("nan")])
 SEEDS = st.integers(0, 2**31)
-# Beyond 16,384 there are several slices.
+# More than 16,384 elements make several slices.
 LENGTHS = st.integers(0, 200) | st.integers(16_000, 60_000)
 
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[dict[int, CpuKernel]]:
-    made = {threads: CpuKernel(threads) for threads in (1, 2, 3, 5)}
-    yield made
-    for kernel in made.values():
+    by_threads = {threads: CpuKernel(threads) for threads in (1, 2, 3, 5)}
+    yield by_threads
+    for kernel in by_threads.values():
         kernel.close()
 
 
@@ -47,7 +47,7 @@ def kernels() -> Iterator[dict[int, CpuKernel]]:
     scale=SCALES,
     plausible=st.booleans(),
 )
-def test_bits_are_the_references(
+def test_update__gives_the_bits_of_the_reference(
     kernels: dict[int, CpuKernel],
     grad: torch.dtype,
     out: torch.dtype,
@@ -67,8 +67,10 @@ def test_bits_are_the_references(
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
-def test_bits_are_the_references_over_millions(kernels: dict[int, CpuKernel], half: torch.dtype) -> None:
-    """Enough to meet a fused multiply-add, whose result differs in some thousandths of all cases."""
+def test_update__gives_the_bits_of_the_reference_for_millions_of_elements(
+    kernels: dict[int, CpuKernel], half: torch.dtype
+) -> None:
+    """Enough elements to show a fused multiply-add, whose result differs in some thousandths of all cases."""
     state = plausible_state(3_000_001, half, half, 0)
     for step in (1, 2):
         scalars = Hyper().scalars(step, 0.7)
@@ -78,7 +80,7 @@ def test_bits_are_the_references_over_millions(kernels: dict[int, CpuKernel], ha
 
 
 @given(seed=SEEDS, length=st.integers(1, 1000), cut=st.integers(0, 1000))
-def test_where_a_parameter_is_cut_changes_no_bit(
+def test_update__does_not_depend_on_where_a_parameter_is_split(
     kernels: dict[int, CpuKernel], seed: int, length: int, cut: int
 ) -> None:
     state = any_state(length, torch.bfloat16, torch.bfloat16, seed)
@@ -90,8 +92,8 @@ def test_where_a_parameter_is_cut_changes_no_bit(
 
 
 @pytest.mark.parametrize("stored", [np.uint16, np.int16, np.float32])
-def test_nothing_is_fused_in_what_is_compiled(stored: type) -> None:
-    # numba shows no code that it took from its cache.
+def test_compiled_loops__fuse_no_operations(stored: type) -> None:
+    # numba shows no code that comes from its cache.
     fresh = njit(**compiled._OPTIONS)(compiled._update)
     halves, state = np.zeros((2, 10), stored), np.zeros((3, 10), np.float32)
     fresh(halves[0], *state, halves[1], *Hyper().scalars(1))
@@ -101,7 +103,7 @@ def test_nothing_is_fused_in_what_is_compiled(stored: type) -> None:
     assert not re.search(r"\bv?fn?m(add|sub)|\bfn?ml[as]\b|\bv?(rcp|rsqrt)\d*[ps]s|\bfr(ecp|sqrt)e\b", code)
 
 
-def test_subnormals_are_kept_where_the_caller_flushes_them(kernels: dict[int, CpuKernel]) -> None:
+def test_update__keeps_subnormals_if_the_caller_flushes_them(kernels: dict[int, CpuKernel]) -> None:
     state = any_state(5000, torch.bfloat16, torch.bfloat16, 1)
     scalars = Hyper().scalars(1)
     expected = updated(state, scalars)
@@ -118,25 +120,25 @@ def test_subnormals_are_kept_where_the_caller_flushes_them(kernels: dict[int, Cp
     assert_same(state, expected)
 
 
-def test_other_threads_run_python_in_the_midst_of_it(kernels: dict[int, CpuKernel]) -> None:
-    """One slice, of which the beginning is seen to be done and the end not. Tried again, since it may be missed."""
+def test_update__lets_other_threads_run_python(kernels: dict[int, CpuKernel]) -> None:
+    """Another thread sees a slice whose first element is updated and whose last one is not; it may need many tries."""
     state = plausible_state(6_000_000, torch.bfloat16, torch.bfloat16, 0)
     master = state[1].numpy()
     for step in range(1, 100):
         first, last = master[0], master[-1]
         working = threading.Thread(target=kernels[1].update, args=(*state, Hyper(lr=0.1).scalars(step)))
         working.start()
-        seen = False
+        seen_midway = False
         while working.is_alive():
-            seen = seen or (master[0] != first and master[-1] == last)
+            seen_midway = seen_midway or (master[0] != first and master[-1] == last)
         working.join()
-        if seen:
+        if seen_midway:
             return
     pytest.fail("no other thread ran")
 
 
 @pytest.mark.parametrize(
-    ("place", "wrong"),
+    ("index", "wrong"),
     [
         (0, torch.zeros(9)),
         (0, torch.zeros(10, dtype=torch.float64)),
@@ -146,15 +148,17 @@ def test_other_threads_run_python_in_the_midst_of_it(kernels: dict[int, CpuKerne
         (4, torch.zeros(10, device="meta")),
     ],
 )
-def test_what_it_cannot_take_is_refused(kernels: dict[int, CpuKernel], place: int, wrong: torch.Tensor) -> None:
+def test_update__refuses_tensors_that_do_not_match(
+    kernels: dict[int, CpuKernel], index: int, wrong: torch.Tensor
+) -> None:
     state = plausible_state(10, torch.bfloat16, torch.bfloat16, 0)
     before = [tensor.clone() for tensor in state]
     with pytest.raises(ValueError, match="must"):
-        kernels[1].update(*state[:place], wrong, *state[place + 1 :], Hyper().scalars(1))
+        kernels[1].update(*state[:index], wrong, *state[index + 1 :], Hyper().scalars(1))
     assert_same(state, before)
 
 
-def test_threads_are_the_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_kernel__uses_the_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(host_limits, "cores", lambda: 8)
     for ranks, threads in (("1", 8), ("3", 2), ("20", 1)):
@@ -164,16 +168,16 @@ def test_threads_are_the_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatc
         kernel.close()
 
 
-def test_a_loop_compiles_where_numba_can_keep_nothing() -> None:
-    found: dict[str, object] = {}
-    # For code that is in no file there is no place in any cache.
-    exec("def add(values):\n    for i in range(values.size):\n        values[i] += 1", found)
+def test_compiled__works_without_a_cache_folder() -> None:
+    namespace: dict[str, object] = {}
+    # Code that is in no file cannot be cached.
+    exec("def add(values):\n    for i in range(values.size):\n        values[i] += 1", namespace)
     values = np.zeros(3)
-    compiled._compiled(found["add"])(values)
+    compiled._compiled(namespace["add"])(values)
     assert values.tolist() == [1, 1, 1]
 
 
-def test_numba_is_imported_with_the_first_kernel_and_not_before() -> None:
+def test_cpu_kernel__imports_numba_at_the_first_kernel() -> None:
     code = """
 import sys
 import ebbtide.interleave
@@ -187,7 +191,7 @@ assert "numba" in sys.modules
     assert run.returncode == 0, run.stderr
 
 
-def test_a_gradient_that_was_used_is_taken(kernels: dict[int, CpuKernel]) -> None:
+def test_update__writes_to_tensors_that_require_grad(kernels: dict[int, CpuKernel]) -> None:
     state = plausible_state(10, torch.float32, torch.float32, 0)
     state[4] = torch.nn.Parameter(state[4])
     kernels[1].update(*state, Hyper().scalars(1))

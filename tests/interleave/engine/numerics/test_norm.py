@@ -1,4 +1,4 @@
-"""Sums of squares: the same bits from the kernel, and right."""
+"""Sums of squares: they are right, and the kernel gives the same bits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ LENGTHS = st.integers(0, 1000) | st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 3
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[dict[int, CpuKernel]]:
-    made = {threads: CpuKernel(threads) for threads in (1, 3)}
-    yield made
-    for kernel in made.values():
+    by_threads = {threads: CpuKernel(threads) for threads in (1, 3)}
+    yield by_threads
+    for kernel in by_threads.values():
         kernel.close()
 
 
@@ -33,7 +33,7 @@ def finite(length: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(seed=st.integers(0, 2**31), length=LENGTHS, threads=st.sampled_from([1, 3]))
-def test_the_kernel_gives_the_same_bits_on_any_threads(
+def test_kernel_sum_of_squares__gives_the_same_bits_with_any_number_of_threads(
     kernels: dict[int, CpuKernel], dtype: torch.dtype, seed: int, length: int, threads: int
 ) -> None:
     gradient = finite(length, dtype, seed)
@@ -41,7 +41,7 @@ def test_the_kernel_gives_the_same_bits_on_any_threads(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_is_the_sum_of_squares(dtype: torch.dtype) -> None:
+def test_sum_of_squares__is_the_sum_of_squares(dtype: torch.dtype) -> None:
     gradient = torch.randn(3 * BLOCK + 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     exact = math.fsum(value * value for value in gradient.double().tolist())
     assert sum_of_squares(gradient) == pytest.approx(exact, rel=1e-14)
@@ -50,29 +50,29 @@ def test_it_is_the_sum_of_squares(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(
     length=st.integers(1, 3 * BLOCK),
-    place=st.floats(0, 1, exclude_max=True),
+    position=st.floats(0, 1, exclude_max=True),
     value=st.sampled_from([math.inf, -math.inf, math.nan]),
 )
-def test_it_is_finite_exactly_where_all_of_the_gradient_is(
-    kernels: dict[int, CpuKernel], dtype: torch.dtype, length: int, place: float, value: float
+def test_sum_of_squares__is_finite_exactly_if_all_elements_are(
+    kernels: dict[int, CpuKernel], dtype: torch.dtype, length: int, position: float, value: float
 ) -> None:
     gradient = torch.full((length,), torch.finfo(dtype).max, dtype=dtype)
     assert math.isfinite(kernels[3].sum_of_squares(gradient))
-    gradient[int(place * length)] = value
-    found = kernels[3].sum_of_squares(gradient)
-    assert not math.isfinite(found)
-    assert np.array_equal(found, sum_of_squares(gradient), equal_nan=True)
+    gradient[int(position * length)] = value
+    squares = kernels[3].sum_of_squares(gradient)
+    assert not math.isfinite(squares)
+    assert np.array_equal(squares, sum_of_squares(gradient), equal_nan=True)
 
 
 @given(st.lists(st.floats(0, 1e300), max_size=20), st.randoms())
-def test_the_order_of_parameters_does_not_matter(sums: list[float], random: object) -> None:
+def test_total__does_not_depend_on_the_order(sums: list[float], random: object) -> None:
     shuffled = list(sums)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     assert total(shuffled) == total(sums)
 
 
-def test_whole_blocks_may_be_summed_apart(kernels: dict[int, CpuKernel]) -> None:
-    """Where a parameter is too large to be held at once; only a sum of sums rounds twice."""
+def test_total__adds_sums_of_whole_blocks(kernels: dict[int, CpuKernel]) -> None:
+    """A parameter may be too large for one pass; blocks add up exactly, while other sums of sums would round twice."""
     gradient = torch.randn(4 * BLOCK, generator=torch.Generator().manual_seed(1))
-    apart = [kernels[1].sum_of_squares(part) for part in gradient.split(BLOCK)]
-    assert total(apart) == kernels[3].sum_of_squares(gradient)
+    block_sums = [kernels[1].sum_of_squares(part) for part in gradient.split(BLOCK)]
+    assert total(block_sums) == kernels[3].sum_of_squares(gradient)

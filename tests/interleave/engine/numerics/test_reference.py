@@ -1,4 +1,4 @@
-"""The reference: its rounding against torch's, a step against torch.optim.AdamW."""
+"""The reference: its rounding compared with torch, a step compared with torch.optim.AdamW."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ ROUNDINGS = pytest.mark.parametrize(
 
 
 @ROUNDINGS
-def test_every_number_rounds_as_torch_rounds_it(rounded: object, half: torch.dtype) -> None:
-    # All upper halves, with the lower bits at, beside and between the ties of both precisions.
+def test_rounding__equals_that_of_torch_at_all_ties(rounded: object, half: torch.dtype) -> None:
+    # All upper halves, with lower bits at, next to and between the ties of both precisions.
     low = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x3000, 0x7000, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
     patterns = (np.arange(1 << 16, dtype=np.uint32)[:, None] << np.uint32(16)) | np.array(low, np.uint32)
     values = patterns.reshape(-1).view(np.float32)
@@ -38,7 +38,7 @@ def test_every_number_rounds_as_torch_rounds_it(rounded: object, half: torch.dty
 
 @ROUNDINGS
 @given(seed=st.integers(0, 2**32 - 1))
-def test_sampled_numbers_round_as_torch_rounds_them(rounded: object, half: torch.dtype, seed: int) -> None:
+def test_rounding__equals_that_of_torch_for_random_numbers(rounded: object, half: torch.dtype, seed: int) -> None:
     patterns = np.random.default_rng(seed).integers(0, 2**32, 10_000, np.uint32)
     values = patterns.view(np.float32)
     values = values[~np.isnan(values)]
@@ -46,7 +46,7 @@ def test_sampled_numbers_round_as_torch_rounds_them(rounded: object, half: torch
     np.testing.assert_array_equal(rounded(values), expected)  # type: ignore[operator]
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_rounding__keeps_nan() -> None:
     nan = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7FC00000], np.uint32).view(np.float32)
     assert set(bfloat16_bits(nan)) == {BFLOAT16_NAN}
     assert set(float16_bits(nan)) == {FLOAT16_NAN}
@@ -54,28 +54,28 @@ def test_what_is_no_number_stays_none() -> None:
     assert torch.tensor([FLOAT16_NAN], dtype=torch.uint16).view(torch.float16).isnan().all()
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_no_number_comes_out_as_the_one_nan_wherever_it_came_in(place: int) -> None:
+@pytest.mark.parametrize("index", range(4))
+def test_update__stores_one_nan_for_nan_in_any_input(index: int) -> None:
     for pattern in (0x7FFFFFFF, -1, 0x7F800001):
         tensors = [torch.ones(3) for _ in range(5)]
-        tensors[place] = torch.full((3,), pattern, dtype=torch.int32).view(torch.float32)
+        tensors[index] = torch.full((3,), pattern, dtype=torch.int32).view(torch.float32)
         reference.update(*tensors, Hyper().scalars(1))
         _, master, first, second, out = (set(tensor.view(torch.int32).tolist()) for tensor in tensors)
         assert master == out == {NAN}
         assert (first == {NAN}, second == {NAN}) == {0: (True, True), 2: (True, False), 3: (False, True)}.get(
-            place, (False, False)
+            index, (False, False)
         )
 
 
-def test_scalars_are_rounded_once_from_double() -> None:
-    found = Hyper(lr=3e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1).scalars(7, scale=0.3)
-    assert found == tuple(
+def test_scalars__are_rounded_once_from_double() -> None:
+    scalars = Hyper(lr=3e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1).scalars(7, scale=0.3)
+    assert scalars == tuple(
         map(np.float32, (0.3, 0.9, 1 - 0.9, 0.95, 1 - 0.95, 1 - 3e-5, 3e-4 / (1 - 0.9**7), (1 - 0.95**7) ** 0.5, 1e-8))
     )
-    assert {type(value) for value in found} == {np.float32}
+    assert {type(value) for value in scalars} == {np.float32}
 
 
-def test_a_scale_of_one_changes_no_bit_and_another_is_of_the_gradient() -> None:
+def test_update__scale_multiplies_the_gradient() -> None:
     gradient = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     results = []
     for scale, given_gradient in ((1.0, gradient * 0.3), (0.3, gradient)):
@@ -104,7 +104,7 @@ def gradients(history: str, like: torch.Tensor, step: int, generator: torch.Gene
         itertools.product((Hyper(), Hyper(3e-4, 0.9, 0.95, 1e-8, 0.1), Hyper(6e-5, 0.95, 0.98, 1e-10, 0.0)), HISTORIES)
     ),
 )
-def test_a_step_is_torchs_within_four_units_in_the_last_place(hyper: Hyper, history: str) -> None:
+def test_update__is_that_of_torch_within_four_ulp(hyper: Hyper, history: str) -> None:
     generator = torch.Generator().manual_seed(7)
     length = 20_000
     master = 0.02 * torch.randn(length, generator=generator)
@@ -135,8 +135,8 @@ def test_a_step_is_torchs_within_four_units_in_the_last_place(hyper: Hyper, hist
         assert torch.equal(out, master)
 
 
-def test_without_momentum_the_first_moment_is_the_gradient() -> None:
-    """Where beta1 is small, m + (g - m) would lose a gradient that is small beside m."""
+def test_update__first_moment_is_the_gradient_without_momentum() -> None:
+    """With a small beta1, m + (g - m) would lose a gradient that is small compared with m."""
     gradient, first = torch.full((10,), 1e-12), torch.ones(10)
     state = [torch.ones(10), first, torch.ones(10), torch.zeros(10)]
     reference.update(gradient, *state, Hyper(beta1=0.0).scalars(3))

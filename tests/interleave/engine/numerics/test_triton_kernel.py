@@ -1,4 +1,4 @@
-"""The GPU's kernel. Without a GPU, what it compiles to is read, and Triton's interpreter runs it."""
+"""The kernel of the GPU. Without a GPU, the tests read the compiled code and run it in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ CASES = [(grad, out) for grad in DTYPES for out in DTYPES]
 @pytest.mark.parametrize("make", [any_state, plausible_state])
 @pytest.mark.parametrize("hyper", [Hyper(), Hyper(1e-2, 0.3, 0.5, 0.0, 0.0)])
 @pytest.mark.parametrize(("grad", "out"), CASES)
-def test_bits_are_the_references(make: object, hyper: Hyper, grad: torch.dtype, out: torch.dtype) -> None:
+def test_gpu_update__gives_the_bits_of_the_reference(
+    make: object, hyper: Hyper, grad: torch.dtype, out: torch.dtype
+) -> None:
     check_updates(make, hyper, grad, out, 3_000_001, "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [0, 1, BLOCK, 20 * BLOCK + 777])
-def test_sums_of_squares_are_the_cpus(dtype: torch.dtype, length: int) -> None:
+def test_gpu_sum_of_squares__equals_that_of_the_cpu(dtype: torch.dtype, length: int) -> None:
     check_sums(dtype, length, "cuda")
 
 
@@ -41,10 +43,10 @@ def check_updates(make: object, hyper: Hyper, grad: torch.dtype, out: torch.dtyp
         state = make(length, grad, out, 0)  # type: ignore[operator]
         scalars = hyper.scalars(3, 0.7)
         expected = updated(state, scalars)
-        there = [tensor.to(device) for tensor in state]
+        device_state = [tensor.to(device) for tensor in state]
         for part in (slice(0, begin), slice(begin, length)):
-            gpu_update(*(tensor[part] for tensor in there), scalars)
-        assert_same(there, expected)
+            gpu_update(*(tensor[part] for tensor in device_state), scalars)
+        assert_same(device_state, expected)
 
 
 def check_sums(dtype: torch.dtype, length: int, device: str) -> None:
@@ -57,7 +59,7 @@ def check_sums(dtype: torch.dtype, length: int, device: str) -> None:
         assert gpu_sum_of_squares(gradient.to(device))() == math.inf
 
 
-def check_all_by_the_interpreter() -> None:
+def check_all_in_the_interpreter() -> None:
     for grad, out in CASES:
         for hyper in (Hyper(), Hyper(1e-2, 0.3, 0.5, 0.0, 0.0)):
             for make in (any_state, plausible_state):
@@ -66,17 +68,17 @@ def check_all_by_the_interpreter() -> None:
         check_sums(dtype, BLOCK + 777, "cpu")
 
 
-def test_the_interpreter_gives_the_references_bits() -> None:
-    """In a process of its own: what triton.jit makes is decided when it is imported."""
-    code = f"from {__name__} import check_all_by_the_interpreter as check; check()"
+def test_gpu_kernels__give_the_bits_of_the_reference_in_the_interpreter() -> None:
+    """In a separate process: triton.jit chooses the interpreter when it is imported."""
+    code = f"from {__name__} import check_all_in_the_interpreter as check; check()"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = run_process([sys.executable, "-c", code], env=environment)
     assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("half", ["u16", "fp16", "fp32"])
-def test_each_operation_says_how_it_rounds_and_flushes_nothing(half: str) -> None:
-    """`.rn` is more than a default: what has it is never fused."""
+def test_gpu_update__has_explicit_rounding_and_no_flushing_in_ptx(half: str) -> None:
+    """Operations with an explicit `.rn` are never fused."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -90,5 +92,5 @@ def test_each_operation_says_how_it_rounds_and_flushes_nothing(half: str) -> Non
         constexprs={"size": 1024},
     )
     ptx = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": False}).asm["ptx"]
-    found = set(re.findall(r"\b((?:fma|mad|add|sub|mul|div|sqrt|rcp|rsqrt|ex2)\.\S*f32)\b", ptx))
-    assert found == {f"{name}.rn.f32" for name in ("add", "sub", "mul", "div", "sqrt")}
+    operations = set(re.findall(r"\b((?:fma|mad|add|sub|mul|div|sqrt|rcp|rsqrt|ex2)\.\S*f32)\b", ptx))
+    assert operations == {f"{name}.rn.f32" for name in ("add", "sub", "mul", "div", "sqrt")}

@@ -1,4 +1,4 @@
-"""The executor: the order in which things run, and what is left when something breaks off."""
+"""The executor: the order of operations, and its state after failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.runtime.executor import Executor, Run, Stopped
+from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed, PlanRun
 from ebbtide.interleave.model.plan import BACKWARD, OTHER, RESOURCES, STEP, UPDATE, Op, Plan
 from tests.interleave.engine.plans import plans, workload_of
 from tests.interleave.engine.twins import Jitter, hasty_switches, no_thread_left, one_step
@@ -41,7 +41,7 @@ def any_plans(draw: st.DrawFn) -> Plan:
 
 
 def plan_of(*ops: Op) -> Plan:
-    """Not a sound one: the executor does not care what operations do."""
+    """Return a plan without any checks: the executor does not depend on what operations do."""
     return Plan("test", ops, 1, frozenset(), frozenset(), frozenset(), 0.0)
 
 
@@ -50,7 +50,7 @@ def op(resource: str, *after: int, point: float = OTHER, number: int = 0) -> Op:
 
 
 class Log:
-    """What began and ended, in order, as the operations themselves see it."""
+    """Log of the operations that started and ended, in order, as the operations see it."""
 
     def __init__(self, plan: Plan) -> None:
         self._index = {id(op): index for index, op in enumerate(plan.ops)}
@@ -63,20 +63,20 @@ class Log:
     def __call__(self, op: Op) -> None:
         index = self._index[id(op)]
         if op.resource in self._running:
-            self.trouble.append(f"{index} runs beside another on its resource")
+            self.trouble.append(f"{index} runs at the same time as another on its resource")
         self._running.add(op.resource)
         if not set(op.after) <= set(self.ended):
             self.trouble.append(f"{index} does not wait")
         if op.point > self.reached:
-            self.trouble.append(f"{index} begins too early in the iteration")
+            self.trouble.append(f"{index} starts too early in the iteration")
         self.began.append(index)
         self.ended.append(index)
         self._running.discard(op.resource)
 
 
 @given(any_plans(), SEEDS)
-def test_order_of_random_plans(plan: Plan, seed: int) -> None:
-    """Run a plan and look at all that an executor promises of the order."""
+def test_executor__runs_random_plans_in_order(plan: Plan, seed: int) -> None:
+    """Every guarantee on the order of operations is checked."""
     log, jitter = Log(plan), Jitter(seed)
 
     def perform(op: Op) -> None:
@@ -89,7 +89,7 @@ def test_order_of_random_plans(plan: Plan, seed: int) -> None:
         for point in (OTHER, 0.6, 1.0, 1.7, BACKWARD, 2.6, UPDATE, 3.6, STEP):
             jitter()
             log.reached = point
-            executor.reach(point)
+            executor.advance_to(point)
         run = executor.finish()
     assert not log.trouble
     assert sorted(log.began) == list(range(len(plan.ops)))
@@ -97,8 +97,8 @@ def test_order_of_random_plans(plan: Plan, seed: int) -> None:
     check_times(run)
 
 
-def check_times(run: Run) -> None:
-    """One at a time on each resource, and nothing begins before what it waits for has ended."""
+def check_times(run: PlanRun) -> None:
+    """Check that each resource runs one operation at a time, and that operations start after their dependencies."""
     plan = run.plan
     for index, op in enumerate(plan.ops):
         assert run.starts[index] <= run.ends[index]
@@ -108,8 +108,8 @@ def check_times(run: Run) -> None:
         assert all(run.ends[one] <= run.starts[other] for one, other in pairwise(own))
 
 
-def test_the_first_of_the_plan_that_is_ready_comes_first() -> None:
-    """3, which everything waits for, makes 0's followers ready in any order; they run in the plan's."""
+def test_executor__starts_the_first_operation_that_is_ready() -> None:
+    """The end of operation 0 makes its dependents ready at once; they run in the order of the plan."""
     gate = threading.Event()
     order: list[int] = []
 
@@ -121,15 +121,15 @@ def test_the_first_of_the_plan_that_is_ready_comes_first() -> None:
     ops = [op("cpu", number=0), op("cpu", number=1, point=UPDATE), *(op("cpu", 0, number=n) for n in (2, 3, 4))]
     with executing(perform) as executor:
         executor.begin(plan_of(*ops))
-        executor.reach(OTHER)
-        executor.reach(STEP)
+        executor.advance_to(OTHER)
+        executor.advance_to(STEP)
         gate.set()
         executor.finish()
     assert order == [0, 1, 2, 3, 4]
 
 
-def test_what_is_ready_does_not_wait_for_what_is_not() -> None:
-    """An operation later in the plan goes first where the one before it has to wait."""
+def test_executor__ready_operations_overtake_waiting_ones() -> None:
+    """An operation later in the plan starts first if the one before it has to wait."""
     order: list[int] = []
     other = threading.Event()
 
@@ -145,14 +145,14 @@ def test_what_is_ready_does_not_wait_for_what_is_not() -> None:
     assert order == [2, 0, 1]
 
 
-def test_nothing_begins_before_its_point() -> None:
+def test_advance_to__starts_operations_at_their_point() -> None:
     began: list[float] = []
     with executing(lambda op: began.append(op.point)) as executor:
         executor.begin(plan_of(*(op("cpu", point=point) for point in (STEP, UPDATE, BACKWARD, OTHER))))
         for count, point in enumerate((OTHER, BACKWARD, UPDATE, STEP), 1):
-            executor.reach(point)
-            # Going back in the iteration changes nothing.
-            executor.reach(OTHER)
+            executor.advance_to(point)
+            # An earlier point has no effect.
+            executor.advance_to(OTHER)
             until(lambda count=count: len(began) >= count)
             time.sleep(0.002)
             assert len(began) == count
@@ -160,12 +160,12 @@ def test_nothing_begins_before_its_point() -> None:
     assert began == [OTHER, BACKWARD, UPDATE, STEP]
 
 
-def test_a_plan_without_operations_is_over_at_once() -> None:
+def test_finish__returns_at_once_for_a_plan_without_operations() -> None:
     with executing(lambda op: None) as executor:
         assert one_step(executor, plan_of()).done == []
 
 
-def test_finish_needs_a_plan() -> None:
+def test_finish__needs_a_plan() -> None:
     with executing(lambda op: None) as executor, pytest.raises(EngineError, match="no plan"):
         executor.finish()
 
@@ -178,14 +178,14 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @given(any_plans(), SEEDS, st.floats(0, 1), st.booleans())
-def test_stop_waits_for_what_is_under_way_and_begins_nothing_else(
+def test_stop__waits_for_operations_in_flight_and_starts_no_other(
     plan: Plan, seed: int, share: float, again: bool
 ) -> None:
     log, jitter = Log(plan), Jitter(seed)
     log.reached = STEP
     with executing(jitter.around(log)) as executor:
         executor.begin(plan)
-        executor.reach(STEP)
+        executor.advance_to(STEP)
         until(lambda: len(log.began) >= int(share * len(plan.ops)))
         run = executor.stop()
         began = list(log.began)
@@ -202,12 +202,12 @@ def test_stop_waits_for_what_is_under_way_and_begins_nothing_else(
 
 
 @given(any_plans(), SEEDS, st.floats(0, 1))
-def test_close_in_the_middle_ends_every_thread(plan: Plan, seed: int, share: float) -> None:
+def test_close__ends_all_threads_in_the_middle_of_a_plan(plan: Plan, seed: int, share: float) -> None:
     log, jitter = Log(plan), Jitter(seed)
     log.reached = STEP
     with executing(jitter.around(log)) as executor:
         executor.begin(plan)
-        executor.reach(STEP)
+        executor.advance_to(STEP)
         until(lambda: len(log.began) >= int(share * len(plan.ops)))
     assert not log.trouble
     assert log.began == log.ended
@@ -215,8 +215,8 @@ def test_close_in_the_middle_ends_every_thread(plan: Plan, seed: int, share: flo
         executor.begin(plan)
 
 
-def test_close_by_another_thread_ends_the_wait() -> None:
-    """The collector may close from anywhere."""
+def test_close__by_another_thread_ends_finish() -> None:
+    """The garbage collector may close the executor on any thread."""
     begun, gate = threading.Event(), threading.Event()
 
     def perform(op: Op) -> None:
@@ -237,8 +237,8 @@ def test_close_by_another_thread_ends_the_wait() -> None:
 
 
 @pytest.mark.parametrize("holds_the_lock", [False, True])
-def test_close_on_a_thread_of_its_own_waits_for_none(holds_the_lock: bool) -> None:
-    """The collector runs wherever something is allocated, in the executor's own code too."""
+def test_close__on_a_thread_of_the_executor_does_not_wait(holds_the_lock: bool) -> None:
+    """The garbage collector runs at any allocation, in the code of the executor too."""
 
     def perform(op: Op) -> None:
         with executor._changed if holds_the_lock else nullcontext():
@@ -251,8 +251,8 @@ def test_close_on_a_thread_of_its_own_waits_for_none(holds_the_lock: bool) -> No
 
 
 @given(any_plans(), SEEDS, st.data())
-def test_an_operation_that_raises_ends_the_run(plan: Plan, seed: int, data: st.DataObject) -> None:
-    """What was under way is waited for, what comes after it never begins, the cause is told, the next run is whole."""
+def test_operation_failed__ends_the_run(plan: Plan, seed: int, data: st.DataObject) -> None:
+    """Operations in flight end, their dependents never start, the cause is raised, and the next run is complete."""
     broken = data.draw(st.integers(0, len(plan.ops) - 1))
     log, jitter, armed = Log(plan), Jitter(seed), [True]
     log.reached = STEP
@@ -265,10 +265,10 @@ def test_an_operation_that_raises_ends_the_run(plan: Plan, seed: int, data: st.D
         jitter()
 
     with executing(perform) as executor:
-        with pytest.raises(Stopped) as stopped:
+        with pytest.raises(OperationFailed) as failure:
             one_step(executor, plan, jitter)
-        assert isinstance(stopped.value.__cause__, MemoryError)
-        done = stopped.value.run.done
+        assert isinstance(failure.value.__cause__, MemoryError)
+        done = failure.value.run.done
         assert sorted(log.began) == [index for index, is_done in enumerate(done) if is_done]
         assert not done[broken]
         assert not any(done[index] for index, op in enumerate(plan.ops) if broken in op.after)
@@ -278,7 +278,7 @@ def test_an_operation_that_raises_ends_the_run(plan: Plan, seed: int, data: st.D
     assert not log.trouble
 
 
-def test_a_failure_while_nobody_waits_is_told_by_the_next_finish() -> None:
+def test_finish__raises_the_first_of_earlier_failures() -> None:
     failed = threading.Event()
 
     def perform(op: Op) -> None:
@@ -291,57 +291,57 @@ def test_a_failure_while_nobody_waits_is_told_by_the_next_finish() -> None:
 
     with executing(perform) as executor:
         executor.begin(plan_of(op("cpu", number=1), op("gpu", number=2), op("cpu", number=3)))
-        executor.reach(OTHER)
+        executor.advance_to(OTHER)
         failed.wait(10)
         time.sleep(0.02)
-        executor.reach(STEP)
-        with pytest.raises(Stopped) as stopped:
+        executor.advance_to(STEP)
+        with pytest.raises(OperationFailed) as failure:
             executor.finish()
-    assert str(stopped.value.__cause__) == "first"
-    assert stopped.value.run.done == [False, False, False]
+    assert str(failure.value.__cause__) == "first"
+    assert failure.value.run.done == [False, False, False]
 
 
-def test_stop_drops_a_failure() -> None:
+def test_stop__drops_a_failure() -> None:
     def perform(op: Op) -> None:
         if op.subgroup == 1:
             raise RuntimeError("broken")
 
     with executing(perform) as executor:
         executor.begin(plan_of(op("cpu", number=1)))
-        executor.reach(OTHER)
+        executor.advance_to(OTHER)
         run = executor.stop()
         assert run is not None
         assert one_step(executor, plan_of(op("cpu"))).done == [True]
 
 
-def test_a_failure_keeps_nothing_alive_once_another_plan_begins() -> None:
-    """An error holds on to what the operation worked with: gradients, room on the device."""
-    held: list[weakref.ref[threading.Event]] = []
+def test_begin__releases_the_objects_of_a_failed_operation() -> None:
+    """An error keeps alive what the operation worked with: gradients, device memory."""
+    references: list[weakref.ref[threading.Event]] = []
 
     def perform(op: Op) -> None:
         worked_with = threading.Event()
-        held.append(weakref.ref(worked_with))
+        references.append(weakref.ref(worked_with))
         raise RuntimeError("broken")
 
     with executing(perform) as executor:
-        with pytest.raises(Stopped):
+        with pytest.raises(OperationFailed):
             one_step(executor, plan_of(op("cpu")))
         one_step(executor, plan_of())
         gc.collect()
-        assert [found() for found in held] == [None]
+        assert [reference() for reference in references] == [None]
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_interrupted_wait_ends_after_the_step(fails: bool) -> None:
-    """Ctrl-C while operations run: they read what the step gave them, so the step comes to its end first."""
+def test_finish__completes_the_step_after_an_interrupt(fails: bool) -> None:
+    """Ctrl-C while operations run: they read the inputs of the step, so the step is completed first."""
     main = threading.main_thread().ident
     if threading.get_ident() != main:
-        pytest.skip("signals come to the main thread alone")
+        pytest.skip("only the main thread gets signals")
     ended: list[int] = []
 
     def perform(op: Op) -> None:
         if not op.subgroup:
-            # The main thread waits by now.
+            # By then the main thread waits.
             time.sleep(0.1)
             signal.pthread_kill(main or 0, signal.SIGINT)
             time.sleep(0.05)
@@ -351,7 +351,7 @@ def test_an_interrupted_wait_ends_after_the_step(fails: bool) -> None:
 
     with executing(perform) as executor:
         executor.begin(plan_of(op("cpu"), op("gpu", 0, number=1)))
-        executor.reach(STEP)
+        executor.advance_to(STEP)
         with pytest.raises(KeyboardInterrupt):
             executor.finish()
         assert ended == ([0] if fails else [0, 1])

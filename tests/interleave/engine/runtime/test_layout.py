@@ -1,4 +1,4 @@
-"""Subgroups: every element of every parameter in one of them, in order, and nothing twice."""
+"""Layout: every element of every parameter is in one subgroup, in order."""
 
 from __future__ import annotations
 
@@ -19,38 +19,39 @@ def parameters(draw: st.DrawFn) -> list[torch.Tensor]:
 
 
 @given(parameters(), st.integers(1, 200))
-def test_every_element_is_in_one_place(params: list[torch.Tensor], size: int) -> None:
+def test_divide__puts_every_element_into_one_subgroup(params: list[torch.Tensor], size: int) -> None:
     subgroups = divide(params, size)
-    where: list[tuple[int, int]] = []
+    elements: list[tuple[int, int]] = []
     for subgroup in subgroups:
         assert 0 < subgroup.params <= size
-        at = 0
-        for piece in subgroup.pieces:
-            # Pieces lie side by side, none is empty, and all are of the subgroup's kind.
-            assert piece.at == at
-            assert piece.begin < piece.end
-            assert params[piece.param].dtype == subgroup.dtype
-            at += piece.end - piece.begin
-            where += [(piece.param, index) for index in range(piece.begin, piece.end)]
-        assert at == subgroup.params
-    assert where == [(param, index) for param, tensor in enumerate(params) for index in range(tensor.numel())]
+        offset = 0
+        for segment in subgroup.segments:
+            # Segments have no gaps, none is empty, and all have the dtype of the subgroup.
+            assert segment.offset == offset
+            assert segment.begin < segment.end
+            assert params[segment.param].dtype == subgroup.dtype
+            offset += segment.end - segment.begin
+            elements += [(segment.param, index) for index in range(segment.begin, segment.end)]
+        assert offset == subgroup.params
+    assert elements == [(param, index) for param, tensor in enumerate(params) for index in range(tensor.numel())]
 
 
 @given(parameters(), st.integers(1, 200))
-def test_only_the_last_of_a_kind_is_smaller(params: list[torch.Tensor], size: int) -> None:
+def test_divide__only_the_last_subgroup_of_a_dtype_is_smaller(params: list[torch.Tensor], size: int) -> None:
     subgroups = divide(params, size)
     for one, following in pairwise(subgroups):
         assert one.params == size or one.dtype != following.dtype
 
 
-def test_a_parameter_is_cut_and_small_ones_share() -> None:
+def test_divide__splits_large_parameters_and_combines_small_ones() -> None:
     params = [torch.zeros(2, 5), torch.zeros(1), torch.zeros(3), torch.zeros(4, dtype=torch.bfloat16)]
-    found = [
-        [(piece.param, piece.begin, piece.end, piece.at) for piece in subgroup.pieces] for subgroup in divide(params, 8)
+    segments = [
+        [(segment.param, segment.begin, segment.end, segment.offset) for segment in subgroup.segments]
+        for subgroup in divide(params, 8)
     ]
-    assert found == [[(0, 0, 8, 0)], [(0, 8, 10, 0), (1, 0, 1, 2), (2, 0, 3, 3)], [(3, 0, 4, 0)]]
+    assert segments == [[(0, 0, 8, 0)], [(0, 8, 10, 0), (1, 0, 1, 2), (2, 0, 3, 3)], [(3, 0, 4, 0)]]
 
 
-def test_nothing_to_divide() -> None:
+def test_divide__returns_nothing_for_no_elements() -> None:
     assert divide([], 10) == ()
     assert divide([torch.zeros(0)], 10) == ()

@@ -1,4 +1,4 @@
-"""The store: the reference's bits by any plan and under any timing, and memory that is counted to the byte."""
+"""The store: it gives the bits of the reference with any plan and any timing, and its memory is exact to the byte."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ebbtide.interleave.engine.errors import DeviceMemoryError
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import Executor
 from ebbtide.interleave.engine.runtime.store import Store
-from tests.interleave.engine.plans import HOMES, device_bytes, make, plans, workload_of
+from tests.interleave.engine.plans import PLACEMENTS, device_bytes, make, plans, workload_of
 from tests.interleave.engine.states import bits
 from tests.interleave.engine.twins import (
     Jitter,
@@ -36,7 +36,7 @@ SEEDS = st.integers(0, 2**32)
 
 @dataclass
 class Bench:
-    """A store that plans run on, with its device and the pauses of its hardware."""
+    """A store that runs plans, with its device and the random delays of its hardware."""
 
     device: JitteryDevice
     kernel: JitteryKernel
@@ -47,7 +47,7 @@ class Bench:
 
 @contextmanager
 def bench(twin: Twin, seed: int) -> Iterator[Bench]:
-    """All that it takes is given back at the end."""
+    """Yield a bench; at its end all memory and threads are released."""
     jitter = Jitter(seed)
     device, kernel = JitteryDevice(jitter), JitteryKernel(jitter)
     store = Store(twin.subgroups, device, kernel)
@@ -69,30 +69,33 @@ def width_of(twin: Twin) -> int:
 
 
 @given(twins(), st.data(), SEEDS)
-def test_random_plans_give_the_references_bits(twin: Twin, data: st.DataObject, seed: int) -> None:
-    """Steps by one plan after another, updates from the backward on where the plan has them there."""
+def test_store__random_plans_give_the_bits_of_the_reference(twin: Twin, data: st.DataObject, seed: int) -> None:
+    """Steps with one plan after another; some plans have updates from the backward on."""
     clipping = data.draw(st.booleans())
     workload = workload_of(twin.sizes, clipping, data.draw(st.booleans()), width_of(twin))
-    with bench(twin, seed) as at:
+    with bench(twin, seed) as setup:
         for _ in range(data.draw(st.integers(1, 3))):
             plan = data.draw(plans(workload))
-            at.device.capacity_bytes = None
-            at.store.settle(plan)
+            setup.device.capacity_bytes = None
+            setup.store.apply_placement(plan)
             if data.draw(st.booleans()):
-                at.device.capacity_bytes = device_bytes(plan, workload)
+                setup.device.capacity_bytes = device_bytes(plan, workload)
             for _ in range(data.draw(st.integers(1, 3))):
-                at.store.inputs = twin.inputs(0.75 if clipping else 1.0, streams=not workload.gradients_stay)
-                at.device.peak_bytes = at.device.used_bytes
-                run = one_step(at.executor, plan, at.jitter)
-                assert at.device.peak_bytes <= schedule_of(run, workload).peak_device_bytes
+                setup.store.inputs = twin.inputs(
+                    0.75 if clipping else 1.0, streamed=not workload.gradients_held_until_step
+                )
+                setup.device.peak_bytes = setup.device.used_bytes
+                run = one_step(setup.executor, plan, setup.jitter)
+                assert setup.device.peak_bytes <= schedule_of(run, workload).peak_device_bytes
                 twin.check()
-            twin.check(at.store)
+            twin.check(setup.store)
 
 
 @given(twins(), st.data(), SEEDS)
-def test_the_engine_gives_the_references_bits(twin: Twin, data: st.DataObject, seed: int) -> None:
-    """As the optimizer runs plans: what the next iteration begins with begins while nobody looks, and everything may
-    have to rest in between. Gradients may leave as they are made; then all updates wait for the step."""
+def test_engine__random_plans_give_the_bits_of_the_reference(twin: Twin, data: st.DataObject, seed: int) -> None:
+    """The engine starts the next iteration at the end of a step, and may be stopped in between.
+
+    Gradients may be offloaded as soon as they are computed; then all updates wait for the step."""
     jitter = Jitter(seed)
     stay = data.draw(st.booleans())
     clipping = not stay or data.draw(st.booleans())
@@ -103,14 +106,14 @@ def test_the_engine_gives_the_references_bits(twin: Twin, data: st.DataObject, s
         try:
             twin.begin(engine.store)
             for _ in range(data.draw(st.integers(1, 3))):
-                engine.follow(data.draw(plans(workload)), workload)
+                engine.set_plan(data.draw(plans(workload)), workload)
                 for _ in range(data.draw(st.integers(1, 3))):
-                    taken = 0.0 if stay else data.draw(st.floats(0, 1))
-                    schedule = twin.step(engine, 0.75 if clipping else 1.0, taken)
-                    assert schedule is engine.last
+                    offloaded_share = 0.0 if stay else data.draw(st.floats(0, 1))
+                    schedule = twin.step(engine, 0.75 if clipping else 1.0, offloaded_share)
+                    assert schedule is engine.last_schedule
                     twin.check()
                     if data.draw(st.booleans()):
-                        engine.rest()
+                        engine.quiesce()
                         twin.check(engine.store)
         finally:
             engine.close()
@@ -120,28 +123,30 @@ def test_the_engine_gives_the_references_bits(twin: Twin, data: st.DataObject, s
 
 
 @given(twins(), st.data(), SEEDS)
-def test_gradients_that_were_taken_come_back_from_wherever_they_are(twin: Twin, data: st.DataObject, seed: int) -> None:
-    """Some have left the device, some are on their way; the step that follows is whole."""
+def test_recall_gradients__returns_offloaded_gradients_from_host_and_device(
+    twin: Twin, data: st.DataObject, seed: int
+) -> None:
+    """Some copies are done, some are in flight; the next step is complete."""
     jitter = Jitter(seed)
     workload = workload_of(twin.sizes, True, False, width_of(twin))
     device, kernel = JitteryDevice(jitter), JitteryKernel(jitter)
     engine = Engine(twin.subgroups, len(twin.params), device, kernel)
     try:
         twin.begin(engine.store)
-        engine.follow(data.draw(plans(workload)), workload)
+        engine.set_plan(data.draw(plans(workload)), workload)
         for _ in range(2):
             inputs = twin.inputs()
             gradients = {index: gradient for index, gradient in enumerate(inputs.gradients) if gradient is not None}
-            taken = data.draw(st.lists(st.sampled_from(sorted(gradients)), unique=True)) if gradients else []
-            for index in taken:
-                engine.take(index, gradients[index].clone())
-                engine.reach(data.draw(st.floats(0, 1)))
+            offloaded = data.draw(st.lists(st.sampled_from(sorted(gradients)), unique=True)) if gradients else []
+            for index in offloaded:
+                engine.offload_gradient(index, gradients[index].clone())
+                engine.report_progress(data.draw(st.floats(0, 1)))
             jitter()
-            found = engine.give_back(twin.params)
-            assert found.keys() == set(taken)
-            for index, gradient in found.items():
+            recalled = engine.recall_gradients(twin.params)
+            assert recalled.keys() == set(offloaded)
+            for index, gradient in recalled.items():
                 assert torch.equal(bits(gradient), bits(gradients[index]))
-            engine.give(gradients)
+            engine.submit_gradients(gradients)
             engine.step(inputs.values, inputs.scalars)
             twin.check()
     finally:
@@ -151,67 +156,67 @@ def test_gradients_that_were_taken_come_back_from_wherever_they_are(twin: Twin, 
 
 
 @given(twins(mixed=False), st.data(), SEEDS)
-def test_host_memory_is_what_the_schedule_says(twin: Twin, data: st.DataObject, seed: int) -> None:
-    """Under one plan after another, before and after a step."""
+def test_host_bytes__equals_that_of_the_schedule(twin: Twin, data: st.DataObject, seed: int) -> None:
+    """With one plan after another, before and after a step."""
     workload = workload_of(twin.sizes, True, True, width_of(twin))
-    with bench(twin, seed) as at:
+    with bench(twin, seed) as setup:
         for plan in (data.draw(plans(workload)), data.draw(plans(workload))):
-            at.store.settle(plan)
-            before = at.store.host_bytes
-            at.store.inputs = twin.inputs()
-            run = one_step(at.executor, plan)
-            assert before == at.store.host_bytes == schedule_of(run, workload).host_bytes()
+            setup.store.apply_placement(plan)
+            before = setup.store.host_bytes
+            setup.store.inputs = twin.inputs()
+            run = one_step(setup.executor, plan)
+            assert before == setup.store.host_bytes == schedule_of(run, workload).host_bytes()
 
 
 @given(twins(), st.data(), SEEDS)
-def test_state_can_be_set_wherever_it_is(twin: Twin, data: st.DataObject, seed: int) -> None:
+def test_states__can_be_written_on_host_and_device(twin: Twin, data: st.DataObject, seed: int) -> None:
     workload = workload_of(twin.sizes, True, True, width_of(twin))
     plan = data.draw(plans(workload))
-    with bench(twin, seed) as at:
-        at.store.settle(plan)
+    with bench(twin, seed) as setup:
+        setup.store.apply_placement(plan)
         for number, size in enumerate(twin.sizes):
-            at.store.write(number, torch.full((3, size), float("inf")))
-        twin.begin(at.store)
-        twin.check(at.store)
-        at.store.inputs = twin.inputs()
-        one_step(at.executor, plan)
-        twin.check(at.store)
+            setup.store.states.write(number, torch.full((3, size), float("inf")))
+        twin.begin(setup.store)
+        twin.check(setup.store)
+        setup.store.inputs = twin.inputs()
+        one_step(setup.executor, plan)
+        twin.check(setup.store)
 
 
-def test_what_torch_makes_by_default_does_not_matter() -> None:
-    """Jobs set a precision and a device for whatever says none."""
+def test_store__ignores_the_default_dtype_and_device_of_torch() -> None:
+    """Jobs set a default dtype and a default device."""
     twin = Twin([64, 230], [torch.float32] * 2, 60, 0)
     workload = workload_of(twin.sizes, True, True, 4)
-    with bench(twin, 0) as at:
-        plan = make(workload, HOMES, kept=(2, 4))
-        at.store.inputs = twin.inputs()
+    with bench(twin, 0) as setup:
+        plan = make(workload, PLACEMENTS, kept=(2, 4))
+        setup.store.inputs = twin.inputs()
         torch.set_default_dtype(torch.bfloat16)
         try:
             with torch.device("meta"):
-                at.store.settle(plan)
-                one_step(at.executor, plan)
-                found = [at.store.read(number) for number in range(len(twin.sizes))]
+                setup.store.apply_placement(plan)
+                one_step(setup.executor, plan)
+                states = [setup.store.states.read(number) for number in range(len(twin.sizes))]
         finally:
             torch.set_default_dtype(torch.float32)
-        assert {state.dtype for state in found} == {torch.float32}
-        twin.check(at.store)
+        assert {state.dtype for state in states} == {torch.float32}
+        twin.check(setup.store)
 
 
 class PinningDevice(JitteryDevice):
-    """Knows which of the host's memory is pinned."""
+    """An emulated device that records which host memory is pinned."""
 
     def __init__(self, jitter: Jitter) -> None:
         super().__init__(jitter)
         self.pinned: dict[int, bool] = {}
 
-    def host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
-        block = super().host(shape, dtype, pinned)
+    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+        block = super().allocate_host(shape, dtype, pinned)
         self.pinned[block.data_ptr()] = pinned
         return block
 
 
 @given(st.data())
-def test_buffers_are_pinned_where_the_plan_has_them_so(data: st.DataObject) -> None:
+def test_apply_placement__pins_buffers_as_in_the_plan(data: st.DataObject) -> None:
     twin = Twin([60], [torch.bfloat16], 20, 0)
     workload = workload_of(twin.sizes, True, True)
     device = PinningDevice(Jitter(0, 0.0))
@@ -220,11 +225,11 @@ def test_buffers_are_pinned_where_the_plan_has_them_so(data: st.DataObject) -> N
     twin.begin(store)
     copied: dict[tuple[str, int], bool] = {}
     for plan in data.draw(st.lists(plans(workload), min_size=1, max_size=3)):
-        store.settle(plan)
+        store.apply_placement(plan)
         store.inputs = twin.inputs()
         for op in plan.ops:
             store.perform(op)
-        blocks = {"gradient down": store._down, "upload": store._out}
+        blocks = {"gradient down": store._buffers.gradients, "upload": store._buffers.params}
         copied = {
             (op.kind, op.subgroup): device.pinned[blocks[op.kind][op.subgroup].data_ptr()]
             for op in plan.ops
@@ -236,13 +241,13 @@ def test_buffers_are_pinned_where_the_plan_has_them_so(data: st.DataObject) -> N
 
 
 @pytest.mark.slow
-def test_a_thousand_steps_take_no_more_memory_than_ten() -> None:
+def test_engine__memory_does_not_grow_over_a_thousand_steps() -> None:
     twin = Twin([64, 230], [torch.bfloat16] * 2, 60, 0)
     workload = workload_of(twin.sizes, True, True)
     device, kernel = JitteryDevice(Jitter(0, 0.0)), JitteryKernel(Jitter(0, 0.0))
     engine = Engine(twin.subgroups, len(twin.params), device, kernel)
     twin.begin(engine.store)
-    engine.follow(make(workload, HOMES, kept=(2, 4)), workload)
+    engine.set_plan(make(workload, PLACEMENTS, kept=(2, 4)), workload)
     tracemalloc.start()
     try:
         for step in range(1000):
@@ -261,28 +266,28 @@ def test_a_thousand_steps_take_no_more_memory_than_ten() -> None:
 
 
 def in_use(engine: Engine, twin: Twin) -> tuple[int, int, int, int]:
-    """Bytes of Python's own; tensors; bytes on the device and the host."""
-    engine.rest()
+    """Return bytes of Python objects, number of tensors, bytes on the device, bytes on the host."""
+    engine.quiesce()
     for param in twin.reference.params:
         param.grad = None
     gc.collect()
-    tensors = sum(type(found) is torch.Tensor for found in gc.get_objects())
+    tensors = sum(type(instance) is torch.Tensor for instance in gc.get_objects())
     return tracemalloc.get_traced_memory()[0], tensors, engine.device.used_bytes, engine.store.host_bytes
 
 
-def test_a_device_that_is_too_small_changes_nothing() -> None:
-    """Settling breaks off in the middle; afterwards another plan can have the state."""
+def test_apply_placement__keeps_the_state_if_the_device_is_too_small() -> None:
+    """The placement fails midway; afterwards another plan can use the state."""
     twin = Twin([100], [torch.bfloat16], 25, 0)
     workload = workload_of(twin.sizes, True, True)
-    with bench(twin, 0) as at:
-        at.device.capacity_bytes = 12 * 60
+    with bench(twin, 0) as setup:
+        setup.device.capacity_bytes = 12 * 60
         for _ in range(2):
             with pytest.raises(DeviceMemoryError):
-                at.store.settle(make(workload, ["resident"] * 4))
-            twin.check(at.store)
+                setup.store.apply_placement(make(workload, ["resident"] * 4))
+            twin.check(setup.store)
         plan = make(workload, ["cpu"] * 4)
-        at.store.settle(plan)
-        assert at.device.used_bytes == 0
-        at.store.inputs = twin.inputs()
-        one_step(at.executor, plan)
-        twin.check(at.store)
+        setup.store.apply_placement(plan)
+        assert setup.device.used_bytes == 0
+        setup.store.inputs = twin.inputs()
+        one_step(setup.executor, plan)
+        twin.check(setup.store)

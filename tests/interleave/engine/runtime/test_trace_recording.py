@@ -1,4 +1,4 @@
-"""A recorded job of ours has its measured schedules in the trace."""
+"""Trace recording: a recorded job with InterleavedAdamW has its measured schedules in the trace."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from ebbtide.interleave import InterleavedAdamW
 from ebbtide.profiler import Tracer
 
 
-def test_operations_are_recorded(tmp_path: Path) -> None:
+def test_record_operations__writes_the_measured_schedules(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.Linear(50, 3)).to(torch.bfloat16)
     optimizer = InterleavedAdamW(model.parameters(), policy="interleaved:2", subgroup_params=500)
     schedules = []
@@ -24,9 +24,9 @@ def test_operations_are_recorded(tmp_path: Path) -> None:
     for iteration, schedule in enumerate(schedules):
         rows = ops[ops["iteration"] == iteration]
         assert schedule is not None
-        told = sorted((op.kind, op.resource, max(op.subgroup, -1)) for op in schedule.plan.ops)
-        found = zip(rows["name"], rows["resource"], rows["subgroup"].fillna(-1), strict=True)
-        assert sorted((name, resource, int(subgroup)) for name, resource, subgroup in found) == told
+        expected = sorted((op.kind, op.resource, max(op.subgroup, -1)) for op in schedule.plan.ops)
+        recorded = zip(rows["name"], rows["resource"], rows["subgroup"].fillna(-1), strict=True)
+        assert sorted((name, resource, int(subgroup)) for name, resource, subgroup in recorded) == expected
         update = phases[(phases["iteration"] == iteration) & (phases["phase"] == "update")].iloc[0]
         updates = rows[rows["name"] == "update"]
         assert (updates["start_ns"] >= update["start_ns"]).all()

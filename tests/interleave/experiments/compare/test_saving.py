@@ -1,4 +1,4 @@
-"""Schedules as traces that the other commands read."""
+"""Schedules that are saved as traces."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ import pytest
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.interleave.experiments.compare.results import Comparison
 from ebbtide.interleave.experiments.compare.saving import save_traces
+from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import open_trace
 
 
-def test_a_measured_and_a_predicted_trace_of_each_policy(found: Comparison, tmp_path: Path) -> None:
-    save_traces(found, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2 * len(found.results)
-    for result in found.results:
+def test_save_traces__writes_a_measured_and_a_predicted_trace_per_policy(
+    comparison: Comparison, tmp_path: Path
+) -> None:
+    save_traces(comparison, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2 * len(comparison.results)
+    for result in comparison.results:
         name = result.policy.replace(":", "_")
         for half, schedule, source in (
             ("measured", result.measured, "recorded"),
             ("predicted", result.predicted, "simulated"),
         ):
             trace = open_trace(tmp_path / f"{name}.{half}.ebb")
-            assert trace.meta["source"] == source
+            assert trace.meta.source == source
             assert any(half in note and "emulated" in note for note in trace.notes)
             phases = {phase.phase: phase.median_ms for phase in summarize(trace).phases}
-            for phase in ("forward", "backward", "update"):
+            for phase in PHASES:
                 assert phases[phase] == pytest.approx(1e3 * getattr(schedule, f"{phase}_s"), abs=1e-5)
             assert len(trace.ops(rank=0)) == len(schedule.plan.ops)
             assert set(trace.memory(rank=0)["pool"]) == {"planned"}

@@ -1,4 +1,4 @@
-"""Small sweeps, and what tests ask of them."""
+"""A small workload, machine and sweep for tests, as objects and as files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.interleave.experiments.sweep import Row, Scenario, Task, combinations
-from ebbtide.interleave.experiments.sweep.task import run
+from ebbtide.interleave.experiments.sweep.task import run_task
 from ebbtide.interleave.model.workload import Workload, workload_from
 from ebbtide.machines.machine import Machine, machine_from
 
@@ -48,15 +48,16 @@ def tasks(
     workloads: list[Workload] | None = None,
     machines: list[Machine] | None = None,
 ) -> list[Task]:
-    pairs = [(job, box) for job in workloads or [workload()] for box in machines or [machine()]]
+    pairs = [(job, rates) for job in workloads or [workload()] for rates in machines or [machine()]]
     return combinations(pairs, scenarios or [Scenario()], policies)
 
 
-def rows(*arguments: Any, **more: Any) -> list[Row]:
-    return [run(task) for task in tasks(*arguments, **more)]
+def rows(*arguments: Any, **options: Any) -> list[Row]:
+    """Compute the rows of `tasks` with the same arguments."""
+    return [run_task(task) for task in tasks(*arguments, **options)]
 
 
 def write_files(folder: Path) -> None:
-    """w.json and m.json, for commands."""
+    """Write w.json and m.json for commands."""
     (folder / "w.json").write_text(json.dumps(WORKLOAD))
     (folder / "m.json").write_text(json.dumps(MACHINE))

@@ -1,4 +1,4 @@
-"""The picture of a sweep: what stands where, and what it refuses."""
+"""The picture of a sweep: panels, lines and bars, and the limits of its size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from ebbtide.errors import UserError
 from ebbtide.interleave.experiments.sweep import Row, Scenario
-from ebbtide.interleave.experiments.sweep.picture import check_room, draw
+from ebbtide.interleave.experiments.sweep.picture import check_panels, draw_sweep
 from tests.interleave.experiments.sweep.sweeps import machine, rows, workload
 
 FAST = ["zero-offload", "twin-flow:0.5", "gpu-only"]
@@ -23,8 +23,8 @@ def free(*sizes: float) -> list[Scenario]:
     return [Scenario(free_bytes=size) for size in sizes]
 
 
-def drawn(axes: Axes, color: str) -> list[Any]:
-    """The y values of the lines and marks of a colour."""
+def y_values(axes: Axes, color: str) -> list[Any]:
+    """Return the y values of each line and mark of a colour."""
     return [line.get_ydata() for line in axes.lines if line.get_color() == color and len(line.get_xdata())]
 
 
@@ -32,35 +32,37 @@ def legend(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_policies_are_lines_over_what_was_swept() -> None:
-    found = rows(FAST, free(30e9, 0.0, 10e9))
-    figure = draw(found)
+def test_draw_sweep__policies_are_lines_over_the_swept_column() -> None:
+    sweep_rows = rows(FAST, free(30e9, 0.0, 10e9))
+    figure = draw_sweep(sweep_rows)
     (axes,) = figure.axes
     assert (axes.get_xlabel(), axes.get_title()) == ("device memory always free (GB)", "box")
     assert axes.get_ylabel() == "job\niteration (s)"
     assert [text.get_text() for text in axes.get_xticklabels()] == ["0", "10", "30"]
-    order = sorted((row for row in found if row["policy"] == "twin-flow:0.5"), key=lambda row: float(row["free_bytes"]))
-    line, *marks = drawn(axes, "#d55e00")
-    assert line.tolist() == [row["iteration_ms"] / 1e3 for row in order]
-    assert [mark.tolist() for mark in marks] == [[value] for value in line]
-    # 1e9 parameters' state lies on the device for good: it fits with 30 GB free, and not with 0 or 10.
+    order = sorted(
+        (row for row in sweep_rows if row["policy"] == "twin-flow:0.5"), key=lambda row: float(row["free_bytes"])
+    )
+    curve, *marks = y_values(axes, "#d55e00")
+    assert curve.tolist() == [row["iteration_ms"] / 1e3 for row in order]
+    assert [mark.tolist() for mark in marks] == [[value] for value in curve]
+    # The state of 1e9 parameters is resident: it fits with 30 GB free, and not with 0 or 10.
     faces = [m.get_markerfacecolor() for m in axes.lines if m.get_marker() == "s" and len(m.get_xdata())]
     assert faces == ["white", "white", "#d55e00"]
     assert legend(figure) == [*FAST, "forward, backward and other", "bound", "fits", "does not fit"]
     assert axes.get_ylim()[0] == 0
 
 
-def test_sizes_stand_on_a_scale_of_factors() -> None:
-    figure = draw(rows(["zero-offload"], [Scenario(scale_params=factor) for factor in (1.0, 2.0, 8.0)]))
+def test_draw_sweep__numbers_of_parameters_have_a_logarithmic_scale() -> None:
+    figure = draw_sweep(rows(["zero-offload"], [Scenario(scale_params=factor) for factor in (1.0, 2.0, 8.0)]))
     (axes,) = figure.axes
     assert axes.get_yscale() == "log"
     assert [text.get_text() for text in axes.get_xticklabels()] == ["1\n2 G", "2\n4 G", "8"]
 
 
-def test_a_column_for_each_machine_and_a_row_for_each_further_scenario() -> None:
-    boxes = [machine(), machine(name="other", cpu_update_params_per_s=1e9)]
+def test_draw_sweep__a_column_per_machine_and_a_row_per_further_scenario() -> None:
+    machines = [machine(), machine(name="other", cpu_update_params_per_s=1e9)]
     scenarios = [Scenario(free_bytes=size, subgroup_params=n) for n in (10**8, 5 * 10**8) for size in (0.0, 1e9, 2e9)]
-    figure = draw(rows(["zero-offload"], scenarios, machines=boxes))
+    figure = draw_sweep(rows(["zero-offload"], scenarios, machines=machines))
     assert [axes.get_title() for axes in figure.axes] == ["box", "other", "", ""]
     assert [axes.get_ylabel() for axes in figure.axes][::2] == [
         "job, 100M a subgroup\niteration (s)",
@@ -68,44 +70,46 @@ def test_a_column_for_each_machine_and_a_row_for_each_further_scenario() -> None
     ]
     left, right = figure.axes[:2]
     assert left.get_ylim() == right.get_ylim()
-    assert max(map(np.max, drawn(left, "#222222"))) < max(map(np.max, drawn(right, "#222222"))) < right.get_ylim()[1]
+    assert (
+        max(map(np.max, y_values(left, "#222222"))) < max(map(np.max, y_values(right, "#222222"))) < right.get_ylim()[1]
+    )
 
 
-def test_where_nothing_was_swept_policies_are_bars() -> None:
-    found = rows(FAST, machines=[machine(host_memory_bytes=None)])
-    figure = draw(found)
+def test_draw_sweep__policies_are_bars_if_nothing_was_swept() -> None:
+    sweep_rows = rows(FAST, machines=[machine(host_memory_bytes=None)])
+    figure = draw_sweep(sweep_rows)
     (axes,) = figure.axes
     assert [text.get_text() for text in axes.get_yticklabels()] == FAST
     ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
     assert ends[::2] == pytest.approx([0.8] * 3)
-    assert ends[1::2] == pytest.approx([row["iteration_ms"] / 1e3 for row in found])
+    assert ends[1::2] == pytest.approx([row["iteration_ms"] / 1e3 for row in sweep_rows])
     assert legend(figure)[2:] == ["does not fit", "fits: not known"]
     assert axes.get_xlim()[1] > max(ends)
 
 
-def test_what_cannot_be_replayed_is_said_or_left_out() -> None:
-    bare = workload(gpu_free_bytes=None, name="$bare_")
-    figure = draw(rows(["adaptive", "pipelined"], workloads=[bare, workload()]))
+def test_draw_sweep__an_error_is_written_into_an_empty_panel() -> None:
+    unknown_free = workload(gpu_free_bytes=None, name="$bare_")
+    figure = draw_sweep(rows(["adaptive", "pipelined"], workloads=[unknown_free, workload()]))
     above, below = figure.axes
     assert (len(above.patches), len(below.patches)) == (2, 4)
-    figure = draw(rows(["adaptive"], workloads=[bare, workload()]))
+    figure = draw_sweep(rows(["adaptive"], workloads=[unknown_free, workload()]))
     (text,) = figure.axes[0].texts
     assert "what device memory is free" in text.get_text()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         figure.savefig(io.BytesIO())
-        draw(rows(["adaptive"], free(0, 1), workloads=[workload(params=1)])).savefig(io.BytesIO())
+        draw_sweep(rows(["adaptive"], free(0, 1), workloads=[workload(params=1)])).savefig(io.BytesIO())
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("changes", "message"),
     [
         ([{"policy": f"interleaved:{n}"} for n in range(9)], "at most 8 policies"),
         ([{"machine": f"box {n}"} for n in range(7)], "7 panels"),
         ([{"scale_params": a, "free_bytes": b} for a in range(30) for b in range(30)], "30 rows"),
     ],
 )
-def test_more_than_can_be_read_is_refused_before_there_are_figures(asked: list[Row], says: str) -> None:
+def test_check_panels__refuses_too_many_panels_or_policies(changes: list[Row], message: str) -> None:
     row = {"workload": "job", "machine": "box", "policy": "pipelined", "scale_params": 1.0}
-    with pytest.raises(UserError, match=says):
-        check_room([row | {"free_bytes": None, "subgroup_params": None} | other for other in asked])
+    with pytest.raises(UserError, match=message):
+        check_panels([row | {"free_bytes": None, "subgroup_params": None} | change for change in changes])

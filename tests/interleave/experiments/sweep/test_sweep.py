@@ -1,4 +1,4 @@
-"""The rows of a sweep: those of single replays, in order, whatever runs them."""
+"""The rows of a sweep: equal to those of single replays, in order, in any number of processes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ebbtide.interleave.experiments.sweep import (
     Row,
     Scenario,
     Task,
-    best_of,
+    compute_rows,
+    find_best,
     find_pairs,
-    on_this_machine,
-    rows_of,
+    run_locally,
     write_rows,
 )
-from ebbtide.interleave.experiments.sweep.task import key_of, run
+from ebbtide.interleave.experiments.sweep.task import run_task, task_key
 from ebbtide.interleave.replay.results import replay
 from tests.interleave.experiments.sweep.sweeps import machine, rows, tasks, workload, write_files
 
@@ -31,13 +31,13 @@ FAST = ["zero-offload", "twin-flow:0.5", "interleaved:2"]
 
 
 def quiet(finished: int, total: int) -> None:
-    """Progress that nobody looks at."""
+    """Ignore progress."""
 
 
-def test_a_row_has_the_figures_of_the_replay() -> None:
-    job, box = Scenario(free_bytes=9e9).of(workload()), machine()
+def test_run_task__the_row_has_the_figures_of_the_replay() -> None:
+    job, rates = Scenario(free_bytes=9e9).apply_to(workload()), machine()
     (row,) = rows(["interleaved:2"], [Scenario(free_bytes=9e9)])
-    expected = replay(job, box, ["interleaved:2"]).as_json()
+    expected = replay(job, rates, ["interleaved:2"]).as_json()
     (result,) = expected["results"]
     busy = result.pop("busy")
     assert {name: row[name] for name in result} == result
@@ -45,12 +45,12 @@ def test_a_row_has_the_figures_of_the_replay() -> None:
     assert {name: row[f"bound_{name}"] for name in expected["bound"]} == expected["bound"]
     assert (row["workload"], row["machine"], row["error"]) == ("job", "box", None)
     assert (row["params"], row["subgroups"], row["least_free_bytes"]) == (2_000_000_000, 20, 9e9)
-    # The table leaves none of them out.
+    # The table has all of them.
     assert set(row) == set(SCHEMA.names)
 
 
 @pytest.mark.parametrize(
-    ("task", "says"),
+    ("task", "message"),
     [
         (tasks(["adaptive"], workloads=[workload(gpu_free_bytes=None)]), "what device memory is free"),
         (tasks(["twin-flow"]), "lacks the share"),
@@ -60,65 +60,67 @@ def test_a_row_has_the_figures_of_the_replay() -> None:
     ],
     ids=["policy", "value", "machine", "scenario", "fault"],
 )
-def test_a_combination_that_cannot_be_says_why_and_has_no_figures(task: list[Task], says: str) -> None:
-    row = run(*task)
-    assert says in row["error"]
+def test_run_task__a_combination_that_cannot_be_replayed_has_an_error(task: list[Task], message: str) -> None:
+    row = run_task(*task)
+    assert message in row["error"]
     assert set(row) == {"workload", "machine", "policy", "scale_params", "free_bytes", "subgroup_params", "error"}
 
 
-def test_another_version_computes_nothing() -> None:
+def test_run_task__refuses_a_task_of_another_version() -> None:
     (task,) = tasks(["pipelined"])
     with pytest.raises(UserError, match=r"install 0\.0\.1 there"):
-        run(task | {"ebbtide": "0.0.1"})
+        run_task(task | {"ebbtide": "0.0.1"})
 
 
-def test_any_number_of_processes_gives_the_same_rows_in_the_same_order(tmp_path: Path) -> None:
+def test_compute_rows__any_number_of_processes_gives_the_same_rows(tmp_path: Path) -> None:
     scenarios = [Scenario(scale_params=scale, free_bytes=free) for scale in (2.0, 0.5) for free in (4e9, None)]
-    asked = tasks([*FAST, "twin-flow"], scenarios)
-    expected = [run(task) for task in asked]
-    seen: list[tuple[int, int]] = []
+    sweep_tasks = tasks([*FAST, "twin-flow"], scenarios)
+    expected = [run_task(task) for task in sweep_tasks]
+    progress: list[tuple[int, int]] = []
     for jobs in (1, 3):
         with Journal(tmp_path / f"rows{jobs}") as journal:
-            found = rows_of(asked, journal, partial(on_this_machine, jobs=jobs), lambda *state: seen.append(state))
-        assert found == expected
-        assert seen == [(finished, len(asked)) for finished in range(len(asked) + 1)]
-        seen.clear()
+            actual = compute_rows(
+                sweep_tasks, journal, partial(run_locally, jobs=jobs), lambda *call: progress.append(call)
+            )
+        assert actual == expected
+        assert progress == [(finished, len(sweep_tasks)) for finished in range(len(sweep_tasks) + 1)]
+        progress.clear()
 
 
-def test_what_the_journal_has_is_not_computed_again(tmp_path: Path) -> None:
-    asked = tasks(FAST)
+def test_compute_rows__rows_of_the_journal_are_not_computed_again(tmp_path: Path) -> None:
+    sweep_tasks = tasks(FAST)
     with Journal(tmp_path / "rows") as journal:
-        journal.add(key_of(asked[1]), {"from": "before"})
-        journal.add("another question", {"from": "elsewhere"})
-        found = rows_of(asked, journal, partial(on_this_machine, jobs=1), quiet)
-    assert found == [run(asked[0]), {"from": "before"}, run(asked[2])]
+        journal.add(task_key(sweep_tasks[1]), {"from": "before"})
+        journal.add("another key", {"from": "elsewhere"})
+        actual = compute_rows(sweep_tasks, journal, partial(run_locally, jobs=1), quiet)
+    assert actual == [run_task(sweep_tasks[0]), {"from": "before"}, run_task(sweep_tasks[2])]
 
 
-def test_every_part_of_the_question_makes_it_another() -> None:
+def test_task_key__differs_with_every_part_of_the_task() -> None:
     job = workload()
-    asked = [
+    sweep_tasks = [
         *tasks(["pipelined", "gpu-only"]),
         *tasks(["pipelined"], [Scenario(scale_params=2), Scenario(free_bytes=1.0), Scenario(subgroup_params=5)]),
         *tasks(["pipelined"], workloads=[replace(job, clipping=False), replace(job, name="other")]),
         *tasks(["pipelined"], machines=[machine(step_overhead_s=0.1)]),
     ]
-    asked.append(asked[0] | {"ebbtide": "another version"})
-    assert len({key_of(task) for task in asked}) == len(asked)
-    assert key_of(asked[0]) == key_of(tasks(["pipelined"])[0])
+    sweep_tasks.append(sweep_tasks[0] | {"ebbtide": "another version"})
+    assert len({task_key(task) for task in sweep_tasks}) == len(sweep_tasks)
+    assert task_key(sweep_tasks[0]) == task_key(tasks(["pipelined"])[0])
 
 
-def test_the_table_on_disk(tmp_path: Path) -> None:
-    asked = tasks([*FAST, "twin-flow"], machines=[machine(), machine(name="other", host_memory_bytes=None)])
-    found = [run(task) for task in asked]
-    write_rows(found, asked, tmp_path / "table")
+def test_write_rows__writes_all_rows_workloads_and_machines(tmp_path: Path) -> None:
+    sweep_tasks = tasks([*FAST, "twin-flow"], machines=[machine(), machine(name="other", host_memory_bytes=None)])
+    actual = [run_task(task) for task in sweep_tasks]
+    write_rows(actual, sweep_tasks, tmp_path / "table")
     table = pq.read_table(tmp_path / "table")
-    assert [{name: row.get(name) for name in SCHEMA.names} for row in found] == table.to_pylist()
-    about = json.loads(table.schema.metadata[b"ebbtide"])
-    assert [box["name"] for box in about["machines"]] == ["box", "other"]
-    assert about["workloads"][0]["params"] == 2_000_000_000
+    assert [{name: row.get(name) for name in SCHEMA.names} for row in actual] == table.to_pylist()
+    metadata = json.loads(table.schema.metadata[b"ebbtide"])
+    assert [entry["name"] for entry in metadata["machines"]] == ["box", "other"]
+    assert metadata["workloads"][0]["params"] == 2_000_000_000
 
 
-def made(policy: str, iteration: float, fits: bool | None = True, **more: object) -> Row:
+def make_row(policy: str, iteration: float, fits: bool | None = True, **changes: object) -> Row:
     row = {"workload": "job", "machine": "box", "scale_params": 1.0, "free_bytes": None, "subgroup_params": None}
     return {
         **row,
@@ -127,47 +129,54 @@ def made(policy: str, iteration: float, fits: bool | None = True, **more: object
         "bound_iteration_ms": 80.0,
         "fits": fits,
         "error": None,
-    } | more
+    } | changes
 
 
-def test_the_best_is_the_quickest_that_fits() -> None:
-    found = [made("zero-offload", 200.0), made("a", 100.0), made("b", 90.0, None), made("c", 50.0, False)]
-    (best,) = best_of(found)
-    assert best.row is found[1]
+def test_find_best__is_the_fastest_that_fits() -> None:
+    actual = [
+        make_row("zero-offload", 200.0),
+        make_row("a", 100.0),
+        make_row("b", 90.0, None),
+        make_row("c", 50.0, False),
+    ]
+    (best,) = find_best(actual)
+    assert best.row is actual[1]
     assert best.speed_up == 2
     assert best.above_bound == pytest.approx(0.25)
 
 
-def test_what_may_fit_is_better_than_nothing_and_what_does_not_is_nothing() -> None:
-    found = [made("b", 90.0, None), made("c", 50.0, False), made("d", 10.0) | {"error": "no"}]
-    (best,) = best_of(found)
-    assert best.row is found[0]
+def test_find_best__one_that_may_fit_comes_before_none() -> None:
+    actual = [make_row("b", 90.0, None), make_row("c", 50.0, False), make_row("d", 10.0) | {"error": "no"}]
+    (best,) = find_best(actual)
+    assert best.row is actual[0]
     assert best.speed_up is None
-    (none,) = best_of(found[1:])
+    (none,) = find_best(actual[1:])
     assert (none.row, none.speed_up, none.above_bound) == (None, None, None)
     assert none.as_json()["policy"] is None
 
 
-def test_each_scenario_has_its_best_over_policies_and_subgroups() -> None:
-    found = [
-        made(policy, iteration - size, subgroup_params=size, free_bytes=free)
+def test_find_best__is_over_policies_and_subgroups_of_each_scenario() -> None:
+    actual = [
+        make_row(policy, iteration - size, subgroup_params=size, free_bytes=free)
         for free in (1.0, None)
         for size in (10, 20)
         for policy, iteration in (("zero-offload", 220.0), ("a", 120.0))
     ]
-    bests = best_of(found)
+    bests = find_best(actual)
     assert [best.free_bytes for best in bests] == [1.0, None]
     assert [best.row and best.row["subgroup_params"] for best in bests] == [20, 20]
     # Over the baseline with the same subgroups.
     assert [best.speed_up for best in bests] == [2.0, 2.0]
 
 
-def test_what_shares_a_name_is_called_by_its_path(tmp_path: Path) -> None:
+def test_find_pairs__workloads_with_the_same_name_are_named_by_their_paths(tmp_path: Path) -> None:
     write_files(tmp_path)
     for name, params in (("v.json", 1e9), ("u.json", 3e9)):
         (tmp_path / name).write_text(json.dumps(json.loads((tmp_path / "w.json").read_text()) | {"params": params}))
-    box = str(tmp_path / "m.json")
-    pairs = find_pairs([], [tmp_path / "v.json", tmp_path / "u.json"], [box])
-    assert [(job.name, box.name) for job, box in pairs] == [(str(tmp_path / f"{name}.json"), "box") for name in "vu"]
-    (alone,) = find_pairs([], [tmp_path / "v.json"], [box])
+    machine_file = str(tmp_path / "m.json")
+    pairs = find_pairs([], [tmp_path / "v.json", tmp_path / "u.json"], [machine_file])
+    assert [(job.name, rates.name) for job, rates in pairs] == [
+        (str(tmp_path / f"{name}.json"), "box") for name in "vu"
+    ]
+    (alone,) = find_pairs([], [tmp_path / "v.json"], [machine_file])
     assert alone[0].name == "job"

@@ -1,4 +1,4 @@
-"""Real DeepSpeed jobs: what is recorded of them, against DeepSpeed's own timers and configuration."""
+"""Recording of real DeepSpeed jobs, compared with DeepSpeed's own timers and configuration."""
 
 from __future__ import annotations
 
@@ -34,9 +34,16 @@ UNMANAGED = {"managed_gradient_accumulation": False}
 
 
 def job(name: str, stage: int, zero: dict[str, Any], accumulation: int = 1, **case: Any) -> dict[str, Any]:
-    """A case of zero_job.py. zero: of the section zero_optimization; config: beside it.
+    """Return a case of zero_job.py.
 
-    Without offload it steps by torch's AdamW: DeepSpeed's FusedAdam would be compiled first.
+    Without offload it uses torch's AdamW: DeepSpeed's FusedAdam would have to be compiled first.
+
+    Args:
+        name: Name of the case.
+        stage: ZeRO stage.
+        zero: Further keys of the section zero_optimization.
+        accumulation: Micro-steps per step.
+        case: Further keys of the case; `config`: further sections of DeepSpeed's configuration.
     """
     params = {"lr": 1e-3} if "offload_optimizer" in zero else {"lr": 1e-3, "torch_adam": True}
     config = {
@@ -52,7 +59,7 @@ def job(name: str, stage: int, zero: dict[str, Any], accumulation: int = 1, **ca
 
 
 OFFLOAD = {"offload_optimizer": CPU}
-# With the bytes of gradients that come down in an iteration, per parameter, and what its update is of.
+# down: bytes of gradients copied to host memory in an iteration, per parameter.
 CASES = [
     job("stage 0", 0, {}, down=0),
     job("stage 1", 1, {}, groups=True, down=0),
@@ -80,9 +87,16 @@ ZERO = NAMES[1:]
 
 
 @dataclass
-class Run:
-    """One case: how it was asked for, the losses without and with the recorder, the trace, the timers that DeepSpeed
-    printed for each iteration of the recorded one (ms), and how many steps it skipped."""
+class TrainedCase:
+    """One case that was trained.
+
+    Attributes:
+        case: The case.
+        losses: The printed losses, without and with the recorder.
+        trace: The trace.
+        timers: The times in ms that DeepSpeed printed for each iteration of the recorded training.
+        skipped: Number of steps that it skipped.
+    """
 
     case: dict[str, Any]
     losses: list[str]
@@ -92,7 +106,7 @@ class Run:
 
     @property
     def sizes(self) -> list[int]:
-        return list(self.trace.meta["deepspeed"]["subgroup_params"])
+        return list(self.trace.meta.deepspeed.subgroup_params)
 
     def ops(self, *names: str) -> pd.DataFrame:
         ops = self.trace.ops(0)
@@ -100,20 +114,20 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, deepspeed_extensions: None) -> dict[str, Run]:
-    """All cases, trained one after the other in one process, by `Tracer`: so it meets DeepSpeed imported, too."""
+def runs(tmp_path_factory: pytest.TempPathFactory, deepspeed_extensions: None) -> dict[str, TrainedCase]:
+    """Train all cases one after the other in one process, with `Tracer`: DeepSpeed is then imported already."""
     folder = shared_folder(tmp_path_factory, "zero", train_all)
     runs, printed, losses = {}, "", []
-    for line in (folder / "stdout").read_text().splitlines(keepends=True):
-        printed += line
-        if line.startswith("LOSSES"):
-            losses.append(line)
+    for output_line in (folder / "stdout").read_text().splitlines(keepends=True):
+        printed += output_line
+        if output_line.startswith("LOSSES"):
+            losses.append(output_line)
             if len(losses) % 2 == 0:
                 case = CASES[len(losses) // 2 - 1]
                 timers = re.findall(r"time \(ms\) \| fwd: ([\d.]+) \| bwd: ([\d.]+) .* step: ([\d.]+)$", printed, re.M)
                 table = pd.DataFrame(timers, columns=["forward", "backward", "update"], dtype=float)
                 trace = open_trace(folder / f"{case['name']}.ebb")
-                runs[case["name"]] = Run(case, losses[-2:], trace, table, int(losses[-1].split()[-STEPS - 1]))
+                runs[case["name"]] = TrainedCase(case, losses[-2:], trace, table, int(losses[-1].split()[-STEPS - 1]))
             printed = ""
     return runs
 
@@ -131,7 +145,7 @@ def cases_file(folder: Path, cases: list[dict[str, Any]], traces: Path | None = 
 
 
 def environment() -> dict[str, str]:
-    """That of a job of one rank, on the CPU."""
+    """Return the environment of a job with one rank, on the CPU."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -140,14 +154,14 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_losses_are_the_same_to_the_bit(name: str, runs: dict[str, Run]) -> None:
+def test_recorder__does_not_change_a_bit_of_the_losses(name: str, runs: dict[str, TrainedCase]) -> None:
     bare, recorded = runs[name].losses
     assert bare == recorded
     assert len(bare.split()) == len(name.split()) + 3 + STEPS
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_step_of_the_engine_is_an_iteration(name: str, runs: dict[str, Run]) -> None:
+def test_phases__make_one_iteration_per_step_of_the_engine(name: str, runs: dict[str, TrainedCase]) -> None:
     case, phases = runs[name].case, runs[name].trace.phases(0)
     expected = ["forward", "backward"] * case["accumulation"] + ["update"] * (2 if case.get("unmanaged") else 1)
     assert [list(rows["phase"]) for _, rows in phases.groupby("iteration")] == [expected] * STEPS
@@ -156,20 +170,20 @@ def test_every_step_of_the_engine_is_an_iteration(name: str, runs: dict[str, Run
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_phases_agree_with_deepspeeds_own_timers(name: str, runs: dict[str, Run]) -> None:
+def test_phases__agree_with_deepspeeds_timers(name: str, runs: dict[str, TrainedCase]) -> None:
     phases = runs[name].trace.phases(0)
     ours = (phases["end_ns"] - phases["start_ns"]).groupby([phases["iteration"], phases["phase"]]).sum().unstack() / 1e6
     theirs = runs[name].timers
     assert len(theirs) == len(ours) == STEPS
     for phase in ("forward", "backward", "update"):
         expected = theirs[phase].median()
-        off = np.median(np.abs(ours[phase].to_numpy() - theirs[phase].to_numpy()))
-        # A phase is the whole call; DeepSpeed starts its timer some Python later: 0.2 to 1.1 ms on a slow core.
-        assert off <= max(0.03 * expected, 2.0), phase
+        difference_ms = np.median(np.abs(ours[phase].to_numpy() - theirs[phase].to_numpy()))
+        # A phase is the whole call; DeepSpeed starts its timer inside it, 0.2 to 1.1 ms later on a slow core.
+        assert difference_ms <= max(0.03 * expected, 2.0), phase
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_tile_the_update(name: str, runs: dict[str, Run]) -> None:
+def test_ops__tile_the_update(name: str, runs: dict[str, TrainedCase]) -> None:
     trace = runs[name].trace
     top = trace.ops(0)[trace.ops(0)["parent"].isna()]
     for update in trace.phases(0).query("phase == 'update'").itertuples():
@@ -180,7 +194,7 @@ def test_rows_tile_the_update(name: str, runs: dict[str, Run]) -> None:
 
 
 @pytest.mark.parametrize("name", ZERO)
-def test_each_subgroup_has_its_rows(name: str, runs: dict[str, Run]) -> None:
+def test_ops__have_the_rows_of_each_subgroup(name: str, runs: dict[str, TrainedCase]) -> None:
     run = runs[name]
     stage, offloaded = run.case["config"]["zero_optimization"]["stage"], "offload_optimizer" in str(run.case)
     each = ["unscale", "update", "parameters"]
@@ -200,7 +214,7 @@ def test_each_subgroup_has_its_rows(name: str, runs: dict[str, Run]) -> None:
 
 
 @pytest.mark.parametrize("name", ZERO)
-def test_gradients_are_reduced_and_come_down_in_the_backward(name: str, runs: dict[str, Run]) -> None:
+def test_ops__have_gradient_reductions_and_copies_in_the_backward(name: str, runs: dict[str, TrainedCase]) -> None:
     run = runs[name]
     ops, down = run.trace.ops(0), run.ops("gradient down")
     reduced = ops[ops["name"].eq("reduce")]
@@ -217,32 +231,32 @@ def test_gradients_are_reduced_and_come_down_in_the_backward(name: str, runs: di
 
 
 @pytest.mark.parametrize("name", ZERO)
-def test_facts_are_true(name: str, runs: dict[str, Run]) -> None:
+def test_metadata__describes_the_engine_the_model_and_the_optimizer(name: str, runs: dict[str, TrainedCase]) -> None:
     run = runs[name]
-    facts, entry, zero = run.trace.meta["deepspeed"], run.trace.rank(0), run.case["config"]["zero_optimization"]
-    assert facts["config"] == run.case["config"]
-    assert facts["stage"] == zero["stage"]
-    assert re.match(r"\d+\.\d+", facts["version"])
+    settings, entry, zero = run.trace.meta.deepspeed, run.trace.rank(0), run.case["config"]["zero_optimization"]
+    assert settings.config == run.case["config"]
+    assert settings.stage == zero["stage"]
+    assert re.match(r"\d+\.\d+", settings.version)
     assert sum(run.sizes) == PARAMS
-    assert len(run.sizes) == (3 if facts["stage"] == 3 else 2 if run.case.get("groups") else 1)
-    assert facts["subgroup_devices"] == ["cpu"] * len(run.sizes)
-    assert facts["masters_pinned"] is False
-    assert facts["gradients_pinned"] is (False if "offload_optimizer" in zero else None)
-    assert facts["activation_checkpointing"] is (True if run.case.get("checkpointing") else None)
-    assert "deepspeed" not in entry
-    model, (optimizer,) = entry["model"], entry["optimizers"]
+    assert len(run.sizes) == (3 if settings.stage == 3 else 2 if run.case.get("groups") else 1)
+    assert settings.subgroup_devices == ("cpu",) * len(run.sizes)
+    assert settings.masters_pinned is False
+    assert settings.gradients_pinned is (False if "offload_optimizer" in zero else None)
+    assert settings.activation_checkpointing is (True if run.case.get("checkpointing") else None)
+    assert "deepspeed" not in run.trace.raw_meta["ranks"][0]
+    model, (optimizer,) = entry.model, entry.optimizers
     kind = {"bf16": "bfloat16", "fp16": "float16"}.get(str(*run.case["config"].keys() & {"bf16", "fp16"}), "float32")
-    assert model["classes"] == ["Net"]
-    assert model["params"] == model["total_params"] == PARAMS
-    assert model["dtypes"] == {kind: PARAMS}
-    assert model["bytes"] == PARAMS * (4 if kind == "float32" else 2)
-    assert ("CPUAdam" in optimizer["class"]) is ("offload_optimizer" in zero)
-    assert (optimizer["params"], optimizer["groups"]) == (PARAMS, 2 if run.case.get("groups") else 1)
-    assert optimizer["param_dtypes"] == ["float32"]
-    assert optimizer["state_bytes"] == pytest.approx(8 * PARAMS, rel=1e-3)
+    assert model.classes == ("Net",)
+    assert model.params == model.total_params == PARAMS
+    assert model.dtypes == {kind: PARAMS}
+    assert model.bytes == PARAMS * (4 if kind == "float32" else 2)
+    assert ("CPUAdam" in optimizer.class_name) is ("offload_optimizer" in zero)
+    assert (optimizer.params, optimizer.groups) == (PARAMS, 2 if run.case.get("groups") else 1)
+    assert optimizer.param_dtypes == ("float32",)
+    assert optimizer.state_bytes == pytest.approx(8 * PARAMS, rel=1e-3)
 
 
-def test_some_of_the_steps_were_skipped(runs: dict[str, Run]) -> None:
+def test_cases__include_one_with_skipped_steps(runs: dict[str, TrainedCase]) -> None:
     assert {name for name, run in runs.items() if run.skipped} == {"fp16 that overflows"}
     assert 0 < runs["fp16 that overflows"].skipped < STEPS
 
@@ -252,7 +266,7 @@ Profile = Callable[..., Recorded]
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Profile:
-    """Profile zero_job.py with one case, started by `launcher`."""
+    """Return a function that profiles zero_job.py with one case, started by `launcher`."""
 
     def run(launcher: list[str], case: dict[str, Any]) -> Recorded:
         path = tmp_path / "run.ebb"
@@ -262,18 +276,18 @@ def profile(tmp_path: Path) -> Profile:
     return run
 
 
-def test_two_ranks_of_torchrun_hold_a_half_each(profile: Profile) -> None:
+def test_profile__records_half_of_the_parameters_on_each_of_two_ranks(profile: Profile) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     recorded = profile(launcher, job("two", 3, OFFLOAD, config=BF16))
     assert recorded.run.returncode == 0, recorded.run.stderr
     trace = recorded.trace
     assert trace.ranks == [0, 1]
-    sizes = trace.meta["deepspeed"]["subgroup_params"]
+    sizes = trace.meta.deepspeed.subgroup_params
     assert sum(sizes) == PARAMS // 2
     for rank in trace.ranks:
         assert recorded.phases(rank) == [["forward", "backward", "update"]] * STEPS
-        model, (optimizer,) = trace.rank(rank)["model"], trace.rank(rank)["optimizers"]
-        assert (model["params"], model["total_params"], optimizer["params"]) == (PARAMS // 2, PARAMS, PARAMS // 2)
+        model, (optimizer,) = trace.rank(rank).model, trace.rank(rank).optimizers
+        assert (model.params, model.total_params, optimizer.params) == (PARAMS // 2, PARAMS, PARAMS // 2)
         ops = trace.ops(rank)
         assert ops.loc[ops["name"].eq("update"), "subgroup"].to_list() == [*range(len(sizes))] * STEPS
         assert ops.loc[ops["name"].eq("gradient down"), "bytes"].sum() == 6 * PARAMS // 2 * STEPS
@@ -285,17 +299,17 @@ def fused_adam(deepspeed_extensions: None) -> None:
 
 
 @pytest.mark.slow
-def test_deepspeeds_fused_adam_is_recorded(profile: Profile, fused_adam: None) -> None:
+def test_profile__records_deepspeeds_fused_adam(profile: Profile, fused_adam: None) -> None:
     case = job("fused", 2, {})
     del case["config"]["optimizer"]["params"]["torch_adam"]
     recorded = profile([sys.executable], case)
     assert recorded.run.returncode == 0, recorded.run.stderr
     assert recorded.phases() == [["forward", "backward", "update"]] * STEPS
-    (optimizer,) = recorded.trace.rank(0)["optimizers"]
-    assert "FusedAdam" in optimizer["class"]
+    (optimizer,) = recorded.trace.rank(0).optimizers
+    assert "FusedAdam" in optimizer.class_name
 
 
-def test_a_job_that_raises_leaves_a_trace_for_every_command(
+def test_profile__writes_a_usable_trace_of_a_job_that_raises(
     profile: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing = job("raises", 2, {}, after="raise RuntimeError('the tide is out')")
@@ -303,7 +317,7 @@ def test_a_job_that_raises_leaves_a_trace_for_every_command(
     assert recorded.run.returncode == 1
     assert "RuntimeError: the tide is out" in recorded.run.stderr
     assert recorded.phases() == [["forward", "backward", "update"]] * STEPS
-    assert recorded.trace.meta["deepspeed"]["stage"] == 2
+    assert recorded.trace.meta.deepspeed.stage == 2
     path = str(recorded.path)
     assert cli.run(["summary", path, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["iterations"] == STEPS
@@ -312,14 +326,14 @@ def test_a_job_that_raises_leaves_a_trace_for_every_command(
 
 
 @pytest.mark.slow
-def test_a_rank_of_the_deepspeed_launcher_that_is_killed_leaves_its_rows(profile: Profile) -> None:
+def test_recorder__keeps_the_rows_of_a_killed_rank(profile: Profile) -> None:
     killed = job("killed", 1, {}, after="import os, time; time.sleep(0.6); os.kill(os.getpid(), 9)")
     port = environment()["MASTER_PORT"]
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1", "--master_port", port]
     recorded = profile(launcher, killed)
     assert recorded.run.returncode not in (0, 2)
     assert f"return code = {-signal.SIGKILL}" in recorded.run.stderr + recorded.run.stdout
-    assert recorded.trace.rank(0)["stopped"] == "cut off"
+    assert recorded.trace.rank(0).stopped == "cut off"
     assert recorded.phases() == [["forward", "backward", "update"]] * STEPS
     assert set(recorded.trace.ops(0)["iteration"]) == set(range(STEPS))
-    assert recorded.trace.meta["deepspeed"]["subgroup_params"] == [PARAMS]
+    assert recorded.trace.meta.deepspeed.subgroup_params == (PARAMS,)

@@ -1,4 +1,4 @@
-"""Being told of an import leaves the import as it is."""
+"""Callbacks on imports, which leave the import itself unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ebbtide.profiler.agent.imports import when_imported
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The name of a module inside a package that can be imported; both are forgotten afterwards."""
+    """Make an importable module inside a package; yield its name, and forget both afterwards."""
     folder = tmp_path / "tidepool"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
@@ -28,33 +28,33 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         sys.modules.pop(name, None)
 
 
-def test_a_module_is_told_once_it_is_whole(package: str) -> None:
-    told: list[Any] = []
-    when_imported(package, lambda module: told.append(module.LEGS))
-    assert told == []
+def test_when_imported__calls_back_after_the_import(package: str) -> None:
+    modules: list[Any] = []
+    when_imported(package, lambda module: modules.append(module.LEGS))
+    assert modules == []
     module = importlib.import_module(package)
-    assert told == [8]
+    assert modules == [8]
     assert "exec_module" not in vars(module.__spec__.loader)
     importlib.reload(module)
-    assert told == [8]
+    assert modules == [8]
 
 
-def test_a_module_that_is_there_is_told_at_once(package: str) -> None:
-    told: list[Any] = []
+def test_when_imported__calls_back_at_once_for_an_imported_module(package: str) -> None:
+    modules: list[Any] = []
     module = importlib.import_module(package)
-    when_imported(package, told.append)
-    assert told == [module]
+    when_imported(package, modules.append)
+    assert modules == [module]
 
 
-def test_what_was_called_off_is_not_told(package: str) -> None:
-    told: list[Any] = []
-    when_imported(package, told.append)()
+def test_when_imported__can_be_cancelled(package: str) -> None:
+    modules: list[Any] = []
+    when_imported(package, modules.append)()
     importlib.import_module(package)
-    assert told == []
+    assert modules == []
 
 
-def test_two_are_told_of_one_module_and_a_fault_of_one_is_no_fault_of_the_import(package: str) -> None:
-    told: list[Any] = []
+def test_when_imported__isolates_a_callback_that_raises(package: str) -> None:
+    modules: list[Any] = []
     when_imported(package, lambda module: 1 / 0)
-    when_imported(package, told.append)
-    assert [importlib.import_module(package)] == told
+    when_imported(package, modules.append)
+    assert [importlib.import_module(package)] == modules

@@ -1,4 +1,4 @@
-"""The rows that tile an update, on a made-up clock and a made-up device."""
+"""The rows that tile an update, on a fake clock and a fake device."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from ebbtide.profiler.agent import gpu_clock
 from ebbtide.profiler.agent.deepspeed import substeps
-from ebbtide.profiler.agent.deepspeed.substeps import SubSteps
+from ebbtide.profiler.agent.deepspeed.substeps import SubstepRecorder
 from ebbtide.profiler.agent.gpu_clock import GpuClock
-from tests.profiler.agent.test_gpu_clock import MS, US, Cuda
+from tests.profiler.agent.test_gpu_clock import MS, US, FakeCuda
 
 REST = ("rest", "host", None, None)
 
 
-class Recorder:
-    """What SubSteps needs of one: it keeps the rows."""
+class FakeRecorder:
+    """The part of a recorder that SubstepRecorder uses; it keeps the rows."""
 
-    def __init__(self, cuda: Cuda) -> None:
+    def __init__(self, cuda: FakeCuda) -> None:
         self.recording = True
         self.started_ns = cuda.now
         self.gpu = GpuClock(cuda)
@@ -28,11 +28,11 @@ class Recorder:
         self.devices: list[int] = []
         self._number = 0
 
-    def number(self) -> int:
+    def next_sequence(self) -> int:
         self._number += 1
         return self._number
 
-    def row(self, sequence: int, *row: Any, device: int) -> None:
+    def put_op(self, sequence: int, *row: Any, device: int) -> None:
         self.rows.append((sequence, *row))
         self.devices.append(device)
 
@@ -40,38 +40,38 @@ class Recorder:
         raise error
 
 
-def followed(cuda: Cuda, plan: list[tuple[int, tuple[Any, ...]]]) -> Recorder:
-    """What is recorded of an update that goes on for so long (ns) each time before it switches."""
-    recorder = Recorder(cuda)
-    steps = SubSteps(recorder)  # type: ignore[arg-type]
-    steps.begin()
-    for length, what in plan:
-        cuda.now += length
-        steps.switch(*what)
+def record_update(cuda: FakeCuda, plan: list[tuple[int, tuple[Any, ...]]]) -> FakeRecorder:
+    """Record an update that follows a plan: each entry is how long it waits (ns) and what it switches to."""
+    recorder = FakeRecorder(cuda)
+    update = SubstepRecorder(recorder)  # type: ignore[arg-type]
+    update.begin()
+    for length_ns, substep in plan:
+        cuda.now += length_ns
+        update.switch(*substep)
     cuda.now += 30 * US
-    steps.end()
+    update.end()
     return recorder
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    cuda = Cuda()
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    cuda = FakeCuda()
     monkeypatch.setattr(gpu_clock, "time", cuda)
     monkeypatch.setattr(substeps, "time", cuda)
     return cuda
 
 
-def test_a_short_rest_goes_to_the_row_before_it(cuda: Cuda) -> None:
+def test_substep_recorder__adds_a_short_rest_to_the_row_before(cuda: FakeCuda) -> None:
     one, two = ("update", "cpu", 1, None), ("parameters", "host", 1, 64)
     start = cuda.now
     plan = [(50 * US, one), (100 * US, REST), (9 * US, two), (20 * US, REST), (11 * US, one), (5 * US, REST), (US, one)]
-    rows = followed(cuda, plan).rows
+    rows = record_update(cuda, plan).rows
     assert [(row[1], (row[3] - start) // US, (row[4] - start) // US, *row[5:]) for row in rows] == [
         ("rest", 0, 50, None, None),
         ("update", 50, 159, 1, None),
         ("parameters", 159, 179, 1, 64),
         ("rest", 179, 190, None, None),
-        ("update", 190, 226, 1, None),  # it went on after a short rest
+        ("update", 190, 226, 1, None),  # continued after a short rest
     ]
 
 
@@ -79,12 +79,12 @@ kinds = st.sampled_from([REST, ("update", "cpu", 0, None), ("update", "gpu", 1, 
 
 
 @given(st.lists(st.tuples(st.integers(0, 40 * US), kinds)))
-def test_rows_tile_the_update_whatever_comes(plan: list[tuple[int, tuple[Any, ...]]]) -> None:
+def test_substep_recorder__tiles_the_update(plan: list[tuple[int, tuple[Any, ...]]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        cuda = Cuda()
+        cuda = FakeCuda()
         patch.setattr(gpu_clock, "time", cuda)
         patch.setattr(substeps, "time", cuda)
-        recorder = followed(cuda, plan)
+        recorder = record_update(cuda, plan)
         rows = recorder.rows
         assert [recorder.started_ns, *(row[4] for row in rows)] == [*(row[3] for row in rows), rows[-1][4]]
         assert rows[-1][4] == cuda.now or rows[-1][2] == "gpu"
@@ -93,32 +93,32 @@ def test_rows_tile_the_update_whatever_comes(plan: list[tuple[int, tuple[Any, ..
         assert all(row[4] >= row[3] for row in rows)
 
 
-def test_rows_on_a_gpu_get_device_times(cuda: Cuda) -> None:
-    recorder = Recorder(cuda)
-    steps = SubSteps(recorder)  # type: ignore[arg-type]
+def test_substep_recorder__gives_device_times_to_rows_on_a_gpu(cuda: FakeCuda) -> None:
+    recorder = FakeRecorder(cuda)
+    update = SubstepRecorder(recorder)  # type: ignore[arg-type]
     cuda.launch(5 * MS)  # the device lags
-    behind = cuda.busy[0, None]
-    steps.begin()
-    steps.switch("update", "gpu", 0)
+    free_ns = cuda.busy[0, None]
+    update.begin()
+    update.switch("update", "gpu", 0)
     cuda.launch(2 * MS)
-    steps.switch("update", "cpu", 1)
+    update.switch("update", "cpu", 1)
     cuda.now += MS
-    steps.end()
-    assert list(recorder.gpu.finished()) == []
+    update.end()
+    assert list(recorder.gpu.finished_spans()) == []
     cuda.now += 10 * MS
-    ((sequence, start, end),) = recorder.gpu.finished()
+    ((sequence, start, end),) = recorder.gpu.finished_spans()
     on_gpu = next(row for row in recorder.rows if row[2] == "gpu")
     assert sequence == on_gpu[0]
-    assert (start, end) == (pytest.approx(behind, abs=US), pytest.approx(behind + 2 * MS, abs=US))
+    assert (start, end) == (pytest.approx(free_ns, abs=US), pytest.approx(free_ns + 2 * MS, abs=US))
     assert recorder.devices[recorder.rows.index(on_gpu)] == 0
     assert on_gpu[4] - on_gpu[3] < MS
 
 
-def test_nothing_is_told_where_nothing_is_recorded(cuda: Cuda) -> None:
-    recorder = Recorder(cuda)
+def test_substep_recorder__does_nothing_outside_a_recording(cuda: FakeCuda) -> None:
+    recorder = FakeRecorder(cuda)
     recorder.recording = False
-    steps = SubSteps(recorder)  # type: ignore[arg-type]
-    steps.begin()
-    steps.switch("update", "gpu", 0)
-    assert steps.end() is None
+    update = SubstepRecorder(recorder)  # type: ignore[arg-type]
+    update.begin()
+    update.switch("update", "gpu", 0)
+    assert update.end() is None
     assert (recorder.rows, cuda.events) == ([], [])

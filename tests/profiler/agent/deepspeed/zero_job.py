@@ -1,8 +1,8 @@
-"""A small job under DeepSpeed, a script of its own: trains by the cases in the JSON file that it is given.
+"""A small DeepSpeed job, run as a script: trains the cases of a JSON file.
 
-Keys of a case: name, config (that of DeepSpeed), steps, and where wanted groups (two parameter groups), accumulation,
+Keys of a case: name, config (of DeepSpeed), steps, and optionally groups (two parameter groups), accumulation,
 checkpointing, torch_style (`loss.backward()`), unmanaged (the script owns the boundary), after (code to run at the
-end). Where the file names a folder, each case is trained bare first, and then recorded into a trace of its own there.
+end). If the file names a folder, each case is first trained without recording, and then recorded into a trace there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deepspeed.runtime.zero import stage3, stage_1_and_2
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-# DeepSpeed asks for it whenever it makes its CPU Adam, and it takes a second.
+# DeepSpeed calls it whenever it creates its CPU Adam, and it takes a second.
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 WIDTH = 256
@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 
 def train(case: dict[str, Any]) -> list[str]:
-    """How many steps were skipped, and the losses, to the bit."""
+    """Train a case; return how many steps were skipped, and the exact losses in hexadecimal."""
     torch.manual_seed(0)
     net = Net(case.get("checkpointing", False))
     groups: Any = net.parameters()
@@ -79,7 +79,7 @@ def train(case: dict[str, Any]) -> list[str]:
 
 
 def _methods() -> list[dict[str, Any]]:
-    """What the recorder wraps, as it stands."""
+    """Return the attributes of everything that the recorder wraps."""
     return [dict(vars(owner)) for owner in (DeepSpeedEngine, stage3.DeepSpeedZeroOptimizer_Stage3,
             stage_1_and_2.DeepSpeedZeroOptimizer, stage_1_and_2)]  # fmt: skip
 
@@ -94,7 +94,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[-1]).read_text())
     cases, folder = job["cases"], job.get("folder")
     torch.set_num_threads(1)
-    # DeepSpeed asks the accelerator for speed's sake: float16 works on any CPU.
+    # DeepSpeed allows float16 only where it is fast; it works on any CPU.
     type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda self: True
     deepspeed.init_distributed("gloo")
     untouched = _methods()

@@ -1,4 +1,4 @@
-"""Kineto traces for tests: real ones of small CPU jobs by torch's profiler, and made ones of what needs a GPU."""
+"""Kineto traces for tests: real traces of small CPU jobs, and made traces of what needs a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from ebbtide.profiler.importers.kineto import importer as kineto
+from ebbtide.profiler.importers.kineto.importer import KinetoImporter, read_trace
 from ebbtide.profiler.importers.source import Source
 from ebbtide.profiler.trace import Trace, TraceBuilder
 
@@ -23,7 +23,7 @@ BASE = 1_790_857_026_000_000_000
 
 
 def profiled(path: Path, steps: int, step: Callable[[int], None], mark: bool = True, **options: Any) -> Path:
-    """The trace of `step(0)`, `step(1)`, ...: all but the first two are recorded. mark: call prof.step()."""
+    """Profile `step(0)`, `step(1)`, ... and write the trace of all but the first two. mark: call prof.step()."""
     when = schedule(wait=1, warmup=1, active=steps - 2, repeat=1) if mark else None
     if not mark:
         step(0)
@@ -54,13 +54,13 @@ class Job:
 
 @lru_cache(maxsize=4)
 def events(path: Path) -> list[Event]:
-    """All events of a trace, by the standard library; times in ns after the base."""
+    """Return all events of a trace, read by the standard library, with start and end in ns after the base."""
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    found: list[Event] = json.loads(raw, parse_float=Decimal)["traceEvents"]
-    for event in found:
+    trace_events: list[Event] = json.loads(raw, parse_float=Decimal)["traceEvents"]
+    for event in trace_events:
         event["start"] = int(event.get("ts", 0) * 1000)
         event["end"] = event["start"] + int(event.get("dur", 0) * 1000)
-    return found
+    return trace_events
 
 
 def base(path: Path) -> int:
@@ -71,12 +71,12 @@ def named(path: Path, name: str) -> list[Event]:
     return sorted((event for event in events(path) if event.get("name") == name), key=lambda event: event["start"])
 
 
-def imported(*paths: Path) -> Trace:
+def import_files(*paths: Path) -> Trace:
     builder = TraceBuilder("imported")
     for number, path in enumerate(paths):
         source = Source(path)
-        assert kineto.matches(source)
-        kineto.read(source, builder, number)
+        assert KinetoImporter().matches(source)
+        read_trace(source, builder, number)
     trace = builder.build()
     for rank in trace.ranks:
         in_order(trace.phases(rank))
@@ -85,23 +85,23 @@ def imported(*paths: Path) -> Trace:
 
 def in_order(phases: pd.DataFrame) -> None:
     """No phase overlaps another, neither on the host nor on the device."""
-    known = phases[phases["gpu_start_ns"].notna()]
-    for rows, where in ((phases, ""), (known, "gpu_")):
+    on_device = phases[phases["gpu_start_ns"].notna()]
+    for rows, where in ((phases, ""), (on_device, "gpu_")):
         start, end = rows[f"{where}start_ns"].tolist(), rows[f"{where}end_ns"].tolist()
         assert all(a <= b for a, b in zip(start, end, strict=True))
         assert all(a <= b for a, b in zip(end, start[1:], strict=False))
 
 
 def shape(phases: pd.DataFrame) -> dict[int, str]:
-    """The phases of each iteration by their first letters: {3: "fbu"}."""
+    """Return the phases of each iteration by their first letters: {3: "fbu"}."""
     letters = phases["phase"].str[0].groupby(phases["iteration"]).agg("".join)
     return {int(iteration): letters[iteration] for iteration in letters.index}
 
 
-# -- made ones -------------------------------------------------------------------------------------------------------
+# -- made traces -------------------------------------------------------------------------------------------------------
 
 
-def made(path: Path, events: Iterable[Event], **meta: Any) -> Path:
+def write_trace(path: Path, events: Iterable[Event], **meta: Any) -> Path:
     head = {"schemaVersion": 1, "baseTimeNanoseconds": BASE, **meta}
     text = json.dumps({**head, "traceEvents": list(events)})
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
@@ -112,23 +112,23 @@ def span(name: str, ts: float, end: float, cat: str = "user_annotation", **args:
     return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": round(end - ts, 3), "args": args}
 
 
-def launched(at: float, ts: float, end: float, correlation: int, stream: int = 7, **more: Any) -> list[Event]:
-    """Work on the GPU, and the call that launched it. more: cat, name, device, bytes."""
-    more = {"cat": "kernel", "name": "gemm", "device": 0, **more}
-    cat, name = more.pop("cat"), more.pop("name")
+def launched(launch_ts: float, ts: float, end: float, correlation: int, stream: int = 7, **fields: Any) -> list[Event]:
+    """Return work on the GPU and the call that launched it. fields: cat, name, device, bytes."""
+    fields = {"cat": "kernel", "name": "gemm", "device": 0, **fields}
+    cat, name = fields.pop("cat"), fields.pop("name")
     return [
-        span("cudaLaunchKernel", at, at + 0.5, "cuda_runtime", correlation=correlation),
-        span(name, ts, end, cat, correlation=correlation, stream=stream, **more),
+        span("cudaLaunchKernel", launch_ts, launch_ts + 0.5, "cuda_runtime", correlation=correlation),
+        span(name, ts, end, cat, correlation=correlation, stream=stream, **fields),
     ]
 
 
-def memory(ts: float, allocated: int, reserved: int = 0, type: int = 1, device: int = 0) -> Event:
-    told = {"Total Allocated": allocated, "Total Reserved": reserved, "Device Type": type, "Device Id": device}
-    return {"ph": "i", "s": "t", "cat": "cpu_instant_event", "name": "[memory]", "ts": ts, "args": told}
+def memory_event(ts: float, allocated: int, reserved: int = 0, type: int = 1, device: int = 0) -> Event:
+    args = {"Total Allocated": allocated, "Total Reserved": reserved, "Device Type": type, "Device Id": device}
+    return {"ph": "i", "s": "t", "cat": "cpu_instant_event", "name": "[memory]", "ts": ts, "args": args}
 
 
 def iteration(number: int, ts: float) -> list[Event]:
-    """A marked iteration of 100 us: forward 10 to 30, backward 40 to 70, update 80 to 90."""
+    """Return a marked iteration of 100 us: forward 10 to 30, backward 40 to 70, update 80 to 90."""
     return [
         span(f"ProfilerStep#{number}", ts, ts + 100),
         span("forward", ts + 10, ts + 30),

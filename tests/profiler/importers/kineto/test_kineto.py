@@ -1,4 +1,4 @@
-"""What is read of a Kineto trace: its rank, devices, memory, copies and device times; and what of a damaged one."""
+"""Contents of a Kineto trace: rank, devices, memory, copies and device times; and damaged traces."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ebbtide.profiler.importers.kineto import importer as kineto
+from ebbtide.profiler.importers.kineto.importer import KinetoImporter, read_trace
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import TraceBuilder, open_trace
+from ebbtide.profiler.trace.metadata import DeviceInfo, ImportedFile
 from tests.conftest import ebbtide
 from tests.profiler.importers.kineto.made_kineto import (
     BASE,
@@ -23,16 +24,16 @@ from tests.profiler.importers.kineto.made_kineto import (
     Job,
     base,
     events,
-    imported,
+    import_files,
     in_order,
     iteration,
     launched,
-    made,
-    memory,
+    memory_event,
     named,
     profiled,
     shape,
     span,
+    write_trace,
 )
 
 PUBLISHED = Path(__file__).parents[5] / "shared" / "published" / "kineto"
@@ -43,12 +44,12 @@ def copied(name: str, ts: float, end: float, size: int, correlation: int = 0, st
     return launched(ts, ts, end, correlation, stream, cat="gpu_memcpy", name=f"Memcpy {name}", bytes=size)
 
 
-# -- real ones of torch here -----------------------------------------------------------------------------------------
+# -- real traces of the installed torch --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real trace: CPU only, with memory, of two iterations."""
+    """Return a real trace of two iterations on the CPU, with memory."""
     job = Job()
 
     def step(number: int) -> None:
@@ -58,81 +59,81 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return profiled(tmp_path_factory.mktemp("kineto") / "run.json", 4, step, profile_memory=True)
 
 
-def test_a_job_on_the_cpu_has_phases_and_memory_and_no_copies_to_tell_of(recorded: Path) -> None:
-    trace = imported(recorded)
+def test_read_trace__a_cpu_job_has_phases_and_memory_but_no_copies(recorded: Path) -> None:
+    trace = import_files(recorded)
     entry = trace.rank(0)
-    assert entry["devices"] == [{"device": "cpu", "kind": "cpu", "name": None, "capacity_bytes": None}]
-    assert entry["transfers_recorded"] is False
+    assert entry.devices == (DeviceInfo(device="cpu", kind="cpu"),)
+    assert entry.transfers_recorded is False
     assert shape(trace.phases(0)) == {2: "fbu", 3: "fbu"}
-    told = [event for event in named(recorded, "[memory]") if event["args"]["Device Type"] == 0]
-    line = trace.memory(0)
-    assert set(zip(line["device"], line["pool"], strict=True)) == {("cpu", "allocated")}
-    held = dict(zip((line["t_ns"] - base(recorded)).tolist(), line["bytes"].tolist(), strict=True))
-    assert len(held) > 50
+    memory_events = [event for event in named(recorded, "[memory]") if event["args"]["Device Type"] == 0]
+    memory = trace.memory(0)
+    assert set(zip(memory["device"], memory["pool"], strict=True)) == {("cpu", "allocated")}
+    sizes = dict(zip((memory["t_ns"] - base(recorded)).tolist(), memory["bytes"].tolist(), strict=True))
+    assert len(sizes) > 50
     last = None
-    for event in told:
-        last = held.get(event["start"], last)
+    for event in memory_events:
+        last = sizes.get(event["start"], last)
         assert last == event["args"]["Total Allocated"]
     (note,) = trace.notes
     assert "ProfilerActivity.CUDA" in note
 
 
-def test_packed_and_unpacked_are_the_same(recorded: Path, tmp_path: Path) -> None:
+def test_read_trace__gives_the_same_for_packed_files(recorded: Path, tmp_path: Path) -> None:
     packed = tmp_path / "run.json.gz"
     packed.write_bytes(gzip.compress(recorded.read_bytes()))
-    a, b = imported(recorded), imported(packed)
+    a, b = import_files(recorded), import_files(packed)
     for table in ("phases", "memory", "transfers"):
         assert a.table(0, table).equals(b.table(0, table))
 
 
-def test_what_torch_packs_itself_is_read(tmp_path: Path) -> None:
+def test_read_trace__reads_files_that_torch_packs(tmp_path: Path) -> None:
     job = Job()
     path = profiled(tmp_path / "run.json.gz", 3, lambda number: (job.forward().backward(), job.update())[1])
-    assert shape(imported(path).phases(0)) == {2: "fbu"}
+    assert shape(import_files(path).phases(0)) == {2: "fbu"}
 
 
-def test_the_command_writes_a_trace_that_opens(recorded: Path, tmp_path: Path) -> None:
+def test_import_command__writes_a_trace_that_opens(recorded: Path, tmp_path: Path) -> None:
     run = ebbtide("import", recorded, "-o", tmp_path / "run.ebb")
     assert run.returncode == 0, run.stderr
     trace = open_trace(tmp_path / "run.ebb")
-    assert trace.meta["imported"] == [{"format": "kineto", "file": "run.json"}]
-    assert trace.phases(0).equals(imported(recorded).phases(0))
+    assert trace.meta.imported == (ImportedFile(format="kineto", file="run.json"),)
+    assert trace.phases(0).equals(import_files(recorded).phases(0))
     summary = json.loads(ebbtide("summary", trace.path, "--json").stdout)
     assert summary["iterations"] == 2
     assert summary["transfers"]["h2d"]["bytes"] is None
 
 
-# -- made ones of GPU jobs -------------------------------------------------------------------------------------------
+# -- made traces of GPU jobs -------------------------------------------------------------------------------------------
 
 
-def test_copies_are_read_in_order_with_their_sizes_and_kinds_of_memory(tmp_path: Path) -> None:
+def test_transfers__have_sizes_and_kinds_of_memory_in_order(tmp_path: Path) -> None:
     both = [*copied("DtoH (Device -> Pinned)", 20, 30.5, 7), *copied("HtoD (Pageable -> Device)", 10, 11, 5)]
-    trace = imported(made(tmp_path / "run.json", [*both, *copied("DtoD (Device -> Device)", 1, 2, 3)]))
+    trace = import_files(write_trace(tmp_path / "run.json", [*both, *copied("DtoD (Device -> Device)", 1, 2, 3)]))
     rows = trace.transfers(0)[["start_ns", "end_ns", "direction", "bytes", "host_memory", "device", "stream"]]
     assert (rows[["start_ns", "end_ns"]] - BASE).to_numpy().tolist() == [[10_000, 11_000], [20_000, 30_500]]
     assert rows.iloc[:, 2:].to_numpy().tolist() == [
         ["h2d", 5, "pageable", "cuda:0", 9],
         ["d2h", 7, "pinned", "cuda:0", 9],
     ]
-    assert trace.rank(0)["transfers_recorded"] is True
+    assert trace.rank(0).transfers_recorded is True
 
 
-def test_a_gpu_that_copied_nothing_has_its_copies_told(tmp_path: Path) -> None:
-    trace = imported(made(tmp_path / "run.json", launched(1, 2, 3, 1)))
-    assert trace.rank(0)["transfers_recorded"] is True
+def test_transfers__count_as_recorded_if_a_gpu_copied_nothing(tmp_path: Path) -> None:
+    trace = import_files(write_trace(tmp_path / "run.json", launched(1, 2, 3, 1)))
+    assert trace.rank(0).transfers_recorded is True
     assert any("no copy between host and device" in note for note in trace.notes)
 
 
-def test_memory_of_the_gpus_is_read_at_each_change(tmp_path: Path) -> None:
-    told = [
-        memory(3, 30, 64),
-        memory(1, 10, 64),
-        memory(2, 30, 64),
-        memory(1.5, 7, 9, device=1),
-        memory(2, 999, type=0),
+def test_allocator_memory__has_each_change_on_the_gpus(tmp_path: Path) -> None:
+    memory_events = [
+        memory_event(3, 30, 64),
+        memory_event(1, 10, 64),
+        memory_event(2, 30, 64),
+        memory_event(1.5, 7, 9, device=1),
+        memory_event(2, 999, type=0),
     ]
-    trace = imported(made(tmp_path / "run.json", told, deviceProperties=CARDS))
-    rows = [(t - BASE, *rest) for t, *rest in trace.memory(0).itertuples(index=False)]
+    trace = import_files(write_trace(tmp_path / "run.json", memory_events, deviceProperties=CARDS))
+    rows = [(t - BASE, *columns) for t, *columns in trace.memory(0).itertuples(index=False)]
     assert sorted(rows) == [
         (1_000, "cuda:0", "allocated", 10),
         (1_000, "cuda:0", "reserved", 64),
@@ -140,61 +141,69 @@ def test_memory_of_the_gpus_is_read_at_each_change(tmp_path: Path) -> None:
         (1_500, "cuda:1", "reserved", 9),
         (2_000, "cuda:0", "allocated", 30),
     ]
-    assert [device["device"] for device in trace.rank(0)["devices"]] == ["cuda:0", "cuda:1"]
+    assert [device.device for device in trace.rank(0).devices] == ["cuda:0", "cuda:1"]
 
 
-def test_the_devices_are_those_that_worked_the_busiest_first(tmp_path: Path) -> None:
+def test_devices__are_those_that_ran_work_by_busy_time(tmp_path: Path) -> None:
     work = [*launched(0, 1, 2, 1, device=1), *launched(0, 5, 50, 2, device=3), *launched(0, 2, 4, 3, device=1)]
-    entry = imported(made(tmp_path / "run.json", work, deviceProperties=CARDS)).rank(0)
-    assert entry["devices"] == [
-        {"device": "cuda:3", "kind": "cuda", "name": "card 3", "capacity_bytes": 4 * 10**9},
-        {"device": "cuda:1", "kind": "cuda", "name": "card 1", "capacity_bytes": 2 * 10**9},
-    ]
+    entry = import_files(write_trace(tmp_path / "run.json", work, deviceProperties=CARDS)).rank(0)
+    assert entry.devices == (
+        DeviceInfo(device="cuda:3", kind="cuda", name="card 3", capacity_bytes=4 * 10**9),
+        DeviceInfo(device="cuda:1", kind="cuda", name="card 1", capacity_bytes=2 * 10**9),
+    )
 
 
 def device_times(path: Path) -> list[tuple[float, float] | None]:
-    """(start, end) of each phase on the device, microseconds after the base."""
-    times = imported(path).phases(0)[["gpu_start_ns", "gpu_end_ns"]]
-    known = times.notna().all(axis=1)
+    """Return the (start, end) of each phase on the device in us after the base, or None."""
+    times = import_files(path).phases(0)[["gpu_start_ns", "gpu_end_ns"]]
+    complete = times.notna().all(axis=1)
     return [
-        ((start - BASE) / 1000, (end - BASE) / 1000) if told else None
-        for told, (start, end) in zip(known, times.itertuples(index=False), strict=True)
+        ((start - BASE) / 1000, (end - BASE) / 1000) if has_times else None
+        for has_times, (start, end) in zip(complete, times.itertuples(index=False), strict=True)
     ]
 
 
-def test_a_phase_ran_on_the_device_when_what_it_launched_ran(tmp_path: Path) -> None:
+def test_device_times__span_the_work_that_a_phase_launched(tmp_path: Path) -> None:
     work = [
         *launched(11, 15, 35, 1), *launched(29, 35, 45, 2), *launched(41, 46, 47, 3), *launched(69, 70, 120, 4),
         *launched(5, 6, 7, 5), *launched(75, 121, 122, 6), *launched(81, 123, 124, 7),
     ]  # fmt: skip
-    assert device_times(made(tmp_path / "run.json", [*iteration(3, 0), *work])) == [(15, 45), (46, 120), (123, 124)]
+    assert device_times(write_trace(tmp_path / "run.json", [*iteration(3, 0), *work])) == [
+        (15, 45),
+        (46, 120),
+        (123, 124),
+    ]
 
 
-def test_copies_on_another_stream_do_not_blur_where_a_phase_ends(tmp_path: Path) -> None:
+def test_device_times__ignore_copies_on_another_stream(tmp_path: Path) -> None:
     work = [*launched(11, 15, 35, 1), *launched(41, 46, 80, 3), *launched(81, 82, 84, 7)]
     long = launched(12, 13, 79, 8, stream=9, cat="gpu_memcpy", name="Memcpy HtoD (Pinned -> Device)")
-    assert device_times(made(tmp_path / "run.json", [*iteration(3, 0), *work, *long])) == [(15, 35), (46, 80), (82, 84)]
+    assert device_times(write_trace(tmp_path / "run.json", [*iteration(3, 0), *work, *long])) == [
+        (15, 35),
+        (46, 80),
+        (82, 84),
+    ]
 
 
-def test_a_phase_that_used_only_another_stream_is_told_by_that(tmp_path: Path) -> None:
+def test_device_times__use_another_stream_if_a_phase_used_no_other(tmp_path: Path) -> None:
     work = [*launched(11, 15, 35, 1), *launched(41, 46, 80, 3), *launched(81, 75, 95, 7, stream=9)]
-    assert device_times(made(tmp_path / "run.json", [*iteration(3, 0), *work])) == [(15, 35), (46, 80), (80, 95)]
+    assert device_times(write_trace(tmp_path / "run.json", [*iteration(3, 0), *work])) == [(15, 35), (46, 80), (80, 95)]
 
 
-def test_a_phase_that_launched_nothing_has_no_device_times(tmp_path: Path) -> None:
+def test_device_times__are_missing_if_a_phase_launched_nothing(tmp_path: Path) -> None:
     work = [*launched(11, 15, 35, 1), *launched(81, 82, 84, 0), span("gemm", 41, 42, "kernel", device=0, stream=7)]
-    assert device_times(made(tmp_path / "run.json", [*iteration(3, 0), *work])) == [(15, 35), None, None]
+    assert device_times(write_trace(tmp_path / "run.json", [*iteration(3, 0), *work])) == [(15, 35), None, None]
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_the_schema_of_old_traces_is_the_same_to_the_reader(tmp_path: Path, old: bool) -> None:
-    """Until torch 1.8 categories had other names, and until 2.4 times were since 1970."""
+def test_read_trace__reads_the_schema_of_old_versions(tmp_path: Path, old: bool) -> None:
+    """Categories had other names until torch 1.8, and times were Unix times until 2.4."""
     names = {"user_annotation": "Operator", "kernel": "Kernel", "gpu_memcpy": "Memcpy", "cuda_runtime": "Runtime"}
     work = [
         *iteration(1, 0),
         *launched(11, 15, 35, 1),
         *copied("HtoD (Pinned -> Device)", 1.001, 2, 8),
-        memory(1, 3, 4),
+        memory_event(1, 3, 4),
     ]
     if old:
         for event in work:
@@ -203,19 +212,19 @@ def test_the_schema_of_old_traces_is_the_same_to_the_reader(tmp_path: Path, old:
         text = json.dumps({"traceEvents": work}).replace('"@', "").replace('@"', "")
         (tmp_path / "run.json").write_text(text)
     else:
-        made(tmp_path / "run.json", work)
-    trace = imported(tmp_path / "run.json")
+        write_trace(tmp_path / "run.json", work)
+    trace = import_files(tmp_path / "run.json")
     assert (trace.phases(0)["start_ns"] - BASE).tolist() == [10_000, 40_000, 80_000]
     assert (trace.transfers(0)["start_ns"] - BASE).tolist() == [1_001]
     assert trace.phases(0)["gpu_end_ns"].iloc[0] - BASE == 35_000
     assert len(trace.memory(0)) == 2
 
 
-# -- ranks -----------------------------------------------------------------------------------------------------------
+# -- ranks -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "rank"),
+    ("name", "info", "rank"),
     [
         ("worker-rank-7.json", {"rank": 3}, 3),
         ("worker-rank-7.pt.trace.json", None, 7),
@@ -228,45 +237,48 @@ def test_the_schema_of_old_traces_is_the_same_to_the_reader(tmp_path: Path, old:
         ("rank99999999.json", None, 0),
     ],
 )
-def test_the_rank_is_told_or_in_the_name_or_counted(tmp_path: Path, name: str, told: Any, rank: int) -> None:
-    trace = imported(made(tmp_path / name, iteration(0, 0), **({} if told is None else {"distributedInfo": told})))
+def test_rank__comes_from_contents_then_name_then_position(tmp_path: Path, name: str, info: Any, rank: int) -> None:
+    trace = import_files(
+        write_trace(tmp_path / name, iteration(0, 0), **({} if info is None else {"distributedInfo": info}))
+    )
     assert trace.ranks == [rank]
 
 
-def test_files_of_several_ranks_are_one_trace(tmp_path: Path) -> None:
+def test_import_trace__combines_files_of_several_ranks(tmp_path: Path) -> None:
     info = [{"rank": rank, "world_size": 2, "backend": "nccl"} for rank in (1, 0)]
     paths = [
-        made(tmp_path / f"{n}.json", iteration(4, 10 * n), distributedInfo=info[n], host_name="box") for n in (0, 1)
+        write_trace(tmp_path / f"{n}.json", iteration(4, 10 * n), distributedInfo=info[n], host_name="box")
+        for n in (0, 1)
     ]
-    trace = imported(*paths)
+    trace = import_files(*paths)
     assert trace.ranks == [0, 1]
     assert [(trace.phases(rank)["start_ns"].min() - BASE) // 1000 for rank in (0, 1)] == [20, 10]
     entry = trace.rank(1)
-    assert (entry["world_size"], entry["backend"], entry["host"]) == (2, "nccl", "box")
+    assert (entry.world_size, trace.raw_meta["ranks"][1]["backend"], entry.host) == (2, "nccl", "box")
 
 
-def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
+def test_read_trace__refuses_two_files_of_one_rank(tmp_path: Path) -> None:
     for name in ("a.json", "b.json"):
-        made(tmp_path / name, iteration(0, 0), distributedInfo={"rank": 5})
+        write_trace(tmp_path / name, iteration(0, 0), distributedInfo={"rank": 5})
     with pytest.raises(SourceError, match=r"a\.json and .*b\.json are both of rank 5"):
-        imported(tmp_path / "a.json", tmp_path / "b.json")
+        import_files(tmp_path / "a.json", tmp_path / "b.json")
 
 
-def test_phases_that_another_file_told_stand(tmp_path: Path) -> None:
+def test_read_trace__keeps_phases_of_another_file(tmp_path: Path) -> None:
     builder = TraceBuilder("imported")
     builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda"}]).phase("forward", 1, 2)
-    kineto.read(Source(made(tmp_path / "run.json", [*iteration(0, 0), *launched(1, 2, 3, 1)])), builder, 0)
+    read_trace(Source(write_trace(tmp_path / "run.json", [*iteration(0, 0), *launched(1, 2, 3, 1)])), builder, 0)
     trace = builder.build()
     assert len(trace.phases(0)) == 1
-    assert [device["device"] for device in trace.rank(0)["devices"]] == ["cuda:0"]
+    assert [device.device for device in trace.rank(0).devices] == ["cuda:0"]
     assert any("its phases are left out" in note for note in trace.notes)
 
 
-# -- what is no trace, or damaged ------------------------------------------------------------------------------------
+# -- other and damaged files -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("text", "known"),
+    ("text", "expected"),
     [
         ('{"traceEvents": []}', True),
         (' {\n "schemaVersion": 1, "deviceProperties": [', True),
@@ -278,34 +290,34 @@ def test_phases_that_another_file_told_stand(tmp_path: Path) -> None:
         ("\x80\x04", False),
     ],
 )
-def test_it_is_known_by_what_it_holds(tmp_path: Path, text: str, known: bool) -> None:
+def test_matches__decides_by_content(tmp_path: Path, text: str, expected: bool) -> None:
     (tmp_path / "file").write_text(text)
-    assert kineto.matches(Source(tmp_path / "file")) is known
+    assert KinetoImporter().matches(Source(tmp_path / "file")) is expected
 
 
 @pytest.mark.parametrize("text", ["{}", '{"traceEvents": []}', '{"traceEvents": 3}', '{"traceEvents": [{"ph', "[3, 4]"])
-def test_what_holds_no_events_is_one_clean_error(tmp_path: Path, text: str) -> None:
+def test_read_trace__raises_one_error_for_files_without_events(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(SourceError, match=r"run\.json") as error:
-        kineto.read(Source(tmp_path / "run.json"), TraceBuilder(), 0)
+        read_trace(Source(tmp_path / "run.json"), TraceBuilder(), 0)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_file_that_was_cut_off_is_read_up_to_there(tmp_path: Path, packed: bool) -> None:
+def test_read_trace__reads_a_cut_file_up_to_the_cut(tmp_path: Path, packed: bool) -> None:
     work = [event for number in range(1000) for event in iteration(number, 200 * number)]
-    path = made(tmp_path / ("run.json.gz" if packed else "run.json"), work)
+    path = write_trace(tmp_path / ("run.json.gz" if packed else "run.json"), work)
     path.write_bytes(path.read_bytes()[:-300])
-    trace = imported(path)
-    (note,) = (note for note in trace.notes if "what stands before is imported" in note)
+    trace = import_files(path)
+    (note,) = (note for note in trace.notes if "the events before that are imported" in note)
     assert note.startswith(f"{path.name}: it ")
     assert str(tmp_path) not in note
     assert len(shape(trace.phases(0))) > 500
 
 
-def test_odd_events_are_left_out_and_counted(tmp_path: Path) -> None:
-    odd = [span("a", -1e300, 0), span("b", 5, 4), {"ph": "X", "ts": "soon"}, 3, None, [[]], {"ts": {}}]
-    trace = imported(made(tmp_path / "run.json", [*iteration(0, 0), *odd, *iteration(1, 100)]))
+def test_read_trace__leaves_out_and_counts_invalid_events(tmp_path: Path) -> None:
+    invalid = [span("a", -1e300, 0), span("b", 5, 4), {"ph": "X", "ts": "soon"}, 3, None, [[]], {"ts": {}}]
+    trace = import_files(write_trace(tmp_path / "run.json", [*iteration(0, 0), *invalid, *iteration(1, 100)]))
     assert shape(trace.phases(0)) == {0: "fbu", 1: "fbu"}
     assert "run.json: 7 events could not be read and are left out" in trace.notes
 
@@ -322,16 +334,16 @@ def test_odd_events_are_left_out_and_counted(tmp_path: Path) -> None:
         {"baseTimeNanoseconds": 10**30},
     ],
 )
-def test_odd_facts_are_not_told(tmp_path: Path, meta: dict[str, Any]) -> None:
-    trace = imported(made(tmp_path / "run.json", [*iteration(0, 0), *launched(11, 12, 13, 1)], **meta))
-    (device,) = trace.rank(0)["devices"]
-    assert device == {"device": "cuda:0", "kind": "cuda", "name": None, "capacity_bytes": None}
-    assert "world_size" not in trace.rank(0)
+def test_read_trace__ignores_invalid_metadata(tmp_path: Path, meta: dict[str, Any]) -> None:
+    trace = import_files(write_trace(tmp_path / "run.json", [*iteration(0, 0), *launched(11, 12, 13, 1)], **meta))
+    (device,) = trace.rank(0).devices
+    assert device == DeviceInfo(device="cuda:0", kind="cuda")
+    assert trace.rank(0).world_size is None
     assert len(trace.phases(0)) == 3
 
 
 SMALL = [
-    *iteration(0, 0), *launched(11, 12, 13, 1), *copied("HtoD (Pinned -> Device)", 45, 50, 7), memory(5, 10, 20),
+    *iteration(0, 0), *launched(11, 12, 13, 1), *copied("HtoD (Pinned -> Device)", 45, 50, 7), memory_event(5, 10, 20),
     span("autograd::engine::evaluate_function: AddBackward0", 50, 60, "cpu_op", **{"Sequence number": 4}),
     span("nn.Module: Linear", 12, 20, "python_function"),
 ]  # fmt: skip
@@ -339,53 +351,53 @@ SMALL = [
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
-def test_a_damaged_file_is_one_clean_error_or_a_trace(tmp_path: Path, data: st.DataObject) -> None:
-    path = made(tmp_path / "run.json", SMALL, deviceProperties=CARDS, distributedInfo={"rank": 1})
+def test_read_trace__raises_one_error_or_returns_a_trace_for_damaged_files(tmp_path: Path, data: st.DataObject) -> None:
+    path = write_trace(tmp_path / "run.json", SMALL, deviceProperties=CARDS, distributedInfo={"rank": 1})
     raw = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(raw)))
+        position = data.draw(st.integers(0, len(raw)))
         length = data.draw(st.sampled_from([0, 1, 3, 30]))
-        raw[at : at + length] = data.draw(
+        raw[position : position + length] = data.draw(
             st.binary(max_size=4) | st.sampled_from([b"{", b"]", b'"', b"\\", b"1e300", b"-", b"null", b"99999999999"])
         )
     path.write_bytes(raw)
     builder = TraceBuilder("imported")
     with contextlib.suppress(SourceError):
-        kineto.read(Source(path), builder, 0)
+        read_trace(Source(path), builder, 0)
     trace = builder.build()
     for rank in trace.ranks:
         in_order(trace.phases(rank))
         for table in ("memory", "transfers"):
             trace.table(rank, table)
-    json.dumps(trace.meta)
+    json.dumps(trace.raw_meta)
 
 
-# -- published ones --------------------------------------------------------------------------------------------------
+# -- published traces --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["control.json.gz", "sampled_rank-0.json.gz"])
 def published(request: pytest.FixtureRequest) -> Path:
     path = PUBLISHED / request.param
     if not path.exists():
-        pytest.skip("the published measurements are not beside this checkout")
+        pytest.skip("the published measurements are not here (shared/published)")
     return path
 
 
-def test_published_copies_are_those_that_json_tells(published: Path) -> None:
-    trace = imported(published)
+def test_transfers__match_the_json_of_published_traces(published: Path) -> None:
+    trace = import_files(published)
     (rank,) = trace.ranks
     rows = trace.transfers(rank)
-    for direction, way in (("h2d", "HtoD"), ("d2h", "DtoH")):
-        told = [e for e in events(published) if e.get("cat") == "gpu_memcpy" and way in e["name"]]
-        found = rows[rows["direction"] == direction]
-        assert len(found) == len(told) > 0
-        assert found["bytes"].sum() == sum(event["args"]["bytes"] for event in told)
-        spans = zip(found["start_ns"].tolist(), found["end_ns"].tolist(), strict=True)
-        assert busy(spans) == busy((event["start"], event["end"]) for event in told)
+    for direction, kind in (("h2d", "HtoD"), ("d2h", "DtoH")):
+        copies = [e for e in events(published) if e.get("cat") == "gpu_memcpy" and kind in e["name"]]
+        imported_copies = rows[rows["direction"] == direction]
+        assert len(imported_copies) == len(copies) > 0
+        assert imported_copies["bytes"].sum() == sum(event["args"]["bytes"] for event in copies)
+        spans = zip(imported_copies["start_ns"].tolist(), imported_copies["end_ns"].tolist(), strict=True)
+        assert busy(spans) == busy((event["start"], event["end"]) for event in copies)
 
 
 def busy(spans: Any) -> int:
-    """ns in which at least one of the spans lasts."""
+    """Return the ns that at least one of the spans covers."""
     total = reached = 0
     for start, end in sorted(spans):
         total += max(end - max(start, reached), 0)
@@ -393,26 +405,26 @@ def busy(spans: Any) -> int:
     return total
 
 
-def test_published_phases_are_those_that_are_annotated(published: Path) -> None:
-    trace = imported(published)
+def test_find_phases__match_the_annotations_of_published_traces(published: Path) -> None:
+    trace = import_files(published)
     phases = trace.phases(trace.ranks[0])
     for phase, name in (("forward", "## forward ##"), ("backward", "## backward ##")):
-        found = phases[phases["phase"] == phase]
-        assert found["start_ns"].tolist() == [event["start"] for event in named(published, name)]
-        assert found["end_ns"].tolist() == [event["end"] for event in named(published, name)]
+        of_phase = phases[phases["phase"] == phase]
+        assert of_phase["start_ns"].tolist() == [event["start"] for event in named(published, name)]
+        assert of_phase["end_ns"].tolist() == [event["end"] for event in named(published, name)]
     steps = [int(e["name"][13:]) for e in events(published) if e.get("name", "").startswith("ProfilerStep#")]
     assert phases["iteration"].unique().tolist() == sorted(steps)
     assert {text.rstrip("u") for text in shape(phases).values()} == {"fb"}
 
 
-def test_published_device_times_are_those_of_what_each_phase_launched(published: Path) -> None:
-    trace = imported(published)
+def test_device_times__match_the_launches_of_published_traces(published: Path) -> None:
+    trace = import_files(published)
     phases = trace.phases(trace.ranks[0])
-    found = events(published)
-    calls = {e["args"]["correlation"]: e["start"] for e in found if e.get("cat") == "cuda_runtime"}
+    all_events = events(published)
+    calls = {e["args"]["correlation"]: e["start"] for e in all_events if e.get("cat") == "cuda_runtime"}
     ran: dict[int, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
     spans = list(zip(phases["start_ns"].tolist(), phases["end_ns"].tolist(), strict=True))
-    for event in found:
+    for event in all_events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             call = calls.get(event["args"]["correlation"], -1)
             for number, (start, end) in enumerate(spans):
@@ -423,24 +435,24 @@ def test_published_device_times_are_those_of_what_each_phase_launched(published:
         assert (row.gpu_start_ns, row.gpu_end_ns) == (min(e["start"] for e in work), max(e["end"] for e in work))
 
 
-def test_published_phases_are_found_without_annotations_too(tmp_path: Path) -> None:
+def test_find_phases__finds_the_same_without_annotations(tmp_path: Path) -> None:
     path = PUBLISHED / "control.json.gz"
     if not path.exists():
-        pytest.skip("the published measurements are not beside this checkout")
-    whole = json.loads(gzip.decompress(path.read_bytes()))
+        pytest.skip("the published measurements are not here (shared/published)")
+    document = json.loads(gzip.decompress(path.read_bytes()))
     kept = ("ProfilerStep", "Optimizer.step")
-    whole["traceEvents"] = [
+    document["traceEvents"] = [
         event
-        for event in whole["traceEvents"]
+        for event in document["traceEvents"]
         if event.get("cat") != "user_annotation" or event["name"].startswith(kept)
     ]
     bare = tmp_path / "bare.json"
-    bare.write_text(json.dumps(whole))
-    annotated, told = imported(path).phases(3), imported(bare).phases(3)
-    assert told["phase"].tolist() == annotated["phase"].tolist()
-    assert told["iteration"].tolist() == annotated["iteration"].tolist()
-    backward = told["phase"] == "backward"
-    assert (told["start_ns"] >= annotated["start_ns"])[backward].all()
-    assert (told["end_ns"] <= annotated["end_ns"])[backward].all()
-    ratio = (told["end_ns"] - told["start_ns"]) / (annotated["end_ns"] - annotated["start_ns"])
+    bare.write_text(json.dumps(document))
+    annotated, derived = import_files(path).phases(3), import_files(bare).phases(3)
+    assert derived["phase"].tolist() == annotated["phase"].tolist()
+    assert derived["iteration"].tolist() == annotated["iteration"].tolist()
+    backward = derived["phase"] == "backward"
+    assert (derived["start_ns"] >= annotated["start_ns"])[backward].all()
+    assert (derived["end_ns"] <= annotated["end_ns"])[backward].all()
+    ratio = (derived["end_ns"] - derived["start_ns"]) / (annotated["end_ns"] - annotated["start_ns"])
     assert (ratio[backward] > 0.9).all()

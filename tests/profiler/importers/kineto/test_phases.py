@@ -1,4 +1,4 @@
-"""Phases and iterations from real traces of torch's profiler, and from made ones of what a small CPU job cannot do."""
+"""Phases and iterations from real traces of small CPU jobs, and from made traces of other cases."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tests.profiler.importers.kineto.made_kineto import (
     BASE,
     Job,
     base,
-    imported,
+    import_files,
     iteration,
-    made,
     named,
     profiled,
     shape,
     span,
+    write_trace,
 )
 
-# Names that say nothing of phases, to find in the trace what the job did when.
+# Names without words of phases, to mark in the trace what the job did.
 FIRST, SECOND = "part one", "part two"
 
 
 def accumulating(job: Job) -> Callable[[int], None]:
-    """Steps of two micro-steps, with an evaluation after the update and a figure read."""
+    """Return a step of two micro-steps, with an evaluation after the update and a value read."""
 
     def step(number: int) -> None:
         for _ in range(2):
@@ -47,7 +47,7 @@ def accumulating(job: Job) -> Callable[[int], None]:
 
 
 def assert_inside(phases: pd.DataFrame, path: Path, name: str) -> None:
-    """The phases lie in the annotated spans, one in each."""
+    """Assert that there is one phase inside each annotated span."""
     spans = named(path, name)
     assert len(phases) == len(spans) > 0
     for row, within in zip(phases.itertuples(), spans, strict=True):
@@ -59,16 +59,14 @@ def of(phases: pd.DataFrame, phase: str) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("with_stack", [False, True])
-def test_accumulation_is_micro_steps_of_one_iteration_and_evaluations_are_no_phase(
-    tmp_path: Path, with_stack: bool
-) -> None:
+def test_find_phases__numbers_micro_steps_and_leaves_out_evaluations(tmp_path: Path, with_stack: bool) -> None:
     job = Job()
     path = profiled(tmp_path / "run.json", 5, accumulating(job), with_stack=with_stack, record_shapes=with_stack)
-    trace = imported(path)
+    trace = import_files(path)
     phases = trace.phases(0)
     assert shape(phases) == {2: "fbfbu", 3: "fbfbu", 4: "fbfbu"}
     (begin,) = named(path, "ProfilerStep#2")
-    assert trace.rank(0)["first_iteration_start_ns"] == begin["start"] + base(path)
+    assert trace.rank(0).first_iteration_start_ns == begin["start"] + base(path)
     assert phases["micro_step"].tolist() == [0, 0, 1, 1, 1] * 3
     assert_inside(of(phases, "forward"), path, FIRST)
     assert_inside(of(phases, "backward"), path, SECOND)
@@ -78,16 +76,16 @@ def test_accumulation_is_micro_steps_of_one_iteration_and_evaluations_are_no_pha
     assert phases["gpu_start_ns"].isna().all()
 
 
-def test_recorded_calls_are_the_forwards_to_the_nanosecond(tmp_path: Path) -> None:
+def test_find_phases__forwards_are_the_recorded_calls(tmp_path: Path) -> None:
     path = profiled(tmp_path / "run.json", 4, accumulating(Job()), with_stack=True)
     calls = named(path, "nn.Module: Sequential_0")
-    forwards = of(imported(path).phases(0), "forward")
+    forwards = of(import_files(path).phases(0), "forward")
     training = [call for number, call in enumerate(calls) if number % 3 < 2]
     assert (forwards["start_ns"] - base(path)).tolist() == [call["start"] for call in training]
     assert (forwards["end_ns"] - base(path)).tolist() == [call["end"] for call in training]
 
 
-def test_annotations_that_say_so_are_the_phases(tmp_path: Path) -> None:
+def test_find_phases__uses_annotations_that_name_phases(tmp_path: Path) -> None:
     job = Job()
 
     def step(number: int) -> None:
@@ -98,21 +96,21 @@ def test_annotations_that_say_so_are_the_phases(tmp_path: Path) -> None:
         job.update()
 
     path = profiled(tmp_path / "run.json", 4, step)
-    phases = imported(path).phases(0)
+    phases = import_files(path).phases(0)
     assert shape(phases) == {2: "fbu", 3: "fbu"}
     for phase, name in (("forward", "## forward ##"), ("backward", "trainer.backward")):
         assert (of(phases, phase)["start_ns"] - base(path)).tolist() == [e["start"] for e in named(path, name)]
         assert (of(phases, phase)["end_ns"] - base(path)).tolist() == [e["end"] for e in named(path, name)]
 
 
-def test_without_marks_iterations_end_with_the_updates(tmp_path: Path) -> None:
-    trace = imported(profiled(tmp_path / "run.json", 5, accumulating(Job()), mark=False))
+def test_find_phases__iterations_end_with_updates_without_profiler_steps(tmp_path: Path) -> None:
+    trace = import_files(profiled(tmp_path / "run.json", 5, accumulating(Job()), mark=False))
     assert shape(trace.phases(0)) == {0: "fbfbu", 1: "fbfbu", 2: "fbfbu"}
     assert any("prof.step()" in note for note in trace.notes)
-    assert "first_iteration_start_ns" not in trace.rank(0)
+    assert trace.rank(0).first_iteration_start_ns is None
 
 
-def test_marks_of_micro_steps_do_not_end_iterations(tmp_path: Path) -> None:
+def test_find_phases__profiler_steps_of_micro_steps_do_not_end_iterations(tmp_path: Path) -> None:
     job = Job()
 
     def micro_step(number: int) -> None:
@@ -120,14 +118,14 @@ def test_marks_of_micro_steps_do_not_end_iterations(tmp_path: Path) -> None:
         if number % 2:
             job.update()
 
-    assert shape(imported(profiled(tmp_path / "run.json", 8, micro_step)).phases(0)) == {
+    assert shape(import_files(profiled(tmp_path / "run.json", 8, micro_step)).phases(0)) == {
         0: "fbfbu",
         1: "fbfbu",
         2: "fbfbu",
     }
 
 
-def test_a_step_that_was_skipped_still_is_an_iteration(tmp_path: Path) -> None:
+def test_find_phases__a_skipped_update_is_an_iteration(tmp_path: Path) -> None:
     job = Job()
 
     def step(number: int) -> None:
@@ -135,7 +133,7 @@ def test_a_step_that_was_skipped_still_is_an_iteration(tmp_path: Path) -> None:
         if number != 3:
             job.update()
 
-    assert shape(imported(profiled(tmp_path / "run.json", 6, step)).phases(0)) == {
+    assert shape(import_files(profiled(tmp_path / "run.json", 6, step)).phases(0)) == {
         2: "fbu",
         3: "fb",
         4: "fbu",
@@ -144,7 +142,7 @@ def test_a_step_that_was_skipped_still_is_an_iteration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mark", [True, False])
-def test_two_optimizers_are_two_updates_of_one_iteration(tmp_path: Path, mark: bool) -> None:
+def test_find_phases__two_optimizers_are_two_updates_of_one_iteration(tmp_path: Path, mark: bool) -> None:
     job = Job()
     other = torch.optim.SGD(job.model[0].parameters(), lr=0.1)
 
@@ -153,12 +151,12 @@ def test_two_optimizers_are_two_updates_of_one_iteration(tmp_path: Path, mark: b
         other.step()
         job.update()
 
-    phases = imported(profiled(tmp_path / "run.json", 4, step, mark=mark)).phases(0)
+    phases = import_files(profiled(tmp_path / "run.json", 4, step, mark=mark)).phases(0)
     assert [*shape(phases).values()] == ["fbuu", "fbuu"]
 
 
 @pytest.mark.parametrize("mark", [True, False])
-def test_an_optimizer_that_steps_for_each_subgroup_is_one_update(tmp_path: Path, mark: bool) -> None:
+def test_find_phases__steps_per_subgroup_are_one_update(tmp_path: Path, mark: bool) -> None:
     job = Job()
 
     def step(number: int) -> None:
@@ -168,14 +166,14 @@ def test_an_optimizer_that_steps_for_each_subgroup_is_one_update(tmp_path: Path,
         job.optimizer.zero_grad()
 
     path = profiled(tmp_path / "run.json", 4, step, mark=mark)
-    phases = imported(path).phases(0)
+    phases = import_files(path).phases(0)
     assert [*shape(phases).values()] == ["fbu", "fbu"]
     steps = named(path, "Optimizer.step#AdamW.step")
     assert (of(phases, "update")["end_ns"] - base(path)).tolist() == [steps[2]["end"], steps[5]["end"]]
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recomputed_forwards_belong_to_the_backward(tmp_path: Path, use_reentrant: bool) -> None:
+def test_find_phases__recomputed_forwards_belong_to_the_backward(tmp_path: Path, use_reentrant: bool) -> None:
     job = Job()
 
     def step(number: int) -> None:
@@ -188,12 +186,12 @@ def test_recomputed_forwards_belong_to_the_backward(tmp_path: Path, use_reentran
 
     for with_stack in (False, True):
         path = profiled(tmp_path / f"{with_stack}.json", 4, step, with_stack=with_stack)
-        phases = imported(path).phases(0)
+        phases = import_files(path).phases(0)
         assert shape(phases) == {2: "fbu", 3: "fbu"}
         assert_inside(of(phases, "backward"), path, SECOND)
 
 
-def test_a_gradient_taken_inside_a_forward_belongs_to_it(tmp_path: Path) -> None:
+def test_find_phases__a_gradient_inside_a_forward_belongs_to_it(tmp_path: Path) -> None:
     job = Job()
 
     def step(number: int) -> None:
@@ -204,10 +202,10 @@ def test_a_gradient_taken_inside_a_forward_belongs_to_it(tmp_path: Path) -> None
         (force.square().mean() + energy).backward()
         job.update()
 
-    assert shape(imported(profiled(tmp_path / "run.json", 4, step)).phases(0)) == {2: "fbu", 3: "fbu"}
+    assert shape(import_files(profiled(tmp_path / "run.json", 4, step)).phases(0)) == {2: "fbu", 3: "fbu"}
 
 
-def test_what_an_update_runs_belongs_to_it(tmp_path: Path) -> None:
+def test_find_phases__a_closure_belongs_to_its_update(tmp_path: Path) -> None:
     job = Job()
     optimizer = torch.optim.LBFGS(job.model.parameters(), max_iter=3)
 
@@ -218,10 +216,10 @@ def test_what_an_update_runs_belongs_to_it(tmp_path: Path) -> None:
         return loss
 
     path = profiled(tmp_path / "run.json", 4, lambda number: optimizer.step(closure))
-    assert shape(imported(path).phases(0)) == {2: "u", 3: "u"}
+    assert shape(import_files(path).phases(0)) == {2: "u", 3: "u"}
 
 
-def test_compiled_steps_have_their_phases(tmp_path: Path) -> None:
+def test_find_phases__covers_compiled_models(tmp_path: Path) -> None:
     job = Job()
     job.model = torch.compile(job.model, backend="aot_eager")  # type: ignore[assignment]
 
@@ -233,29 +231,29 @@ def test_compiled_steps_have_their_phases(tmp_path: Path) -> None:
         job.update()
 
     path = profiled(tmp_path / "run.json", 4, step)
-    phases = imported(path).phases(0)
+    phases = import_files(path).phases(0)
     assert shape(phases) == {2: "fbu", 3: "fbu"}
     assert_inside(of(phases, "forward"), path, FIRST)
     assert_inside(of(phases, "backward"), path, SECOND)
 
 
-def test_an_inference_has_no_iterations_and_is_told_so(tmp_path: Path) -> None:
+def test_find_phases__notes_that_inference_has_no_phases(tmp_path: Path) -> None:
     job = Job()
 
     def step(number: int) -> None:
         with torch.no_grad():
             job.model(torch.randn(8, 16))
 
-    trace = imported(profiled(tmp_path / "run.json", 4, step))
+    trace = import_files(profiled(tmp_path / "run.json", 4, step))
     assert trace.phases(0).empty
-    assert any("nothing in it tells the phases" in note for note in trace.notes)
+    assert any("it does not mark phases" in note for note in trace.notes)
 
 
-# -- made ones -------------------------------------------------------------------------------------------------------
+# -- made traces -------------------------------------------------------------------------------------------------------
 
 
 def ops(ts: float, sequence: int, backward: float, number: int = 4) -> list[dict[str, Any]]:
-    """Ops on the forward thread and their evaluation by the backward engine, in the other order."""
+    """Return ops of a forward and their evaluation by the autograd engine, in reverse order."""
     cat = "cpu_op"
     forward = [span("aten::mm", ts + i, ts + i + 0.5, cat, **{"Sequence number": sequence + i}) for i in range(number)]
     name = "autograd::engine::evaluate_function: MmBackward0"
@@ -265,17 +263,17 @@ def ops(ts: float, sequence: int, backward: float, number: int = 4) -> list[dict
 
 
 def rows(path: Path) -> list[tuple[str, float, float]]:
-    """(phase, start, end), microseconds after the base."""
-    phases = imported(path).phases(0)
+    """Return (phase, start, end) in us after the base."""
+    phases = import_files(path).phases(0)
     return [(row.phase, (row.start_ns - BASE) / 1000, (row.end_ns - BASE) / 1000) for row in phases.itertuples()]
 
 
-def test_backwards_are_told_apart_by_the_forwards_and_updates_between_them(tmp_path: Path) -> None:
+def test_find_phases__separates_backwards_by_forwards_and_updates(tmp_path: Path) -> None:
     first, second = ops(0, 0, 10), ops(20, 4, 30)
     update = span("Optimizer.step#SGD.step", 40, 42)
-    # Two losses of one forward, with an update between: nothing but that tells their backwards apart.
+    # Two losses of one forward with an update between them: only the update separates their backwards.
     third, fourth = ops(50, 8, 60, 2), ops(52, 10, 70, 2)
-    path = made(
+    path = write_trace(
         tmp_path / "run.json", [*first, *second, update, *third, span("Optimizer.step#SGD.step", 65, 66), *fourth]
     )
     assert rows(path) == [
@@ -284,21 +282,27 @@ def test_backwards_are_told_apart_by_the_forwards_and_updates_between_them(tmp_p
     ]  # fmt: skip
 
 
-def test_the_number_of_the_next_op_is_no_op_of_its_forward(tmp_path: Path) -> None:
+def test_find_phases__ignores_an_op_with_the_number_of_the_next_op(tmp_path: Path) -> None:
     item = span("aten::item", 45, 46, "cpu_op", **{"Sequence number": 4})
-    path = made(tmp_path / "run.json", [*ops(0, 0, 10), item, *ops(50, 4, 60)])
+    path = write_trace(tmp_path / "run.json", [*ops(0, 0, 10), item, *ops(50, 4, 60)])
     assert rows(path)[2] == ("forward", 50, 53.5)
 
 
-def test_a_later_op_of_another_thread_with_the_same_number_hides_none(tmp_path: Path) -> None:
+def test_find_phases__ignores_later_ops_with_the_same_number(tmp_path: Path) -> None:
     other = [span("aten::mm", 30 + i, 30.5 + i, "cpu_op", **{"Sequence number": i}) for i in range(4)]
-    assert rows(made(tmp_path / "run.json", [*ops(0, 0, 10), *other])) == [("forward", 0, 3.5), ("backward", 10, 13.5)]
+    assert rows(write_trace(tmp_path / "run.json", [*ops(0, 0, 10), *other])) == [
+        ("forward", 0, 3.5),
+        ("backward", 10, 13.5),
+    ]
 
 
-def test_an_evaluation_that_is_annotated_is_no_phase(tmp_path: Path) -> None:
+def test_find_phases__leaves_out_annotated_evaluations(tmp_path: Path) -> None:
     evaluation = [span("DistributedDataParallel.forward", 100, 110)]
     training = [span("DistributedDataParallel.forward", 0, 5), *ops(0, 0, 10)]
-    assert rows(made(tmp_path / "run.json", [*training, *evaluation])) == [("forward", 0, 5), ("backward", 10, 13.5)]
+    assert rows(write_trace(tmp_path / "run.json", [*training, *evaluation])) == [
+        ("forward", 0, 5),
+        ("backward", 10, 13.5),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -316,9 +320,9 @@ def test_an_evaluation_that_is_annotated_is_no_phase(tmp_path: Path) -> None:
         "feedforward",
     ],
 )
-def test_what_is_but_a_part_is_no_phase(tmp_path: Path, name: str) -> None:
-    assert rows(made(tmp_path / "run.json", [*iteration(0, 0), span(name, 92, 95)])) == rows(
-        made(tmp_path / "without.json", iteration(0, 0))
+def test_find_phases__ignores_annotations_of_parts(tmp_path: Path, name: str) -> None:
+    assert rows(write_trace(tmp_path / "run.json", [*iteration(0, 0), span(name, 92, 95)])) == rows(
+        write_trace(tmp_path / "without.json", iteration(0, 0))
     )
 
 
@@ -335,17 +339,17 @@ def test_what_is_but_a_part_is_no_phase(tmp_path: Path, name: str) -> None:
         ("optimizer_step", "update"),
     ],
 )
-def test_what_says_so_is_a_phase(tmp_path: Path, name: str, phase: str) -> None:
+def test_find_phases__recognizes_names_of_annotations(tmp_path: Path, name: str, phase: str) -> None:
     for category in ("user_annotation", "cpu_op", "Operator"):
-        assert rows(made(tmp_path / "run.json", [span(name, 1, 2, category)])) == [(phase, 1, 2)]
-    assert rows(made(tmp_path / "run.json", [span(name, 1, 2, "gpu_user_annotation")])) == []
+        assert rows(write_trace(tmp_path / "run.json", [span(name, 1, 2, category)])) == [(phase, 1, 2)]
+    assert rows(write_trace(tmp_path / "run.json", [span(name, 1, 2, "gpu_user_annotation")])) == []
 
 
-def test_what_overlaps_is_cut_and_what_lies_within_belongs_to_the_outer(tmp_path: Path) -> None:
+def test_find_phases__cuts_overlaps_and_drops_nested_annotations(tmp_path: Path) -> None:
     spans = [
         span("backward", 0, 10),
         span("Optimizer.step#SGD.step", 2, 4),
         span("forward", 8, 12),
         span("forward", 11, 12),
     ]
-    assert rows(made(tmp_path / "run.json", spans)) == [("backward", 0, 10), ("forward", 10, 12)]
+    assert rows(write_trace(tmp_path / "run.json", spans)) == [("backward", 0, 10), ("forward", 10, 12)]

@@ -1,4 +1,4 @@
-"""Monitor files: what nvidia-smi, dmon and people's scripts write."""
+"""Monitor files of nvidia-smi, dmon and scripts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import pytest
 
 from ebbtide.analysis.metrics.link import link_use
 from ebbtide.analysis.metrics.windows import find_windows
-from ebbtide.profiler.importers.load import Hardware, import_trace
-from ebbtide.profiler.importers.nvml_monitor import importer as monitor
+from ebbtide.profiler.importers.importer import Hardware
+from ebbtide.profiler.importers.load import import_trace
+from ebbtide.profiler.importers.nvml_monitor.importer import MonitorImporter
+from ebbtide.profiler.importers.nvml_monitor.monitor import parse_monitor
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.metadata import DeviceInfo, LinkInfo
 
 MIB, GIB = 2**20, 2**30
 SECOND = 10**9
@@ -22,14 +25,14 @@ SECOND = 10**9
 START = 1_713_142_360 * SECOND
 
 
-def imported(tmp_path: Path, text: str | bytes, **more: Any) -> Trace:
+def import_text(tmp_path: Path, text: str | bytes, **options: Any) -> Trace:
     file = tmp_path / "m.csv"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return import_trace([file], tmp_path / "m.ebb", force=True, **more)
+    return import_trace([file], tmp_path / "m.ebb", force=True, **options)
 
 
 def used(trace: Trace, rank: int = 0) -> list[tuple[float, float]]:
-    """(seconds since START, MiB) of a rank's device."""
+    """Return (seconds since START, MiB) of a rank's device."""
     rows = trace.memory(rank)
     assert set(rows["pool"]) <= {"device"}
     assert set(rows["device"]) <= {f"cuda:{rank}"}
@@ -37,10 +40,10 @@ def used(trace: Trace, rank: int = 0) -> list[tuple[float, float]]:
 
 
 def rates(trace: Trace, rank: int = 0) -> list[tuple[float, float | None, float | None]]:
-    """(seconds since START, h2d, d2h in MiB/s)."""
+    """Return (seconds since START, h2d, d2h in MiB/s)."""
     rows = trace.link(rank)
     assert set(rows["source"]) <= {"nvml-throughput"}
-    both = [[None if pd.isna(v) else v / MIB for v in rows[f"{way}_bytes_per_s"]] for way in ("h2d", "d2h")]
+    both = [[None if pd.isna(v) else v / MIB for v in rows[f"{direction}_bytes_per_s"]] for direction in ("h2d", "d2h")]
     return [((t - START) / 1e9, h2d, d2h) for t, h2d, d2h in zip(rows["t_ns"], *both, strict=True)]
 
 
@@ -73,22 +76,20 @@ utilization.gpu [%]
         "\n".join([QUERY.splitlines()[0], *QUERY.splitlines()[:0:-1]]),
     ],
 )
-def test_a_query_in_every_spelling(tmp_path: Path, text: str) -> None:
-    trace = imported(tmp_path, text)
+def test_import_trace__reads_every_spelling_of_a_query(tmp_path: Path, text: str) -> None:
+    trace = import_text(tmp_path, text)
     assert trace.ranks == [0, 1]
     assert used(trace) == [(0.0, 334.0), (1.0, 20334.0)]
     assert used(trace, 1) == [(0.001, 335.0), (1.001, 0.0)]
-    assert trace.rank(0)["devices"] == [
-        {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 81559 * MIB, "link": None}
-    ]
+    assert trace.rank(0).devices == (DeviceInfo(device="cuda:0", kind="cuda", capacity_bytes=81559 * MIB),)
     assert trace.link(0).empty
     assert trace.notes == [
-        "m.csv tells local times without their zone: they are taken as UTC",
-        "m.csv has no PCIe figures (nvidia-smi dmon -s t has them): the link is not known",
+        "m.csv has local times without a time zone: they are read as UTC",
+        "m.csv has no PCIe figures (nvidia-smi dmon -s t records them): link throughput is not known",
     ]
 
 
-def test_missing_values_are_missing_and_a_zero_is_a_zero(tmp_path: Path) -> None:
+def test_read_figures__distinguishes_missing_values_from_zero(tmp_path: Path) -> None:
     text = """timestamp, index, memory.used [MiB], memory.total [MiB]
 2024/04/15 00:52:40.000, 0, [N/A], 81559 MiB
 2024/04/15 00:52:41.000, 0, 0 MiB, [Not Supported]
@@ -97,13 +98,13 @@ def test_missing_values_are_missing_and_a_zero_is_a_zero(tmp_path: Path) -> None
 2024/04/15 00:52:44.000, 0, -5 MiB, 81559 MiB
 2024/04/15 00:52:45.000, 0, 7 MiB, 81559 MiB
 """
-    trace = imported(tmp_path, text)
+    trace = import_text(tmp_path, text)
     assert used(trace) == [(1.0, 0.0), (5.0, 7.0)]
     assert not [note for note in trace.notes if "cannot be read" in note]
-    none = imported(tmp_path, text.replace(" 0 MiB", "[N/A]").replace(" 7 MiB", "[N/A]").replace("81559 MiB", "N/A"))
+    none = import_text(tmp_path, text.replace(" 0 MiB", "[N/A]").replace(" 7 MiB", "[N/A]").replace("81559 MiB", "N/A"))
     assert none.memory(0).empty
     assert "m.csv has no memory figures" in none.notes
-    assert none.rank(0)["devices"][0]["capacity_bytes"] is None
+    assert none.rank(0).devices[0].capacity_bytes is None
     assert any("import with --capacity" in note for note in none.notes)
 
 
@@ -114,26 +115,30 @@ def test_missing_values_are_missing_and_a_zero_is_a_zero(tmp_path: Path) -> None
         ("pci.bus_id", ("00000000:1B:00.0", "00000000:C3:00.0"), ("00000000:1B:00.0", "00000000:C3:00.0")),
     ],
 )
-def test_devices_without_numbers(tmp_path: Path, columns: str, values: tuple[str, str], names: tuple[str, str]) -> None:
+def test_read_devices__numbers_devices_by_identifier(
+    tmp_path: Path, columns: str, values: tuple[str, str], names: tuple[str, str]
+) -> None:
     rows = [f"2024/04/15 00:52:4{n // 2}.000, {values[n % 2]}, {n} MiB" for n in range(4)]
     rows.append("2024/04/15 00:52:49.000, , 9 MiB")
-    trace = imported(tmp_path, f"timestamp, {columns}, memory.used [MiB]\n" + "\n".join(rows))
+    trace = import_text(tmp_path, f"timestamp, {columns}, memory.used [MiB]\n" + "\n".join(rows))
     assert (used(trace), used(trace, 1)) == ([(0.0, 0.0), (1.0, 2.0)], [(0.0, 1.0), (1.0, 3.0)])
     key = {"uuid": "uuid", "pci.bus_id": "pci_bus_id"}[columns]
-    assert [trace.rank(rank)["devices"][0][key] for rank in (0, 1)] == list(names)
-    assert f"m.csv tells devices by their {key}: they are numbered in the order in which they come" in trace.notes
+    assert [getattr(trace.rank(rank).devices[0], key) for rank in (0, 1)] == list(names)
+    assert f"m.csv identifies devices by {key}: they are numbered in order of appearance" in trace.notes
     assert "m.csv has rows that cannot be read, which are left out: 1" in trace.notes
 
 
-def test_one_device_that_is_not_named(tmp_path: Path) -> None:
-    trace = imported(tmp_path, "timestamp, memory.used [MiB]\n2024/04/15 00:52:40.000, 5 MiB\n")
+def test_read_devices__assumes_device_0(tmp_path: Path) -> None:
+    trace = import_text(tmp_path, "timestamp, memory.used [MiB]\n2024/04/15 00:52:40.000, 5 MiB\n")
     assert used(trace) == [(0.0, 5.0)]
-    assert "m.csv does not tell devices apart: its figures are taken as those of device 0" in trace.notes
+    assert "m.csv does not identify devices: all figures are assigned to device 0" in trace.notes
 
 
 @pytest.mark.parametrize("device", ["2", "cuda:2", "GPU 2", "gpu2", "2.0"])
-def test_how_a_device_may_be_called(tmp_path: Path, device: str) -> None:
-    assert used(imported(tmp_path, f"timestamp,gpu,mem_used\n{START},{device},{5 * MIB * 100}\n"), 2) == [(0.0, 500.0)]
+def test_read_devices__reads_every_spelling_of_a_number(tmp_path: Path, device: str) -> None:
+    assert used(import_text(tmp_path, f"timestamp,gpu,mem_used\n{START},{device},{5 * MIB * 100}\n"), 2) == [
+        (0.0, 500.0)
+    ]
 
 
 DMON = """#Date       Time        gpu     fb   bar1   ccpm  rxpci  txpci
@@ -152,7 +157,7 @@ def no_units(text: str) -> str:
 
 
 def without(text: str, *names: str) -> str:
-    """The same table without some columns."""
+    """Return the same table without some columns."""
     lines = [line.lstrip("#").split() for line in text.splitlines()]
     keep = [n for n, name in enumerate(lines[0]) if name not in names]
     marks = ["#" if line.startswith("#") else "" for line in text.splitlines()]
@@ -175,51 +180,51 @@ def commas(text: str) -> str:
         lambda t: t + " 20240415  00:",
     ],
 )
-def test_dmon_with_dates(tmp_path: Path, spell: Any) -> None:
-    trace = imported(tmp_path, spell(DMON))
+def test_import_trace__reads_dmon_with_dates(tmp_path: Path, spell: Any) -> None:
+    trace = import_text(tmp_path, spell(DMON))
     mb = 1e6 / MIB
     assert used(trace) == [(0.0, 334.0)]
     assert used(trace, 1) == [(0.0, 335.0), (1.0, 0.0)]
     assert rates(trace) == [(0.0, 1 * mb, 2000 * mb), (1.0, 0.0, None)]
     assert rates(trace, 1) == [(0.0, None, 0.0)]
-    assert "m.csv tells local times without their zone: they are taken as UTC" in trace.notes
+    assert "m.csv has local times without a time zone: they are read as UTC" in trace.notes
     assert any("cannot be read" in note for note in trace.notes) == spell(DMON).endswith("00:")
 
 
-def test_dmon_with_the_time_of_day_over_midnight(tmp_path: Path) -> None:
+def test_read_times__continues_over_midnight(tmp_path: Path) -> None:
     text = without(DMON, "Date")
-    trace = imported(tmp_path, text)
+    trace = import_text(tmp_path, text)
     assert [t % (86_400 * SECOND) for t in trace.memory(1)["t_ns"]] == [
         t % (86_400 * SECOND) for t in (START, START + SECOND)
     ]
-    assert "m.csv tells the time of day without the date (dmon -o DT writes both)" in trace.notes
+    assert "m.csv has times of day without dates (dmon -o DT writes both)" in trace.notes
     over = text.replace("00:52:40", "23:59:59").replace("00:52:41", "00:00:01")
-    times = imported(tmp_path, over).memory(1)["t_ns"]
+    times = import_text(tmp_path, over).memory(1)["t_ns"]
     assert list(times - times.iloc[0]) == [0, 2 * SECOND]
     # One device after the other: that the second begins where the first began is no midnight.
     rows = [f"{hour:02}:00:00  {device}  {hour}" for device in (0, 1) for hour in (1, 9, 17, 23)]
-    trace = imported(tmp_path, "#Time  gpu  fb\n#HH:MM:SS  Idx  MB\n" + "\n".join(rows))
+    trace = import_text(tmp_path, "#Time  gpu  fb\n#HH:MM:SS  Idx  MB\n" + "\n".join(rows))
     assert list(trace.memory(0)["t_ns"]) == list(trace.memory(1)["t_ns"])
 
 
-def test_dmon_without_times(tmp_path: Path) -> None:
-    trace = imported(tmp_path, without(DMON, "Date", "Time"))
+def test_assume_times__spaces_samples_by_1_s(tmp_path: Path) -> None:
+    trace = import_text(tmp_path, without(DMON, "Date", "Time"))
     assert list(trace.memory(1)["t_ns"]) == [0, SECOND]
-    assert "m.csv has no times (dmon -o DT writes them): its samples are taken as 1 s apart" in trace.notes
+    assert "m.csv has no times (dmon -o DT writes them): its samples are assumed to be 1 s apart" in trace.notes
 
 
 @pytest.mark.parametrize(
-    ("unit", "digits", "rest"),
+    ("unit", "digits", "decimals"),
     [("s", 10, ""), ("s", 10, ".25"), ("ms", 13, ""), ("ms", 13, ".5"), ("us", 16, ""), ("ns", 19, "")],
 )
-def test_unix_times_in_every_unit(tmp_path: Path, unit: str, digits: int, rest: str) -> None:
+def test_read_times__reads_unix_times_in_every_unit(tmp_path: Path, unit: str, digits: int, decimals: str) -> None:
     power = {"s": 9, "ms": 6, "us": 3, "ns": 0}[unit]
-    stamps = [f"{(START + n * SECOND) // 10**power}{rest}" for n in range(3)]
+    stamps = [f"{(START + n * SECOND) // 10**power}{decimals}" for n in range(3)]
     assert len(stamps[0].split(".")[0]) == digits
     rows = [f"0,{stamp},{5 * GIB}" for stamp in stamps]
     # A line that was cut within its time is not of 1970.
-    trace = imported(tmp_path, "device_id,timestamp,mem_used\n" + "\n".join(rows) + f"\n0,{stamps[0][: digits - 1]}")
-    fraction = float(f"0{rest}") * 10**power / 1e9 if rest else 0.0
+    trace = import_text(tmp_path, "device_id,timestamp,mem_used\n" + "\n".join(rows) + f"\n0,{stamps[0][: digits - 1]}")
+    fraction = float(f"0{decimals}") * 10**power / 1e9 if decimals else 0.0
     assert used(trace) == [(n + fraction, 5 * 1024.0) for n in range(3)]
     assert [note for note in trace.notes if "left out" in note] == [
         "m.csv has rows that cannot be read, which are left out: 1"
@@ -236,59 +241,61 @@ def test_unix_times_in_every_unit(tmp_path: Path, unit: str, digits: int, rest: 
         ("20240415 00:52:41", 1, False),
     ],
 )
-def test_dates_with_and_without_a_zone(tmp_path: Path, stamp: str, seconds: float, zoned: bool) -> None:
-    trace = imported(tmp_path, f"time,gpu,mem_used\n{stamp},0,{GIB}\n")
+def test_read_times__reads_dates_with_and_without_a_zone(
+    tmp_path: Path, stamp: str, seconds: float, zoned: bool
+) -> None:
+    trace = import_text(tmp_path, f"time,gpu,mem_used\n{stamp},0,{GIB}\n")
     assert used(trace) == [(seconds, 1024.0)]
-    assert any("without their zone" in note for note in trace.notes) != zoned
+    assert any("without a time zone" in note for note in trace.notes) != zoned
 
 
-def test_rows_out_of_order_and_twice(tmp_path: Path) -> None:
+def test_parse_monitor__sorts_rows_and_keeps_duplicates(tmp_path: Path) -> None:
     rows = [f"0,{START + n * SECOND},{size * GIB},{size}" for n, size in [(3, 4), (1, 2), (1, 3), (2, 5), (0, 1)]]
-    trace = imported(tmp_path, "device_id,timestamp,mem_used,rxpci\n" + "\n".join(rows))
+    trace = import_text(tmp_path, "device_id,timestamp,mem_used,rxpci\n" + "\n".join(rows))
     assert used(trace) == [(0, 1024), (1, 2048), (1, 3072), (2, 5120), (3, 4096)]
     assert [rate[1] for rate in rates(trace)] == [1, 2, 3, 5, 4]
-    assert "m.csv does not tell the unit of its PCIe figures: they are taken as MiB/s" in trace.notes
+    assert "m.csv does not state the unit of its PCIe figures: MiB/s is assumed" in trace.notes
 
 
-def test_rates_above_the_links_peak_are_kept_and_flagged(tmp_path: Path) -> None:
+def test_import_trace__keeps_rates_above_the_peak_of_the_link(tmp_path: Path) -> None:
     rows = [f"0,{START + n * SECOND},{n * 30_000},0" for n in range(4)]
-    trace = imported(tmp_path, "gpu,timestamp,rxpci,txpci\n" + "\n".join(rows), hardware=Hardware(link=(5, 16)))
+    trace = import_text(tmp_path, "gpu,timestamp,rxpci,txpci\n" + "\n".join(rows), hardware=Hardware(link=(5, 16)))
     assert [rate[1] for rate in rates(trace)] == [0, 30_000, 60_000, 90_000]
     (of_rank,) = link_use(trace).ranks
-    assert of_rank.false_samples == {"h2d": 1, "d2h": 0}
+    assert of_rank.rejected_samples == {"h2d": 1, "d2h": 0}
 
 
-def test_the_link_of_the_card_and_of_the_user(tmp_path: Path) -> None:
+def test_import_trace__takes_the_link_from_the_file_or_the_user(tmp_path: Path) -> None:
     text = (
         "timestamp, index, pcie.link.gen.max, pcie.link.width.max, pcie.link.gen.current, pcie.link.width.current, "
         "rxpci\n"
         f"{START}, 0, 4, 16, 1, 8, 3\n{START + SECOND}, 0, 4, 16, [N/A], 8, 4\n"
     )
-    link = imported(tmp_path, text).rank(0)["devices"][0]["link"]
-    assert (link["generation"], link["width"]) == (4, 16)
-    assert link["peak_bytes_per_s"] == pytest.approx(31.5e9, rel=1e-3)
-    rows = imported(tmp_path, text).link(0)
+    link = import_text(tmp_path, text).rank(0).devices[0].link
+    assert (link.generation, link.width) == (4, 16)
+    assert link.peak_bytes_per_s == pytest.approx(31.5e9, rel=1e-3)
+    rows = import_text(tmp_path, text).link(0)
     assert [v if v is not pd.NA else None for v in rows["generation"]] == [1, None]
-    given = imported(tmp_path, text, hardware=Hardware(80 * 10**9, (5, 8))).rank(0)["devices"][0]
-    assert (given["capacity_bytes"], given["link"]["generation"], given["link"]["width"]) == (80 * 10**9, 5, 8)
-    unknown = imported(tmp_path, text.replace("gen.max", "x").replace(", 4, 16", ", 4, 16"))
-    assert unknown.rank(0)["devices"][0]["link"] is None
+    given = import_text(tmp_path, text, hardware=Hardware(80 * 10**9, (5, 8))).rank(0).devices[0]
+    assert (given.capacity_bytes, given.link.generation, given.link.width) == (80 * 10**9, 5, 8)
+    unknown = import_text(tmp_path, text.replace("gen.max", "x").replace(", 4, 16", ", 4, 16"))
+    assert unknown.rank(0).devices[0].link == LinkInfo()
     assert any("import with --link" in note for note in unknown.notes)
 
 
-def test_a_monitor_alone_gives_windows_without_phases(tmp_path: Path) -> None:
+def test_find_windows__has_no_phases_for_a_monitor_file_alone(tmp_path: Path) -> None:
     rows = [f"0,{START + n * SECOND},{(1, 70, 1)[n]},{(79, 10, 79)[n]}" for n in range(3)]
-    trace = imported(tmp_path, "gpu,timestamp,memory.used [GiB],memory.free [GiB]\n" + "\n".join(rows))
-    found = find_windows(trace, 20 * GIB)
-    assert [(w.iteration, w.phase, w.start_ms, w.end_ms, w.free_bytes) for w in found.windows] == [
+    trace = import_text(tmp_path, "gpu,timestamp,memory.used [GiB],memory.free [GiB]\n" + "\n".join(rows))
+    windows = find_windows(trace, 20 * GIB)
+    assert [(w.iteration, w.phase, w.start_ms, w.end_ms, w.free_bytes) for w in windows.windows] == [
         (None, None, 0.0, 1000.0, 79 * GIB)
     ]
-    assert found.windows[0].h2d_idle_share is None
-    assert found.as_json()["devices"][0]["capacity_bytes"] == 80 * GIB
+    assert windows.windows[0].h2d_idle_share is None
+    assert windows.as_json()["devices"][0]["capacity_bytes"] == 80 * GIB
 
 
-def test_used_is_what_is_not_free(tmp_path: Path) -> None:
-    trace = imported(
+def test_parse_monitor__derives_used_from_total_and_free(tmp_path: Path) -> None:
+    trace = import_text(
         tmp_path, f"gpu,timestamp,memory.free [MiB],memory.total [MiB]\n0,{START},30,100\n0,{START + 1},,100\n"
     )
     assert used(trace) == [(0.0, 70.0)]
@@ -304,12 +311,12 @@ def test_used_is_what_is_not_free(tmp_path: Path) -> None:
         ("timestamp, index, memory.used [MiB]\n2024/04/15 00:52:40.000, x, 5 MiB\n", "has no row with a time"),
         (
             "# gpu   pid  type    fb  command\n# Idx     #   C/G    MB  name\n  0  123  C  5  python\n",
-            "tells of processes",
+            "lists processes",
         ),
-        (f"timestamp, pid, memory.used\n{START}, 5, 6\n", "tells of processes"),
-        ("# gpu    pwr  gtemp\n# Idx      W      C\n    0     70     45\n", "tells neither memory nor link"),
+        (f"timestamp, pid, memory.used\n{START}, 5, 6\n", "lists processes"),
+        ("# gpu    pwr  gtemp\n# Idx      W      C\n    0     70     45\n", "has neither memory nor link figures"),
         ("# gpu     fb\n# Idx     MB\n", "has a header and no rows"),
-        (QUERY + "\0" * 100, "is no table of text"),
+        (QUERY + "\0" * 100, "is not a table of text"),
         (f"timestamp,gpu,fb\n{10**18},0,5\n{'9' * 19},0,6\n", None),
         (f"timestamp,gpu,fb\n{'9' * 19},0,6\n", "has no row with a time"),
         ("timestamp,gpu,fb\n9999-12-31 23:59:59,0,6\n", "has no row with a time"),
@@ -317,27 +324,27 @@ def test_used_is_what_is_not_free(tmp_path: Path) -> None:
         (f"timestamp,gpu,fb\n{START},0,6,7\n", "has no row with a time"),
     ],
 )
-def test_a_file_that_tells_nothing_is_refused(tmp_path: Path, text: str, says: str | None) -> None:
+def test_parse_monitor__refuses_files_without_usable_figures(tmp_path: Path, text: str, says: str | None) -> None:
     if says is None:
-        assert len(imported(tmp_path, text).memory(0)) == 1
+        assert len(import_text(tmp_path, text).memory(0)) == 1
         return
     with pytest.raises(SourceError, match=says) as error:
-        imported(tmp_path, text)
+        import_text(tmp_path, text)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "m.ebb").exists()
 
 
-def test_huge_figures_are_missing(tmp_path: Path) -> None:
+def test_read_figures__treats_huge_values_as_missing(tmp_path: Path) -> None:
     text = "timestamp,gpu,mem_used,rxpci\n"
     text += "".join(
         f"{START + n},0,{value},{value}\n" for n, value in enumerate(["9" * 400, "1e300", "1e5", "1e", "nan"])
     )
-    trace = imported(tmp_path, text)
+    trace = import_text(tmp_path, text)
     assert [size * MIB for _, size in used(trace)] == pytest.approx([1e5 * MIB, MIB])
     assert [rate[1] for rate in rates(trace)] == pytest.approx([1e5, 1])
 
 
-def test_two_files_of_one_host(tmp_path: Path) -> None:
+def test_import_trace__combines_files_of_one_host_only(tmp_path: Path) -> None:
     link, memory = tmp_path / "link.txt", tmp_path / "memory.csv"
     link.write_text(without(DMON, "fb"))
     memory.write_text(QUERY)
@@ -346,14 +353,14 @@ def test_two_files_of_one_host(tmp_path: Path) -> None:
     assert len(rates(trace)) == 2
     # Of two hosts nothing tells which ranks the second has.
     (tmp_path / "other.csv").write_text(QUERY)
-    with pytest.raises(SourceError, match=r"memory\.csv and .*other\.csv tell of the same devices at the same time"):
+    with pytest.raises(SourceError, match=r"memory\.csv and .*other\.csv cover the same devices at the same time"):
         import_trace([memory, tmp_path / "other.csv"], tmp_path / "x.ebb")
     later = tmp_path / "later.csv"
     later.write_text(QUERY.replace("00:52", "01:52"))
     assert len(used(import_trace([later, memory], tmp_path / "y.ebb"))) == 4
 
 
-def test_recognition_is_by_content(tmp_path: Path) -> None:
+def test_matches__decides_by_content(tmp_path: Path) -> None:
     file = tmp_path / "x"
     for text, expected in [
         (QUERY, True),
@@ -365,14 +372,14 @@ def test_recognition_is_by_content(tmp_path: Path) -> None:
         ("# a heading\ntime, money\n", False),
     ]:
         file.write_text(text)
-        assert monitor.matches(Source(file)) is expected
+        assert MonitorImporter().matches(Source(file)) is expected
 
 
 @pytest.mark.parametrize(
     "text", ["a" + " " * 30_000 + "[b", "," * 30_000, "[" * 30_000, "# " * 15_000, "timestamp,fb\n" + '"' * 30_000]
 )
-def test_no_header_takes_long(tmp_path: Path, text: str) -> None:
-    """Four times the header must not take sixteen times as long; the pattern that was worst took hours."""
+def test_matches__takes_linear_time_for_any_header(tmp_path: Path, text: str) -> None:
+    """A header four times as long must not take sixteen times as long; quadratic patterns took hours."""
 
     def seconds(size: int) -> float:
         file = tmp_path / "x.csv"
@@ -380,9 +387,9 @@ def test_no_header_takes_long(tmp_path: Path, text: str) -> None:
         spent = []
         for _ in range(3):
             begin = time.process_time()
-            monitor.matches(Source(file))
+            MonitorImporter().matches(Source(file))
             with pytest.raises(SourceError):
-                monitor.parse(Source(file))
+                parse_monitor(Source(file))
             spent.append(time.process_time() - begin)
         return min(spent)
 

@@ -1,4 +1,4 @@
-"""Memory snapshots as torch writes them, made by hand or by an allocator that plays."""
+"""Memory snapshots as torch writes them, made by hand or by a simulated allocator."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from typing import Any
 START_US = 1_700_000_000_000_000
 
 
-def event(action: str, size: int, at: int = 0, addr: int = 0) -> dict[str, Any]:
-    return {"action": action, "addr": addr, "size": size, "stream": 0, "time_us": START_US + at, "frames": []}
+def event(action: str, size: int, offset_us: int = 0, addr: int = 0) -> dict[str, Any]:
+    return {"action": action, "addr": addr, "size": size, "stream": 0, "time_us": START_US + offset_us, "frames": []}
 
 
 def segment(size: int, *requested: int, device: int = 0, state: str = "active_allocated") -> dict[str, Any]:
-    """A segment with blocks for the sizes that were asked for, and an inactive one behind them."""
+    """Return a segment with blocks for the requested sizes, and an inactive block behind them."""
     blocks = [{"size": -(-ask // 512) * 512, "requested_size": ask, "state": state} for ask in requested]
-    rest = {"size": size - sum(block["size"] for block in blocks), "requested_size": 0, "state": "inactive"}
-    return {"device": device, "address": 0, "total_size": size, "blocks": [*blocks, rest]}
+    inactive = {"size": size - sum(block["size"] for block in blocks), "requested_size": 0, "state": "inactive"}
+    return {"device": device, "address": 0, "total_size": size, "blocks": [*blocks, inactive]}
 
 
 class Allocator:
-    """An allocator of one device that writes down what it does, and after each act the bytes that it counts.
+    """Simulated allocator of one device that records its events, and its sizes in bytes after each of them.
 
-    held: of blocks whose release was not asked for. active: of all that are not released. reserved: of segments.
+    Attributes:
+        events: The events.
+        requested: Bytes of blocks whose release was not requested.
+        active: Bytes of all blocks that are not released.
+        reserved: Bytes of segments.
     """
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self.held: list[int] = []
+        self.requested: list[int] = []
         self.active: list[int] = []
         self.reserved: list[int] = []
         self.blocks: dict[int, tuple[int, str]] = {}
@@ -36,7 +40,7 @@ class Allocator:
 
     def act(self, action: str, size: int, addr: int) -> None:
         self.events.append(event(action, size, len(self.events), addr))
-        self.held.append(sum(size for size, state in self.blocks.values() if state == "active_allocated"))
+        self.requested.append(sum(size for size, state in self.blocks.values() if state == "active_allocated"))
         self.active.append(sum(size for size, _ in self.blocks.values()))
         self.reserved.append(sum(self.segments.values()))
 
@@ -63,7 +67,7 @@ class Allocator:
         self.act("segment_unmap" if expandable else "segment_free", size, addr)
 
     def snapshot(self, first: int) -> dict[str, Any]:
-        """As torch tells it, with the events from `first` on."""
+        """Return the snapshot that torch would write, with the events from `first` on."""
         segments = []
         for addr, size in self.segments.items():
             parts = [self.blocks[addr]] if addr in self.blocks else []
@@ -74,7 +78,7 @@ class Allocator:
 
 
 def job(acts: Sequence[tuple[int, int, bool, bool]]) -> Allocator:
-    """What an allocator did that drew these: (what to do, a size, whether expandable, whether the release waits)."""
+    """Run an allocator through drawn actions: (action, size, whether expandable, whether the release waits)."""
     allocator = Allocator()
     for what, size, expandable, later in acts:
         allocated = [addr for addr, (_, state) in allocator.blocks.items() if state == "active_allocated"]

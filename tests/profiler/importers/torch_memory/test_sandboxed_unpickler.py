@@ -1,4 +1,4 @@
-"""Pickles that were made to harm whoever opens them."""
+"""Pickles that were made to harm the process that opens them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVENT = {"action": "alloc", "addr": 1, "size": 512, "stream": 0, "time_us": 1_70
 
 
 class Caller:
-    """Pickled, it asks for a shell to leave a mark."""
+    """Object whose pickle asks for a shell command that creates a file."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -35,12 +35,12 @@ class Elsewhere(pickle.Pickler):
 
 
 def nested(levels: int, step: bytes) -> bytes:
-    """A dict whose one key is tuples within tuples: its hash is taken level by level, without an end in sight."""
+    """Return a dict whose key is deeply nested tuples, which are hashed level by level."""
     return b"\x80\x04})" + step * levels + b"K\x00s."
 
 
 def repeated_traces() -> bytes:
-    """A small file of 10**10 events: one list of events, again and again."""
+    """Return a small file of 10**10 events: one list of events, repeated by reference."""
     trace = [EVENT] * 100_000
     return pickle.dumps({"segments": [], "device_traces": [trace] * 100_000}, 4)
 
@@ -86,7 +86,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_harmful_pickle_is_one_clean_error(name: str, source: Path) -> None:
+def test_read_tables__raises_one_error_for_a_harmful_pickle(name: str, source: Path) -> None:
     source.write_bytes(HOSTILE[name])
     with pytest.raises(SourceError) as refusal:
         read_tables(Source(source), seconds=1)
@@ -94,7 +94,7 @@ def test_a_harmful_pickle_is_one_clean_error(name: str, source: Path) -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_they_cost_little_memory(tmp_path: Path) -> None:
+def test_read_tables__harmful_pickles_cost_little_memory(tmp_path: Path) -> None:
     for number, data in enumerate(HOSTILE.values()):
         (tmp_path / f"{number}.pickle").write_bytes(data)
     script = """if True:
@@ -116,7 +116,7 @@ def test_they_cost_little_memory(tmp_path: Path) -> None:
     assert max(map(int, run.stdout.split())) << 10 < 512 << 20
 
 
-def test_what_a_pickle_asks_for_is_not_run(tmp_path: Path, source: Path) -> None:
+def test_read_tables__runs_nothing_from_the_file(tmp_path: Path, source: Path) -> None:
     mark = tmp_path / "mark"
     source.write_bytes(pickle.dumps({"segments": [Caller(mark)]}))
     with pytest.raises(SourceError, match=r"it asks to run posix\.system, which was refused"):
@@ -124,20 +124,20 @@ def test_what_a_pickle_asks_for_is_not_run(tmp_path: Path, source: Path) -> None
     assert not mark.exists()
 
 
-def test_control_characters_of_a_file_do_not_reach_the_terminal(source: Path) -> None:
+def test_read_tables__removes_control_characters_from_errors(source: Path) -> None:
     source.write_bytes(b"\x80\x04\x8c\x04\x1b[2J\x8c\x01x\x93.")
     with pytest.raises(SourceError, match=r"it asks to run \?\[2J\.x, which was refused"):
         read_tables(Source(source))
 
 
-def test_what_lies_elsewhere_is_refused(source: Path) -> None:
+def test_read_tables__refuses_objects_outside_the_file(source: Path) -> None:
     with source.open("wb") as file:
         Elsewhere(file).dump({"segments": ["outside"]})
-    with pytest.raises(SourceError, match="from elsewhere, which was refused"):
+    with pytest.raises(SourceError, match="outside the file, which was refused"):
         read_tables(Source(source))
 
 
-def test_events_without_times_are_named(source: Path) -> None:
+def test_read_tables__gives_the_reason_for_events_without_times(source: Path) -> None:
     event = {key: value for key, value in EVENT.items() if key != "time_us"}
     source.write_bytes(pickle.dumps({"segments": [], "device_traces": [[event]]}))
     with pytest.raises(SourceError, match="no times"):
@@ -145,7 +145,7 @@ def test_events_without_times_are_named(source: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
-def test_plain_data_is_read(protocol: int, source: Path) -> None:
+def test_read_tables__reads_plain_data(protocol: int, source: Path) -> None:
     block = {"size": 1024, "state": "active_allocated"}
     blocks = [{**block, "requested_size": 700}, {**block, "history": [{"real_size": 600}]}, block]
     segment = {"device": 1, "address": 0, "total_size": 4096, "blocks": blocks}

@@ -1,0 +1,57 @@
+"""Finds device memory that is free all the time, above all while optimizer state is in host memory."""
+
+from __future__ import annotations
+
+from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
+from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
+from ebbtide.phases import UPDATE
+from ebbtide.state_bytes import STATE_BYTES
+from ebbtide.units import bytes_text, count_text
+
+_MIN_FREE_BYTES = 2**30
+# Without offloaded state: memory that is always free is reported from this share of the device on.
+_UNUSED_SHARE = 0.25
+
+
+def check(metrics: TraceMetrics) -> Finding | Unknown | None:
+    """Compare the memory that is always free with the offloaded state, 12 B a parameter, without its gradients."""
+    if not metrics.has_gpu or not metrics.iteration_ms:
+        return None
+    free, capacity = metrics.always_free_bytes, metrics.capacity_bytes
+    if free is None or capacity is None:
+        return Unknown(
+            "free-memory",
+            "how much device memory is free all the time?",
+            "record on a machine with NVML, or import with --capacity and a monitor file",
+        )
+    measured = (
+        f"{bytes_text(free)} of {bytes_text(capacity)} are free at every moment of every steady iteration (capacity "
+        f"minus {metrics.free_pool})"
+    )
+    update, offloaded = metrics.phase_ms(UPDATE), metrics.offloaded_params
+    if free >= _MIN_FREE_BYTES and update and offloaded and metrics.params:
+        fitting = min(free / STATE_BYTES, offloaded)
+        evidence = (
+            measured,
+            f"the optimizer state ({STATE_BYTES} B each, without gradients) of {count_text(fitting)} parameters fits "
+            f"there permanently, {100 * fitting / offloaded:.0f} % of what this rank offloads",
+        )
+        return Finding(
+            "free-memory",
+            "Device memory is free all the time while optimizer state is offloaded",
+            clamp_gain(update * fitting / offloaded),
+            evidence,
+            "do not offload at all"
+            if fitting >= offloaded
+            else "keep that part of the optimizer's state on the device (a static split, in DeepSpeed's configuration "
+            f'"offload_optimizer": {{"ratio": {(offloaded - fitting) / metrics.params:.2f}}})',
+        )
+    if free < _UNUSED_SHARE * capacity:
+        return None
+    return Finding(
+        "free-memory",
+        "Device memory is free all the time",
+        None,
+        (measured,),
+        "a larger batch, longer sequences or less recomputation would use it",
+    )

@@ -1,0 +1,94 @@
+"""Bokeh glyphs for the lines and boxes of a timeline.
+
+Glyphs have no colours of their own: the tags of a renderer are the CSS variables that templates/timeline.js paints it
+with, first for the fill, second (if any) for the outline. So a dark page has a dark timeline.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from bokeh.models import ColumnDataSource, GlyphRenderer, HoverTool, Quad, Scatter, Step, VAreaStep
+
+from ebbtide.analysis.report.chart_boxes import ChartBoxes
+from ebbtide.analysis.report.chart_panels import ChartLine
+from ebbtide.analysis.report.colors import STRIP_OPACITY
+from ebbtide.analysis.timeline.styles import RECURRING, WINDOW
+
+_BAND_OPACITY = 0.2
+# Outlines of more boxes than these would hide them.
+_MAX_OUTLINED = 400
+_OUTLINED = {style.fill: style for style in (WINDOW, RECURRING)}
+
+
+def draw_line(plot: Any, line: ChartLine, edge: float) -> None:
+    """Draw a step function, the area of a band or below a rate, and marks for impossible rates.
+
+    Args:
+        plot: A Bokeh figure.
+        line: The line. Its renderer has its key as name, that of the area `KEY/area`.
+        edge: Value at which marks are drawn.
+    """
+    y = line.y.astype(np.float32)
+    columns = {"x": line.x, "y": y}
+    area = None
+    if line.lowest is not None:
+        columns["lowest"] = line.lowest.astype(np.float32)
+        area = VAreaStep(x="x", y1="lowest", y2="y", step_mode="after", fill_alpha=_BAND_OPACITY)
+    elif line.style.fill is not None:
+        # Areas have no gaps: an unknown rate is an area without height.
+        columns["filled"] = np.nan_to_num(y)
+        area = VAreaStep(x="x", y1=0, y2="filled", step_mode="after")
+    source = ColumnDataSource(columns)
+    if area is not None:
+        _add(plot, f"{line.key}/area", [line.style.fill or line.style.color], source, area)
+    step = Step(x="x", y="y", mode="after", line_width=line.width, line_dash=line.dash)
+    _add(plot, line.key, [line.style.color], source, step)
+    if len(line.above_peak):
+        marks = ColumnDataSource({"x": line.above_peak, "y": np.full(len(line.above_peak), line.sign * edge)})
+        marker = Scatter(x="x", y="y", size=7, marker="triangle" if line.sign > 0 else "inverted_triangle")
+        _add(plot, f"{line.key}/above peak", [line.style.color], marks, marker)
+
+
+def draw_boxes(plot: Any, color: str, boxes: ChartBoxes, bottom: float | str, top: float) -> GlyphRenderer:
+    """Draw boxes of one colour.
+
+    Args:
+        plot: A Bokeh figure.
+        color: Name of the colour, and of the renderer.
+        boxes: The boxes.
+        bottom: Bottom of all boxes, or the column that has it.
+        top: Top of all boxes.
+    """
+    source = ColumnDataSource({"left": boxes.left, "right": boxes.right, **boxes.columns})
+    sides = {"left": "left", "right": "right", "bottom": bottom, "top": top}
+    style = _OUTLINED.get(color)
+    opacity = STRIP_OPACITY.get(color, 1.0)
+    has_outline = style is not None and len(boxes.left) <= _MAX_OUTLINED
+    outline = {"line_alpha": 1.0 if has_outline else 0.0, "line_width": max(1.0, style.edge_width if style else 0.0)}
+    return _add(
+        plot,
+        color,
+        [color, style.edge] if style is not None else [color],
+        source,
+        Quad(**sides, fill_alpha=opacity, **outline),
+        Quad(**sides, fill_alpha=min(2 * opacity, 1.0), line_alpha=1, line_width=1.5),
+    )
+
+
+def add_tooltip(plot: Any, renderers: list[GlyphRenderer], template: str) -> None:
+    """Show a tooltip while the pointer is on one of the renderers' boxes."""
+    plot.add_tools(HoverTool(renderers=renderers, tooltips=template, point_policy="follow_mouse", show_arrow=False))
+
+
+def _add(
+    plot: Any, name: str, colors: list[str], source: ColumnDataSource, glyph: Any, hover: Any = None
+) -> GlyphRenderer:
+    """Add a renderer to a plot.
+
+    `plot.quad` and `plot.step` would make three more glyphs for each, which nothing shows and which take time.
+    """
+    renderer = GlyphRenderer(data_source=source, glyph=glyph, hover_glyph=hover, name=name, tags=colors)
+    plot.renderers.append(renderer)
+    return renderer

@@ -1,0 +1,161 @@
+"""The description of a job for a report: the command, the hardware, the model, the software."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from ebbtide.analysis.metrics.deepspeed import deepspeed_of
+from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.metadata import (
+    ClockInfo,
+    DeviceInfo,
+    HostInfo,
+    ModelInfo,
+    OptimizerInfo,
+    RankInfo,
+    TraceMeta,
+)
+from ebbtide.units import bytes_text, count_text, rate_text
+
+
+class JobDetail(NamedTuple):
+    """A line of the description: its name and value."""
+
+    name: str
+    value: str
+
+
+def describe_job(trace: Trace) -> list[JobDetail]:
+    """Return the lines of the description, without those that were not recorded."""
+    meta = trace.meta
+    first = meta.ranks[0] if meta.ranks else RankInfo(rank=0)
+    lines = [
+        JobDetail("command", shlex.join(meta.command)),
+        JobDetail("started", _time(meta.started_wall_ns)),
+        JobDetail("ended", _ended(meta)),
+        JobDetail("source", _source(meta)),
+        JobDetail("ranks", str(len(trace.ranks))),
+        JobDetail("hosts", ", ".join(str(host) for host in meta.hosts)),
+        *_devices(meta),
+        JobDetail("host", _host(meta.host)),
+        JobDetail("model", _model(first.model)),
+        *(JobDetail("optimizer", _optimizer(optimizer)) for optimizer in first.optimizers),
+        JobDetail("DeepSpeed", _deepspeed(trace)),
+        JobDetail("software", _software(meta, first)),
+        JobDetail("clock", _clock(meta.clock)),
+    ]
+    return [line for line in lines if line.value]
+
+
+def _devices(meta: TraceMeta) -> Iterator[JobDetail]:
+    """Yield a line per kind of device: devices with the same description are counted."""
+    counts: dict[str, int] = {}
+    for entry in meta.ranks:
+        for device in entry.devices:
+            text = _device(device)
+            counts[text] = counts.get(text, 0) + 1
+    for text, count in counts.items():
+        yield JobDetail("device", text if count == 1 else f"{count} × {text}")
+
+
+def _device(device: DeviceInfo) -> str:
+    link = device.link
+    parts = [device.name or device.kind or device.device or "unnamed"]
+    if device.capacity_bytes is not None:
+        parts.append(bytes_text(device.capacity_bytes))
+    if link.generation and link.width:
+        parts.append(f"PCIe {link.generation} x{link.width}")
+    if link.peak_bytes_per_s is not None:
+        parts.append(f"{rate_text(link.peak_bytes_per_s)} a direction")
+    return ", ".join(parts)
+
+
+def _source(meta: TraceMeta) -> str:
+    if meta.source == "recorded":
+        return f"recorded by ebbtide {meta.ebbtide or ''}".strip()
+    files = ", ".join(f"{file.file} ({file.format})" for file in meta.imported)
+    return (meta.source or "unknown") + (f" from {files}" if files else "")
+
+
+def _ended(meta: TraceMeta) -> str:
+    if meta.state == "recording":
+        return "not finished: the recording was cut off, or is still running"
+    status = ""
+    if meta.exit.signal is not None:
+        status = f"signal {meta.exit.signal}"
+    elif meta.exit.code is not None:
+        status = f"exit status {meta.exit.code}"
+    return ", ".join(part for part in (_time(meta.ended_wall_ns), status) if part)
+
+
+def _host(host: HostInfo) -> str:
+    cpu = host.cpu
+    cores = f"{cpu.cores} cores" if cpu.cores else ""
+    memory = f"{bytes_text(cpu.capacity_bytes)} memory" if cpu.capacity_bytes is not None else ""
+    return ", ".join(part for part in (host.name, cpu.name, cores, memory, host.kernel) if part)
+
+
+def _model(model: ModelInfo) -> str:
+    if model.params is None:
+        return ""
+    total = f" of {count_text(model.total_params)}" if model.total_params is not None else ""
+    dtypes = f" ({', '.join(model.dtypes)})" if model.dtypes else ""
+    text = f"{count_text(model.params)} parameters{total} on a rank{dtypes}"
+    return f"{', '.join(model.classes)}: {text}" if model.classes else text
+
+
+def _optimizer(optimizer: OptimizerInfo) -> str:
+    parts = [optimizer.class_name or "unknown"]
+    if optimizer.params is not None:
+        parts.append(f"{count_text(optimizer.params)} parameters")
+    if optimizer.state_bytes is not None:
+        devices = " and ".join(optimizer.state_devices)
+        parts.append(f"{bytes_text(optimizer.state_bytes)} of state" + (f" on {devices}" if devices else ""))
+    return ", ".join(parts)
+
+
+def _deepspeed(trace: Trace) -> str:
+    """Describe the offload by DeepSpeed, or by ebbtide's engine in it. The line `software` has the version."""
+    setup = deepspeed_of(trace)
+    if setup is None or not (setup.info.config or setup.subgroups or setup.stage is not None):
+        return ""
+    parts = [f"ZeRO-{setup.stage}" if setup.stage is not None else ""]
+    if setup.info.policy:
+        parts.append(f"updated by ebbtide under {setup.info.policy}")
+    if setup.offload_config:
+        parts.append(f"optimizer offloaded to the {setup.offload_config.get('device')}")
+    if setup.ratio is not None:
+        real = f" configured, {setup.real_ratio:.2f} real" if setup.real_ratio not in (None, setup.ratio) else ""
+        parts.append(f"a share of {setup.ratio:g}{real} on the CPU")
+    if setup.subgroups:
+        smallest, largest = count_text(min(setup.subgroups)), count_text(max(setup.subgroups))
+        sizes = f"of {largest}" if smallest == largest else f"of {smallest} to {largest}"
+        parts.append(f"{len(setup.subgroups)} subgroup{'s' if len(setup.subgroups) > 1 else ''} {sizes} parameters")
+    if setup.on_cpu:
+        parts.append(f"{sum(setup.on_cpu)} of them on the CPU")
+    for name, pinned in (("masters", setup.info.masters_pinned), ("gradients", setup.info.gradients_pinned)):
+        if pinned is not None:
+            parts.append(f"{name} {'pinned' if pinned else 'pageable'}")
+    return ", ".join(part for part in parts if part)
+
+
+def _software(meta: TraceMeta, first: RankInfo) -> str:
+    versions = [("torch", first.torch), ("cuda", first.cuda), ("python", first.python)]
+    if meta.deepspeed is not None:
+        versions.append(("DeepSpeed", meta.deepspeed.version))
+    parts = [f"{name} {version}" for name, version in versions if version]
+    if first.threads.torch:
+        parts.append(f"{first.threads.torch} threads for torch")
+    return ", ".join(parts)
+
+
+def _clock(clock: ClockInfo) -> str:
+    host = f" of {clock.host}" if clock.host else ""
+    return f"{clock.name}{host}" if clock.name else ""
+
+
+def _time(wall_ns: int | None) -> str:
+    return "" if wall_ns is None else datetime.fromtimestamp(wall_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

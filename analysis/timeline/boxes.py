@@ -1,0 +1,113 @@
+"""Boxes of a timeline: phases, sub-steps and windows of free memory, each a table with a row per box."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pandas as pd
+
+from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_timeline
+from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.recurring_windows import recurring_segments
+from ebbtide.analysis.metrics.substeps.operations import named_ops, run_in_sequence
+from ebbtide.analysis.metrics.windows import Window, phase_table
+from ebbtide.analysis.timeline.axis import TimeAxis
+from ebbtide.analysis.timeseries.step_functions import Ints
+from ebbtide.analysis.timeseries.thresholds import FreeTimeline
+from ebbtide.profiler.trace import Trace
+
+_RESOURCES = ("host", "cpu", "gpu", "h2d", "d2h")
+
+
+def phase_boxes(trace: Trace, rank: int, on_gpu: bool = False) -> pd.DataFrame:
+    """Return phase, iteration (missing for an unfinished one), micro_step, start_ns, end_ns of each phase.
+
+    Args:
+        trace: The trace.
+        rank: The rank.
+        on_gpu: Use the times of the GPU, and leave out phases without them; else times of the host.
+    """
+    times = ["gpu_start_ns", "gpu_end_ns"] if on_gpu else ["start_ns", "end_ns"]
+    rows = trace.phases(rank)
+    rows = rows[rows[times].notna().all(axis=1)]
+    starts, ends = (rows[column].to_numpy(np.int64) for column in times)
+    return rows[["phase", "iteration", "micro_step"]].assign(start_ns=starts, end_ns=ends)
+
+
+def has_gpu_times(trace: Trace, rank: int) -> bool:
+    """Return whether every phase of a finished iteration has times of the GPU."""
+    rows = trace.phases(rank)
+    finished = rows.loc[rows["iteration"].notna(), "gpu_end_ns"]
+    return len(finished) > 0 and bool(finished.notna().all())
+
+
+def substep_lanes(trace: Trace, rank: int) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield (name, rows of `named_ops`) of each lane of sub-steps.
+
+    Sub-steps of DeepSpeed follow each other and share one lane; those of a schedule have a lane per resource.
+    """
+    rows = named_ops(trace, rank)
+    if run_in_sequence(rows):
+        yield "sub-steps", rows
+        return
+    for resource in _RESOURCES:
+        if (rows["resource"] == resource).any():
+            yield resource, rows[rows["resource"] == resource]
+
+
+def window_boxes(trace: Trace, rank: int, windows: Sequence[Window]) -> pd.DataFrame:
+    """Return start_ns, end_ns (times of the trace) and the fields of `Window` of some windows of a rank."""
+    origins = intervals(trace, rank, device_times=False).spans.set_index("iteration")["start_ns"].to_dict()
+    # Without phases the times of windows count from the first sample.
+    first = memory_timeline(trace, rank, free_pool(trace) or "")[0][:1]
+    begins = np.array([int(first[0]) if w.iteration is None else origins[w.iteration] for w in windows], np.int64)
+    return pd.DataFrame(
+        {
+            "start_ns": begins + _ns(w.start_ms for w in windows),
+            "end_ns": begins + _ns(w.end_ms for w in windows),
+            "phase": [w.phase for w in windows],
+            "iteration": [w.iteration for w in windows],
+            "start_ms": [w.start_ms for w in windows],
+            "end_ms": [w.end_ms for w in windows],
+            "free_bytes": np.array([w.free_bytes for w in windows], np.int64),
+            "h2d_idle_share": np.array([w.h2d_idle_share for w in windows], np.float64),
+            "d2h_idle_share": np.array([w.d2h_idle_share for w in windows], np.float64),
+        }
+    )
+
+
+def recurring_boxes(trace: Trace, rank: int, min_bytes: int) -> pd.DataFrame:
+    """Return start_ns, end_ns, phase, free_bytes of windows that every iteration has, in each iteration.
+
+    Args:
+        trace: A trace with memory and a capacity.
+        rank: The rank.
+        min_bytes: Least free memory of a window, bytes.
+    """
+    times, used = memory_timeline(trace, rank, free_pool(trace) or "")
+    timeline = FreeTimeline(times, (capacity_bytes(trace, rank) or 0) - used)
+    columns = {"start_ns": np.int64, "end_ns": np.int64, "phase": object, "free_bytes": np.int64}
+    tables = [pd.DataFrame(columns=list(columns))]
+    for segment in recurring_segments(phase_table(trace, rank, timeline)):
+        lengths = segment.ends - segment.starts
+        for begins, ends, free_bytes in segment.windows(timeline, min_bytes):
+            rows = {
+                "start_ns": segment.starts + np.rint(lengths * begins).astype(np.int64),
+                "end_ns": segment.starts + np.rint(lengths * ends).astype(np.int64),
+                "phase": segment.phase,
+                "free_bytes": free_bytes,
+            }
+            tables.append(pd.DataFrame(rows))
+    return pd.concat(tables[1:] or tables, ignore_index=True).astype(columns)
+
+
+def clip_boxes(boxes: pd.DataFrame, axis: TimeAxis) -> pd.DataFrame:
+    """Return the boxes that overlap the axis, cut to it."""
+    boxes = boxes[axis.overlaps(boxes["start_ns"].to_numpy(np.int64), boxes["end_ns"].to_numpy(np.int64))]
+    times = {column: boxes[column].clip(axis.start_ns, axis.end_ns) for column in ("start_ns", "end_ns")}
+    return boxes.assign(**times)
+
+
+def _ns(milliseconds: Iterator[float]) -> Ints:
+    return np.array([round(time_ms * 1e6) for time_ms in milliseconds], np.int64)

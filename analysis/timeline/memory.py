@@ -1,0 +1,91 @@
+"""Memory panels of a timeline."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, main_device, memory_timeline, peak_pool
+from ebbtide.analysis.timeline.axis import TimeAxis
+from ebbtide.analysis.timeline.panels import TimelineLine, TimelinePanel
+from ebbtide.analysis.timeline.reduction import Resolution
+from ebbtide.analysis.timeline.styles import LineStyle, pool_styles
+from ebbtide.analysis.timeseries.step_functions import peak_between
+from ebbtide.profiler.trace import Trace
+from ebbtide.units import bytes_text
+
+
+def device_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> TimelinePanel:
+    """Return the panel of a rank's device; without lines where no memory was recorded in the interval.
+
+    Pools of the host are in it where the device is the CPU.
+    """
+    capacity = capacity_bytes(trace, rank)
+    pools = [pool for pool in _pools(trace, rank) if pool not in _host_pools(trace, rank)]
+    return TimelinePanel(
+        "memory",
+        _lines(trace, rank, pools, axis, resolution),
+        capacity,
+        "" if capacity is None else f"capacity {bytes_text(capacity)}",
+        None if capacity is None else free_pool(trace),
+    )
+
+
+def free_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> TimelinePanel:
+    """Return the panel of a rank's device with only the line that free memory is computed from."""
+    panel = device_memory_panel(trace, rank, axis, resolution)
+    lines = tuple(line for line in panel.lines if line.name == panel.free_pool)
+    return TimelinePanel(panel.name, lines, panel.level, panel.level_label, panel.free_pool)
+
+
+def host_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> TimelinePanel | None:
+    """Return the panel of host memory, which has a scale of its own: on it the lines of the device would be flat.
+
+    None where no pool of the host was recorded, or the device is the CPU.
+    """
+    pools = [pool for pool in _pools(trace, rank) if pool in _host_pools(trace, rank)]
+    lines = _lines(trace, rank, pools, axis, resolution)
+    return TimelinePanel("host memory", lines) if lines else None
+
+
+def _pools(trace: Trace, rank: int) -> list[str]:
+    return [str(pool) for pool in trace.memory(rank)["pool"].unique()]
+
+
+def _host_pools(trace: Trace, rank: int) -> set[str]:
+    rows = trace.memory(rank)
+    on_device = set(rows.loc[rows["device"] == main_device(trace, rank), "pool"])
+    return set(rows.loc[rows["device"] == "cpu", "pool"]) - on_device
+
+
+def _lines(
+    trace: Trace, rank: int, pools: list[str], axis: TimeAxis, resolution: Resolution
+) -> tuple[TimelineLine, ...]:
+    lines = [
+        line
+        for pool, style in pool_styles(pools).items()
+        if (line := pool_line(trace, rank, pool, style, axis, resolution)) is not None
+    ]
+    # An empty pool carries no information, except those that other figures are computed from.
+    main_pools = (free_pool(trace), peak_pool(trace))
+    return tuple(line for line in lines if line.name in main_pools or line.values.any())
+
+
+def pool_line(
+    trace: Trace, rank: int, pool: str, style: LineStyle, axis: TimeAxis, resolution: Resolution
+) -> TimelineLine | None:
+    """Return the line of a pool within the axis; None where it has no value there."""
+    times, sizes = memory_timeline(trace, rank, pool)
+    first = max(int(np.searchsorted(times, axis.start_ns, side="right")) - 1, 0)
+    after = int(np.searchsorted(times, axis.end_ns, side="right"))
+    if first >= after:
+        return None
+    times, sizes = times[first:after].clip(axis.start_ns), sizes[first:after]
+    length = int(axis.end_ns - times[0])
+    slots = resolution.slots_within(length, axis.length_ns)
+    if len(times) <= resolution.steps_per_slot * slots:
+        return TimelineLine(pool, np.append(times, axis.end_ns), sizes, style)
+    edges = times[0] + np.linspace(0, length, slots + 1).astype(np.int64)
+    largest, lowest = (sign * peak_between(times, sign * sizes, edges[:-1], edges[1:]) for sign in (1, -1))
+    return TimelineLine(
+        pool, edges, largest.astype(np.int64), style, lowest.astype(np.int64), slot_ns=axis.length_ns / resolution.slots
+    )

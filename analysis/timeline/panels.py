@@ -1,0 +1,122 @@
+"""Panels of a timeline: lines of one quantity, and the scale of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from ebbtide.analysis.timeline.styles import LineStyle
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints
+from ebbtide.units import bytes_unit, ms_text
+
+# A level (capacity, peak) more than this many times above the highest line would press all lines flat: its value is
+# in the legend then, and it is off the scale.
+_MAX_LEVEL_RATIO = 4.0
+# Room above the highest line and above a level.
+_LINE_HEADROOM, _LEVEL_HEADROOM = 1.12, 1.08
+_RATE_UNITS = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
+
+
+@dataclass(frozen=True)
+class TimelineLine:
+    """A step function of one panel.
+
+    Attributes:
+        name: Memory pool, or direction of the link.
+        edges: Start of each value and the end of the last one, ns; one more than `values`.
+        values: Bytes or bytes/s; NaN where unknown.
+        style: Colour, width and dash.
+        lowest: Smallest value of each step of a band, whose largest values are in `values`; None for a plain line.
+        detail: Addition to the name in legends, such as " pinned".
+        above_peak_ns: Times of rates above the link's peak, which are impossible.
+        slot_ns: Length of the slots of a reduced line; None where every step is drawn.
+    """
+
+    name: str
+    edges: Ints
+    values: Floats | Ints
+    style: LineStyle
+    lowest: Ints | None = None
+    detail: str = ""
+    above_peak_ns: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    slot_ns: float | None = None
+
+    @property
+    def label(self) -> str:
+        """Name and detail."""
+        return self.name + self.detail
+
+
+@dataclass(frozen=True)
+class TimelinePanel:
+    """Lines of one quantity over time.
+
+    Attributes:
+        name: `memory`, `host memory` or `link`.
+        lines: In drawing order; the lines of a link are of both directions.
+        level: Capacity (bytes) or peak (bytes/s), a line across the panel; None where unknown.
+        level_label: Name and value of the level.
+        free_pool: Pool whose line free memory is above, up to the level; None in panels without free memory.
+    """
+
+    name: str
+    lines: Sequence[TimelineLine]
+    level: float | None = None
+    level_label: str = ""
+    free_pool: str | None = None
+
+    @property
+    def is_link(self) -> bool:
+        """Whether values are rates: h2d is drawn upwards, d2h downwards, so that neither hides the other."""
+        return self.name == "link"
+
+    @property
+    def largest(self) -> float:
+        """Largest value that sets the scale; impossible rates above the link's peak do not."""
+        values = np.concatenate([[0.0], *(line.values for line in self.lines)])
+        values = values[~np.isnan(values)]
+        limit = self.level if self.is_link and self.level is not None else np.inf
+        return float(values[values <= limit].max())
+
+    @property
+    def reduction_note(self) -> str | None:
+        """How reduced lines are drawn; None where every step is drawn."""
+        slots = [line.slot_ns for line in self.lines if line.slot_ns is not None]
+        if not slots:
+            return None
+        how = "means" if self.is_link else "smallest to largest"
+        return f"{self.name}: {how} over {ms_text(max(slots) / 1e6)} each"
+
+
+class Scale(NamedTuple):
+    """Scale of a panel's values.
+
+    Attributes:
+        top: End of the axis, bytes or bytes/s.
+        size: Bytes or bytes/s per unit.
+        unit: Name of the unit.
+    """
+
+    top: float
+    size: float
+    unit: str
+
+
+def value_scale(largest: float, levels: Sequence[float], required: Sequence[float] = (), rates: bool = False) -> Scale:
+    """Choose the scale of one panel, or of several that share it.
+
+    Args:
+        largest: Largest value of all lines, bytes or bytes/s.
+        levels: Levels that are on the scale if they are not far above the lines.
+        required: Levels that are on the scale in any case.
+        rates: Whether values are bytes/s.
+    """
+    top = largest * _LINE_HEADROOM
+    limit = _MAX_LEVEL_RATIO * top if top else float("inf")
+    shown = [*(level for level in levels if level < limit), *required]
+    top = max([top, *(level * _LEVEL_HEADROOM for level in shown)]) or 1.0
+    size, unit = next((rate for rate in _RATE_UNITS if top >= rate[0]), (1.0, "B/s")) if rates else bytes_unit(top)
+    return Scale(top, size, unit)

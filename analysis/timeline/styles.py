@@ -1,0 +1,162 @@
+"""Colours, dashes and opacities of a timeline, the same in plots and in the report.
+
+The set is safe for colour-blind readers and readable in grey: what can be confused also differs by dash, opacity or
+outline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+# Dashes of lines as lengths of dashes and gaps, in line widths; empty for a solid line.
+Dash = tuple[float, ...]
+SOLID: Dash = ()
+_LONG: Dash = (6, 1.5)
+_SHORT: Dash = (2.5, 1)
+_DOTTED: Dash = (1, 1)
+_DASH_DOT: Dash = (3, 1, 1, 1)
+
+
+class Color(NamedTuple):
+    """One colour on a light and on a dark background, as #rrggbb."""
+
+    light: str
+    dark: str
+
+
+class LineStyle(NamedTuple):
+    """Style of a line.
+
+    Attributes:
+        color: Key of COLORS.
+        width: Points.
+        dash: See `Dash`.
+        fill: Key of COLORS for the area below the line; None where it is not filled.
+    """
+
+    color: str
+    width: float
+    dash: Dash = SOLID
+    fill: str | None = None
+
+
+class BoxStyle(NamedTuple):
+    """Style of a box: keys of COLORS, and the width of the outline in points."""
+
+    fill: str
+    edge: str
+    edge_width: float
+
+
+COLORS = {
+    "forward": Color("#7fb3e6", "#5a90c8"),
+    "backward": Color("#f2b179", "#c98a50"),
+    "update": Color("#93c98f", "#69a765"),
+    "other": Color("#d3d9de", "#46505a"),
+    "device": Color("#222222", "#e2e8ed"),
+    "reserved": Color("#8856a7", "#b68fd4"),
+    "allocated": Color("#c51b3b", "#f0687f"),
+    "requested": Color("#e05a7c", "#e7a3b4"),
+    "tensors": Color("#1b4f72", "#8fbbdc"),
+    "heap": Color("#c51b3b", "#f0687f"),
+    "rss": Color("#555555", "#a2a9b1"),
+    "host": Color("#222222", "#e2e8ed"),
+    "pinned": Color("#2b7a78", "#6fc0bd"),
+    "swap": Color("#b07d00", "#dcae4a"),
+    "h2d": Color("#1f6f8b", "#55b5d6"),
+    "h2d-fill": Color("#a9cbd6", "#1f4450"),
+    "d2h": Color("#d1495b", "#f08794"),
+    "d2h-fill": Color("#efbfc5", "#57303a"),
+    "level": Color("#222222", "#e2e8ed"),
+    "window": Color("#faf3d9", "#38331f"),
+    "window-edge": Color("#b9a66a", "#8a7c4c"),
+    "recurring": Color("#ecd587", "#75662e"),
+    "recurring-edge": Color("#8a7022", "#c9b263"),
+    "extra-1": Color("#3f78c0", "#3f78c0"),
+    "extra-2": Color("#d27f33", "#d27f33"),
+    "extra-3": Color("#459a4a", "#459a4a"),
+    "extra-4": Color("#9a63c4", "#9a63c4"),
+    "extra-5": Color("#b39a1e", "#b39a1e"),
+    "extra-6": Color("#b5523f", "#b5523f"),
+    "extra-7": Color("#2a9fb0", "#2a9fb0"),
+    "extra-8": Color("#c9609f", "#c9609f"),
+}
+
+PHASE_COLORS = {phase: COLORS[phase].light for phase in ("forward", "backward", "update")}
+# Phases behind lines. In grey they differ by these.
+PHASE_OPACITY = {"forward": 0.2, "backward": 0.4, "update": 0.62}
+
+# Pools are drawn and named in this order; other pools follow by name.
+POOL_STYLES = {
+    "device": LineStyle("device", 1.7),
+    "reserved": LineStyle("reserved", 1.4, _LONG),
+    "allocated": LineStyle("allocated", 1.4, _SHORT),
+    "requested": LineStyle("requested", 1.0, _DOTTED),
+    "tensors": LineStyle("tensors", 1.5, _DASH_DOT),
+    "heap": LineStyle("heap", 1.5),
+    "rss": LineStyle("rss", 1.2, (5, 1.5)),
+    "host": LineStyle("host", 1.5),
+    "pinned": LineStyle("pinned", 1.3, _DASH_DOT),
+    "swap": LineStyle("swap", 1.2, _DOTTED),
+}
+_EXTRA_COLORS = [name for name in COLORS if name.startswith("extra-")]
+_EXTRA_DASHES = (SOLID, _LONG, _DASH_DOT, _DOTTED)
+
+LINK_COLORS = {direction: COLORS[direction].light for direction in ("h2d", "d2h")}
+UNKNOWN_HOST_MEMORY = "unknown host memory"
+HOST_MEMORY_DASHES: dict[str, Dash] = {"pinned": SOLID, "pageable": _SHORT, UNKNOWN_HOST_MEMORY: _DOTTED}
+
+# A line across a panel: the capacity of a device, the peak of a link.
+LEVEL = LineStyle("level", 1.0, (5, 3))
+WINDOW = BoxStyle("window", "window-edge", 0.4)
+# Darker, with a stronger outline.
+RECURRING = BoxStyle("recurring", "recurring-edge", 0.6)
+
+# Colours of sub-steps by name; a sub-step that is nested in another one comes after it. Others have OTHER_SUBSTEP.
+SUBSTEP_COLORS = {
+    "reduce": "extra-4",
+    "gradient norm": "extra-5",
+    "overflow check": "extra-5",
+    "clip": "extra-5",
+    "prepare": "extra-8",
+    "release": "extra-8",
+    "gather": "extra-1",
+    "unscale": "extra-2",
+    "cast": "extra-2",
+    "update": "update",
+    "parameters": "h2d",
+    "upload": "h2d",
+    "fetch": "extra-7",
+    "gradient up": "extra-4",
+    "gradient down": "d2h",
+    "flush": "extra-6",
+}
+OTHER_SUBSTEP = "other"
+
+
+def sorted_pools(pools: Iterable[str]) -> list[str]:
+    """Return pools in the order in which they are drawn and named."""
+    order = list(POOL_STYLES)
+    return sorted(pools, key=lambda pool: (order.index(pool) if pool in order else len(order), pool))
+
+
+def pool_styles(pools: Iterable[str]) -> dict[str, LineStyle]:
+    """Return a style for each pool, in drawing order; pools without a style of their own get one by their rank."""
+    names = sorted_pools(pools)
+    others = [pool for pool in names if pool not in POOL_STYLES]
+    extra = {
+        pool: LineStyle(
+            _EXTRA_COLORS[number % len(_EXTRA_COLORS)],
+            1.3,
+            # Repeated colours get another dash.
+            _EXTRA_DASHES[(number + number // len(_EXTRA_COLORS)) % len(_EXTRA_DASHES)],
+        )
+        for number, pool in enumerate(others)
+    }
+    return {pool: POOL_STYLES.get(pool) or extra[pool] for pool in names}
+
+
+def link_style(direction: str, dash: Dash) -> LineStyle:
+    """Return the style of a link line; its dash names the kind of host memory (HOST_MEMORY_DASHES)."""
+    return LineStyle(direction, 0.8, dash, f"{direction}-fill")

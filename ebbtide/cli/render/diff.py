@@ -1,0 +1,98 @@
+"""Prints the differences of two traces."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ebbtide.cli.render.tables import print_table
+from ebbtide.units import bytes_text, ms_text
+
+if TYPE_CHECKING:
+    from ebbtide.analysis.diff import Change, Diff, TimeChange
+
+# Pools whose peak may be the largest change: the memory that a job requests from its device.
+_DEVICE_POOLS = ("device", "allocated", "heap")
+# Sizes of the same job differ by less than this share from run to run.
+_MIN_SHARE = 0.01
+
+Text = Callable[[float | None], str]
+
+
+def print_diff(diff: Diff) -> None:
+    """Print the largest change in one sentence, then all changes of times, sizes and setup."""
+    typer.echo(f"A: {diff.a}, {diff.counted[0]} counted iterations")
+    typer.echo(f"B: {diff.b}, {diff.counted[1]} counted iterations")
+    typer.echo(headline(diff))
+    times = [[*_row(change.name, change, ms_text), _verdict(change)] for change in diff.median_ms]
+    print_table("Median times", ["phase", "A", "B", "B - A", "B / A", "verdict"], times)
+    sizes = [
+        *((f"peak {change.name}", change) for change in diff.peak_bytes),
+        *((f"free at peak, {change.name}", change) for change in diff.min_free_bytes),
+        *((f"h2d, {change.name}", change) for change in diff.h2d_bytes),
+        *((f"d2h, {change.name}", change) for change in diff.d2h_bytes),
+    ]
+    size_rows = [_row(name, change, bytes_text) for name, change in sizes if (change.a, change.b) != (None, None)]
+    if size_rows:
+        print_table("Memory, and bytes copied per iteration", ["figure", "A", "B", "B - A", "B / A"], size_rows)
+    if diff.setting_changes:
+        settings = [
+            [_value_text(value) for value in (change.setting, change.a, change.b)] for change in diff.setting_changes
+        ]
+        print_table("Differences of the setup", ["setting", "A", "B"], settings)
+
+
+def headline(diff: Diff) -> str:
+    """Return the largest change in one sentence.
+
+    It is the largest of the times that differ by more than their spread. If there is none, it is the largest of the
+    sizes, as a share of the peak or of all bytes copied in that direction.
+    """
+    iteration, *phases = diff.median_ms
+    times = [time for time in (*phases, iteration) if time.beyond_spread]
+    if times:
+        time = max(times, key=lambda time: abs(time.difference or 0))
+        return _sentence("an iteration takes" if time is iteration else f"{time.name} takes", time, ms_text)
+    sizes = [(_share(c, [c]), f"the peak of {c.name} memory is", c) for c in diff.peak_bytes if c.name in _DEVICE_POOLS]
+    for direction, moved in (("h2d", diff.h2d_bytes), ("d2h", diff.d2h_bytes)):
+        sizes += [(_share(change, moved), f"{change.name} copies {direction}", change) for change in moved]
+    share, subject, size = max(sizes, key=lambda size: size[0])
+    if share >= _MIN_SHARE:
+        return _sentence(subject, size, bytes_text)
+    if all(time.beyond_spread is None for time in diff.median_ms):
+        return "Times cannot be compared: that takes three counted iterations in each run."
+    return "No time differs by more than the spread of the iterations."
+
+
+def _share(change: Change, parts: list[Change]) -> float:
+    """Return a change as a share of the sum of all parts, in the run where that is larger."""
+    total = max(sum(part.a or 0 for part in parts), sum(part.b or 0 for part in parts))
+    return abs(change.difference or 0) / (total or 1)
+
+
+def _sentence(subject: str, change: Change, text: Text) -> str:
+    times = "" if change.ratio is None else f", {change.ratio:.2f} times as much"
+    return f"Largest change: {subject} {text(change.b)} in B and {text(change.a)} in A{times}."
+
+
+def _row(name: str, change: Change, text: Text) -> list[str]:
+    sign = "+" if change.difference is not None and change.difference > 0 else ""
+    ratio = "-" if change.ratio is None else f"{change.ratio:.2f}"
+    return [name, text(change.a), text(change.b), sign + text(change.difference), ratio]
+
+
+def _verdict(change: TimeChange) -> str:
+    if change.beyond_spread is None:
+        return "not known"
+    return "beyond the spread" if change.beyond_spread else "within the spread"
+
+
+def _value_text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return shlex.join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,65 @@
+"""Prints the rates of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ebbtide.cli.render.tables import print_table
+from ebbtide.units import bytes_text, ms_text, rate_text
+
+if TYPE_CHECKING:
+    from ebbtide.machines.machine import Machine
+
+
+def _params_rate_text(params_per_s: float | None) -> str:
+    return "-" if params_per_s is None else f"{params_per_s / 1e9:.3g} G parameters/s"
+
+
+def _seconds_text(seconds: float | None) -> str:
+    return ms_text(None if seconds is None else seconds * 1e3)
+
+
+# Key in a machine file -> (label, function that formats the value).
+_RATES: dict[str, tuple[str, Callable[[float | None], str]]] = {
+    "gpu_memory_bytes": ("GPU memory", bytes_text),
+    "host_memory_bytes": ("host memory", bytes_text),
+    "host_memory_bytes_per_s": ("host memory, read and written", rate_text),
+    "h2d_bytes_per_s": ("h2d, pinned", rate_text),
+    "d2h_bytes_per_s": ("d2h, pinned", rate_text),
+    "duplex_bytes_per_s": ("both directions together", rate_text),
+    "h2d_pageable_bytes_per_s": ("h2d, pageable", rate_text),
+    "d2h_pageable_bytes_per_s": ("d2h, pageable", rate_text),
+    "cpu_update_params_per_s": ("update on the CPU", _params_rate_text),
+    "cpu_cast_params_per_s": ("cast on the CPU", _params_rate_text),
+    "gpu_update_params_per_s": ("update on the GPU", _params_rate_text),
+    "step_overhead_s": ("overhead of a step", _seconds_text),
+}
+
+
+def print_machine(machine: Machine) -> None:
+    """Print all rates with their source, and for a fitted machine how well it explains the traces."""
+    rows = []
+    for key, (label, text) in _RATES.items():
+        value = getattr(machine, key)
+        rows.append([label, text(value), "not known" if value is None else _source(machine, key)])
+    print_table(f"{machine.name}, rates per rank", ["", "rate", "source"], rows)
+    fit = machine.extra.get("fit")
+    if fit is not None:
+        print_table(
+            "Errors of the fit",
+            ["trace", "policy", "update, fitted vs. measured"],
+            [[name, fit["policies"][name], f"{100 * residual:+.1f} %"] for name, residual in fit["residuals"].items()],
+        )
+
+
+def _source(machine: Machine, key: str) -> str:
+    fit = machine.extra.get("fit")
+    if fit is None:
+        return f"measured: {machine.extra['measured'][key]['how']}"
+    if key not in fit["uncertainty"]:
+        return "recorded in the traces"
+    factor = f"x{fit['uncertainty'][key]:.2f}"
+    if key in fit["unidentified"]:
+        return f"prior, {factor}: not determined by these traces"
+    return f"fitted, {factor}"

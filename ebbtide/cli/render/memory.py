@@ -1,0 +1,37 @@
+"""Prints the use of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import typer
+
+from ebbtide.cli.render.tables import MAX_ROWS, print_omitted, print_table
+from ebbtide.units import bytes_text
+
+if TYPE_CHECKING:
+    from ebbtide.analysis.metrics.memory import Gap, MemoryUse, PoolUse
+    from ebbtide.profiler.trace import Trace
+
+
+def print_memory(trace: Trace, memory: MemoryUse) -> None:
+    """Print the lowest and highest use of each memory pool per phase, and the differences between pools."""
+    typer.echo(f"{trace.path}: lowest and highest use per phase, medians over the iterations")
+
+    def rows(uses: Sequence[PoolUse | Gap], names: list[str]) -> list[list[str]]:
+        return [
+            [name, use.phase, bytes_text(use.low_bytes), bytes_text(use.peak_bytes)]
+            for name, use in zip(names, uses, strict=True)
+        ]
+
+    if not memory.pools:
+        typer.echo("no memory was recorded during its iterations")
+        return
+    pools = rows(memory.pools, [use.pool for use in memory.pools])
+    print_table("Memory", ["pool", "phase", "lowest", "highest"], pools[:MAX_ROWS])
+    print_omitted(len(pools))
+    gaps = rows(memory.gaps, [gap.gap for gap in memory.gaps])
+    if gaps:
+        print_table("Differences between pools", ["difference", "phase", "lowest", "highest"], gaps[:MAX_ROWS])
+        print_omitted(len(gaps))

@@ -1,0 +1,56 @@
+"""Prints predicted iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import typer
+
+from ebbtide.cli.render.tables import print_table
+from ebbtide.units import bytes_text, ms_text
+
+if TYPE_CHECKING:
+    from ebbtide.interleave.replay.ablation import AblationStep
+    from ebbtide.interleave.replay.results import Replay
+
+
+def print_replay(replayed: Replay, baseline: str) -> None:
+    """Print the iteration of each policy and the lower bound; `baseline`: policy that speed-ups are relative to."""
+    job, bound = replayed.workload, replayed.bound
+    params = f"{job.params / 1e9:.3g} G parameters per rank in {len(job.subgroups):,} subgroups"
+    typer.echo(f"{job.name} on {replayed.machine.name}: {params}")
+    for note in job.notes:
+        typer.echo(f"note: {note}")
+    baseline_ms = next(result.iteration_ms for result in replayed.results if result.policy == baseline)
+    rows = [
+        [
+            result.policy,
+            ms_text(result.iteration_ms),
+            f"{baseline_ms / result.iteration_ms:.2f}x" if result.iteration_ms else "-",
+            ms_text(result.backward_ms),
+            ms_text(result.update_ms),
+            ms_text(result.exposed_ms),
+            result.limited_by,
+            bytes_text(result.peak_device_bytes),
+            {True: "yes", False: "no", None: "not known"}[result.fits],
+        ]
+        for result in replayed.results
+    ]
+    bound_ms = bound.iteration_s * 1e3
+    speed_up = f"{baseline_ms / bound_ms:.2f}x" if bound_ms else "-"
+    rows.append(["bound", ms_text(bound_ms), speed_up, "", "", ms_text(bound.exposed_s * 1e3), "", "", ""])
+    times = ["iteration", "speed-up", "backward", "update", "exposed"]
+    columns = ["policy", *times, "update limited by", "device memory", "fits"]
+    print_table(f"One iteration under each policy (speed-up over {baseline})", columns, rows)
+    for result, schedule in zip(replayed.results, replayed.schedules, strict=True):
+        if schedule.plan.remark:
+            typer.echo(f"{result.policy}: {schedule.plan.remark}")
+    for name, reason in replayed.skipped.items():
+        typer.echo(f"left out: {name} ({reason})")
+
+
+def print_ablation(steps: Sequence[AblationStep]) -> None:
+    """Print the gain of each mechanism."""
+    rows = [[step.mechanism, step.policy, ms_text(step.iteration_ms), ms_text(step.gain_ms)] for step in steps]
+    print_table("Each mechanism, added to those above it", ["mechanism", "policy", "iteration", "gain"], rows)

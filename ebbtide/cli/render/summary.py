@@ -1,0 +1,48 @@
+"""Prints the summary of a trace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from ebbtide.cli.render.tables import print_table
+from ebbtide.units import bytes_text, ms_text
+
+if TYPE_CHECKING:
+    from ebbtide.analysis.metrics.summary import Summary
+    from ebbtide.profiler.trace import Trace
+
+
+def print_summary(trace: Trace, summary: Summary) -> None:
+    """Print time, memory and link use per phase, and the peak of each memory pool."""
+    counted = summary.iterations - summary.warmup_iterations
+    left_out = f", the first {summary.warmup_iterations} left out as warm-up" if summary.warmup_iterations else ""
+    typer.echo(f"{trace.path}: {summary.iterations} iterations, ranks: {summary.ranks}{left_out}")
+    for about_line in summary.about:
+        typer.echo(f"  {about_line}")
+    pool = summary.memory.pool or "memory"
+    rows = [["iteration", ms_text(summary.iteration_ms), *[""] * 6]]
+    for phase in summary.phases:
+        share = "-" if phase.share is None else f"{100 * phase.share:.0f} %"
+        sizes = (phase.peak_bytes, phase.min_free_bytes, phase.h2d_bytes, phase.d2h_bytes)
+        rows.append(
+            [phase.phase, ms_text(phase.median_ms), ms_text(phase.p95_ms), share, *(bytes_text(size) for size in sizes)]
+        )
+    print_table(
+        f"Medians over {counted} iterations (highest peaks: see below)",
+        ["phase", "time", "p95", "share", f"peak {pool}", "free at peak", "h2d", "d2h"],
+        rows,
+    )
+    if summary.free_pool is not None and summary.memory.capacity_bytes is not None:
+        typer.echo(f"free at peak: capacity minus {summary.free_pool}\n")
+    peaks = [[name, bytes_text(peak)] for name, peak in summary.memory.pools.items()]
+    print_table(
+        "Memory, whole trace",
+        ["pool", "peak"],
+        [["capacity", bytes_text(summary.memory.capacity_bytes)], *peaks],
+    )
+    for remark in summary.remarks:
+        typer.echo(remark)
+    for note in trace.notes:
+        typer.echo(f"note: {note}")

@@ -1,0 +1,240 @@
+"""The linear program of the bound for plans that may divide subgroups at will."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ebbtide.interleave.model.workload import Workload, value_at
+from ebbtide.interleave.simulation.linear_program import LinearProgram
+from ebbtide.machines.machine import Machine
+
+# Parameters in each interval: state fetched and flushed, updates on the CPU and on the GPU, gradients copied down and
+# back up, updated parameters uploaded.
+_FLOWS = ("fetched", "flushed", "cpu updates", "gpu updates", "gradients down", "gradients up", "uploaded")
+# Sums of a flow up to the end of an interval.
+_TOTALS = {
+    "cpu updates": "total cpu updates",
+    "gpu updates": "total gpu updates",
+    "gradients down": "total gradients down",
+}
+# There are as many runs of intervals as pairs of edges, of which there are at most so many.
+_MAX_EDGES = 14
+
+
+@dataclass(frozen=True)
+class IterationInterval:
+    """A part of the iteration in which neither the phase nor the free memory changes.
+
+    Attributes:
+        phase: `other`, `forward`, `backward`, `overhead` (of the step) or `update`.
+        length_s: Seconds; 0 for the update, whose length is the variable of the program.
+        free_bytes: Free device memory.
+        gradients_ready: Share of the gradients that the backward has computed by its end.
+    """
+
+    phase: str
+    length_s: float
+    free_bytes: float
+    gradients_ready: float
+
+
+def intervals_of(workload: Workload, machine: Machine) -> list[IterationInterval]:
+    """Return the intervals of an iteration, the update last."""
+    everything = (workload.state_bytes + workload.grad_bytes) * workload.params
+    free_steps = workload.gpu_free or ((0.0, min(machine.gpu_memory_bytes or everything, everything)),)
+    edges = [0.0, workload.other_s, workload.other_s + workload.forward_s, workload.compute_s]
+    cuts = sorted({*edges, *(time for time, _ in free_steps if 0 < time < workload.compute_s)})
+    intervals = []
+    for start, end in itertools.pairwise(cuts):
+        phase = ("other", "forward", "backward")[sum(start >= edge for edge in edges[1:3])]
+        ready = (end - edges[2]) / workload.backward_s if phase == "backward" and workload.backward_s > 0 else 0.0
+        intervals.append(IterationInterval(phase, end - start, value_at(free_steps, start), ready))
+    # More free memory later in the update can only help: the largest value counts for all of it.
+    in_update = max(
+        value_at(free_steps, workload.compute_s), *(size for time, size in free_steps if time > workload.compute_s), 0.0
+    )
+    intervals.append(IterationInterval("overhead", machine.step_overhead_s or 0.0, in_update, 1.0))
+    intervals.append(IterationInterval("update", 0.0, in_update, 1.0))
+    return intervals
+
+
+class BoundProgram(LinearProgram):
+    """The linear program.
+
+    Variables: the flows of each interval, the state on the device after each interval and before the first, the kept
+    gradients, and the length of the update without its overhead.
+
+    The solver's tolerances are absolute, so all values are kept near 1: parameters are shares of all parameters,
+    bytes are per parameter, times are in units of `time_unit_s`.
+
+    Attributes:
+        intervals: Intervals of the iteration.
+        time_unit_s: The unit of time in seconds.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        machine: Machine,
+        intervals: list[IterationInterval],
+        windows: bool,
+        time_unit_s: float,
+    ) -> None:
+        super().__init__()
+        self._workload = workload
+        self._machine = machine
+        self.intervals = intervals
+        self.time_unit_s = time_unit_s
+        for index, interval in enumerate(intervals):
+            for name in (*_FLOWS, *_TOTALS.values(), "state"):
+                self.add_variable(name, index)
+            self._forbid_flows(interval, index, windows)
+        for name in ("state at start", "update length"):
+            self.add_variable(name)
+        self.add_variable("kept gradients", upper=1.0)
+        for index, interval in enumerate(intervals):
+            self._add_interval(interval, index)
+        self._update_once()
+        self._balance_totals()
+
+    def state_before(self, index: int) -> int:
+        """Return the variable of the state on the device before an interval."""
+        return self.variable("state", index - 1) if index else self.variable("state at start")
+
+    def _forbid_flows(self, interval: IterationInterval, index: int, windows: bool) -> None:
+        """Set flows to 0 that an interval cannot have."""
+        forbidden = set()
+        if interval.phase in ("other", "forward"):
+            forbidden |= {"cpu updates", "gpu updates", "gradients down", "gradients up", "uploaded"}
+        if interval.phase in ("backward", "overhead") and self._workload.needs_all_gradients:
+            forbidden |= {"cpu updates", "gpu updates", "gradients up", "uploaded"}
+        if interval.phase == "backward" and self._workload.gradients_held_until_step:
+            forbidden |= {"gradients down"}
+        if not windows and interval.phase not in ("overhead", "update"):
+            forbidden |= {"fetched", "flushed"}
+        if self._machine.gpu_update_params_per_s is None:
+            forbidden |= {"gpu updates"}
+        if not interval.free_bytes:
+            forbidden |= {"fetched", "gpu updates"}
+        for name in forbidden:
+            self.limit(self.variable(name, index), 0.0)
+
+    def _limit_rate(self, terms: dict[int, float], interval: IterationInterval, rate: float) -> None:
+        """Require that the terms take at most the interval's length at this rate.
+
+        Terms are divided by the rate: the solver may neglect work that takes hardly any time, but not a rate that
+        multiplies the length.
+        """
+        times = {variable: factor / rate for variable, factor in terms.items()}
+        if interval.phase == "update":
+            self.add_row({**times, self.variable("update length"): -1.0}, upper=0.0)
+        else:
+            self.add_row(times, upper=interval.length_s / self.time_unit_s)
+
+    def _add_interval(self, interval: IterationInterval, index: int) -> None:
+        workload, machine = self._workload, self._machine
+
+        def flow(name: str) -> int:
+            return self.variable(name, index)
+
+        up = {
+            flow("fetched"): workload.state_bytes,
+            flow("uploaded"): workload.param_bytes,
+            flow("gradients up"): workload.grad_bytes,
+        }
+        down = {flow("flushed"): workload.state_bytes, flow("gradients down"): workload.grad_bytes}
+        self._limit_rate(up, interval, self._link_rate("h2d"))
+        self._limit_rate(down, interval, self._link_rate("d2h"))
+        if machine.duplex_bytes_per_s is not None:
+            self._limit_rate({**up, **down}, interval, self._scaled_rate(machine.duplex_bytes_per_s))
+        cpu_traffic = {flow("cpu updates"): workload.cpu_update_bytes}
+        self._limit_rate({**cpu_traffic, **up, **down}, interval, self._scaled_rate(machine.host_memory_bytes_per_s))
+        self._limit_rate({flow("cpu updates"): 1.0}, interval, self._scaled_rate(machine.cpu_update_params_per_s))
+        if machine.gpu_update_params_per_s is not None:
+            self._limit_rate({flow("gpu updates"): 1.0}, interval, self._scaled_rate(machine.gpu_update_params_per_s))
+        before = self.state_before(index)
+        self.add_row({flow("state"): 1.0, before: -1.0, flow("fetched"): -1.0, flow("flushed"): 1.0}, 0.0, 0.0)
+        self.add_row({flow("gpu updates"): 1.0, before: -1.0, flow("fetched"): -1.0}, upper=0.0)
+        ready_after = interval.gradients_ready if interval.phase in ("backward", "overhead") else 0.0
+        self._limit_memory(interval, flow("state"), ready_after, index + 1)
+        ready_before = self.intervals[index - 1].gradients_ready if index and interval.phase != "other" else 0.0
+        self._limit_memory(interval, before, ready_before, index)
+        for name, total in _TOTALS.items():
+            earlier = {self.variable(total, index - 1): -1.0} if index else {}
+            self.add_row({flow(total): 1.0, **earlier, flow(name): -1.0}, 0.0, 0.0)
+        if interval.phase == "backward":
+            self.limit(flow("total gradients down"), interval.gradients_ready)
+            self.add_row(
+                {flow("total cpu updates"): 1.0, flow("total gpu updates"): 1.0}, upper=interval.gradients_ready
+            )
+
+    def _runs(self) -> Iterator[tuple[int, range]]:
+        """Yield runs of intervals, each with the variable of the state before it: all runs, or a selection if there
+        are many intervals."""
+        count = len(self.intervals)
+        edges = range(count + 1) if count < _MAX_EDGES else _selected_edges(count)
+        for first, end in itertools.combinations(edges, 2):
+            yield self.state_before(first), range(first, end)
+
+    def _update_once(self) -> None:
+        """Require that state updated in a run of intervals was on the device or was fetched in it: nothing is updated
+        twice. If all updates are in the last interval, that interval's own row says the same."""
+        for before, run in self._runs() if not self._workload.needs_all_gradients else ():
+            updates = {self.variable("gpu updates", i): 1.0 for i in run}
+            fetches = {self.variable("fetched", i): -1.0 for i in run}
+            self.add_row({**updates, **fetches, before: -1.0}, upper=0.0)
+
+    def _limit_memory(
+        self, interval: IterationInterval, state: int, gradients_ready: float, intervals_passed: int
+    ) -> None:
+        """Require that what is on the device at one end of an interval fits into its free memory.
+
+        The kept gradients may be the last ones that the backward computes. Each is freed with its update.
+
+        Args:
+            interval: The interval.
+            state: Variable of the state at that end.
+            gradients_ready: Share of the gradients computed by then.
+            intervals_passed: How many intervals have passed by then.
+        """
+        workload, free = self._workload, interval.free_bytes / self._workload.params
+        self.add_row({state: workload.state_bytes}, upper=free)
+        if gradients_ready and not workload.gradients_held_until_step:
+            not_ready = workload.grad_bytes * (1 - gradients_ready)
+            freed = (
+                {self.variable("total gpu updates", intervals_passed - 1): -workload.grad_bytes}
+                if intervals_passed
+                else {}
+            )
+            kept = {self.variable("kept gradients"): workload.grad_bytes}
+            self.add_row({state: workload.state_bytes, **kept, **freed}, upper=free + not_ready)
+
+    def _balance_totals(self) -> None:
+        def total(name: str, sign: float = 1.0) -> dict[int, float]:
+            return {self.variable(name, i): sign for i in range(len(self.intervals))}
+
+        kept = {self.variable("kept gradients"): 1.0}
+        self.add_row({**total("cpu updates"), **total("gpu updates")}, 1.0, 1.0)
+        self.add_row({**total("uploaded"), **total("cpu updates", -1.0)}, 0.0, 0.0)
+        # A gradient is copied down for an update on the CPU, or copied down and back up; the others are kept.
+        self.add_row({**total("gradients down"), **kept}, 1.0, 1.0)
+        self.add_row({**total("gradients up"), **kept, **total("gpu updates", -1.0)}, 0.0, 0.0)
+        last = len(self.intervals)
+        self.add_row({self.state_before(last): 1.0, self.variable("state at start"): -1.0}, 0.0, 0.0)
+
+    def _link_rate(self, direction: str) -> float:
+        """Return the rate that the job leaves of a direction of the link, in the program's units."""
+        rate = getattr(self._machine, f"{direction}_bytes_per_s") or 0.0
+        return self._scaled_rate(rate * (1 - getattr(self._workload, f"{direction}_busy_share")))
+
+    def _scaled_rate(self, rate: float | None) -> float:
+        """Convert a rate per second to the program's units."""
+        return (rate or 0.0) * self.time_unit_s / self._workload.params
+
+
+def _selected_edges(count: int) -> list[int]:
+    """Return some edges of `count` intervals, the last two among them, which are the update's."""
+    spread = {round(count * number / (_MAX_EDGES - 1)) for number in range(_MAX_EDGES)}
+    return sorted({*spread, count - 1, count - 2})

@@ -1,0 +1,196 @@
+"""The linear program of the bound for plans of whole subgroups."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.simulation.bound_program import BoundProgram, IterationInterval
+from ebbtide.machines.machine import Machine
+
+
+class ModeRates(NamedTuple):
+    """Rates of resources that run at the same time; 0 for those that do not run."""
+
+    cpu_params_per_s: float
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+
+
+class WholeSubgroupProgram(BoundProgram):
+    """Adds what whole subgroups cost to the bound, in rows that every plan satisfies.
+
+    A subgroup that is on the device in part takes the memory of a whole one. Operations run at full speed or not at
+    all, so the time of an interval divides into modes, by what runs at the same time (see `modes`). The CPU updates a
+    whole number of subgroups, and the last one's upload follows its update. State fetched in the update is updated
+    after it has arrived, and flushed after that unless state stays on the device at the end.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        machine: Machine,
+        intervals: list[IterationInterval],
+        windows: bool,
+        time_unit_s: float,
+    ) -> None:
+        super().__init__(workload, machine, intervals, windows, time_unit_s)
+        values = self.minimize(self.variable("update length"))
+        min_length = max(0.0, float(values[self.variable("update length")])) if values is not None else 0.0
+        # Subgroups as shares of all parameters.
+        sizes = [size / workload.params for size in workload.subgroups]
+        smallest = min(sizes)
+        self._size, self._last_size, self._count = sizes[0], sizes[-1], len(sizes)
+        even = len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]
+        for index, interval in enumerate(intervals):
+            free = self._free_share(interval)
+            room = self._whole_room(free) if even else free
+            self.limit(self.variable("state", index), room)
+            self.limit(self.state_before(index), room)
+            if free < smallest:
+                for name in ("fetched", "gpu updates"):
+                    self.limit(self.variable(name, index), 0.0)
+            self._divide_into_modes(interval, index)
+        if even:
+            self._limit_memory_time(min_length)
+        if workload.needs_all_gradients:
+            if even:
+                self._whole_number_on_cpu()
+            self._order_streams(smallest)
+
+    def _free_share(self, interval: IterationInterval) -> float:
+        """Return the share of all parameters whose state fits into the free memory."""
+        return interval.free_bytes / self._workload.params / self._workload.state_bytes
+
+    def _whole_room(self, free: float) -> float:
+        """Return the part of a free share that whole subgroups can use, all of one size but a smaller last one."""
+        size, last = self._size, self._last_size
+        with_last = last + math.floor((free - last) / size + 1e-9) * size if free >= last else 0.0
+        return max(math.floor(free / size + 1e-9) * size, with_last)
+
+    def _divide_into_modes(self, interval: IterationInterval, index: int) -> None:
+        workload = self._workload
+        rates = modes(workload, self._machine)
+        times = [self.add_variable(f"time in mode {number}", index) for number in range(len(rates))]
+        self._limit_rate(dict.fromkeys(times, 1.0), interval, 1.0)
+        work = ModeWork(
+            {self.variable("cpu updates", index): 1.0},
+            {
+                self.variable("fetched", index): workload.state_bytes,
+                self.variable("uploaded", index): workload.param_bytes,
+                self.variable("gradients up", index): workload.grad_bytes,
+            },
+            {
+                self.variable("flushed", index): workload.state_bytes,
+                self.variable("gradients down", index): workload.grad_bytes,
+            },
+        )
+        for terms, mode_rates in zip(work, zip(*rates, strict=True), strict=True):
+            alone = max(mode_rates)
+            needed = {variable: factor / self._scaled_rate(alone) for variable, factor in terms.items()}
+            done = {time: -rate / alone for time, rate in zip(times, mode_rates, strict=True)}
+            self.add_row({**needed, **done}, upper=0.0)
+
+    def _whole_number_on_cpu(self) -> None:
+        machine, size, last, count = self._machine, self._size, self._last_size, self._count
+        on_cpu = self.add_variable("subgroups on the CPU", upper=count, integer=True)
+        any_on_cpu = self.add_variable("any subgroup on the CPU", upper=1, integer=True)
+        updates = {self.variable("cpu updates", i): -1.0 for i in range(len(self.intervals))}
+        self.add_row({on_cpu: size, **updates}, 0.0, size - last)
+        self.add_row({on_cpu: 1.0, any_on_cpu: -count}, upper=0.0)
+        memory_limited = (machine.host_memory_bytes_per_s or 0.0) / self._workload.cpu_update_bytes
+        cpu_rate = self._scaled_rate(min(machine.cpu_update_params_per_s or 0.0, memory_limited))
+        upload = self._workload.param_bytes * last / self._link_rate("h2d")
+        terms = {self.variable("update length"): 1.0, on_cpu: -size / cpu_rate, any_on_cpu: -upload}
+        self.add_row(terms, lower=-(size - last) / cpu_rate)
+
+    def _limit_memory_time(self, min_length: float) -> None:
+        """Limit the product of memory and time in every run of intervals, in parameters x units of time.
+
+        State that moves takes the memory of a whole subgroup while it is copied, state that stays takes it all the
+        time.
+
+        Args:
+            min_length: A lower bound of the update's length.
+        """
+        size, last = self._size, self._last_size
+        fetch_time, flush_time = (
+            self._workload.state_bytes / self._link_rate(direction) for direction in ("h2d", "d2h")
+        )
+        lengths = [interval.length_s / self.time_unit_s for interval in self.intervals]
+        rooms = [self._whole_room(self._free_share(interval)) for interval in self.intervals]
+        update = len(self.intervals) - 1
+        for number, (before, run) in enumerate(self._runs()):
+            time = sum(lengths[i] for i in run) + (min_length if update in run else 0.0)
+            # A copy in flight at an edge counts in part on both sides of it. That holds only in longer runs.
+            if time < max(fetch_time, flush_time) * size:
+                continue
+            stays = self.add_variable("stays", number)
+            fetched = {self.variable("fetched", i): -fetch_time * size for i in run}
+            flushed = {self.variable("flushed", i): -flush_time * size for i in run}
+            self.add_row({stays: 1.0, before: -1.0, **{self.variable("flushed", i): 1.0 for i in run}}, lower=0.0)
+            length = {self.variable("update length"): rooms[update]} if update in run else {}
+            available = sum(lengths[i] * rooms[i] for i in run)
+            # The last subgroup may be smaller, and take its memory for less time.
+            smaller_last = (fetch_time + flush_time) * (size - last) * last
+            self.add_row({**length, stays: -time, **fetched, **flushed}, lower=-available - smaller_last)
+
+    def _order_streams(self, smallest: float) -> None:
+        """Require that updates follow their fetches and flushes follow their updates, at least once.
+
+        Args:
+            smallest: The smallest subgroup, as a share of all parameters.
+        """
+        workload = self._workload
+        update = len(self.intervals) - 1
+        fetched, state = self.variable("fetched", update), self.variable("state", update)
+        length = {self.variable("update length"): 1.0}
+        any_fetched = self.add_variable("any fetched", upper=1, integer=True)
+        none_stays = self.add_variable("none stays", upper=1, integer=True)
+        self.add_row({fetched: 1.0, any_fetched: -1.0}, upper=0.0)
+        self.add_row({state: 1.0, none_stays: 1.0}, lower=smallest)
+        gpu_rate = self._machine.gpu_update_params_per_s
+        update_time = smallest / self._scaled_rate(gpu_rate) if gpu_rate else 0.0
+        flush_time = workload.state_bytes * smallest / self._link_rate("d2h")
+        fetch_time = workload.state_bytes / self._link_rate("h2d")
+        # If something was fetched and nothing stays, the last flush comes after the last update.
+        both = {any_fetched: -(update_time + flush_time), none_stays: -flush_time}
+        self.add_row({**length, fetched: -fetch_time, **both}, lower=-flush_time)
+        self.add_row({**length, fetched: -fetch_time, any_fetched: -update_time}, lower=0.0)
+        if workload.gradients_held_until_step:
+            return
+        # When the first subgroup with a kept gradient is updated, all kept gradients and its state are on the device.
+        kept = self.variable("kept gradients")
+        any_kept = self.add_variable("any gradient kept", upper=1, integer=True)
+        self.add_row({kept: 1.0, any_kept: -1.0}, upper=0.0)
+        free = self.intervals[update].free_bytes / workload.params
+        self.add_row({kept: workload.grad_bytes, any_kept: workload.state_bytes * smallest}, upper=free)
+
+
+class ModeWork(NamedTuple):
+    """Work of an interval by resource: factors of the program's variables."""
+
+    cpu: dict[int, float]
+    h2d: dict[int, float]
+    d2h: dict[int, float]
+
+
+def modes(workload: Workload, machine: Machine) -> list[ModeRates]:
+    """Return the rates of each set of resources that can run at the same time, shared as in the simulator.
+
+    The link shares its duplex limit, and all of them share the host's memory, slowed by one factor.
+    """
+    cpu_bytes = workload.cpu_update_bytes
+    cpu = machine.cpu_update_params_per_s or 0.0
+    up = (machine.h2d_bytes_per_s or 0.0) * (1 - workload.h2d_busy_share)
+    down = (machine.d2h_bytes_per_s or 0.0) * (1 - workload.d2h_busy_share)
+    rates = []
+    for subset in range(1, 8):
+        cpu_runs, up_runs, down_runs = (float(subset >> bit & 1) for bit in range(3))
+        demand = up_runs * up + down_runs * down
+        link = min(1.0, machine.duplex_bytes_per_s / demand) if machine.duplex_bytes_per_s and demand else 1.0
+        total = cpu_runs * cpu * cpu_bytes + link * demand
+        share = min(1.0, (machine.host_memory_bytes_per_s or 0.0) / total)
+        rates.append(ModeRates(cpu_runs * cpu * share, up_runs * up * share * link, down_runs * down * share * link))
+    return rates

@@ -1,0 +1,115 @@
+"""The methods of DeepSpeed's ZeRO optimizers that are recorded as sub-steps of an update."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from ..zero_optimizer import compute_resource, fp32_masters, subgroup_sizes
+from .substeps import SubstepRecorder
+
+
+class SubstepMethod:
+    """A method that is one row of the table `ops`.
+
+    Args:
+        name: Name of the row.
+        find_subgroup: Returns the subgroup the method works on, from the sub-steps so far and the method's arguments.
+        find_resource: Returns the resource it runs on, from the optimizer and the subgroup.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        find_subgroup: Callable[[SubstepRecorder, Any], int | None] = lambda substeps, args: None,
+        find_resource: Callable[[Any, int], str] = lambda optimizer, subgroup: "host",
+    ) -> None:
+        self.name = name
+        self._find_subgroup = find_subgroup
+        self._find_resource = find_resource
+
+    def enter(self, substeps: SubstepRecorder, args: Any) -> int | None:
+        """Begin the row, as the method begins. Never raises: what cannot be determined is left out.
+
+        Returns:
+            The subgroup that the method works on; None if it works on none or on an unknown one.
+        """
+        subgroup, resource, nbytes = None, "host", None
+        try:
+            subgroup = self._find_subgroup(substeps, args)
+            if subgroup is not None:
+                resource = self._find_resource(args[0], subgroup)
+                nbytes = _upload_bytes(args[0], subgroup) if self.name == "parameters" else None
+        except Exception:
+            pass
+        substeps.switch(self.name, resource, subgroup, nbytes)
+        return subgroup
+
+    def leave(self, substeps: SubstepRecorder, args: Any, subgroup: int | None) -> None:
+        """End the row, as the method has returned."""
+        substeps.switch("rest")
+
+
+class OpenEndedMethod(SubstepMethod):
+    """A method whose sub-step goes on in the lines that follow its call."""
+
+    def leave(self, substeps: SubstepRecorder, args: Any, subgroup: int | None) -> None:
+        """Keep the row open."""
+
+
+class UpdateMethod(SubstepMethod):
+    """The update of stages 1 and 2, which copy a subgroup's parameters back in the lines that follow it."""
+
+    def leave(self, substeps: SubstepRecorder, args: Any, subgroup: int | None) -> None:
+        """End the row, and begin that of the parameters."""
+        SubstepMethod("parameters", lambda substeps, args: subgroup).enter(substeps, args)
+
+
+def _argument(substeps: SubstepRecorder, args: Any) -> int:
+    """Return the subgroup from the method's first argument."""
+    return int(args[1])
+
+
+def _next_in_order(substeps: SubstepRecorder, args: Any) -> int:
+    """Return the next subgroup: stages 1 and 2 pass no number to the methods before the update, but go in order."""
+    return substeps.updates
+
+
+def _master_resource(optimizer: Any, subgroup: int) -> str:
+    return compute_resource(fp32_masters(optimizer)[subgroup])
+
+
+def _gradient_resource(optimizer: Any, subgroup: int) -> str:
+    master = fp32_masters(optimizer)[subgroup]
+    return compute_resource(master if master.grad is None else master.grad)
+
+
+def _upload_bytes(optimizer: Any, subgroup: int) -> int | None:
+    """Return the bytes of a subgroup's parameters, in the model's precision, that are copied to the device.
+
+    None if the subgroup's state is on the device.
+    """
+    if _master_resource(optimizer, subgroup) != "cpu":
+        return None
+    return int(subgroup_sizes(optimizer)[subgroup] * optimizer.dtype.itemsize)
+
+
+STAGE_3 = {
+    "_overflow_check_and_loss_scale_update": SubstepMethod("overflow check"),
+    "_get_norm_groups": SubstepMethod("gradient norm"),
+    "_prepare_sub_group": SubstepMethod("prepare", _argument),
+    "unscale_and_clip_grads": SubstepMethod("unscale", _argument, _gradient_resource),
+    "_optimizer_step": SubstepMethod("update", _argument, _master_resource),
+    "_reassign_or_swap_out_partitioned_parameters": SubstepMethod("parameters", _argument),
+    "_release_sub_group": SubstepMethod("release", _argument),
+    "_post_step": SubstepMethod("gather"),
+}
+
+STAGE_1_AND_2 = {
+    "check_overflow": SubstepMethod("overflow check"),
+    "scaled_global_norm": SubstepMethod("gradient norm"),
+    "free_grad_in_param_list": OpenEndedMethod("prepare", _next_in_order),
+    "unscale_and_clip_grads": SubstepMethod("unscale", _next_in_order, _gradient_resource),
+    "_optimizer_step": UpdateMethod("update", _argument, _master_resource),
+    "reset_cpu_buffers": SubstepMethod("rest"),
+    "_update_model_bit16_weights": SubstepMethod("gather"),
+}

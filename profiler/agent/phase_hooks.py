@@ -1,0 +1,186 @@
+"""Detects PyTorch's phases: calls of the outermost module, autograd's backward engine, and optimizer steps.
+
+DeepSpeed's phases are detected in `deepspeed/phase_hooks.py`. Nothing here is registered on a module: a global module
+hook breaks or slows compiled code, and a module's own hooks travel into its pickles and copies. `TorchHooks.remove`
+undoes everything.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Callable
+
+from .patches import Patches
+from .recorder import BACKWARD, FORWARD, UPDATE, Recorder
+
+_CALL_ATTRIBUTE = "_compiled_call_impl"
+
+
+class OutermostCall:
+    """A descriptor that replaces the class attribute `torch.nn.Module._compiled_call_impl`.
+
+    `Module.__call__` reads that attribute of the module and, if it is not None, calls it instead of the module's own
+    call (`Module.compile()` works so). As a data descriptor, this sees each read together with its module. Inside a
+    phase it returns what the module itself has there (0.1 us); outside of one it returns a call that is recorded as a
+    forward. Dynamo inlines modules without reading the attribute, and torch keeps it out of pickles.
+    """
+
+    def __init__(self, recorder: Recorder, torch: Any) -> None:
+        self._recorder = recorder
+        self._torch = torch
+        self._grad_enabled = torch.is_grad_enabled
+        self._compiling = torch.compiler.is_compiling
+
+    def __get__(self, module: Any, owner: Any = None) -> Any:
+        if module is None:
+            return None
+        compiled = module.__dict__.get(_CALL_ATTRIBUTE)
+        recorder = self._recorder
+        if recorder.in_phase:
+            if recorder.phase == BACKWARD:
+                recorder.recomputes = True
+            return compiled
+        if not recorder.live or self._compiling() or not self._grad_enabled():
+            return compiled
+        return functools.partial(self._forward, module, compiled)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        module.__dict__[_CALL_ATTRIBUTE] = value
+
+    def __delete__(self, module: Any) -> None:
+        module.__dict__.pop(_CALL_ATTRIBUTE, None)
+
+    def _forward(self, module: Any, compiled: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = self._recorder
+        call = compiled or module._call_impl
+        if not recorder.enter(FORWARD):
+            return call(*args, **kwargs)
+        trains = True
+        try:
+            result = call(*args, **kwargs)
+            trains = self._trains(module, result)
+            return result
+        finally:
+            recorder.leave(keep=trains)
+
+    def _trains(self, module: Any, result: Any) -> bool:
+        """Return whether this was a training forward, whose result can be differentiated.
+
+        Transforms and metrics are modules too.
+        """
+        trains = _requires_grad(result, self._torch.Tensor)
+        if trains is None:
+            trains = any(parameter.requires_grad for parameter in module.parameters())
+        if trains:
+            self._recorder.modules.add(module)
+        return trains
+
+
+def _requires_grad(value: Any, tensor: type, depth: int = 3) -> bool | None:
+    """Return whether a tensor in `value` requires a gradient; None if it contains no tensor."""
+    if isinstance(value, tensor):
+        return bool(value.requires_grad)  # type: ignore[attr-defined]
+    if isinstance(value, Mapping):
+        parts: Any = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+    answers = [_requires_grad(part, tensor, depth - 1) for part in parts[:64]] if depth else []
+    if any(answers):
+        return True
+    return False if False in answers else None
+
+
+def wrap_backward(
+    recorder: Recorder, compiling: Callable[[], bool], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wrap a function so that its calls are recorded as backwards.
+
+    Args:
+        recorder: The recorder.
+        compiling: Returns whether dynamo traces now; nothing is recorded then.
+        original: The function.
+    """
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        if compiling() or not recorder.enter(BACKWARD):
+            return original(*args, **kwargs)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            recorder.leave()
+
+    return backward
+
+
+class TorchHooks:
+    """Reports torch's phases to `recorder`, from creation to `remove`."""
+
+    def __init__(self, recorder: Recorder, torch: Any) -> None:
+        self._recorder = recorder
+        self._compiling = torch.compiler.is_compiling
+        self._patches = Patches()
+        module = torch.nn.Module
+        self._patches.set(module, _CALL_ATTRIBUTE, OutermostCall(recorder, torch))
+        # `backward` and `grad` both look this up in torch.autograd; non-strict tracing restores it from graph.
+        run_backward = wrap_backward(recorder, self._compiling, torch.autograd._engine_run_backward)
+        self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
+        self._patches.set(torch.autograd.graph, "_engine_run_backward", run_backward)
+        scaler = torch.amp.GradScaler
+        self._patches.set(scaler, "step", self._wrap_update(scaler.step, optimizer_index=1))
+        optimizer = torch.optim.Optimizer
+        patch_step_function = self._wrap_patch_step_function(optimizer._patch_step_function)
+        self._patches.set(optimizer, "_patch_step_function", patch_step_function)
+        for existing in _subclasses(optimizer):
+            if getattr(existing.__dict__.get("step"), "hooked", False):
+                self._watch_steps(existing)
+
+    def remove(self) -> None:
+        """Restore torch as it was."""
+        self._patches.undo()
+
+    def _wrap_update(self, original: Callable[..., Any], optimizer_index: int) -> Callable[..., Any]:
+        """Wrap a method whose positional argument `optimizer_index` is the optimizer, as an update."""
+        recorder, compiling = self._recorder, self._compiling
+
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if compiling():
+                return original(*args, **kwargs)
+            outermost = recorder.enter(UPDATE)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                # Also if GradScaler has skipped the step for an infinite gradient: the iteration has ended.
+                optimizer = args[optimizer_index] if len(args) > optimizer_index else kwargs.get("optimizer")
+                if optimizer is not None and recorder.in_phase:
+                    recorder.stepped.append(optimizer)
+                if outermost:
+                    recorder.leave()
+
+        step._ebbtide_update = True  # type: ignore[attr-defined]
+        return step
+
+    def _wrap_patch_step_function(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap torch's own hooking of `step`, which runs when an optimizer is created."""
+
+        @functools.wraps(original)
+        def patch_step_function(optimizer: Any) -> None:
+            original(optimizer)
+            self._watch_steps(type(optimizer))
+
+        return patch_step_function
+
+    def _watch_steps(self, kind: Any) -> None:
+        """Wrap `step` of an optimizer class once, in the class where torch itself hooks it."""
+        if not self._recorder.live or getattr(kind.step, "_ebbtide_update", False):
+            return
+        owner = next(base for base in kind.__mro__ if "step" in base.__dict__)
+        self._patches.set(owner, "step", self._wrap_update(owner.__dict__["step"], optimizer_index=0))
+
+
+def _subclasses(kind: Any) -> set[Any]:
+    return {kind}.union(*(_subclasses(sub) for sub in kind.__subclasses__()))

@@ -1,0 +1,100 @@
+"""The protocol of all importers.
+
+Each sub-package of `importers` lists its importers in `IMPORTERS`; `registry.py` finds them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+from ebbtide.profiler.importers.source import Source
+from ebbtide.profiler.trace import TraceBuilder
+
+
+class Recognition(IntEnum):
+    """Feature by which a format is recognized. Importers are asked in this order, the strictest check first."""
+
+    MAGIC_BYTES = 0
+    FIXED_LAYOUT = 1
+    JSON_KEYS = 2
+    COLUMN_NAMES = 3
+    WORDS = 4
+
+
+class Stage(IntEnum):
+    """Position of an importer among the importers of one trace, by what it needs from the others.
+
+    Attributes:
+        JOB: Creates all ranks of the job, with their phases.
+        PROFILE: Adds what one rank recorded: phases (unless the rank has some), devices, memory and copies.
+        MEMORY: Adds memory to ranks, on the device that an earlier stage has named.
+        DEVICES: Adds data of devices to the ranks to which earlier stages have assigned those devices.
+    """
+
+    JOB = 0
+    PROFILE = 1
+    MEMORY = 2
+    DEVICES = 3
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Hardware figures that the user states because the files do not.
+
+    Attributes:
+        capacity_bytes: Memory of each device; None: as in the files.
+        link: PCIe generation and number of lanes of each device; None: as in the files.
+    """
+
+    capacity_bytes: int | None = None
+    link: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """Inputs of an importer other than the files of its own format.
+
+    Attributes:
+        hardware: Figures that the user states. They replace those of the files after all imports.
+        sources: All files of the run by format. A DeepSpeed log takes its time zone from a monitor file, for example.
+    """
+
+    hardware: Hardware = Hardware()
+    sources: Mapping[str, Sequence[Source]] = field(default_factory=dict)
+
+
+class Importer(Protocol):
+    """Imports the files of one format.
+
+    Attributes:
+        format: Name of the format, as in `ebbtide import --format`.
+        recognition: Feature that `matches` looks for.
+        stage: Position among the importers of one trace.
+    """
+
+    format: str
+    recognition: Recognition
+    stage: Stage
+
+    def matches(self, source: Source) -> bool:
+        """Return whether the contents of a file look like this format."""
+        ...
+
+    def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
+        """Add the contents of files to a trace.
+
+        Args:
+            builder: The trace so far.
+            sources: All files of this format, at least one.
+            options: Other files of the run, and figures that the user states.
+
+        Returns:
+            The files whose times have no date. Such files cannot be combined with others.
+
+        Raises:
+            SourceError: A file is damaged or empty, or does not fit the others.
+        """
+        ...

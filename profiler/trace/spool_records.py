@@ -1,0 +1,50 @@
+"""Reads the records of a spool, complete or cut off anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbtide.profiler.agent import spool as kinds
+
+# The layout of `agent.spool.RECORD`.
+RECORD = np.dtype(
+    [("kind", "u1"), ("code", "u1"), ("small", "<u2"), ("a", "<u4"), ("b", "<u4"), ("c", "<u4")]
+    + [(name, "<i8") for name in "wxyz"]
+)
+Records = npt.NDArray[Any]
+
+# The number of codes that a kind of record may have.
+_CODES = {
+    kinds.PHASE: len(kinds.PHASES),
+    kinds.MEMORY: len(kinds.POOLS),
+    kinds.LINK: len(kinds.LINK_SOURCES),
+    kinds.STOPPED: len(kinds.STOP_REASONS),
+    kinds.OP: len(kinds.OPS),
+}
+
+
+def read_records(path: Path, notes: list[str]) -> Records | None:
+    """Return the complete and valid records of a spool; None, and a note, where it does not even have its header."""
+    raw = path.read_bytes()
+    records = np.frombuffer(raw[: len(raw) - len(raw) % RECORD.itemsize], RECORD)
+    magic = int.from_bytes(kinds.MAGIC, "little")
+    if not len(records) or records[0]["kind"] != kinds.HEADER or records[0]["w"] != magic:
+        notes.append(f"{path.name} holds no records: the process ended or the disk was full before its first")
+        return None
+    if records[0]["code"] != kinds.VERSION:
+        notes.append(f"{path.name} was written by another version of ebbtide: not read")
+        return None
+    return records[_valid(records)]
+
+
+def _valid(records: Records) -> npt.NDArray[np.bool_]:
+    """Return which records have codes that exist: a full disk or a power cut may leave others behind."""
+    valid = np.ones(len(records), bool)
+    for kind, codes in _CODES.items():
+        valid &= (records["kind"] != kind) | (records["code"] < codes)
+    valid &= (records["kind"] != kinds.OP) | (records["c"] < len(kinds.RESOURCES))
+    return valid

@@ -1,0 +1,111 @@
+"""`CopyCapture` (`--transfers`) with the real profiler of torch and its CPU activity instead of CUPTI's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity
+
+from ebbtide.profiler.agent.detailed_capture import CopyCapture
+from ebbtide.profiler.agent.options import Options
+
+PROFILE = torch.autograd.profiler.profile
+
+
+class FakeRecorder:
+    """The part of a recorder that CopyCapture uses."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.notes: list[str] = []
+        self.job_info = SimpleNamespace(note=self.notes.append)
+
+    def file_path(self, name: str) -> str:
+        return str(self.folder / name)
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> FakeRecorder:
+    return FakeRecorder(tmp_path)
+
+
+def torch_with_gpu(**cuda: Any) -> Any:
+    activities = SimpleNamespace(CUDA=ProfilerActivity.CPU)
+    return SimpleNamespace(
+        cuda=SimpleNamespace(is_initialized=lambda: True, **cuda),
+        autograd=torch.autograd,
+        _C=torch._C,
+        profiler=SimpleNamespace(profile=torch.profiler.profile, ProfilerActivity=activities),
+    )
+
+
+@pytest.fixture
+def copies(recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyCapture]:
+    monkeypatch.setattr("ebbtide.profiler.agent.detailed_capture._SLICE_SECONDS", 0.0)
+    copies = CopyCapture(recorder, torch_with_gpu(), Options(transfers=True))  # type: ignore[arg-type]
+    yield copies
+    copies.close()
+
+
+def slices(recorder: FakeRecorder) -> list[Path]:
+    return sorted(recorder.folder.glob("copies-*.json"))
+
+
+def test_copy_capture__writes_one_slice_per_iteration(copies: CopyCapture, recorder: FakeRecorder) -> None:
+    for iteration in range(3):
+        copies.enter_iteration(iteration)
+        torch.ones(8).sum()
+    copies.close()
+    assert len(slices(recorder)) == 3
+    for path in slices(recorder):
+        names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+        assert "aten::ones" in names
+    assert recorder.notes == []
+
+
+def test_copy_capture__ends_when_the_job_starts_a_profiler(copies: CopyCapture, recorder: FakeRecorder) -> None:
+    copies.enter_iteration(0)
+    torch.ones(8).sum()
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as job_profiler:
+        torch.zeros(8).sum()
+    assert any(event.key == "aten::zeros" for event in job_profiler.key_averages())
+    copies.enter_iteration(1)
+    copies.close()
+    assert len(slices(recorder)) == 1
+    (note,) = recorder.notes
+    assert "a profiler of its own" in note
+
+
+def test_copy_capture__leaves_a_running_profiler_alone(copies: CopyCapture, recorder: FakeRecorder) -> None:
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as job_profiler:
+        copies.enter_iteration(0)
+        torch.zeros(8).sum()
+    assert any(event.key == "aten::zeros" for event in job_profiler.key_averages())
+    copies.close()
+    assert slices(recorder) == []
+    assert len(recorder.notes) == 1
+
+
+def test_copy_capture__profiles_only_the_requested_iterations(recorder: FakeRecorder) -> None:
+    copies = CopyCapture(recorder, torch_with_gpu(), Options(first=2, last=4, transfers=True))  # type: ignore[arg-type]
+    for iteration in range(6):
+        copies.enter_iteration(iteration)
+        torch.full((iteration + 1,), 1.0)
+    copies.close()
+    (path,) = slices(recorder)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(event.get("name") == "aten::full" for event in events) == 2
+
+
+def test_copy_capture__restores_torchs_profiler(recorder: FakeRecorder) -> None:
+    before = dict(PROFILE.__dict__)
+    copies = CopyCapture(recorder, torch_with_gpu(), Options(transfers=True))  # type: ignore[arg-type]
+    assert PROFILE.__dict__["__enter__"] is not before["__enter__"]
+    copies.close()
+    assert dict(PROFILE.__dict__) == before

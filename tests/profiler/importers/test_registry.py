@@ -1,0 +1,59 @@
+"""Discovery of importers in the sub-packages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ebbtide.profiler import importers
+from ebbtide.profiler.importers.importer import Importer, Stage
+from ebbtide.profiler.importers.load import import_trace
+from ebbtide.profiler.importers.registry import find_importers
+
+NEW_IMPORTER = """
+from ebbtide.profiler.importers.importer import Recognition, Stage
+
+
+class DiaryImporter:
+    format = "diary"
+    recognition = Recognition.WORDS
+    stage = Stage.JOB
+
+    def matches(self, source):
+        return source.head.startswith(b"Dear diary")
+
+    def import_into(self, builder, sources, options):
+        assert options.sources["diary"] == sources
+        builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda"}]).phase("forward", 1, 2)
+        return []
+
+
+IMPORTERS = (DiaryImporter(),)
+"""
+
+
+def test_find_importers__asks_strict_importers_first() -> None:
+    formats = list(find_importers())
+    assert formats == ["torch-snapshot", "memory-timeline", "kineto", "nvml-monitor", "deepspeed-log"]
+    assert all(name == importer.format for name, importer in find_importers().items())
+
+
+def test_find_importers__stages_put_jobs_first_and_devices_last() -> None:
+    by_stage: dict[str, Importer] = dict(sorted(find_importers().items(), key=lambda item: item[1].stage))
+    assert list(by_stage) == ["deepspeed-log", "kineto", "torch-snapshot", "memory-timeline", "nvml-monitor"]
+    assert [importer.stage for importer in by_stage.values()].count(Stage.JOB) == 1
+
+
+def test_import_trace__uses_an_importer_of_a_new_sub_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "packages" / "diary").mkdir(parents=True)
+    (tmp_path / "packages" / "diary" / "__init__.py").write_text(NEW_IMPORTER)
+    monkeypatch.setattr(importers, "__path__", [*importers.__path__, str(tmp_path / "packages")])
+    (tmp_path / "today.txt").write_text("Dear diary, the loss went down.")
+    try:
+        trace = import_trace([tmp_path / "today.txt"], tmp_path / "run.ebb")
+    finally:
+        sys.modules.pop("ebbtide.profiler.importers.diary", None)
+    assert trace.phases(0)["phase"].tolist() == ["forward"]
+    assert [(file.format, file.file) for file in trace.meta.imported] == [("diary", "today.txt")]
