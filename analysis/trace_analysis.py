@@ -9,6 +9,7 @@ from ebbtide.profiler.trace import Trace
 
 if TYPE_CHECKING:
     from ebbtide.analysis.findings import Findings
+    from ebbtide.analysis.metrics.gpu_state import GpuState
     from ebbtide.analysis.metrics.iteration_stats import Iterations
     from ebbtide.analysis.metrics.link import LinkUse
     from ebbtide.analysis.metrics.memory import MemoryUse
@@ -37,7 +38,7 @@ class TraceAnalysis:
         return f"TraceAnalysis({self.trace!r})"
 
     def summary(self) -> Summary:
-        """Time, memory and link use of each phase."""
+        """Time, memory, link use and the state of the GPUs in each phase."""
         from ebbtide.analysis.metrics.summary import summarize
 
         return summarize(self.trace)
@@ -81,6 +82,19 @@ class TraceAnalysis:
         from ebbtide.analysis.metrics.link import link_use
 
         return link_use(self.trace, ranks)
+
+    def gpu(self, ranks: Sequence[int] | None = None) -> GpuState:
+        """Utilization, power, clocks and temperature of the GPUs, per phase.
+
+        Args:
+            ranks: Ranks to look at; None: all.
+
+        Raises:
+            TraceError: A rank is not in the trace.
+        """
+        from ebbtide.analysis.metrics.gpu_state import gpu_state
+
+        return gpu_state(self.trace, ranks)
 
     def findings(self) -> Findings:
         """Causes that hold the job back, with evidence and potential gain, the largest gain first."""

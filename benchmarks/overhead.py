@@ -1,9 +1,13 @@
-"""Measure the cost of recording: a job bare, under `ebbtide profile`, and under torch.profiler with memory recording.
+"""Measure the cost of recording a training step.
 
-    python benchmarks/overhead.py [--rounds 9] [--quick]
+    python benchmarks/overhead.py [--blocks 40] [--plot overhead.png]
+    python benchmarks/overhead.py --whole-runs [--rounds 9]
 
-The three run in turn in changing order, and each is compared with the bare run of its round: the figures are ratios of
-the median step time (by the clock of the script, without its first steps). Prints Markdown.
+The first is an A/B in one process: short blocks of steps with the agent attached alternate with blocks without it, on,
+off, off, on. Each ratio compares two neighbouring blocks, by the median step of each, so that slow changes of the
+speed of the machine cancel. The ratio of CPU times counts all threads of the process, and other work on the machine
+hardly changes it. The second compares whole runs of the example: bare, under `ebbtide profile` and torch.profiler
+with memory recording, in turn and in changing order. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -15,9 +19,189 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from tables import machine_line, spread
+from tables import machine_line, spread, table
+
+# Aimed length of a step in ms -> steps of a block.
+STEP_MS = {0.5: 200, 1.0: 120, 3.0: 50, 20.0: 10, 400.0: 2}
+# Before each block, with the recorder in the state of that block: files are created at the first phase.
+WARM_UP_STEPS = 3
+AIMS = {0.5: 0.10, 3.0: 0.03, 20.0: 0.01}
+
+
+class Block(NamedTuple):
+    """One block of steps: the median step, and the CPU time of a step over all threads of the process."""
+
+    wall_ms: float
+    cpu_ms: float
+
+
+class Cost(NamedTuple):
+    """The cost of recording at one length of step."""
+
+    step_ms: list[float]
+    wall_ratios: list[float]
+    cpu_ratios: list[float]
+
+
+def make_step(aim_ms: float) -> Callable[[], None]:
+    """Return a training step of about the length `aim_ms`: a small network, and products of small matrices."""
+    import torch
+    from torch import nn
+
+    class Busy(nn.Module):
+        products = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+            self.matrix = torch.full((64, 64), 1 / 64)
+
+        def forward(self, x: Any) -> Any:
+            with torch.no_grad():
+                for _ in range(self.products):
+                    self.matrix @ self.matrix
+            return self.layers(x)
+
+    model = Busy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x, y = torch.randn(8, 16), torch.randn(8, 4)
+
+    def step() -> None:
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def cpu_ms(products: int) -> float:
+        model.products = products
+        return statistics.median(run_block(step, 5).cpu_ms for _ in range(9))
+
+    # CPU times, which do not depend on other work that runs now.
+    run_block(step, 20)
+    base_ms, with_products_ms = cpu_ms(0), cpu_ms(50)
+    model.products = max(0, round((aim_ms - base_ms) / (with_products_ms - base_ms) * 50))
+    return step
+
+
+def run_block(step: Callable[[], None], steps: int) -> Block:
+    """Run and time a block of steps."""
+    walls = []
+    cpu = time.process_time()
+    for _ in range(steps):
+        begin = time.perf_counter()
+        step()
+        walls.append(time.perf_counter() - begin)
+    return Block(statistics.median(walls) * 1e3, (time.process_time() - cpu) / steps * 1e3)
+
+
+@contextmanager
+def recorded(folder: str) -> Iterator[None]:
+    """Record this process into a folder in the block, as `ebbtide profile` would."""
+    import torch
+
+    from ebbtide.profiler.agent.options import Options
+    from ebbtide.profiler.agent.start import start, stop
+
+    recorder = start(torch, folder, Options(allocator_iterations=0))
+    if recorder is None:
+        raise SystemExit("the agent could not attach to this torch")
+    try:
+        yield
+        if not recorder.live:
+            raise SystemExit("the recording ended before its block did")
+    finally:
+        stop()
+
+
+def measure(aim_ms: float, steps: int, blocks: int, folder: str) -> Cost:
+    """Alternate blocks with and without the recorder."""
+    step = make_step(aim_ms)
+    warm_up = 1 if aim_ms >= 100 else WARM_UP_STEPS
+
+    def block(on: bool) -> Block:
+        if not on:
+            run_block(step, warm_up)
+            return run_block(step, steps)
+        with recorded(folder):
+            run_block(step, warm_up)
+            return run_block(step, steps)
+
+    cost = Cost([], [], [])
+    for number in range(blocks):
+        order = (True, False) if number % 2 == 0 else (False, True)
+        pair = {on: block(on) for on in order}
+        cost.step_ms.append(pair[False].wall_ms)
+        cost.wall_ratios.append(pair[True].wall_ms / pair[False].wall_ms)
+        cost.cpu_ratios.append(pair[True].cpu_ms / pair[False].cpu_ms)
+    return cost
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Return the first quartile, the median and the third quartile."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def percent_spread(ratios: list[float]) -> str:
+    """Return `median (quartiles)` of the increase in percent."""
+    low, middle, high = (100 * (ratio - 1) for ratio in quartiles(ratios))
+    return f"{middle:+.1f} % ({low:+.1f} to {high:+.1f})"
+
+
+def draw(costs: dict[float, Cost], path: Path) -> None:
+    """Draw the increase over the length of the step: medians, and bars between quartiles."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(0, color="0.6", linewidth=0.8)
+    for label, marker, color, index in (("step time", "o", "#0072b2", 1), ("CPU time", "s", "#d55e00", 2)):
+        rows = [quartiles(cost[index]) for cost in costs.values()]
+        # Beside each other, so that the bars of one do not hide those of the other.
+        shift = 0.94 if index == 1 else 1.06
+        x = [statistics.median(cost.step_ms) * shift for cost in costs.values()]
+        y = [100 * (middle - 1) for _, middle, _ in rows]
+        bars = [[100 * (middle - low) for low, middle, _ in rows], [100 * (high - middle) for _, middle, high in rows]]
+        axes.errorbar(x, y, bars, marker=marker, color=color, capsize=3, linewidth=1, label=label)
+    axes.plot(list(AIMS), [100 * aim for aim in AIMS.values()], "_", color="0.2", markersize=16, label="aim")
+    axes.set_xscale("log")
+    axes.set_xlabel("step without recording, ms")
+    axes.set_ylabel("increase under recording, %")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=100)
+
+
+def blocks_in_one_process(blocks: int, plot: Path | None) -> None:
+    """Print the table of the A/B in this process, and draw it."""
+    import torch
+
+    torch.set_num_threads(1)
+    print(f"{time.strftime('%Y-%m-%d')}, {machine()}, {blocks} pairs of blocks: median (quartiles)\n")
+    costs, rows = {}, []
+    with tempfile.TemporaryDirectory() as folder:
+        for aim_ms, steps in STEP_MS.items():
+            costs[aim_ms] = cost = measure(aim_ms, steps, blocks, folder)
+            low, middle, high = quartiles(cost.step_ms)
+            added_us = (statistics.median(cost.wall_ratios) - 1) * middle * 1e3
+            aim = f"{100 * AIMS[aim_ms]:.0f} %" if aim_ms in AIMS else ""
+            rows.append(
+                [
+                    f"{middle:.2f} ({low:.2f} to {high:.2f})",
+                    percent_spread(cost.wall_ratios),
+                    percent_spread(cost.cpu_ratios),
+                    f"{added_us:.0f}",
+                    aim,
+                ]
+            )
+            print(f"  {aim_ms} ms: {rows[-1]}", file=sys.stderr, flush=True)
+    table(["step without, ms", "step time", "CPU time", "added per step, us", "aim"], rows)
+    if plot is not None:
+        draw(costs, plot)
+
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
 STEP = re.compile(r"^step .*?([\d.]+) ms$", re.MULTILINE)
@@ -79,12 +263,8 @@ def machine() -> str:
     return f"{machine_line()}{gpu}, torch {torch.__version__}"
 
 
-def main() -> None:
-    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("--rounds", type=int, default=9)
-    flags.add_argument("--quick", action="store_true", help="only two rounds, to check that the benchmark works")
-    args = flags.parse_args()
-    rounds = 2 if args.quick else args.rounds
+def whole_runs(rounds: int) -> None:
+    """Print the table of whole runs of the example."""
     print(f"{time.strftime('%Y-%m-%d')}, {machine()}, {rounds} rounds: median (minimum to maximum)\n")
     print("| job | bare step, ms | under `ebbtide profile` / bare | under torch.profiler / bare |")
     print("| --- | --- | --- | --- |")
@@ -92,6 +272,20 @@ def main() -> None:
         figures = compare(job, rounds)
         ours, theirs = spread(figures["ebbtide"], 3), spread(figures["torch.profiler"], 3)
         print(f"| {name} | {spread(figures['bare'], 1)} | {ours} | {theirs} |", flush=True)
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    flags.add_argument("--blocks", type=int, default=40, help="pairs of blocks per length of step (default: 40)")
+    flags.add_argument("--plot", type=Path, help="picture to write (default: none)")
+    flags.add_argument("--whole-runs", action="store_true", help="compare whole runs of the example instead")
+    flags.add_argument("--rounds", type=int, default=9, help="rounds of whole runs (default: 9)")
+    flags.add_argument("--quick", action="store_true", help="two rounds or four blocks, to check that it works")
+    args = flags.parse_args()
+    if args.whole_runs:
+        whole_runs(2 if args.quick else args.rounds)
+    else:
+        blocks_in_one_process(4 if args.quick else args.blocks, args.plot)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python docs/pictures.py [-o docs/pictures]
 
-Every picture is the output of an ebbtide command. The one of the report is a screenshot by a headless Chromium, and is
-left as it is if none is installed.
+Every picture is the output of an ebbtide command. That of the report is a screenshot by a headless Chromium; without
+Chromium it is not drawn.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ REPORT_SIZE = "1180,1100"
 
 
 def draw(folder: Path) -> list[Path]:
-    """Draw all pictures into a folder. Returns those that were drawn."""
+    """Draw all pictures into a folder, and return the paths of those that were drawn."""
     pictures = []
-    for name, words in COMMANDS.items():
+    for name, arguments in COMMANDS.items():
         path = folder / name
-        status = run([*map(str, words), str(path), "--force"])
+        status = run([*map(str, arguments), str(path), "--force"])
         if status:
             raise SystemExit(status)
         pictures.append(path)
@@ -48,10 +48,10 @@ def draw(folder: Path) -> list[Path]:
 
 
 def screenshot(path: Path) -> bool:
-    """Draw the top of the report of the H100 run. Returns whether a Chromium was there to do so."""
+    """Draw the top of the report of the H100 run. Return False if no Chromium is installed."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        print("no Chromium is installed: the picture of the report is left as it is", file=sys.stderr)
+        print("no Chromium is installed: the picture of the report is not drawn", file=sys.stderr)
         return False
     with tempfile.TemporaryDirectory() as scratch:
         page = Path(scratch) / "report.html"
@@ -69,8 +69,8 @@ def screenshot(path: Path) -> bool:
         if os.geteuid() == 0:
             options.append("--no-sandbox")
         # The timeline is drawn by a script after the page has loaded.
-        shot = [f"--screenshot={path}", f"--window-size={REPORT_SIZE}", "--virtual-time-budget=10000"]
-        subprocess.run([browser, *options, *shot, page.as_uri()], check=True, capture_output=True, timeout=120)
+        output = [f"--screenshot={path}", f"--window-size={REPORT_SIZE}", "--virtual-time-budget=10000"]
+        subprocess.run([browser, *options, *output, page.as_uri()], check=True, capture_output=True, timeout=120)
     return True
 
 

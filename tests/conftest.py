@@ -86,7 +86,7 @@ def slow(values: Iterable[str], but: Collection[str]) -> list[Any]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU if there is none."""
+    """Skip tests that need a GPU on machines without one."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

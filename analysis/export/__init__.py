@@ -1,1 +1,1 @@
-"""Writes traces as files for Perfetto, and as tables."""
+"""Writes traces as files for Perfetto and as tables."""

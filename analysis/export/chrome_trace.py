@@ -1,4 +1,4 @@
-"""A trace as a file that ui.perfetto.dev and chrome://tracing open."""
+"""Writes a trace as a file for ui.perfetto.dev and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -23,19 +23,27 @@ from ebbtide.errors import TraceError
 from ebbtide.output_files import new_output
 from ebbtide.profiler.trace import Trace
 
-_EXPLAINED = (
-    "Counters of the link: bytes/s over each sample's window. The format has no gaps: where a window ends and no other"
-    " begins the line drops to 0, and a slice 'not sampled' on a track beside it says that nothing is known there."
+_LINK_NOTE = (
+    "Link counters: bytes/s over the window of each sample. The format has no gaps: between windows the counter is 0, "
+    "and a slice 'not sampled' on a track of the same name marks the time without data."
 )
 
 
-def export(trace: Trace, path: Path, force: bool = False) -> None:
-    """Write a trace in the Trace Event Format (JSON), compressed where the name ends in .gz.
+def write_chrome_trace(trace: Trace, path: Path, force: bool = False) -> None:
+    """Write a trace in the Trace Event Format (JSON), complete or not at all.
 
-    A process per rank; tracks for iterations, phases, copies and ops; counters for memory (bytes) and link (bytes/s).
-    Times are microseconds after the first time of the trace, which stands in `otherData`. Written event by event; the
-    file stands whole at `path` or not at all. Raises UserError where it cannot be written, TraceError for a trace that
-    cannot be read.
+    The file has a process per rank, with tracks for iterations, phases, copies and ops, and counters for memory
+    (bytes), link (bytes/s) and the state of the GPUs. Times are microseconds after the first time of the trace, which
+    is in `otherData`. Events are written one by one.
+
+    Args:
+        trace: The trace.
+        path: File to write; gzip-compressed if its name ends in .gz.
+        force: Replace a file that exists.
+
+    Raises:
+        UserError: The file cannot be written.
+        TraceError: The trace cannot be read.
     """
     with (
         new_output(path, force, Path.is_file, "a file") as temporary,
@@ -53,18 +61,19 @@ def export(trace: Trace, path: Path, force: bool = False) -> None:
 
 
 def events(trace: Trace, origin_ns: int) -> Iterator[str]:
-    """Every event of a trace, a JSON object each; times are after origin_ns."""
-    # Process 0 is the idle task to Perfetto, and a track with its process's number the main thread.
+    """Yield every event of a trace as a JSON object; times count from origin_ns."""
+    # Perfetto takes process 0 for the idle task, and a track with the number of its process for the main thread.
     tids = itertools.count(len(trace.ranks) + 1)
     for pid, rank in enumerate(trace.ranks, start=1):
         process = Process(pid, tids, origin_ns)
         device = first_device(trace, rank).name
-        yield from process.named(f"rank {rank} · {device}" if device else f"rank {rank}")
+        yield from process.name_events(f"rank {rank} · {device}" if device else f"rank {rank}")
         yield from _phases(process, trace, rank)
         yield from _copies(process, trace, rank)
         yield from _ops(process, trace, rank)
         yield from _memory(process, trace, rank)
         yield from _link(process, trace, rank)
+        yield from _gpu(process, trace, rank)
 
 
 def _about(trace: Trace, origin_ns: int) -> dict[str, Any]:
@@ -74,13 +83,13 @@ def _about(trace: Trace, origin_ns: int) -> dict[str, Any]:
         "source": str(trace.meta.source),
         "start_ns": origin_ns,
         "start_unix_ns": origin_ns + offset if isinstance(offset, int) else None,
-        "link": _EXPLAINED,
+        "link": _LINK_NOTE,
         "notes": [str(note) for note in trace.notes],
     }
 
 
 def _first_ns(trace: Trace) -> int:
-    """The earliest time that an event has; 0 for a trace without any."""
+    """Return the time of the earliest event; 0 for a trace without events."""
     times = []
     for rank in trace.ranks:
         link = trace.link(rank)
@@ -93,34 +102,37 @@ def _first_ns(trace: Trace) -> int:
             trace.ops(rank)["start_ns"],
             trace.memory(rank)["t_ns"],
             link["t_ns"] - link["window_ns"],
+            trace.gpu(rank)["t_ns"],
         ]
     return min((int(column.min()) for column in times if len(column)), default=0)
 
 
-def _checked(trace: Trace, rows: pd.DataFrame, what: str) -> pd.DataFrame:
+def _checked(trace: Trace, rows: pd.DataFrame, kind: str) -> pd.DataFrame:
     if (rows["end_ns"] < rows["start_ns"]).any():
-        raise TraceError(f"{trace.path} is damaged: {what} ends before it starts")
+        raise TraceError(f"{trace.path} is damaged: {kind} ends before it starts")
     return rows
 
 
 def _phases(process: Process, trace: Trace, rank: int) -> Iterator[str]:
-    """Iterations and phases by host times, and the phases again where the device's times are known."""
+    """Yield iterations and phases by host times, and phases with times of the device by those."""
     spans = intervals(trace, rank, device_times=False).spans
     spans = spans.assign(name="iteration " + spans["iteration"].astype(str))
     yield from process.slices("iterations", "iteration", _checked(trace, spans, "an iteration"))
     phases = trace.phases(rank).rename(columns={"phase": "name"})
     columns = ["name", "start_ns", "end_ns", "iteration", "micro_step"]
     yield from process.slices("phases (host)", "phase", _checked(trace, phases[columns], "a phase"))
-    known = phases[phases["gpu_start_ns"].notna() & phases["gpu_end_ns"].notna()]
-    known = known.assign(start_ns=known["gpu_start_ns"].astype("int64"), end_ns=known["gpu_end_ns"].astype("int64"))
-    yield from process.slices("phases (device)", "device phase", _checked(trace, known[columns], "a phase"))
+    device_phases = phases[phases["gpu_start_ns"].notna() & phases["gpu_end_ns"].notna()]
+    device_phases = device_phases.assign(
+        start_ns=device_phases["gpu_start_ns"].astype("int64"), end_ns=device_phases["gpu_end_ns"].astype("int64")
+    )
+    yield from process.slices("phases (device)", "device phase", _checked(trace, device_phases[columns], "a phase"))
 
 
 def _copies(process: Process, trace: Trace, rank: int) -> Iterator[str]:
-    """A track per device and direction, or per stream where copies of one direction overlap."""
+    """Yield copies on a track per device and direction, or per stream where copies of one direction overlap."""
     rows = _checked(trace, trace.transfers(rank), "a copy")
-    for (device, way), group in rows.groupby(["device", "direction"], sort=True):
-        track = f"{way} copies {device}"
+    for (device, direction), group in rows.groupby(["device", "direction"], sort=True):
+        track = f"{direction} copies {device}"
         if not any_overlap(group["start_ns"].to_numpy(np.int64), group["end_ns"].to_numpy(np.int64)):
             yield from process.slices(track, "copy", group)
             continue
@@ -129,12 +141,12 @@ def _copies(process: Process, trace: Trace, rank: int) -> Iterator[str]:
 
 
 def _ops(process: Process, trace: Trace, rank: int) -> Iterator[str]:
-    """A track per resource; an op lies within its parent where both use one resource."""
+    """Yield ops on a track per resource; an op is nested in its parent if both use the same resource."""
     rows = _checked(trace, trace.ops(rank), "an op")
     rows = rows.assign(row=np.arange(len(rows)))
     for resource, group in rows.groupby("resource", sort=True):
-        place = {row: number for number, row in enumerate(group["row"])}
-        parents = [None if pd.isna(parent) else place.get(parent) for parent in group["parent"]]
+        index = {row: number for number, row in enumerate(group["row"])}
+        parents = [None if pd.isna(parent) else index.get(parent) for parent in group["parent"]]
         yield from process.slices(f"ops {resource}", "op", group, parents)
 
 
@@ -146,22 +158,32 @@ def _memory(process: Process, trace: Trace, rank: int) -> Iterator[str]:
 
 def _link(process: Process, trace: Trace, rank: int) -> Iterator[str]:
     for device, rows in trace.link(rank).groupby("device", sort=True):
-        for way in DIRECTIONS:
-            rates = rows[f"{way}_bytes_per_s"].to_numpy(np.float64)
-            known = np.isfinite(rates)
-            ends = rows["t_ns"].to_numpy(np.int64)[known]
-            windows = rows["window_ns"].to_numpy(np.int64)[known]
-            times, values, gaps = _rate_line(ends, windows, rates[known])
-            name = f"link {device} {way}"
+        for direction in DIRECTIONS:
+            rates = rows[f"{direction}_bytes_per_s"].to_numpy(np.float64)
+            is_sampled = np.isfinite(rates)
+            ends = rows["t_ns"].to_numpy(np.int64)[is_sampled]
+            windows = rows["window_ns"].to_numpy(np.int64)[is_sampled]
+            times, values, gaps = _rate_line(ends, windows, rates[is_sampled])
+            name = f"link {device} {direction}"
             yield from process.counter(name, "bytes/s", times.tolist(), values.tolist())
             yield from process.slices(f"{name}: not sampled", "unknown", gaps)
 
 
+def _gpu(process: Process, trace: Trace, rank: int) -> Iterator[str]:
+    """Yield a counter per device and column of the table `gpu`."""
+    for device, rows in trace.gpu(rank).groupby("device", sort=True):
+        for column in rows.columns.drop(["t_ns", "device"]):
+            recorded = rows[np.isfinite(rows[column].astype("float64"))]
+            quantity, _, unit = column.rpartition("_")
+            times, values = recorded["t_ns"].tolist(), recorded[column].tolist()
+            yield from process.counter(f"gpu {device} {quantity.replace('_', ' ')}", unit, times, values)
+
+
 def _rate_line(ends: Ints, windows: Ints, rates: Any) -> tuple[Ints, Any, pd.DataFrame]:
-    """(times, rates, gaps between samples) of samples that are each a mean over the window that ends with it."""
+    """Return (times, rates, gaps between windows) of samples, each of which is a mean over the window before it."""
     if not len(ends):
         return ends, rates, pd.DataFrame({"name": [], "start_ns": ends, "end_ns": ends})
-    # Where windows overlap the earlier one counts up to its end.
+    # Of overlapping windows the earlier one counts up to its end.
     starts = np.maximum(ends - windows, np.append(ends[0] - windows[0], ends[:-1]))
     open_end = np.append(starts[1:] > ends[:-1], True)
     times = np.concatenate([starts, ends[open_end]])

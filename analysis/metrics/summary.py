@@ -1,4 +1,4 @@
-"""Summarizes a trace: time, memory and link use per phase."""
+"""Summarizes a trace: time, memory, link use and the state of the GPUs per phase."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_timeline, peak_pool
+from ebbtide.analysis.metrics.gpu_state import GpuFigure, gpu_state
 from ebbtide.analysis.metrics.iterations import Intervals, intervals, median_ms, slowest_times, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
@@ -93,6 +94,7 @@ class Summary:
         transfers: One entry per direction.
         memory: Peaks.
         free_pool: The pool that free memory is computed from; None where no memory of a device was recorded.
+        gpu: Utilization, power, clocks and temperature, one entry per quantity and phase; None where not recorded.
         about: Lines on the job: command, device, model, optimizer.
         remarks: Lines on the quality of the data.
     """
@@ -105,6 +107,7 @@ class Summary:
     transfers: dict[str, TransferSummary]
     memory: MemorySummary
     free_pool: str | None
+    gpu: list[GpuFigure] | None
     about: list[str]
     remarks: list[str]
 
@@ -121,6 +124,7 @@ class Summary:
             "transfers": {direction: asdict(transfer) for direction, transfer in self.transfers.items()},
             "memory": memory,
             "free_pool": self.free_pool,
+            "gpu": None if self.gpu is None else [asdict(figure) for figure in self.gpu],
             "remarks": self.remarks,
         }
 
@@ -168,6 +172,7 @@ def summarize(trace: Trace) -> Summary:
         transfers={direction: _transfers(trace, direction) for direction in DIRECTIONS},
         memory=_memory(trace, pool),
         free_pool=pool_of_free,
+        gpu=gpu_state(trace).figures or None,
         about=_about(trace),
         remarks=_remarks(trace),
     )

@@ -174,7 +174,9 @@ def windows_panels(view: View, height: float, min_bytes: int) -> list[PlotPanel]
     if free.guaranteed:
         recurring = clip_boxes(recurring_boxes(view.trace, view.rank, min_bytes), view.axis)
     remarks = [f"free memory: capacity minus {free.pool}"]
-    if not len(windows):
+    if free.unrecorded_ranks:
+        remarks.append(f"no {free.pool} memory was recorded for this rank")
+    elif not len(windows):
         remarks.append(f"never {bytes_text(min_bytes)} free")
     starts = intervals(view.trace, view.rank, device_times=False).spans["start_ns"].to_numpy(np.int64)
     sampler = BoxSampler(starts, max(len(windows), len(recurring)), PICTURE_BOXES)
@@ -185,7 +187,7 @@ def windows_panels(view: View, height: float, min_bytes: int) -> list[PlotPanel]
         remarks.append(f"{sampler.dropped:,} shorter windows are not drawn")
     memory = MemoryPanel(view, free_memory_panel(view.trace, view.rank, view.axis, PICTURE), height)
     panels: list[PlotPanel] = [WindowsPanel(memory, windows, recurring, min_bytes, [*remarks, *memory.remarks])]
-    directions = [way for way in DIRECTIONS if windows[f"{way}_idle_share"].notna().any()]
+    directions = [d for d in DIRECTIONS if windows[f"{d}_idle_share"].notna().any()]
     if directions:
         panels.append(IdlePanel(view, windows, directions))
     return panels

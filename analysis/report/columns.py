@@ -72,6 +72,11 @@ def text_column(label: str, values: Iterable[str | None]) -> TableColumn:
 
 def count_column(label: str, values: Iterable[int | None]) -> TableColumn:
     """Return a column of counts."""
+    return number_column(label, values)
+
+
+def number_column(label: str, values: Iterable[float | None]) -> TableColumn:
+    """Return a column of numbers of several units, rounded to whole ones."""
     return TableColumn(label, _cells(values, "{:,.0f}".format))
 
 

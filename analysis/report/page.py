@@ -10,6 +10,7 @@ from ebbtide.analysis.metrics.iteration_stats import compare_iterations
 from ebbtide.analysis.metrics.link import link_use
 from ebbtide.analysis.metrics.summary import Summary, summarize
 from ebbtide.analysis.report.columns import ReportTable
+from ebbtide.analysis.report.gpu_table import gpu_table
 from ebbtide.analysis.report.job_description import JobDetail, describe_job
 from ebbtide.analysis.report.rank import RankView, rank_view
 from ebbtide.analysis.report.tables import MAX_ROWS, rank_table, summary_table
@@ -45,6 +46,7 @@ class Page:
         summary: Figures of the trace.
         figures: The most important figures.
         phases: Table of phases; None where there are no iterations.
+        gpu: Table of the state of the GPUs; None where it was not recorded.
         ranks: Ranks that are shown.
         omitted_ranks: Line on ranks that are not shown; None where all are.
         compared: Table of all ranks; None for a single rank.
@@ -59,6 +61,7 @@ class Page:
     summary: Summary
     figures: list[KeyFigure]
     phases: ReportTable | None
+    gpu: ReportTable | None
     ranks: list[RankView]
     omitted_ranks: str | None
     compared: ReportTable | None
@@ -93,6 +96,7 @@ def build_page(trace: Trace, findings: Findings, min_bytes: int, rank: int | Non
         summary=summary,
         figures=_figures(summary),
         phases=summary_table(summary) if summary.iterations else None,
+        gpu=gpu_table(summary.gpu) if summary.gpu is not None else None,
         ranks=[rank_view(trace, number, iterations, link, min_bytes, limits) for number in shown],
         omitted_ranks=_omitted(len(trace.ranks) - len(shown)),
         compared=rank_table(trace, iterations, MAX_ROWS) if len(trace.ranks) > 1 else None,

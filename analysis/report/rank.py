@@ -95,6 +95,8 @@ def _steps(trace: Trace, rank: int, max_rows: int) -> list[ReportTable]:
 
 
 def _windows_line(windows: Windows) -> str:
+    if windows.unrecorded_ranks:
+        return f"no {windows.pool} memory was recorded for this rank, so its free memory is unknown"
     threshold = bytes_text(windows.min_bytes)
     if windows.unrecorded_ranks:
         return f"The {windows.pool} memory of this rank was not recorded, so its windows are not known."

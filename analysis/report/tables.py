@@ -1,4 +1,4 @@
-"""Builds the tables of the page from metrics; those of sub-steps and the link are in the modules beside."""
+"""Builds the tables of the page: phases, windows, iterations, ranks."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from ebbtide.analysis.timeline.styles import LEVEL
 
 # More borders between iterations than these would be a surface.
 _MAX_BORDERS = 400
-_HEIGHTS = {"memory": 300, "host memory": 130, "link": 200}
+_HEIGHTS = {"memory": 300, "host memory": 150, "link": 200}
 _STRIP_HEIGHT, _TIME_LABELS_HEIGHT = 26, 44
 # The same for all plots, so that their frames are aligned.
 _LEFT, _RIGHT = 72, 12

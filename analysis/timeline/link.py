@@ -121,7 +121,7 @@ class _LineBuilder:
 
 
 def _mean_rates(moved: Traffic, edges: Ints) -> Floats:
-    """Return mean bytes/s between edges over the time in which the rate is known; NaN where that is none."""
+    """Return mean bytes/s between edges over the time with a known rate; NaN where there is none."""
     sizes = np.diff(moved.total(edges))
     lengths = np.diff(edges).astype(np.float64) if moved.covered is None else np.diff(moved.covered(edges))
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -83,7 +83,7 @@ class TimelinePanel:
 
     @property
     def reduction_note(self) -> str | None:
-        """How reduced lines are drawn; None where every step is drawn."""
+        """Remark on how reduced lines are drawn; None where every step is drawn."""
         slots = [line.slot_ns for line in self.lines if line.slot_ns is not None]
         if not slots:
             return None

@@ -50,8 +50,8 @@ class BoxStyle(NamedTuple):
 
 
 COLORS = {
-    "forward": Color("#7fb3e6", "#5a90c8"),
-    "backward": Color("#f2b179", "#c98a50"),
+    "forward": Color("#7fb3e6", "#8fc1f0"),
+    "backward": Color("#f2b179", "#e0a066"),
     "update": Color("#93c98f", "#69a765"),
     "other": Color("#d3d9de", "#46505a"),
     "device": Color("#222222", "#e2e8ed"),

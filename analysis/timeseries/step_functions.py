@@ -77,27 +77,3 @@ def union_length(starts: Ints, ends: Ints) -> int:
     """Return the length of the union of intervals, ns."""
     starts, ends = union(starts, ends)
     return int((ends - starts).sum())
-
-
-def downsample(times: Ints, values: Ints, max_samples: int) -> tuple[Ints, Ints]:
-    """Reduce a step function to at most `max_samples` of its samples, and keep its extremes.
-
-    Args:
-        times: Times of the samples, ns, sorted.
-        values: Value from each time until the next one.
-        max_samples: At least 4.
-
-    Returns:
-        (times, values). A longer function keeps its first and last sample, and the smallest and largest value of each
-        stretch between them.
-    """
-    count = len(times)
-    if count <= max_samples:
-        return times, values
-    stretch = -(-count // ((max_samples - 2) // 2))
-    base = np.arange(0, count, stretch)
-    # The last stretch is filled up with its last value, which changes no extreme.
-    folded = np.pad(values, (0, len(base) * stretch - count), mode="edge").reshape(-1, stretch)
-    extremes = [base + folded.argmin(axis=1), base + folded.argmax(axis=1)]
-    keep = np.unique(np.concatenate([[0, count - 1], *extremes]).clip(max=count - 1))
-    return times[keep], values[keep]

@@ -91,7 +91,7 @@ def _fit(traces: list[Path], name: str, path: Path, force: bool) -> Machine:
 def _measure(count: int | None, seconds: float, name: str, path: Path, force: bool) -> Machine | None:
     """Measure together with all other ranks; return the machine, or None on all ranks but the first."""
     from ebbtide.cli.render.progress import progress_bar
-    from ebbtide.interleave.calibrate.ranks import join_ranks
+    from ebbtide.interleave.calibrate.rank_processes import join_ranks
     from ebbtide.interleave.calibrate.run import calibrate as run
     from ebbtide.output_files import new_output
 

@@ -21,8 +21,8 @@ def export(
     if not output.name.lower().endswith(ENDINGS):
         raise typer.BadParameter(f"{output} must end in {' or '.join(ENDINGS)}")
 
-    from ebbtide.analysis.export.chrome_trace import export as write
+    from ebbtide.analysis.export.chrome_trace import write_chrome_trace
     from ebbtide.profiler.trace import open_trace
 
-    write(open_trace(trace), output, force)
+    write_chrome_trace(open_trace(trace), output, force)
     typer.echo(f"ebbtide: {output} (open it in https://ui.perfetto.dev)", err=True)

@@ -65,7 +65,6 @@ def profile(
     """
     from ebbtide.profiler.agent.options import Options
     from ebbtide.profiler.launch import profile as record
-    from ebbtide.profiler.recording import next_commands
 
     first, last = parse_iterations(iterations) if iterations is not None else (0, None)
     options = Options(
@@ -77,12 +76,7 @@ def profile(
         transfers=transfers,
     )
     path = Path((output or _name(command)).replace("{host}", socket.gethostname()))
-    outcome = record(command, path, options, force)
-    for warning in outcome.warnings:
-        typer.echo(f"ebbtide: {warning}", err=True)
-    if outcome.trace is not None:
-        typer.echo(f"ebbtide: {next_commands(outcome.trace)}", err=True)
-    raise typer.Exit(outcome.status)
+    record(command, path, options, force)
 
 
 def _name(command: list[str]) -> str:

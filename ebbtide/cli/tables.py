@@ -25,7 +25,7 @@ def tables(
     min_bytes: MinBytes = "1GiB",
     force: Force = False,
 ) -> None:
-    """Write the tables of a trace as CSV or Parquet: phases, memory, link, transfers, ops, iterations, windows."""
+    """Write the tables of a trace as CSV or Parquet: phases, memory, link, gpu, transfers, ops, iterations, windows."""
     min_size = size(min_bytes)
 
     from ebbtide.analysis.export.tables import FORMATS, write_tables

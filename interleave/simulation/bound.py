@@ -6,14 +6,15 @@ import itertools
 from dataclasses import dataclass, replace
 
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.simulation.bound_program import BoundProgram, intervals_of
+from ebbtide.interleave.simulation.bound_program import BoundProgram
+from ebbtide.interleave.simulation.intervals import intervals_of
 from ebbtide.interleave.simulation.linear_program import Vector
 from ebbtide.interleave.simulation.whole_subgroups import WholeSubgroupProgram
 from ebbtide.machines.machine import Machine
 
 _NEEDED = ("h2d_bytes_per_s", "d2h_bytes_per_s", "host_memory_bytes_per_s", "cpu_update_params_per_s")
-# Free memory below so many bytes per parameter is within the tolerance of the solver.
-_MIN_FREE_BYTES_PER_PARAM = 1e-6
+# Free memory below so many bytes per parameter is near the tolerance of the solver, 1e-7 of the state.
+_MIN_FREE_BYTES_PER_PARAM = 1e-5
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from ebbtide.interleave.model.workload import Workload, value_at
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.simulation.intervals import OVERHEAD, IterationInterval
 from ebbtide.interleave.simulation.linear_program import LinearProgram
 from ebbtide.machines.machine import Machine
+from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 
 # Parameters in each interval: state fetched and flushed, updates on the CPU and on the GPU, gradients copied down and
 # back up, updated parameters uploaded.
@@ -21,43 +22,6 @@ _TOTALS = {
 }
 # There are as many runs of intervals as pairs of edges, of which there are at most so many.
 _MAX_EDGES = 14
-
-
-@dataclass(frozen=True)
-class IterationInterval:
-    """A part of the iteration in which neither the phase nor the free memory changes.
-
-    Attributes:
-        phase: `other`, `forward`, `backward`, `overhead` (of the step) or `update`.
-        length_s: Seconds; 0 for the update, whose length is the variable of the program.
-        free_bytes: Free device memory.
-        gradients_ready: Share of the gradients that the backward has computed by its end.
-    """
-
-    phase: str
-    length_s: float
-    free_bytes: float
-    gradients_ready: float
-
-
-def intervals_of(workload: Workload, machine: Machine) -> list[IterationInterval]:
-    """Return the intervals of an iteration, the update last."""
-    everything = (workload.state_bytes + workload.grad_bytes) * workload.params
-    free_steps = workload.gpu_free or ((0.0, min(machine.gpu_memory_bytes or everything, everything)),)
-    edges = [0.0, workload.other_s, workload.other_s + workload.forward_s, workload.compute_s]
-    cuts = sorted({*edges, *(time for time, _ in free_steps if 0 < time < workload.compute_s)})
-    intervals = []
-    for start, end in itertools.pairwise(cuts):
-        phase = ("other", "forward", "backward")[sum(start >= edge for edge in edges[1:3])]
-        ready = (end - edges[2]) / workload.backward_s if phase == "backward" and workload.backward_s > 0 else 0.0
-        intervals.append(IterationInterval(phase, end - start, value_at(free_steps, start), ready))
-    # More free memory later in the update can only help: the largest value counts for all of it.
-    in_update = max(
-        value_at(free_steps, workload.compute_s), *(size for time, size in free_steps if time > workload.compute_s), 0.0
-    )
-    intervals.append(IterationInterval("overhead", machine.step_overhead_s or 0.0, in_update, 1.0))
-    intervals.append(IterationInterval("update", 0.0, in_update, 1.0))
-    return intervals
 
 
 class BoundProgram(LinearProgram):
@@ -106,13 +70,13 @@ class BoundProgram(LinearProgram):
     def _forbid_flows(self, interval: IterationInterval, index: int, windows: bool) -> None:
         """Set flows to 0 that an interval cannot have."""
         forbidden = set()
-        if interval.phase in ("other", "forward"):
+        if interval.phase in (OTHER, FORWARD):
             forbidden |= {"cpu updates", "gpu updates", "gradients down", "gradients up", "uploaded"}
-        if interval.phase in ("backward", "overhead") and self._workload.needs_all_gradients:
+        if interval.phase in (BACKWARD, OVERHEAD) and self._workload.needs_all_gradients:
             forbidden |= {"cpu updates", "gpu updates", "gradients up", "uploaded"}
-        if interval.phase == "backward" and self._workload.gradients_held_until_step:
+        if interval.phase == BACKWARD and self._workload.gradients_held_until_step:
             forbidden |= {"gradients down"}
-        if not windows and interval.phase not in ("overhead", "update"):
+        if not windows and interval.phase not in (OVERHEAD, UPDATE):
             forbidden |= {"fetched", "flushed"}
         if self._machine.gpu_update_params_per_s is None:
             forbidden |= {"gpu updates"}
@@ -128,7 +92,7 @@ class BoundProgram(LinearProgram):
         multiplies the length.
         """
         times = {variable: factor / rate for variable, factor in terms.items()}
-        if interval.phase == "update":
+        if interval.phase == UPDATE:
             self.add_row({**times, self.variable("update length"): -1.0}, upper=0.0)
         else:
             self.add_row(times, upper=interval.length_s / self.time_unit_s)
@@ -157,14 +121,14 @@ class BoundProgram(LinearProgram):
         before = self.state_before(index)
         self.add_row({flow("state"): 1.0, before: -1.0, flow("fetched"): -1.0, flow("flushed"): 1.0}, 0.0, 0.0)
         self.add_row({flow("gpu updates"): 1.0, before: -1.0, flow("fetched"): -1.0}, upper=0.0)
-        ready_after = interval.gradients_ready if interval.phase in ("backward", "overhead") else 0.0
+        ready_after = interval.gradients_ready if interval.phase in (BACKWARD, OVERHEAD) else 0.0
         self._limit_memory(interval, flow("state"), ready_after, index + 1)
-        ready_before = self.intervals[index - 1].gradients_ready if index and interval.phase != "other" else 0.0
+        ready_before = self.intervals[index - 1].gradients_ready if index and interval.phase != OTHER else 0.0
         self._limit_memory(interval, before, ready_before, index)
         for name, total in _TOTALS.items():
             earlier = {self.variable(total, index - 1): -1.0} if index else {}
             self.add_row({flow(total): 1.0, **earlier, flow(name): -1.0}, 0.0, 0.0)
-        if interval.phase == "backward":
+        if interval.phase == BACKWARD:
             self.limit(flow("total gradients down"), interval.gradients_ready)
             self.add_row(
                 {flow("total cpu updates"): 1.0, flow("total gpu updates"): 1.0}, upper=interval.gradients_ready

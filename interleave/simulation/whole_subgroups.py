@@ -6,7 +6,8 @@ import math
 from typing import NamedTuple
 
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.simulation.bound_program import BoundProgram, IterationInterval
+from ebbtide.interleave.simulation.bound_program import BoundProgram
+from ebbtide.interleave.simulation.intervals import IterationInterval
 from ebbtide.machines.machine import Machine
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ebbtide.cli.render.gpu import print_gpu
 from ebbtide.cli.render.tables import print_table
 from ebbtide.units import bytes_text, ms_text
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def print_summary(trace: Trace, summary: Summary) -> None:
-    """Print time, memory and link use per phase, and the peak of each memory pool."""
+    """Print time, memory, link use and the state of the GPUs per phase, and the peak of each memory pool."""
     counted = summary.iterations - summary.warmup_iterations
     left_out = f", the first {summary.warmup_iterations} left out as warm-up" if summary.warmup_iterations else ""
     typer.echo(f"{trace.path}: {summary.iterations} iterations, ranks: {summary.ranks}{left_out}")
@@ -36,6 +37,8 @@ def print_summary(trace: Trace, summary: Summary) -> None:
     )
     if summary.free_pool is not None and summary.memory.capacity_bytes is not None:
         typer.echo(f"free at peak: capacity minus {summary.free_pool}\n")
+    if summary.gpu is not None:
+        print_gpu(summary.gpu)
     peaks = [[name, bytes_text(peak)] for name, peak in summary.memory.pools.items()]
     print_table(
         "Memory, whole trace",

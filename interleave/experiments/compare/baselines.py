@@ -22,7 +22,7 @@ from ebbtide.interleave.experiments.compare.runs import (
     CannotRun,
     PhaseTimes,
     SteppingOptimizer,
-    Training,
+    TrainingRun,
     train,
 )
 from ebbtide.interleave.experiments.compare.testbed import Testbed
@@ -96,7 +96,7 @@ BASELINES = {
 }
 
 
-def run_baseline(name: str, training: Training, testbed: Testbed) -> tuple[list[PhaseTimes], list[float]]:
+def run_baseline(name: str, training: TrainingRun, testbed: Testbed) -> tuple[list[PhaseTimes], list[float]]:
     """Train with another optimizer and return the times and the loss of each iteration.
 
     Raises:

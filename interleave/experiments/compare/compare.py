@@ -21,7 +21,7 @@ from ebbtide.interleave.experiments.compare.results import (
     median_schedule,
     phase_times,
 )
-from ebbtide.interleave.experiments.compare.runs import CannotRun, PolicyRun, Training, run_policy
+from ebbtide.interleave.experiments.compare.runs import CannotRun, PolicyRun, TrainingRun, run_policy
 from ebbtide.interleave.experiments.compare.testbed import Testbed, find_testbed
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.policies import parse
@@ -84,13 +84,13 @@ def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None)
     total = config.iterations * (len(policies) + len(config.baselines))
     done = 0
 
-    def training_for(name: str) -> Training:
+    def training_for(name: str) -> TrainingRun:
         def on_iteration() -> None:
             nonlocal done
             done += 1
             progress(name, done, total)
 
-        return Training(shape, config.seed, config.iterations, subgroup_params, on_iteration)
+        return TrainingRun(shape, config.seed, config.iterations, subgroup_params, on_iteration)
 
     progress("measuring this machine", 0, total)
     testbed = find_testbed(shape.params, budget, config.link_bytes_per_s, config.machine)
@@ -171,7 +171,7 @@ def _bits(losses: Sequence[float]) -> bytes:
     return struct.pack(f"{len(losses)}d", *losses)
 
 
-def _baseline(name: str, training: Training, testbed: Testbed) -> BaselineResult:
+def _baseline(name: str, training: TrainingRun, testbed: Testbed) -> BaselineResult:
     times, losses = run_baseline(name, training, testbed)
     counted = times[_WARMUP:]
     phases_ms = {f"{phase}_ms": 1e3 * median(getattr(time, f"{phase}_s") for time in counted) for phase in PHASES}

@@ -67,7 +67,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
 
 
 def operation_starts_ms(schedule: Schedule) -> list[tuple[int, float]]:
-    """Return (index, ms from the start of the update) of each drawn operation: all but clipping, which takes no time."""
+    """Return (index, ms from the start of the update) of each drawn operation: all but clipping."""
     begin = schedule.iteration_s - schedule.update_s
     items = enumerate(schedule.items())
     return [(index, 1e3 * (start - begin)) for index, (op, start, _) in items if op.kind in _LOOKS]

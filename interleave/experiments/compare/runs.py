@@ -50,7 +50,7 @@ class PolicyRun:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingRun:
     """Settings of one training run.
 
     Attributes:
@@ -68,7 +68,7 @@ class Training:
     on_iteration: Callable[[], object]
 
 
-def run_policy(policy: str, training: Training, testbed: Testbed) -> PolicyRun:
+def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRun:
     """Train under a policy.
 
     Raises:
@@ -103,7 +103,7 @@ def run_policy(policy: str, training: Training, testbed: Testbed) -> PolicyRun:
 
 
 def train(
-    job: Job, optimizer: SteppingOptimizer, training: Training, on_times: Callable[[PhaseTimes], object]
+    job: Job, optimizer: SteppingOptimizer, training: TrainingRun, on_times: Callable[[PhaseTimes], object]
 ) -> list[float]:
     """Train a job, call `on_times` with the times of each iteration, and return the losses."""
     losses = []

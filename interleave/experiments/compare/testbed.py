@@ -66,7 +66,7 @@ class Testbed:
 
 
 def find_testbed(params: int, memory_budget: float, link_bytes_per_s: float | None, machine: Machine | None) -> Testbed:
-    """Return the GPU of this machine, or an emulated device if there is none or a link rate is given.
+    """Return the GPU of this machine, or an emulated device without a GPU or if a link rate is given.
 
     Args:
         params: Parameters of the job.

@@ -43,9 +43,7 @@ def find_pairs(
     if machines:
         named_machines = _distinct_names([(find_machine(text), text) for text in machines])
         return [(workload, machine) for workload in workloads for machine in named_machines]
-    recorded = _distinct_names(
-        [(resolve_machine(None, trace), f"the machine of {path}") for trace, path in sources]
-    )
+    recorded = _distinct_names([(resolve_machine(None, trace), f"the machine of {path}") for trace, path in sources])
     return list(zip(workloads, recorded, strict=True))
 
 

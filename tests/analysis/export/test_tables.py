@@ -1,4 +1,4 @@
-"""Tables on disk hold what the trace holds, and what the analysis makes of it."""
+"""Tests the exported tables against the trace and its metrics."""
 
 from __future__ import annotations
 
@@ -42,24 +42,25 @@ def trained(gpu_times: bool = False, ranks: int = 2) -> Trace:
                 now = end
         one.add("ops", start_ns=START, end_ns=START + 5, resource="cpu", name="step")
         one.link(START, 10, "gpm", h2d_bytes_per_s=0.1)
+        one.gpu(START, utilization_percent=97.5, throttle_reasons=4).gpu(START + 5, power_w=402.5)
     return builder.build()
 
 
-def read(folder: Path, name: str, format: str) -> pd.DataFrame:
+def read_table(folder: Path, name: str, format: str) -> pd.DataFrame:
     path = folder / f"{name}.{format}"
     return pd.read_csv(path) if format == "csv" else pd.read_parquet(path)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("gpu_times", [True, False])
-def test_each_table_is_a_file_that_pandas_reads_back(tmp_path: Path, format: str, gpu_times: bool) -> None:
+def test_write_tables__writes_files_that_pandas_reads_back(tmp_path: Path, format: str, gpu_times: bool) -> None:
     trace = trained(gpu_times)
     assert write_tables(trace, tmp_path / "out", format, GIB) == []
     assert sorted(os.listdir(tmp_path / "out")) == sorted([*(f"{name}.{format}" for name in ALL), "tables.json"])
     expected = {name: raw_table(trace, name) for name in TABLES}
     expected |= {"iterations": iterations_table(trace), "windows": windows_table(trace, GIB)}
     for name, table in expected.items():
-        back = read(tmp_path / "out", name, format)
+        back = read_table(tmp_path / "out", name, format)
         assert list(back.columns) == list(table.columns)
         assert back.astype(object).where(back.notna(), None).values.tolist() == (
             table.astype(object).where(table.notna(), None).values.tolist()
@@ -67,7 +68,7 @@ def test_each_table_is_a_file_that_pandas_reads_back(tmp_path: Path, format: str
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_raw_table_is_that_of_every_rank_with_its_rank(name: str) -> None:
+def test_raw_table__has_every_rank_with_its_number(name: str) -> None:
     trace = trained()
     table = raw_table(trace, name)
     assert list(table.columns) == ["rank", *(column.name for column in TABLES[name])]
@@ -77,7 +78,7 @@ def test_a_raw_table_is_that_of_every_rank_with_its_rank(name: str) -> None:
     assert len(table) == sum(len(trace.table(rank, name)) for rank in trace.ranks)
 
 
-def test_the_iterations_in_figures() -> None:
+def test_iterations_table__has_times_peaks_and_bytes_by_phase() -> None:
     table = iterations_table(trained())
     assert table[["rank", "iteration"]].values.tolist() == [[r, i] for r in (0, 1) for i in (0, 1, 2)]
     second = table.iloc[4].to_dict()  # of rank 1
@@ -92,7 +93,7 @@ def test_the_iterations_in_figures() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 10**7), min_size=4, max_size=4), min_size=1, max_size=7))
-def test_their_medians_are_those_of_the_summary(lengths: list[list[int]]) -> None:
+def test_iterations_table__has_the_medians_of_the_summary(lengths: list[list[int]]) -> None:
     builder = TraceBuilder()
     now = START
     one = builder.rank(0, devices=[GPU], first_iteration_start_ns=now)
@@ -114,21 +115,20 @@ def test_their_medians_are_those_of_the_summary(lengths: list[list[int]]) -> Non
     assert parts.to_numpy() == pytest.approx(table["iteration_ms"].to_numpy())
 
 
-def test_the_windows_are_those_of_the_analysis() -> None:
+def test_windows_table__has_the_windows_of_find_windows() -> None:
     trace = trained()
-    found = find_windows(trace, 3 * GIB).windows
+    windows = find_windows(trace, 3 * GIB).windows
     table = windows_table(trace, 3 * GIB)
-    assert len(found) == len(table) > 0
-    for window, row in zip(found, table.to_dict("records"), strict=True):
+    assert len(windows) == len(table) > 0
+    for window, row in zip(windows, table.to_dict("records"), strict=True):
         assert {key: None if pd.isna(value) else value for key, value in row.items()} == vars(window)
 
 
-def test_what_was_not_recorded_is_an_empty_cell(tmp_path: Path) -> None:
+def test_write_tables__leaves_unrecorded_cells_empty(tmp_path: Path) -> None:
     builder = TraceBuilder()
     builder.rank(0).phase("forward", 0, MS, 0)
-    left_out = write_tables(builder.build("x.ebb"), tmp_path / "out", "csv", GIB)
-    (line,) = left_out
-    assert line.startswith("no table of windows: x.ebb has no memory timeline")
+    (note,) = write_tables(builder.build("x.ebb"), tmp_path / "out", "csv", GIB)
+    assert note.startswith("no table of windows: x.ebb has no memory timeline")
     assert not (tmp_path / "out" / "windows.csv").exists()
     assert (tmp_path / "out" / "phases.csv").read_text() == (
         "rank,iteration,micro_step,phase,start_ns,end_ns,gpu_start_ns,gpu_end_ns\n0,0,0,forward,0,1000000,,\n"
@@ -139,26 +139,26 @@ def test_what_was_not_recorded_is_an_empty_cell(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_trace_of_nothing_has_tables_without_rows(tmp_path: Path, format: str) -> None:
+def test_write_tables__writes_tables_without_rows_for_an_empty_trace(tmp_path: Path, format: str) -> None:
     write_tables(TraceBuilder().build(), tmp_path / "out", format, GIB)
     for name in (*TABLES, "iterations"):
-        table = read(tmp_path / "out", name, format)
+        table = read_table(tmp_path / "out", name, format)
         assert len(table) == 0
         assert table.columns[0] == "rank"
 
 
-def test_parquet_keeps_kinds_where_all_is_missing(tmp_path: Path) -> None:
+def test_write_tables__parquet_keeps_dtypes_of_missing_columns(tmp_path: Path) -> None:
     builder = TraceBuilder()
     builder.rank(0).phase("forward", START, START + MS, 0)
     write_tables(builder.build(), tmp_path / "out", "parquet", GIB)
-    phases = read(tmp_path / "out", "phases", "parquet")
+    phases = read_table(tmp_path / "out", "phases", "parquet")
     assert phases["gpu_start_ns"].dtype == "Int64"
     assert phases["start_ns"].tolist() == [START]
-    iterations = read(tmp_path / "out", "iterations", "parquet")
+    iterations = read_table(tmp_path / "out", "iterations", "parquet")
     assert iterations["update_h2d_bytes"].dtype == "Int64"
 
 
-def test_force_replaces_tables_and_nothing_else(tmp_path: Path) -> None:
+def test_write_tables__force_replaces_only_tables(tmp_path: Path) -> None:
     trace = trained(ranks=1)
     out = tmp_path / "out"
     write_tables(trace, out, "csv", GIB)
@@ -168,25 +168,26 @@ def test_force_replaces_tables_and_nothing_else(tmp_path: Path) -> None:
     assert sorted(os.listdir(out)) == sorted([*(f"{name}.parquet" for name in ALL), "tables.json"])
     (out / "my-notes.txt").write_text("kept")
     before = sorted(os.listdir(out))
-    with pytest.raises(UserError, match="holds other files"):
+    with pytest.raises(UserError, match="contains other files"):
         write_tables(trace, out, "csv", GIB, force=True)
     assert sorted(os.listdir(out)) == before
     assert os.listdir(tmp_path) == ["out"]
 
 
 @pytest.mark.parametrize(
-    "mark", ["", "[]", '{"format": "other"}', '{"format": "ebbtide-tables", "files": 3}', "[" * 10**5]
+    "manifest", ["", "[]", '{"format": "other"}', '{"format": "ebbtide-tables", "files": 3}', "[" * 10**5]
 )
-def test_force_leaves_a_folder_alone_that_only_looks_like_one(tmp_path: Path, mark: str) -> None:
+def test_write_tables__force_keeps_a_folder_with_a_wrong_manifest(tmp_path: Path, manifest: str) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "tables.json").write_text(mark)
+    (tmp_path / "out" / "tables.json").write_text(manifest)
     with pytest.raises(UserError, match="is not a folder of tables"):
         write_tables(trained(ranks=1), tmp_path / "out", "csv", GIB, force=True)
-    assert (tmp_path / "out" / "tables.json").read_text() == mark
+    assert (tmp_path / "out" / "tables.json").read_text() == manifest
 
 
-def test_the_mark_tells_of_what_the_tables_are(tmp_path: Path) -> None:
+def test_write_tables__manifest_describes_the_tables(tmp_path: Path) -> None:
     write_tables(trained(ranks=1), tmp_path / "out", "csv", 5)
-    mark = json.loads((tmp_path / "out" / "tables.json").read_text())
-    assert (mark["trace"], mark["windows_min_bytes"]) == ("built.ebb", 5)
-    assert mark["files"] == [f"{name}.csv" for name in ALL]
+    manifest = json.loads((tmp_path / "out" / "tables.json").read_text())
+    assert (manifest["trace"], manifest["windows_min_bytes"]) == ("built.ebb", 5)
+    assert manifest["free_pool"] == "device"
+    assert manifest["files"] == [f"{name}.csv" for name in ALL]

@@ -1,4 +1,4 @@
-"""Events are lines that every reader understands alike."""
+"""Tests that events have one meaning for every reader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ebbtide.analysis.export import trace_events
 from ebbtide.analysis.export.trace_events import microseconds
 from ebbtide.profiler.trace import TraceBuilder
-from tests.analysis.export.trace_event_file import check, exported, rows, seen, slices
+from tests.analysis.export.trace_event_file import check, export_and_read, rows, slices, values_of
 
 
 @pytest.mark.parametrize(
@@ -33,40 +33,40 @@ from tests.analysis.export.trace_event_file import check, exported, rows, seen, 
         '{"ph":"B","pid":1,"tid":2,"ts":0,"name":"n"}',
     ],
 )
-def test_the_rules_find_what_breaks_them(broken: str) -> None:
-    good = [
+def test_check__finds_broken_events(broken: str) -> None:
+    valid = [
         '{"ph":"M","pid":1,"name":"process_name","args":{"name":"p"}}',
         '{"ph":"M","pid":1,"tid":2,"name":"thread_name","args":{"name":"t"}}',
         '{"ph":"X","pid":1,"tid":2,"ts":0,"dur":10.5,"cat":"c","name":"n","args":{}}',
     ]
-    check(f'{{"otherData":{{}},"traceEvents":[{",".join(good)}]}}')
+    check(f'{{"otherData":{{}},"traceEvents":[{",".join(valid)}]}}')
     with pytest.raises((AssertionError, KeyError)):
-        check(f'{{"otherData":{{}},"traceEvents":[{",".join([*good, broken])}]}}')
+        check(f'{{"otherData":{{}},"traceEvents":[{",".join([*valid, broken])}]}}')
 
 
 @example(1118)  # 1 + 0.118 is a little less than 1.118
 @given(st.integers(0, 10**13) | st.integers(0, 10**6))
-def test_no_reader_gets_another_nanosecond(time: int) -> None:
+def test_microseconds__are_exact_for_every_reader(time: int) -> None:
     text = microseconds(time)
     assert abs(Decimal(text) * 1000 - time) <= Decimal("0.1")
     assert round(float(text) * 1000) == time
-    # As Perfetto's readers do it, of today and before.
+    # As current and earlier readers of Perfetto do it.
     assert int(float(text) * 1000) == time
-    whole, _, fraction = text.partition(".")
-    assert int((int(whole) + int(fraction) / 10 ** len(fraction)) * 1000) == time
+    integer, _, fraction = text.partition(".")
+    assert int((int(integer) + int(fraction) / 10 ** len(fraction)) * 1000) == time
 
 
-def test_slices_that_touch_stay_apart_for_perfetto(tmp_path: Path) -> None:
+def test_slices__that_touch_do_not_overlap_in_perfetto(tmp_path: Path) -> None:
     builder = TraceBuilder()
     rank = builder.rank(0)
     edges = np.cumsum(np.random.default_rng(0).integers(1, 10**9, 3000)).tolist()
     for number, (start, end) in enumerate(itertools.pairwise(edges)):
         rank.phase("forward", start, end, number)
-    file = exported(builder.build(), tmp_path / "x.json")
+    file = export_and_read(builder.build(), tmp_path / "x.json")
     assert len(slices(file, "iteration")) == 2999
 
 
-def test_many_rows_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices__of_many_rows_are_written_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_events, "_CHUNK", 7)
     builder = TraceBuilder()
     start = np.arange(100) * 10
@@ -74,13 +74,13 @@ def test_many_rows_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.Monk
         "transfers", start_ns=start, end_ns=start + 15, device="cuda:0", direction="h2d", bytes=start + 1, name="copy"
     )
     trace = builder.build()
-    file = exported(trace, tmp_path / "x.json")
+    file = export_and_read(trace, tmp_path / "x.json")
     columns = ("start_ns", "end_ns", "bytes")
-    assert seen(slices(file, "copy"), *columns) == rows(trace.transfers(0), *columns)
+    assert values_of(slices(file, "copy"), *columns) == rows(trace.transfers(0), *columns)
 
 
-def test_letters_that_utf_8_does_not_have_do_no_harm(tmp_path: Path) -> None:
+def test_name_events__replace_invalid_unicode(tmp_path: Path) -> None:
     builder = TraceBuilder()
     builder.rank(0, devices=[{"device": "cuda:0", "name": 'a "card"\n\ud800 ü 🌊'}])
-    file = exported(builder.build(), tmp_path / "x.json")
+    file = export_and_read(builder.build(), tmp_path / "x.json")
     assert file["traceEvents"][0]["args"]["name"] == 'rank 0 · a "card"\n? ü 🌊'

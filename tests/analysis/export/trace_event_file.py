@@ -1,4 +1,4 @@
-"""Reading exported files back, and the rules of the Trace Event Format that they have to keep."""
+"""Reads exported files, and checks them against the rules of the Trace Event Format."""
 
 from __future__ import annotations
 
@@ -12,58 +12,60 @@ from typing import Any
 
 import pandas as pd
 
-from ebbtide.analysis.export.chrome_trace import export
+from ebbtide.analysis.export.chrome_trace import write_chrome_trace
 from ebbtide.profiler.trace import Trace
 
 Event = dict[str, Any]
 
 
-def exported(trace: Trace, path: Path) -> dict[str, Any]:
-    """The file's contents, numbers as decimals; checked against the rules."""
-    export(trace, path)
+def export_and_read(trace: Trace, path: Path) -> dict[str, Any]:
+    """Export a trace, check the file, and return its contents with numbers as decimals."""
+    write_chrome_trace(trace, path)
     text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text(encoding="utf-8")
     check(text)
-    found: dict[str, Any] = json.loads(text, parse_float=Decimal)
-    return found
+    contents: dict[str, Any] = json.loads(text, parse_float=Decimal)
+    return contents
 
 
 def ns(value: Any) -> int:
-    """Microseconds of the file as nanoseconds."""
+    """Convert microseconds of the file to nanoseconds."""
     exact = Decimal(value) * 1000
     assert abs(exact - round(exact)) <= Decimal("0.1")
     return round(exact)
 
 
 def slices(file: dict[str, Any], category: str, pid: int = 1) -> list[Event]:
-    """The slices of a category, with start_ns and end_ns on the trace's clock and the name of their track."""
+    """Return the slices of a category, with start_ns and end_ns on the trace's clock and the name of their track."""
     events = file["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    found = [e for e in events if e["ph"] == "X" and e["cat"] == category and e["pid"] == pid]
-    for event in found:
+    selected = [e for e in events if e["ph"] == "X" and e["cat"] == category and e["pid"] == pid]
+    for event in selected:
         event["track"] = tracks[event["tid"]]
         event["start_ns"] = file["otherData"]["start_ns"] + ns(event["ts"])
         event["end_ns"] = event["start_ns"] + ns(event["dur"])
-    return found
+    return selected
 
 
 def counter(file: dict[str, Any], name: str, pid: int = 1) -> list[tuple[int, Any]]:
-    """(time ns, value) of a counter."""
+    """Return (time ns, value) of a counter."""
     start = file["otherData"]["start_ns"]
     events = [e for e in file["traceEvents"] if e["ph"] == "C" and e["name"] == name and e["pid"] == pid]
     return [(start + ns(e["ts"]), *e["args"].values()) for e in events]
 
 
 def rows(table: pd.DataFrame, *columns: str) -> Counter[tuple[Any, ...]]:
+    """Count the rows of a table by the values of some columns."""
     values = table[list(columns)].astype(object)
     return Counter(values.where(values.notna(), None).itertuples(index=False, name=None))
 
 
-def seen(events: list[Event], *keys: str) -> Counter[tuple[Any, ...]]:
+def values_of(events: list[Event], *keys: str) -> Counter[tuple[Any, ...]]:
+    """Count events by the values of some keys or arguments."""
     return Counter(tuple(e[key] if key in e else e["args"][key] for key in keys) for e in events)
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    assert len({key for key, _ in pairs}) == len(pairs), f"a key comes twice: {pairs}"
+    assert len({key for key, _ in pairs}) == len(pairs), f"a key occurs twice: {pairs}"
     return dict(pairs)
 
 
@@ -80,7 +82,7 @@ def is_int(value: Any) -> bool:
 
 
 def check(text: str) -> None:
-    """Raise AssertionError for what breaks a rule of the format, or of how Perfetto reads it."""
+    """Raise AssertionError if a file breaks a rule of the format, or of Perfetto's readers."""
     file = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
     assert set(file) == {"traceEvents", "otherData"}
     assert isinstance(file["traceEvents"], list)
@@ -115,16 +117,16 @@ def check_counter(event: Event) -> None:
 
 
 def check_metadata(event: Event) -> None:
-    what, _, kind = event["name"].partition("_")
-    assert set(event) == {"ph", "pid", "name", "args"} | ({"tid"} if what == "thread" else set())
-    assert what in ("process", "thread")
-    key, good = {"name": ("name", lambda v: isinstance(v, str)), "sort_index": ("sort_index", is_int)}[kind]
+    subject, _, kind = event["name"].partition("_")
+    assert set(event) == {"ph", "pid", "name", "args"} | ({"tid"} if subject == "thread" else set())
+    assert subject in ("process", "thread")
+    key, is_valid = {"name": ("name", lambda v: isinstance(v, str)), "sort_index": ("sort_index", is_int)}[kind]
     assert set(event["args"]) == {key}
-    assert good(event["args"][key])
+    assert is_valid(event["args"][key])
 
 
 def check_names(events: list[Event]) -> None:
-    """Everything has one name; a track's number is no other track's, nor a process's: Perfetto names by it alone."""
+    """Check that names and numbers of tracks are unique, also among processes: Perfetto identifies by them alone."""
     processes = Counter(e["pid"] for e in events if e["name"] == "process_name" and e["ph"] == "M")
     threads = Counter((e["pid"], e["tid"]) for e in events if e["name"] == "thread_name" and e["ph"] == "M")
     assert set(processes.values()) | set(threads.values()) <= {1}
@@ -148,8 +150,10 @@ def check_counters_in_order(events: list[Event]) -> None:
 
 
 def check_nesting(events: list[Event]) -> None:
-    """By the times as Perfetto has them (whole nanoseconds, cut off) slices of a track nest or lie apart: in the order
-    of the file where they begin together, and with the longest of them first."""
+    """Check that slices of a track nest or do not overlap, by times as Perfetto has them (truncated to nanoseconds).
+
+    Slices that begin together are taken in the order of the file, and again with the longest first.
+    """
     tracks: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":

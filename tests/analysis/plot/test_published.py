@@ -41,7 +41,7 @@ def test_draw__shows_the_memory_of_the_monitor(trace: Trace) -> None:
 
 
 def test_draw__marks_impossible_rates(trace: Trace) -> None:
-    rejected = {way: moved.rejected_samples for way in ("h2d", "d2h") if (moved := traffic(trace, 0, way))}
+    rejected = {d: moved.rejected_samples for d in ("h2d", "d2h") if (moved := traffic(trace, 0, d))}
     assert rejected == {"h2d": 3, "d2h": 1}
     (link,) = draw([trace], kind="link").axes
     assert {"3 × h2d above the peak", "1 × d2h above the peak"} <= set(labels(link))

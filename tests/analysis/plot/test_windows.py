@@ -48,7 +48,7 @@ def test_draw_windows__boxes_match_find_windows(min_bytes: int) -> None:
 def test_draw_windows__draws_recurring_windows_in_each_iteration() -> None:
     trace = uneven()
     guaranteed = find_windows(trace, 20 * MIB).guaranteed
-    # Iterations are alike in length here, so each of them has the times of the typical one.
+    # All iterations have the same length here, so each of them has the times of the typical one.
     expected = [
         (10 * number + w.start_ms, 10 * number + w.end_ms, 100 - w.free_bytes / MIB, 100)
         for w in guaranteed
@@ -114,6 +114,16 @@ def test_draw_windows__says_when_nothing_is_free() -> None:
     (panel,) = draw([trained()], kind="windows").axes
     assert "never 1.00 GiB free" in notes(panel)
     assert labels(panel)[:2] == ["device", "capacity 100.00 MiB"]
+
+
+def test_draw_windows__says_when_a_rank_has_no_memory_samples() -> None:
+    builder = TraceBuilder()
+    train(builder.rank(0, devices=[GPU]))
+    builder.rank(1, devices=[GPU]).phase("forward", 0, 5 * MS, 0)
+    (panel,) = draw([builder.build()], kind="windows", rank=1).axes
+    assert "no device memory was recorded for this rank" in notes(panel)
+    assert "never" not in notes(panel)
+    assert "capacity 100.00 MiB" in labels(panel)
 
 
 def test_draw_windows__has_a_high_capacity_on_the_scale() -> None:

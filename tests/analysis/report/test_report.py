@@ -135,6 +135,22 @@ def test_page__has_tables_of_windows_iterations_and_copies() -> None:
     assert {"busy", "both directions at once"} <= {c.label for c in by_phase.columns}
 
 
+def test_page__has_the_state_of_the_gpu_in_each_phase() -> None:
+    builder = trained()
+    for number in range(6):
+        forward, backward = number * ITERATION, number * ITERATION + 4 * MS
+        builder.rank(0).gpu(forward, power_w=300.0, sm_clock_mhz=1980).gpu(backward, power_w=700.0)
+    trace = builder.build()
+    table = build_page(trace, NONE, GIB).gpu
+    assert table is not None
+    assert column(table, "quantity") == ["power (W)"] * 4 + ["SM clock (MHz)"] * 4
+    assert column(table, "phase") == ["forward", "backward", "update", "other"] * 2
+    assert column(table, "mean") == ["300", "700", "700", "700"] + ["1,980"] * 4
+    assert '<figure class="table" id="gpu">' in html_of(trace)
+    assert build_page(trained().build(), NONE, GIB).gpu is None
+    assert 'id="gpu"' not in html_of(trained().build())
+
+
 def test_page__has_tables_of_sub_steps_and_subgroups() -> None:
     (view,) = build_page(deepspeed_job().build(), NONE, GIB).ranks
     steps, subgroups = view.steps
@@ -339,6 +355,14 @@ def test_render_page__has_a_color_for_every_line_as_in_plots() -> None:
     axis = TimeAxis(0, *interval, interval[1] - interval[0])
     lines = [line for panel in chart_panels(trace, 0, axis, 1000) for line in panel.lines]
     assert {line.style.color for line in lines} | {line.style.fill or "h2d" for line in lines} <= set(colors)
+
+
+def test_page__says_when_a_rank_has_no_memory_samples() -> None:
+    builder = trained()
+    builder.rank(1, devices=[GPU]).phase("forward", 0, 5 * MS, 0)
+    view = build_page(builder.build(), NONE, GIB).ranks[1]
+    assert view.windows_line == "no device memory was recorded for this rank, so its free memory is unknown"
+    assert view.windows == []
 
 
 def test_page__names_the_pool_of_free_memory() -> None:

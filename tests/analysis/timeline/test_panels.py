@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from ebbtide.analysis.timeline.axis import TimeAxis, recorded_interval
 from ebbtide.analysis.timeline.link import link_panel
-from ebbtide.analysis.timeline.memory import device_memory_panel, free_memory_panel, host_memory_panel
+from ebbtide.analysis.timeline.memory import device_memory_panel, free_memory_panel, host_memory_panel, pool_line
 from ebbtide.analysis.timeline.panels import value_scale
 from ebbtide.analysis.timeline.reduction import Resolution
+from ebbtide.analysis.timeline.styles import POOL_STYLES
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.analysis.report.report_traces import GIB, GPU, MS, trained
 
@@ -76,6 +77,31 @@ def test_memory_panels__reduce_long_lines_to_bands_with_all_extremes() -> None:
     assert len(line.edges) == 101
     assert (line.values.max(), line.lowest.min()) == (sizes.max(), sizes.min())
     assert panel.reduction_note == "memory: smallest to largest over 0.00 ms each"
+
+
+@given(st.lists(st.integers(-9, 9), min_size=1, max_size=80), st.integers(1, 60))
+def test_pool_line__keeps_the_extremes_of_each_slot(changes: list[int], slots: int) -> None:
+    sizes = np.array(changes) + 9
+    builder = TraceBuilder()
+    builder.rank(0, devices=[GPU]).extend(
+        "memory", t_ns=np.arange(len(sizes)) * 10, device="cuda:0", pool="device", bytes=sizes
+    )
+    trace = builder.build()
+    axis = TimeAxis(0, 0, 10 * len(sizes), 10 * len(sizes))
+    line = pool_line(trace, 0, "device", POOL_STYLES["device"], axis, Resolution(slots, steps_per_slot=1))
+    assert line is not None
+    assert (line.edges[0], line.edges[-1]) == (0, 10 * len(sizes))
+    assert len(line.edges) == len(line.values) + 1
+    if len(sizes) <= slots:
+        assert line.lowest is None
+        assert line.values.tolist() == sizes.tolist()
+        return
+    assert line.lowest is not None
+    assert len(line.values) == slots
+    # A slot has the values from the one that holds at its start to the one at its end.
+    for start, end, lowest, largest in zip(line.edges[:-1], line.edges[1:], line.lowest, line.values, strict=True):
+        within = sizes[start // 10 : end // 10 + 1]
+        assert (lowest, largest) == (within.min(), within.max())
 
 
 copies = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 60), st.integers(0, 10**6)), min_size=1, max_size=12)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.timeseries.step_functions import cumulative, downsample, peak_between, union_length
+from ebbtide.analysis.timeseries.step_functions import cumulative, peak_between, union_length
 
 Pair = tuple[int, int]
 Amount = tuple[int, int, int]
@@ -151,21 +151,3 @@ def test_union_length__equals_count_of_covered_nanoseconds(pairs: list[Pair], of
     starts, ends = columns(pairs)
     covered = {time for start, end in pairs for time in range(start, end)}
     assert union_length(starts + offset, ends + offset) == len(covered)
-
-
-@given(st.lists(st.integers(-9, 9), min_size=1, max_size=80), st.integers(4, 60))
-def test_downsample__keeps_ends_and_extremes_of_each_stretch(values: list[int], max_samples: int) -> None:
-    times, sizes = np.arange(len(values)), ints(values)
-    kept, drawn = downsample(times, sizes, max_samples)
-    assert len(kept) <= max(max_samples, 4)
-    assert (np.diff(kept) > 0).all()
-    assert drawn.tolist() == sizes[kept].tolist()
-    assert (kept[0], kept[-1]) == (0, len(values) - 1)
-    assert (drawn.min(), drawn.max()) == (min(values), max(values))
-    if len(values) <= max_samples:
-        assert len(kept) == len(values)
-    # Samples left out are between kept values that are at most two stretches away.
-    reach = 2 * -(-len(values) // ((max_samples - 2) // 2))
-    for time, size in enumerate(values):
-        near = drawn[np.abs(kept - time) <= reach]
-        assert near.min() <= size <= near.max()

@@ -107,8 +107,8 @@ def test_adaptive__uses_windows_and_releases_the_memory_in_time() -> None:
         times.append(ours.iteration_s)
         assert ours.peak_device_bytes <= free_bytes + 1
         # The memory is released before the forward needs it.
-        used, times = on_device.used(ours, on_device.grid(ours)), on_device.grid(ours)
-        assert used[times < 2.5].max() <= 2 * GB + 1
+        used, moments = on_device.used(ours, on_device.grid(ours)), on_device.grid(ours)
+        assert used[moments < 2.5].max() <= 2 * GB + 1
     assert peaks == sorted(peaks)
     assert times == sorted(times, reverse=True)
     assert peaks[-1] > 20 * GB

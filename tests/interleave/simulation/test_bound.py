@@ -230,7 +230,7 @@ def test_bound__exists_for_extreme_rates(workload: Workload, machine: Machine, r
     assert bounds.exposed_s <= bounds.exposed_whole_s * (1 + RELATIVE) + ABSOLUTE
 
 
-@pytest.mark.parametrize("size", [2e-2, 2.0])
+@pytest.mark.parametrize("size", [2e-2, 0.27, 0.3, 2.0])
 def test_bound__treats_tiny_free_memory_as_none(size: float) -> None:
     job = even(1, forward_s=0.0, backward_s=0.0, other_s=0.1, clipping=False)
     timelines = [((0.0, free), (0.003, 0.0)) for free in (0.0, size)]

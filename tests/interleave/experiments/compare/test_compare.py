@@ -16,7 +16,7 @@ from ebbtide.interleave.experiments.compare import testbed as testbed_module
 from ebbtide.interleave.experiments.compare.compare import POLICIES, CompareConfig, compare
 from ebbtide.interleave.experiments.compare.job import find_shape
 from ebbtide.interleave.experiments.compare.results import Comparison
-from ebbtide.interleave.experiments.compare.runs import Training, run_policy
+from ebbtide.interleave.experiments.compare.runs import TrainingRun, run_policy
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
@@ -98,7 +98,7 @@ def test_run_policy__device_memory_is_that_of_the_device() -> None:
     testbed = RecordingTestbed(
         torch.device("cpu"), "emulated device", MACHINE, float(STATE_BYTES * shape.params), LINK, 1
     )
-    training = Training(shape, 0, 3, -(-shape.params // 7), lambda: None)
+    training = TrainingRun(shape, 0, 3, -(-shape.params // 7), lambda: None)
     for policy in ("twin-flow:0.5", "interleaved:2", "zero-offload"):
         run = run_policy(policy, training, testbed)
         assert max(schedule.peak_device_bytes for schedule in run.schedules) == testbed.devices[-1].peak_bytes

@@ -1,0 +1,139 @@
+"""Measures utilization, power, clocks and temperature of the GPUs in each phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.metrics.devices import main_device
+from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints
+from ebbtide.phases import ITERATION_PARTS
+from ebbtide.profiler.trace import Trace
+
+# NVML's own window for utilization is at most so long: an older value says nothing of the present.
+_MAX_HOLD_NS = 1_000_000_000
+# Bits of `throttle_reasons` for a limit that was reached: software power cap, hardware slowdown, software and hardware
+# thermal slowdown, power brake. An idle GPU, or clocks that the user has set, are not limits.
+_LIMIT_BITS = 0x04 | 0x08 | 0x20 | 0x40 | 0x80
+# Units by quantity, in the order of output; and the column of the table `gpu` that a quantity is read from.
+UNITS = {
+    "utilization": "%",
+    "memory_utilization": "%",
+    "power": "W",
+    "sm_clock": "MHz",
+    "memory_clock": "MHz",
+    "temperature": "°C",
+    "throttled": "%",
+}
+_COLUMNS = {
+    "utilization": "utilization_percent",
+    "memory_utilization": "memory_utilization_percent",
+    "power": "power_w",
+    "sm_clock": "sm_clock_mhz",
+    "memory_clock": "memory_clock_mhz",
+    "temperature": "temperature_celsius",
+    "throttled": "throttle_reasons",
+}
+
+
+@dataclass(frozen=True)
+class GpuFigure:
+    """A quantity of the GPUs in one phase, over the steady iterations.
+
+    Attributes:
+        quantity: `utilization`, `memory_utilization`, `power`, `sm_clock`, `memory_clock`, `temperature`, or
+            `throttled`: 100 while a power or thermal limit lowers the clocks, else 0; its mean is a share of time.
+        unit: Unit of the values.
+        phase: The phase, or `other`.
+        min: Smallest value.
+        mean: Mean over time.
+        max: Largest value.
+    """
+
+    quantity: str
+    unit: str
+    phase: str
+    min: float
+    mean: float
+    max: float
+
+    @property
+    def label(self) -> str:
+        """The quantity as text."""
+        return self.quantity.replace("sm_", "SM ").replace("_", " ")
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """Figures of every recorded quantity and phase, over all ranks; empty where nothing was recorded."""
+
+    figures: list[GpuFigure]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object with the key `gpu`, which `ebbtide summary --json` prints as well."""
+        return {"gpu": [asdict(figure) for figure in self.figures]}
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a row per quantity and phase, with the fields of `GpuFigure` as columns."""
+        return to_frame(self.figures, GpuFigure)
+
+
+def gpu_state(trace: Trace, ranks: Sequence[int] | None = None) -> GpuState:
+    """Measure the state of the first device of all ranks (None) or some.
+
+    Samples are a step function: each value holds until the next one, for a second at most. Phases are those of the
+    device's clock, where it was recorded. A phase that is shorter than the window of NVML's values (up to 1 s) shows
+    its neighbours as well.
+    """
+    recorded = [rank for rank in (trace.ranks if ranks is None else ranks) if len(trace.gpu(rank))]
+    figures: list[GpuFigure] = []
+    if not recorded:
+        return GpuState(figures)
+    for quantity, unit in UNITS.items():
+        stretches = pd.concat([_stretches(trace, rank, quantity) for rank in recorded])
+        for phase in ITERATION_PARTS:
+            rows = stretches[stretches["phase"] == phase]
+            if len(rows):
+                mean = float(np.average(rows["value"], weights=rows["length_ns"]))
+                low, high = float(rows["value"].min()), float(rows["value"].max())
+                # The mean of equal values may differ from them by rounding.
+                figures.append(GpuFigure(quantity, unit, phase, low, min(max(mean, low), high), high))
+    return GpuState(figures)
+
+
+def _stretches(trace: Trace, rank: int, quantity: str) -> pd.DataFrame:
+    """Return columns phase, value, length_ns: stretches of the steady iterations in which a quantity has one value."""
+    phases = intervals(trace, rank).with_other
+    phases = phases[phases["iteration"].isin(steady_iterations(trace).numbers)]
+    times, values = _samples(trace, rank, quantity)
+    held_until = np.minimum(np.append(times[1:], np.iinfo(np.int64).max), times + _MAX_HOLD_NS)
+    starts, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
+    first = np.searchsorted(held_until, starts, side="right")
+    counts = np.maximum(np.searchsorted(times, ends, side="left") - first, 0)
+    # Each phase with each of the samples that hold during it.
+    phase = np.repeat(np.arange(len(phases)), counts)
+    sample = np.arange(len(phase)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    lengths = np.minimum(held_until[sample], ends[phase]) - np.maximum(times[sample], starts[phase])
+    table = pd.DataFrame(
+        {"phase": phases["phase"].to_numpy()[phase], "value": values[sample], "length_ns": lengths.astype(np.float64)}
+    )
+    return table[table["length_ns"] > 0]
+
+
+def _samples(trace: Trace, rank: int, quantity: str) -> tuple[Ints, Floats]:
+    """Return (times in ns, values) of a quantity on the rank's first device."""
+    rows = trace.gpu(rank)
+    column = _COLUMNS[quantity]
+    recorded = np.isfinite(rows[column].astype("float64"))
+    rows = rows[(rows["device"] == main_device(trace, rank)) & recorded]
+    times = rows["t_ns"].to_numpy(np.int64)
+    if quantity == "throttled":
+        limited = rows[column].to_numpy(np.int64) & _LIMIT_BITS != 0
+        return times, 100.0 * limited
+    return times, rows[column].to_numpy(np.float64)

@@ -1,0 +1,57 @@
+"""`ebbtide summary` of traces with and without the state of the GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ebbtide.profiler.trace import TraceBuilder
+from tests.conftest import ebbtide_in_process
+
+MS = 10**6
+
+
+def trained(path: Path, with_state: bool) -> Path:
+    builder = TraceBuilder("recorded")
+    rank = builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda"}], first_iteration_start_ns=0)
+    rank.phase("forward", 0, 100 * MS, 0).phase("update", 100 * MS, 300 * MS, 0)
+    if with_state:
+        rank.gpu(0, utilization_percent=40, power_w=310.4, sm_clock_mhz=1980)
+        rank.gpu(200 * MS, utilization_percent=96, power_w=698.5)
+    return builder.write(path).path
+
+
+def words_of(line: str) -> str:
+    return " ".join(line.split())
+
+
+def test_summary__prints_smallest_mean_and_largest_value_per_phase(tmp_path: Path) -> None:
+    run = ebbtide_in_process("summary", trained(tmp_path / "t.ebb", with_state=True))
+    lines = [words_of(line) for line in run.stdout.splitlines()]
+    start = lines.index("GPU: smallest / mean / largest value")
+    assert lines[start + 2] == "quantity forward backward update other"
+    assert lines[start + 4 : start + 7] == [
+        "utilization (%) 40 / 40 / 40 - 40 / 68 / 96 -",
+        "power (W) 310 / 310 / 310 - 310 / 504 / 698 -",
+        "SM clock (MHz) 1,980 / 1,980 / 1,980 - 1,980 / 1,980 / 1,980 -",
+    ]
+    assert "utilization is NVML's own mean over 1/6 to 1 s: shorter phases also show their neighbours" in lines
+    assert "temperature" not in run.stdout
+    assert max(map(len, run.stdout.splitlines())) <= 140
+
+
+def test_summary__json_has_a_figure_per_quantity_and_phase(tmp_path: Path) -> None:
+    printed = json.loads(ebbtide_in_process("summary", trained(tmp_path / "t.ebb", True), "--json").stdout)
+    assert {(figure["quantity"], figure["phase"]) for figure in printed["gpu"]} == {
+        (quantity, phase) for quantity in ("utilization", "power", "sm_clock") for phase in ("forward", "update")
+    }
+    assert {"quantity": "utilization", "unit": "%", "phase": "update", "min": 40.0, "mean": 68.0, "max": 96.0} in (
+        printed["gpu"]
+    )
+
+
+def test_summary__omits_the_state_if_it_was_not_recorded(tmp_path: Path) -> None:
+    path = trained(tmp_path / "t.ebb", with_state=False)
+    assert not (path / "rank-0" / "gpu.parquet").exists()
+    assert "GPU: smallest" not in ebbtide_in_process("summary", path).stdout
+    assert json.loads(ebbtide_in_process("summary", path, "--json").stdout)["gpu"] is None
