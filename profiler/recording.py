@@ -16,8 +16,11 @@ import ebbtide
 from ebbtide.errors import TraceError
 from ebbtide.profiler.agent.options import Options
 from ebbtide.profiler.sampler.sampler import Sampler
-from ebbtide.profiler.trace.files import SPOOL, write_meta
-from ebbtide.profiler.trace.reader import Trace, finish, open_trace
+from ebbtide.profiler.trace.files import read_meta, write_meta
+from ebbtide.profiler.trace.iteration_ends import explain_no_iterations
+from ebbtide.profiler.trace.lock import lock_recording
+from ebbtide.profiler.trace.reader import Trace, finish, recovered_traces
+from ebbtide.profiler.trace.schema import SPOOL
 
 _NO_SPACE = "no space left on the device: the recording ends where it ran out (the job went on); the trace opens so far"
 
@@ -27,14 +30,37 @@ class RecordingResult:
     """The result of a recording.
 
     Attributes:
-        status: The job's exit status, 128 + n for signal n.
-        trace: The trace; None if nothing was recorded, and then no file is left.
+        traces: A trace for each training that was recorded; if there is none, no file is left.
         warnings: One line for each thing that is incomplete.
     """
 
-    status: int
-    trace: Trace | None
+    traces: list[Trace]
     warnings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class OpenRecording:
+    """A trace that is being recorded.
+
+    Attributes:
+        output: The trace.
+        sampler: Its sampler, not yet started.
+        lock: Descriptor of its lock.
+        folder: Device and inode of the folder.
+    """
+
+    output: Path
+    sampler: Sampler
+    lock: int
+    folder: tuple[int, int]
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the folder is still the one that was created."""
+        try:
+            return _identity(self.output) == self.folder
+        except OSError:
+            return False
 
 
 def require_linux() -> None:
@@ -48,22 +74,26 @@ def spool_folder(output: Path) -> Path:
     return (output / SPOOL).resolve()
 
 
-def open_recording(output: Path, command: list[str], options: Options) -> Sampler:
-    """Fill the folder of a new trace with its first metadata and an empty folder for spools.
+def open_recording(output: Path, command: list[str], options: Options, job: int) -> OpenRecording:
+    """Fill the folder of a new trace with its first metadata, an empty folder for spools, and a lock.
 
     Args:
         output: The trace's folder, which exists.
         command: The recorded command.
         options: What to record.
-
-    Returns:
-        The sampler, which is not yet started.
+        job: Process id of the job.
     """
     spools = spool_folder(output)
     spools.mkdir()
+    lock = lock_recording(output, job)
     sampler = Sampler(spools, max_bytes=options.max_bytes)
     write_meta(output, first_meta(command, options, sampler.host))
-    return sampler
+    return OpenRecording(output, sampler, lock, _identity(output))
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
 
 
 def first_meta(command: list[str], options: Options, host: dict[str, Any]) -> dict[str, Any]:
@@ -93,37 +123,48 @@ def first_meta(command: list[str], options: Options, host: dict[str, Any]) -> di
     }
 
 
-def finish_recording(
-    output: Path, changes: dict[str, Any], warnings: list[str], status: int = 0, first_iteration: int = 0
-) -> RecordingResult:
-    """Turn the spools into the finished trace, as far as possible.
+def finish_recording(recording: OpenRecording, changes: dict[str, Any], first_iteration: int = 0) -> RecordingResult:
+    """Turn the spools into finished traces, as far as possible.
 
     Args:
-        output: The trace.
+        recording: The recording, whose sampler was stopped.
         changes: Keys of the metadata to change.
-        warnings: Warnings so far.
-        status: The job's exit status.
         first_iteration: The first iteration that was to be recorded.
 
     Returns:
-        The result; each thing that the trace lacks becomes a warning.
+        The result; each thing that the traces lack becomes a warning.
     """
+    output, warnings = recording.output, list(recording.sampler.notes)
+    if not recording.is_in_place:
+        return RecordingResult([], [f"{output} was removed while the job ran: nothing was saved"])
     reason = explain_empty_recording(output / SPOOL, first_iteration)
+    changes = {"host": recording.sampler.host, "ended_wall_ns": time.time_ns(), "notes": list(warnings), **changes}
     try:
-        trace = finish(output, changes)
+        traces = finish(output, changes)
+    except TraceError as error:
+        return RecordingResult([], [*warnings, f"nothing was saved: {error}"])
     except OSError as error:
-        trace = open_trace(output)
+        try:
+            traces = recovered_traces(output, read_meta(output))[:1]
+        except (OSError, TraceError):
+            return RecordingResult([], [*warnings, f"nothing was saved: {error.strerror or error}"])
         if error.errno == errno.ENOSPC:
             # Everything else that the trace lacks follows from this.
-            return RecordingResult(status, trace, [_NO_SPACE])
+            return RecordingResult(traces, [_NO_SPACE])
         warnings.append(f"the trace could not be finished ({error.strerror or error}): it opens from its spools")
-    warnings += [note for note in trace.notes if note not in warnings]
-    if not trace.ranks:
-        shutil.rmtree(output, ignore_errors=True)
-        return RecordingResult(status, None, [*warnings, f"nothing was recorded: {reason}"])
-    if not any(trace.phases(rank)["iteration"].notna().any() for rank in trace.ranks):
-        warnings.append("no training iteration was seen: no optimizer of torch stepped after a backward")
-    return RecordingResult(status, trace, warnings)
+    warnings += [note for trace in traces for note in trace.notes if note not in warnings]
+    if not traces[0].ranks:
+        if recording.is_in_place:
+            shutil.rmtree(output, ignore_errors=True)
+        return RecordingResult([], [*warnings, f"nothing was recorded: {reason}"])
+    warnings += [warning for trace in traces if (warning := _no_iterations(trace))]
+    return RecordingResult(traces, list(dict.fromkeys(warnings)))
+
+
+def _no_iterations(trace: Trace) -> str | None:
+    if any(trace.phases(rank)["iteration"].notna().any() for rank in trace.ranks):
+        return None
+    return explain_no_iterations(phase for rank in trace.ranks for phase in trace.phases(rank)["phase"].unique())
 
 
 def explain_empty_recording(spools: Path, first_iteration: int = 0) -> str:

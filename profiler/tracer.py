@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +14,13 @@ from ebbtide.errors import TraceError
 from ebbtide.phases import PHASES, UPDATE
 from ebbtide.profiler.agent import start
 from ebbtide.profiler.agent.options import Options
-from ebbtide.profiler.recording import finish_recording, open_recording, require_linux, spool_folder
-from ebbtide.profiler.sampler.sampler import Sampler
+from ebbtide.profiler.recording import (
+    OpenRecording,
+    finish_recording,
+    open_recording,
+    require_linux,
+    spool_folder,
+)
 from ebbtide.profiler.trace.files import new_trace
 from ebbtide.profiler.trace.reader import Trace
 
@@ -64,7 +69,7 @@ class Tracer:
         first, last = iterations
         self._options = Options(first, last, max_bytes, poll_ms, allocator_iterations, transfers)
         self._recorder: Any = None
-        self._sampler: Sampler | None = None
+        self._recording: OpenRecording | None = None
 
     def __enter__(self) -> Tracer:
         import torch
@@ -74,23 +79,23 @@ class Tracer:
             return self
         require_linux()
         with new_trace(self.path, self._force):
-            sampler = open_recording(self.path, list(sys.argv), self._options)
+            recording = open_recording(self.path, list(sys.argv), self._options, os.getpid())
             self._recorder = start.start(torch, str(spool_folder(self.path)), self._options)
             if self._recorder is None:
                 raise TraceError(f"cannot record with torch {torch.__version__}: see docs/recording.md")
-        self._sampler = sampler
-        sampler.start()
+        self._recording = recording
+        recording.sampler.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        sampler, self._sampler = self._sampler, None
-        if sampler is None:
+        recording, self._recording = self._recording, None
+        if recording is None:
             return
         start.stop()
-        sampler.stop()
-        changes = {"host": sampler.host, "ended_wall_ns": time.time_ns(), "notes": list(sampler.notes)}
-        result = finish_recording(self.path, changes, list(sampler.notes), first_iteration=self._options.first)
-        self.trace, self.warnings = result.trace, result.warnings
+        recording.sampler.stop()
+        result = finish_recording(recording, {}, self._options.first)
+        os.close(recording.lock)
+        self.trace, self.warnings = next(iter(result.traces), None), result.warnings
         for warning in self.warnings:
             warnings.warn(f"ebbtide: {warning}", stacklevel=2)
 

@@ -61,7 +61,8 @@ def profile(
 ) -> None:
     """Record the phases, memory and link use of a training job.
 
-    The job runs unchanged, with its own output. The exit status is that of the job (128 + n for signal n).
+    The job takes the place of this command: it runs unchanged, with its own process id, output, signals and exit status. The
+    trace is finished when it has ended.
     """
     from ebbtide.profiler.agent.options import Options
     from ebbtide.profiler.launch import profile as record

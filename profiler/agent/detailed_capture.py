@@ -50,7 +50,7 @@ class AllocatorHistory:
 
     def _start(self) -> None:
         if self._torch._C._cuda_isHistoryEnabled():
-            self._recorder.job_info.note("no allocator history: the job records one of its own")
+            self._recorder.files.job_info.note("no allocator history: the job records one of its own")
             return
         # Without stacks: with them a snapshot takes seconds.
         self._torch.cuda.memory._record_memory_history(
@@ -69,7 +69,7 @@ class AllocatorHistory:
         final_bytes = [stats[f"{count}_bytes"]["all"]["current"] for count in ("requested", "reserved")]
         self._torch.cuda.memory._record_memory_history(enabled=None)
         if len(trace) >= _MAX_ENTRIES:
-            self._recorder.job_info.note(f"the allocator history holds only its last {_MAX_ENTRIES} events")
+            self._recorder.files.job_info.note(f"the allocator history holds only its last {_MAX_ENTRIES} events")
         wall_to_monotonic_ns = time.monotonic_ns() - time.time_ns()
         for pool, wall_ns, size in allocator_samples(trace, *final_bytes):
             self._recorder.put(MEMORY, pool, device, x=wall_ns + wall_to_monotonic_ns, y=size)
@@ -157,7 +157,7 @@ class CopyCapture:
             return
         profiler.stop()
         self._slices += 1
-        path = self._recorder.file_path(f"copies-{self._slices}.json")
+        path = self._recorder.files.path(f"copies-{self._slices}.json")
         profiler.export_chrome_trace(path + ".new")
         os.replace(path + ".new", path)
 
@@ -169,7 +169,7 @@ class CopyCapture:
 
     def _give_up(self) -> None:
         self._given_up = True
-        self._recorder.job_info.note("copies were not recorded to the end: the job uses a profiler of its own")
+        self._recorder.files.job_info.note("copies were not recorded to the end: the job uses a profiler of its own")
 
     def _yield_to_job(self, original: Any) -> Any:
         """Wrap a method in which a profiler begins: one of the job's ends this capture."""

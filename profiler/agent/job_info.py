@@ -15,7 +15,7 @@ from .model_info import describe_model, describe_optimizers
 
 
 class JobInfo:
-    """The file `facts-HOST-PID.json` next to the spool, replaced as a whole at each change. Never raises.
+    """The file `facts-NAME.json` beside the spool of this name, replaced as a whole at each change. Never raises.
 
     Attributes:
         host: Name of this host.
@@ -48,6 +48,7 @@ class JobInfo:
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
+            launch=_launch(),
             argv=list(sys.argv),
             python=platform.python_version(),
             torch=torch.__version__,
@@ -118,6 +119,12 @@ class JobInfo:
                 "uuid": f"GPU-{uuid}" if uuid is not None else None,
             }
         ]
+
+
+def _launch() -> str:
+    """Return text that is the same in all processes of one distributed job, and differs between jobs."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    return " ".join(os.environ.get(name, "-") for name in names)
 
 
 def _environment_number(variable: str, default: int) -> int:

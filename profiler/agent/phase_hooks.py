@@ -8,10 +8,13 @@ undoes everything.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Mapping
 from typing import Any, Callable
 
+from .closures import UpdateParts
 from .patches import Patches
+from .pipelines import PipelineHooks
 from .recorder import BACKWARD, FORWARD, UPDATE, Recorder
 
 _CALL_ATTRIBUTE = "_compiled_call_impl"
@@ -54,15 +57,35 @@ class OutermostCall:
     def _forward(self, module: Any, compiled: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder
         call = compiled or module._call_impl
+        if recorder.threads.is_bystander:
+            return self._forward_of_bystander(module, call, *args, **kwargs)
         if not recorder.enter(FORWARD):
             return call(*args, **kwargs)
         trains = True
         try:
             result = call(*args, **kwargs)
             trains = self._trains(module, result)
+            recorder.source = recorder.modules.get(module, 0)
             return result
         finally:
             recorder.leave(keep=trains)
+
+    def _forward_of_bystander(self, module: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a module in a thread that has had no phase, where other threads train.
+
+        It may load data, and must not hide the phases of the others: this becomes a phase once it is known to train.
+        """
+        recorder = self._recorder
+        if recorder.threads.in_forward:
+            return call(*args, **kwargs)
+        start_ns, start_mark = time.monotonic_ns(), recorder.gpu.record_mark()
+        with recorder.threads.forward():
+            result = call(*args, **kwargs)
+        if self._trains(module, result):
+            recorder.add_forward(recorder.modules[module], start_ns, start_mark)
+        else:
+            recorder.gpu.release_mark(start_mark)
+        return result
 
     def _trains(self, module: Any, result: Any) -> bool:
         """Return whether this was a training forward, whose result can be differentiated.
@@ -73,7 +96,8 @@ class OutermostCall:
         if trains is None:
             trains = any(parameter.requires_grad for parameter in module.parameters())
         if trains:
-            self._recorder.modules.add(module)
+            modules = self._recorder.modules
+            modules.setdefault(module, len(modules) + 1)
         return trains
 
 
@@ -129,6 +153,7 @@ class TorchHooks:
         run_backward = wrap_backward(recorder, self._compiling, torch.autograd._engine_run_backward)
         self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
         self._patches.set(torch.autograd.graph, "_engine_run_backward", run_backward)
+        self._pipelines = PipelineHooks(recorder)
         scaler = torch.amp.GradScaler
         self._patches.set(scaler, "step", self._wrap_update(scaler.step, optimizer_index=1))
         optimizer = torch.optim.Optimizer
@@ -140,10 +165,19 @@ class TorchHooks:
 
     def remove(self) -> None:
         """Restore torch as it was."""
+        self._pipelines.remove()
         self._patches.undo()
 
-    def _wrap_update(self, original: Callable[..., Any], optimizer_index: int) -> Callable[..., Any]:
-        """Wrap a method whose positional argument `optimizer_index` is the optimizer, as an update."""
+    def _wrap_update(
+        self, original: Callable[..., Any], optimizer_index: int, of_torch: bool = False
+    ) -> Callable[..., Any]:
+        """Wrap a method as an update.
+
+        Args:
+            original: The method.
+            optimizer_index: Which positional argument is the optimizer: 0 in a method of an optimizer.
+            of_torch: Whether it is a method of one of torch's own optimizers.
+        """
         recorder, compiling = self._recorder, self._compiling
 
         @functools.wraps(original)
@@ -151,14 +185,26 @@ class TorchHooks:
             if compiling():
                 return original(*args, **kwargs)
             outermost = recorder.enter(UPDATE)
+            optimizer = args[optimizer_index] if len(args) > optimizer_index else kwargs.get("optimizer")
+            # Further arguments may be a closure.
+            parts = None if outermost else recorder.parts
+            if len(args) > optimizer_index + 1 or kwargs:
+                if outermost:
+                    parts = UpdateParts(recorder)
+                if parts is not None and optimizer_index == 0:
+                    args, kwargs = parts.watch(args, kwargs, of_torch)
             try:
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
+                if parts is not None:
+                    parts.failed = False
+                return result
             finally:
                 # Also if GradScaler has skipped the step for an infinite gradient: the iteration has ended.
-                optimizer = args[optimizer_index] if len(args) > optimizer_index else kwargs.get("optimizer")
-                if optimizer is not None and recorder.in_phase:
+                if optimizer is not None and recorder.in_phase and not (parts is not None and parts.failed):
                     recorder.stepped.append(optimizer)
-                if outermost:
+                if outermost and parts is not None:
+                    parts.leave(optimizer)
+                elif outermost:
                     recorder.leave()
 
         step._ebbtide_update = True  # type: ignore[attr-defined]
@@ -179,7 +225,8 @@ class TorchHooks:
         if not self._recorder.live or getattr(kind.step, "_ebbtide_update", False):
             return
         owner = next(base for base in kind.__mro__ if "step" in base.__dict__)
-        self._patches.set(owner, "step", self._wrap_update(owner.__dict__["step"], optimizer_index=0))
+        of_torch = owner.__module__.startswith("torch.optim.")
+        self._patches.set(owner, "step", self._wrap_update(owner.__dict__["step"], 0, of_torch))
 
 
 def _subclasses(kind: Any) -> set[Any]:

@@ -1,4 +1,4 @@
-"""Records phases, their iterations, and memory at each phase boundary and between them.
+"""Records phases, their iterations, and memory at each phase boundary.
 
 The phases come from `phase_hooks.py`, `deepspeed/phase_hooks.py` and `Tracer.phase`.
 """
@@ -6,84 +6,78 @@ The phases come from `phase_hooks.py`, `deepspeed/phase_hooks.py` and `Tracer.ph
 from __future__ import annotations
 
 import _thread
-import itertools
-import os
 import time
-from collections.abc import Iterable
-from typing import Any, Callable
-from weakref import WeakSet
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
-from .gpu_clock import DeviceSpan, EventMark, GpuClock
+from .closures import UpdateParts
+from .gpu_clock import EventMark
 from .iterations import IterationRule
-from .job_info import JobInfo
-from .memory_reader import MemoryReader, Reading
-from .options import Options
-from .spool import (
-    GPU_TIMES,
-    ITERATION,
-    MEMORY,
-    PHASE,
-    PHASES,
-    START,
-    STOP_REASONS,
-    STOPPED,
-    Spool,
-)
+from .process_recorder import ProcessRecorder
+from .spool import ITERATION, PHASE, PHASES, START
+from .threads import TWO_TRAIN_NOTE, TrainingThreads
 
 FORWARD, BACKWARD, UPDATE = range(len(PHASES))
 
-_FLUSH_SECONDS = 0.25
-# Memory readings between phase boundaries, and those at the start of a phase, may take one part in so many of the time.
-_POLL_SHARE = 500
+# Memory readings at the start of a phase may take one part in so many of the time.
 _START_SHARE = 1000
+# Flushes at the ends of phases, and of iterations, may take one part in so many of the time: a file system may be slow.
+_PHASE_FLUSH_SHARE = 100
+_ITERATION_FLUSH_SHARE = 20
 
 
-class Recorder:
-    """Records one process into one spool.
+class PhaseRecord(NamedTuple):
+    """A finished phase. `micro_batch` and `source` count from 1; 0: not known."""
+
+    phase: int
+    sequence: int
+    micro_batch: int
+    source: int
+    start_ns: int
+    end_ns: int
+    start_mark: EventMark | None
+    end_mark: EventMark | None
+
+
+class Recorder(ProcessRecorder):
+    """Records the phases of one process, and all that `ProcessRecorder` records.
 
     `enter` opens a phase and `leave` closes it. Only one phase is open at a time: whatever begins inside it, on this
-    thread or another (autograd's device threads, replicas), belongs to it, and `enter` returns False. Nothing is
-    written, and no thread is started, before the first phase.
+    thread or another (autograd's device threads, replicas), belongs to it, and `enter` returns False.
 
     Attributes:
-        live: Whether anything is still recorded.
         in_phase: Whether a phase is open.
         phase: Code of the open phase.
         started_ns: Start of the open phase.
         recomputes: Whether a module was called inside a backward.
         stepped: The optimizers that stepped in the open phase.
-        modules: The outermost modules that ran forward.
-        job_info: The description of the job.
-        on_iteration: Functions to call with the number of each iteration that begins.
-        on_close: Functions to call when the recording ends.
-        gpu: The clock of the device.
+        modules: The outermost modules that ran forward, with a number of each.
+        micro_batch: Number of the micro-batch that a pipeline schedule works on, from 1; 0: not known.
+        source: Number of the outermost module of the open phase, if it is a forward; else 0.
+        parts: The open update, if it may call a closure.
+        threads: The threads that have had phases.
+        held: Phases that are not yet written, since the open update decides about them; None: none are held back.
     """
 
-    def __init__(self, torch: Any, directory: str, options: Options) -> None:
-        self.live = True
+    def _reset(self) -> None:
+        super()._reset()
         self.in_phase = False
         self.phase = self.started_ns = 0
         self.recomputes = False
         self.stepped: list[Any] = []
-        self.modules: WeakSet[Any] = WeakSet()
-        self.job_info = JobInfo(torch, directory)
-        self.on_iteration: list[Callable[[int], None]] = []
-        self.on_close: list[Callable[[], None]] = []
-        self._directory = directory
-        self._options = options
+        self.modules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.micro_batch = self.source = 0
+        self.parts: UpdateParts | None = None
+        self.held: list[PhaseRecord] | None = None
+        self.threads = TrainingThreads()
         self._phase_lock = _thread.allocate_lock()
-        self._spool: Spool | None = None
-        self._recording = options.first == 0
+        self._owner = 0
+        self._owner_trains = False
         self._rule = IterationRule()
-        self._memory = MemoryReader(torch)
-        self.gpu = GpuClock(torch.cuda)
-        self._backwards = 0
-        self._sequences = itertools.count(1)
+        self._backwards = self._boundaries = 0
+        self._after_backward = False
         self._last_phase = self._last_reading_ns = 0
         self._start_mark: EventMark | None = None
-        os.register_at_fork(after_in_child=self._detach_after_fork)
-
-    # -- phases ------------------------------------------------------------------------------------------------
 
     def enter(self, phase: int) -> bool:
         """Open a phase.
@@ -95,21 +89,24 @@ class Recorder:
             return False
         if phase == BACKWARD:
             self._backwards += 1
-        if not self._phase_lock.acquire(False):
+        if not self._acquire():
             return False
         try:
             self.in_phase = True
             self.stepped.clear()
             self.phase = phase
+            self.source = 0
+            if self._rule.index < 0:
+                self._count_boundaries(phase)
             if self._recording:
                 if self._spool is None:
-                    self._open_spool()
+                    self._open_files(self._rule.index + 1)
                 # The last reading, at the end of the phase before, mostly still holds: only an end is read each time.
                 stale = time.monotonic_ns() - self._last_reading_ns > self._memory.cost_ns * _START_SHARE
                 readings = self._memory.read() if stale else []
                 self._start_mark = self.gpu.record_mark()
                 self.started_ns = time.monotonic_ns()
-                self._put_memory(self.started_ns, readings)
+                self.put_memory(self.started_ns, readings)
         except Exception as error:
             self.fail(error)
         return True
@@ -121,42 +118,124 @@ class Recorder:
             keep: Whether it was a phase; False drops it.
             end_ns: Its end, if it has ended already; None: now.
         """
+        if not self.in_phase:
+            return  # a forked child of the phase
         try:
+            parts, self.parts = self.parts, None
             if self.live:
-                self._end_phase(end_ns or time.monotonic_ns(), keep)
+                self._end_phase(end_ns or time.monotonic_ns(), keep, parts)
         except Exception as error:
             self.fail(error)
         finally:
-            self.in_phase = False
-            self._phase_lock.release()
+            self.release_phase()
 
-    def _end_phase(self, end_ns: int, keep: bool) -> None:
+    def _acquire(self) -> bool:
+        thread = _thread.get_ident()
+        if self._phase_lock.acquire(False):
+            self._owner, self._owner_trains = thread, self.threads.trains
+            return True
+        if self._owner != thread and self._owner_trains and self.threads.trains:
+            self.note_once(TWO_TRAIN_NOTE)
+        return False
+
+    def add_forward(self, source: int, start_ns: int, start_mark: EventMark | None) -> None:
+        """Add a forward that ends now, by a thread that had no phase before.
+
+        If phases of other threads overlap it, it is dropped.
+        """
+        self.threads.add_current()
+        if self._last_reading_ns > start_ns or not self.enter(FORWARD):
+            self.gpu.release_mark(start_mark)
+            return
+        self.gpu.release_mark(self._start_mark)
+        self.source, self.started_ns, self._start_mark = source, start_ns, start_mark
+        self.leave()
+
+    def release_phase(self) -> None:
+        """Let the next phase begin, whether or not this one is recorded."""
+        self.in_phase = False
+        self._owner = 0
+        self._phase_lock.release()
+
+    def _end_phase(self, end_ns: int, keep: bool, parts: UpdateParts | None) -> None:
         iteration = None
         if self.stepped:
             iteration = self._rule.add_update(self.stepped, self._backwards)
             keep = keep and iteration is not None
+        if parts is not None:
+            keep = parts.finish(end_ns, keep) and keep
+        if keep:
+            self.threads.add_current()
         if self._recording and self._spool is not None:
-            end_mark, self._start_mark, start_mark = self.gpu.record_mark(), None, self._start_mark
-            self._put_memory(end_ns, self._memory.read())
-            self._last_reading_ns = time.monotonic_ns()
+            record = self.end_record(end_ns)
             if keep:
-                self._last_phase = self.next_sequence()
-                self._spool.put(PHASE, self.phase, a=self._last_phase, x=self.started_ns, y=end_ns)
-                self.gpu.add_span(self._last_phase, start_mark, end_mark)
+                self._last_phase = record.sequence
+                self._put_phase(record)
             else:
-                self.gpu.release_mark(start_mark)
-                self.gpu.release_mark(end_mark)
+                self.release_marks(record)
             self._put_gpu_times(self.gpu.finished_spans())
+            if iteration is None:
+                self._spool.flush_if_cheap(_PHASE_FLUSH_SHARE)
         if iteration is not None:
             self._end_iteration(iteration, end_ns)
         self.stepped.clear()
+
+    def end_record(self, end_ns: int) -> PhaseRecord:
+        """Return the record of the open phase, which ends now, and read memory."""
+        end_mark, self._start_mark, start_mark = self.gpu.record_mark(), None, self._start_mark
+        self.put_memory(end_ns, self._memory.read())
+        self._last_reading_ns = time.monotonic_ns()
+        sequence, started_ns = self.next_sequence(), self.started_ns
+        return PhaseRecord(
+            self.phase, sequence, self.micro_batch, self.source, started_ns, end_ns, start_mark, end_mark
+        )
+
+    def extend_back(self, first: PhaseRecord) -> None:
+        """Let the open phase begin where `first` began."""
+        self.gpu.release_mark(self._start_mark)
+        self.gpu.release_mark(first.end_mark)
+        self.started_ns, self._start_mark = first.start_ns, first.start_mark
+
+    def release_marks(self, record: PhaseRecord) -> None:
+        """Reuse the events of a phase that is dropped."""
+        self.gpu.release_mark(record.start_mark)
+        self.gpu.release_mark(record.end_mark)
+
+    def _put_phase(self, record: PhaseRecord) -> None:
+        if self.held is not None:
+            self.held.append(record)
+            return
+        phase, sequence, micro_batch, source, start_ns, end_ns, start_mark, end_mark = record
+        self.put(PHASE, phase, a=sequence, b=micro_batch, c=source, x=start_ns, y=end_ns)
+        self.gpu.add_span(sequence, start_mark, end_mark)
+
+    def settle(self, keep: bool, held_outside: list[PhaseRecord] | None) -> None:
+        """Write the phases that were held back, or drop them.
+
+        Args:
+            keep: Whether they are written.
+            held_outside: The phases that an update around this one holds back, to which these are added then.
+        """
+        held, self.held = self.held or [], held_outside
+        for record in held:
+            if keep:
+                self._put_phase(record)
+            else:
+                self.release_marks(record)
+
+    def count_step(self, stepped: list[Any]) -> None:
+        """Account for an update that has no phase of its own."""
+        iteration = self._rule.add_update(stepped, self._backwards)
+        if iteration is not None:
+            self._end_iteration(iteration, time.monotonic_ns())
 
     def _end_iteration(self, iteration: int, end_ns: int) -> None:
         """Note that an iteration has ended, as far as is known now: a second optimizer may still extend it."""
         options = self._options
         if self._recording and self._spool is not None:
             self._spool.put(ITERATION, a=iteration, b=self._last_phase, x=end_ns)
-            self.job_info.add_training(self.modules, self.stepped)
+            self._spool.flush_if_cheap(_ITERATION_FLUSH_SHARE)
+            self.files.job_info.add_training(self.modules, self.stepped)
             if options.last is not None and iteration >= options.last:
                 self.close("iterations")
                 return
@@ -165,140 +244,21 @@ class Recorder:
                 return
         elif iteration + 1 >= options.first:
             self._recording = True
-            self._open_spool()
+            self._open_files(self._rule.index + 1)
         if iteration + 1 == options.first and self._spool is not None:
             self._spool.put(START, a=options.first, x=end_ns)
         for listener in self.on_iteration:
             listener(iteration + 1)
 
-    # -- operations --------------------------------------------------------------------------------------------
+    def _count_boundaries(self, phase: int) -> None:
+        """Start to record where the first iteration to record begins, while no optimizer is known.
 
-    @property
-    def recording(self) -> bool:
-        """Whether operations reach the trace now: the spool is open, and these iterations are to be recorded."""
-        return self.live and self._recording and self._spool is not None
-
-    def next_sequence(self) -> int:
-        """Return the next number in the one sequence of phases and operations.
-
-        An operation belongs to an iteration if its number precedes that of the iteration's last phase.
+        The reader of the spool counts the same boundaries, unless an optimizer steps later: they were micro-steps then.
         """
-        return next(self._sequences)
-
-    def record_op(
-        self,
-        name: str,
-        resource: str,
-        start_ns: int,
-        end_ns: int,
-        subgroup: int | None = None,
-        nbytes: int | None = None,
-    ) -> None:
-        """Add a row to the table `ops`, from any thread. Never raises.
-
-        Args:
-            name: One of `spool.OPS`.
-            resource: One of `spool.RESOURCES`.
-            start_ns: Start in ns of CLOCK_MONOTONIC.
-            end_ns: End in ns of CLOCK_MONOTONIC.
-            subgroup: The subgroup it works on, if any.
-            nbytes: Bytes it moves, if any.
-        """
-        self.put_op(self.next_sequence(), name, resource, start_ns, end_ns, subgroup, nbytes)
-
-    def put_op(self, sequence: int, *op: Any, **fields: Any) -> None:
-        """Add a row with a number of `next_sequence` and any arguments of `Spool.put_op`. Never raises."""
-        if self.recording and self._spool is not None:
-            try:
-                self._spool.put_op(sequence, *op, **fields)
-            except Exception as error:
-                self.fail(error)
-
-    # -- the spool ---------------------------------------------------------------------------------------------
-
-    def _open_spool(self) -> None:
-        rank, world_size, local_rank = self.job_info.read_ranks()
-        name = f"{self.job_info.host}-{os.getpid()}"
-        max_bytes = self._options.max_bytes
-        self._spool = Spool(os.path.join(self._directory, f"agent-{name}.spool"), max_bytes)
-        self._spool.put_header(rank, world_size, local_rank)
-        self._spool.flush()
-        self.job_info.begin(name)
-        for listener in self.on_iteration:
-            listener(self._rule.index + 1)
-        _thread.start_new_thread(self._flush_loop, ())
-
-    def _flush_loop(self) -> None:
-        """Flush several times a second, and read memory between phase boundaries.
-
-        This is not a `threading` thread: the job's list of threads does not change, and its exit does not wait.
-        """
-        flushed_s = time.monotonic()
-        while self.live and self._spool is not None and self._spool.is_open:
-            period_s = self._options.poll_ms / 1e3
-            time.sleep(max(period_s, self._memory.cost_ns * _POLL_SHARE / 1e9) if period_s else _FLUSH_SECONDS)
-            try:
-                if period_s and self._recording:
-                    self._put_memory(time.monotonic_ns(), self._memory.read())
-                if time.monotonic() - flushed_s >= _FLUSH_SECONDS:
-                    self._spool.flush()
-                    flushed_s = time.monotonic()
-                    if self._spool.full:
-                        self.close("max-size")
-            except Exception as error:
-                self.fail(error)
-
-    def _put_memory(self, time_ns: int, readings: list[Reading]) -> None:
-        for pool, device, size in readings:
-            self.put(MEMORY, pool, device, x=time_ns, y=size)
-
-    def _put_gpu_times(self, spans: Iterable[DeviceSpan]) -> None:
-        for sequence, start_ns, end_ns in spans:
-            self.put(GPU_TIMES, a=sequence, x=start_ns, y=end_ns)
-
-    def put(self, *record: Any, **fields: int) -> None:
-        """Append a record to the spool, if there is one."""
-        if self._spool is not None:
-            self._spool.put(*record, **fields)
-
-    def file_path(self, name: str) -> str:
-        """Return the path of a further file of this process in the spool's folder."""
-        return os.path.join(self._directory, f"{self.job_info.host}-{os.getpid()}-{name}")
-
-    # -- the end -----------------------------------------------------------------------------------------------
-
-    def close(self, reason: str = "closed") -> None:
-        """Stop recording; the job goes on. Safe to call twice.
-
-        Args:
-            reason: One of `spool.STOP_REASONS`.
-        """
-        if not self.live:
-            return
-        try:
-            for listener in self.on_close:
-                listener()
-            self._put_gpu_times(self.gpu.drain(1.0))
-        except Exception as error:
-            self.job_info.note(f"the recorder failed while closing: {error!r}")
-        self.live = False
-        self._close_spool(reason)
-
-    def fail(self, error: BaseException) -> None:
-        """Stop recording after a fault of the recorder, with a note in the trace; the job goes on."""
-        if self.live:
-            self.live = False
-            self.job_info.note(f"recording ended by a fault of the recorder: {error!r}")
-            self._close_spool("fault")
-
-    def _close_spool(self, reason: str) -> None:
-        if self._spool is not None:
-            self.put(STOPPED, STOP_REASONS.index(reason), x=time.monotonic_ns())
-            self._spool.close()
-            self.job_info.write()
-
-    def _detach_after_fork(self) -> None:
-        """Leave the spool to the parent, in a forked child."""
-        self.live = False
-        if self._spool is not None:
-            self._spool.detach()
+        boundary = phase == FORWARD and self._after_backward
+        self._after_backward = phase == BACKWARD or (self._after_backward and phase != FORWARD)
+        self._boundaries += boundary
+        if boundary and not self._recording and self._boundaries == self._options.first:
+            self._recording = True
+            self._open_files(self._rule.index + 1)
+            self.put(START, a=self._options.first, x=time.monotonic_ns())

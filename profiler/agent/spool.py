@@ -12,6 +12,8 @@ import struct
 import time
 from collections import deque
 
+from .checked_file import CheckedFile
+
 MAGIC = b"EBBSPOOL"
 VERSION = 1
 
@@ -20,7 +22,7 @@ RECORD = struct.Struct("<BBHIIIqqqq")
 
 # Kinds. The fields in brackets are those of RECORD that the kind uses.
 HEADER = 1  # [code: version, a: pid, b: rank, c: world size, w: MAGIC, x: monotonic ns, y: wall ns, z: local rank]
-PHASE = 2  # [code: phase, a: sequence, x: start ns, y: end ns]
+PHASE = 2  # [code: phase, a: sequence, b: micro-batch or 0, c: number of the module or 0, x: start ns, y: end ns]
 GPU_TIMES = 3  # [a: sequence of the phase or operation, x: start ns, y: end ns]
 ITERATION = 4  # [a: iteration, b: sequence of its last phase so far, x: end ns]
 MEMORY = 5  # [code: pool, small: device, x: time ns, y: bytes]
@@ -28,11 +30,17 @@ LINK = 6  # [code: source, small: device, a: generation, b: width, w: window ns,
 START = 7  # [a: iteration about to be recorded, x: its start ns]
 STOPPED = 8  # [code: reason, x: time ns]: nothing more will be recorded
 OP = 9  # [code: name, small: device, a: sequence, b: subgroup, c: resource, w: bytes, x, y: start, end ns, z: parent]
+GPU_STATE = 10  # [code: quantity, small: device, x: time ns, y: value in the unit of GPU_QUANTITIES]
 
 # Equal to `ebbtide.phases.PHASES`, which the agent cannot import. The order gives the codes.
 PHASES = ("forward", "backward", "update")
 POOLS = ("device", "reserved", "allocated", "heap", "rss", "pinned", "swap", "requested")
 LINK_SOURCES = ("nvml-counters", "gpm", "nvml-throughput")
+# In %, %, mW, MHz, MHz, degrees Celsius, and the bits of NVML's clock event reasons.
+GPU_QUANTITIES = (
+    *("utilization", "memory_utilization", "power", "sm_clock", "memory_clock"),
+    *("temperature", "throttle_reasons"),
+)
 # The sub-steps of DeepSpeed's updates and backwards, and the kinds of operation of a plan.
 OPS = (
     *("overflow check", "gradient norm", "prepare", "unscale", "update", "parameters", "release", "gather", "rest"),
@@ -52,25 +60,39 @@ _RESOURCE_CODES = {name: code for code, name in enumerate(RESOURCES)}
 _MAX_PENDING = 8192
 
 
-class Spool:
-    """Appends records to one file, from any thread. After the first write that fails it drops every record.
+def process_name(host: str) -> str:
+    """Return a name for the files of this process image: a program that it executes later gets another one."""
+    return f"{host}-{os.getpid()}.{time.monotonic_ns():x}"
 
-    `put` collects records, and `flush` writes them; a thread of the recorder flushes several times a second. A forked
-    child must call `detach`, because it shares the file with its parent.
+
+def process_id(spool_name: str) -> int:
+    """Return the process id in the file name of a spool."""
+    return int(spool_name.removesuffix(".spool").rpartition("-")[2].partition(".")[0])
+
+
+class Spool:
+    """Appends records to one new file, from any thread. After the first write that fails it drops every record.
+
+    `put` collects records, and `flush` writes them. A forked child must call `detach`, because it shares the file with
+    its parent.
 
     Args:
-        path: The file; it is created if it does not exist.
+        path: The file, which must not exist.
         max_bytes: Size from which on `full` is set; None: no limit.
 
     Attributes:
         full: Whether `max_bytes` were written.
+
+    Raises:
+        OSError: If the file cannot be created.
     """
 
     def __init__(self, path: str, max_bytes: int | None = None) -> None:
-        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file: CheckedFile | None = CheckedFile(path)
         self._pending: deque[bytes] = deque()
         self._remaining_bytes = max_bytes
         self._lock = _thread.allocate_lock()
+        self._flushed_ns = self._flush_cost_ns = 0
         self.full = False
 
     def put_header(self, rank: int, world_size: int, local_rank: int) -> None:
@@ -93,7 +115,7 @@ class Spool:
         z: int = 0,
     ) -> None:
         """Append a record; its kind gives the meaning of the other fields."""
-        if self._fd is None:
+        if self._file is None:
             return
         self._pending.append(RECORD.pack(kind, code, small, a, b, c, w, x, y, z))
         if len(self._pending) >= _MAX_PENDING:
@@ -144,17 +166,24 @@ class Spool:
         """Write the pending records. Never raises: if a write fails, the spool is closed and the job goes on."""
         with self._lock:
             data = b"".join([self._pending.popleft() for _ in range(len(self._pending))])
-            if self._fd is None or not data:
+            if self._file is None or not data:
                 return
             if self._remaining_bytes is not None:
                 self._remaining_bytes -= len(data)
                 self.full = self._remaining_bytes <= 0
-            try:
-                written = os.write(self._fd, data)
-            except OSError:
-                written = 0
-            if written < len(data):
+            begun_ns = time.monotonic_ns()
+            written = self._file.write(data)
+            now_ns = time.monotonic_ns()
+            # The least cost of late: a single one may contain the time of other processes.
+            self._flush_cost_ns = min(now_ns - begun_ns, 2 * self._flush_cost_ns or now_ns - begun_ns)
+            self._flushed_ns = now_ns
+            if not written:
                 self.detach()
+
+    def flush_if_cheap(self, share: int) -> None:
+        """Write the pending records, unless flushes would take more than one part in `share` of the time."""
+        if time.monotonic_ns() - self._flushed_ns >= share * self._flush_cost_ns:
+            self.flush()
 
     def close(self) -> None:
         """Write the pending records and close the file."""
@@ -164,12 +193,12 @@ class Spool:
 
     def detach(self) -> None:
         """Close the file without writing the pending records. Takes no lock, since a forked child calls it."""
-        fd, self._fd = self._fd, None
+        file, self._file = self._file, None
         self._pending.clear()
-        if fd is not None:
-            os.close(fd)
+        if file is not None:
+            file.close()
 
     @property
     def is_open(self) -> bool:
         """Whether records are still written."""
-        return self._fd is not None
+        return self._file is not None

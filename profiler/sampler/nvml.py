@@ -70,7 +70,7 @@ class Gpu:
 
     def read_used_bytes(self) -> int:
         """Return the bytes in use on the card, by all processes."""
-        return int(self._call("nvmlDeviceGetMemoryInfo").used)
+        return int(self.call("nvmlDeviceGetMemoryInfo").used)
 
     def read_link(self) -> LinkState:
         """Return the current state of the card's link."""
@@ -78,24 +78,26 @@ class Gpu:
 
     def read_pcie_counters(self) -> tuple[int, int]:
         """Return (h2d, d2h) bytes counted by the card since some moment; they wrap. Field values 198 and 197."""
-        names = ("NVML_FI_DEV_PCIE_COUNT_RX_BYTES", "NVML_FI_DEV_PCIE_COUNT_TX_BYTES")
-        fields = [self._nvml.constant(name) for name in names]
-        values = self._call("nvmlDeviceGetFieldValues", fields)
-        received, sent = (self._field(value) for value in values)
+        received, sent = self.read_fields("NVML_FI_DEV_PCIE_COUNT_RX_BYTES", "NVML_FI_DEV_PCIE_COUNT_TX_BYTES")
         return received, sent
+
+    def read_fields(self, *names: str) -> list[int]:
+        """Return the values of fields, by the names of their constants in NVML."""
+        fields = [self._nvml.constant(name) for name in names]
+        return [self._field(value) for value in self.call("nvmlDeviceGetFieldValues", fields)]
 
     def read_pcie_throughput(self) -> tuple[float, float]:
         """Return (h2d, d2h) bytes/s over two windows of 20 ms, one after the other; blocks for about 42 ms."""
         library = self._nvml.library
-        received = self._call("nvmlDeviceGetPcieThroughput", library.NVML_PCIE_UTIL_RX_BYTES)
-        sent = self._call("nvmlDeviceGetPcieThroughput", library.NVML_PCIE_UTIL_TX_BYTES)
+        received = self.call("nvmlDeviceGetPcieThroughput", library.NVML_PCIE_UTIL_RX_BYTES)
+        sent = self.call("nvmlDeviceGetPcieThroughput", library.NVML_PCIE_UTIL_TX_BYTES)
         return received * 1e3, sent * 1e3
 
     def take_gpm_sample(self) -> Any:
         """Take a snapshot of the performance monitor (Hopper or newer); free it with `free_gpm_sample`."""
         sample = self._nvml.call("nvmlGpmSampleAlloc")
         try:
-            self._call("nvmlGpmSampleGet", sample)
+            self.call("nvmlGpmSampleGet", sample)
         except NvmlError:
             self.free_gpm_sample(sample)
             raise
@@ -124,12 +126,17 @@ class Gpu:
         answer = self._try("nvmlGpmQueryDeviceSupport")
         return answer is not None and bool(answer.isSupportedDevice)
 
-    def _call(self, function: str, *arguments: Any) -> Any:
+    def call(self, function: str, *arguments: Any) -> Any:
+        """Call a function of NVML for this card."""
         return self._nvml.call(function, self._handle, *arguments)
+
+    def constant(self, name: str) -> Any:
+        """Return a constant of NVML. Raises Unsupported if this version does not have it."""
+        return self._nvml.constant(name)
 
     def _try(self, function: str) -> Any:
         try:
-            return self._call(function)
+            return self.call(function)
         except GpuLost:
             raise
         except NvmlError:
@@ -144,7 +151,7 @@ class Gpu:
             library.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: "ullVal",
         }.get(value.valueType)
         if member is None:
-            raise Unsupported(f"a counter of the unknown type {value.valueType}")
+            raise Unsupported(f"a field of the unknown type {value.valueType}")
         return int(getattr(value.value, member))
 
 

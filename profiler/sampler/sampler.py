@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,20 +10,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ebbtide.profiler.agent.spool import HOST, LINK, LINK_SOURCES, MEMORY, MISSING, POOLS, Spool
+from ebbtide.profiler.agent.spool import (
+    GPU_QUANTITIES,
+    GPU_STATE,
+    HOST,
+    LINK,
+    LINK_SOURCES,
+    MEMORY,
+    MISSING,
+    POOLS,
+    Spool,
+    process_id,
+    process_name,
+)
+from ebbtide.profiler.sampler.gpu_state import GpuStateReader
 from ebbtide.profiler.sampler.host import describe_host, read_rss_bytes, read_swap_bytes
 from ebbtide.profiler.sampler.links import LinkSource, best_source
 from ebbtide.profiler.sampler.nvml import Gpu, Nvml, NvmlError
 
 _HOST_SECONDS = 0.1
+_STATE_SECONDS = 0.1
 _MAX_FAILURES = 10
 _DEVICE, _RSS, _SWAP = (POOLS.index(pool) for pool in ("device", "rss", "swap"))
 
 
 class Sampler:
-    """Samples each card's memory and link, and the resident memory of recorded processes, from `start` to `stop`.
+    """Samples each card's memory, link and state, and the resident memory of recorded processes.
 
-    A source that fails stops alone.
+    The state of a card is its utilization, power, clocks and temperature. A source that fails stops alone.
 
     Args:
         directory: The folder of the spools; the recorded processes are those that have one there.
@@ -45,10 +58,11 @@ class Sampler:
         self._directory = directory
         self._memory_period_s = memory_ms / 1e3
         self._stop = threading.Event()
-        self._spool = Spool(str(directory / f"sampler-{self.host['name']}-{os.getpid()}.spool"), max_bytes)
+        self._spool = Spool(str(directory / f"sampler-{process_name(self.host['name'])}.spool"), max_bytes)
         self._spool.put_header(0, 0, 0)
         self._nvml: Nvml | None = None
         self._gpus: list[Gpu] = []
+        self._state_readers: list[GpuStateReader] = []
         try:
             self._nvml = Nvml(library)
             driver = self._nvml.driver()
@@ -74,12 +88,14 @@ class Sampler:
                 f"the memory of GPU {gpu.index}", partial(self._sample_memory, gpu), self._memory_period_s
             )
             self._start_link(gpu)
+            self._start_state(gpu)
 
     def stop(self) -> None:
         """Stop the threads and close the spool and NVML."""
         self._stop.set()
         for thread in self._threads:
             thread.join(timeout=2)
+        self.notes += [note for reader in self._state_readers if (note := reader.note()) is not None]
         # A recording shorter than one period has a sample, too.
         self._next_scan_s = 0.0
         self._sample_processes()
@@ -101,6 +117,11 @@ class Sampler:
             self.notes.append(f"no link use of GPU {gpu.index}: {'; '.join(reasons)}")
             return
         self._start_thread(f"the link of GPU {gpu.index}", partial(self._sample_link, gpu, source), source.period_s)
+
+    def _start_state(self, gpu: Gpu) -> None:
+        reader = GpuStateReader(gpu)
+        self._state_readers.append(reader)
+        self._start_thread(f"the state of GPU {gpu.index}", partial(self._sample_state, gpu, reader), _STATE_SECONDS)
 
     def _start_thread(self, subject: str, read: Callable[[], None], period_s: float) -> None:
         """Call `read` once per period on a thread of its own, until `stop` or a fault that does not pass."""
@@ -148,14 +169,23 @@ class Sampler:
             z=_rounded(sample.d2h_bytes_per_s),
         )
 
+    def _sample_state(self, gpu: Gpu, reader: GpuStateReader) -> None:
+        values = reader.read()
+        now_ns = time.monotonic_ns()
+        for quantity, value in values.items():
+            self._spool.put(GPU_STATE, GPU_QUANTITIES.index(quantity), gpu.index, x=now_ns, y=value)
+
+    def recorded_processes(self) -> set[int]:
+        """Return the ids of the processes that have a spool."""
+        return {process_id(path.name) for path in self._directory.glob("agent-*.spool")}
+
     def _sample_processes(self) -> None:
         """Read the resident memory of each recorded process; once a second also its swap, and which are recorded."""
         now_s = time.monotonic()
         scan = now_s >= self._next_scan_s
         if scan:
             self._next_scan_s = now_s + (1.0 if self._pids else 0.0)
-            names = [path.stem for path in self._directory.glob("agent-*.spool")]
-            self._pids = tuple(int(name.rpartition("-")[2]) for name in names)
+            self._pids = tuple(self.recorded_processes())
             self._spool.flush()
         for pid in self._pids:
             self._put_host_memory(_RSS, pid, read_rss_bytes(pid))

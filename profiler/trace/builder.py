@@ -78,6 +78,16 @@ class RankBuilder:
         """
         return self.add("link", t_ns=t_ns, device=device, source=source, window_ns=window_ns, **rates)
 
+    def gpu(self, t_ns: int, device: str = "cuda:0", **values: Any) -> RankBuilder:
+        """Add a sample of a GPU's state and return the builder.
+
+        Args:
+            t_ns: The time of the sample.
+            device: The GPU.
+            values: utilization_percent, power_w and other columns of the table `gpu`, where they were recorded.
+        """
+        return self.add("gpu", t_ns=t_ns, device=device, **values)
+
     def transfer(
         self,
         direction: str,

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ebbtide.errors import TraceError
-from ebbtide.profiler.trace.schema import FORMAT, SCHEMA, TABLES, arrow_schema
+from ebbtide.profiler.trace.lock import refuse_locked
+from ebbtide.profiler.trace.schema import FORMAT, OPTIONAL_TABLES, SCHEMA, SPOOL, TABLES, arrow_schema
 
 META = "meta.json"
-SPOOL = "spool"
 
 
 @contextlib.contextmanager
@@ -31,13 +31,15 @@ def new_trace(path: Path, force: bool = False) -> Iterator[None]:
         force: Replace a trace at `path`; anything else is never replaced.
 
     Raises:
-        TraceError: Something exists at `path`, or nothing can be written.
+        TraceError: Something exists at `path`, it is being recorded, or nothing can be written.
     """
     exists = os.path.lexists(path)
     if exists and not force:
         raise TraceError(f"{path} exists already: choose another path, or replace it (--force, force=True)")
     if exists and not is_trace(path):
         raise TraceError(f"{path} is not a trace: --force replaces only traces, choose another -o")
+    if exists:
+        refuse_locked(path)
     new_folders = [parent for parent in path.parents if not os.path.exists(parent)]
     backup: Path | None = None
     created = False
@@ -113,10 +115,12 @@ def write_meta(path: Path, meta: dict[str, Any]) -> None:
 
 
 def write_rank(path: Path, rank: int, tables: Mapping[str, pd.DataFrame]) -> None:
-    """Write the five tables of one rank as Parquet (zstd)."""
+    """Write the tables of one rank as Parquet (zstd). An optional table without rows has no file."""
     folder = path / f"rank-{rank}"
     folder.mkdir(exist_ok=True)
     for table in TABLES:
+        if table in OPTIONAL_TABLES and tables[table].empty:
+            continue
         rows = pa.Table.from_pandas(tables[table], schema=arrow_schema(table), preserve_index=False)
         pq.write_table(rows.replace_schema_metadata(), folder / f"{table}.parquet", compression="zstd")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from functools import cached_property
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ebbtide.errors import TraceError
-from ebbtide.profiler.trace.files import SPOOL, drop_ranks, drop_spools, read_meta, write_meta, write_rank
+from ebbtide.profiler.trace.files import drop_ranks, drop_spools, new_trace, read_meta, write_meta, write_rank
+from ebbtide.profiler.trace.lock import wait_until_finished
 from ebbtide.profiler.trace.metadata import RankInfo, TraceMeta
 from ebbtide.profiler.trace.metadata_parsing import parse_meta
-from ebbtide.profiler.trace.schema import TABLES, TraceColumn, frame
+from ebbtide.profiler.trace.schema import OPTIONAL_TABLES, SPOOL, TABLES, TraceColumn, frame
 from ebbtide.profiler.trace.spools import recover
+from ebbtide.profiler.trace.trainings import Training, note_other_trainings
 
 Load = Callable[[int, str], pd.DataFrame]
 
 
 class Trace:
-    """A trace: its metadata, and five tables per rank that are read at first use.
+    """A trace: its metadata, and the tables of each rank, which are read at first use.
 
     Times are ns on one monotonic clock, sizes bytes, rates bytes/s.
 
@@ -97,9 +101,16 @@ class Trace:
         """Return the table `ops` of one rank."""
         return self.table(rank, "ops")
 
+    def gpu(self, rank: int) -> pd.DataFrame:
+        """Return the table `gpu` of one rank; empty in traces of earlier versions."""
+        return self.table(rank, "gpu")
+
 
 def open_trace(path: str | Path) -> Trace:
-    """Open a trace. One whose recording was cut off is read from its spools, up to their last complete record.
+    """Open a trace.
+
+    One whose recording was cut off, or goes on, is read from its spools, up to their last complete record. One whose
+    job has just ended is waited for until it is finished.
 
     Nothing in a trace is executed.
 
@@ -107,46 +118,77 @@ def open_trace(path: str | Path) -> Trace:
         TraceError: The path is not a trace, is damaged, or has a newer schema.
     """
     path = Path(path)
+    wait_until_finished(path)
     raw_meta = read_meta(path)
     meta = parse_meta(raw_meta, path)
     if meta.state == "recording":
-        return _recovered(path, raw_meta)
+        return recovered_traces(path, raw_meta)[0]
     for entry in meta.ranks:
-        for table in TABLES:
+        for table in [table for table in TABLES if table not in OPTIONAL_TABLES]:
             if not _parquet(path, entry.rank, table).is_file():
                 raise TraceError(f"{path} is damaged: {_parquet(path, entry.rank, table).name} is missing")
     return Trace(path, raw_meta, lambda rank, table: _read(path, rank, table))
 
 
-def finish(path: Path, changes: dict[str, Any]) -> Trace:
+def finish(path: Path, changes: dict[str, Any]) -> list[Trace]:
     """Convert the spools of a recording into tables, then delete the spools.
 
     Args:
         path: A trace that is being recorded.
         changes: Keys to set in meta.json.
 
+    Returns:
+        The finished trace, and one more for each further training that the command ran: RUN-2.ebb, RUN-3.ebb, ...
+
     Raises:
         OSError: No space is left. The trace is unchanged and still opens from its spools.
     """
-    trace = _recovered(path, read_meta(path) | changes)
-    finished = {**trace.raw_meta, "state": "complete"}
+    first, *others = recovered_traces(path, read_meta(path) | changes)
+    for other in others:
+        with new_trace(other.path):
+            _write(other.path, other)
     try:
-        for rank in trace.ranks:
-            write_rank(path, rank, {table: trace.table(rank, table) for table in TABLES})
-        write_meta(path, finished)
+        finished = _write(path, first)
     except OSError:
-        drop_ranks(path, trace.ranks)
+        drop_ranks(path, first.ranks)
         raise
     drop_spools(path)
+    return [finished, *others]
+
+
+def _write(path: Path, trace: Trace) -> Trace:
+    finished = {**trace.raw_meta, "state": "complete"}
+    for rank in trace.ranks:
+        write_rank(path, rank, {table: trace.table(rank, table) for table in TABLES})
+    write_meta(path, finished)
     return Trace(path, finished, trace.table)
 
 
-def _recovered(path: Path, meta: dict[str, Any]) -> Trace:
-    recovered, notes = recover(path / SPOOL, meta)
-    tables = {(data.meta["rank"], table): data.tables[table] for data in recovered for table in TABLES}
-    meta = {**meta, "ranks": [data.meta for data in recovered], "notes": [*meta.get("notes", []), *notes]}
+def recovered_traces(path: Path, meta: dict[str, Any]) -> list[Trace]:
+    """Return a trace per training in the spools of a recording, read into memory.
+
+    The first one has the path of the recording, the others have paths that do not exist yet.
+    """
+    trainings = recover(path / SPOOL, meta)
+    paths = [path, *islice(_free_paths(path), len(trainings) - 1)]
+    note_other_trainings(trainings, [free.name for free in paths])
+    return [_recovered(free, meta, training) for free, training in zip(paths, trainings, strict=True)]
+
+
+def _free_paths(path: Path) -> Iterator[Path]:
+    """Yield RUN-2.ebb, RUN-3.ebb, ... beside RUN.ebb, as far as they do not exist."""
+    for number in count(2):
+        free = path.with_name(f"{path.stem}-{number}{path.suffix}")
+        if not os.path.lexists(free):
+            yield free
+
+
+def _recovered(path: Path, meta: dict[str, Any], training: Training) -> Trace:
+    tables = {(data.meta["rank"], table): data.tables[table] for data in training.ranks for table in TABLES}
+    notes = [*meta.get("notes", []), *training.notes]
+    meta = {**meta, "ranks": [data.meta for data in training.ranks], "notes": notes}
     # The first rank's: the others have the same configuration.
-    sections = [section for data in recovered if isinstance(section := data.meta.pop("deepspeed", None), dict)]
+    sections = [section for data in training.ranks if isinstance(section := data.meta.pop("deepspeed", None), dict)]
     if sections:
         meta["deepspeed"] = sections[0]
     return Trace(path, meta, lambda rank, table: tables[rank, table])
@@ -158,6 +200,8 @@ def _parquet(path: Path, rank: int, table: str) -> Path:
 
 def _read(path: Path, rank: int, table: str) -> pd.DataFrame:
     file = _parquet(path, rank, table)
+    if table in OPTIONAL_TABLES and not file.exists():
+        return frame(table)
     try:
         rows = pq.read_table(file)
         for column in TABLES[table]:

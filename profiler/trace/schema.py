@@ -10,6 +10,8 @@ import pyarrow as pa
 
 FORMAT = "ebbtide-trace"
 SCHEMA = 1
+# The folder of the spools in a trace that is being recorded.
+SPOOL = "spool"
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,31 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
         TraceColumn("bytes", pa.int64(), nullable=True),
         TraceColumn("parent", pa.int64(), nullable=True),
     ),
+    "gpu": (
+        TraceColumn("t_ns", _TIME),
+        TraceColumn("device", _TEXT),
+        TraceColumn("utilization_percent", pa.float64(), nullable=True),
+        TraceColumn("memory_utilization_percent", pa.float64(), nullable=True),
+        TraceColumn("power_w", pa.float64(), nullable=True),
+        TraceColumn("sm_clock_mhz", pa.float64(), nullable=True),
+        TraceColumn("memory_clock_mhz", pa.float64(), nullable=True),
+        TraceColumn("temperature_celsius", pa.float64(), nullable=True),
+        TraceColumn("throttle_reasons", pa.int64(), nullable=True),
+    ),
 }
 
+# Tables whose file exists only where they have rows; traces of earlier versions do not have it.
+OPTIONAL_TABLES = frozenset({"gpu"})
+
 # The column by which the rows of each table are sorted.
-SORT = {"phases": "start_ns", "memory": "t_ns", "link": "t_ns", "transfers": "start_ns", "ops": "start_ns"}
+SORT = {
+    "phases": "start_ns",
+    "memory": "t_ns",
+    "link": "t_ns",
+    "transfers": "start_ns",
+    "ops": "start_ns",
+    "gpu": "t_ns",
+}
 
 
 def arrow_schema(table: str) -> pa.Schema:

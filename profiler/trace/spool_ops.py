@@ -10,16 +10,14 @@ import pandas as pd
 
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import MISSING, NO_SUBGROUP
+from ebbtide.profiler.trace.iteration_ends import iteration_ends
 from ebbtide.profiler.trace.schema import frame
-
-Records = npt.NDArray[Any]
+from ebbtide.profiler.trace.spool_records import Records
 
 
 def iterations(records: Records, sequence: npt.NDArray[Any]) -> Any:
     """Return the iteration of each phase or operation by sequence number; missing where no iteration ended after it."""
-    ends = records[records["kind"] == kinds.ITERATION]
-    # A later record of the same iteration replaces the earlier: a second optimizer extended it.
-    bounds = dict(sorted(zip(ends["a"].tolist(), ends["b"].tolist(), strict=True)))
+    bounds = iteration_ends(records)
     numbers = pd.array([*bounds, None], dtype="Int64")
     lasts = np.maximum.accumulate(np.array([*bounds.values()], np.int64))
     return numbers[np.searchsorted(lasts, sequence, side="left")]

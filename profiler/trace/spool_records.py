@@ -22,6 +22,7 @@ _CODES = {
     kinds.PHASE: len(kinds.PHASES),
     kinds.MEMORY: len(kinds.POOLS),
     kinds.LINK: len(kinds.LINK_SOURCES),
+    kinds.GPU_STATE: len(kinds.GPU_QUANTITIES),
     kinds.STOPPED: len(kinds.STOP_REASONS),
     kinds.OP: len(kinds.OPS),
 }

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ebbtide.phases import BACKWARD, FORWARD, UPDATE
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import HOST, MISSING
 from ebbtide.profiler.trace import spool_ops
+from ebbtide.profiler.trace.micro_steps import micro_steps
 from ebbtide.profiler.trace.spool_records import Records
 
 
@@ -25,21 +25,15 @@ def phases_table(records: Records) -> pd.DataFrame:
             "phase": [kinds.PHASES[code] for code in rows["code"]],
             "start_ns": rows["x"],
             "end_ns": rows["y"],
+            "micro_batch": rows["b"].astype(np.int64),
+            "source": rows["c"].astype(np.int64),
         }
     )
     phases = phases.merge(spool_ops.device_times(records), on="sequence", how="left").sort_values(
-        "start_ns", kind="stable"
+        "start_ns", kind="stable", ignore_index=True
     )
     phases["micro_step"] = micro_steps(phases)
     return phases
-
-
-def micro_steps(phases: pd.DataFrame) -> pd.Series[int]:
-    """Number the micro-steps of each iteration: a forward that follows a backward begins the next one."""
-    iteration = phases["iteration"].fillna(-1)
-    forward = phases["phase"].eq(FORWARD)
-    previous = phases["phase"].shift().where(iteration.eq(iteration.shift()))
-    return (forward & previous.isin([BACKWARD, UPDATE])).groupby(iteration).cumsum().astype("int64")
 
 
 def memory_table(records: Records, device_names: dict[int, str] | None) -> pd.DataFrame:

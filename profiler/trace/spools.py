@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +13,17 @@ import pandas as pd
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import HOST
 from ebbtide.profiler.trace import spool_ops, transfers
+from ebbtide.profiler.trace.iteration_ends import note_on_iterations
 from ebbtide.profiler.trace.metadata import RankInfo
 from ebbtide.profiler.trace.metadata_parsing import without_nulls
 from ebbtide.profiler.trace.schema import TABLES, frame
+from ebbtide.profiler.trace.spool_gpu import gpu_table
 from ebbtide.profiler.trace.spool_records import RECORD, Records, read_records
 from ebbtide.profiler.trace.spool_tables import link_table, memory_table, phases_table
-
-_STOP_NOTES = {
-    "cut off": "its recording was cut off (the process was killed, or no space was left on the device)",
-    "max-size": "its recording stopped at --max-size",
-    "fault": "its recording ended by a fault of the recorder",
-}
+from ebbtide.profiler.trace.trainings import RankData, Training, group_trainings
 
 
-@dataclass
-class RankData:
-    """The data of one process: its entry in meta.json, and its tables."""
-
-    meta: dict[str, Any]
-    tables: dict[str, pd.DataFrame] = field(default_factory=dict)
-
-
-def recover(directory: Path, meta: dict[str, Any]) -> tuple[list[RankData], list[str]]:
+def recover(directory: Path, meta: dict[str, Any]) -> list[Training]:
     """Read the spools of a recording.
 
     Args:
@@ -43,39 +31,39 @@ def recover(directory: Path, meta: dict[str, Any]) -> tuple[list[RankData], list
         meta: The object of the trace's meta.json, for its host, its devices and the recorded iterations.
 
     Returns:
-        The ranks, sorted, and notes on incomplete data.
+        The trainings, in the order in which they began; at least one, which may have no ranks.
     """
     notes: list[str] = []
     sampled = [r for r in (read_records(p, notes) for p in sorted(directory.glob("sampler-*.spool"))) if r is not None]
     samples = np.concatenate(sampled) if sampled else np.empty(0, RECORD)
-    ranks = []
+    processes = []
     for path in sorted(directory.glob("agent-*.spool")):
         records = read_records(path, notes)
         if records is not None:
-            ranks.append(_recover_rank(path, records, samples, meta, notes))
-    ranks.sort(key=lambda data: (data.meta["rank"], data.meta["started_ns"]))
-    _make_ranks_unique(ranks, notes)
-    return ranks, notes
+            processes.append(_recover_rank(path, records, samples, meta))
+    trainings = group_trainings(processes) or [Training([])]
+    trainings[0].notes += notes
+    return trainings
 
 
-def _recover_rank(path: Path, records: Records, samples: Records, meta: dict[str, Any], notes: list[str]) -> RankData:
+def _recover_rank(path: Path, records: Records, samples: Records, meta: dict[str, Any]) -> RankData:
     header = records[0]
     host, options = meta["host"], meta.get("options", {})
     gpus = host.get("gpus") or []
     job_info = _job_info(path.with_name(path.name.replace("agent-", "facts-").replace(".spool", ".json")))
     entry = _entry(header, job_info, host, gpus)
-    rank, pid = entry["rank"], entry["pid"]
+    pid = entry["pid"]
     entry["stopped"] = _stop_reason(records)
-    if entry["stopped"] in _STOP_NOTES:
-        notes.append(f"rank {rank}: {_STOP_NOTES[entry['stopped']]}")
-    notes += [f"rank {rank}: {note}" for note in job_info.get("notes", [])]
+    notes = list(job_info.get("notes", []))
+    notes += [note for note in [note_on_iterations(records)] if note]
     phases = phases_table(records)
     starts = records[records["kind"] == kinds.START]
     if len(starts):
         entry["first_iteration_start_ns"] = int(starts[-1]["x"])
     elif len(phases):
         entry["first_iteration_start_ns"] = int(phases["start_ns"].min())
-    data = RankData(entry, {table: frame(table) for table in TABLES})
+    data = RankData(entry, {table: frame(table) for table in TABLES}, notes)
+    data.stepped = bool((records["kind"] == kinds.ITERATION).any())
     data.tables["phases"] = frame("phases", phases)
     data.tables["ops"] = spool_ops.read(records)
     names = {
@@ -88,16 +76,17 @@ def _recover_rank(path: Path, records: Records, samples: Records, meta: dict[str
     memory = pd.concat([memory_table(records, None), memory_table(own, names)], ignore_index=True)
     data.tables["memory"] = frame("memory", memory)
     data.tables["link"] = frame("link", link_table(own, names))
+    data.tables["gpu"] = gpu_table(samples, names)
     copies = sorted(path.parent.glob(path.stem.replace("agent-", "") + "-copies-*.json"))
     if copies:
         wall_to_monotonic = int(header["x"]) - int(header["y"])
         data.tables["transfers"], problems = transfers.read(copies, wall_to_monotonic)
-        notes += [f"rank {rank}: {problem}" for problem in problems]
+        notes += problems
         entry["transfers_recorded"] = True
     elif options.get("transfers"):
         on_gpu = entry["devices"][0].get("kind") == "cuda"
         reason = "the profiler for them gave nothing" if on_gpu else "the job did not use a GPU"
-        notes.append(f"rank {rank}: no copies were recorded: {reason}")
+        notes.append(f"no copies were recorded: {reason}")
     first, end = options.get("iterations") or (0, None)
     if first or end is not None:
         _trim(data, first, end)
@@ -152,7 +141,7 @@ def _trim(data: RankData, first: int, end: int | None) -> None:
     data.tables["ops"] = spool_ops.select_rows(ops, _in_range(ops, first, end))
     begin_ns = data.meta.get("first_iteration_start_ns", 0)
     end_ns = phases["end_ns"].max() if end is not None and len(phases) else None
-    for table, column in (("memory", "t_ns"), ("link", "t_ns"), ("transfers", "start_ns")):
+    for table, column in (("memory", "t_ns"), ("link", "t_ns"), ("gpu", "t_ns"), ("transfers", "start_ns")):
         rows = data.tables[table]
         if table == "memory":
             rows = _with_values_at(rows, begin_ns)
@@ -173,18 +162,3 @@ def _with_values_at(memory: pd.DataFrame, begin_ns: int) -> pd.DataFrame:
     """Add a row per pool with its value at `begin_ns`."""
     last = memory[memory["t_ns"] < begin_ns].groupby(["device", "pool"], as_index=False).tail(1)
     return frame("memory", pd.concat([last.assign(t_ns=begin_ns), memory]))
-
-
-def _make_ranks_unique(ranks: list[RankData], notes: list[str]) -> None:
-    """Give each process a rank of its own: a command may run several trainings that all call themselves rank 0."""
-    used: set[int] = set()
-    following = max((data.meta["rank"] for data in ranks), default=0) + 1
-    for data in ranks:
-        rank = data.meta["rank"]
-        if rank in used:
-            data.meta["rank"], following = following, following + 1
-            notes.append(
-                f"process {data.meta['pid']} also said it was rank {rank}: here it is rank {data.meta['rank']}"
-            )
-        used.add(data.meta["rank"])
-    ranks.sort(key=lambda data: int(data.meta["rank"]))

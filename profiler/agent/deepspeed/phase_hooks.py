@@ -118,9 +118,9 @@ class DeepSpeedHooks:
             return
         self._described_engines.add(engine)
         try:
-            recorder.job_info.set("deepspeed", describe_engine(engine, recorder.recomputes))
+            recorder.files.job_info.set("deepspeed", describe_engine(engine, recorder.recomputes))
         except Exception as error:
-            recorder.job_info.note(f"DeepSpeed's settings could not be read: {error!r}")
+            recorder.files.job_info.note(f"DeepSpeed's settings could not be read: {error!r}")
 
     def _wrap_substep(self, original: Callable[..., Any], method: SubstepMethod) -> Callable[..., Any]:
         substeps = self._substeps

@@ -9,7 +9,7 @@ from ebbtide.phases import PHASES
 from ebbtide.profiler.agent.iterations import IterationRule
 from ebbtide.profiler.importers.kineto.intervals import interval_index, outermost
 from ebbtide.profiler.importers.kineto.marks import MarkKind, Marks
-from ebbtide.profiler.trace.spool_tables import micro_steps
+from ebbtide.profiler.trace.micro_steps import micro_steps
 
 _PHASE_NAMES = np.array(PHASES)
 

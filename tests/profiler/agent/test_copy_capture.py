@@ -24,10 +24,9 @@ class FakeRecorder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.notes: list[str] = []
-        self.job_info = SimpleNamespace(note=self.notes.append)
-
-    def file_path(self, name: str) -> str:
-        return str(self.folder / name)
+        self.files = SimpleNamespace(
+            job_info=SimpleNamespace(note=self.notes.append), path=lambda name: str(folder / name)
+        )
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.profiler.trace import open_trace
 from ebbtide.profiler.trace.metadata import ExitStatus
-from tests.conftest import Recorded, Run, ebbtide, run_process, running_process, slow
+from tests.conftest import Recorded, Run, ebbtide, phases_of, run_process, running_process, slow
 from tests.profiler.agent.jobs import CASES, PLAIN, PRELUDE
 
 Record = Callable[..., Recorded]
@@ -66,7 +67,7 @@ def test_profile__keeps_the_traceback_and_the_trace_of_a_job_that_raises(record:
 )
 def test_profile__reports_the_signal_that_ended_the_job(number: int, record: Record) -> None:
     recorded = record(PRELUDE + PLAIN + f"import os, time; time.sleep(0.5); os.kill(os.getpid(), {int(number)})\n")
-    assert recorded.run.returncode == 128 + number
+    assert recorded.run.returncode == -number
     assert recorded.trace.meta.exit == ExitStatus(signal=int(number))
     assert len(recorded.phases()) == 4
 
@@ -128,7 +129,7 @@ def test_torch_hooks__leave_nothing_in_models_copies_or_checkpoints(record: Reco
     assert recorded.run.returncode == 0, recorded.run.stderr
 
 
-def test_recorder__records_nothing_in_data_loader_workers_and_forks(record: Record) -> None:
+def test_recorder__records_a_fork_that_trains_apart_and_no_data_loader_workers(record: Record) -> None:
     recorded = record(
         """
         import os, sys
@@ -161,6 +162,9 @@ def test_recorder__records_nothing_in_data_loader_workers_and_forks(record: Reco
     assert recorded.trace.ranks == [0]
     assert len(recorded.phases()) == 5
     assert recorded.trace.rank(0).stopped == "closed"
+    fork = open_trace(recorded.path.with_name("run-2.ebb"))
+    assert (fork.ranks, len(phases_of(fork)), fork.rank(0).stopped) == ([0], 5, "closed")
+    assert not recorded.path.with_name("run-3.ebb").exists()
 
 
 @pytest.mark.parametrize("flag", slow(["-I", "-E"], ["-I"]))

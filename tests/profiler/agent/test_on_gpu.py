@@ -86,6 +86,20 @@ def test_transfers__include_the_copies_of_the_job(record: Record) -> None:
     assert link[["h2d_bytes_per_s", "d2h_bytes_per_s"]].notna().any().all()
 
 
+def test_state__has_plausible_values_of_a_busy_card(record: Record) -> None:
+    recorded = record(ON_GPU.replace("range(12)", "range(300)"))
+    state = recorded.trace.gpu(0)
+    assert len(state) >= 2
+    assert set(state["device"]) == {"cuda:0"}
+    assert state["utilization_percent"].dropna().between(0, 100).all()
+    limits = {"power_w": (20, 2000), "sm_clock_mhz": (100, 4000), "temperature_celsius": (10, 110)}
+    for column, (lowest, highest) in limits.items():
+        assert state[column].notna().any()
+        assert state[column].dropna().between(lowest, highest).all()
+    figures = json.loads(ebbtide("summary", recorded.path, "--json").stdout)["gpu"]
+    assert {"utilization", "power", "sm_clock"} <= {figure["quantity"] for figure in figures}
+
+
 def test_recorder__does_not_change_a_bit_of_the_parameters_on_a_gpu(record: Record) -> None:
     job = ON_GPU + "print(*(p.double().sum().item().hex() for p in model.parameters()))\n"
     recorded = record(job)

@@ -6,6 +6,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -30,16 +31,19 @@ for number, job in enumerate(json.load(open(sys.argv[1]))):
 """
 
 
+def trace_all(folder: Path, jobs: dict[str, str], prelude: str = PRELUDE) -> dict[str, Trace]:
+    """Record each job with `Tracer`, all in one process; return the traces by the names of the jobs."""
+    (folder / "jobs.json").write_text(json.dumps([prelude + textwrap.dedent(job) for job in jobs.values()]))
+    run = run_process([sys.executable, "-c", TRACE_ALL, "jobs.json"], cwd=folder)
+    assert run.returncode == 0, run.stderr
+    return {name: open_trace(folder / f"{number}.ebb") for number, name in enumerate(jobs)}
+
+
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
     """Record every loop that needs no compiler with `Tracer`, in one process."""
-    folder = tmp_path_factory.mktemp("traced")
-    names = [name for name in CASES if name not in COMPILED]
-    jobs = [PRELUDE + textwrap.dedent(CASES[name][0]) for name in names]
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    run = run_process([sys.executable, "-c", TRACE_ALL, "jobs.json"], cwd=folder)
-    assert run.returncode == 0, run.stderr
-    return {name: open_trace(folder / f"{number}.ebb") for number, name in enumerate(names)}
+    jobs = {name: job for name, (job, _) in CASES.items() if name not in COMPILED}
+    return trace_all(tmp_path_factory.mktemp("traced"), jobs)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in COMPILED])

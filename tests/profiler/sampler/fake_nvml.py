@@ -12,6 +12,7 @@ from typing import Any
 import pynvml
 
 GIB = 2**30
+_POWER = pynvml.NVML_FI_DEV_POWER_INSTANT
 _RX, _TX = pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES, pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES
 _MEMBERS = {
     pynvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
@@ -38,6 +39,13 @@ class FakeCard:
     gpm: tuple[float, float] | None = None  # MiB/s
     throughput: tuple[int, int] | None = None  # KB/s
     throughput_s: float = 0.0  # how long one reading blocks
+    utilization: tuple[int, int] = (97, 41)  # %, of the GPU and of its memory
+    instant_mw: int | None = 402_500
+    power_mw: int = 399_000
+    sm_mhz: int = 1980
+    memory_mhz: int = 2619
+    celsius: int = 61
+    reasons: int = pynvml.nvmlClocksEventReasonSwPowerCap
 
     def __post_init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -151,6 +159,8 @@ class FakeNvml:
         return self._checked(card, "nvmlDeviceGetMaxPcieLinkWidth").width
 
     def nvmlDeviceGetFieldValues(self, card: FakeCard, fields: list[int]) -> Any:
+        if fields == [_POWER]:
+            return self._instant_power(card)
         self._checked(card, "nvmlDeviceGetFieldValues")
         answers = (pynvml.c_nvmlFieldValue_t * len(fields))()
         for answer, number in zip(answers, fields, strict=True):
@@ -163,6 +173,38 @@ class FakeNvml:
         if card.counters:
             card.counters = [(n + step) % 2**card.bits for n, step in zip(card.counters, card.step, strict=True)]
         return answers
+
+    def _instant_power(self, card: FakeCard) -> Any:
+        """Answer for the field of the instantaneous power; `fail` has a name of its own for it."""
+        self._checked(card, "instant power")
+        (answer,) = answers = (pynvml.c_nvmlFieldValue_t * 1)()
+        answer.fieldId, answer.valueType = _POWER, pynvml.NVML_VALUE_TYPE_UNSIGNED_INT
+        if card.instant_mw is None:
+            answer.nvmlReturn = pynvml.NVML_ERROR_NOT_SUPPORTED
+        else:
+            answer.value.uiVal = card.instant_mw
+        return answers
+
+    def nvmlDeviceGetUtilizationRates(self, card: FakeCard) -> Any:
+        gpu, memory = self._checked(card, "nvmlDeviceGetUtilizationRates").utilization
+        return pynvml.c_nvmlUtilization_t(gpu=gpu, memory=memory)
+
+    def nvmlDeviceGetPowerUsage(self, card: FakeCard) -> int:
+        return self._checked(card, "nvmlDeviceGetPowerUsage").power_mw
+
+    def nvmlDeviceGetClockInfo(self, card: FakeCard, clock: int) -> int:
+        self._checked(card, "nvmlDeviceGetClockInfo")
+        return {pynvml.NVML_CLOCK_SM: card.sm_mhz, pynvml.NVML_CLOCK_MEM: card.memory_mhz}[clock]
+
+    def nvmlDeviceGetTemperature(self, card: FakeCard, sensor: int) -> int:
+        assert sensor == pynvml.NVML_TEMPERATURE_GPU
+        return self._checked(card, "nvmlDeviceGetTemperature").celsius
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, card: FakeCard) -> int:
+        return self._checked(card, "nvmlDeviceGetCurrentClocksEventReasons").reasons
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, card: FakeCard) -> int:
+        return self._checked(card, "nvmlDeviceGetCurrentClocksThrottleReasons").reasons
 
     def nvmlDeviceGetPcieThroughput(self, card: FakeCard, counter: int) -> int:
         self._checked(card, "nvmlDeviceGetPcieThroughput")

@@ -15,10 +15,21 @@ import pytest
 
 from ebbtide.profiler.agent.spool import HOST, LINK, LINK_SOURCES, MEMORY, MISSING, POOLS, Spool
 from ebbtide.profiler.sampler.sampler import Sampler
-from ebbtide.profiler.trace.spools import RankData, recover
+from ebbtide.profiler.trace.spools import recover
+from ebbtide.profiler.trace.trainings import RankData
 from tests.profiler.sampler.fake_nvml import GIB, FakeCard, FakeNvml, counting, hopper, older
 
 MEMORY_CALL = "nvmlDeviceGetMemoryInfo"
+STATE_CALL = "nvmlDeviceGetUtilizationRates"
+STATE_CALLS = (
+    STATE_CALL,
+    "instant power",
+    "nvmlDeviceGetPowerUsage",
+    "nvmlDeviceGetClockInfo",
+    "nvmlDeviceGetTemperature",
+    "nvmlDeviceGetCurrentClocksEventReasons",
+    "nvmlDeviceGetCurrentClocksThrottleReasons",
+)
 
 
 class Sampled:
@@ -62,10 +73,10 @@ def sample(tmp_path: Path) -> Sample:
                 time.sleep(0.005)
         finally:
             sampler.stop()
-        ranks, notes = recover(tmp_path, {"host": sampler.host, "options": {}})
-        assert len(ranks) == 1
-        assert [note for note in notes if "sampler" in note] == []
-        return Sampled(sampler, ranks[0])
+        (training,) = recover(tmp_path, {"host": sampler.host, "options": {}})
+        assert len(training.ranks) == 1
+        assert [note for note in training.notes if "sampler" in note] == []
+        return Sampled(sampler, training.ranks[0])
 
     return run
 
@@ -156,14 +167,62 @@ def test_sampler__continues_with_the_link_if_memory_is_unsupported(sample: Sampl
 
 def test_sampler__stops_only_the_lost_card(sample: Sample) -> None:
     lost, other = counting(uuid="GPU-a").lose(first=40), counting(uuid="GPU-b")
-    sampled = sample(FakeNvml(lost, other), lambda: reads(lost, 41, "*")() and reads(other, 30)())
+    all_threads_read = (reads(lost, 41, "*"), reads(lost, 2, STATE_CALL), reads(other, 30))
+    sampled = sample(FakeNvml(lost, other), lambda: all(enough() for enough in all_threads_read))
     assert set(sampled.pool("device")["bytes"]) == {3 * GIB}
     assert sorted(note.partition(" stopped")[0] for note in sampled.notes) == [
         "sampling the link of GPU 0",
         "sampling the memory of GPU 0",
+        "sampling the state of GPU 0",
     ]
     assert all(note.endswith("GPU is lost") for note in sampled.notes)
     assert other.calls[MEMORY_CALL] >= 30
+
+
+def test_sampler__stores_the_state_under_the_device_name_of_the_rank(sample: Sample) -> None:
+    other, ours = FakeCard(uuid="GPU-a", celsius=90), FakeCard(uuid="GPU-b", utilization=(88, 12), celsius=44)
+    table = sample(FakeNvml(other, ours), reads(ours, 3, STATE_CALL), uuid="GPU-b").rank.tables["gpu"]
+    assert len(table) >= 2
+    assert table["t_ns"].is_monotonic_increasing
+    (row,) = table.drop(columns="t_ns").drop_duplicates().to_dict("records")
+    assert row == {
+        "device": "cuda:0",
+        "utilization_percent": 88.0,
+        "memory_utilization_percent": 12.0,
+        "power_w": 402.5,
+        "sm_clock_mhz": 1980.0,
+        "memory_clock_mhz": 2619.0,
+        "temperature_celsius": 44.0,
+        "throttle_reasons": 4,
+    }
+
+
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION])
+def test_sampler__leaves_refused_quantities_missing_with_one_note(sample: Sample, code: int) -> None:
+    card = counting().fail("instant power", code).fail("nvmlDeviceGetPowerUsage", code).fail(STATE_CALL, code)
+    sampled = sample(FakeNvml(card), reads(card, 3, "nvmlDeviceGetTemperature"))
+    table = sampled.rank.tables["gpu"]
+    assert len(table) >= 2
+    assert table[["utilization_percent", "memory_utilization_percent", "power_w"]].isna().all(axis=None)
+    assert set(table["temperature_celsius"]) == {61.0}
+    assert card.calls[STATE_CALL] == 1
+    assert sampled.notes == [
+        f"GPU 0 does not report its utilization, memory utilization, power ({pynvml.NVMLError(code)})"
+    ]
+
+
+def test_sampler__stops_sampling_a_state_that_is_refused_altogether_with_one_note(sample: Sample) -> None:
+    card = counting()
+    for function in STATE_CALLS:
+        card.fail(function, pynvml.NVML_ERROR_NOT_SUPPORTED)
+    sampled = sample(FakeNvml(card), reads(card, 20))
+    assert len(sampled.rank.tables["gpu"]) == 0
+    assert len(sampled.pool("device")) >= 3
+    assert len(sampled.link) >= 1
+    (note,) = sampled.notes
+    assert note.startswith("sampling the state of GPU 0 stopped after ")
+    assert note.endswith("temperature, throttle reasons (Not Supported)")
+    assert {card.calls[function] for function in STATE_CALLS} == {1, 2}  # two clocks by one function
 
 
 def test_sampler__leaves_out_a_card_lost_before_the_start(sample: Sample) -> None:
@@ -235,7 +294,7 @@ def test_recover__keeps_missing_values_missing(tmp_path: Path) -> None:
     spool.put(MEMORY, POOLS.index("rss"), HOST, a=os.getpid() + 1, x=100, y=10)
     spool.close()
     host: dict[str, Any] = {"name": "here", "cpu": {"device": "cpu"}, "gpus": [{"index": 3, "uuid": "GPU-a"}]}
-    (rank,), _ = recover(tmp_path, {"host": host})
+    (rank,) = recover(tmp_path, {"host": host})[0].ranks
     (row,) = rank.tables["link"].to_dict("records")
     assert (row["source"], row["window_ns"], row["width"], row["d2h_bytes_per_s"]) == ("gpm", 5, 8, 6.0)
     assert pd.isna(row["h2d_bytes_per_s"])

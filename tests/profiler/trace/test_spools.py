@@ -55,11 +55,13 @@ def stop(reason: str) -> Record:
 FOUR = [record for number in range(4) for record in step(number)] + [stop("closed")]
 
 
-def written(folder: Path, records: Sequence[Record], number: int = 1, rank: int = 0, kind: str = "agent") -> Path:
+def written(
+    folder: Path, records: Sequence[Record], number: int = 1, rank: int = 0, kind: str = "agent", world_size: int = 1
+) -> Path:
     """Write a spool with a header and these records."""
     path = folder / f"{kind}-here-{number}.spool"
     spool = Spool(str(path))
-    spool.put_header(rank, 1, 0)
+    spool.put_header(rank, world_size, 0)
     for record in records:
         spool.put(**record)
     spool.close()
@@ -67,9 +69,10 @@ def written(folder: Path, records: Sequence[Record], number: int = 1, rank: int 
 
 
 def recovered(folder: Path, **meta: Any) -> tuple[RankData, list[str]]:
-    (data,), notes = recover(folder, META | meta)
-    assert all(len(note.splitlines()) == 1 for note in notes)
-    return data, notes
+    (training,) = recover(folder, META | meta)
+    (data,) = training.ranks
+    assert all(len(note.splitlines()) == 1 for note in training.notes)
+    return data, training.notes
 
 
 def column(data: RankData, name: str, table: str = "phases") -> list[Any]:
@@ -95,13 +98,13 @@ def test_recover__reads_the_complete_records_of_a_spool_cut_at_any_byte(tmp_path
     for length in {*range(0, len(raw), max(1, round(41 / FUZZ))), *range(0, len(raw), SIZE)}:
         path.write_bytes(raw[:length])
         if length < SIZE:
-            ranks, notes = recover(tmp_path, META)
-            assert (ranks, len(notes)) == ([], 1)
+            (training,) = recover(tmp_path, META)
+            assert (training.ranks, len(training.notes)) == ([], 1)
             continue
         complete = FOUR[: length // SIZE - 1]
         data, notes = recovered(tmp_path)
         assert len(notes) == 1
-        assert "cut off" in notes[0]
+        assert "its recording has no end" in notes[0]
         assert len(data.tables["memory"]) == sum(record["kind"] == kinds.MEMORY for record in complete)
         last = max((record["b"] for record in complete if record["kind"] == kinds.ITERATION), default=0)
         phases = [record["a"] for record in complete if record["kind"] == kinds.PHASE]
@@ -214,9 +217,9 @@ def test_open_trace__takes_the_deepspeed_section_of_the_first_rank(tmp_path: Pat
     (path / "meta.json").write_text(json.dumps(meta))
     (path / "spool").mkdir()
     for number, section in ((3, [1, 2]), (2, {"stage": 2}), (1, {"stage": 3})):
-        written(path / "spool", FOUR, number, rank=3 - number)
+        written(path / "spool", FOUR, number, rank=3 - number, world_size=3)
         (path / "spool" / f"facts-here-{number}.json").write_text(json.dumps({"deepspeed": section}))
-    for trace in (open_trace(path), finish(path, {})):
+    for trace in (open_trace(path), *finish(path, {})):
         assert trace.raw_meta["deepspeed"] == {"stage": 2}
         assert trace.meta.deepspeed == DeepSpeedInfo(stage=2)
         assert not any("deepspeed" in entry for entry in trace.raw_meta["ranks"])
@@ -252,23 +255,51 @@ def recording(folder: Path, job_info: Any, **meta: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("said", "given"),
+    ("world_size", "said", "trainings"),
     [
-        ((0, 0), [0, 1]),
-        ((1, 0), [1, 0]),
-        pytest.param((0, 1, 0), [0, 1, 2]),
+        (1, (0, 0), [[0], [0]]),
+        (2, (1, 0), [[0, 1]]),
+        (2, (0, 1, 0, 1), [[0, 1], [0, 1]]),
+        (2, (0, 1, 0), [[0, 1], [0]]),
     ],
+    ids=["independent processes", "one job", "restarted", "restarted in part"],
 )
-def test_recover__gives_processes_with_the_same_rank_ranks_of_their_own(
-    tmp_path: Path, said: tuple[int, ...], given: list[int]
+def test_recover__makes_a_training_of_the_ranks_of_one_job(
+    tmp_path: Path, world_size: int, said: tuple[int, ...], trainings: list[list[int]]
 ) -> None:
     for order, rank in enumerate(said):
-        written(tmp_path, FOUR, number=9 - order, rank=rank)
-    ranks, notes = recover(tmp_path, META)
-    by_start = sorted(ranks, key=lambda data: int(data.meta["started_ns"]))
-    assert [data.meta["rank"] for data in by_start] == given
-    assert [data.meta["rank"] for data in ranks] == sorted(given)
-    assert ["also said it was rank 0" in note for note in notes] == [True] * (len(said) - len(set(said)))
+        written(tmp_path, FOUR, number=9 - order, rank=rank, world_size=world_size)
+    recovered_trainings = recover(tmp_path, META)
+    assert [[data.meta["rank"] for data in training.ranks] for training in recovered_trainings] == trainings
+    starts = [min(data.meta["started_ns"] for data in training.ranks) for training in recovered_trainings]
+    assert starts == sorted(starts)
+
+
+def test_recover__ends_a_program_where_its_process_executed_another(tmp_path: Path) -> None:
+    written(tmp_path, FOUR[:-1], number=1)
+    written(tmp_path, FOUR, number=2)
+    first, second = recover(tmp_path, META)
+    assert [first.ranks[0].meta["stopped"], second.ranks[0].meta["stopped"]] == ["exec", "closed"]
+    assert first.notes == ["rank 0: its recording ends where the process executed another program (exec)"]
+    assert second.notes == []
+
+
+def test_recover__leaves_out_a_process_that_only_ran_forwards(tmp_path: Path) -> None:
+    written(tmp_path, [phase(FORWARD, 1), stop("closed")], number=1)
+    written(tmp_path, FOUR, number=2)
+    (training,) = recover(tmp_path, META)
+    assert len(training.ranks[0].tables["phases"]) == 12
+
+
+def test_finish__writes_a_trace_for_each_training(tmp_path: Path) -> None:
+    path = recording(tmp_path, {})
+    written(path / "spool", [*FOUR[:3], stop("closed")], number=2)
+    (tmp_path / "run-2.ebb").mkdir()
+    traces = finish(path, {})
+    assert [trace.path.name for trace in traces] == ["run.ebb", "run-3.ebb"]
+    assert [open_trace(trace.path).rank(0).rank for trace in traces] == [0, 0]
+    assert "training 1 of 2: the command ran several; see also run-3.ebb" in open_trace(path).notes[0]
+    assert len(open_trace(tmp_path / "run-3.ebb").phases(0)) < len(open_trace(path).phases(0))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,16 @@ from ebbtide.profiler.trace import Trace, TraceBuilder, open_trace
 from ebbtide.profiler.trace.files import write_rank
 from ebbtide.profiler.trace.merge import merge
 from ebbtide.profiler.trace.metadata import ClockInfo
-from ebbtide.profiler.trace.schema import FORMAT, SCHEMA, SORT, TABLES, TraceColumn, frame
+from ebbtide.profiler.trace.schema import (
+    FORMAT,
+    OPTIONAL_TABLES,
+    SCHEMA,
+    SORT,
+    TABLES,
+    TraceColumn,
+    arrow_schema,
+    frame,
+)
 
 Rows = dict[str, list[dict[str, Any]]]
 Damage = Callable[[Path], Any]
@@ -67,6 +76,7 @@ def sample(path: Path, rank: int = 0, wall_offset_ns: Any = 0) -> Trace:
     ranked.phase("forward", LATE, LATE + 3, 0, 0, LATE + 1, LATE + 2).phase("update", LATE + 3, LATE + 9)
     ranked.memory(LATE, 7).link(LATE, 1, "gpm", generation=5).transfer("h2d", LATE, LATE + 1, None, stream=3)
     ranked.add("ops", start_ns=LATE, end_ns=LATE + 1, resource="cpu", name="adam", parent=0)
+    ranked.gpu(LATE, utilization_percent=99.5, throttle_reasons=LATE)
     return builder.write(path)
 
 
@@ -112,7 +122,9 @@ def test_tables__have_the_documented_column_types(tmp_path: Path, filled: bool) 
     path = tmp_path / "t.ebb"
     trace = sample(path) if filled else built({}).write(path)
     for table, columns in TABLES.items():
-        schema = pq.read_schema(path / "rank-0" / f"{table}.parquet")
+        file = path / "rank-0" / f"{table}.parquet"
+        assert file.exists() == (filled or table not in OPTIONAL_TABLES)
+        schema = pq.read_schema(file) if file.exists() else arrow_schema(table)
         assert [(f.name, f.type, f.nullable) for f in schema] == [(c.name, c.type, c.nullable) for c in columns]
         for data in (trace.table(0, table), open_trace(path).table(0, table)):
             assert list(data.columns) == [column.name for column in columns]
@@ -248,6 +260,24 @@ def test_open_trace__reports_damage_on_one_line(tmp_path: Path, damage: Damage, 
     text = refusal(read)
     assert says in text
     assert str(tmp_path / "t.ebb") in text
+
+
+def test_open_trace__reads_a_trace_without_the_optional_table(tmp_path: Path) -> None:
+    trace = sample(tmp_path / "t.ebb")
+    assert {"gpu"} == OPTIONAL_TABLES
+    before = open_trace(trace.path)
+    assert len(before.gpu(0)) == 1
+    (trace.path / "rank-0" / "gpu.parquet").unlink()
+    after = open_trace(trace.path)
+    pd.testing.assert_frame_equal(after.gpu(0), frame("gpu"))
+    for table in TABLES.keys() - OPTIONAL_TABLES:
+        pd.testing.assert_frame_equal(after.table(0, table), before.table(0, table))
+
+
+def test_open_trace__reports_a_damaged_optional_table(tmp_path: Path) -> None:
+    trace = sample(tmp_path / "t.ebb")
+    raw("rank-0/gpu.parquet", lambda text: text[: len(text) // 2])(trace.path)
+    assert "gpu.parquet of rank 0 cannot be read" in refusal(lambda: open_trace(trace.path).gpu(0))
 
 
 def test_merge__aligns_ranks_to_the_clock_of_the_first_trace(tmp_path: Path) -> None:

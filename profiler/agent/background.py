@@ -1,0 +1,40 @@
+"""The agent's background thread: flushes the spool, and reads memory between phase boundaries."""
+
+from __future__ import annotations
+
+import _thread
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .memory_reader import MemoryReader
+    from .process_recorder import ProcessRecorder
+    from .spool import Spool
+
+_FLUSH_SECONDS = 0.25
+# Memory readings between phase boundaries may take one part in so many of the time.
+_POLL_SHARE = 500
+
+
+def start_background(recorder: ProcessRecorder, spool: Spool, memory: MemoryReader, poll_ms: float) -> None:
+    """Start the thread, which ends with the recording.
+
+    It is not a `threading` thread: the job's list of threads does not change, and its exit does not wait.
+    """
+    _thread.start_new_thread(_run, (recorder, spool, memory, poll_ms / 1e3))
+
+
+def _run(recorder: ProcessRecorder, spool: Spool, memory: MemoryReader, period_s: float) -> None:
+    flushed_s = time.monotonic()
+    while recorder.live and spool.is_open:
+        time.sleep(max(period_s, memory.cost_ns * _POLL_SHARE / 1e9) if period_s else _FLUSH_SECONDS)
+        try:
+            if period_s and recorder.recording:
+                recorder.put_memory(time.monotonic_ns(), memory.read())
+            if time.monotonic() - flushed_s >= _FLUSH_SECONDS:
+                spool.flush()
+                flushed_s = time.monotonic()
+                if spool.full:
+                    recorder.close("max-size")
+        except Exception as error:
+            recorder.fail(error)

@@ -1,0 +1,176 @@
+"""Splits updates whose optimizer calls a closure: the closure's forward and backward are phases of their own."""
+
+from __future__ import annotations
+
+import _thread
+import time
+from typing import TYPE_CHECKING, Any, Callable
+
+from .spool import PHASES
+
+if TYPE_CHECKING:
+    from .recorder import PhaseRecord, Recorder
+
+_UPDATE = PHASES.index("update")
+
+# A shorter part is only the way into the step (torch's own hooks take about 40 us, more at first), or out of it.
+# The way in counts by its CPU time, since the thread may be stopped there, unless it is so long that it waits.
+_SHORT_BEFORE_NS = 100_000
+_WAITING_NS = 2_000_000
+_SHORT_AFTER_NS = 20_000
+
+_SEVERAL_CALLS_NOTE = (
+    "an optimizer calls its closure several times per step (as LBFGS does): such a step is one update, "
+    "with the forwards and backwards of the closure in it"
+)
+
+
+class UpdateParts:
+    """An open update that may call a closure.
+
+    If the step calls its closure once, the parts of the step before and after the call are updates, and what runs in
+    the closure has phases of its own. They are held back until the step ends: if it calls the closure again, all of it
+    is one update. Created after `enter`, and ended by `leave` instead of the recorder's.
+
+    Attributes:
+        failed: Whether the closure raised, so that the optimizer has not stepped.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.failed = False
+        self._recorder = recorder
+        self._thread = _thread.get_ident()
+        self._calls = 0
+        self._lost = False
+        self._cpu_ns = time.thread_time_ns()
+        self._before_is_step = False
+        self._before: PhaseRecord | None = None
+        self._held_outside: list[PhaseRecord] | None = None
+        self._stepped: list[Any] = []
+        recorder.parts = self
+
+    def watch(self, args: tuple[Any, ...], kwargs: dict[str, Any], of_torch: bool) -> tuple[Any, dict[str, Any]]:
+        """Replace the closure among the arguments of a `step` by one that is watched.
+
+        Args:
+            args: The positional arguments, the optimizer first.
+            kwargs: The arguments by keyword.
+            of_torch: Whether the optimizer is one of torch's, which do nothing before they call the closure.
+        """
+        if of_torch and not self._calls:
+            self._begin_own_step()
+        if len(args) > 1 and self._watches(args[1]):
+            return (args[0], _WatchedClosure(self, args[1]), *args[2:]), kwargs
+        if self._watches(kwargs.get("closure")):
+            return args, {**kwargs, "closure": _WatchedClosure(self, kwargs["closure"])}
+        return args, kwargs
+
+    def _is_long(self, ended_ns: int, started_ns: int) -> bool:
+        return False
+
+    @staticmethod
+    def _watches(closure: Any) -> bool:
+        return callable(closure) and not isinstance(closure, _WatchedClosure)
+
+    def call(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the closure of the step."""
+        if self._recorder.parts is not self or _thread.get_ident() != self._thread:
+            return closure(*args, **kwargs)
+        self._calls += 1
+        if self._calls > 1:
+            self._merge()
+            return closure(*args, **kwargs)
+        self._suspend()
+        try:
+            return closure(*args, **kwargs)
+        except BaseException:
+            self.failed = True
+            raise
+        finally:
+            self._resume()
+
+    def _suspend(self) -> None:
+        recorder = self._recorder
+        try:
+            self._stepped = list(recorder.stepped)
+            if recorder.recording:
+                self._before = recorder.end_record(time.monotonic_ns())
+            self._held_outside, recorder.held = recorder.held, []
+        except Exception as error:
+            recorder.fail(error)
+        finally:
+            recorder.parts = None
+            recorder.release_phase()
+
+    def _resume(self) -> None:
+        recorder = self._recorder
+        # Nothing is held back in a child that the closure forked.
+        if recorder.held is None or not recorder.enter(_UPDATE):
+            self._lost = True
+            return
+        recorder.parts = self
+        recorder.stepped.extend(self._stepped)
+
+    def _merge(self) -> None:
+        """Make the whole step one update, when the closure is called for the second time."""
+        if self._calls == 2:
+            recorder = self._recorder
+            try:
+                recorder.note_once(_SEVERAL_CALLS_NOTE)
+                if self._before is not None:
+                    recorder.extend_back(self._before)
+                recorder.settle(False, self._held_outside)
+            except Exception as error:
+                recorder.fail(error)
+
+    def finish(self, end_ns: int, counts: bool = True) -> bool:
+        """Write what was held back, when the step ends; return whether its last part is a phase.
+
+        Args:
+            end_ns: End of the step.
+            counts: Whether the step belongs to an iteration.
+        """
+        before, recorder = self._before, self._recorder
+        if self._calls != 1:
+            return True
+        keep_before = False
+        if before is not None:
+            keep_before = counts and (self._step_ns or before.end_ns) - before.start_ns >= _SHORT_BEFORE_NS
+            if keep_before and recorder.held is not None:
+                recorder.held.insert(0, before)
+            else:
+                recorder.release_marks(before)
+        recorder.settle(True, self._held_outside)
+        return not self.failed and (end_ns - recorder.started_ns >= _SHORT_AFTER_NS or not keep_before)
+
+    def leave(self, optimizer: Any) -> None:
+        """Close the update.
+
+        Args:
+            optimizer: The optimizer that stepped, for the case that another thread has opened a phase meanwhile.
+        """
+        recorder = self._recorder
+        if not self._lost:
+            recorder.leave()
+            return
+        try:
+            if recorder.live:
+                self.finish(time.monotonic_ns())
+                if optimizer is not None and not self.failed:
+                    recorder.count_step([*self._stepped, optimizer])
+        except Exception as error:
+            recorder.fail(error)
+
+
+class _WatchedClosure:
+    """A closure whose calls are seen; otherwise like the closure itself."""
+
+    def __init__(self, parts: UpdateParts, closure: Callable[..., Any]) -> None:
+        self.__wrapped__ = closure
+        self._parts = parts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._parts.call(self.__wrapped__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["__wrapped__"], name)

@@ -1,0 +1,155 @@
+"""Writes the records of one process: its operations, memory and device times, and the end of the recording."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+from typing import Any, Callable
+
+from .background import start_background
+from .gpu_clock import DeviceSpan, GpuClock
+from .memory_reader import MemoryReader, Reading
+from .options import Options
+from .process_files import ProcessFiles
+from .spool import GPU_TIMES, MEMORY, Spool
+
+
+class ProcessRecorder:
+    """Records one process into one spool; `recorder.Recorder` adds its phases.
+
+    Nothing is written, and no thread is started, before `_open_files`.
+
+    Attributes:
+        live: Whether anything is still recorded.
+        files: The files of this process, with the description of the job.
+        gpu: The clock of the device.
+        on_iteration: Functions to call with the number of each iteration that begins.
+        on_close: Functions to call when the recording ends.
+    """
+
+    def __init__(self, torch: Any, directory: str, options: Options) -> None:
+        self.live = True
+        self.on_iteration: list[Callable[[int], None]] = []
+        self.on_close: list[Callable[[], None]] = []
+        self._torch = torch
+        self._directory = directory
+        self._options = options
+        self._memory = MemoryReader(torch)
+        self._reset()
+        os.register_at_fork(after_in_child=self._restart_in_child)
+
+    def _reset(self) -> None:
+        """Set the state that is this process's own, which a forked child begins anew."""
+        self.files = ProcessFiles(self._torch, self._directory, self._options)
+        self.gpu = GpuClock(self._torch.cuda)
+        self._spool: Spool | None = None
+        self._recording = self._options.first == 0
+        self._sequences = itertools.count(1)
+        self._notes: set[str] = set()
+
+    # -- operations --------------------------------------------------------------------------------------------
+
+    @property
+    def recording(self) -> bool:
+        """Whether operations reach the trace now: the spool is open, and these iterations are to be recorded."""
+        return self.live and self._recording and self._spool is not None
+
+    def next_sequence(self) -> int:
+        """Return the next number in the one sequence of phases and operations.
+
+        An operation belongs to an iteration if its number precedes that of the iteration's last phase.
+        """
+        return next(self._sequences)
+
+    def record_op(
+        self,
+        name: str,
+        resource: str,
+        start_ns: int,
+        end_ns: int,
+        subgroup: int | None = None,
+        nbytes: int | None = None,
+    ) -> None:
+        """Add a row to the table `ops`, from any thread. Never raises.
+
+        Args:
+            name: One of `spool.OPS`.
+            resource: One of `spool.RESOURCES`.
+            start_ns: Start in ns of CLOCK_MONOTONIC.
+            end_ns: End in ns of CLOCK_MONOTONIC.
+            subgroup: The subgroup it works on, if any.
+            nbytes: Bytes it moves, if any.
+        """
+        self.put_op(self.next_sequence(), name, resource, start_ns, end_ns, subgroup, nbytes)
+
+    def put_op(self, sequence: int, *op: Any, **fields: Any) -> None:
+        """Add a row with a number of `next_sequence` and any arguments of `Spool.put_op`. Never raises."""
+        if self.recording and self._spool is not None:
+            try:
+                self._spool.put_op(sequence, *op, **fields)
+            except Exception as error:
+                self.fail(error)
+
+    # -- files -------------------------------------------------------------------------------------------------
+
+    def _open_files(self, iteration: int) -> None:
+        """Begin to write, at the beginning of an iteration."""
+        self._spool = self.files.open()
+        for listener in self.on_iteration:
+            listener(iteration)
+        start_background(self, self._spool, self._memory, self._options.poll_ms)
+
+    def put_memory(self, time_ns: int, readings: list[Reading]) -> None:
+        """Append readings of memory to the spool, if there is one."""
+        for pool, device, size in readings:
+            self.put(MEMORY, pool, device, x=time_ns, y=size)
+
+    def _put_gpu_times(self, spans: Iterable[DeviceSpan]) -> None:
+        for sequence, start_ns, end_ns in spans:
+            self.put(GPU_TIMES, a=sequence, x=start_ns, y=end_ns)
+
+    def put(self, *record: Any, **fields: int) -> None:
+        """Append a record to the spool, if there is one."""
+        if self._spool is not None:
+            self._spool.put(*record, **fields)
+
+    def note_once(self, text: str) -> None:
+        """Add a note for the reader of the trace, once."""
+        if text not in self._notes:
+            self._notes.add(text)
+            self.files.job_info.note(text)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def close(self, reason: str = "closed") -> None:
+        """Stop recording; the job goes on. Safe to call twice.
+
+        Args:
+            reason: One of `spool.STOP_REASONS`.
+        """
+        if not self.live:
+            return
+        try:
+            for listener in self.on_close:
+                listener()
+            self._put_gpu_times(self.gpu.drain(1.0))
+        except Exception as error:
+            self.files.job_info.note(f"the recorder failed while closing: {error!r}")
+        self.live = False
+        self.files.close(reason)
+
+    def fail(self, error: BaseException) -> None:
+        """Stop recording after a fault of the recorder, with a note in the trace; the job goes on."""
+        if self.live:
+            self.live = False
+            self.files.job_info.note(f"recording ended by a fault of the recorder: {error!r}")
+            self.files.close("fault")
+
+    def _restart_in_child(self) -> None:
+        """Record a forked child as a process of its own, from its first phase on; the files are the parent's."""
+        self.files.detach()
+        # The captures have begun in the parent, and a hook that is left in place does nothing once `live` is False.
+        self.on_iteration.clear()
+        self.on_close.clear()
+        self._reset()

@@ -1,0 +1,86 @@
+"""The lock of a trace that is being recorded: held by the process that will finish it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+
+from ebbtide.errors import TraceError
+from ebbtide.profiler.agent.spool import process_id
+from ebbtide.profiler.trace.schema import SPOOL
+
+_LOCK = "recording.lock"
+_WAIT_SECONDS = 60.0
+_PERIOD_S = 0.02
+
+
+def lock_recording(path: Path, job: int) -> int:
+    """Lock a trace until the returned descriptor is closed, or this process ends.
+
+    Args:
+        path: The trace, with an empty folder for its spools.
+        job: Process id of the job, for `wait_until_finished`.
+
+    Raises:
+        OSError: If the lock cannot be created.
+    """
+    fd = os.open(path / SPOOL / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.write(fd, json.dumps({"job": job, "start_ticks": _start_ticks(job), "collector": os.getpid()}).encode())
+    return fd
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a trace is being recorded."""
+    try:
+        fd = os.open(path / SPOOL / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def refuse_locked(path: Path) -> None:
+    """Raise TraceError if a trace is being recorded."""
+    if is_locked(path):
+        raise TraceError(f"{path} is being recorded: wait until its job has ended, or choose another path")
+
+
+def wait_until_finished(path: Path) -> None:
+    """Wait for a recording whose job has ended to be finished; return at once if the job still runs."""
+    deadline_s = time.monotonic() + _WAIT_SECONDS
+    while is_locked(path) and not _runs(path) and time.monotonic() < deadline_s:
+        time.sleep(_PERIOD_S)
+
+
+def _runs(path: Path) -> bool:
+    """Return whether the job or one of its recorded processes still runs."""
+    try:
+        lock = json.loads((path / SPOOL / _LOCK).read_bytes())
+        if lock["start_ticks"] is not None and _start_ticks(lock["job"]) == lock["start_ticks"]:
+            return True
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    return any(process_runs(process_id(spool.name)) for spool in (path / SPOOL).glob("agent-*.spool"))
+
+
+def process_runs(pid: int) -> bool:
+    """Return whether a process exists that has not ended."""
+    return _start_ticks(pid) is not None
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; None for one that has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[19]) if fields[0] not in ("Z", "X") else None

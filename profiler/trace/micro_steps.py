@@ -1,0 +1,44 @@
+"""Numbers the micro-steps of iterations."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from ebbtide.phases import BACKWARD, FORWARD, UPDATE
+
+
+def micro_steps(phases: pd.DataFrame) -> pd.Series[int]:
+    """Number the micro-steps of each iteration.
+
+    A forward that follows a backward begins the next one. A pipeline schedule runs several forwards before the first
+    backward: there a backward belongs to the micro-step of its forward. Its micro-batches are known (`micro_batch`), or
+    one module runs forward as often as there are backwards: these then follow the order of the forwards.
+
+    Args:
+        phases: Table of iteration and phase, in order of time. Optional: micro_batch, the number of the micro-batch
+            that a schedule ran (0: not known), and source, the number of the module that ran forward.
+    """
+    iteration = phases["iteration"].fillna(-1)
+    forward = phases["phase"].eq(FORWARD)
+    previous = phases["phase"].shift().where(iteration.eq(iteration.shift()))
+    numbers = (forward & previous.isin([BACKWARD, UPDATE])).groupby(iteration).cumsum().astype("int64")
+    if "micro_batch" in phases and phases["micro_batch"].any():
+        known = phases["micro_batch"].where(phases["micro_batch"] > 0).groupby(iteration)
+        # A loss that is a module belongs to the forward before it, an update to the last backward.
+        numbers = known.ffill().fillna(known.bfill()).groupby(iteration).rank("dense").sub(1).fillna(numbers)
+    if "source" in phases:
+        for _, rows in phases[forward | phases["phase"].eq(BACKWARD)].groupby(iteration):
+            if _is_pipeline(rows):
+                numbers[rows.index] = rows.groupby("phase").cumcount()
+                last = rows.index[-1]
+                numbers[(phases.index > last) & iteration.eq(iteration[last])] = numbers[last]
+    return numbers.astype("int64")
+
+
+def _is_pipeline(rows: pd.DataFrame) -> bool:
+    """Return whether forwards of one module run ahead of as many backwards, without known micro-batches."""
+    forward = rows["phase"].eq(FORWARD)
+    if forward.sum() * 2 != len(rows) or rows["micro_batch"].any() or rows["source"][forward].nunique() != 1:
+        return False
+    ahead = forward.astype(int).where(forward, -1).cumsum()
+    return bool(rows["source"].max() > 0 and ahead.max() > 1 and ahead.min() >= 0)

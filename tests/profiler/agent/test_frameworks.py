@@ -1,0 +1,23 @@
+"""Training loops of frameworks and of unusual optimizers: phases agree with timers inside the job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.conftest import Recorded, slow
+from tests.profiler.agent.timed_jobs import STEPS, TIMED_JOBS, assert_phases_agree
+
+Record = Callable[..., Recorded]
+
+FEW = ("Lightning, automatic, 4", "SAM, 1")
+
+
+@pytest.mark.parametrize("name", slow(TIMED_JOBS, FEW))
+def test_profile__agrees_with_timers_inside_the_job(name: str, record: Record) -> None:
+    job, expected = TIMED_JOBS[name]
+    recorded = record(job)
+    assert recorded.run.returncode == 0, recorded.run.stderr
+    assert recorded.phases() == [expected.split()] * STEPS
+    assert_phases_agree(recorded)
