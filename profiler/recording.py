@@ -17,10 +17,12 @@ from ebbtide.errors import TraceError
 from ebbtide.profiler.agent.options import Options
 from ebbtide.profiler.sampler.sampler import Sampler
 from ebbtide.profiler.trace.files import read_meta, write_meta
+from ebbtide.profiler.trace.finish import finish
 from ebbtide.profiler.trace.iteration_ends import explain_no_iterations
 from ebbtide.profiler.trace.lock import lock_recording
-from ebbtide.profiler.trace.reader import Trace, finish, recovered_traces
+from ebbtide.profiler.trace.recovery import recovered_traces
 from ebbtide.profiler.trace.schema import SPOOL
+from ebbtide.profiler.trace.trace import Trace
 
 _NO_SPACE = "no space left on the device: the recording ends where it ran out (the job went on); the trace opens so far"
 
@@ -137,26 +139,25 @@ def finish_recording(recording: OpenRecording, changes: dict[str, Any], first_it
     output, warnings = recording.output, list(recording.sampler.notes)
     if not recording.is_in_place:
         return RecordingResult([], [f"{output} was removed while the job ran: nothing was saved"])
-    reason = explain_empty_recording(output / SPOOL, first_iteration)
+    empty_reason = explain_empty_recording(output / SPOOL, first_iteration)
     changes = {"host": recording.sampler.host, "ended_wall_ns": time.time_ns(), "notes": list(warnings), **changes}
     try:
         traces = finish(output, changes)
-    except TraceError as error:
-        return RecordingResult([], [*warnings, f"nothing was saved: {error}"])
-    except OSError as error:
+    except (OSError, TraceError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
         try:
             traces = recovered_traces(output, read_meta(output))[:1]
         except (OSError, TraceError):
-            return RecordingResult([], [*warnings, f"nothing was saved: {error.strerror or error}"])
-        if error.errno == errno.ENOSPC:
+            return RecordingResult([], [*warnings, f"nothing was saved: {reason}"])
+        if getattr(error, "errno", None) == errno.ENOSPC:
             # Everything else that the trace lacks follows from this.
             return RecordingResult(traces, [_NO_SPACE])
-        warnings.append(f"the trace could not be finished ({error.strerror or error}): it opens from its spools")
+        warnings.append(f"the trace could not be finished ({reason}): it opens from its spools")
     warnings += [note for trace in traces for note in trace.notes if note not in warnings]
     if not traces[0].ranks:
         if recording.is_in_place:
             shutil.rmtree(output, ignore_errors=True)
-        return RecordingResult([], [*warnings, f"nothing was recorded: {reason}"])
+        return RecordingResult([], [*warnings, f"nothing was recorded: {empty_reason}"])
     warnings += [warning for trace in traces if (warning := _no_iterations(trace))]
     return RecordingResult(traces, list(dict.fromkeys(warnings)))
 

@@ -22,7 +22,7 @@ from ebbtide.profiler.recording import (
     spool_folder,
 )
 from ebbtide.profiler.trace.files import new_trace
-from ebbtide.profiler.trace.reader import Trace
+from ebbtide.profiler.trace.trace import Trace
 
 
 class Tracer:

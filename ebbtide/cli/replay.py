@@ -51,7 +51,7 @@ def replay(
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Also print the gain of each mechanism.")] = False,
     recommend: Annotated[
-        bool, typer.Option("--recommend", help="Also print the recommended setup in one line.")
+        bool, typer.Option("--recommend", help="Also print the recommended DeepSpeed configuration or call.")
     ] = False,
     plot: Plot = None,
     save: Annotated[

@@ -4,19 +4,36 @@ from __future__ import annotations
 
 import _thread
 import time
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from .memory_reader import MemoryReader
-    from .process_recorder import ProcessRecorder
-    from .spool import Spool
+from .memory_reader import MemoryReader, Reading
+from .spool import Spool
 
 _FLUSH_SECONDS = 0.25
 # Memory readings between phase boundaries may take one part in so many of the time.
 _POLL_SHARE = 500
 
 
-def start_background(recorder: ProcessRecorder, spool: Spool, memory: MemoryReader, poll_ms: float) -> None:
+class SampledRecorder(Protocol):
+    """The part of a recorder that the thread needs."""
+
+    live: bool
+
+    @property
+    def recording(self) -> bool:
+        """Whether samples are recorded now."""
+
+    def put_memory(self, time_ns: int, readings: list[Reading]) -> None:
+        """Record readings of memory."""
+
+    def close(self, reason: str) -> Any:
+        """End the recording."""
+
+    def fail(self, error: BaseException) -> None:
+        """End the recording after a fault."""
+
+
+def start_background(recorder: SampledRecorder, spool: Spool, memory: MemoryReader, poll_ms: float) -> None:
     """Start the thread, which ends with the recording.
 
     It is not a `threading` thread: the job's list of threads does not change, and its exit does not wait.
@@ -24,7 +41,7 @@ def start_background(recorder: ProcessRecorder, spool: Spool, memory: MemoryRead
     _thread.start_new_thread(_run, (recorder, spool, memory, poll_ms / 1e3))
 
 
-def _run(recorder: ProcessRecorder, spool: Spool, memory: MemoryReader, period_s: float) -> None:
+def _run(recorder: SampledRecorder, spool: Spool, memory: MemoryReader, period_s: float) -> None:
     flushed_s = time.monotonic()
     while recorder.live and spool.is_open:
         time.sleep(max(period_s, memory.cost_ns * _POLL_SHARE / 1e9) if period_s else _FLUSH_SECONDS)

@@ -6,17 +6,15 @@ import _thread
 import time
 from typing import TYPE_CHECKING, Any, Callable
 
-from .spool import PHASES
+from .phase_record import UPDATE, PhaseRecord
 
 if TYPE_CHECKING:
-    from .recorder import PhaseRecord, Recorder
-
-_UPDATE = PHASES.index("update")
+    from .recorder import Recorder
 
 # A shorter part is only the way into the step (torch's own hooks take about 40 us, more at first), or out of it.
 # The way in counts by its CPU time, since the thread may be stopped there, unless it is so long that it waits.
-_SHORT_BEFORE_NS = 100_000
-_WAITING_NS = 2_000_000
+_SHORT_BEFORE_NS = 200_000
+_WAITING_NS = 20_000_000
 _SHORT_AFTER_NS = 20_000
 
 _SEVERAL_CALLS_NOTE = (
@@ -43,7 +41,7 @@ class UpdateParts:
         self._calls = 0
         self._lost = False
         self._cpu_ns = time.thread_time_ns()
-        self._before_is_step = False
+        self._keeps_before: bool | None = None
         self._before: PhaseRecord | None = None
         self._held_outside: list[PhaseRecord] | None = None
         self._stepped: list[Any] = []
@@ -58,15 +56,19 @@ class UpdateParts:
             of_torch: Whether the optimizer is one of torch's, which do nothing before they call the closure.
         """
         if of_torch and not self._calls:
-            self._begin_own_step()
+            self._measure_before()
         if len(args) > 1 and self._watches(args[1]):
             return (args[0], _WatchedClosure(self, args[1]), *args[2:]), kwargs
         if self._watches(kwargs.get("closure")):
             return args, {**kwargs, "closure": _WatchedClosure(self, kwargs["closure"])}
         return args, kwargs
 
-    def _is_long(self, ended_ns: int, started_ns: int) -> bool:
-        return False
+    def _measure_before(self) -> None:
+        """Decide whether the part of the step up to now is a phase."""
+        if self._keeps_before is None:
+            cpu_ns = time.thread_time_ns() - self._cpu_ns
+            waited_ns = time.monotonic_ns() - self._recorder.started_ns
+            self._keeps_before = cpu_ns >= _SHORT_BEFORE_NS or waited_ns >= _WAITING_NS
 
     @staticmethod
     def _watches(closure: Any) -> bool:
@@ -93,6 +95,7 @@ class UpdateParts:
         recorder = self._recorder
         try:
             self._stepped = list(recorder.stepped)
+            self._measure_before()
             if recorder.recording:
                 self._before = recorder.end_record(time.monotonic_ns())
             self._held_outside, recorder.held = recorder.held, []
@@ -105,7 +108,7 @@ class UpdateParts:
     def _resume(self) -> None:
         recorder = self._recorder
         # Nothing is held back in a child that the closure forked.
-        if recorder.held is None or not recorder.enter(_UPDATE):
+        if recorder.held is None or not recorder.enter(UPDATE):
             self._lost = True
             return
         recorder.parts = self
@@ -135,7 +138,7 @@ class UpdateParts:
             return True
         keep_before = False
         if before is not None:
-            keep_before = counts and (self._step_ns or before.end_ns) - before.start_ns >= _SHORT_BEFORE_NS
+            keep_before = counts and bool(self._keeps_before)
             if keep_before and recorder.held is not None:
                 recorder.held.insert(0, before)
             else:

@@ -14,8 +14,9 @@ from typing import Any, Callable
 
 from .closures import UpdateParts
 from .patches import Patches
+from .phase_record import BACKWARD, FORWARD, UPDATE
 from .pipelines import PipelineHooks
-from .recorder import BACKWARD, FORWARD, UPDATE, Recorder
+from .recorder import Recorder
 
 _CALL_ATTRIBUTE = "_compiled_call_impl"
 
@@ -78,7 +79,7 @@ class OutermostCall:
         recorder = self._recorder
         if recorder.threads.in_forward:
             return call(*args, **kwargs)
-        start_ns, start_mark = time.monotonic_ns(), recorder.gpu.record_mark()
+        start_ns, start_mark = time.monotonic_ns(), recorder.mark_time()
         with recorder.threads.forward():
             result = call(*args, **kwargs)
         if self._trains(module, result):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Callable
 
 from .background import start_background
-from .gpu_clock import DeviceSpan, GpuClock
+from .gpu_clock import DeviceSpan, EventMark, GpuClock
 from .memory_reader import MemoryReader, Reading
 from .options import Options
 from .process_files import ProcessFiles
@@ -99,6 +99,14 @@ class ProcessRecorder:
         for listener in self.on_iteration:
             listener(iteration)
         start_background(self, self._spool, self._memory, self._options.poll_ms)
+
+    def mark_time(self) -> EventMark | None:
+        """Mark the current time of the device. Never raises."""
+        try:
+            return self.gpu.record_mark() if self.recording else None
+        except Exception as error:
+            self.fail(error)
+        return None
 
     def put_memory(self, time_ns: int, readings: list[Reading]) -> None:
         """Append readings of memory to the spool, if there is one."""

@@ -7,36 +7,22 @@ from __future__ import annotations
 
 import _thread
 import time
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from .closures import UpdateParts
 from .gpu_clock import EventMark
 from .iterations import IterationRule
+from .phase_record import BACKWARD, FORWARD, PhaseRecord
 from .process_recorder import ProcessRecorder
-from .spool import ITERATION, PHASE, PHASES, START
+from .spool import ITERATION, PHASE, START
 from .threads import TWO_TRAIN_NOTE, TrainingThreads
-
-FORWARD, BACKWARD, UPDATE = range(len(PHASES))
 
 # Memory readings at the start of a phase may take one part in so many of the time.
 _START_SHARE = 1000
 # Flushes at the ends of phases, and of iterations, may take one part in so many of the time: a file system may be slow.
 _PHASE_FLUSH_SHARE = 100
 _ITERATION_FLUSH_SHARE = 20
-
-
-class PhaseRecord(NamedTuple):
-    """A finished phase. `micro_batch` and `source` count from 1; 0: not known."""
-
-    phase: int
-    sequence: int
-    micro_batch: int
-    source: int
-    start_ns: int
-    end_ns: int
-    start_mark: EventMark | None
-    end_mark: EventMark | None
 
 
 class Recorder(ProcessRecorder):

@@ -9,8 +9,8 @@ import pandas as pd
 
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace.files import new_trace, write_meta, write_rank
-from ebbtide.profiler.trace.reader import Trace
 from ebbtide.profiler.trace.schema import TABLES, frame
+from ebbtide.profiler.trace.trace import Trace
 
 
 class RankBuilder:

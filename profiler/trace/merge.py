@@ -8,8 +8,9 @@ from typing import Any
 
 from ebbtide.errors import TraceError
 from ebbtide.profiler.trace.files import new_trace, write_meta, write_rank
-from ebbtide.profiler.trace.reader import Trace, open_trace
+from ebbtide.profiler.trace.reader import open_trace
 from ebbtide.profiler.trace.schema import TABLES
+from ebbtide.profiler.trace.trace import Trace
 
 _TIMES = ("start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns", "t_ns")
 

@@ -14,7 +14,8 @@ from weakref import WeakSet
 from ..imports import when_imported
 from ..patches import Patches
 from ..phase_hooks import wrap_backward
-from ..recorder import UPDATE, Recorder
+from ..phase_record import UPDATE
+from ..recorder import Recorder
 from .reduction import GradientReduction
 from .settings import describe_engine
 from .substeps import SubstepRecorder

@@ -236,7 +236,7 @@ def test_step__returns_and_raises_as_without_a_recorder(tmp_path: Path) -> None:
             scaler = torch.amp.GradScaler("cpu")
             x, y = batch()
             scaler.scale(F.mse_loss(model(x), y)).backward()
-            scaler.step(optimizer, closure)
+            scaler.step(optimizer, closure=closure)
         except RuntimeError as error:
             assert "Closure use is not currently supported" in str(error)
         for _ in range(3):

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import Spool
 from ebbtide.profiler.trace.builder import TraceBuilder
+from ebbtide.profiler.trace.finish import finish
 from ebbtide.profiler.trace.metadata import DeepSpeedInfo, DeviceInfo
-from ebbtide.profiler.trace.reader import finish, open_trace
+from ebbtide.profiler.trace.reader import open_trace
 from ebbtide.profiler.trace.spools import RankData, recover
 from tests.conftest import FUZZ
 
@@ -293,7 +294,7 @@ def test_recover__leaves_out_a_process_that_only_ran_forwards(tmp_path: Path) ->
 
 def test_finish__writes_a_trace_for_each_training(tmp_path: Path) -> None:
     path = recording(tmp_path, {})
-    written(path / "spool", [*FOUR[:3], stop("closed")], number=2)
+    written(path / "spool", [*step(0), stop("closed")], number=2)
     (tmp_path / "run-2.ebb").mkdir()
     traces = finish(path, {})
     assert [trace.path.name for trace in traces] == ["run.ebb", "run-3.ebb"]

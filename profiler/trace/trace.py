@@ -1,0 +1,97 @@
+"""The trace: typed metadata, and tables as pandas frames."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ebbtide.errors import TraceError
+from ebbtide.profiler.trace.metadata import RankInfo, TraceMeta
+from ebbtide.profiler.trace.metadata_parsing import parse_meta
+
+Load = Callable[[int, str], pd.DataFrame]
+
+
+class Trace:
+    """A trace: its metadata, and the tables of each rank, which are read at first use.
+
+    Times are ns on one monotonic clock, sizes bytes, rates bytes/s.
+
+    Attributes:
+        path: The folder of the trace.
+        raw_meta: The object of meta.json, with keys that the format does not specify. Do not change it.
+    """
+
+    def __init__(self, path: Path, raw_meta: dict[str, Any], load: Load) -> None:
+        self.path = path
+        self.raw_meta = raw_meta
+        self._load = load
+        self._tables: dict[tuple[int, str], pd.DataFrame] = {}
+
+    def __repr__(self) -> str:
+        meta = self.meta
+        return f"Trace({str(self.path)!r}, source={meta.source!r}, state={meta.state!r}, ranks={self.ranks})"
+
+    @cached_property
+    def meta(self) -> TraceMeta:
+        """The typed metadata; its keys are those of meta.json, which docs/trace-format.md specifies."""
+        return parse_meta(self.raw_meta, self.path)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The numbers of the recorded ranks."""
+        return [entry.rank for entry in self.meta.ranks]
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for people: what is missing or unusual."""
+        return list(self.meta.notes)
+
+    @property
+    def name(self) -> str:
+        """The name of the folder without `.ebb`."""
+        return self.path.name.removesuffix(".ebb")
+
+    def rank(self, rank: int) -> RankInfo:
+        """Return the metadata of one rank. Raises TraceError for a rank that was not recorded."""
+        for entry in self.meta.ranks:
+            if entry.rank == rank:
+                return entry
+        recorded = ", ".join(map(str, self.ranks)) or "none"
+        raise TraceError(f"{self.path} has no rank {rank}: it has {recorded}")
+
+    def table(self, rank: int, name: str) -> pd.DataFrame:
+        """Return a table of one rank, sorted by time, with the columns of docs/trace-format.md. Do not change it."""
+        self.rank(rank)
+        key = rank, name
+        if key not in self._tables:
+            self._tables[key] = self._load(rank, name)
+        return self._tables[key]
+
+    def phases(self, rank: int) -> pd.DataFrame:
+        """Return the table `phases` of one rank."""
+        return self.table(rank, "phases")
+
+    def memory(self, rank: int) -> pd.DataFrame:
+        """Return the table `memory` of one rank."""
+        return self.table(rank, "memory")
+
+    def link(self, rank: int) -> pd.DataFrame:
+        """Return the table `link` of one rank."""
+        return self.table(rank, "link")
+
+    def transfers(self, rank: int) -> pd.DataFrame:
+        """Return the table `transfers` of one rank."""
+        return self.table(rank, "transfers")
+
+    def ops(self, rank: int) -> pd.DataFrame:
+        """Return the table `ops` of one rank."""
+        return self.table(rank, "ops")
+
+    def gpu(self, rank: int) -> pd.DataFrame:
+        """Return the table `gpu` of one rank; empty in traces of earlier versions."""
+        return self.table(rank, "gpu")

@@ -1,0 +1,118 @@
+"""Loops without an optimizer of torch: iterations are cut where a forward follows a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ebbtide.analysis.metrics.iteration_stats import compare_iterations
+from ebbtide.profiler.agent import spool as kinds
+from ebbtide.profiler.trace.iteration_ends import explain_no_iterations, iteration_ends
+from ebbtide.profiler.trace.spool_records import RECORD
+from tests.conftest import Recorded, phases_of
+from tests.profiler.agent.jobs import PRELUDE, STEPS
+from tests.profiler.agent.test_phases import trace_all
+
+Record = Callable[..., Recorded]
+
+MANUAL = """
+for _ in range(STEPS):
+    x, y = batch()
+    F.mse_loss(model(x), y).backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.data -= 1e-2 * p.grad
+            p.grad = None
+"""
+OWN_OPTIMIZER = """
+class Muon:
+    def step(self):
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 1e-2 * p.grad.sign()
+                p.grad = None
+optimizer = Muon()
+for _ in range(STEPS):
+    x, y = batch()
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+"""
+ACCUMULATION = """
+for _ in range(STEPS):
+    for _ in range(3):
+        x, y = batch()
+        F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+WARNING = 'mark them with Tracer(...).phase("update")'
+
+
+def test_tracer__cuts_iterations_without_an_optimizer(tmp_path: Path) -> None:
+    traces = trace_all(tmp_path, {"manual": MANUAL, "own optimizer": OWN_OPTIMIZER, "torch": ACCUMULATION})
+    for name in ("manual", "own optimizer"):
+        assert phases_of(traces[name]) == [["forward", "backward"]] * STEPS
+        assert [note for note in traces[name].notes if WARNING in note]
+    assert phases_of(traces["torch"]) == [["forward", "backward"] * 3 + ["update"]] * STEPS
+    assert not traces["torch"].notes
+
+
+def test_profile__warns_once_and_gives_no_time_of_updates(record: Record) -> None:
+    recorded = record(PRELUDE + MANUAL)
+    assert recorded.run.stderr.count(WARNING) == 1
+    times = compare_iterations(recorded.trace).to_pandas()
+    assert len(times) == STEPS
+    assert times["update_ms"].isna().all()
+
+
+@pytest.mark.parametrize(("job", "phases_each"), [(MANUAL, 2), (ACCUMULATION, 7)])
+def test_profile__records_a_range_of_iterations(job: str, phases_each: int, record: Record) -> None:
+    recorded = record(PRELUDE + job.replace("STEPS", "12"), options=["--iterations", "5:8"])
+    assert recorded.run.returncode == 0, recorded.run.stderr
+    phases = recorded.trace.phases(0)
+    assert sorted(phases["iteration"].unique()) == [5, 6, 7]
+    assert len(phases) == 3 * phases_each
+
+
+def records(phases: str, iteration_after: int | None = None, first: int = 0) -> np.ndarray:
+    """Return the records of a spool with phases written as F, B and U, and an iteration that ends after one of them."""
+    rows = []
+    if first:
+        rows.append({"kind": kinds.START, "a": first})
+    for number, word in enumerate(phases.split(), 1):
+        rows.append({"kind": kinds.PHASE, "code": "FBU".index(word), "a": number})
+        if number == iteration_after:
+            rows.append({"kind": kinds.ITERATION, "a": 0, "b": number})
+    table = np.zeros(len(rows), RECORD)
+    for row, values in zip(table, rows, strict=True):
+        for key, value in values.items():
+            row[key] = value
+    return table
+
+
+@pytest.mark.parametrize(
+    ("phases", "ends"),
+    [
+        ("F B F B F B", {0: 2, 1: 4, 2: 6}),
+        ("F F B B F B F", {0: 4, 1: 6}),
+        ("F F F", {}),
+        ("B B", {0: 2}),
+        ("F B U F B U", {0: 3, 1: 5}),
+        ("", {}),
+    ],
+)
+def test_iteration_ends__are_where_a_forward_follows_a_backward(phases: str, ends: dict[int, int]) -> None:
+    assert iteration_ends(records(phases)) == ends
+    assert iteration_ends(records(phases, first=7)) == {7 + number: end for number, end in ends.items()}
+
+
+def test_iteration_ends__follow_optimizers_where_any_stepped() -> None:
+    assert iteration_ends(records("F B F B U F B", iteration_after=5)) == {0: 5}
+
+
+def test_explain_no_iterations__names_the_remedy() -> None:
+    assert "nothing ran backward" in explain_no_iterations(["forward"])
+    assert "Tracer(...).phase(" in explain_no_iterations([])
