@@ -20,9 +20,9 @@ from typing import NoReturn
 from ebbtide.errors import TraceError
 from ebbtide.profiler.agent.options import Options
 from ebbtide.profiler.exit_status import exit_meta, wait_status
-from ebbtide.profiler.recording import finish_recording, next_commands, open_recording
+from ebbtide.profiler.job_processes import remaining_processes
+from ebbtide.profiler.recording import finish_recording, next_commands, open_recording, spool_folder
 from ebbtide.profiler.trace.files import new_trace
-from ebbtide.profiler.trace.lock import process_runs
 
 # A scheduler sends some of these to every process of a job, and a terminal others; none of them is for the collector.
 _IGNORED = (
@@ -151,7 +151,7 @@ def _collect(
     recording.sampler.start()
     _wait(job_end)
     exit_info = exit_meta(wait_status(job, job_end))
-    while any(process_runs(pid) for pid in recording.sampler.recorded_processes()):
+    while remaining_processes(spool_folder(output)):
         time.sleep(_CHILDREN_PERIOD_S)
     recording.sampler.stop()
     result = finish_recording(recording, {"exit": exit_info} if exit_info else {}, options.first)

@@ -12,7 +12,7 @@ from typing import NoReturn
 from ebbtide.errors import TraceError
 from ebbtide.profiler.agent.options import Options
 from ebbtide.profiler.collector import start_collector
-from ebbtide.profiler.recording import require_linux, spool_folder
+from ebbtide.profiler.recording import require_linux, spool_folder, write_nested_marker
 
 # Python ignores these, and a program inherits what is ignored.
 _DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -37,6 +37,7 @@ def profile(command: Sequence[str], output: Path, options: Options, force: bool 
     if shutil.which(command[0]) is None:
         raise TraceError(f"cannot run {command[0]}: {_why_not(command[0])}")
     collector = start_collector(output, command, options, force)
+    write_nested_marker()
     for number in _DEFAULT:
         signal.signal(number, signal.SIG_DFL)
     try:

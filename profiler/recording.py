@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shlex
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ebbtide
 from ebbtide.errors import TraceError
-from ebbtide.profiler.agent.options import Options
+from ebbtide.profiler.agent.options import SPOOL_DIRECTORY, Options
 from ebbtide.profiler.sampler.sampler import Sampler
 from ebbtide.profiler.trace.files import read_meta, write_meta
 from ebbtide.profiler.trace.finish import finish
@@ -46,12 +48,14 @@ class OpenRecording:
 
     Attributes:
         output: The trace.
+        command: The recorded command.
         sampler: Its sampler, not yet started.
         lock: Descriptor of its lock.
         folder: Device and inode of the folder.
     """
 
     output: Path
+    command: list[str]
     sampler: Sampler
     lock: int
     folder: tuple[int, int]
@@ -90,7 +94,7 @@ def open_recording(output: Path, command: list[str], options: Options, job: int)
     lock = lock_recording(output, job)
     sampler = Sampler(spools, max_bytes=options.max_bytes)
     write_meta(output, first_meta(command, options, sampler.host))
-    return OpenRecording(output, sampler, lock, _identity(output))
+    return OpenRecording(output, command, sampler, lock, _identity(output))
 
 
 def _identity(folder: Path) -> tuple[int, int]:
@@ -139,7 +143,7 @@ def finish_recording(recording: OpenRecording, changes: dict[str, Any], first_it
     output, warnings = recording.output, list(recording.sampler.notes)
     if not recording.is_in_place:
         return RecordingResult([], [f"{output} was removed while the job ran: nothing was saved"])
-    empty_reason = explain_empty_recording(output / SPOOL, first_iteration)
+    empty_reason = explain_empty_recording(output / SPOOL, recording.command, first_iteration)
     changes = {"host": recording.sampler.host, "ended_wall_ns": time.time_ns(), "notes": list(warnings), **changes}
     try:
         traces = finish(output, changes)
@@ -168,8 +172,24 @@ def _no_iterations(trace: Trace) -> str | None:
     return explain_no_iterations(phase for rank in trace.ranks for phase in trace.phases(rank)["phase"].unique())
 
 
-def explain_empty_recording(spools: Path, first_iteration: int = 0) -> str:
-    """Return why no process recorded itself, from the marker files that the agent writes as it starts."""
+def write_nested_marker() -> None:
+    """Tell an `ebbtide profile` around this one that the job is recorded here."""
+    outer = os.environ.get(SPOOL_DIRECTORY)
+    if outer:
+        with contextlib.suppress(OSError):
+            (Path(outer) / f"nested-{os.getpid()}").touch()
+
+
+def explain_empty_recording(spools: Path, command: Sequence[str], first_iteration: int = 0) -> str:
+    """Return why no process recorded itself, from the marker files that the agent writes as it starts.
+
+    Args:
+        spools: The folder of the markers.
+        command: The job's command.
+        first_iteration: The first iteration that was to be recorded.
+    """
+    if any(spools.glob("nested-*")):
+        return "the job is recorded by another `ebbtide profile` inside this command"
     failed = sorted(spools.glob("failed-*"))
     if failed:
         return f"the agent could not attach ({failed[0].read_text(errors='replace')[:200]})"
@@ -179,6 +199,8 @@ def explain_empty_recording(spools: Path, first_iteration: int = 0) -> str:
         return "torch was imported, but no module ran forward with gradients and nothing ran backward"
     if any(spools.glob("python-*")):
         return "no Python process of this command imported torch"
+    if not any("python" in Path(word).name or word.endswith(".py") for word in command):
+        return "no Python process of this command loaded the agent, if there was one"
     return (
         "no Python process loaded the agent (was Python started with -I, -E or -S, or with a PYTHONPATH of its own, "
         "from an environment where ebbtide is not installed?)"

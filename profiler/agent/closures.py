@@ -43,7 +43,7 @@ class UpdateParts:
         self._cpu_ns = time.thread_time_ns()
         self._keeps_before: bool | None = None
         self._before: PhaseRecord | None = None
-        self._held_outside: list[PhaseRecord] | None = None
+        self._deferred_outside: list[PhaseRecord] | None = None
         self._stepped: list[Any] = []
         recorder.parts = self
 
@@ -98,7 +98,7 @@ class UpdateParts:
             self._measure_before()
             if recorder.recording:
                 self._before = recorder.end_record(time.monotonic_ns())
-            self._held_outside, recorder.held = recorder.held, []
+            self._deferred_outside, recorder.deferred = recorder.deferred, []
         except Exception as error:
             recorder.fail(error)
         finally:
@@ -108,7 +108,7 @@ class UpdateParts:
     def _resume(self) -> None:
         recorder = self._recorder
         # Nothing is held back in a child that the closure forked.
-        if recorder.held is None or not recorder.enter(UPDATE):
+        if recorder.deferred is None or not recorder.enter(UPDATE):
             self._lost = True
             return
         recorder.parts = self
@@ -122,7 +122,7 @@ class UpdateParts:
                 recorder.note_once(_SEVERAL_CALLS_NOTE)
                 if self._before is not None:
                     recorder.extend_back(self._before)
-                recorder.settle(False, self._held_outside)
+                recorder.settle(False, self._deferred_outside)
             except Exception as error:
                 recorder.fail(error)
 
@@ -139,11 +139,11 @@ class UpdateParts:
         keep_before = False
         if before is not None:
             keep_before = counts and bool(self._keeps_before)
-            if keep_before and recorder.held is not None:
-                recorder.held.insert(0, before)
+            if keep_before and recorder.deferred is not None:
+                recorder.deferred.insert(0, before)
             else:
                 recorder.release_marks(before)
-        recorder.settle(True, self._held_outside)
+        recorder.settle(True, self._deferred_outside)
         return not self.failed and (end_ns - recorder.started_ns >= _SHORT_AFTER_NS or not keep_before)
 
     def leave(self, optimizer: Any) -> None:

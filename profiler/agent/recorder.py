@@ -42,7 +42,7 @@ class Recorder(ProcessRecorder):
         source: Number of the outermost module of the open phase, if it is a forward; else 0.
         parts: The open update, if it may call a closure.
         threads: The threads that have had phases.
-        held: Phases that are not yet written, since the open update decides about them; None: none are held back.
+        deferred: Phases that are not yet written, since the open update decides about them; None: none are held back.
     """
 
     def _reset(self) -> None:
@@ -54,7 +54,7 @@ class Recorder(ProcessRecorder):
         self.modules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.micro_batch = self.source = 0
         self.parts: UpdateParts | None = None
-        self.held: list[PhaseRecord] | None = None
+        self.deferred: list[PhaseRecord] | None = None
         self.threads = TrainingThreads()
         self._phase_lock = _thread.allocate_lock()
         self._owner = 0
@@ -188,22 +188,22 @@ class Recorder(ProcessRecorder):
         self.gpu.release_mark(record.end_mark)
 
     def _put_phase(self, record: PhaseRecord) -> None:
-        if self.held is not None:
-            self.held.append(record)
+        if self.deferred is not None:
+            self.deferred.append(record)
             return
         phase, sequence, micro_batch, source, start_ns, end_ns, start_mark, end_mark = record
         self.put(PHASE, phase, a=sequence, b=micro_batch, c=source, x=start_ns, y=end_ns)
         self.gpu.add_span(sequence, start_mark, end_mark)
 
-    def settle(self, keep: bool, held_outside: list[PhaseRecord] | None) -> None:
+    def settle(self, keep: bool, deferred_outside: list[PhaseRecord] | None) -> None:
         """Write the phases that were held back, or drop them.
 
         Args:
             keep: Whether they are written.
-            held_outside: The phases that an update around this one holds back, to which these are added then.
+            deferred_outside: The phases that an update around this one holds back, to which these are added then.
         """
-        held, self.held = self.held or [], held_outside
-        for record in held:
+        records, self.deferred = self.deferred or [], deferred_outside
+        for record in records:
             if keep:
                 self._put_phase(record)
             else:

@@ -29,7 +29,7 @@ def lock_recording(path: Path, job: int) -> int:
     """
     fd = os.open(path / SPOOL / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.write(fd, json.dumps({"job": job, "start_ticks": _start_ticks(job), "collector": os.getpid()}).encode())
+    os.write(fd, json.dumps({"job": job, "start_ticks": start_ticks(job), "collector": os.getpid()}).encode())
     return fd
 
 
@@ -65,7 +65,7 @@ def _runs(path: Path) -> bool:
     """Return whether the job or one of its recorded processes still runs."""
     try:
         lock = json.loads((path / SPOOL / _LOCK).read_bytes())
-        if lock["start_ticks"] is not None and _start_ticks(lock["job"]) == lock["start_ticks"]:
+        if lock["start_ticks"] is not None and start_ticks(lock["job"]) == lock["start_ticks"]:
             return True
     except (OSError, ValueError, TypeError, KeyError):
         pass
@@ -74,10 +74,10 @@ def _runs(path: Path) -> bool:
 
 def process_runs(pid: int) -> bool:
     """Return whether a process exists that has not ended."""
-    return _start_ticks(pid) is not None
+    return start_ticks(pid) is not None
 
 
-def _start_ticks(pid: int) -> int | None:
+def start_ticks(pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot; None for one that has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

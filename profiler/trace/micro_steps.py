@@ -23,9 +23,9 @@ def micro_steps(phases: pd.DataFrame) -> pd.Series[int]:
     previous = phases["phase"].shift().where(iteration.eq(iteration.shift()))
     numbers = (forward & previous.isin([BACKWARD, UPDATE])).groupby(iteration).cumsum().astype("int64")
     if "micro_batch" in phases and phases["micro_batch"].any():
-        known = phases["micro_batch"].where(phases["micro_batch"] > 0).groupby(iteration)
+        batches = phases["micro_batch"].where(phases["micro_batch"] > 0).groupby(iteration)
         # A loss that is a module belongs to the forward before it, an update to the last backward.
-        numbers = known.ffill().fillna(known.bfill()).groupby(iteration).rank("dense").sub(1).fillna(numbers)
+        numbers = batches.ffill().fillna(batches.bfill()).groupby(iteration).rank("dense").sub(1).fillna(numbers)
     if "source" in phases:
         for _, rows in phases[forward | phases["phase"].eq(BACKWARD)].groupby(iteration):
             if _is_pipeline(rows):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Recorded
-from tests.profiler.agent.jobs import STEPS
+from tests.conftest import Recorded, phases_of
+from tests.profiler.agent.jobs import PRELUDE, STEPS
 from tests.profiler.agent.test_phases import trace_all
 
 Record = Callable[..., Recorded]
@@ -99,8 +99,6 @@ ONE_TRAINS = {
 
 
 def test_profile__warns_of_two_threads_that_train(record: Record) -> None:
-    from tests.profiler.agent.jobs import PRELUDE
-
     recorded = record(PRELUDE + TWO_TRAININGS)
     assert recorded.run.returncode == 0, recorded.run.stderr
     assert recorded.run.stderr.count("two threads train at the same time") == 1
@@ -112,5 +110,7 @@ def test_tracer__does_not_warn_where_one_thread_trains(tmp_path: Path) -> None:
     traces = trace_all(tmp_path, ONE_TRAINS)
     assert {name: trace.notes for name, trace in traces.items()} == {name: [] for name in ONE_TRAINS}
     assert traces["one thread after the other"].phases(0)["iteration"].nunique() == 5 * STEPS
-    loading = traces["a thread that loads data, with transforms that are modules"].phases(0)
-    assert loading["phase"].value_counts().to_dict() == {"forward": 100, "backward": 100, "update": 100}
+    # Only before the first phases of the thread that trains, the other could be the one.
+    loading = phases_of(traces["a thread that loads data, with transforms that are modules"])
+    assert len(loading) >= 99
+    assert loading[2:] == [["forward", "backward", "update"]] * (len(loading) - 2)
