@@ -61,8 +61,8 @@ def profile(
 ) -> None:
     """Record the phases, memory and link use of a training job.
 
-    The job takes the place of this command: it runs unchanged, with its own process id, output, signals and exit status. The
-    trace is finished when it has ended.
+    The job takes the place of this command: it runs unchanged, with its own process id, output, signals and exit
+    status. The trace is finished when it has ended.
     """
     from ebbtide.profiler.agent.options import Options
     from ebbtide.profiler.launch import profile as record

@@ -10,7 +10,6 @@ import time
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from .closures import UpdateParts
 from .gpu_clock import EventMark
 from .iterations import IterationRule
 from .phase_record import BACKWARD, FORWARD, PhaseRecord
@@ -53,7 +52,7 @@ class Recorder(ProcessRecorder):
         self.stepped: list[Any] = []
         self.modules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.micro_batch = self.source = 0
-        self.parts: UpdateParts | None = None
+        self.parts: Any = None
         self.deferred: list[PhaseRecord] | None = None
         self.threads = TrainingThreads()
         self._phase_lock = _thread.allocate_lock()
@@ -143,7 +142,7 @@ class Recorder(ProcessRecorder):
         self._owner = 0
         self._phase_lock.release()
 
-    def _end_phase(self, end_ns: int, keep: bool, parts: UpdateParts | None) -> None:
+    def _end_phase(self, end_ns: int, keep: bool, parts: Any) -> None:
         iteration = None
         if self.stepped:
             iteration = self._rule.add_update(self.stepped, self._backwards)
