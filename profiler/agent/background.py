@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import _thread
 import time
-from typing import Any, Protocol
+from typing import Any
 
-from .memory_reader import MemoryReader, Reading
+from .memory_reader import MemoryReader
 from .spool import Spool
 
 _FLUSH_SECONDS = 0.25
@@ -14,34 +14,15 @@ _FLUSH_SECONDS = 0.25
 _POLL_SHARE = 500
 
 
-class SampledRecorder(Protocol):
-    """The part of a recorder that the thread needs."""
-
-    live: bool
-
-    @property
-    def recording(self) -> bool:
-        """Whether samples are recorded now."""
-
-    def put_memory(self, time_ns: int, readings: list[Reading]) -> None:
-        """Record readings of memory."""
-
-    def close(self, reason: str) -> Any:
-        """End the recording."""
-
-    def fail(self, error: BaseException) -> None:
-        """End the recording after a fault."""
-
-
-def start_background(recorder: SampledRecorder, spool: Spool, memory: MemoryReader, poll_ms: float) -> None:
-    """Start the thread, which ends with the recording.
+def start_background(recorder: Any, spool: Spool, memory: MemoryReader, poll_ms: float) -> None:
+    """Start the thread of a `ProcessRecorder`, which ends with its recording.
 
     It is not a `threading` thread: the job's list of threads does not change, and its exit does not wait.
     """
     _thread.start_new_thread(_run, (recorder, spool, memory, poll_ms / 1e3))
 
 
-def _run(recorder: SampledRecorder, spool: Spool, memory: MemoryReader, period_s: float) -> None:
+def _run(recorder: Any, spool: Spool, memory: MemoryReader, period_s: float) -> None:
     flushed_s = time.monotonic()
     while recorder.live and spool.is_open:
         time.sleep(max(period_s, memory.cost_ns * _POLL_SHARE / 1e9) if period_s else _FLUSH_SECONDS)

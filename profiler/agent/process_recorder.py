@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Iterable
 from typing import Any, Callable
 
@@ -148,11 +149,16 @@ class ProcessRecorder:
         self.files.close(reason)
 
     def fail(self, error: BaseException) -> None:
-        """Stop recording after a fault of the recorder, with a note in the trace; the job goes on."""
+        """Stop recording after a fault of the recorder, with a note in the trace; the job goes on.
+
+        An exception of the job's own signal handler, which ran meanwhile, is raised again.
+        """
         if self.live:
             self.live = False
             self.files.job_info.note(f"recording ended by a fault of the recorder: {error!r}")
             self.files.close("fault")
+        if _is_of_signal_handler(error):
+            raise error
 
     def _restart_in_child(self) -> None:
         """Record a forked child as a process of its own, from its first phase on; the files are the parent's."""
@@ -161,3 +167,12 @@ class ProcessRecorder:
         self.on_iteration.clear()
         self.on_close.clear()
         self._reset()
+
+
+def _is_of_signal_handler(error: BaseException) -> bool:
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = [getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers]
+    entry = error.__traceback__
+    while entry is not None and entry.tb_frame.f_code not in codes:
+        entry = entry.tb_next
+    return entry is not None

@@ -72,6 +72,32 @@ def test_profile__reports_the_signal_that_ended_the_job(number: int, record: Rec
     assert len(recorded.phases()) == 4
 
 
+def test_recorder__lets_an_exception_of_a_signal_handler_reach_the_job(record: Record) -> None:
+    recorded = record(
+        PRELUDE
+        + PLAIN
+        + """
+import os, signal, sys
+class Alarm(Exception):
+    pass
+def ring(*_):
+    raise Alarm
+signal.signal(signal.SIGUSR1, ring)
+reader = sys.modules["ebbtide.profiler.agent.memory_reader"].MemoryReader
+reader.read = lambda self: os.kill(os.getpid(), signal.SIGUSR1) or []
+for _ in range(3):
+    try:
+        x, y = batch()
+        F.mse_loss(model(x), y).backward()
+    except Alarm:
+        print("alarm")
+        break
+"""
+    )
+    assert (recorded.run.returncode, recorded.run.stdout) == (0, "alarm\n"), recorded.run.stderr
+    assert len(recorded.phases()) == 4
+
+
 @pytest.mark.parametrize("number", slow([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], but=[signal.SIGTERM]))
 def test_profile__forwards_signals_to_the_job(number: signal.Signals, tmp_path: Path) -> None:
     job = tmp_path / "job.py"
