@@ -200,7 +200,7 @@ def explain_empty_recording(spools: Path, command: Sequence[str], first_iteratio
     if any(spools.glob("python-*")):
         return "no Python process of this command imported torch"
     if not any("python" in Path(word).name or word.endswith(".py") for word in command):
-        return "no Python process of this command loaded the agent, if there was one"
+        return "no Python process loaded the agent, if this command ran one at all"
     return (
         "no Python process loaded the agent (was Python started with -I, -E or -S, or with a PYTHONPATH of its own, "
         "from an environment where ebbtide is not installed?)"

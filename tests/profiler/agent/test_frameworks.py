@@ -11,13 +11,21 @@ from tests.profiler.agent.timed_jobs import STEPS, TIMED_JOBS, assert_phases_agr
 
 Record = Callable[..., Recorded]
 
+# Other processes on the machine can only move the two timers apart.
+ATTEMPTS = 3
 FEW = ("Lightning, automatic, 4", "SAM, 1")
 
 
 @pytest.mark.parametrize("name", slow(TIMED_JOBS, FEW))
 def test_profile__agrees_with_timers_inside_the_job(name: str, record: Record) -> None:
     job, expected = TIMED_JOBS[name]
-    recorded = record(job)
-    assert recorded.run.returncode == 0, recorded.run.stderr
-    assert recorded.phases() == [expected.split()] * STEPS
-    assert_phases_agree(recorded)
+    for remaining in reversed(range(ATTEMPTS)):
+        recorded = record(job, options=("--force",))
+        assert recorded.run.returncode == 0, recorded.run.stderr
+        assert recorded.phases() == [expected.split()] * STEPS
+        try:
+            assert_phases_agree(recorded)
+            break
+        except AssertionError:
+            if not remaining:
+                raise
