@@ -19,9 +19,8 @@ from .threads import TWO_TRAIN_NOTE, TrainingThreads
 
 # Memory readings at the start of a phase may take one part in so many of the time.
 _START_SHARE = 1000
-# Flushes at the ends of phases, and of iterations, may take one part in so many of the time: a file system may be slow.
-_PHASE_FLUSH_SHARE = 100
-_ITERATION_FLUSH_SHARE = 20
+# Flushes at the ends of iterations may take one part in so many of the time: a file system may be slow.
+_FLUSH_SHARE = 20
 
 
 class Recorder(ProcessRecorder):
@@ -159,8 +158,6 @@ class Recorder(ProcessRecorder):
             else:
                 self.release_marks(record)
             self._put_gpu_times(self.gpu.finished_spans())
-            if iteration is None:
-                self._spool.flush_if_cheap(_PHASE_FLUSH_SHARE)
         if iteration is not None:
             self._end_iteration(iteration, end_ns)
         self.stepped.clear()
@@ -219,7 +216,7 @@ class Recorder(ProcessRecorder):
         options = self._options
         if self._recording and self._spool is not None:
             self._spool.put(ITERATION, a=iteration, b=self._last_phase, x=end_ns)
-            self._spool.flush_if_cheap(_ITERATION_FLUSH_SHARE)
+            self._spool.flush_if_cheap(_FLUSH_SHARE)
             self.files.job_info.add_training(self.modules, self.stepped)
             if options.last is not None and iteration >= options.last:
                 self.close("iterations")
