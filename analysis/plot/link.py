@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
-from ebbtide.analysis.plot.panels import draw_level
+from ebbtide.analysis.plot.panels import ContentPanel, draw_level
 from ebbtide.analysis.plot.styles import TEXT_COLOR, line_properties
 from ebbtide.analysis.plot.views import View
 from ebbtide.analysis.timeline.link import link_panel
-from ebbtide.analysis.timeline.panels import Scale, TimelinePanel
+from ebbtide.analysis.timeline.panels import Scale
 from ebbtide.analysis.timeline.reduction import PICTURE
 from ebbtide.analysis.timeline.styles import COLORS, LINK_COLORS
 from ebbtide.errors import TraceError
@@ -22,29 +21,8 @@ _SIGNS = {"h2d": 1.0, "d2h": -1.0}
 _SIDES = {"h2d": "up", "d2h": "down"}
 
 
-@dataclass(frozen=True)
-class LinkPanel:
-    """Rates of both directions of the link; see `PlotPanel`."""
-
-    view: View
-    content: TimelinePanel
-    height: float
-    name: str = "link"
-    level_required: bool = False
-    on_gpu: bool = True
-
-    @property
-    def largest(self) -> float:
-        return self.content.largest
-
-    @property
-    def level(self) -> float | None:
-        return self.content.level
-
-    @property
-    def remarks(self) -> Sequence[str]:
-        note = self.content.reduction_note
-        return () if note is None else (note,)
+class LinkPanel(ContentPanel):
+    """Rates of both directions of the link; see `ContentPanel`."""
 
     def draw(self, axes: Axes, scale: Scale) -> list[Artist]:
         drawn: list[Artist] = []

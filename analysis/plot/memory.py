@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
-from ebbtide.analysis.plot.panels import draw_level
+from ebbtide.analysis.plot.panels import ContentPanel, draw_level
 from ebbtide.analysis.plot.styles import line_properties
 from ebbtide.analysis.plot.views import View
 from ebbtide.analysis.timeline.memory import device_memory_panel, host_memory_panel
-from ebbtide.analysis.timeline.panels import Scale, TimelinePanel
+from ebbtide.analysis.timeline.panels import Scale
 from ebbtide.analysis.timeline.reduction import PICTURE
 from ebbtide.errors import TraceError
 
@@ -23,32 +20,8 @@ _NARROW_WIDTH_FACTOR = 0.6
 _BAND_OPACITY = 0.2
 
 
-@dataclass(frozen=True)
-class MemoryPanel:
-    """Lines of memory pools; see `PlotPanel`."""
-
-    view: View
-    content: TimelinePanel
-    height: float
-    level_required: bool = False
-    on_gpu: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.content.name
-
-    @property
-    def largest(self) -> float:
-        return self.content.largest
-
-    @property
-    def level(self) -> float | None:
-        return self.content.level
-
-    @property
-    def remarks(self) -> Sequence[str]:
-        note = self.content.reduction_note
-        return () if note is None else (note,)
+class MemoryPanel(ContentPanel):
+    """Lines of memory pools; see `ContentPanel`."""
 
     def draw(self, axes: Axes, scale: Scale) -> list[Artist]:
         drawn: list[Artist] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from matplotlib.artist import Artist
@@ -10,7 +11,7 @@ from matplotlib.axes import Axes
 
 from ebbtide.analysis.plot.styles import line_properties
 from ebbtide.analysis.plot.views import View
-from ebbtide.analysis.timeline.panels import Scale, value_scale
+from ebbtide.analysis.timeline.panels import Scale, TimelinePanel, value_scale
 from ebbtide.analysis.timeline.styles import LEVEL
 
 
@@ -48,6 +49,37 @@ class PlotPanel(Protocol):
     def draw(self, axes: Axes, scale: Scale) -> list[Artist]:
         """Draw everything except phases; return the artists that the legend lists."""
         ...
+
+
+@dataclass(frozen=True)
+class ContentPanel:
+    """The part of a `PlotPanel` that follows from the lines it shows; subclasses draw them."""
+
+    view: View
+    content: TimelinePanel
+    height: float
+    level_required: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.content.name
+
+    @property
+    def largest(self) -> float:
+        return self.content.largest
+
+    @property
+    def level(self) -> float | None:
+        return self.content.level
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.content.is_link
+
+    @property
+    def remarks(self) -> Sequence[str]:
+        note = self.content.reduction_note
+        return () if note is None else (note,)
 
 
 def draw_level(axes: Axes, view: View, level: float, scale: Scale, label: str) -> list[Artist]:
