@@ -20,7 +20,7 @@ from typing import NoReturn
 from ebbtide.errors import TraceError
 from ebbtide.profiler.agent.options import Options
 from ebbtide.profiler.exit_status import exit_meta, wait_status
-from ebbtide.profiler.job_processes import remaining_processes
+from ebbtide.profiler.job_processes import job_continues
 from ebbtide.profiler.recording import finish_recording, next_commands, open_recording, spool_folder
 from ebbtide.profiler.trace.files import new_trace
 
@@ -68,8 +68,8 @@ def start_collector(output: Path, command: Sequence[str], options: Options, forc
         force: Whether to replace a trace that exists.
 
     Returns:
-        The connection, once the trace's folder exists and sampling has begun. Executing another program in this
-        process closes it, which tells the collector that the job runs.
+        The connection, once the trace's folder exists. Executing another program in this process closes it, which
+        tells the collector that the job runs; sampling begins then.
 
     Raises:
         TraceError: If the trace cannot be created; nothing is left behind then.
@@ -119,8 +119,10 @@ def _run(
 
 
 def _keep_descriptors(*kept: int) -> None:
-    """Close all inherited descriptors but stderr and `kept`: who waits for the end of the job's pipes must not wait
-    for the collector."""
+    """Close all inherited descriptors but stderr and `kept`.
+
+    A process that waits for the end of one of the job's pipes must not wait for the collector.
+    """
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
@@ -151,7 +153,7 @@ def _collect(
     recording.sampler.start()
     _wait(job_end)
     exit_info = exit_meta(wait_status(job, job_end))
-    while remaining_processes(spool_folder(output)):
+    while job_continues(spool_folder(output)):
         time.sleep(_CHILDREN_PERIOD_S)
     recording.sampler.stop()
     result = finish_recording(recording, {"exit": exit_info} if exit_info else {}, options.first)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-from pathlib import Path
+
+from ebbtide.profiler.processes import stat_fields
 
 # From linux/pidfd.h: PIDFD_GET_INFO is _IOWR(0xFF, 11, struct pidfd_info); the structure's first version has 64 bytes.
 _PIDFD_INFO = struct.Struct("<QQ11Ii")
@@ -35,11 +36,8 @@ def wait_status(pid: int, pidfd: int) -> int | None:
 
 def _status_of_zombie(pid: int) -> int | None:
     """Return the last field of /proc/PID/stat, which is there until the parent has waited for the process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return int(fields[-1]) if fields[0] == "Z" else None
+    fields = stat_fields(pid)
+    return int(fields[-1]) if fields and fields[0] == "Z" else None
 
 
 def exit_meta(status: int | None) -> dict[str, int] | None:

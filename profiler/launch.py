@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -51,7 +52,7 @@ def profile(command: Sequence[str], output: Path, options: Options, force: bool 
 def _why_not(program: str) -> str:
     if os.path.isdir(program):
         return "it is a directory"
-    return os.strerror(13) if os.path.exists(program) else os.strerror(2)
+    return os.strerror(errno.EACCES if os.path.exists(program) else errno.ENOENT)
 
 
 def job_environment(options: Options, spools: Path) -> dict[str, str]:

@@ -20,9 +20,9 @@ from ebbtide.profiler.agent.spool import (
     MISSING,
     POOLS,
     Spool,
-    process_id,
     process_name,
 )
+from ebbtide.profiler.processes import recorded_processes
 from ebbtide.profiler.sampler.gpu_state import GpuStateReader
 from ebbtide.profiler.sampler.host import describe_host, read_rss_bytes, read_swap_bytes
 from ebbtide.profiler.sampler.links import LinkSource, best_source
@@ -175,17 +175,13 @@ class Sampler:
         for quantity, value in values.items():
             self._spool.put(GPU_STATE, GPU_QUANTITIES.index(quantity), gpu.index, x=now_ns, y=value)
 
-    def recorded_processes(self) -> set[int]:
-        """Return the ids of the processes that have a spool."""
-        return {process_id(path.name) for path in self._directory.glob("agent-*.spool")}
-
     def _sample_processes(self) -> None:
         """Read the resident memory of each recorded process; once a second also its swap, and which are recorded."""
         now_s = time.monotonic()
         scan = now_s >= self._next_scan_s
         if scan:
             self._next_scan_s = now_s + (1.0 if self._pids else 0.0)
-            self._pids = tuple(self.recorded_processes())
+            self._pids = tuple(recorded_processes(self._directory))
             self._spool.flush()
         for pid in self._pids:
             self._put_host_memory(_RSS, pid, read_rss_bytes(pid))

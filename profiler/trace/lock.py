@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from ebbtide.errors import TraceError
-from ebbtide.profiler.agent.spool import process_id
+from ebbtide.profiler.processes import process_runs, recorded_processes, start_ticks
 from ebbtide.profiler.trace.schema import SPOOL
 
 _LOCK = "recording.lock"
@@ -69,18 +69,4 @@ def _runs(path: Path) -> bool:
             return True
     except (OSError, ValueError, TypeError, KeyError):
         pass
-    return any(process_runs(process_id(spool.name)) for spool in (path / SPOOL).glob("agent-*.spool"))
-
-
-def process_runs(pid: int) -> bool:
-    """Return whether a process exists that has not ended."""
-    return start_ticks(pid) is not None
-
-
-def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None for one that has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return int(fields[19]) if fields[0] not in ("Z", "X") else None
+    return any(process_runs(pid) for pid in recorded_processes(path / SPOOL))

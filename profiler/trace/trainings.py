@@ -55,8 +55,9 @@ def group_trainings(processes: list[RankData]) -> list[Training]:
     its own: one that a script started, a forked child, or the program that a process executed in its place.
     """
     trainings: dict[tuple[Any, ...], list[RankData]] = {}
-    last_of_process = {data.meta["pid"]: data for data in sorted(processes, key=_start)}
-    for data in sorted(processes, key=_start):
+    processes = sorted(processes, key=lambda data: int(data.meta["started_ns"]))
+    last_of_process = {data.meta["pid"]: data for data in processes}
+    for data in processes:
         if data.meta["stopped"] == "cut off" and last_of_process[data.meta["pid"]] is not data:
             data.meta["stopped"] = "exec"
         world_size, launch = data.meta["world_size"], data.meta.get("launch")
@@ -74,10 +75,6 @@ def group_trainings(processes: list[RankData]) -> list[Training]:
     levels = [max(data.training_level for data in ranks) for ranks in trainings.values()]
     groups = [ranks for ranks, level in zip(trainings.values(), levels, strict=True) if level == max(levels)]
     return [_training(ranks) for ranks in groups]
-
-
-def _start(data: RankData) -> int:
-    return int(data.meta["started_ns"])
 
 
 def _training(ranks: list[RankData]) -> Training:

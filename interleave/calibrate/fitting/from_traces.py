@@ -83,8 +83,8 @@ def _machine_without_gpu(traces: Sequence[Trace], steps_of_traces: Sequence[Step
     if memory is not None:
         how["host_memory_bytes"] = "recorded in the traces"
     notes = ["these jobs ran without a GPU: the rates of the link and of updates on a GPU are not known"]
-    more = {"measured": {key: {"how": text} for key, text in how.items()}, "notes": notes}
-    return Machine(name=name, host_memory_bytes=memory, **_median_rates(steps_of_traces), extra=more)
+    extra = {"measured": {key: {"how": text} for key, text in how.items()}, "notes": notes}
+    return Machine(name=name, host_memory_bytes=memory, **_median_rates(steps_of_traces), extra=extra)
 
 
 def _about(result: MachineFit, policies: dict[str, str]) -> dict[str, Any]:
