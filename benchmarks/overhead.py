@@ -1,18 +1,20 @@
 """Measure the cost of recording a training step.
 
-    python benchmarks/overhead.py [--blocks 40] [--plot overhead.png]
+    python benchmarks/overhead.py [--blocks 60] [--record phases] [--plot overhead.png]
     python benchmarks/overhead.py --whole-runs [--rounds 9]
 
 The first is an A/B in one process: short blocks of steps with the agent attached alternate with blocks without it, on,
 off, off, on. Each ratio compares two neighbouring blocks, by the median step of each, so that slow changes of the
-speed of the machine cancel. The ratio of CPU times counts all threads of the process, and other work on the machine
-hardly changes it. The second compares whole runs of the example: bare, under `ebbtide profile` and torch.profiler
-with memory recording, in turn and in changing order. Prints Markdown.
+speed of the machine cancel. With each median stands the interval in which it lies with a confidence of 95 %. The ratio
+of CPU times counts all threads of the process, and other work on the machine hardly changes it. The second compares
+whole runs of the example: bare, under `ebbtide profile` and torch.profiler with memory recording, in turn and in
+changing order. Prints Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import statistics
 import subprocess
@@ -26,10 +28,9 @@ from typing import Any, NamedTuple
 
 from tables import machine_line, spread, table
 
-# Aimed length of a step in ms -> steps of a block.
-STEP_MS = {0.5: 200, 1.0: 120, 3.0: 50, 20.0: 10, 400.0: 2}
-# Before each block, with the recorder in the state of that block: files are created at the first phase.
-WARM_UP_STEPS = 3
+# Aimed length of a step in ms -> steps of a block, and steps before it with the recorder in the state of that block:
+# files are created at the first phase, and the interpreter specializes its code anew for the hooks.
+STEP_MS = {0.5: (150, 50), 1.0: (80, 30), 3.0: (40, 20), 20.0: (8, 5), 400.0: (2, 1)}
 AIMS = {0.5: 0.10, 3.0: 0.03, 20.0: 0.01}
 
 
@@ -99,14 +100,14 @@ def run_block(step: Callable[[], None], steps: int) -> Block:
 
 
 @contextmanager
-def recorded(folder: str) -> Iterator[None]:
-    """Record this process into a folder in the block, as `ebbtide profile` would."""
+def recorded(folder: str, memory: bool = True) -> Iterator[None]:
+    """Record this process into a folder in the block, as `ebbtide profile` would, with or without memory."""
     import torch
 
     from ebbtide.profiler.agent.options import Options
     from ebbtide.profiler.agent.start import start, stop
 
-    recorder = start(torch, folder, Options(allocator_iterations=0))
+    recorder = start(torch, folder, Options(allocator_iterations=0, memory=memory))
     if recorder is None:
         raise SystemExit("the agent could not attach to this torch")
     try:
@@ -117,16 +118,16 @@ def recorded(folder: str) -> Iterator[None]:
         stop()
 
 
-def measure(aim_ms: float, steps: int, blocks: int, folder: str) -> Cost:
+def measure(aim_ms: float, blocks: int, memory: bool, folder: str) -> Cost:
     """Alternate blocks with and without the recorder."""
     step = make_step(aim_ms)
-    warm_up = 1 if aim_ms >= 100 else WARM_UP_STEPS
+    steps, warm_up = STEP_MS[aim_ms]
 
     def block(on: bool) -> Block:
         if not on:
             run_block(step, warm_up)
             return run_block(step, steps)
-        with recorded(folder):
+        with recorded(folder, memory):
             run_block(step, warm_up)
             return run_block(step, steps)
 
@@ -140,27 +141,28 @@ def measure(aim_ms: float, steps: int, blocks: int, folder: str) -> Cost:
     return cost
 
 
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Return the first quartile, the median and the third quartile."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
+def median_interval(values: list[float]) -> tuple[float, float, float]:
+    """Return the median between the ends of its 95 % confidence interval (order statistics of a binomial)."""
+    half = math.ceil(0.98 * math.sqrt(len(values)))
+    ordered, middle = sorted(values), len(values) // 2
+    return ordered[max(middle - half, 0)], statistics.median(values), ordered[min(middle + half, len(values) - 1)]
 
 
-def percent_spread(ratios: list[float]) -> str:
-    """Return `median (quartiles)` of the increase in percent."""
-    low, middle, high = (100 * (ratio - 1) for ratio in quartiles(ratios))
+def percent_interval(ratios: list[float]) -> str:
+    """Return `median (interval)` of the increase in percent."""
+    low, middle, high = (100 * (ratio - 1) for ratio in median_interval(ratios))
     return f"{middle:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
 def draw(costs: dict[float, Cost], path: Path) -> None:
-    """Draw the increase over the length of the step: medians, and bars between quartiles."""
+    """Draw the increase over the length of the step: medians with their intervals."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
     axes.axhline(0, color="0.6", linewidth=0.8)
     for label, marker, color, index in (("step time", "o", "#0072b2", 1), ("CPU time", "s", "#d55e00", 2)):
-        rows = [quartiles(cost[index]) for cost in costs.values()]
+        rows = [median_interval(cost[index]) for cost in costs.values()]
         # Beside each other, so that the bars of one do not hide those of the other.
         shift = 0.94 if index == 1 else 1.06
         x = [statistics.median(cost.step_ms) * shift for cost in costs.values()]
@@ -175,24 +177,24 @@ def draw(costs: dict[float, Cost], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def blocks_in_one_process(blocks: int, plot: Path | None) -> None:
+def blocks_in_one_process(blocks: int, memory: bool, plot: Path | None) -> None:
     """Print the table of the A/B in this process, and draw it."""
     import torch
 
     torch.set_num_threads(1)
-    print(f"{time.strftime('%Y-%m-%d')}, {machine()}, {blocks} pairs of blocks: median (quartiles)\n")
+    print(f"{time.strftime('%Y-%m-%d')}, {machine()}, {blocks} pairs of blocks: median (95 % interval)\n")
     costs, rows = {}, []
     with tempfile.TemporaryDirectory() as folder:
-        for aim_ms, steps in STEP_MS.items():
-            costs[aim_ms] = cost = measure(aim_ms, steps, blocks, folder)
-            low, middle, high = quartiles(cost.step_ms)
+        for aim_ms in STEP_MS:
+            costs[aim_ms] = cost = measure(aim_ms, blocks, memory, folder)
+            low, middle, high = median_interval(cost.step_ms)
             added_us = (statistics.median(cost.wall_ratios) - 1) * middle * 1e3
             aim = f"{100 * AIMS[aim_ms]:.0f} %" if aim_ms in AIMS else ""
             rows.append(
                 [
                     f"{middle:.2f} ({low:.2f} to {high:.2f})",
-                    percent_spread(cost.wall_ratios),
-                    percent_spread(cost.cpu_ratios),
+                    percent_interval(cost.wall_ratios),
+                    percent_interval(cost.cpu_ratios),
                     f"{added_us:.0f}",
                     aim,
                 ]
@@ -276,7 +278,8 @@ def whole_runs(rounds: int) -> None:
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("--blocks", type=int, default=40, help="pairs of blocks per length of step (default: 40)")
+    flags.add_argument("--blocks", type=int, default=60, help="pairs of blocks per length of step (default: 60)")
+    flags.add_argument("--record", choices=("all", "phases"), default="all", help="as the option of `ebbtide profile`")
     flags.add_argument("--plot", type=Path, help="picture to write (default: none)")
     flags.add_argument("--whole-runs", action="store_true", help="compare whole runs of the example instead")
     flags.add_argument("--rounds", type=int, default=9, help="rounds of whole runs (default: 9)")
@@ -285,7 +288,7 @@ def main() -> None:
     if args.whole_runs:
         whole_runs(2 if args.quick else args.rounds)
     else:
-        blocks_in_one_process(4 if args.quick else args.blocks, args.plot)
+        blocks_in_one_process(4 if args.quick else args.blocks, args.record == "all", args.plot)
 
 
 if __name__ == "__main__":

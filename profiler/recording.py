@@ -122,6 +122,7 @@ def first_meta(command: list[str], options: Options, host: dict[str, Any]) -> di
             "poll_ms": options.poll_ms,
             "allocator_iterations": options.allocator_iterations,
             "transfers": options.transfers,
+            "memory": options.memory,
         },
         **({"warmup_iterations": 0} if options.first >= 2 else {}),
         "ranks": [],

@@ -39,6 +39,7 @@ class Tracer:
         transfers: Whether to record each copy (CUPTI).
         max_bytes: Size limit of the process's spool, in bytes; None: no limit.
         poll_ms: Interval of memory readings between phase boundaries, in ms; 0: none.
+        memory: Whether to read the memory of the process.
         force: Whether to replace a trace that exists.
 
     Attributes:
@@ -60,6 +61,7 @@ class Tracer:
         transfers: bool = False,
         max_bytes: int | None = None,
         poll_ms: float = 25.0,
+        memory: bool = True,
         force: bool = False,
     ) -> None:
         self.path = Path(path)
@@ -67,7 +69,7 @@ class Tracer:
         self.warnings: list[str] = []
         self._force = force
         first, last = iterations
-        self._options = Options(first, last, max_bytes, poll_ms, allocator_iterations, transfers)
+        self._options = Options(first, last, max_bytes, poll_ms, allocator_iterations, transfers, memory)
         self._recorder: Any = None
         self._recording: OpenRecording | None = None
 

@@ -6,7 +6,7 @@ import re
 import socket
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -58,6 +58,10 @@ def profile(
             metavar="MS", help="Interval of memory readings during phases in ms; 0 for none.", min=0, max=60_000
         ),
     ] = 25.0,
+    record: Annotated[
+        Literal["all", "phases"],
+        typer.Option(help="What the job's processes record: everything, or phases without memory, at the least cost."),
+    ] = "all",
 ) -> None:
     """Record the phases, memory and link use of a training job.
 
@@ -65,7 +69,7 @@ def profile(
     status. The trace is finished when it has ended.
     """
     from ebbtide.profiler.agent.options import Options
-    from ebbtide.profiler.launch import profile as record
+    from ebbtide.profiler.launch import profile as profile_job
 
     first, last = parse_iterations(iterations) if iterations is not None else (0, None)
     options = Options(
@@ -75,9 +79,10 @@ def profile(
         poll_ms=poll,
         allocator_iterations=allocator_iterations,
         transfers=transfers,
+        memory=record == "all",
     )
     path = Path((output or _name(command)).replace("{host}", socket.gethostname()))
-    record(command, path, options, force)
+    profile_job(command, path, options, force)
 
 
 def _name(command: list[str]) -> str:

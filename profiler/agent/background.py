@@ -19,7 +19,7 @@ def start_background(recorder: Any, spool: Spool, memory: MemoryReader, poll_ms:
 
     It is not a `threading` thread: the job's list of threads does not change, and its exit does not wait.
     """
-    _thread.start_new_thread(_run, (recorder, spool, memory, poll_ms / 1e3))
+    _thread.start_new_thread(_run, (recorder, spool, memory, poll_ms / 1e3 if memory.enabled else 0.0))
 
 
 def _run(recorder: Any, spool: Spool, memory: MemoryReader, period_s: float) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # A shorter part is only the way into the step (torch's own hooks take about 40 us, more at first), or out of it.
 # The way in counts by its CPU time, since the thread may be stopped there, unless it is so long that it waits.
 _SHORT_BEFORE_NS = 200_000
-_WAITING_NS = 20_000_000
+_WAITING_NS = 100_000_000
 _SHORT_AFTER_NS = 20_000
 
 _SEVERAL_CALLS_NOTE = (
@@ -147,11 +147,7 @@ class UpdateParts:
         return not self.failed and (end_ns - recorder.started_ns >= _SHORT_AFTER_NS or not keep_before)
 
     def leave(self, optimizer: Any) -> None:
-        """Close the update.
-
-        Args:
-            optimizer: The optimizer that stepped, for the case that another thread has opened a phase meanwhile.
-        """
+        """Close the update of `optimizer`, which counts if another thread has opened a phase meanwhile."""
         recorder = self._recorder
         if not self._lost:
             recorder.leave()

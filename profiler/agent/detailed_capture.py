@@ -21,7 +21,7 @@ _MAX_ENTRIES = 2_000_000
 
 def attach_captures(recorder: Recorder, torch: Any, options: Options) -> None:
     """Add the captures that `options` ask for to `recorder`. They do nothing in a job that does not use CUDA."""
-    if options.allocator_iterations:
+    if options.memory and options.allocator_iterations:
         history = AllocatorHistory(recorder, torch, options)
         recorder.on_iteration.append(history.enter_iteration)
         recorder.on_close.append(history.stop)
@@ -76,18 +76,10 @@ class AllocatorHistory:
 
 
 def allocator_samples(trace: list[Any], requested: int, reserved: int) -> Iterator[Reading]:
-    """Yield the bytes in use after each event of an allocator trace.
+    """Yield (pool, wall time in ns, bytes in use) after each event of an allocator trace, a snapshot's `device_traces`.
 
     A trace has the bytes that the job requested, not the rounded blocks that `allocated` counts. They are in use until
-    the job requests their release.
-
-    Args:
-        trace: The events, as in a snapshot's `device_traces`.
-        requested: Bytes requested at the end of the trace.
-        reserved: Bytes reserved at the end of the trace.
-
-    Yields:
-        (pool, wall time in ns, bytes).
+    the job requests their release. `requested` and `reserved` are the bytes at the end of the trace.
     """
     change = {
         "alloc": (REQUESTED, 1),

@@ -12,13 +12,7 @@ _ANCHOR_EVERY_NS = 10_000_000_000
 
 
 class EventMark(NamedTuple):
-    """A phase boundary on a device.
-
-    Attributes:
-        device: CUDA device number.
-        event: The CUDA event recorded on the job's stream.
-        host_ns: Host time just before the event was recorded.
-    """
+    """A phase boundary on a CUDA device: the event on the job's stream, and the host's time just before it."""
 
     device: int
     event: Any
@@ -56,6 +50,9 @@ class GpuClock:
 
     Args:
         cuda: The module `torch.cuda`.
+
+    Attributes:
+        pending: The spans that `finished_spans` has not returned yet.
     """
 
     def __init__(self, cuda: Any) -> None:
@@ -64,7 +61,7 @@ class GpuClock:
         self._streams: dict[int, Any] = {}
         self._anchors: dict[int, _Anchor] = {}
         self._new_anchors: dict[int, _Anchor] = {}
-        self._pending: deque[_PendingSpan] = deque()
+        self.pending: deque[_PendingSpan] = deque()
 
     def record_mark(self) -> EventMark | None:
         """Record an event on the current stream now; return None where CUDA is not in use."""
@@ -83,7 +80,7 @@ class GpuClock:
         It is dropped if a mark is missing or the marks are on two devices.
         """
         if start and end and start.device == end.device:
-            self._pending.append(_PendingSpan(sequence, start, end))
+            self.pending.append(_PendingSpan(sequence, start, end))
         else:
             self.release_mark(start)
             self.release_mark(end)
@@ -100,13 +97,13 @@ class GpuClock:
         for device, anchor in list(self._new_anchors.items()):
             if anchor.event.query():
                 self._anchors[device] = self._new_anchors.pop(device)
-        while self._pending:
-            sequence, start, end = self._pending[0]
+        while self.pending:
+            sequence, start, end = self.pending[0]
             device = start.device
             usable_anchor = self._anchors.get(device)
             if usable_anchor is None or not (end.event.query() and start.event.query()):
                 return
-            self._pending.popleft()
+            self.pending.popleft()
             yield DeviceSpan(sequence, self._host_ns(usable_anchor, start), self._host_ns(usable_anchor, end))
             self._free_events[device] += (start.event, end.event)
 
@@ -115,7 +112,7 @@ class GpuClock:
         deadline = time.monotonic() + seconds
         while True:
             yield from self.finished_spans()
-            if not self._pending or time.monotonic() > deadline:
+            if not self.pending or time.monotonic() > deadline:
                 return
             time.sleep(0.002)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 
 class IterationRule:
@@ -21,10 +20,10 @@ class IterationRule:
 
     def __init__(self) -> None:
         self.index = -1
-        self._members: WeakSet[Any] = WeakSet()
-        self._backwards_at_step: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        # Optimizer -> (the backwards that had begun at its last step, the iteration of that step).
+        self._last_steps: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
-    def add_update(self, optimizers: Iterable[Any], backwards: int) -> int | None:
+    def add_update(self, optimizers: list[Any], backwards: int) -> int | None:
         """Account for one update.
 
         Args:
@@ -35,13 +34,16 @@ class IterationRule:
             The iteration that the update ends (the same number again while updates extend it), or None if the update
             belongs to no training iteration.
         """
-        optimizers = list(optimizers)
-        after_backward = [o for o in optimizers if backwards > self._backwards_at_step.get(o, 0)]
+        index = self.index
+        after_backward, begins = False, index < 0
+        for optimizer in optimizers:
+            before, iteration = self._last_steps.get(optimizer, (0, -1))
+            if backwards > before:
+                after_backward = True
+                begins = begins or iteration == index
         if after_backward:
-            if self.index < 0 or any(o in self._members for o in after_backward):
-                self.index += 1
-                self._members.clear()
+            if begins:
+                self.index = index = index + 1
             for optimizer in optimizers:
-                self._members.add(optimizer)
-                self._backwards_at_step[optimizer] = backwards
-        return self.index if self.index >= 0 else None
+                self._last_steps[optimizer] = backwards, index
+        return index if index >= 0 else None

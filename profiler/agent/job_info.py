@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from .model_info import describe_model, describe_optimizers
 
@@ -27,7 +27,7 @@ class JobInfo:
         self._name: str | None = None
         self._data: dict[str, Any] = {"notes": []}
         self.host = socket.gethostname()
-        self._described: WeakSet[Any] = WeakSet()
+        self._described: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
     def read_ranks(self) -> tuple[int, int, int]:
         """Return (rank, world size, local rank): from torch.distributed if it runs, else from the environment."""
@@ -66,13 +66,13 @@ class JobInfo:
         new = [
             o
             for o in optimizers
-            if o not in self._described and hasattr(o, "param_groups") and not getattr(o, "overflow", False)
+            if not self._described.get(o) and hasattr(o, "param_groups") and not getattr(o, "overflow", False)
         ]
         if not new:
             return
         try:
             for optimizer in new:
-                self._described.add(optimizer)
+                self._described[optimizer] = True
             self._data["devices"] = self._devices()
             described = list(self._described)
             self._data["model"] = describe_model(list(modules), described)

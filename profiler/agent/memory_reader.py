@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import time
-from collections.abc import Iterator
 from typing import Any, Callable
 
 from .spool import HOST, POOLS
@@ -18,7 +18,10 @@ PINNED = POOLS.index("pinned")
 
 # A reading: (pool, device or HOST, bytes).
 Reading = tuple[int, int, int]
-ReadFunction = Callable[[], Iterator[Reading]]
+ReadFunction = Callable[[], "list[Reading]"]
+
+# Memory readings at the ends of phases may take one part in so many of the time, and those at their starts.
+_END_SHARE, _START_SHARE = 100, 1000
 
 
 class _MallInfo2(ctypes.Structure):
@@ -46,9 +49,9 @@ def heap_reader() -> ReadFunction | None:
     mallinfo2.restype = _MallInfo2
     mallinfo2.argtypes = []
 
-    def read() -> Iterator[Reading]:
+    def read() -> list[Reading]:
         info = mallinfo2()
-        yield HEAP, HOST, info.uordblks + info.hblkhd
+        return [(HEAP, HOST, info.uordblks + info.hblkhd)]
 
     return read
 
@@ -60,15 +63,18 @@ def cuda_reader(torch: Any) -> ReadFunction:
     """
     host_stats = getattr(torch._C, "_cuda_hostMemoryStats", None)
 
-    def read() -> Iterator[Reading]:
+    def read() -> list[Reading]:
         device = torch.cuda.current_device()
         stats = torch._C._cuda_memoryStats(device)
-        yield ALLOCATED, device, stats["allocated_bytes"]["all"]["current"]
-        yield RESERVED, device, stats["reserved_bytes"]["all"]["current"]
+        readings = [
+            (ALLOCATED, device, stats["allocated_bytes"]["all"]["current"]),
+            (RESERVED, device, stats["reserved_bytes"]["all"]["current"]),
+        ]
         if host_stats is not None:
             pinned = host_stats().get("allocated_bytes", {})
             if "current" in pinned:
-                yield PINNED, HOST, pinned["current"]
+                readings.append((PINNED, HOST, pinned["current"]))
+        return readings
 
     return read
 
@@ -77,11 +83,14 @@ class MemoryReader:
     """Reads the memory pools of the device that the job uses: the GPU, or the CPU's heap.
 
     Attributes:
-        cost_ns: CPU time of the last reading. A heap of many fragments makes mallinfo2 slow; a caller that reads on a
-            timer chooses its interval by this.
+        enabled: Whether memory is read at all.
+        cost_ns: Duration of a reading: the least one of late, since a single one may contain the time of other
+            processes. A heap of many fragments makes mallinfo2 slow; a caller that reads on a timer chooses its
+            interval by this.
     """
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: Any, enabled: bool = True) -> None:
+        self.enabled = enabled
         self._cuda = torch.cuda
         self._read_cuda = cuda_reader(torch)
         self._read_heap = heap_reader()
@@ -92,7 +101,39 @@ class MemoryReader:
         reader = self._read_cuda if self._cuda.is_initialized() else self._read_heap
         if reader is None:
             return []
-        start_ns = time.thread_time_ns()
-        readings = list(reader())
-        self.cost_ns = time.thread_time_ns() - start_ns
+        begun_ns = time.monotonic_ns()
+        readings = reader()
+        spent_ns = time.monotonic_ns() - begun_ns
+        self.cost_ns = min(spent_ns, 2 * self.cost_ns or spent_ns)
+        return readings
+
+
+class PhaseReadings:
+    """Reads memory at the boundaries of phases, as long as that takes little of the time.
+
+    Of steps that are too short only some are read, each as a whole. A step begins at a forward after another phase.
+
+    Attributes:
+        at_ends: Whether the ends of the phases of this step are read.
+        due_ns: From when on the start of a phase is read: the last reading, at the end of one, mostly still holds.
+    """
+
+    def __init__(self, memory: MemoryReader) -> None:
+        self._memory = memory
+        self._count = self._step_ns = 0
+        self.at_ends = memory.enabled
+        self.due_ns: float = 0 if memory.enabled else math.inf
+
+    def begin_step(self, now_ns: int) -> None:
+        """Decide whether a step is read, by the time since the last one that was."""
+        due_ns = self._step_ns + self._count * self._memory.cost_ns * _END_SHARE
+        self.at_ends = self._memory.enabled and now_ns >= due_ns
+        if self.at_ends:
+            self._count, self._step_ns = 0, now_ns
+
+    def read(self, now_ns: int) -> list[Reading]:
+        """Return the readings at a boundary."""
+        readings = self._memory.read()
+        self._count += 1
+        self.due_ns = now_ns + self._memory.cost_ns * _START_SHARE
         return readings

@@ -17,14 +17,9 @@ from .zero_optimizer import (
 
 
 def describe_model(modules: list[Any], optimizers: list[Any]) -> dict[str, Any]:
-    """Describe the model, as the trace's metadata has it.
+    """Return the trace's `model` entry: of the outermost modules, which together are the model.
 
-    Args:
-        modules: The outermost modules; together they are the model.
-        optimizers: The optimizers of the job.
-
-    Returns:
-        The description. Its `params` counts the parameters whose optimizer state is on this rank.
+    Its `params` counts the parameters whose optimizer state is on this rank.
     """
     modules = [m.module if is_deepspeed_object(m) and hasattr(m, "module") else m for m in modules]
     parameters = list({id(p): p for module in modules for p in module.parameters()}.values())

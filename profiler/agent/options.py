@@ -21,6 +21,7 @@ class Options:
         poll_ms: Interval of memory readings between phase boundaries, in ms; 0: none.
         allocator_iterations: Number of iterations in which the CUDA allocator's history is recorded.
         transfers: Whether to record each copy (CUPTI).
+        memory: Whether the process reads its memory; otherwise `poll_ms` and `allocator_iterations` mean nothing.
     """
 
     first: int = 0
@@ -29,6 +30,7 @@ class Options:
     poll_ms: float = 25.0
     allocator_iterations: int = 0
     transfers: bool = False
+    memory: bool = True
 
     def environment(self, spool_directory: str) -> dict[str, str]:
         """Return the environment variables that make a process record itself into `spool_directory`."""

@@ -32,7 +32,7 @@ class OutermostCall:
 
     def __init__(self, recorder: Recorder, torch: Any) -> None:
         self._recorder = recorder
-        self._torch = torch
+        self._tensor = torch.Tensor
         self._grad_enabled = torch.is_grad_enabled
         self._compiling = torch.compiler.is_compiling
 
@@ -65,8 +65,9 @@ class OutermostCall:
         trains = True
         try:
             result = call(*args, **kwargs)
-            trains = self._trains(module, result)
-            recorder.source = recorder.modules.get(module, 0)
+            trains = result.requires_grad if isinstance(result, self._tensor) else self._trains(result, module)
+            if trains:
+                recorder.source = recorder.modules.get(module) or self._add(module)
             return result
         finally:
             recorder.leave(keep=trains)
@@ -82,24 +83,26 @@ class OutermostCall:
         start_ns, start_mark = time.monotonic_ns(), recorder.mark_time()
         with recorder.threads.forward():
             result = call(*args, **kwargs)
-        if self._trains(module, result):
-            recorder.add_forward(recorder.modules[module], start_ns, start_mark)
+        if self._trains(result, module):
+            recorder.add_forward(recorder.modules.get(module) or self._add(module), start_ns, start_mark)
         else:
             recorder.gpu.release_mark(start_mark)
         return result
 
-    def _trains(self, module: Any, result: Any) -> bool:
+    def _trains(self, result: Any, module: Any) -> bool:
         """Return whether this was a training forward, whose result can be differentiated.
 
         Transforms and metrics are modules too.
         """
-        trains = _requires_grad(result, self._torch.Tensor)
+        trains = _requires_grad(result, self._tensor)
         if trains is None:
             trains = any(parameter.requires_grad for parameter in module.parameters())
-        if trains:
-            modules = self._recorder.modules
-            modules.setdefault(module, len(modules) + 1)
         return trains
+
+    def _add(self, module: Any) -> int:
+        """Return a number for an outermost module: 1 for the first one."""
+        modules = self._recorder.modules
+        return modules.setdefault(module, len(modules) + 1)
 
 
 def _requires_grad(value: Any, tensor: type, depth: int = 3) -> bool | None:
@@ -121,13 +124,7 @@ def _requires_grad(value: Any, tensor: type, depth: int = 3) -> bool | None:
 def wrap_backward(
     recorder: Recorder, compiling: Callable[[], bool], original: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Wrap a function so that its calls are recorded as backwards.
-
-    Args:
-        recorder: The recorder.
-        compiling: Returns whether dynamo traces now; nothing is recorded then.
-        original: The function.
-    """
+    """Wrap a function so that its calls are recorded as backwards, except while dynamo traces (`compiling`)."""
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -172,12 +169,9 @@ class TorchHooks:
     def _wrap_update(
         self, original: Callable[..., Any], optimizer_index: int, of_torch: bool = False
     ) -> Callable[..., Any]:
-        """Wrap a method as an update.
+        """Wrap a method, perhaps of one of torch's own optimizers, as an update.
 
-        Args:
-            original: The method.
-            optimizer_index: Which positional argument is the optimizer: 0 in a method of an optimizer.
-            of_torch: Whether it is a method of one of torch's own optimizers.
+        `optimizer_index` tells which positional argument is the optimizer: 0 in a method of an optimizer.
         """
         recorder, compiling = self._recorder, self._compiling
 

@@ -56,11 +56,9 @@ class PipelineHooks:
         self._patches.set(engine, "_INSTRUCTION_MAP", instructions)
 
     def _wrap(self, original: Callable[..., Any], begins: bool) -> Callable[..., Any]:
-        """Wrap a method of a stage whose first argument names a micro-batch.
+        """Wrap a method of a stage whose first argument names a micro-batch, and may begin it: its forward.
 
-        Args:
-            original: The method.
-            begins: Whether it is the forward of the micro-batch. A name may be used again after its backward.
+        A name may be used again after its backward.
         """
         recorder, stages = self._recorder, self._stages
 

@@ -13,7 +13,7 @@ from .gpu_clock import DeviceSpan, EventMark, GpuClock
 from .memory_reader import MemoryReader, Reading
 from .options import Options
 from .process_files import ProcessFiles
-from .spool import GPU_TIMES, MEMORY, Spool
+from .spool import GPU_TIMES, Spool
 
 
 class ProcessRecorder:
@@ -36,7 +36,7 @@ class ProcessRecorder:
         self._torch = torch
         self._directory = directory
         self._options = options
-        self._memory = MemoryReader(torch)
+        self._memory = MemoryReader(torch, options.memory)
         self._reset()
         os.register_at_fork(after_in_child=self._restart_in_child)
 
@@ -72,16 +72,7 @@ class ProcessRecorder:
         subgroup: int | None = None,
         nbytes: int | None = None,
     ) -> None:
-        """Add a row to the table `ops`, from any thread. Never raises.
-
-        Args:
-            name: One of `spool.OPS`.
-            resource: One of `spool.RESOURCES`.
-            start_ns: Start in ns of CLOCK_MONOTONIC.
-            end_ns: End in ns of CLOCK_MONOTONIC.
-            subgroup: The subgroup it works on, if any.
-            nbytes: Bytes it moves, if any.
-        """
+        """Add a row to the table `ops`, from any thread, as `Spool.put_op` documents it. Never raises."""
         self.put_op(self.next_sequence(), name, resource, start_ns, end_ns, subgroup, nbytes)
 
     def put_op(self, sequence: int, *op: Any, **fields: Any) -> None:
@@ -111,8 +102,9 @@ class ProcessRecorder:
 
     def put_memory(self, time_ns: int, readings: list[Reading]) -> None:
         """Append readings of memory to the spool, if there is one."""
-        for pool, device, size in readings:
-            self.put(MEMORY, pool, device, x=time_ns, y=size)
+        if self._spool is not None:
+            for pool, device, size in readings:
+                self._spool.put_memory(pool, device, time_ns, size)
 
     def _put_gpu_times(self, spans: Iterable[DeviceSpan]) -> None:
         for sequence, start_ns, end_ns in spans:

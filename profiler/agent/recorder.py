@@ -12,15 +12,11 @@ from weakref import WeakKeyDictionary
 
 from .gpu_clock import EventMark
 from .iterations import IterationRule
+from .memory_reader import PhaseReadings
 from .phase_record import BACKWARD, FORWARD, PhaseRecord
 from .process_recorder import ProcessRecorder
-from .spool import ITERATION, PHASE, START
+from .spool import ITERATION, START
 from .threads import TWO_TRAIN_NOTE, TrainingThreads
-
-# Memory readings at the start of a phase may take one part in so many of the time.
-_START_SHARE = 1000
-# Flushes at the ends of iterations may take one part in so many of the time: a file system may be slow.
-_FLUSH_SHARE = 20
 
 
 class Recorder(ProcessRecorder):
@@ -54,30 +50,29 @@ class Recorder(ProcessRecorder):
         self.parts: Any = None
         self.deferred: list[PhaseRecord] | None = None
         self.threads = TrainingThreads()
+        self._cuda_in_use = self._torch.cuda.is_initialized
         self._phase_lock = _thread.allocate_lock()
-        self._owner = 0
-        self._owner_trains = False
+        self._owner = self._last_owner = 0
         self._rule = IterationRule()
         self._backwards = self._boundaries = 0
         self._after_backward = False
-        self._last_phase = self._last_reading_ns = 0
+        self._last_phase = self._last_end_ns = 0
+        self._previous = FORWARD
+        self._readings = PhaseReadings(self._memory)
         self._start_mark: EventMark | None = None
 
     def enter(self, phase: int) -> bool:
-        """Open a phase.
-
-        Returns:
-            Whether it is the outermost one. If so, `leave` must follow on this thread.
-        """
+        """Open a phase; return whether it is the outermost one. If so, `leave` must follow on this thread."""
         if not self.live:
             return False
         if phase == BACKWARD:
             self._backwards += 1
-        if not self._acquire():
+        if not self._phase_lock.acquire(False):
+            self._note_two_train()
             return False
         try:
+            self._owner = _thread.get_ident()
             self.in_phase = True
-            self.stepped.clear()
             self.phase = phase
             self.source = 0
             if self._rule.index < 0:
@@ -85,42 +80,53 @@ class Recorder(ProcessRecorder):
             if self._recording:
                 if self._spool is None:
                     self._open_files(self._rule.index + 1)
-                # The last reading, at the end of the phase before, mostly still holds: only an end is read each time.
-                stale = time.monotonic_ns() - self._last_reading_ns > self._memory.cost_ns * _START_SHARE
-                readings = self._memory.read() if stale else []
-                self._start_mark = self.gpu.record_mark()
-                self.started_ns = time.monotonic_ns()
-                self.put_memory(self.started_ns, readings)
+                now_ns = time.monotonic_ns()
+                if phase == FORWARD and self._previous != FORWARD:
+                    self._readings.begin_step(now_ns)
+                self._previous = phase
+                if now_ns >= self._readings.due_ns:
+                    self.put_memory(now_ns, self._readings.read(now_ns))
+                    now_ns = time.monotonic_ns()
+                if self._cuda_in_use():
+                    self._start_mark = self.gpu.record_mark()
+                    now_ns = time.monotonic_ns()
+                self.started_ns = now_ns
         except Exception as error:
             self.fail(error)
         return True
 
     def leave(self, keep: bool = True, end_ns: int | None = None) -> None:
-        """Close the open phase.
-
-        Args:
-            keep: Whether it was a phase; False drops it.
-            end_ns: Its end, if it has ended already; None: now.
-        """
+        """Close the open phase, and keep it or not. It ends now, if it has not ended already at `end_ns`."""
         if not self.in_phase:
             return  # a forked child of the phase
         try:
             parts, self.parts = self.parts, None
             if self.live:
-                self._end_phase(end_ns or time.monotonic_ns(), keep, parts)
+                if end_ns is None:
+                    end_ns = time.monotonic_ns()
+                iteration = self._rule.add_update(self.stepped, self._backwards) if self.stepped else None
+                if keep and self.stepped:
+                    keep = iteration is not None
+                if parts is not None:
+                    keep = parts.finish(end_ns, keep) and keep
+                if keep and self._owner != self._last_owner:
+                    self._last_owner = self._owner
+                    self.threads.add_current()
+                if self._recording and self._spool is not None:
+                    self._end_phase(end_ns, keep)
+                if iteration is not None:
+                    self._end_iteration(iteration, end_ns)
+                if self.stepped:
+                    self.stepped.clear()
         except Exception as error:
             self.fail(error)
         finally:
-            self.release_phase()
+            self.in_phase = False
+            self._phase_lock.release()
 
-    def _acquire(self) -> bool:
-        thread = _thread.get_ident()
-        if self._phase_lock.acquire(False):
-            self._owner, self._owner_trains = thread, self.threads.trains
-            return True
-        if self._owner != thread and self._owner_trains and self.threads.trains:
+    def _note_two_train(self) -> None:
+        if self._owner != _thread.get_ident() and self.threads.trains and self.threads.has(self._owner):
             self.note_once(TWO_TRAIN_NOTE)
-        return False
 
     def add_forward(self, source: int, start_ns: int, start_mark: EventMark | None) -> None:
         """Add a forward that ends now, by a thread that had no phase before.
@@ -128,7 +134,7 @@ class Recorder(ProcessRecorder):
         If phases of other threads overlap it, it is dropped.
         """
         self.threads.add_current()
-        if self._last_reading_ns > start_ns or not self.enter(FORWARD):
+        if self._last_end_ns > start_ns or not self.enter(FORWARD):
             self.gpu.release_mark(start_mark)
             return
         self.gpu.release_mark(self._start_mark)
@@ -138,38 +144,29 @@ class Recorder(ProcessRecorder):
     def release_phase(self) -> None:
         """Let the next phase begin, whether or not this one is recorded."""
         self.in_phase = False
-        self._owner = 0
         self._phase_lock.release()
 
-    def _end_phase(self, end_ns: int, keep: bool, parts: Any) -> None:
-        iteration = None
-        if self.stepped:
-            iteration = self._rule.add_update(self.stepped, self._backwards)
-            keep = keep and iteration is not None
-        if parts is not None:
-            keep = parts.finish(end_ns, keep) and keep
+    def _end_phase(self, end_ns: int, keep: bool) -> None:
+        self._last_end_ns = end_ns
+        record = self.end_record(end_ns)
         if keep:
-            self.threads.add_current()
-        if self._recording and self._spool is not None:
-            record = self.end_record(end_ns)
-            if keep:
-                self._last_phase = record.sequence
-                self._put_phase(record)
-            else:
-                self.release_marks(record)
+            self._last_phase = record.sequence
+            self._put_phase(record)
+        else:
+            self.release_marks(record)
+        if self.gpu.pending:
             self._put_gpu_times(self.gpu.finished_spans())
-        if iteration is not None:
-            self._end_iteration(iteration, end_ns)
-        self.stepped.clear()
 
     def end_record(self, end_ns: int) -> PhaseRecord:
         """Return the record of the open phase, which ends now, and read memory."""
-        end_mark, self._start_mark, start_mark = self.gpu.record_mark(), None, self._start_mark
-        self.put_memory(end_ns, self._memory.read())
-        self._last_reading_ns = time.monotonic_ns()
-        sequence, started_ns = self.next_sequence(), self.started_ns
+        start_mark, end_mark = self._start_mark, None
+        if start_mark is not None or self._cuda_in_use():
+            self._start_mark, end_mark = None, self.gpu.record_mark()
+        if self._readings.at_ends:
+            self.put_memory(end_ns, self._readings.read(end_ns))
+        sequence = next(self._sequences)
         return PhaseRecord(
-            self.phase, sequence, self.micro_batch, self.source, started_ns, end_ns, start_mark, end_mark
+            self.phase, sequence, self.micro_batch, self.source, self.started_ns, end_ns, start_mark, end_mark
         )
 
     def extend_back(self, first: PhaseRecord) -> None:
@@ -188,16 +185,13 @@ class Recorder(ProcessRecorder):
             self.deferred.append(record)
             return
         phase, sequence, micro_batch, source, start_ns, end_ns, start_mark, end_mark = record
-        self.put(PHASE, phase, a=sequence, b=micro_batch, c=source, x=start_ns, y=end_ns)
-        self.gpu.add_span(sequence, start_mark, end_mark)
+        if self._spool is not None:
+            self._spool.put_phase(phase, sequence, micro_batch, source, start_ns, end_ns)
+        if start_mark is not None or end_mark is not None:
+            self.gpu.add_span(sequence, start_mark, end_mark)
 
     def settle(self, keep: bool, deferred_outside: list[PhaseRecord] | None) -> None:
-        """Write the phases that were held back, or drop them.
-
-        Args:
-            keep: Whether they are written.
-            deferred_outside: The phases that an update around this one holds back, to which these are added then.
-        """
+        """Write the phases that were held back, or drop them; an update around this one may hold them back too."""
         records, self.deferred = self.deferred or [], deferred_outside
         for record in records:
             if keep:
@@ -216,7 +210,7 @@ class Recorder(ProcessRecorder):
         options = self._options
         if self._recording and self._spool is not None:
             self._spool.put(ITERATION, a=iteration, b=self._last_phase, x=end_ns)
-            self._spool.flush_if_cheap(_FLUSH_SHARE)
+            self._spool.flush_if_cheap()
             self.files.job_info.add_training(self.modules, self.stepped)
             if options.last is not None and iteration >= options.last:
                 self.close("iterations")

@@ -20,11 +20,17 @@ class TrainingThreads:
 
     def __init__(self) -> None:
         self._local = _thread._local()
-        self._any = False
+        self._numbers: set[int] = set()
 
     def add_current(self) -> None:
         """Note that the current thread has had a phase."""
-        self._local.trains = self._any = True
+        if not getattr(self._local, "trains", False):
+            self._local.trains = True
+            self._numbers.add(_thread.get_ident())
+
+    def has(self, number: int) -> bool:
+        """Return whether the thread of this number, or one that had the number before, has had a phase."""
+        return number in self._numbers
 
     @property
     def trains(self) -> bool:
@@ -34,7 +40,7 @@ class TrainingThreads:
     @property
     def is_bystander(self) -> bool:
         """Whether other threads have had phases, and the current one none."""
-        return self._any and not self.trains
+        return bool(self._numbers) and not getattr(self._local, "trains", False)
 
     @property
     def in_forward(self) -> bool:

@@ -82,6 +82,7 @@ class RecordingOptions(_Section, frozen=True, kw_only=True):
     poll_ms: float | None = None
     allocator_iterations: Count | None = None
     transfers: bool | None = None
+    memory: bool | None = None
 
 
 class ImportedFile(_Section, frozen=True, kw_only=True):

@@ -80,13 +80,7 @@ class DeepSpeedHooks:
     def _wrap_update(
         self, original: Callable[..., Any], of_engine: bool = False, optimizer_steps: bool = False
     ) -> Callable[..., Any]:
-        """Wrap a method as an update.
-
-        Args:
-            original: A method of an optimizer or of an engine.
-            of_engine: Whether it is a method of an engine.
-            optimizer_steps: Whether the engine's optimizer steps in it.
-        """
+        """Wrap a method of an optimizer or an engine as an update, in which the engine's optimizer may step."""
         recorder = self._recorder
 
         @functools.wraps(original)

@@ -12,12 +12,7 @@ _CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
 
 def describe_engine(engine: Any, recomputes: bool) -> dict[str, Any]:
-    """Return the trace's `deepspeed` entry, as JSON can represent it.
-
-    Args:
-        engine: A DeepSpeed engine.
-        recomputes: Whether modules were seen to run inside a backward.
-    """
+    """Return the trace's `deepspeed` entry. `recomputes` tells whether modules were seen to run inside a backward."""
     optimizer = engine.optimizer
     sizes = subgroup_sizes(optimizer)
     description = {

@@ -89,11 +89,7 @@ class SubstepRecorder:
         self._row = self._begin_row(substep, now_ns)
 
     def end(self) -> int | None:
-        """Record the last rows of the update. Never raises.
-
-        Returns:
-            The end of the update in ns; None if its sub-steps were not recorded.
-        """
+        """Record the last rows of the update, and return its end in ns; None if it was not recorded. Never raises."""
         if not self.running or self._row is None:
             return None
         now_ns = time.monotonic_ns()

