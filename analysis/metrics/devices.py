@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
+import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.timeseries.step_functions import Ints
+from ebbtide.phases import OTHER
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import DeviceInfo
 
@@ -19,6 +22,23 @@ def memory_timeline(trace: Trace, rank: int, pool: str) -> tuple[Ints, Ints]:
     if (rows["device"] == device).any():
         rows = rows[rows["device"] == device]
     return rows["t_ns"].to_numpy(np.int64), rows["bytes"].to_numpy(np.int64)
+
+
+def in_read_iteration(trace: Trace, phases: pd.DataFrame, times: Ints) -> npt.NDArray[np.bool_]:
+    """Return which phases are of iterations in which memory was read at the end of every phase; all if there are none.
+
+    Of a recorded job with very short steps only some are read, each as a whole; in the others an old value stands.
+
+    Args:
+        trace: The trace.
+        phases: Phases with `iteration`, `phase` and `end_ns`, by the host's clock.
+        times: Times of the readings, ns.
+    """
+    if trace.meta.source != "recorded":
+        return np.ones(len(phases), bool)
+    ends = phases[phases["phase"] != OTHER]
+    read = ends["end_ns"].isin(times).groupby(ends["iteration"]).all()
+    return np.asarray(phases["iteration"].isin(read.index[read] if read.any() else read.index), bool)
 
 
 def main_device(trace: Trace, rank: int) -> str | None:

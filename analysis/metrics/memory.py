@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
-from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_timeline
+from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, in_read_iteration, memory_timeline
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Ints, peak_between
 from ebbtide.phases import ITERATION_PARTS
@@ -90,7 +90,7 @@ def memory_use(trace: Trace, ranks: Sequence[int] | None = None) -> MemoryUse:
         recorded = sorted(trace.memory(rank)["pool"].unique())
         timelines = {str(pool): memory_timeline(trace, rank, pool) for pool in recorded}
         for pool, timeline in timelines.items():
-            pools += [PoolUse(rank, phase, pool, low, peak) for phase, low, peak in _per_phase(phases, timeline)]
+            pools += [PoolUse(rank, phase, pool, low, peak) for phase, low, peak in _per_phase(trace, phases, timeline)]
         differences = {
             gap: difference(timelines[upper], timelines[lower])
             for gap, (upper, lower) in GAPS.items()
@@ -101,7 +101,7 @@ def memory_use(trace: Trace, ranks: Sequence[int] | None = None) -> MemoryUse:
             times, used = timelines[pool_of_free]
             differences["free"] = times, np.maximum(capacity - used, 0)
         for gap, timeline in differences.items():
-            gaps += [Gap(rank, phase, gap, low, peak) for phase, low, peak in _per_phase(phases, timeline)]
+            gaps += [Gap(rank, phase, gap, low, peak) for phase, low, peak in _per_phase(trace, phases, timeline)]
     return MemoryUse(pools, gaps)
 
 
@@ -119,10 +119,11 @@ def difference(upper: tuple[Ints, Ints], lower: tuple[Ints, Ints]) -> tuple[Ints
     return times, np.maximum(values[0] - values[1], 0)
 
 
-def _per_phase(phases: pd.DataFrame, timeline: tuple[Ints, Ints]) -> list[tuple[str, int, int]]:
+def _per_phase(trace: Trace, phases: pd.DataFrame, timeline: tuple[Ints, Ints]) -> list[tuple[str, int, int]]:
     """Return (phase, low, peak) of a timeline, medians over iterations."""
-    starts, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
     times, values = timeline
+    phases = phases[in_read_iteration(trace, phases, times)]
+    starts, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
     peaks, lows = peak_between(times, values, starts, ends), -peak_between(times, -values, starts, ends)
     recorded = phases.assign(peak=peaks, low=lows).dropna()
     by_iteration = recorded.groupby(["phase", "iteration"]).agg({"low": "min", "peak": "max"})

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace
-from ebbtide.analysis.metrics.devices import memory_timeline
+from ebbtide.analysis.metrics.devices import in_read_iteration, memory_timeline
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, both_busy, traffic
 from ebbtide.analysis.timeseries.step_functions import peak_between
@@ -17,9 +17,12 @@ from ebbtide.profiler.trace import Trace
 @once_per_trace
 def phase_peaks(trace: Trace, rank: int, pool: str) -> pd.DataFrame:
     """Return the peak of a pool per iteration (index) and phase (columns), bytes; NaN where nothing was recorded."""
+    times, sizes = memory_timeline(trace, rank, pool)
     phases = intervals(trace, rank, device_times=False).with_other
     starts, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
-    peaks = phases.assign(peak=peak_between(*memory_timeline(trace, rank, pool), starts, ends))
+    peaks = phases.assign(
+        peak=np.where(in_read_iteration(trace, phases, times), peak_between(times, sizes, starts, ends), np.nan)
+    )
     return peaks.groupby(["iteration", "phase"])["peak"].max().unstack().reindex(columns=list(ITERATION_PARTS))
 
 

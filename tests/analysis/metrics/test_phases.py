@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbtide.analysis.metrics.memory import memory_use
 from ebbtide.analysis.metrics.phases import link_table, phase_bytes, phase_peaks
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import Trace, TraceBuilder
@@ -25,9 +26,14 @@ memory = st.dictionaries(st.integers(0, 80), st.integers(0, 100), max_size=20)
 
 
 def built(
-    lengths: list[tuple[int, ...]], h2d: Any = (), d2h: Any = (), samples: Any = None, **meta: Any
+    lengths: list[tuple[int, ...]],
+    h2d: Any = (),
+    d2h: Any = (),
+    samples: Any = None,
+    source: str = "imported",
+    **meta: Any,
 ) -> TraceBuilder:
-    builder = TraceBuilder()
+    builder = TraceBuilder(source)
     rank = builder.rank(0, devices=[DEVICE], first_iteration_start_ns=0, **meta)
     now = 0
     for iteration, (other, *phases) in enumerate(lengths):
@@ -145,3 +151,17 @@ def test_phase_tables__leave_out_unfinished_phases() -> None:
     assert table["iteration"].unique().tolist() == [0]
     assert isinstance(table, pd.DataFrame)
     assert table.loc[table["direction"] == "h2d", "bytes"].sum() == pytest.approx(30)
+
+
+def test_phase_peaks__are_unknown_where_a_recorder_left_out_the_readings_of_an_iteration() -> None:
+    lengths = [(0, 1, 1, 1)] * 4
+    # Iteration 1 and 3 have none; a reading between phases does not count.
+    samples = {1: 10, 2: 30, 3: 20, 4: 25, 7: 12, 8: 32, 9: 22, 10: 25}
+    trace = built(lengths, samples=samples, source="recorded").build()
+    peaks = phase_peaks(trace, 0, "device")
+    assert peaks["backward"].isna().tolist() == [False, True, False, True]
+    assert peaks["backward"].dropna().tolist() == [30, 32]
+    uses = {use.phase: use.peak_bytes for use in memory_use(trace).pools}
+    assert uses["backward"] == 31
+    imported = built(lengths, samples=samples).build()
+    assert phase_peaks(imported, 0, "device")["backward"].tolist() == [30, 25, 32, 25]
