@@ -44,14 +44,14 @@ class TraceAnalysis:
         return summarize(self.trace)
 
     def windows(self, min_bytes: int = 2**30, ranks: Sequence[int] | None = None) -> Windows:
-        """Windows of free device memory.
+        """Windows of free memory of the device; `missing` says why there are none where memory was not recorded.
 
         Args:
             min_bytes: Least free memory of a window, bytes.
             ranks: Ranks to look at; None: all.
 
         Raises:
-            TraceError: No memory or no capacity was recorded, or a rank is not in the trace.
+            TraceError: A rank is not in the trace.
         """
         from ebbtide.analysis.metrics.windows import find_windows
 
@@ -116,13 +116,13 @@ class TraceAnalysis:
         return compare_iterations(self.trace, ranks)
 
     def substeps(self, ranks: Sequence[int] | None = None) -> SubSteps:
-        """Sub-steps of the update of a DeepSpeed job or of a simulated schedule.
+        """Sub-steps of the update of a DeepSpeed job or of a simulated schedule; none where they were not recorded.
 
         Args:
             ranks: Ranks to look at; None: all.
 
         Raises:
-            TraceError: The trace has no sub-steps, or a rank is not in it.
+            TraceError: A rank is not in the trace.
         """
         from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
 

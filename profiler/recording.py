@@ -197,7 +197,10 @@ def explain_empty_recording(spools: Path, command: Sequence[str], first_iteratio
     if any(spools.glob("torch-*")) and first_iteration:
         return f"the job did not get as far as iteration {first_iteration}, where --iterations begins"
     if any(spools.glob("torch-*")):
-        return "torch was imported, but no module ran forward with gradients and nothing ran backward"
+        return (
+            "torch was imported, but no module ran forward with gradients and nothing ran backward, or the process had "
+            "no file descriptor or disk space left to record with"
+        )
     if any(spools.glob("python-*")):
         return "no Python process of this command imported torch"
     if not any("python" in Path(word).name or word.endswith(".py") for word in command):

@@ -13,7 +13,6 @@ from ebbtide.analysis.metrics.iterations import durations_ms, intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.metrics.windows import find_windows
-from ebbtide.errors import TraceError
 from ebbtide.output_files import new_output
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
@@ -59,15 +58,6 @@ def _iterations(trace: Trace, rank: int, pool: str | None) -> pd.DataFrame:
     return pd.concat(parts, axis=1).reset_index()
 
 
-def windows_table(trace: Trace, min_bytes: int) -> pd.DataFrame:
-    """Return a row per window with at least `min_bytes` free, with the fields of `Window` as columns.
-
-    Raises:
-        TraceError: No memory of a device was recorded, or its capacity is unknown.
-    """
-    return find_windows(trace, min_bytes).to_pandas()
-
-
 def write_tables(trace: Trace, folder: Path, format: str, min_bytes: int, force: bool = False) -> list[str]:
     """Write every table of a trace as a file into a new folder, complete or not at all.
 
@@ -83,7 +73,7 @@ def write_tables(trace: Trace, folder: Path, format: str, min_bytes: int, force:
         force: Replace a folder of tables.
 
     Returns:
-        A line for each table that could not be written.
+        A line on the table of windows for each thing that it lacks.
 
     Raises:
         UserError: The folder exists (without `force`) or cannot be written.
@@ -95,13 +85,11 @@ def write_tables(trace: Trace, folder: Path, format: str, min_bytes: int, force:
         for name in TABLES:
             _write(raw_table(trace, name), temporary / f"{name}.{format}")
         _write(iterations_table(trace), temporary / f"iterations.{format}")
-        try:
-            windows = windows_table(trace, min_bytes)
-        except TraceError as error:
-            notes.append(f"no table of windows: {error}")
-        else:
+        windows = find_windows(trace, min_bytes)
+        if windows.known_ranks:
             files.append(f"windows.{format}")
-            _write(windows, temporary / files[-1])
+            _write(windows.to_pandas(), temporary / files[-1])
+        notes += [f"{'windows' if windows.known_ranks else 'no table of windows'}: {line}" for line in windows.missing]
         manifest = {
             "format": _FORMAT,
             "trace": trace.path.name,

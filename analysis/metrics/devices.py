@@ -51,6 +51,21 @@ def capacity_bytes(trace: Trace, rank: int) -> int | None:
     return first_device(trace, rank).capacity_bytes
 
 
+def ran_on_cpu(trace: Trace) -> bool:
+    """Return whether the first device of every rank is the CPU: the capacity is that of host memory then."""
+    return bool(trace.ranks) and all(first_device(trace, rank).kind == "cpu" for rank in trace.ranks)
+
+
+def capacity_name(trace: Trace) -> str:
+    """Return the name of the capacity: `capacity`, of a GPU, or `host memory`, of a job without one."""
+    return "host memory" if ran_on_cpu(trace) else "capacity"
+
+
+def free_memory_text(trace: Trace) -> str:
+    """Return the definition of free memory in a trace, as in `capacity minus reserved`."""
+    return f"{capacity_name(trace)} minus {free_pool(trace)}"
+
+
 def link_peak(trace: Trace, rank: int) -> float | None:
     """Return the peak bytes/s of the first device's link in one direction; None where it was not recorded."""
     return first_device(trace, rank).link.peak_bytes_per_s

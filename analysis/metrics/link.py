@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
-from ebbtide.analysis.metrics.devices import link_peak, main_device
+from ebbtide.analysis.metrics.devices import first_device, link_peak, main_device
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copies, traffic
 from ebbtide.analysis.metrics.phases import link_table
@@ -82,12 +82,14 @@ class RankLink:
         peak_bytes_per_s: Peak rate of the link in one direction.
         rejected_samples: Per direction the number of samples left out because no link has such rates;
             `false_samples` in JSON.
+        missing: Why the sampler has recorded nothing; None where it has, or where the reason is not known.
     """
 
     rank: int
     source: str | None
     peak_bytes_per_s: float | None
     rejected_samples: dict[str, int]
+    missing: str | None
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ def link_use(trace: Trace, ranks: Sequence[int] | None = None) -> LinkUse:
         moved = {direction: traffic(trace, rank, direction) for direction in DIRECTIONS}
         rejected = {direction: m.rejected_samples if m is not None else 0 for direction, m in moved.items()}
         peak = link_peak(trace, rank)
-        entries.append(RankLink(rank, _source(trace, rank), peak, rejected))
+        missing = first_device(trace, rank).link_missing
+        entries.append(RankLink(rank, _source(trace, rank), peak, rejected, missing))
         table = link_table(trace, rank)
         table = table[table["iteration"].isin(iterations)]
         for (phase, direction), rows in table.groupby(["phase", "direction"]):

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.analysis.timeseries.thresholds import FreeTimeline, intervals_at_least
 from ebbtide.phases import OTHER
+from ebbtide.profiler.trace import Trace
 
 # Free bytes where a timeline has no value yet: no memory is guaranteed there.
 _NOT_RECORDED = np.iinfo(np.int64).min
@@ -98,3 +100,25 @@ def _lower(a: Envelope, b: Envelope) -> Envelope:
     values = np.minimum(*(free[np.searchsorted(edges, positions, side="right") - 1] for edges, free in (a, b)))
     changes = np.append(True, np.diff(values) != 0)
     return positions[changes], values[changes]
+
+
+def phase_table(trace: Trace, rank: int, timeline: FreeTimeline) -> pd.DataFrame:
+    """Return the phases of each iteration in order, `other` included.
+
+    Returns:
+        Columns iteration, phase, position, origin_ns (the iteration's start), start_ns, end_ns. position: which one of
+        its phase it is within the iteration, from 0; of `other` the number of phases before it. Where the trace has no
+        phases, one row spans the timeline, without iteration and phase.
+    """
+    times = intervals(trace, rank, device_times=False)
+    if times.spans.empty:
+        start, end = int(timeline.times[0]), int(timeline.times[-1])
+        row = {"iteration": None, "phase": None, "position": 0, "origin_ns": start, "start_ns": start, "end_ns": end}
+        return pd.DataFrame([row], dtype=object)
+    phases = times.with_other.sort_values("start_ns", kind="stable")
+    # `other` is numbered by the phases before it: the first iteration may have none at its start.
+    phases_before = (phases["phase"] != OTHER).groupby(phases["iteration"]).cumsum()
+    nth = phases.groupby(["iteration", "phase"]).cumcount()
+    phases["position"] = phases_before.where(phases["phase"] == OTHER, nth)
+    origins = times.spans[["iteration", "start_ns"]].rename(columns={"start_ns": "origin_ns"})
+    return phases.merge(origins, on="iteration")

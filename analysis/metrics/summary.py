@@ -11,10 +11,16 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
-from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_timeline, peak_pool
+from ebbtide.analysis.metrics.devices import (
+    capacity_bytes,
+    free_pool,
+    memory_timeline,
+    peak_pool,
+)
 from ebbtide.analysis.metrics.gpu_state import GpuFigure, gpu_state
 from ebbtide.analysis.metrics.iterations import Intervals, intervals, median_ms, slowest_times, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
+from ebbtide.analysis.metrics.missing import NO_GPU_STATE, no_link
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import union_length
@@ -35,7 +41,7 @@ class PhaseSummary:
         min_free_bytes: Least free memory (capacity - `Summary.free_pool`), median over iterations and ranks.
         h2d_bytes: Bytes moved to the device per iteration, median over iterations and ranks.
         d2h_bytes: Bytes moved to the host per iteration, median over iterations and ranks.
-        share: Its part of the time of all steady iterations.
+        share: `median_ms` as a share of `Summary.iteration_ms`. Medians need not add up, so shares need not either.
     """
 
     phase: str
@@ -160,7 +166,7 @@ def summarize(trace: Trace) -> Summary:
                 min_free_bytes=_median_bytes(free[phase]),
                 h2d_bytes=_median_bytes(moved["h2d"][phase]),
                 d2h_bytes=_median_bytes(moved["d2h"][phase]),
-                share=float(phase_times.sum() / slowest["iteration"].sum()) if median is not None and total else None,
+                share=median / total if median is not None and total else None,
             )
         )
     return Summary(
@@ -254,9 +260,11 @@ def _remarks(trace: Trace) -> list[str]:
     copies = any(trace.rank(rank).transfers_recorded for rank in trace.ranks)
     remarks = []
     if not link and not copies:
-        remarks.append("no GPU link was recorded" + ("" if _has_gpu(trace) else " (this job ran on the CPU)"))
+        remarks.append(no_link(trace))
     elif not copies:
         remarks.append("link bytes are from sampled counters; `ebbtide profile --transfers` records each copy")
+    if _has_gpu(trace) and trace.meta.source != "simulated" and not any(len(trace.gpu(rank)) for rank in trace.ranks):
+        remarks.append(NO_GPU_STATE)
     if trace.meta.state == "recording":
         remarks.append("this trace is not finished: its recording was cut off or is still running")
     return remarks

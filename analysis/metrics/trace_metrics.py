@@ -21,7 +21,6 @@ from ebbtide.analysis.metrics.substeps.breakdown import SubSteps, sub_steps
 from ebbtide.analysis.metrics.substeps.operations import ON_HOST
 from ebbtide.analysis.metrics.summary import Summary, summarize
 from ebbtide.analysis.timeseries.step_functions import union_length
-from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import RankInfo
 
@@ -127,19 +126,16 @@ class TraceMetrics:
         return self.deepspeed.zero_config if self.deepspeed is not None else {}
 
     @cached_property
-    def sub_steps(self) -> SubSteps | None:
+    def sub_steps(self) -> SubSteps:
         """The figures of `ebbtide steps`, without subgroups."""
-        try:
-            return sub_steps(self.trace, by_subgroup=False)
-        except TraceError:
-            return None
+        return sub_steps(self.trace, by_subgroup=False)
 
     def sub_step(self, name: str, resources: tuple[str, ...] = ON_HOST) -> SubStep | None:
         """Return a sub-step that DeepSpeed ran on the host, of the rank on which it took longest."""
         # Comparing names is fast; computing the figures of all sub-steps is not.
         if not any((self.trace.ops(rank)["name"] == name).any() for rank in self.trace.ranks):
             return None
-        if self.sub_steps is None or not self.sub_steps.tiles:
+        if not self.sub_steps.tiles:
             return None
         steps = [step for step in self.sub_steps.steps if step.name == name and step.resource in resources]
         return max(steps, key=lambda step: step.median_ms, default=None)

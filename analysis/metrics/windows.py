@@ -1,4 +1,4 @@
-"""Finds windows of free device memory, and how idle the link is in them."""
+"""Finds windows of free memory of the device, or of the host for a job without a GPU, and how idle the link is then."""
 
 from __future__ import annotations
 
@@ -10,21 +10,26 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
-from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, link_peak, main_device, memory_timeline
-from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.devices import (
+    capacity_bytes,
+    free_pool,
+    link_peak,
+    main_device,
+    memory_timeline,
+    ran_on_cpu,
+)
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, Traffic, traffic
-from ebbtide.analysis.metrics.recurring_windows import PhaseSegment, recurring_segments
+from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity
+from ebbtide.analysis.metrics.recurring_windows import PhaseSegment, phase_table, recurring_segments
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.analysis.timeseries.thresholds import FreeTimeline, intervals_at_least
-from ebbtide.errors import TraceError
-from ebbtide.phases import OTHER
 from ebbtide.profiler.trace import Trace
 from ebbtide.state_bytes import STATE_BYTES
 
 
 @dataclass(frozen=True)
 class Window:
-    """An interval in which at least `Windows.min_bytes` of a device are free.
+    """An interval in which at least `Windows.min_bytes` are free.
 
     Attributes:
         rank: The rank.
@@ -38,7 +43,7 @@ class Window:
         h2d_idle_share: Share of the window in which the link moved nothing to the device; None if not recorded.
         d2h_idle_share: The same from the device to the host.
         resident_params: Number of parameters whose optimizer state (12 B each: fp32 master and two moments) fits into
-            `free_bytes`.
+            `free_bytes`. None in a job without a GPU: its state is in that memory already.
         streamed_params: Number of parameters whose state could be fetched, updated and flushed in the window through a
             few buffers, if the idle share of both directions ran at the link's peak: an upper bound. None if the peak
             or the idle shares are not known.
@@ -53,7 +58,7 @@ class Window:
     free_bytes: int
     h2d_idle_share: float | None
     d2h_idle_share: float | None
-    resident_params: int
+    resident_params: int | None
     streamed_params: int | None
 
 
@@ -64,7 +69,8 @@ class Windows:
     Attributes:
         min_bytes: Least free memory of a window.
         capacity_bytes: Memory of the first device.
-        pool: The pool that free memory is computed from: capacity minus this pool.
+        pool: The pool that free memory is computed from: capacity minus this pool. None if no memory was recorded.
+        memory: Whose memory it is: `device`, or `host` of a job without a GPU.
         devices: A dict per rank with `rank`, `device` and `capacity_bytes`.
         windows: Windows of each iteration.
         guaranteed: Recurring windows.
@@ -73,11 +79,30 @@ class Windows:
 
     min_bytes: int
     capacity_bytes: int | None
-    pool: str
+    pool: str | None
+    memory: str
     devices: list[dict[str, Any]]
     windows: list[Window]
     guaranteed: list[Window]
     unrecorded_ranks: list[int]
+
+    @property
+    def known_ranks(self) -> list[int]:
+        """Ranks whose windows are known: their memory and its capacity were recorded."""
+        with_capacity = [device["rank"] for device in self.devices if device["capacity_bytes"] is not None]
+        return [rank for rank in with_capacity if rank not in self.unrecorded_ranks]
+
+    @property
+    def missing(self) -> list[str]:
+        """Lines on the ranks whose windows are not known: what was not recorded, and how to record it."""
+        if self.pool is None:
+            return [NO_MEMORY]
+        unrecorded = [
+            f"rank {rank}: {self.pool} memory was not recorded, so its windows are not known"
+            for rank in self.unrecorded_ranks
+        ]
+        without_capacity = {device["rank"] for device in self.devices} - {*self.known_ranks, *self.unrecorded_ranks}
+        return unrecorded + [no_capacity(rank) for rank in sorted(without_capacity)]
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide windows --json` prints."""
@@ -91,40 +116,32 @@ class Windows:
 def find_windows(trace: Trace, min_bytes: int, ranks: Sequence[int] | None = None) -> Windows:
     """Find the windows in which at least `min_bytes` are free, cut where a phase begins or ends.
 
-    Free memory is the device's capacity minus the pool of `free_pool`. There is no window before the first sample.
+    Free memory is the device's capacity minus the pool of `free_pool`. There is no window before the first sample, and
+    none of a rank whose memory or capacity is not known: see `Windows.missing`.
 
     Args:
         trace: The trace.
         min_bytes: Least free memory of a window.
         ranks: Ranks to look at; None: all.
-
-    Raises:
-        TraceError: No memory of a device was recorded, or the capacity of a device is not known.
     """
     pool = free_pool(trace)
-    if pool is None:
-        raise TraceError(f"{trace.path} has no memory timeline of a device: record it with `ebbtide profile`")
     devices: list[dict[str, Any]] = []
     windows: list[Window] = []
     guaranteed: list[Window] = []
     unrecorded: list[int] = []
     for rank in trace.ranks if ranks is None else ranks:
-        times, used = memory_timeline(trace, rank, pool)
+        times, used = memory_timeline(trace, rank, pool or "")
         capacity = capacity_bytes(trace, rank)
         devices.append({"rank": rank, "device": main_device(trace, rank), "capacity_bytes": capacity})
         if not len(times):
             unrecorded.append(rank)
-            continue
-        if capacity is None:
-            raise TraceError(
-                f"{trace.path} does not state the capacity of rank {rank}'s device, so free memory cannot be computed; "
-                "pass --capacity to `ebbtide import`"
-            )
-        finder = _WindowFinder(trace, rank, FreeTimeline(times, capacity - used), min_bytes)
-        windows += finder.windows()
-        guaranteed += finder.guaranteed()
+        elif capacity is not None:
+            finder = _WindowFinder(trace, rank, FreeTimeline(times, capacity - used), min_bytes)
+            windows += finder.windows()
+            guaranteed += finder.guaranteed()
     capacity = devices[0]["capacity_bytes"] if devices else None
-    return Windows(min_bytes, capacity, pool, devices, windows, guaranteed, unrecorded)
+    memory = "host" if ran_on_cpu(trace) else "device"
+    return Windows(min_bytes, capacity, pool, memory, devices, windows, guaranteed, unrecorded)
 
 
 @dataclass(frozen=True)
@@ -148,6 +165,7 @@ class _WindowFinder:
         self._timeline = timeline
         self._min_bytes = min_bytes
         self._peak = link_peak(trace, rank)
+        self._on_cpu = ran_on_cpu(trace)
         self._traffic = {direction: traffic(trace, rank, direction) for direction in DIRECTIONS}
         self._phases = phase_table(trace, rank, timeline)
 
@@ -214,7 +232,7 @@ class _WindowFinder:
             free_bytes=free,
             h2d_idle_share=h2d,
             d2h_idle_share=d2h,
-            resident_params=free // STATE_BYTES,
+            resident_params=None if self._on_cpu else free // STATE_BYTES,
             streamed_params=streamed,
         )
 
@@ -224,25 +242,3 @@ def _idle(moved: Traffic | None, starts: Ints, ends: Ints, peak: float | None) -
         return [None] * len(starts)
     shares: Floats = moved.idle_share(starts, ends, peak)
     return [None if np.isnan(share) else float(share) for share in shares]
-
-
-def phase_table(trace: Trace, rank: int, timeline: FreeTimeline) -> pd.DataFrame:
-    """Return the phases of each iteration in order, `other` included.
-
-    Returns:
-        Columns iteration, phase, position, origin_ns (the iteration's start), start_ns, end_ns. position: which one of
-        its phase it is within the iteration, from 0; of `other` the number of phases before it. Where the trace has no
-        phases, one row spans the timeline, without iteration and phase.
-    """
-    times = intervals(trace, rank, device_times=False)
-    if times.spans.empty:
-        start, end = int(timeline.times[0]), int(timeline.times[-1])
-        row = {"iteration": None, "phase": None, "position": 0, "origin_ns": start, "start_ns": start, "end_ns": end}
-        return pd.DataFrame([row], dtype=object)
-    phases = times.with_other.sort_values("start_ns", kind="stable")
-    # `other` is numbered by the phases before it: the first iteration may have none at its start.
-    phases_before = (phases["phase"] != OTHER).groupby(phases["iteration"]).cumsum()
-    nth = phases.groupby(["iteration", "phase"]).cumcount()
-    phases["position"] = phases_before.where(phases["phase"] == OTHER, nth)
-    origins = times.spans[["iteration", "start_ns"]].rename(columns={"start_ns": "origin_ns"})
-    return phases.merge(origins, on="iteration")

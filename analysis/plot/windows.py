@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
+from ebbtide.analysis.metrics.devices import free_memory_text
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.windows import find_windows
@@ -27,6 +28,7 @@ from ebbtide.analysis.timeline.panels import Scale
 from ebbtide.analysis.timeline.reduction import PICTURE, PICTURE_BOXES, BoxSampler
 from ebbtide.analysis.timeline.styles import COLORS, RECURRING, WINDOW, BoxStyle
 from ebbtide.analysis.timeseries.step_functions import Floats
+from ebbtide.errors import TraceError
 from ebbtide.units import bytes_text
 
 _SHARE_COLOR = "#c4c4c4"
@@ -57,13 +59,16 @@ class WindowsPanel:
     recurring: pd.DataFrame
     min_bytes: int
     remarks: Sequence[str]
-    name: str = "memory"
     level_required: bool = True
     on_gpu: bool = False
 
     @property
     def view(self) -> View:
         return self.memory.view
+
+    @property
+    def name(self) -> str:
+        return self.memory.name
 
     @property
     def largest(self) -> float:
@@ -166,14 +171,16 @@ def windows_panels(view: View, height: float, min_bytes: int) -> list[PlotPanel]
         min_bytes: Least free memory of a window, bytes.
 
     Raises:
-        TraceError: No memory of a device was recorded, or its capacity is unknown.
+        TraceError: No memory was recorded, or the capacity is not known.
     """
     free = find_windows(view.trace, min_bytes, [view.rank])
+    if free.pool is None or not (free.known_ranks or free.unrecorded_ranks):
+        raise TraceError(f"{view.trace.path}: {free.missing[0]}")
     windows = clip_boxes(window_boxes(view.trace, view.rank, free.windows), view.axis)
     recurring = windows.iloc[:0]
     if free.guaranteed:
         recurring = clip_boxes(recurring_boxes(view.trace, view.rank, min_bytes), view.axis)
-    remarks = [f"free memory: capacity minus {free.pool}"]
+    remarks = [f"free memory: {free_memory_text(view.trace)}"]
     if free.unrecorded_ranks:
         remarks.append(f"no {free.pool} memory was recorded for this rank")
     elif not len(windows):

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ebbtide.analysis.findings import Findings
+from ebbtide.analysis.metrics.devices import free_memory_text, ran_on_cpu
 from ebbtide.analysis.metrics.iteration_stats import compare_iterations
 from ebbtide.analysis.metrics.link import link_use
+from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity, no_iterations
 from ebbtide.analysis.metrics.summary import Summary, summarize
 from ebbtide.analysis.report.columns import ReportTable
 from ebbtide.analysis.report.gpu_table import gpu_table
@@ -94,8 +96,8 @@ def build_page(trace: Trace, findings: Findings, min_bytes: int, rank: int | Non
         about=_about(trace, summary),
         findings=findings,
         summary=summary,
-        figures=_figures(summary),
-        phases=summary_table(summary) if summary.iterations else None,
+        figures=_figures(trace, summary),
+        phases=summary_table(summary, free_memory_text(trace)) if summary.iterations else None,
         gpu=gpu_table(summary.gpu) if summary.gpu is not None else None,
         ranks=[rank_view(trace, number, iterations, link, min_bytes, limits) for number in shown],
         omitted_ranks=_omitted(len(trace.ranks) - len(shown)),
@@ -121,14 +123,17 @@ def _about(trace: Trace, summary: Summary) -> str:
     return " · ".join(parts)
 
 
-def _figures(summary: Summary) -> list[KeyFigure]:
+def _figures(trace: Trace, summary: Summary) -> list[KeyFigure]:
     figures = []
     if summary.iteration_ms is not None:
         steady = summary.iterations - summary.warmup_iterations
         figures.append(KeyFigure("iteration", f"{summary.iteration_ms:,.0f} ms", f"median of {steady}"))
     memory = summary.memory
     if memory.peak_bytes is not None:
-        capacity = "capacity unknown" if memory.capacity_bytes is None else f"of {bytes_text(memory.capacity_bytes)}"
+        capacity = "capacity unknown"
+        if memory.capacity_bytes is not None:
+            of_host = " of host memory" if ran_on_cpu(trace) else ""
+            capacity = f"of {bytes_text(memory.capacity_bytes)}{of_host}"
         figures.append(KeyFigure(f"peak {memory.pool} memory", bytes_text(memory.peak_bytes), capacity))
     for direction, description in (("h2d", "host to device"), ("d2h", "device to host")):
         sizes = [getattr(phase, f"{direction}_bytes") for phase in summary.phases]
@@ -143,12 +148,9 @@ def _missing(trace: Trace, summary: Summary) -> list[str]:
         return ["this trace has no ranks: nothing was recorded in it"]
     lines = []
     if not summary.iterations:
-        lines.append("no finished iteration was recorded: there are no figures by phase")
+        lines.append(no_iterations(trace))
     if summary.memory.pool is None:
-        lines.append("no memory of a device was recorded")
+        lines.append(NO_MEMORY)
     elif summary.memory.capacity_bytes is None:
-        lines.append(
-            "the capacity of the device is not known, so free memory cannot be computed: pass `--capacity` to "
-            "`ebbtide import`"
-        )
+        lines.append(no_capacity(trace.ranks[0]))
     return [*lines, *summary.remarks]

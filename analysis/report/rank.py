@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ebbtide.analysis.metrics.devices import free_memory_text
 from ebbtide.analysis.metrics.iteration_stats import Iterations
 from ebbtide.analysis.metrics.link import LinkUse
 from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
@@ -16,7 +17,6 @@ from ebbtide.analysis.report.tables import iteration_table, window_tables
 from ebbtide.analysis.report.timeline import timeline_json
 from ebbtide.analysis.report.timeline_content import DetailLimits, timeline_content
 from ebbtide.analysis.report.transfer_tables import link_tables, substep_tables
-from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text
 
@@ -63,48 +63,32 @@ def rank_view(
         min_bytes: Least free memory of a window, bytes.
         limits: Limits of detail.
     """
-    windows: Windows | None = None
-    try:
-        windows = find_windows(trace, min_bytes, [rank])
-        windows_line = _windows_line(windows)
-    except TraceError as error:
-        windows_line = str(error)
-    has_windows = windows is not None and bool(windows.windows)
-    content = timeline_content(trace, rank, windows if has_windows else None, limits)
+    windows = find_windows(trace, min_bytes, [rank])
+    content = timeline_content(trace, rank, windows if windows.windows else None, limits)
+    steps = sub_steps(trace, [rank])
     return RankView(
         rank=rank,
         timeline=timeline_json(content) if content else None,
         unit=content.axis.unit if content else "s",
         panels=content.panels if content else (),
         timeline_notes=content.notes if content else (),
-        windows=window_tables(windows.windows, windows.guaranteed, windows.pool, limits.rows)
-        if windows is not None and has_windows
-        else [],
-        windows_line=windows_line,
-        steps=_steps(trace, rank, limits.rows),
+        windows=window_tables(windows, free_memory_text(trace), limits.rows) if windows.windows else [],
+        windows_line=_windows_line(trace, windows),
+        steps=substep_tables(steps, limits.rows) if steps.steps else [],
         iterations=iteration_table(iterations, rank, limits.rows),
         link=link_tables(link, rank),
     )
 
 
-def _steps(trace: Trace, rank: int, max_rows: int) -> list[ReportTable]:
-    try:
-        return substep_tables(sub_steps(trace, [rank]), max_rows)
-    except TraceError:
-        return []
-
-
-def _windows_line(windows: Windows) -> str:
-    if windows.unrecorded_ranks:
-        return f"no {windows.pool} memory was recorded for this rank, so its free memory is unknown"
-    threshold = bytes_text(windows.min_bytes)
-    if windows.unrecorded_ranks:
-        return f"The {windows.pool} memory of this rank was not recorded, so its windows are not known."
+def _windows_line(trace: Trace, windows: Windows) -> str:
+    if windows.missing:
+        return windows.missing[0]
+    threshold, free = bytes_text(windows.min_bytes), free_memory_text(trace)
     if not windows.windows:
-        return f"{threshold} are never free: try a smaller `--min-bytes`. Free memory is capacity minus {windows.pool}."
+        return f"{threshold} are never free: try a smaller `--min-bytes`. Free memory is {free}."
     line = (
         f"Times with at least {threshold} of {bytes_text(windows.capacity_bytes)} free (`--min-bytes`); free memory is "
-        f"capacity minus {windows.pool}"
+        f"{free}"
     )
     if not windows.guaranteed and any(window.iteration is not None for window in windows.windows):
         return f"{line}. No position in the iteration has that in every iteration."

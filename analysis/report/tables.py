@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from ebbtide.analysis.metrics.devices import capacity_bytes, first_device, free_pool, memory_timeline, peak_pool
+from ebbtide.analysis.metrics.devices import (
+    capacity_bytes,
+    first_device,
+    free_memory_text,
+    free_pool,
+    memory_timeline,
+    peak_pool,
+)
 from ebbtide.analysis.metrics.iteration_stats import Iterations
 from ebbtide.analysis.metrics.summary import Summary
-from ebbtide.analysis.metrics.windows import Window
+from ebbtide.analysis.metrics.windows import Window, Windows
 from ebbtide.analysis.report.columns import (
     ReportTable,
     TableColumn,
@@ -38,8 +45,8 @@ def first_rows(rows: Sequence[Row], max_rows: int, source: str) -> tuple[Sequenc
     return rows[:max_rows], f"The first {max_rows:,} of {len(rows):,} rows: {source}."
 
 
-def summary_table(summary: Summary) -> ReportTable:
-    """Return the table of phases."""
+def summary_table(summary: Summary, free_memory: str) -> ReportTable:
+    """Return the table of phases; `free_memory`: definition of free memory, as in `capacity minus reserved`."""
     rows = summary.phases
     columns = [
         text_column("phase", [row.phase for row in rows]),
@@ -53,33 +60,30 @@ def summary_table(summary: Summary) -> ReportTable:
     ]
     note = "Medians over the steady iterations."
     if any(row.min_free_bytes is not None for row in rows):
-        note += f" {_free_note(summary.free_pool)}"
+        note += f" {_free_note(free_memory)}"
     return ReportTable("phases", "Each phase in an iteration", tuple(columns), note)
 
 
-def window_tables(
-    windows: Sequence[Window], guaranteed: Sequence[Window], pool: str, max_rows: int
-) -> list[ReportTable]:
+def window_tables(windows: Windows, free_memory: str, max_rows: int) -> list[ReportTable]:
     """Return the table of windows that every iteration has (if there are any), and that of the longest windows.
 
     Args:
-        windows: Windows of each iteration.
-        guaranteed: Windows that every iteration has.
-        pool: Pool that free memory is computed from.
+        windows: The windows.
+        free_memory: Definition of free memory, as in `capacity minus reserved`.
         max_rows: Most rows of a table.
     """
     tables = []
-    if guaranteed:
-        rows, cut = first_rows(guaranteed, max_rows, _ALL_WINDOWS)
+    if windows.guaranteed:
+        rows, cut = first_rows(windows.guaranteed, max_rows, _ALL_WINDOWS)
         note = "Free at the same position in every iteration; times are those of an iteration of median phases."
-        note = f"{note} {_free_note(pool)}"
+        note = f"{note} {_free_note(free_memory)}"
         tables.append(ReportTable("guaranteed", "In every iteration", tuple(_window_columns(rows)), note, cut))
-    by_length = sorted(windows, key=lambda w: w.start_ms - w.end_ms)
+    by_length = sorted(windows.windows, key=lambda w: w.start_ms - w.end_ms)
     rows, cut = first_rows(by_length, min(max_rows, MAX_WINDOWS), _ALL_WINDOWS)
     has_iterations = any(row.iteration is not None for row in rows)
     numbers = [count_column("iteration", [row.iteration for row in rows])] if has_iterations else []
     phase, *others = _window_columns(rows)
-    note = f"Times count from the start of the {'iteration' if has_iterations else 'trace'}. {_free_note(pool)}"
+    note = f"Times count from the start of the {'iteration' if has_iterations else 'trace'}. {_free_note(free_memory)}"
     tables.append(ReportTable("longest", "The longest", (phase, *numbers, *others), note, cut))
     return tables
 
@@ -139,12 +143,12 @@ def rank_table(trace: Trace, iterations: Iterations, max_rows: int) -> ReportTab
         columns.append(count_column("times slowest", [slowest.get(rank) for rank in ranks]))
     note = "Medians over the steady iterations; peaks of the whole trace."
     if any(size is not None for size in least_free):
-        note += f" {_free_note(free)}"
+        note += f" {_free_note(free_memory_text(trace))}"
     return ReportTable("ranks", "Each rank", tuple(columns), note, cut)
 
 
-def _free_note(pool: str | None) -> str:
-    return f"Free memory is capacity minus {pool}."
+def _free_note(free_memory: str) -> str:
+    return f"Free memory is {free_memory}."
 
 
 def _peak(trace: Trace, rank: int, pool: str | None) -> int | None:

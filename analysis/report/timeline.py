@@ -117,7 +117,9 @@ def _round_numbers() -> Iterator[int]:
 
 def _panel_plot(panel: ChartPanel, content: TimelineContent, x_range: Range1d) -> Any:
     y_range = Range1d(start=panel.bottom, end=panel.top, bounds=(panel.bottom, None))
-    plot = _figure(panel.name, _HEIGHTS[panel.name], x_range, y_range)
+    # Host memory is the main panel of a job without a GPU.
+    kind = "memory" if panel is content.panels[0] and panel.name == "host memory" else panel.name
+    plot = _figure(panel.name, _HEIGHTS[kind], x_range, y_range)
     plot.yaxis.axis_label = f"{panel.name} ({panel.unit})"
     plot.yaxis.ticker.desired_num_ticks = 5
     plot.yaxis.minor_tick_line_alpha = plot.xaxis.minor_tick_line_alpha = 0

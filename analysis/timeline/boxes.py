@@ -9,9 +9,9 @@ import pandas as pd
 
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_timeline
 from ebbtide.analysis.metrics.iterations import intervals
-from ebbtide.analysis.metrics.recurring_windows import recurring_segments
+from ebbtide.analysis.metrics.recurring_windows import phase_table, recurring_segments
 from ebbtide.analysis.metrics.substeps.operations import named_ops, run_in_sequence
-from ebbtide.analysis.metrics.windows import Window, phase_table
+from ebbtide.analysis.metrics.windows import Window
 from ebbtide.analysis.timeline.axis import TimeAxis
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.analysis.timeseries.thresholds import FreeTimeline

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, main_device, memory_timeline, peak_pool
+from ebbtide.analysis.metrics.devices import (
+    capacity_bytes,
+    capacity_name,
+    free_pool,
+    main_device,
+    memory_timeline,
+    peak_pool,
+    ran_on_cpu,
+)
 from ebbtide.analysis.timeline.axis import TimeAxis
 from ebbtide.analysis.timeline.panels import TimelineLine, TimelinePanel
 from ebbtide.analysis.timeline.reduction import Resolution
@@ -22,10 +30,10 @@ def device_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Res
     capacity = capacity_bytes(trace, rank)
     pools = [pool for pool in _pools(trace, rank) if pool not in _host_pools(trace, rank)]
     return TimelinePanel(
-        "memory",
+        "host memory" if ran_on_cpu(trace) else "memory",
         _lines(trace, rank, pools, axis, resolution),
         capacity,
-        "" if capacity is None else f"capacity {bytes_text(capacity)}",
+        "" if capacity is None else f"{capacity_name(trace)} {bytes_text(capacity)}",
         None if capacity is None else free_pool(trace),
     )
 

@@ -13,6 +13,8 @@ import typer
 from ebbtide.cli.options import Force, count, size
 from ebbtide.cli.options import iterations as parse_iterations
 
+_PLACEHOLDER = re.compile(r"\{[^{}]*\}")
+
 
 def profile(
     command: Annotated[
@@ -81,8 +83,18 @@ def profile(
         transfers=transfers,
         memory=record == "all",
     )
-    path = Path((output or _name(command)).replace("{host}", socket.gethostname()))
-    profile_job(command, path, options, force)
+    profile_job(command, Path(_fill_placeholders(output) if output else _name(command)), options, force)
+
+
+def _fill_placeholders(output: str) -> str:
+    """Replace the placeholders of an output path. Raises UserError for an unknown one."""
+    from ebbtide.errors import UserError
+
+    values = {"{host}": socket.gethostname()}
+    unknown = [word for word in _PLACEHOLDER.findall(output) if word not in values]
+    if unknown:
+        raise UserError(f"unknown placeholder {unknown[0]} in -o {output}; known: {{host}}, the name of this host")
+    return _PLACEHOLDER.sub(lambda match: values[match[0]], output)
 
 
 def _name(command: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""`ebbtide windows`: when device memory is free."""
+"""`ebbtide windows`: when memory of the device is free."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def windows(
     rank: Rank = None,
     as_json: Json = False,
 ) -> None:
-    """Print when device memory is free, in which phase, for how long, and how idle the link is then."""
+    """Print when GPU memory is free (host memory, for a job without a GPU), in which phase, for how long, and how idle
+    the link is then."""
     min_size = size(min_bytes)
     span = parse_iterations(iterations) if iterations is not None else None
 

@@ -8,9 +8,8 @@ import numpy as np
 
 from ebbtide.analysis.metrics.devices import capacity_bytes, memory_timeline
 from ebbtide.analysis.metrics.phases import phase_peaks
-from ebbtide.analysis.metrics.recurring_windows import Envelope, recurring_segments
+from ebbtide.analysis.metrics.recurring_windows import Envelope, phase_table, recurring_segments
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
-from ebbtide.analysis.metrics.windows import phase_table
 from ebbtide.analysis.timeseries.thresholds import FreeTimeline
 from ebbtide.interleave.model.workload import FreeMemorySteps
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE

@@ -74,10 +74,12 @@ def test_ranks__select(analysis: TraceAnalysis) -> None:
     assert set(analysis.iterations([1, 3]).to_pandas()["rank"]) == {1, 3}
 
 
-def test_missing_data__is_an_error_that_says_what_to_record() -> None:
+def test_missing_data__is_named_with_what_to_record() -> None:
     analysis = TraceAnalysis(ebbtide.open_trace(RUN.with_name("a100-torch-profiler.ebb")))
-    with pytest.raises(ebbtide.TraceError, match="ebbtide profile"):
-        analysis.windows()
+    windows = analysis.windows()
+    assert (windows.windows, windows.pool) == ([], None)
+    (missing,) = windows.missing
+    assert "`ebbtide profile` records it" in missing
 
 
 def test_repr__names_the_trace(analysis: TraceAnalysis) -> None:

@@ -7,6 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ebbtide
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
@@ -34,3 +36,12 @@ def test_profile__records_the_example_for_summary_and_plot(tmp_path: Path) -> No
     picture = tmp_path / "memory.png"
     assert ebbtide("plot", trace, "--iterations", "2:4", "-o", picture).returncode == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("placeholder", ["{hostt}", "{rank}", "{}"])
+def test_profile__refuses_an_unknown_placeholder_before_the_job_starts(placeholder: str, tmp_path: Path) -> None:
+    run = ebbtide("profile", "-o", f"run-{placeholder}.ebb", "--", "touch", "started", cwd=tmp_path)
+    assert run.returncode == 2
+    (line,) = run.stderr.splitlines()
+    assert f"unknown placeholder {placeholder} in -o run-{placeholder}.ebb; known: {{host}}" in line
+    assert list(tmp_path.iterdir()) == []

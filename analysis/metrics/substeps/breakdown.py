@@ -13,7 +13,6 @@ from ebbtide.analysis.metrics.devices import peak_pool
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.substeps.aggregate import ResourceUse, SubStep, SubstepAggregator
 from ebbtide.analysis.metrics.substeps.operations import run_in_sequence, split_by_phase
-from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import Trace
 
 
@@ -24,14 +23,14 @@ class SubSteps:
     Attributes:
         pool: The pool of `SubStep.peak_bytes`.
         tiles: Whether the sub-steps of an update follow each other and fill it (DeepSpeed's own step). The operations
-            of a schedule run at the same time: their times do not add up.
+            of a schedule run at the same time: their times do not add up. None if no sub-steps were recorded.
         steps: Sub-steps of each phase.
         subgroups: The same figures by subgroup, of the sub-steps that have one.
         resources: Time in which each resource worked.
     """
 
     pool: str | None
-    tiles: bool
+    tiles: bool | None
     steps: list[SubStep]
     subgroups: list[SubStep]
     resources: list[ResourceUse]
@@ -49,11 +48,7 @@ class SubSteps:
 
 
 def sub_steps(trace: Trace, ranks: Sequence[int] | None = None, by_subgroup: bool = True) -> SubSteps:
-    """Measure the sub-steps of all ranks (None) or some.
-
-    Raises:
-        TraceError: The steady iterations of the trace have no sub-steps.
-    """
+    """Measure the sub-steps of all ranks (None) or some; none where the steady iterations have no sub-steps."""
     numbers = steady_iterations(trace).numbers
     pool = peak_pool(trace)
     tiles, steps, subgroups, resources = True, [], [], []
@@ -69,9 +64,4 @@ def sub_steps(trace: Trace, ranks: Sequence[int] | None = None, by_subgroup: boo
         if by_subgroup:
             keys = ["phase", "subgroup", "name", "resource", "within"]
             subgroups += aggregator.steps(rows[rows["subgroup"] >= 0], keys, in_sequence)
-    if not steps:
-        raise TraceError(
-            f"{trace.path} has no sub-steps of an update: record a DeepSpeed job with `ebbtide profile`, or simulate "
-            "one with `ebbtide replay --save`"
-        )
-    return SubSteps(pool, tiles, steps, subgroups, resources)
+    return SubSteps(pool, tiles if steps else None, steps, subgroups, resources)

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 def print_iterations(trace: Trace, iterations: Iterations) -> None:
     """Print the variation of each phase over the iterations, outliers, and the slowest rank."""
+    from ebbtide.analysis.metrics.missing import no_iterations
+
+    if not iterations.counted:
+        typer.echo(f"{trace.path}: {no_iterations(trace)}")
+        return
     left_out = f", iterations {', '.join(map(str, iterations.warmup))} left out as warm-up" if iterations.warmup else ""
     typer.echo(f"{trace.path}: {iterations.counted} iterations counted{left_out}")
     if not iterations.rows:

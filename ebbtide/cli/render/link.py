@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 def print_link(trace: Trace, link: LinkUse) -> None:
     """Print the use of the link per phase and direction, and all copies by kind of host memory."""
+    from ebbtide.analysis.metrics.missing import no_link_use
+
     for entry in link.ranks:
         if entry.source is None:
             continue
@@ -39,7 +41,7 @@ def print_link(trace: Trace, link: LinkUse) -> None:
         if use.bytes is not None or use.busy_ms is not None
     ]
     if not rows:
-        typer.echo(f"{trace.path} has no data on the link")
+        typer.echo(f"{trace.path}: {no_link_use(trace, has_samples=any(entry.source for entry in link.ranks))}")
         return
     columns = [
         "phase",

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 def print_memory(trace: Trace, memory: MemoryUse) -> None:
     """Print the lowest and highest use of each memory pool per phase, and the differences between pools."""
+    from ebbtide.analysis.metrics.missing import no_memory_use
+
+    if not memory.pools:
+        typer.echo(f"{trace.path}: {no_memory_use(trace)}")
+        return
     typer.echo(f"{trace.path}: lowest and highest use per phase, medians over the iterations")
 
     def rows(uses: Sequence[PoolUse | Gap], names: list[str]) -> list[list[str]]:
@@ -25,9 +30,6 @@ def print_memory(trace: Trace, memory: MemoryUse) -> None:
             for name, use in zip(names, uses, strict=True)
         ]
 
-    if not memory.pools:
-        typer.echo("no memory was recorded during its iterations")
-        return
     pools = rows(memory.pools, [use.pool for use in memory.pools])
     print_table("Memory", ["pool", "phase", "lowest", "highest"], pools[:MAX_ROWS])
     print_omitted(len(pools))

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 def print_steps(trace: Trace, steps: SubSteps) -> None:
     """Print the sub-steps of the update, and those of each subgroup if there are any."""
+    from ebbtide.analysis.metrics.missing import NO_SUB_STEPS
+
+    if not steps.steps:
+        typer.echo(f"{trace.path}: {NO_SUB_STEPS}")
+        return
     order = "one after the other" if steps.tiles else "they overlap, so do not add their times"
     typer.echo(f"{trace.path}: sub-steps of an iteration, medians ({order})")
     busy = "; ".join(

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 def print_summary(trace: Trace, summary: Summary) -> None:
     """Print time, memory, link use and the state of the GPUs per phase, and the peak of each memory pool."""
+    from ebbtide.analysis.metrics.devices import capacity_name, free_memory_text
+
     counted = summary.iterations - summary.warmup_iterations
     left_out = f", the first {summary.warmup_iterations} left out as warm-up" if summary.warmup_iterations else ""
     typer.echo(f"{trace.path}: {summary.iterations} iterations, ranks: {summary.ranks}{left_out}")
@@ -36,14 +38,14 @@ def print_summary(trace: Trace, summary: Summary) -> None:
         rows,
     )
     if summary.free_pool is not None and summary.memory.capacity_bytes is not None:
-        typer.echo(f"free at peak: capacity minus {summary.free_pool}\n")
+        typer.echo(f"free at peak: {free_memory_text(trace)}\n")
     if summary.gpu is not None:
         print_gpu(summary.gpu)
     peaks = [[name, bytes_text(peak)] for name, peak in summary.memory.pools.items()]
     print_table(
         "Memory, whole trace",
         ["pool", "peak"],
-        [["capacity", bytes_text(summary.memory.capacity_bytes)], *peaks],
+        [[capacity_name(trace), bytes_text(summary.memory.capacity_bytes)], *peaks],
     )
     for remark in summary.remarks:
         typer.echo(remark)

@@ -20,26 +20,38 @@ _MAX_WINDOWS = 12
 
 def print_windows(trace: Trace, windows: Windows) -> None:
     """Print the windows that recur in every iteration, and the longest of all."""
+    from ebbtide.analysis.metrics.devices import free_memory_text
+
     min_text, capacity = bytes_text(windows.min_bytes), bytes_text(windows.capacity_bytes)
-    typer.echo(f"{trace.path}: windows with at least {min_text} free, of {capacity} (capacity minus {windows.pool})")
-    for rank in windows.unrecorded_ranks:
-        typer.echo(f"rank {rank}: {windows.pool} memory was not recorded, so its windows are not known")
-    if len(windows.unrecorded_ranks) == len(windows.devices):
+    on_host = windows.memory == "host"
+    if windows.known_ranks:
+        memory = "of host memory free" if on_host else "free"
+        typer.echo(
+            f"{trace.path}: windows with at least {min_text} {memory}, of {capacity} ({free_memory_text(trace)})"
+        )
+    for missing_line in windows.missing:
+        typer.echo(missing_line if windows.known_ranks else f"{trace.path}: {missing_line}")
+    if not windows.known_ranks:
         return
     if not windows.windows:
         too_much = windows.capacity_bytes is not None and windows.min_bytes > windows.capacity_bytes
-        typer.echo(f"never {min_text} free: {'the device is smaller' if too_much else 'try a smaller --min-bytes'}")
+        smaller = f"the {windows.memory} is smaller" if too_much else "try a smaller --min-bytes"
+        typer.echo(f"never {min_text} free: {smaller}")
         return
     if windows.guaranteed:
         _window_table(
             "Free at the same relative position in every iteration (times within a median iteration)",
             windows.guaranteed,
+            on_host,
         )
     elif any(window.iteration is not None for window in windows.windows):
         typer.echo(f"no part of the iteration has {min_text} free in every iteration")
     longest = sorted(windows.windows, key=lambda w: w.start_ms - w.end_ms)[:_MAX_WINDOWS]
     title = f"The {len(longest)} longest of {len(windows.windows)} windows (--json has all)"
-    _window_table(title if len(longest) < len(windows.windows) else "All windows", longest)
+    _window_table(title if len(longest) < len(windows.windows) else "All windows", longest, on_host)
+    if on_host:
+        typer.echo("this job ran on the CPU: there is no link, and no GPU whose memory optimizer state could fit into")
+        return
     typer.echo(
         f"fits: parameters whose optimizer state ({STATE_BYTES} B each) fits into the window; streams: parameters that "
         "could be copied in, updated and copied out during it"
@@ -48,21 +60,27 @@ def print_windows(trace: Trace, windows: Windows) -> None:
         typer.echo("link use was not recorded, so idle shares are not known")
 
 
-def _window_table(title: str, windows: list[Window]) -> None:
-    columns = ["phase", "iteration", "from", "to", "length", "least free", "h2d idle", "d2h idle", "fits", "streams"]
-    print_table(title, columns, [_window_row(window) for window in windows])
+def _window_table(title: str, windows: list[Window], on_host: bool) -> None:
+    columns = ["phase", "iteration", "from", "to", "length", "least free"]
+    columns += [] if on_host else ["h2d idle", "d2h idle", "fits", "streams"]
+    print_table(title, columns, [_window_row(window, on_host) for window in windows])
 
 
-def _window_row(window: Window) -> list[str]:
-    shares = (window.h2d_idle_share, window.d2h_idle_share)
+def _window_row(window: Window, on_host: bool) -> list[str]:
     every = "every" if window.phase else "-"
-    return [
+    row = [
         window.phase or "-",
         every if window.iteration is None else str(window.iteration),
         ms_text(window.start_ms),
         ms_text(window.end_ms),
         ms_text(window.end_ms - window.start_ms),
         bytes_text(window.free_bytes),
+    ]
+    if on_host:
+        return row
+    shares = (window.h2d_idle_share, window.d2h_idle_share)
+    return [
+        *row,
         *("-" if share is None else f"{100 * share:.0f} %" for share in shares),
         count_text(window.resident_params),
         count_text(window.streamed_params),

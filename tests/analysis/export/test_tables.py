@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.export.tables import FORMATS, iterations_table, raw_table, windows_table, write_tables
+from ebbtide.analysis.export.tables import FORMATS, iterations_table, raw_table, write_tables
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.errors import UserError
@@ -58,7 +58,7 @@ def test_write_tables__writes_files_that_pandas_reads_back(tmp_path: Path, forma
     assert write_tables(trace, tmp_path / "out", format, GIB) == []
     assert sorted(os.listdir(tmp_path / "out")) == sorted([*(f"{name}.{format}" for name in ALL), "tables.json"])
     expected = {name: raw_table(trace, name) for name in TABLES}
-    expected |= {"iterations": iterations_table(trace), "windows": windows_table(trace, GIB)}
+    expected |= {"iterations": iterations_table(trace), "windows": find_windows(trace, GIB).to_pandas()}
     for name, table in expected.items():
         back = read_table(tmp_path / "out", name, format)
         assert list(back.columns) == list(table.columns)
@@ -115,10 +115,10 @@ def test_iterations_table__has_the_medians_of_the_summary(lengths: list[list[int
     assert parts.to_numpy() == pytest.approx(table["iteration_ms"].to_numpy())
 
 
-def test_windows_table__has_the_windows_of_find_windows() -> None:
+def test_windows__to_pandas_has_a_row_per_window() -> None:
     trace = trained()
     windows = find_windows(trace, 3 * GIB).windows
-    table = windows_table(trace, 3 * GIB)
+    table = find_windows(trace, 3 * GIB).to_pandas()
     assert len(windows) == len(table) > 0
     for window, row in zip(windows, table.to_dict("records"), strict=True):
         assert {key: None if pd.isna(value) else value for key, value in row.items()} == vars(window)
@@ -128,7 +128,7 @@ def test_write_tables__leaves_unrecorded_cells_empty(tmp_path: Path) -> None:
     builder = TraceBuilder()
     builder.rank(0).phase("forward", 0, MS, 0)
     (note,) = write_tables(builder.build("x.ebb"), tmp_path / "out", "csv", GIB)
-    assert note.startswith("no table of windows: x.ebb has no memory timeline")
+    assert note.startswith("no table of windows: no memory of a device was recorded; `ebbtide profile` records it")
     assert not (tmp_path / "out" / "windows.csv").exists()
     assert (tmp_path / "out" / "phases.csv").read_text() == (
         "rank,iteration,micro_step,phase,start_ns,end_ns,gpu_start_ns,gpu_end_ns\n0,0,0,forward,0,1000000,,\n"

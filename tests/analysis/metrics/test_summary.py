@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from ebbtide.analysis.metrics.missing import NO_GPU_STATE
 from ebbtide.analysis.metrics.summary import PhaseSummary, Summary, TransferSummary, summarize
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
@@ -72,8 +73,23 @@ def test_summarize__other_is_iteration_minus_phases() -> None:
     summary = trained((5, 10, 20, 5), (10, 10, 20, 10))
     assert of(summary, "other").median_ms == 7.5
     assert summary.iteration_ms == 45
-    assert sum(phase.share or 0 for phase in summary.phases) == pytest.approx(1)
     assert of(summary, "other").share == pytest.approx(7.5 / 45)
+
+
+@pytest.mark.parametrize("source", ["recorded", "simulated"])
+def test_summarize__remarks_on_the_state_of_a_gpu_that_was_not_recorded(source: str) -> None:
+    builder = TraceBuilder(source)
+    builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda"}]).phase("forward", 0, 1, 0)
+    summary = summarize(builder.build())
+    assert summary.gpu is None
+    assert (NO_GPU_STATE in summary.remarks) == (source == "recorded")
+
+
+def test_summarize__share_is_of_the_medians_that_are_shown() -> None:
+    # One slow backward of three: by sums the backward would be the longer phase.
+    summary = trained((0, 50, 20, 10), (0, 50, 20, 10), (0, 50, 200, 10))
+    assert (summary.iteration_ms, medians(summary)) == (80, [50, 20, 10, 0])
+    assert [phase.share for phase in summary.phases] == [50 / 80, 20 / 80, 10 / 80, 0]
 
 
 def test_summarize__takes_slowest_rank_of_each_iteration_and_phase() -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity
 from ebbtide.analysis.metrics.windows import Window, find_windows
-from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.conftest import ebbtide, ebbtide_in_process
 
@@ -179,11 +179,36 @@ def test_find_windows__trace_without_phases_counts_from_its_start() -> None:
     assert (window.start_ms, window.end_ms) == (2.0, 4.0)
 
 
-def test_find_windows__raises_without_memory_or_capacity() -> None:
-    with pytest.raises(TraceError, match="no memory timeline"):
-        find_windows(built([(0, 1, 1, 1)], {}), 1)
-    with pytest.raises(TraceError, match="capacity"):
-        find_windows(built([(0, 1, 1, 1)], {0: 0}, capacity_bytes=None), 1)
+def test_find_windows__says_what_was_not_recorded() -> None:
+    without_memory = find_windows(built([(0, 1, 1, 1)], {}), 1)
+    assert (without_memory.pool, without_memory.windows, without_memory.known_ranks) == (None, [], [])
+    assert without_memory.missing == [NO_MEMORY]
+    without_capacity = find_windows(built([(0, 1, 1, 1)], {0: 0}, capacity_bytes=None), 1)
+    assert (without_capacity.windows, without_capacity.known_ranks) == ([], [])
+    assert without_capacity.missing == [no_capacity(0)]
+
+
+def on_cpu() -> TraceBuilder:
+    builder = TraceBuilder()
+    cpu = {"device": "cpu", "kind": "cpu", "capacity_bytes": 4 << 30, "link": None}
+    rank = builder.rank(0, devices=[cpu]).memory(0, 1 << 30, "heap", "cpu")
+    for iteration in range(2):
+        rank.phase("forward", iteration * 10 * MS, (iteration * 10 + 5) * MS, iteration)
+    return builder
+
+
+def test_find_windows__host_memory_has_no_room_for_optimizer_state(tmp_path: Path) -> None:
+    on_cpu().write(tmp_path / "cpu.ebb")
+    printed = json.loads(ebbtide_in_process("windows", tmp_path / "cpu.ebb", "--json").stdout)
+    assert (printed["memory"], printed["pool"], printed["capacity_bytes"]) == ("host", "heap", 4 << 30)
+    assert printed["windows"]
+    assert {(w["resident_params"], w["streamed_params"]) for w in printed["windows"]} == {(None, None)}
+    shown = ebbtide_in_process("windows", tmp_path / "cpu.ebb").stdout
+    assert "1.00 GiB of host memory free, of 4.00 GiB (host memory minus heap)" in shown
+    assert not {"fits", "streams", "idle", "capacity", "device"} & set(shown.split())
+    assert "never 1.82 TiB free: the host is smaller" in (
+        ebbtide_in_process("windows", tmp_path / "cpu.ebb", "--min-bytes", "2TB").stdout
+    )
 
 
 @given(iterations, memory, st.integers(1, CAPACITY), st.integers(1, CAPACITY))

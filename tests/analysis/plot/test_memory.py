@@ -127,7 +127,8 @@ def test_draw_memory__draws_pools_of_a_cpu_job_on_one_panel() -> None:
     rank = builder.rank(0, devices=[{"device": "cpu", "kind": "cpu", "capacity_bytes": 64 * GIB}])
     rank.memory(0, 3 * MIB, "heap", "cpu").memory(0, 5 * MIB, "rss", "cpu").memory(9 * MS, 4 * MIB, "heap", "cpu")
     (panel,) = draw([builder.build()], kind="memory").axes
-    assert labels(panel) == ["heap", "rss", "capacity 64.00 GiB, off scale"]
+    assert labels(panel) == ["heap", "rss", "host memory 64.00 GiB, off scale"]
+    assert panel.get_ylabel() == "host memory (MiB)"
 
 
 def test_draw_memory__gives_each_unknown_pool_a_style() -> None:

@@ -77,3 +77,19 @@ def test_agent__loses_at_most_the_last_iteration_of_a_job_that_ends_abruptly(
     run = run_profiled(sys.executable, training_program(tmp_path, f"train(1000)\n{end}\n"), cwd=tmp_path)
     assert (run.returncode, job_lines(run.stderr)) == (status, [])
     assert iterations_of(tmp_path / "run.ebb") in (999, 1000)
+
+
+def test_profile__does_not_blame_a_job_that_has_no_descriptor_left_for_the_recorder(tmp_path: Path) -> None:
+    program = training_program(
+        tmp_path,
+        """
+        import resource
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+        print(train(3))
+        """,
+    )
+    run = run_profiled(sys.executable, program, cwd=tmp_path)
+    assert run.returncode == 0
+    assert float(run.stdout) > 0
+    assert "no file descriptor" in run.stderr

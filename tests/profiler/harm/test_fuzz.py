@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from tests.profiler.harm.programs import job_lines, profile_command, run_bare
 # `make test-all` multiplies the number of random cases by four.
 CASES = examples(15)
 DEFAULT_CASES = 4
+# The time and the process id in lines of torch's log, as in `W1122 11:43:10.441000 18912 torch/...`.
+LOG_PREFIX = re.compile(rb"^([A-Z])\d{4} [\d:.]+ \d+ ", re.MULTILINE)
 
 
 @contextmanager
@@ -43,9 +46,13 @@ def _prepared(folder: Path, job: Job) -> Path:
 
 
 def _files(folder: Path) -> dict[str, bytes | None]:
-    """Return the contents of all files below a folder; None for a folder."""
+    """Return the contents of all files below a folder, without times of torch's log; None for a folder."""
     paths = (path for path in folder.rglob("*") if "__pycache__" not in path.parts)
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
+    return {str(path.relative_to(folder)): _timeless(path.read_bytes()) if path.is_file() else None for path in paths}
+
+
+def _timeless(text: bytes) -> bytes:
+    return LOG_PREFIX.sub(rb"\1 ", text)
 
 
 @pytest.mark.parametrize(
@@ -57,19 +64,22 @@ def test_profile__changes_nothing_of_a_random_job(number: int, tmp_path: Path) -
     with seeded(number) as rng:
         job = random_job(rng, disk / "run.ebb")
         command = [sys.executable, *job.flags, "job.py"]
-        bare = run_bare(*command, cwd=_prepared(tmp_path / "bare", job))
+        # The same folder for both runs, since tracebacks name it, in whatever file stderr has become.
+        folder = _prepared(tmp_path / "job", job)
+        bare = run_bare(*command, cwd=folder)
+        bare_files = _files(folder)
+        folder.rename(tmp_path / "bare")
         with _disk(disk, job.disk_kib):
-            recorded_folder = _prepared(tmp_path / "profiled", job)
-            profiled = run_bare(*profile_command(disk / "run.ebb", *command), cwd=recorded_folder)
+            profiled = run_bare(*profile_command(disk / "run.ebb", *command), cwd=_prepared(folder, job))
             for path in disk.glob("*.ebb"):
                 open_trace(path)
             counts = [len(phases_of(open_trace(path))) for path in disk.glob("*.ebb") if open_trace(path).ranks]
         details = f"{job.behaviours} {job.flags} {job.disk_kib}\n{profiled.stderr}"
         assert profiled.returncode == bare.returncode, details
         assert profiled.stdout == bare.stdout, details
-        stderr = [line.replace(str(recorded_folder), str(tmp_path / "bare")) for line in job_lines(profiled.stderr)]
-        assert stderr == bare.stderr.splitlines(), details
-        assert _files(recorded_folder) == _files(tmp_path / "bare"), details
+        stderr = "\n".join(job_lines(profiled.stderr))
+        assert _timeless(stderr.encode()) == _timeless("\n".join(bare.stderr.splitlines()).encode()), details
+        assert _files(folder) == bare_files, details
         if job.keeps_count and job.disk_kib is None and "-S" not in job.flags and _own_iterations(bare.stdout):
             assert _own_iterations(bare.stdout) in counts, f"{counts} {details}"
 

@@ -1,0 +1,55 @@
+"""Lines on figures that a trace lacks: what was not recorded, and how to record it."""
+
+from __future__ import annotations
+
+from ebbtide.analysis.metrics.devices import first_device, ran_on_cpu
+from ebbtide.analysis.metrics.iterations import steady_iterations
+from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.iteration_ends import explain_no_iterations
+
+NO_MEMORY = "no memory of a device was recorded; `ebbtide profile` records it (without `--record phases`)"
+NO_GPU_STATE = "utilization, power and clocks were not recorded; `ebbtide profile` records them with NVML"
+NO_SUB_STEPS = (
+    "no sub-steps of an update were recorded; `ebbtide profile` records those of DeepSpeed and InterleavedAdamW, and "
+    "`ebbtide replay --save` simulates them"
+)
+
+
+def no_capacity(rank: int) -> str:
+    """Return the line on a rank whose device has a capacity that is not known."""
+    return (
+        f"the capacity of rank {rank}'s device is not known, so free memory cannot be computed; pass --capacity to "
+        "`ebbtide import`"
+    )
+
+
+def no_iterations(trace: Trace) -> str:
+    """Return the line on a trace without a finished iteration."""
+    phases = {str(phase) for rank in trace.ranks for phase in trace.phases(rank)["phase"].unique()}
+    if not phases:
+        return "no phases were recorded, so there are no iterations; `ebbtide profile` records them"
+    return explain_no_iterations(phases)
+
+
+def no_link_use(trace: Trace, has_samples: bool) -> str:
+    """Return the line on a trace without figures of the link per phase; `has_samples`: whether it was recorded."""
+    if not has_samples:
+        return no_link(trace)
+    if not steady_iterations(trace).numbers:
+        return no_iterations(trace)
+    return "no phase is long enough for the samples of the link; `ebbtide profile --transfers` records each copy"
+
+
+def no_memory_use(trace: Trace) -> str:
+    """Return the line on a trace without figures of memory per phase."""
+    return NO_MEMORY if steady_iterations(trace).numbers else no_iterations(trace)
+
+
+def no_link(trace: Trace) -> str:
+    """Return the line on a trace without data on the link."""
+    if ran_on_cpu(trace):
+        return "no GPU link was recorded (this job ran on the CPU)"
+    reasons = dict.fromkeys(filter(None, (first_device(trace, rank).link_missing for rank in trace.ranks)))
+    if reasons:
+        return f"no GPU link was recorded: {'; '.join(reasons)}; `ebbtide profile --transfers` records each copy"
+    return "no GPU link was recorded; `ebbtide profile` records its use with NVML, and each copy with `--transfers`"
