@@ -13,8 +13,9 @@ import torch
 
 from ebbtide.interleave.calibrate.link import DIRECTIONS, LinkProbe, ReferenceCopies
 from ebbtide.interleave.calibrate.record import Record, Setup
+from ebbtide.profiler.sampler.gpu import Gpu, open_gpus, same_gpu
 from ebbtide.profiler.sampler.links import CounterSource, GpmSource, LinkSample, LinkSource, ThroughputSource
-from ebbtide.profiler.sampler.nvml import Gpu, Nvml, NvmlError
+from ebbtide.profiler.sampler.nvml import Nvml, NvmlError
 
 # Sources lag by about 70 ms: an earlier sample may still cover the time before the copies.
 _SETTLE_NS = 250_000_000
@@ -30,6 +31,9 @@ def check_counters(setup: Setup, record: Record) -> None:
     try:
         with contextlib.closing(Nvml()) as nvml:
             gpu = _find_gpu(nvml, setup.device)
+            obstacle = gpu.link_obstacle()
+            if obstacle is not None:
+                raise NvmlError(obstacle)
             copy = LinkProbe(setup.device).reference_copies
             record.extra["counters"] = check_sources(gpu, copy, max(_MIN_COPY_S, setup.window_s))
     except NvmlError as error:
@@ -38,8 +42,8 @@ def check_counters(setup: Setup, record: Record) -> None:
 
 def _find_gpu(nvml: Nvml, device: int) -> Gpu:
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    for gpu in nvml.gpus():
-        if gpu.describe()["uuid"] == uuid:
+    for gpu in open_gpus(nvml).gpus:
+        if same_gpu(gpu.read_uuid(), uuid):
             return gpu
     raise NvmlError(f"NVML does not show {uuid}")
 

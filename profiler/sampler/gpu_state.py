@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ebbtide.profiler.sampler.nvml import Gpu, GpuLost, NvmlError, Unsupported
+from ebbtide.profiler.sampler.gpu import Gpu
+from ebbtide.profiler.sampler.nvml import GpuLost, NvmlError, Unsupported
 
 # A reading that fails so often in a row is given up.
 _MAX_FAILURES = 10
@@ -99,14 +100,12 @@ class GpuStateReader:
             raise Unsupported(self._reasons())
         return values
 
-    def note(self) -> str | None:
-        """Return a line on the quantities that the card does not give.
+    def refusals(self) -> str | None:
+        """Return the quantities that the card does not give, with the reasons.
 
         None if it gives all, or none at all: then `read` has raised the reasons.
         """
-        if not self.refused or not self._readings:
-            return None
-        return f"GPU {self._gpu.index} does not report its {self._reasons()}"
+        return self._reasons() if self.refused and self._readings else None
 
     def _reasons(self) -> str:
         """Return the refused quantities, each reason once."""

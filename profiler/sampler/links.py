@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from ebbtide.profiler.agent.spool import LINK_SOURCES
-from ebbtide.profiler.sampler.nvml import Gpu, GpuLost, NvmlError
+from ebbtide.profiler.sampler.gpu import Gpu
+from ebbtide.profiler.sampler.nvml import GpuLost, NvmlError
 
 Clock = Callable[[], int]
 
 _IMPOSSIBLE_BYTES_PER_S = 1e12
-_MAY_WRAP_NS = 60_000_000  # 2**32 bytes pass in 68 ms over PCIe 5 x16
+_MAY_WRAP_NS = 35_000_000  # 2**32 bytes pass in 35.5 ms over PCIe 6 x16
 _MIN_GPM_WINDOW_NS = 100_000_000
 
 
@@ -136,11 +137,15 @@ def best_source(gpu: Gpu) -> tuple[LinkSource | None, list[str]]:
     """Choose the source of a GPU.
 
     Returns:
-        The first source that answers (None if none does), and for each one before it the reason why it does not.
+        The first source that answers, and for each one before it the reason why it does not. None if none answers, or
+        if what they count is not the traffic of this GPU.
 
     Raises:
         GpuLost: If the card is lost.
     """
+    obstacle = gpu.link_obstacle()
+    if obstacle is not None:
+        return None, [obstacle]
     reasons = []
     for source in (CounterSource(gpu), GpmSource(gpu), ThroughputSource(gpu)):
         if isinstance(source, GpmSource) and not gpu.supports_gpm():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from ebbtide.profiler.agent.spool import (
     process_name,
 )
 from ebbtide.profiler.processes import recorded_processes
+from ebbtide.profiler.sampler.gpu import Gpu, open_gpus
 from ebbtide.profiler.sampler.gpu_state import GpuStateReader
 from ebbtide.profiler.sampler.host import describe_host, read_rss_bytes, read_swap_bytes
 from ebbtide.profiler.sampler.links import LinkSource, best_source
-from ebbtide.profiler.sampler.nvml import Gpu, Nvml, NvmlError
+from ebbtide.profiler.sampler.nvml import GpuLost, Nvml, NvmlError
 
 _HOST_SECONDS = 0.1
 _STATE_SECONDS = 0.1
@@ -62,21 +64,25 @@ class Sampler:
         self._spool.put_header(0, 0, 0)
         self._nvml: Nvml | None = None
         self._gpus: list[Gpu] = []
-        self._state_readers: list[GpuStateReader] = []
+        self._state_readers: list[tuple[Gpu, GpuStateReader]] = []
+        self._missing_links: list[tuple[Gpu, str]] = []
         try:
             self._nvml = Nvml(library)
             driver = self._nvml.driver()
-            for gpu in self._nvml.gpus():
+            opened = open_gpus(self._nvml, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+            for gpu in opened.gpus:
                 try:
                     self.host["gpus"].append({**gpu.describe(), "driver": driver})
                     self._gpus.append(gpu)
                 except NvmlError as error:
-                    self.notes.append(f"GPU {gpu.index} is not sampled: {error}")
-            self.notes += self._nvml.unavailable
+                    self.notes.append(f"{gpu.title} is not sampled: {error}")
+            self.notes += opened.unavailable
         except NvmlError as error:
-            # A host without a GPU is no fault; one whose driver does not answer is.
+            # No fault of a host without a GPU; the trace of a job that uses one names the reason.
             self.host["nvml"] = str(error)
         self._threads: list[threading.Thread] = []
+        self._lost: set[int] = set()
+        self._lost_lock = threading.Lock()
         self._pids: tuple[int, ...] = ()
         self._next_scan_s = 0.0
 
@@ -84,9 +90,7 @@ class Sampler:
         """Start the threads."""
         self._start_thread("host memory", self._sample_processes, _HOST_SECONDS)
         for gpu in self._gpus:
-            self._start_thread(
-                f"the memory of GPU {gpu.index}", partial(self._sample_memory, gpu), self._memory_period_s
-            )
+            self._start_thread("the memory", partial(self._sample_memory, gpu), self._memory_period_s, gpu)
             self._start_link(gpu)
             self._start_state(gpu)
 
@@ -95,7 +99,11 @@ class Sampler:
         self._stop.set()
         for thread in self._threads:
             thread.join(timeout=2)
-        self.notes += [note for reader in self._state_readers if (note := reader.note()) is not None]
+        for reason, titles in _by_reason(self._missing_links).items():
+            self.notes.append(f"no link use of {titles}: {reason}")
+        refusals = [(gpu, text) for gpu, reader in self._state_readers if (text := reader.refusals()) is not None]
+        for text, titles in _by_reason(refusals).items():
+            self.notes.append(f"not reported by {titles}: {text}")
         # A recording shorter than one period has a sample, too.
         self._next_scan_s = 0.0
         self._sample_processes()
@@ -108,23 +116,31 @@ class Sampler:
         self._spool.close()
 
     def _start_link(self, gpu: Gpu) -> None:
+        source, reasons = None, list[str]()
         try:
             source, reasons = best_source(gpu)
+        except GpuLost as error:
+            self._note_loss(gpu, 0.0, error)
+            reasons = [str(error)]
         except NvmlError as error:
-            source, reasons = None, [str(error)]
-        self.host["gpus"][self._gpus.index(gpu)]["link_source"] = source.name if source else None
+            reasons = [str(error)]
+        description = self.host["gpus"][self._gpus.index(gpu)]
+        description["link_source"] = source.name if source else None
         if source is None:
-            self.notes.append(f"no link use of GPU {gpu.index}: {'; '.join(reasons)}")
+            description["link_missing"] = "; ".join(reasons)
+            if gpu.index not in self._lost:
+                self._missing_links.append((gpu, description["link_missing"]))
             return
-        self._start_thread(f"the link of GPU {gpu.index}", partial(self._sample_link, gpu, source), source.period_s)
+        self._start_thread("the link", partial(self._sample_link, gpu, source), source.period_s, gpu)
 
     def _start_state(self, gpu: Gpu) -> None:
         reader = GpuStateReader(gpu)
-        self._state_readers.append(reader)
-        self._start_thread(f"the state of GPU {gpu.index}", partial(self._sample_state, gpu, reader), _STATE_SECONDS)
+        self._state_readers.append((gpu, reader))
+        self._start_thread("the state", partial(self._sample_state, gpu, reader), _STATE_SECONDS, gpu)
 
-    def _start_thread(self, subject: str, read: Callable[[], None], period_s: float) -> None:
+    def _start_thread(self, subject: str, read: Callable[[], None], period_s: float, gpu: Gpu | None = None) -> None:
         """Call `read` once per period on a thread of its own, until `stop` or a fault that does not pass."""
+        subject = subject if gpu is None else f"{subject} of {gpu.title}"
 
         def loop() -> None:
             start_s = due_s = time.monotonic()
@@ -141,12 +157,22 @@ class Sampler:
                     if type(error) is NvmlError and failures < _MAX_FAILURES:
                         continue  # a failure that may pass: only the value is missing
                     elapsed_s = time.monotonic() - start_s
-                    self.notes.append(f"sampling {subject} stopped after {elapsed_s:.1f} s: {error}")
+                    if gpu is not None and isinstance(error, GpuLost):
+                        self._note_loss(gpu, elapsed_s, error)
+                    else:
+                        self.notes.append(f"sampling {subject} stopped after {elapsed_s:.1f} s: {error}")
                     return
 
         thread = threading.Thread(target=loop, name=f"sampling {subject}", daemon=True)
         self._threads.append(thread)
         thread.start()
+
+    def _note_loss(self, gpu: Gpu, elapsed_s: float, error: GpuLost) -> None:
+        """Add a note on a card that is lost, once: each of its threads notices it."""
+        with self._lost_lock:
+            if gpu.index not in self._lost:
+                self._lost.add(gpu.index)
+                self.notes.append(f"sampling {gpu.title} stopped after {elapsed_s:.1f} s: {error}")
 
     def _sample_memory(self, gpu: Gpu) -> None:
         used_bytes = gpu.read_used_bytes()
@@ -191,6 +217,14 @@ class Sampler:
     def _put_host_memory(self, pool: int, pid: int, size: int | None) -> None:
         if size is not None:
             self._spool.put(MEMORY, pool, HOST, a=pid, x=time.monotonic_ns(), y=size)
+
+
+def _by_reason(reasons: Iterable[tuple[Gpu, str]]) -> dict[str, str]:
+    """Return the titles of the GPUs of each reason, as one text: the cards of a host mostly lack the same."""
+    titles: dict[str, list[str]] = {}
+    for gpu, reason in reasons:
+        titles.setdefault(reason, []).append(gpu.title)
+    return {reason: ", ".join(listed) for reason, listed in titles.items()}
 
 
 def _rounded(rate: float) -> int:

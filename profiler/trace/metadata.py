@@ -41,6 +41,8 @@ class DeviceInfo(_Section, frozen=True, kw_only=True):
         cores: Logical cores that the job may use; only of a host's CPU.
         index: The number that NVML gives the card; only of a host's GPUs, as `link_source`.
         link_source: The source of the samples in the table `link`.
+        link_missing: The reason why there are none, of a GPU that was sampled.
+        parent_uuid: Of a MIG device, the UUID of its card.
     """
 
     device: str | None = None
@@ -54,6 +56,8 @@ class DeviceInfo(_Section, frozen=True, kw_only=True):
     cores: Count | None = None
     index: Count | None = None
     link_source: str | None = None
+    link_missing: str | None = None
+    parent_uuid: str | None = None
 
 
 class HostInfo(_Section, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from ebbtide.profiler.trace.iteration_ends import note_on_iterations
 from ebbtide.profiler.trace.metadata import RankInfo
 from ebbtide.profiler.trace.metadata_parsing import without_nulls
 from ebbtide.profiler.trace.schema import TABLES, frame
+from ebbtide.profiler.trace.spool_devices import device_names, note_on_unused_gpus, notes_on_devices, nvml_info
 from ebbtide.profiler.trace.spool_gpu import gpu_table
 from ebbtide.profiler.trace.spool_records import RECORD, Records, read_records
 from ebbtide.profiler.trace.spool_tables import link_table, memory_table, phases_table
@@ -42,7 +43,8 @@ def recover(directory: Path, meta: dict[str, Any]) -> list[Training]:
         if records is not None:
             processes.append(_recover_rank(path, records, samples, meta))
     trainings = group_trainings(processes) or [Training([])]
-    trainings[0].notes += notes
+    unused = note_on_unused_gpus((data.meta["devices"] for data in processes), meta["host"])
+    trainings[0].notes += notes + ([unused] if unused else [])
     return trainings
 
 
@@ -66,12 +68,8 @@ def _recover_rank(path: Path, records: Records, samples: Records, meta: dict[str
     data.stepped = bool((records["kind"] == kinds.ITERATION).any())
     data.tables["phases"] = frame("phases", phases)
     data.tables["ops"] = spool_ops.read(records)
-    names = {
-        gpu["index"]: device["device"]
-        for device in entry["devices"]
-        for gpu in gpus
-        if "index" in gpu and gpu.get("uuid") and gpu["uuid"] == device.get("uuid")
-    }
+    names = device_names(entry["devices"], gpus)
+    notes += notes_on_devices(entry["devices"], host)
     own = samples[(samples["kind"] != kinds.MEMORY) | (samples["small"] != HOST) | (samples["a"] == pid)]
     memory = pd.concat([memory_table(records, None), memory_table(own, names)], ignore_index=True)
     data.tables["memory"] = frame("memory", memory)
@@ -104,7 +102,7 @@ def _entry(header: Any, job_info: dict[str, Any], host: dict[str, Any], gpus: li
         "world_size": int(header["c"]),
         "local_rank": int(header["z"]),
         "started_ns": int(header["x"]),
-        "devices": [{**device, **_nvml_info(device, gpus)} for device in devices],
+        "devices": [{**device, **nvml_info(device, gpus)} for device in devices],
         "transfers_recorded": False,
     }
 
@@ -124,14 +122,6 @@ def _job_info(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, RecursionError):
         return {}
     return job_info
-
-
-def _nvml_info(device: dict[str, Any], gpus: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what NVML reported of the GPU that torch calls `device`."""
-    for gpu in gpus:
-        if gpu.get("uuid") and gpu["uuid"] == device.get("uuid"):
-            return {key: gpu.get(key) for key in ("pci_bus_id", "link", "driver")}
-    return {}
 
 
 def _trim(data: RankData, first: int, end: int | None) -> None:

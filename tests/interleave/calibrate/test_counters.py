@@ -8,7 +8,8 @@ import pytest
 
 from ebbtide.interleave.calibrate.counters import RateSample, check_sources, compare_samples
 from ebbtide.interleave.calibrate.link import ReferenceCopies
-from ebbtide.profiler.sampler.nvml import Gpu, Nvml
+from ebbtide.profiler.sampler.gpu import Gpu, open_gpus
+from ebbtide.profiler.sampler.nvml import Nvml
 from tests.profiler.sampler.fake_nvml import FakeCard, FakeNvml, hopper, older
 
 MS = 1_000_000
@@ -62,7 +63,7 @@ def test_compare_samples__a_constant_counter_has_scale_zero_and_no_lag() -> None
 
 
 def gpu_of(card: FakeCard) -> Gpu:
-    return Nvml(FakeNvml(card)).gpus()[0]
+    return open_gpus(Nvml(FakeNvml(card))).gpus[0]
 
 
 def copying(card: FakeCard) -> object:

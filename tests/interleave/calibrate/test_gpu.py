@@ -39,11 +39,12 @@ def test_calibrate__rates_of_copies_are_plausible(measured: dict[str, Any]) -> N
 def test_calibrate__pinned_copies_stay_below_the_peak_of_pcie(measured: dict[str, Any]) -> None:
     import torch
 
+    from ebbtide.profiler.sampler.gpu import open_gpus
     from ebbtide.profiler.sampler.nvml import Nvml
 
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     nvml = Nvml()
-    card = next(description for gpu in nvml.gpus() if (description := gpu.describe())["uuid"] == uuid)
+    card = next(description for gpu in open_gpus(nvml).gpus if (description := gpu.describe())["uuid"] == uuid)
     nvml.close()
     peak = card["link"]["peak_bytes_per_s"]
     if peak is None:

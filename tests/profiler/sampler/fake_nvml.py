@@ -158,9 +158,14 @@ class FakeNvml:
     def nvmlDeviceGetMaxPcieLinkWidth(self, card: FakeCard) -> int:
         return self._checked(card, "nvmlDeviceGetMaxPcieLinkWidth").width
 
-    def nvmlDeviceGetFieldValues(self, card: FakeCard, fields: list[int]) -> Any:
+    def nvmlDeviceGetFieldValues(self, card: FakeCard, scoped_fields: list[tuple[int, int]]) -> Any:
+        fields = [number for number, _ in scoped_fields]
         if fields == [_POWER]:
             return self._instant_power(card)
+        if fields == [pynvml.NVML_FI_DEV_C2C_LINK_COUNT]:
+            return (pynvml.c_nvmlFieldValue_t * 1)(
+                pynvml.c_nvmlFieldValue_t(nvmlReturn=pynvml.NVML_ERROR_NOT_SUPPORTED)
+            )
         self._checked(card, "nvmlDeviceGetFieldValues")
         answers = (pynvml.c_nvmlFieldValue_t * len(fields))()
         for answer, number in zip(answers, fields, strict=True):

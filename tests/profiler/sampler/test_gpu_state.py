@@ -6,6 +6,7 @@ import pynvml
 import pytest
 
 from ebbtide.profiler.agent.spool import GPU_QUANTITIES
+from ebbtide.profiler.sampler.gpu import open_gpus
 from ebbtide.profiler.sampler.gpu_state import GpuStateReader
 from ebbtide.profiler.sampler.nvml import GpuLost, Nvml, Unsupported
 from tests.profiler.sampler.fake_nvml import FakeCard, FakeNvml
@@ -30,14 +31,14 @@ ALL = {
 
 
 def reader_of(card: FakeCard, without: tuple[str, ...] = ()) -> GpuStateReader:
-    return GpuStateReader(Nvml(FakeNvml(card, without=without)).gpus()[0])
+    return GpuStateReader(open_gpus(Nvml(FakeNvml(card, without=without))).gpus[0])
 
 
 def test_read__gives_every_quantity_of_the_spool() -> None:
     reader = reader_of(FakeCard())
     assert reader.read() == reader.read() == ALL
     assert tuple(ALL) == GPU_QUANTITIES
-    assert reader.note() is None
+    assert reader.refusals() is None
 
 
 def test_read__keeps_a_true_zero() -> None:
@@ -50,13 +51,13 @@ def test_read__takes_the_averaged_power_of_a_card_without_the_instantaneous_one(
     reader = reader_of(card := FakeCard(instant_mw=None), without)
     assert [reader.read()["power"] for _ in range(2)] == [399_000, 399_000]
     assert card.calls["instant power"] == (0 if without else 1)
-    assert reader.note() is None
+    assert reader.refusals() is None
 
 
 def test_read__takes_the_older_name_of_the_reasons() -> None:
     reader = reader_of(FakeCard(reasons=0x20), without=REASONS[:1])
     assert reader.read()["throttle_reasons"] == 0x20
-    assert reader.note() is None
+    assert reader.refusals() is None
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -67,7 +68,7 @@ def test_read__leaves_out_what_the_card_refuses_and_does_not_ask_again(function:
     assert [reader.read() for _ in range(3)] == [rest] * 3
     assert card.calls[function] == (2 if function == "nvmlDeviceGetClockInfo" else 1)
     refused = ", ".join(quantity.replace("_", " ") for quantity in ALL if quantity in FUNCTIONS[function])
-    assert reader.note() == f"GPU 0 does not report its {refused} ({pynvml.NVMLError(code)})"
+    assert reader.refusals() == f"{refused} ({pynvml.NVMLError(code)})"
 
 
 @pytest.mark.parametrize(("quantity", "functions"), [("power", POWER), ("throttle_reasons", REASONS)])
@@ -84,7 +85,7 @@ def test_read__leaves_out_what_both_functions_refuse(quantity: str, functions: t
 def test_read__leaves_out_a_quantity_that_this_pynvml_does_not_have() -> None:
     reader = reader_of(FakeCard(), without=("nvmlDeviceGetTemperature",))
     assert "temperature" not in reader.read()
-    assert "nvmlDeviceGetTemperature" in (reader.note() or "")
+    assert "nvmlDeviceGetTemperature" in (reader.refusals() or "")
 
 
 def test_read__leaves_a_gap_for_a_passing_error() -> None:
@@ -92,7 +93,7 @@ def test_read__leaves_a_gap_for_a_passing_error() -> None:
     reader = reader_of(card)
     recorded = [reader.read().get("utilization") for _ in range(12)]
     assert recorded == [97, *[None] * 9, 97, 97]
-    assert reader.note() is None
+    assert reader.refusals() is None
 
 
 def test_read__gives_up_after_ten_errors_in_a_row() -> None:
@@ -100,7 +101,7 @@ def test_read__gives_up_after_ten_errors_in_a_row() -> None:
     for _ in range(12):
         assert set(ALL) - set(reader.read()) == {"temperature"}
     assert card.calls["nvmlDeviceGetTemperature"] == 10
-    assert reader.note() == "GPU 0 does not report its temperature (Unknown Error)"
+    assert reader.refusals() == "temperature (Unknown Error)"
 
 
 def test_read__raises_for_a_lost_card() -> None:
@@ -115,4 +116,4 @@ def test_read__raises_if_the_card_gives_nothing() -> None:
     reader = reader_of(card)
     with pytest.raises(Unsupported, match=r"^utilization, .*, throttle reasons \(Not Supported\)$"):
         reader.read()
-    assert reader.note() is None
+    assert reader.refusals() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pynvml
 import pytest
 
+from ebbtide.profiler.sampler.gpu import Gpu, open_gpus
 from ebbtide.profiler.sampler.links import (
     CounterSource,
     GpmSource,
@@ -14,7 +15,7 @@ from ebbtide.profiler.sampler.links import (
     best_source,
     counter_increase,
 )
-from ebbtide.profiler.sampler.nvml import Gpu, GpuLost, Nvml, NvmlError, Unsupported
+from ebbtide.profiler.sampler.nvml import GpuLost, Nvml, NvmlError, Unsupported
 from tests.profiler.sampler.fake_nvml import FakeCard, FakeNvml, counting, hopper, older
 
 MS = 1_000_000
@@ -22,7 +23,7 @@ RX, TX = pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES, pynvml.NVML_FI_DEV_PCIE_COUNT_T
 
 
 def gpu_of(card: FakeCard) -> Gpu:
-    return Nvml(FakeNvml(card)).gpus()[0]
+    return open_gpus(Nvml(FakeNvml(card))).gpus[0]
 
 
 class FakeClock:
@@ -107,7 +108,7 @@ def test_counter_source__raises_for_a_lost_card() -> None:
 
 def test_gpm_source__gives_the_mean_and_frees_its_samples() -> None:
     library = FakeNvml(hopper(gpm=(100.0, 1.0)))
-    source = GpmSource(Nvml(library).gpus()[0], clock := FakeClock())
+    source = GpmSource(open_gpus(Nvml(library)).gpus[0], clock := FakeClock())
     assert read_at(source, clock, 0, 120, 250) == [
         None,
         LinkSample(120 * MS, 120 * MS, 100 * 2**20, 2**20),
@@ -118,7 +119,7 @@ def test_gpm_source__gives_the_mean_and_frees_its_samples() -> None:
 
 def test_gpm_source__gives_nothing_within_100_ms() -> None:
     library = FakeNvml(hopper(gpm=(100.0, 1.0)))
-    source = GpmSource(Nvml(library).gpus()[0], clock := FakeClock())
+    source = GpmSource(open_gpus(Nvml(library)).gpus[0], clock := FakeClock())
     assert read_at(source, clock, 0, 1, 60, 130) == [
         None,
         None,
@@ -131,7 +132,7 @@ def test_gpm_source__gives_nothing_within_100_ms() -> None:
 @pytest.mark.parametrize("function", ["nvmlGpmSampleGet", "nvmlGpmMetricsGet"])
 def test_gpm_source__recovers_from_a_passing_error(function: str) -> None:
     library = FakeNvml(card := hopper().fail(function, pynvml.NVML_ERROR_TIMEOUT, first=2, last=2))
-    source = GpmSource(Nvml(library).gpus()[0], clock := FakeClock())
+    source = GpmSource(open_gpus(Nvml(library)).gpus[0], clock := FakeClock())
     assert read_at(source, clock, 0) == [None]
     if function == "nvmlGpmMetricsGet":
         assert read_at(source, clock, 200) != [None]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pynvml
 import pytest
 
-from ebbtide.profiler.sampler.nvml import Gpu, GpuLost, Nvml, NvmlError, Unsupported
+from ebbtide.profiler.sampler.gpu import Gpu, open_gpus
+from ebbtide.profiler.sampler.nvml import GpuLost, Nvml, NvmlError, Unsupported
 from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
 from tests.profiler.sampler.fake_nvml import GIB, FakeCard, FakeNvml, counting, hopper, older
 
@@ -13,7 +14,7 @@ RX, TX = pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES, pynvml.NVML_FI_DEV_PCIE_COUNT_T
 
 
 def gpu_of(card: FakeCard, without: tuple[str, ...] = ()) -> Gpu:
-    return Nvml(FakeNvml(card, without=without)).gpus()[0]
+    return open_gpus(Nvml(FakeNvml(card, without=without))).gpus[0]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_read_link__returns_none_for_an_unsupported_value() -> None:
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_NO_PERMISSION])
 def test_gpus__leaves_out_a_card_that_cannot_be_opened(code: int) -> None:
     closed = FakeCard().fail("nvmlDeviceGetHandleByIndex", code)
-    gpus = Nvml(FakeNvml(closed, FakeCard(uuid="GPU-b"))).gpus()
+    gpus = open_gpus(Nvml(FakeNvml(closed, FakeCard(uuid="GPU-b")))).gpus
     assert [(gpu.index, gpu.describe()["uuid"]) for gpu in gpus] == [(1, "GPU-b")]
 
 
@@ -147,7 +148,7 @@ def test_read_gpm_rates__raises_for_one_failed_metric(metric: int) -> None:
 def test_take_gpm_sample__frees_a_sample_that_fails() -> None:
     library = FakeNvml(hopper().fail("nvmlGpmSampleGet", pynvml.NVML_ERROR_UNKNOWN))
     with pytest.raises(NvmlError):
-        Nvml(library).gpus()[0].take_gpm_sample()
+        open_gpus(Nvml(library)).gpus[0].take_gpm_sample()
     assert library.samples == {}
 
 

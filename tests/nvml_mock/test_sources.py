@@ -1,0 +1,304 @@
+"""Readings of the sampler through the real pynvml, at times that the test sets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pynvml
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbtide.interleave.calibrate.counters import check_counters
+from ebbtide.interleave.calibrate.record import Record, Setup
+from ebbtide.profiler.sampler.gpu import open_gpus
+from ebbtide.profiler.sampler.gpu_state import GpuStateReader
+from ebbtide.profiler.sampler.links import (
+    CounterSource,
+    GpmSource,
+    LinkSample,
+    LinkSource,
+    ThroughputSource,
+    best_source,
+)
+from ebbtide.profiler.sampler.nvml import GpuLost, Nvml, NvmlError, Unsupported
+from ebbtide.profiler.sampler.sampler import Sampler
+from tests.nvml_mock.build import LoadedMock, loaded
+from tests.nvml_mock.cards import (
+    A100,
+    CARDS,
+    FORBIDDEN,
+    GB200,
+    H100,
+    H200,
+    MIG,
+    RTX_4090,
+    SECOND_NS,
+    VGPU,
+    WRAPPING,
+    MockCard,
+    card_uuid,
+    write_description,
+)
+from tests.nvml_mock.conftest import Drivers, OpenMock
+
+MS = 1_000_000
+# Late enough for 64-bit counters beyond 2**32.
+START_NS = 5000 * SECOND_NS
+BURSTS = replace(H100, burst_ns=70 * MS)
+
+
+def read_at(source: LinkSource, mock: LoadedMock, times_ns: list[int]) -> list[LinkSample | None]:
+    samples = []
+    for t_ns in times_ns:
+        mock.set_time_ns(t_ns)
+        samples.append(source.read())
+    return samples
+
+
+def assert_exact(card: MockCard, samples: list[LinkSample | None], count: int, rel: float = 1e-6) -> None:
+    """Check that the samples have the bytes that the card moved in their windows."""
+    present = [sample for sample in samples if sample is not None]
+    assert len(present) == count
+    for sample in present:
+        start_ns, seconds = sample.t_ns - sample.window_ns, sample.window_ns / 1e9
+        h2d, d2h = (card.bytes_between(name, start_ns, sample.t_ns) / seconds for name in ("h2d", "d2h"))
+        assert (sample.h2d_bytes_per_s, sample.d2h_bytes_per_s) == (
+            pytest.approx(h2d, rel=rel, abs=1e3),
+            pytest.approx(d2h, rel=rel, abs=1e3),
+        )
+
+
+@pytest.mark.parametrize("counters", ["uint32", "wraps32", "uint64"])
+@pytest.mark.parametrize("card", [H100, BURSTS, WRAPPING], ids=["steady", "bursts", "wraps in 72 ms"])
+def test_counter_source__counts_every_byte(open_mock: OpenMock, card: MockCard, counters: str) -> None:
+    card = replace(card, counters=counters)
+    (gpu,), mock = open_mock(card)
+    source = CounterSource(gpu, clock=lambda: mock.t_ns)
+    times_ns = [START_NS + 10 * MS * n + 7919 * n * n for n in range(60)]
+    assert_exact(card, read_at(source, mock, times_ns), count=59)
+
+
+def test_counter_source__gives_nothing_for_a_window_in_which_pcie_6_may_wrap_a_counter(open_mock: OpenMock) -> None:
+    card = replace(WRAPPING, generation=6, max_generation=6, h2d=120_000_000_000)
+    (gpu,), mock = open_mock(card)
+    source = CounterSource(gpu, clock=lambda: mock.t_ns)
+    samples = read_at(source, mock, [START_NS + ms * MS for ms in (0, 30, 70, 100)])
+    assert samples[2] is None
+    assert_exact(card, samples, count=2)
+
+
+def test_counter_source__rejects_counters_in_floating_point(open_mock: OpenMock) -> None:
+    (gpu,), _ = open_mock(replace(H100, counters="double"))
+    with pytest.raises(Unsupported, match="type 0"):
+        CounterSource(gpu).read()
+
+
+@pytest.mark.parametrize("card", [H200, replace(H200, burst_ns=170 * MS)], ids=["steady", "bursts"])
+def test_gpm_source__gives_the_mean_of_each_window(open_mock: OpenMock, card: MockCard) -> None:
+    (gpu,), mock = open_mock(card)
+    source = GpmSource(gpu, clock=lambda: mock.t_ns)
+    assert_exact(card, read_at(source, mock, [START_NS + 120 * MS * n for n in range(20)]), count=19)
+
+
+def test_throughput_source__gives_the_rates_of_both_directions(open_mock: OpenMock) -> None:
+    (gpu,), mock = open_mock(A100)
+    source = ThroughputSource(gpu, clock=lambda: mock.t_ns)
+    samples = read_at(source, mock, [START_NS + 50 * MS * n for n in range(5)])
+    assert_exact(A100, samples, count=5, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("card", "old_driver", "name"),
+    [
+        (H100, False, "nvml-counters"),
+        (H200, False, "gpm"),
+        (A100, False, "nvml-throughput"),
+        (RTX_4090, False, "nvml-counters"),
+        (replace(H100, c2c_links=10, c2c_status=0), False, "nvml-counters"),
+        (replace(H100, mig_mode=0), False, "nvml-counters"),
+        (H200, True, "nvml-throughput"),
+        (VGPU, False, None),
+        (FORBIDDEN, False, None),
+        (GB200, False, None),
+    ],
+)
+def test_best_source__chooses_the_source_that_counts_copies(
+    open_mock: OpenMock, card: MockCard, old_driver: bool, name: str | None
+) -> None:
+    (gpu,), _ = open_mock(card, old_driver=old_driver)
+    source, reasons = best_source(gpu)
+    assert (source.name if source else None) == name
+    assert all(reasons)
+
+
+@pytest.mark.parametrize(("card", "reason"), [(GB200, "NVLink-C2C"), (MIG, "not of a MIG device")])
+def test_best_source__takes_no_counter_of_other_traffic(open_mock: OpenMock, card: MockCard, reason: str) -> None:
+    """Their PCIe counters answer, with bytes that are not those of this GPU's copies."""
+    gpus, _ = open_mock(card)
+    for gpu in gpus:
+        assert len(gpu.read_pcie_counters()) == 2
+        source, (only_reason,) = best_source(gpu)
+        assert source is None
+        assert reason in only_reason
+
+
+def test_open_gpus__replaces_a_partitioned_card_by_its_mig_devices(open_mock: OpenMock) -> None:
+    gpus, _ = open_mock(H100, MIG, A100)
+    assert [gpu.title for gpu in gpus] == ["GPU 0", "GPU 1 MIG device 0", "GPU 1 MIG device 1", "GPU 2"]
+    assert len({gpu.index for gpu in gpus}) == 4
+    assert (gpus[0].index, gpus[3].index) == (0, 2)
+    described = [gpu.describe() for gpu in gpus[1:3]]
+    assert [(one["uuid"], one["capacity_bytes"]) for one in described] == [
+        (mig.uuid, mig.total) for mig in MIG.mig_devices
+    ]
+    assert {one["parent_uuid"] for one in described} == {MIG.uuid}
+    assert {one["pci_bus_id"] for one in described} == {"00000000:19:00.0"}
+    assert [gpu.read_used_bytes() for gpu in gpus[1:3]] == [mig.used for mig in MIG.mig_devices]
+
+
+def test_open_gpus__keeps_the_mig_devices_of_cuda_visible_devices(open_mock: OpenMock) -> None:
+    open_mock(MIG, H100)
+    first, second = (mig.uuid for mig in MIG.mig_devices)
+    nvml = Nvml()
+    assert [gpu.read_uuid() for gpu in open_gpus(nvml, second).gpus] == [second]
+    assert [gpu.read_uuid() for gpu in open_gpus(nvml, f"{first}, {second}").gpus] == [first, second]
+    for other in ("", "0", "0,1", H100.uuid, "MIG-that-is-gone"):
+        assert [gpu.read_uuid() for gpu in open_gpus(nvml, other).gpus] == [first, second, H100.uuid]
+
+
+def test_open_gpus__leaves_out_a_lost_card_beside_mig_devices(open_mock: OpenMock) -> None:
+    lost = replace(H100, lost_ns=0)
+    open_mock(lost, MIG)
+    opened = open_gpus(Nvml(), MIG.mig_devices[0].uuid)
+    assert [gpu.title for gpu in opened.gpus] == ["GPU 1 MIG device 0"]
+    assert opened.unavailable == ["GPU 0 is not sampled: GPU is lost"]
+
+
+def test_open_gpus__keeps_a_partitioned_card_without_mig_devices(open_mock: OpenMock) -> None:
+    (gpu,), _ = open_mock(replace(MIG, mig_devices=()))
+    assert gpu.title == "GPU 0"
+    assert gpu.link_obstacle() is not None
+
+
+def test_gpu_state_reader__reads_what_each_card_reports(open_mock: OpenMock) -> None:
+    gpus, _ = open_mock(H100, A100, VGPU)
+    values = [GpuStateReader(gpu).read() for gpu in gpus]
+    assert values[0] == {
+        "utilization": H100.utilization,
+        "memory_utilization": H100.memory_utilization,
+        "power": H100.instant_power_mw,
+        "sm_clock": H100.sm_clock_mhz,
+        "memory_clock": H100.memory_clock_mhz,
+        "temperature": H100.temperature_celsius,
+        "throttle_reasons": H100.throttle_reasons,
+    }
+    assert values[1]["power"] == A100.power_mw
+    assert set(values[0]) - set(values[2]) == {"power", "temperature"}
+
+
+def test_gpu_state_reader__takes_the_older_name_of_the_reasons_under_an_old_driver(open_mock: OpenMock) -> None:
+    (gpu,), _ = open_mock(replace(H100, throttle_reasons=0x24), old_driver=True)
+    with pytest.raises(Unsupported, match="Function Not Found"):
+        gpu.call("nvmlDeviceGetCurrentClocksEventReasons")
+    assert GpuStateReader(gpu).read()["throttle_reasons"] == 0x24
+
+
+def test_gpu__raises_from_the_moment_when_it_is_lost(open_mock: OpenMock) -> None:
+    (gpu,), mock = open_mock(replace(H100, lost_ns=3600 * SECOND_NS))
+    readers = (gpu.read_used_bytes, gpu.read_pcie_counters, gpu.read_link, GpuStateReader(gpu).read, gpu.mig_devices)
+    for read in readers:
+        read()
+    mock.set_time_ns(2**62)
+    for read in readers:
+        with pytest.raises(GpuLost, match="GPU is lost"):
+            read()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
+        pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
+        pynvml.NVML_ERROR_NO_PERMISSION,
+        pynvml.NVML_ERROR_RESET_REQUIRED,
+        pynvml.NVML_ERROR_NOT_READY,  # pynvml asks the library for its text
+    ],
+)
+def test_sampler__describes_why_nvml_does_not_answer(drivers: Drivers, tmp_path: Path, code: int) -> None:
+    description = write_description(tmp_path / "nvml.txt", [A100], init_error=code)
+    with loaded(drivers.current, description):
+        sampler = Sampler(tmp_path)
+        sampler.start()
+        sampler.stop()
+        assert sampler.host["nvml"] == str(pynvml.NVMLError(code))
+    assert sampler.host["gpus"] == []
+
+
+def test_sampler__leaves_out_a_card_that_cannot_be_opened(drivers: Drivers, tmp_path: Path) -> None:
+    closed = replace(H100, errors={"nvmlDeviceGetHandleByIndex_v2": pynvml.NVML_ERROR_NO_PERMISSION})
+    with loaded(drivers.current, write_description(tmp_path / "nvml.txt", [closed, A100])):
+        sampler = Sampler(tmp_path)
+        sampler.start()
+        sampler.stop()
+    assert [gpu["uuid"] for gpu in sampler.host["gpus"]] == [A100.uuid]
+    assert sampler.notes == ["GPU 0 is not sampled: Insufficient Permissions"]
+
+
+def test_sampler__names_cards_that_lack_the_same_in_one_line(drivers: Drivers, tmp_path: Path) -> None:
+    cards = [replace(VGPU, uuid=card_uuid(number)) for number in range(3)]
+    with loaded(drivers.current, write_description(tmp_path / "nvml.txt", cards)):
+        sampler = Sampler(tmp_path)
+        sampler.start()
+        sampler.stop()
+    assert [line for line in sampler.notes if "link" in line] == [
+        "no link use of GPU 0, GPU 1, GPU 2: nvml-counters: Not Supported; gpm: not on this card; "
+        "nvml-throughput: Not Supported"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("card", "uuid", "reason"),
+    [(GB200, GB200.uuid, "NVLink-C2C"), (MIG, MIG.mig_devices[1].uuid, "MIG device")],
+)
+def test_check_counters__does_not_compare_copies_with_other_traffic(
+    open_mock: OpenMock, monkeypatch: pytest.MonkeyPatch, card: MockCard, uuid: str, reason: str
+) -> None:
+    properties = SimpleNamespace(uuid=uuid.partition("-")[2])
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    open_mock(card)
+    record, no_ranks = Record(), cast(Any, None)
+    check_counters(Setup(no_ranks, threads=1, cores=1, working_set=1, window_s=1.0, device=0), record)
+    (note,) = record.notes
+    assert note.startswith("the link counters of the GPU were not checked: ")
+    assert reason in note
+    assert record.extra == {}
+
+
+@given(
+    rate=st.integers(0, 10**11),
+    burst_ns=st.none() | st.integers(2, 10**9),
+    times_ns=st.lists(st.integers(0, 10**13), min_size=2, max_size=5, unique=True).map(sorted),
+)
+def test_mock_card__computes_the_bytes_of_adjacent_spans(rate: int, burst_ns: int | None, times_ns: list[int]) -> None:
+    """The expectations of these tests add up, and never exceed the rate."""
+    card = replace(H100, h2d=rate, burst_ns=burst_ns)
+    spans = [card.bytes_between("h2d", start, end) for start, end in pairwise(times_ns)]
+    assert sum(spans) == pytest.approx(card.bytes_between("h2d", times_ns[0], times_ns[-1]))
+    assert all(
+        0 <= moved <= rate * (end - start) / SECOND_NS * (1 + 1e-9)
+        for moved, (start, end) in zip(spans, pairwise(times_ns), strict=True)
+    )
+
+
+def test_mock__refuses_calls_after_the_shutdown(open_mock: OpenMock) -> None:
+    (gpu, *_), _ = open_mock(*CARDS)
+    Nvml().close()
+    gpu.read_link()
+    pynvml.nvmlShutdown()
+    with pytest.raises(NvmlError, match="Uninitialized"):
+        gpu.read_used_bytes()
