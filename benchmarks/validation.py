@@ -13,8 +13,11 @@ import time
 from collections.abc import Sequence
 
 from gains import gains, speed_up
-from published import PublishedJob, jobs, simulated_sample
+from published import BLOCKING, TRACES, PublishedJob, jobs, simulated_sample
 from tables import machine_line, percent, table
+
+from ebbtide.interleave.calibrate.fitting.fit import fit, sample_of
+from ebbtide.profiler.trace import open_trace
 
 GB = 1e9
 
@@ -82,6 +85,27 @@ def blocking(job: PublishedJob) -> None:
     table(head.split(" | "), rows)
 
 
+def ranks_on_a_host() -> None:
+    """Print how runs with some numbers of ranks on a host predict others."""
+    traces = [open_trace(path) for pattern in ("a100-ranks*", "a100-13b*") for path in sorted(TRACES.glob(pattern))]
+    samples = {trace.name: sample_of(trace) for trace in traces if BLOCKING not in trace.name}
+    shared = [name for name in samples if name.startswith("a100-ranks")]
+    one_rank = [name for name in shared if samples[name].ranks == 1]
+    fits = (one_rank, [*one_rank, "a100-ranks2-async"], shared)
+    machines = [fit([samples[name] for name in names]).machine for names in fits]
+    rows = []
+    for name, sample in samples.items():
+        cells = [
+            percent(sample.simulate(machine).update_s, sample.update_s) + (" (fitted)" if name in names else "")
+            for names, machine in zip(fits, machines, strict=True)
+        ]
+        rows.append([f"`{name}`", str(sample.ranks), f"{sample.update_s:.3f}", *cells])
+    head = (
+        "run | ranks | update, s | fitted to one rank | and to `a100-ranks2-async` | fitted to all runs of one and two"
+    )
+    table(head.split(" | "), rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
@@ -99,6 +123,8 @@ def main() -> None:
         for job in shown_jobs:
             print(f"{job.title}:\n")
             show(job)
+    print("### Ranks that share a host\n")
+    ranks_on_a_host()
 
 
 if __name__ == "__main__":

@@ -7,3 +7,5 @@ PARAM_BYTES = 2
 GRAD_BYTES = 2
 # Optimizer state: fp32 master weight, first moment, second moment.
 STATE_BYTES = 12
+# The fp32 master weight alone.
+MASTER_BYTES = 4

@@ -53,6 +53,16 @@ def published_runs() -> Iterator[PublishedRun]:
     for kind, options in kinds.items():
         stem = f"log-13B-tp1-dp4-l40-h5120-a40-sl2048-gbs4-mbs1-ratio1-subg100000000-{options}"
         yield PublishedRun(f"a100-13b-{kind}", RESULTS, {"train.log": f"{stem}.log"}, A100, "NVIDIA A100 40GB")
+    # The one-rank run at stride 2 was ended before its first step.
+    for ranks, strides in ((1, (0, 6)), (2, (0, 2, 6))):
+        for stride in strides:
+            stem = (
+                f"log-13B-tp1-dp{ranks}-l40-h5120-a40-sl2048-gbs{4 * ranks}-mbs4-ratio1-subg100000000-"
+                f"prefetch{min(stride, 1)}-flush_async1-opt_gaps{stride}"
+            )
+            kind = f"interleaved-{stride}" if stride else "async"
+            files = {"train.log": f"{stem}.log"}
+            yield PublishedRun(f"a100-ranks{ranks}-{kind}", RESULTS, files, A100, "NVIDIA A100 40GB")
     yield PublishedRun("a100-torch-profiler", ANALYSIS, {"control.json.gz": "control.json.gz"})
 
 

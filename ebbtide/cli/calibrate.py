@@ -13,6 +13,7 @@ import typer
 
 from ebbtide.cli.options import Force, Json
 from ebbtide.cli.render.machine import print_machine
+from ebbtide.machines.accuracy import accuracy_of
 
 if TYPE_CHECKING:
     from ebbtide.machines.machine import Machine
@@ -27,7 +28,8 @@ def calibrate(
         list[Path] | None,
         typer.Option(
             metavar="RUN.ebb",
-            help="Fit rates from this trace instead of measuring. Repeatable.",
+            help="Fit rates from this trace instead of measuring. Repeatable: traces of several models tell the "
+            "overhead of a step from rates, and of several numbers of ranks on a host how the ranks share it.",
         ),
     ] = None,
     name: Annotated[
@@ -41,7 +43,8 @@ def calibrate(
         int | None,
         typer.Option(
             metavar="N",
-            help="Number of processes that measure at the same time, as the ranks of a job do on this host.",
+            help="Number of processes that measure at the same time, as the ranks of a job do on this host; their "
+            "totals are written as `box`.",
             min=1,
             max=64,
             show_default="1, or the ranks of torchrun",
@@ -50,7 +53,10 @@ def calibrate(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Measure the rates that `replay` needs (memory, updates, copies), or fit them from traces of the machine."""
+    """Measure the rates that `replay` needs (memory, updates, copies), or fit them from traces of the machine.
+
+    All rates are of one rank while all ranks of its host update and no copies run.
+    """
     if from_trace and ranks is not None:
         raise typer.BadParameter("--ranks is for measuring; with --from-trace nothing is measured")
     machine_name = name or ("fitted" if from_trace else socket.gethostname())
@@ -65,6 +71,7 @@ def calibrate(
         typer.echo(json.dumps(machine.as_json()))
     else:
         print_machine(machine)
+    typer.echo(f"ebbtide: {accuracy_of(machine).text()}", err=True)
     for note in machine.extra.get("notes", ()):
         typer.echo(f"ebbtide: {note}", err=True)
     if machine.h2d_bytes_per_s is None:

@@ -10,11 +10,11 @@ import typer
 
 from ebbtide.cli.options import Force, Json, Machine, Plot, Policies, count, size
 from ebbtide.cli.outputs import check_outputs, new_outputs, picture_format, print_outputs
+from ebbtide.machines.box import MAX_RANKS
 
 if TYPE_CHECKING:
     from ebbtide.interleave.replay.resolve import JobSize
     from ebbtide.interleave.replay.results import Replay
-    from ebbtide.profiler.trace import Trace
 
 
 def replay(
@@ -26,6 +26,16 @@ def replay(
     ranks: Annotated[
         int, typer.Option(metavar="N", help="Number of ranks that share the parameters (only with --params).", min=1)
     ] = 1,
+    ranks_per_host: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Number of ranks that share a host, whose CPU and memory they divide (machines with a `box`).",
+            min=1,
+            max=MAX_RANKS,
+            show_default="that of the trace, else that of the machine",
+        ),
+    ] = None,
     forward_ms: Annotated[
         float, typer.Option(metavar="MS", help="Forward time in ms (only with --params).", min=0)
     ] = 0.0,
@@ -65,7 +75,8 @@ def replay(
     free = size(free_bytes) if free_bytes is not None else None
     check_outputs(plot, save)
 
-    from ebbtide.cli.render.replay import print_ablation, print_replay
+    from ebbtide.cli.render.recommendation import print_recommendation
+    from ebbtide.cli.render.replay import print_ablation, print_accuracy, print_replay
     from ebbtide.errors import PlanError, PolicyError
     from ebbtide.interleave.replay import ablation
     from ebbtide.interleave.replay import recommend as recommendation
@@ -74,6 +85,7 @@ def replay(
         note_other_machine,
         resolve_machine,
         resolve_workload,
+        share_box,
     )
     from ebbtide.interleave.replay.results import replay as run
     from ebbtide.profiler.trace import open_trace
@@ -84,7 +96,7 @@ def replay(
             load_policies(policy_file)
         recording = open_trace(trace) if trace is not None else None
         job = resolve_workload(recording, workload, job_size, free)
-        rates = resolve_machine(machine, recording)
+        rates = share_box(resolve_machine(machine, recording), ranks_per_host, recording)
         job = note_other_machine(job, rates, recording)
         try:
             replayed = run(job, rates, policy)
@@ -96,7 +108,10 @@ def replay(
         if baseline is not None and baseline not in names:
             raise typer.BadParameter(f"{baseline!r} is not among the policies: {', '.join(names)}")
         steps = ablation.explain(job, rates) if explain else None
-        advice = recommendation.recommend(job, rates, _stage(recording)) if recommend else None
+        advice = None
+        if recommend:
+            recorded_job = recommendation.recorded_job(recording) if recording is not None else None
+            advice = recommendation.recommend(job, rates, recorded_job, machine)
         if picture is not None and plot is not None:
             _draw(replayed, picture, picture_format(plot))
         if folder is not None:
@@ -106,23 +121,16 @@ def replay(
         if steps is not None:
             additions["explain"] = [vars(step) for step in steps]
         if advice is not None:
-            additions["recommend"] = vars(advice)
+            additions["recommend"] = advice.as_json()
         typer.echo(json.dumps({**replayed.as_json(), **additions}))
     else:
         print_replay(replayed, baseline or names[0])
         if steps is not None:
             print_ablation(steps)
+        print_accuracy(rates)
         if advice is not None:
-            typer.echo(f"recommended: {advice.line}")
+            print_recommendation(advice)
     print_outputs(plot, save)
-
-
-def _stage(trace: Trace | None) -> int | None:
-    """Return the stage of ZeRO of a DeepSpeed job, None for other jobs."""
-    from ebbtide.analysis.metrics.deepspeed import deepspeed_of
-
-    job = deepspeed_of(trace) if trace is not None else None
-    return job.stage if job is not None else None
 
 
 def _job_size(params: int | None, ranks: int, forward_ms: float, backward_ms: float) -> JobSize | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from ebbtide.errors import MachineError
 from ebbtide.json_files import convert_object, number_range, read_object
+from ebbtide.machines.box import Box, box_from, rate_of_rank
 
 # Ranges of today's machines; a value outside of them is in the wrong unit. A rate of 0 would be a resource that the
 # machine does not have, which is null.
@@ -26,7 +27,11 @@ OverheadS = Annotated[float, number_range(0.0, 1e4)]
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of one rank, with nothing else running; None is not known.
+    """Rates of one rank while all ranks of its box update and no copies run; None is not known.
+
+    The box is the host that the ranks share. With one rank on a box these are the rates of that rank with nothing else
+    running. Copies slow updates, and updates copies, by what they share of host memory; the simulator computes that.
+    `for_ranks` has the rates for another number of ranks.
 
     Attributes:
         name: The name, for people.
@@ -42,7 +47,12 @@ class Machine:
             half-precision parameter out.
         cpu_cast_params_per_s: Parameters converted from fp32 to half precision on the CPU.
         gpu_update_params_per_s: Parameters updated on the GPU.
+        gpu_cast_params_per_s: Parameters converted from fp32 to half precision on the GPU.
+        cpu_norm_params_per_s: Parameters whose gradients' norm is computed on the CPU; None: as fast as host memory.
         step_overhead_s: The time of an update that does not depend on its size.
+        operation_s: The time of each operation that does not depend on its size: launch and synchronization.
+        pinned_memory_bytes: Host memory that the rank may pin; None: all of its part.
+        box: Totals of the box; None: measured with one rank, or not known with how many.
         extra: Further keys of the file, which are kept.
     """
 
@@ -58,8 +68,51 @@ class Machine:
     cpu_update_params_per_s: Rate | None = None
     cpu_cast_params_per_s: Rate | None = None
     gpu_update_params_per_s: GpuRate | None = None
+    gpu_cast_params_per_s: GpuRate | None = None
+    cpu_norm_params_per_s: Rate | None = None
     step_overhead_s: OverheadS | None = None
+    operation_s: OverheadS | None = None
+    pinned_memory_bytes: HostBytes | None = None
+    box: Box | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def for_ranks(self, ranks: int) -> Machine:
+        """Return the machine with the rates of one of `ranks` ranks that share the box.
+
+        A rank gets the smaller of its own rate and its part of the total, for updates on the CPU and for host memory.
+        The box's memory is divided by the ranks. Rates of the GPU and of its link stay, since each rank has its own.
+
+        Raises:
+            MachineError: The totals of the box are not known, and `ranks` is not 1.
+        """
+        if (box := self.box) is None:
+            if ranks == 1:
+                return self
+            raise MachineError(
+                f"machine {self.name} has no box, so its rates with {ranks} ranks on a host are not known: measure "
+                f"them with `ebbtide calibrate --ranks {ranks}`, or fit them from a trace of such a job (--from-trace)"
+            )
+        measured_ranks = box.ranks
+        update, memory = self.cpu_update_params_per_s, self.host_memory_bytes_per_s
+        alone_update = _largest(box.one_rank_cpu_update_params_per_s, update)
+        alone_memory = _largest(box.one_rank_host_memory_bytes_per_s, memory)
+        if ranks < measured_ranks:
+            update, memory = alone_update, alone_memory
+        if ranks != measured_ranks:
+            box = replace(
+                box,
+                ranks=ranks,
+                one_rank_cpu_update_params_per_s=alone_update,
+                one_rank_host_memory_bytes_per_s=alone_memory,
+            )
+        return replace(
+            self,
+            cpu_update_params_per_s=rate_of_rank(update, box.cpu_update_params_per_s, ranks),
+            host_memory_bytes_per_s=rate_of_rank(memory, box.host_memory_bytes_per_s, ranks),
+            host_memory_bytes=_divided(self.host_memory_bytes, measured_ranks, ranks),
+            pinned_memory_bytes=_divided(self.pinned_memory_bytes, measured_ranks, ranks),
+            box=box,
+        )
 
     def need(self, keys: Iterable[str], why: str) -> None:
         """Raise MachineError where one of the rates is not known. why: what needs it, for the message."""
@@ -71,7 +124,8 @@ class Machine:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object of a machine file."""
-        return {**{key: getattr(self, key) for key in _KEYS}, **self.extra}
+        values = {key: getattr(self, key) for key in _KEYS}
+        return {**values, "box": asdict(self.box) if self.box else None, **self.extra}
 
     def save(self, path: Path) -> None:
         """Write a machine file. Raises MachineError where that fails."""
@@ -79,6 +133,15 @@ class Machine:
             path.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise MachineError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _largest(first: float | None, second: float | None) -> float | None:
+    return max((value for value in (first, second) if value is not None), default=None)
+
+
+def _divided(part: float | None, ranks_before: int, ranks: int) -> float | None:
+    """Return a rank's part of what `ranks` divide, from that with another number of ranks."""
+    return None if part is None else part * ranks_before / ranks
 
 
 _KEYS = tuple(item.name for item in fields(Machine) if item.name != "extra")
@@ -96,7 +159,9 @@ def machine_from(values: dict[str, Any], where: str) -> Machine:
     """
     extra = {key: value for key, value in values.items() if key not in _KEYS}
     rates = {"name": where, **{key: values[key] for key in _KEYS if values.get(key) is not None}}
-    return convert_object({**rates, "extra": extra}, Machine, where, MachineError)
+    box = rates.pop("box", None)
+    machine = convert_object({**rates, "extra": extra}, Machine, where, MachineError)
+    return machine if box is None else replace(machine, box=box_from(box, where))
 
 
 def load_machine(path: Path) -> Machine:

@@ -36,12 +36,14 @@ class Record:
 
     Attributes:
         rates: Rates by their keys in a machine file.
+        alone: The same rates of one rank while the others on its host are idle; empty where not measured.
         measured: How each rate was measured, the number of runs, and their spread.
         extra: Further keys of the machine file.
         notes: Lines for the user.
     """
 
     rates: dict[str, float] = field(default_factory=dict)
+    alone: dict[str, float] = field(default_factory=dict)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

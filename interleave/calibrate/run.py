@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ebbtide.errors import MachineError
 from ebbtide.interleave.calibrate import counters, cpu, gpu, host_memory, link
 from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.interleave.calibrate.record import Record, Setup
+from ebbtide.machines.box import Box
 from ebbtide.machines.machine import Machine
 
 # Runs that spread by more than this share of the median were disturbed.
@@ -43,6 +44,9 @@ _HOST_PARTS = (
     Part("update on the CPU", cpu.measure_update, 2),
     Part("cast on the CPU", cpu.measure_cast, 1),
 )
+# The rates that ranks on a host share.
+_SHARED = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
+_ALONE_PARTS = _HOST_PARTS[:2]
 _PARTS_WITHOUT_GPU = (*_HOST_PARTS, Part("update during copies", cpu.measure_contention, 3))
 _PARTS_WITH_GPU = (
     *_HOST_PARTS,
@@ -78,12 +82,31 @@ def calibrate(ranks: Ranks, seconds: float, name: str, progress: PartProgress = 
             "count": ranks.count,
             "each": {key: [each.get(key) for each in rates_by_rank] for key in rates},
         }
+    box = _box(ranks, rates_by_rank, record.alone) if ranks.local_count > 1 else None
     contention = extra.get("contention")
     if contention is not None:
         # The simulator's prediction: both share the bandwidth of host memory, slowed by the same factor.
         demand = contention.pop("asked_host_bytes_per_s")
         contention["fluid_share"] = min(1.0, rates["host_memory_bytes_per_s"] / demand)
-    return Machine(name=name, **rates, extra={**extra, "notes": record.notes})
+    return Machine(name=name, **rates, box=box, extra={**extra, "notes": record.notes})
+
+
+def _box(ranks: Ranks, rates_by_rank: list[dict[str, float]], alone: dict[str, float]) -> Box:
+    """Return the totals of the ranks on a host; with several hosts those of an average one."""
+    totals = {key: sum(rates[key] for rates in rates_by_rank) * ranks.local_count / ranks.count for key in _SHARED}
+    one_rank = {f"one_rank_{key}": alone[key] for key in _SHARED if key in alone}
+    return Box(ranks.local_count, **totals, **one_rank)
+
+
+def _measure_alone(setup: Setup, record: Record) -> None:
+    """Measure host memory and updates on the CPU of the first rank of a host while the others wait."""
+    setup.ranks.wait()
+    if setup.ranks.local_rank == 0:
+        alone = Record()
+        for part in _ALONE_PARTS:
+            part.run(replace(setup, ranks=Ranks()), alone)
+        record.alone.update(alone.rates)
+    setup.ranks.wait()
 
 
 def _measure(ranks: Ranks, seconds: float, progress: PartProgress) -> Record:
@@ -92,6 +115,8 @@ def _measure(ranks: Ranks, seconds: float, progress: PartProgress) -> Record:
     if device is not None:
         torch.cuda.set_device(device)
     parts = _PARTS_WITH_GPU if device is not None else _PARTS_WITHOUT_GPU
+    if ranks.local_count > 1:
+        parts = (*parts, Part("one rank alone", _measure_alone, sum(part.windows for part in _ALONE_PARTS)))
     windows = sum(part.windows for part in parts)
     setup = _setup(ranks, seconds / windows, device, record)
     done = 0

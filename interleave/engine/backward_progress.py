@@ -61,4 +61,6 @@ def _make_hook(progress_ref: weakref.ref[BackwardProgress], index: int) -> Calla
         if progress is not None:
             progress._count_gradient(index)
 
-    return hook
+    # torch.compile cannot trace it.
+    untraced: Callable[[torch.Tensor], None] = torch._disable_dynamo(hook)
+    return untraced

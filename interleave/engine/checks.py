@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.local_shards import local_shard
+from ebbtide.interleave.engine.local_shards import flat_like, is_dense, local_shard
 from ebbtide.phases import PHASES
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def check_options(gradients: str, subgroup_params: int, threads: int | None, budget: Any) -> None:
+def check_options(
+    gradients: str, subgroup_params: int, threads: int | None, budget: Any, max_grad_norm: float | None = None
+) -> None:
     """Check the options of InterleavedAdamW.
 
     Args:
@@ -22,6 +24,7 @@ def check_options(gradients: str, subgroup_params: int, threads: int | None, bud
         subgroup_params: Its argument of this name.
         threads: Its argument of this name.
         budget: Its `memory_budget`.
+        max_grad_norm: Its argument of this name.
 
     Raises:
         EngineError: If one of them is not valid.
@@ -32,6 +35,8 @@ def check_options(gradients: str, subgroup_params: int, threads: int | None, bud
         raise EngineError(f"subgroup_params is {subgroup_params}: it must be at least 1")
     if threads is not None and threads < 1:
         raise EngineError(f"threads is {threads}: it must be at least 1, or None")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise EngineError(f"max_grad_norm is {max_grad_norm}: it must be above 0, or None")
     by_phase = isinstance(budget, Mapping)
     if by_phase and set(budget) != set(PHASES):
         raise EngineError(f"memory_budget by phase has {', '.join(map(str, budget))}: it needs {', '.join(PHASES)}")
@@ -73,8 +78,11 @@ def check_params(params: Sequence[torch.Tensor], streamed: bool) -> None:
     for param in params:
         if local_shard(param).dtype not in _DTYPES:
             raise EngineError(f"a parameter is {local_shard(param).dtype}: it must be bfloat16, float16 or float32")
-        if not local_shard(param).is_contiguous():
-            raise EngineError("a parameter is not contiguous: replace it by param.data.contiguous() first")
+        if not is_dense(local_shard(param)):
+            raise EngineError(
+                "the elements of a parameter do not fill its memory without gaps: replace it by "
+                "param.data.contiguous() first"
+            )
     if streamed and _rank_count() > 1 and not all(hasattr(param, "to_local") for param in params):
         raise EngineError(
             "gradients='streamed' gets gradients before DistributedDataParallel has reduced them: use "
@@ -83,7 +91,7 @@ def check_params(params: Sequence[torch.Tensor], streamed: bool) -> None:
 
 
 def flat_gradient(param: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a parameter, flat.
+    """Return the gradient of a parameter, flat, in the order of the parameter's memory.
 
     Raises:
         EngineError: If the gradient is sparse or has another dtype than the parameter.
@@ -94,7 +102,7 @@ def flat_gradient(param: torch.Tensor) -> torch.Tensor:
     if gradient.is_sparse or gradient.dtype != dtype:
         kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
         raise EngineError(f"a gradient is {kind} and its parameter {dtype}: it must be dense, of the same dtype")
-    return gradient.reshape(-1)
+    return flat_like(gradient, param)
 
 
 def _rank_count() -> int:

@@ -11,3 +11,7 @@ class EngineError(UserError):
 
 class DeviceMemoryError(EngineError):
     """The device has too little free memory for what a plan puts there."""
+
+
+class UpdateNotStarted(EngineError):
+    """An update could not start: it has changed nothing."""

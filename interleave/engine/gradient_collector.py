@@ -10,7 +10,7 @@ from ebbtide.interleave.engine.backward_progress import BackwardProgress
 from ebbtide.interleave.engine.checks import flat_gradient
 from ebbtide.interleave.engine.gradient_norm import GradientNorm
 from ebbtide.interleave.engine.gradient_placeholder import added_gradients, make_placeholder, mark_used
-from ebbtide.interleave.engine.local_shards import local_shard, wrap_shard
+from ebbtide.interleave.engine.local_shards import flat_like, local_shard, unflatten, wrap_shard
 from ebbtide.interleave.engine.runtime.engine import Engine
 
 
@@ -55,8 +55,8 @@ class GradientCollector:
             param, placeholder = self._params[index], self._placeholders[index]
             if param.grad is placeholder:
                 for added in added_gradients(placeholder):
-                    gradient += local_shard(added).reshape(-1)
-                param.grad = wrap_shard(param, gradient.view(local_shard(param).shape))
+                    gradient += flat_like(local_shard(added), param)
+                param.grad = wrap_shard(param, unflatten(gradient, param))
         self._placeholders.clear()
         self._norm.clear()
 
@@ -79,6 +79,9 @@ class GradientCollector:
     def _on_ready(self, index: int, ready_share: float) -> None:
         """Offload a gradient that the backward has computed for the last time in this step (see BackwardProgress)."""
         engine, param = self._engine, self._params[index]
+        if engine.device.is_capturing():
+            # The gradients are computed when the graph is replayed, and are submitted at the step.
+            return
         if self._streamed and engine.is_running and index not in engine.offloaded_params:
             gradient = flat_gradient(param)
             self._norm.add(index, gradient)

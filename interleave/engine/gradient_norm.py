@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ebbtide.interleave.engine.devices.device import Device
-from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.norm import total
 
 # The same as in torch.nn.utils.clip_grad_norm_.
@@ -22,14 +21,9 @@ class GradientNorm:
     Args:
         device: The device that computes the sums of squares.
         max_norm: The maximum norm of all gradients, over all ranks that share the parameters; None to not clip.
-
-    Raises:
-        EngineError: If `max_norm` is not above 0.
     """
 
     def __init__(self, device: Device, max_norm: float | None) -> None:
-        if max_norm is not None and not max_norm > 0:
-            raise EngineError(f"max_grad_norm is {max_norm}: it must be above 0, or None")
         self._device = device
         self._max_norm = max_norm
         self._squares: dict[int, Callable[[], float]] = {}

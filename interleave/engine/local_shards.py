@@ -1,4 +1,4 @@
-"""Local shards: the part of a DTensor that this rank has, or the whole of an ordinary tensor."""
+"""Local shards: the part of a DTensor that this rank has, or the whole of an ordinary tensor; and their flat views."""
 
 from __future__ import annotations
 
@@ -23,3 +23,38 @@ def wrap_shard(param: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
 
     mesh, placements = param.device_mesh, param.placements
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of a tensor fill its memory without gaps or overlaps, in any order of dimensions."""
+    length = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != length:
+            return not tensor.numel()
+        length *= size
+    return True
+
+
+def flat_view(param: torch.Tensor) -> torch.Tensor:
+    """Return the memory of this rank's part of a dense tensor, with one dimension, in the order of the memory."""
+    shard = local_shard(param).detach()
+    return shard.as_strided((shard.numel(),), (1,))
+
+
+def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the shape of a parameter's local part, flat, in the order of the memory of that part.
+
+    The result shares memory with the tensor if both have the same order."""
+    shard = local_shard(param)
+    tensor = tensor.detach()
+    if tensor.stride() != shard.stride():
+        tensor = torch.empty_strided(shard.shape, shard.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+            tensor
+        )
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def unflatten(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return a view of flat memory with the shape and the order of dimensions of a parameter's local part."""
+    shard = local_shard(param)
+    return flat.as_strided(shard.shape, shard.stride())

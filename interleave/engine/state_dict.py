@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ebbtide.interleave.engine.checks import check_group
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.local_shards import local_shard, wrap_shard
-from ebbtide.interleave.engine.runtime.subgroup_states import EXP_AVG, EXP_AVG_SQ, MASTER, SubgroupStates
+from ebbtide.interleave.engine.local_shards import flat_like, flat_view, local_shard, unflatten, wrap_shard
+from ebbtide.interleave.engine.runtime.subgroup_states import MASTER, SubgroupStates
 
 # Explicit, so that the defaults of torch that a job sets have no effect.
 _HOST: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-_ROWS = {"master": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+
+
+class ParamState(NamedTuple):
+    """The state of a parameter in host memory: fp32, flat, in the order of the parameter's memory, rows as in
+    SubgroupStates."""
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -24,57 +32,79 @@ class SavedStates:
 
     Attributes:
         params: The parameters.
-        states: The state of each, (3, elements).
+        states: The state of each; None for a parameter that was not updated yet.
         steps: The number of updates of each.
     """
 
     params: list[torch.Tensor]
-    states: list[torch.Tensor]
+    states: list[ParamState | None]
     steps: list[int]
 
 
-def gather_states(states: SubgroupStates, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the state of each parameter, (3, elements), in new host memory."""
-    param_states = [torch.empty((3, local_shard(param).numel()), **_HOST) for param in params]
+def gather_states(states: SubgroupStates, params: Sequence[torch.Tensor]) -> list[ParamState]:
+    """Return the state of each parameter, in new host memory."""
+    param_states = [
+        ParamState(*(torch.empty(local_shard(param).numel(), **_HOST) for _ in ParamState._fields)) for param in params
+    ]
     for number, subgroup in enumerate(states.subgroups):
         state = states.read(number)
         for segment in subgroup.segments:
-            param_states[segment.param][:, segment.begin : segment.end] = state[:, segment.span]
+            for row, target in enumerate(param_states[segment.param]):
+                target[segment.begin : segment.end] = state[row, segment.span]
     return param_states
 
 
-def scatter_states(states: SubgroupStates, param_states: Sequence[torch.Tensor]) -> None:
-    """Set the state of every parameter."""
+def scatter_states(
+    states: SubgroupStates, params: Sequence[torch.Tensor], param_states: Sequence[ParamState | None]
+) -> None:
+    """Set the state of every parameter, one subgroup after the other.
+
+    Args:
+        states: The states to write.
+        params: The parameters.
+        param_states: The state of each parameter; None for that before its first update: the master is the parameter,
+            the moments are 0.
+    """
     for number, subgroup in enumerate(states.subgroups):
-        state = torch.empty((3, subgroup.params), **_HOST)
+        state = torch.zeros((3, subgroup.params), **_HOST)
         for segment in subgroup.segments:
-            state[:, segment.span] = param_states[segment.param][:, segment.begin : segment.end]
+            param_state, elements = param_states[segment.param], slice(segment.begin, segment.end)
+            if param_state is None:
+                state[MASTER, segment.span] = flat_view(params[segment.param])[elements]
+                continue
+            for row, source in enumerate(param_state):
+                state[row, segment.span] = source[elements]
         states.write(number, state)
 
 
-def initial_state(param: torch.Tensor) -> torch.Tensor:
-    """Return the state of a parameter before its first update: the master is the parameter, the moments are 0."""
-    state = torch.zeros((3, local_shard(param).numel()), **_HOST)
-    state[MASTER] = local_shard(param).detach().reshape(-1)
-    return state
+def update_masters(states: SubgroupStates, params: Sequence[torch.Tensor], changed: Collection[int]) -> None:
+    """Set the masters of some parameters to the parameters, except elements whose master already rounds to them.
+
+    Args:
+        states: The states to change.
+        params: The parameters.
+        changed: The indices of the parameters that were changed.
+    """
+    for number, subgroup in enumerate(states.subgroups):
+        segments = [segment for segment in subgroup.segments if segment.param in changed]
+        if not segments:
+            continue
+        master = states.read_master(number)
+        for segment in segments:
+            value = flat_view(params[segment.param])[segment.begin : segment.end].cpu()
+            part = master[segment.span]
+            different = part.to(value.dtype) != value
+            part[different] = value[different].float()
+        states.write_master(number, master)
 
 
-def update_master(state: torch.Tensor, param: torch.Tensor) -> None:
-    """Set the master to the parameter, except for elements whose master already rounds to the parameter."""
-    value = local_shard(param).detach().reshape(-1).cpu()
-    master = state[MASTER]
-    different = master.to(value.dtype) != value
-    master[different] = value[different].float()
-
-
-def make_entry(param: torch.Tensor, state: torch.Tensor, step: int) -> dict[str, Any]:
+def make_entry(param: torch.Tensor, state: ParamState, step: int) -> dict[str, Any]:
     """Return the entry of a parameter in a state dict: that of torch.optim.AdamW, and the fp32 master.
 
     The tensors of a DTensor's entry are DTensors."""
-    shape = local_shard(param).shape
     entry: dict[str, Any] = {"step": torch.tensor(float(step), **_HOST)}
-    for name, row in _ROWS.items():
-        entry[name] = wrap_shard(param, state[row].clone().view(shape))
+    for name, row in state._asdict().items():
+        entry[name] = wrap_shard(param, unflatten(row, param))
     return entry
 
 
@@ -117,34 +147,35 @@ def read_state_dict(
     # Parameters that are frozen now may have been updated before.
     params = [param for param, name in name_of.items() if param in updated_params or name in saved]
     check(params)
-    states, steps = [], []
+    states: list[ParamState | None] = []
+    steps = []
     for param in params:
         entry, source = saved.get(name_of[param]), f"state of parameter {name_of[param]}"
-        state, step = _parse_entry(param, entry, source) if entry is not None else (initial_state(param), 0)
+        state, step = _parse_entry(param, entry, source) if entry is not None else (None, 0)
         states.append(state)
         steps.append(step)
     return SavedStates(params, states, steps)
 
 
-def _parse_entry(param: torch.Tensor, entry: Mapping[str, Any], source: str) -> tuple[torch.Tensor, int]:
+def _parse_entry(param: torch.Tensor, entry: Mapping[str, Any], source: str) -> tuple[ParamState, int]:
     """Return the state and the step in an entry. Without a master, as torch writes it, the master is the parameter."""
     if not isinstance(entry, Mapping):
         raise EngineError(f"{source} is {type(entry).__name__}: this is not a state dict of AdamW")
     if "max_exp_avg_sq" in entry:
         raise EngineError(f"{source} is of AMSGrad, which this optimizer does not support")
-    state = initial_state(param)
-    for name, row in _ROWS.items():
+    rows = []
+    for name in ParamState._fields:
         value = entry.get(name)
         if value is None and name == "master":
-            continue
+            value = param.detach()
         if not isinstance(value, torch.Tensor):
             raise EngineError(f"{source} has no {name} that is a tensor: this is not a state dict of AdamW")
         value = local_shard(value)
         if value.shape != local_shard(param).shape:
             shapes = f"{tuple(value.shape)}, the parameter is {tuple(local_shard(param).shape)}"
             raise EngineError(f"{source}: {name} is {shapes}: this is the state dict of another model")
-        state[row] = value.reshape(-1)
+        rows.append(flat_like(value, param).to(**_HOST))
     try:
-        return state, int(entry.get("step", 0))
+        return ParamState(*rows), int(entry.get("step", 0))
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise EngineError(f"{source}: step is not a number: this is not a state dict of AdamW") from None

@@ -23,7 +23,7 @@ _RESOURCES_OF_KIND: dict[OpKind, tuple[Resource, ...]] = {
     "fetch": ("h2d",),
     "update": ("cpu", "gpu"),
     "flush": ("d2h",),
-    "cast": ("cpu",),
+    "cast": ("cpu", "gpu"),
     "upload": ("h2d",),
 }
 
@@ -71,6 +71,8 @@ class Plan:
             returns before its end.
         kept_gradients: Subgroups whose gradient stays on the device until the update.
         resident_bytes: Device memory of resident state.
+        cpu_share: The share of the CPU's update rate that the plan uses. With fewer threads the CPU leaves more of the
+            bandwidth of host memory to copies.
         remark: A note of the policy on this plan, for people.
     """
 
@@ -81,6 +83,7 @@ class Plan:
     parked: frozenset[int]
     kept_gradients: frozenset[int]
     resident_bytes: float
+    cpu_share: float = 1.0
     remark: str = ""
 
     def validate(self, workload: Workload) -> Plan:
@@ -167,6 +170,8 @@ class _PlanChecker:
             self._require(op, "flush")
         elif op.kind == "flush" and subgroup in self._plan.resident:
             raise self._error(op, "removes state that is resident")
+        elif op.kind == "cast" and op.resource == "gpu":
+            self._require(op, "upload")
         elif (op.kind == "flush" and subgroup not in self._plan.parked) or op.kind == "cast":
             self._require(op, "update")
             if self._indices["upload"][subgroup] >= 0:

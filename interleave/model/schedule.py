@@ -7,26 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ebbtide.interleave.model.durations import host_traffic
 from ebbtide.interleave.model.plan import RESOURCES, Op, Plan
 from ebbtide.interleave.model.workload import Workload
-
-# A cast reads fp32 and writes half precision.
-_CAST_READ_BYTES = 4.0
-
-
-def host_traffic(op: Op, workload: Workload) -> float:
-    """Return the bytes of host memory that an operation reads and writes.
-
-    An update on the CPU reads gradient and state, and writes state and parameter. A copy passes through host memory
-    once.
-    """
-    if op.resource == "gpu":
-        return 0.0
-    if op.kind == "update":
-        return workload.cpu_update_bytes * op.params
-    if op.kind == "cast":
-        return (_CAST_READ_BYTES + workload.param_bytes) * op.params
-    return op.nbytes
 
 
 @dataclass(frozen=True)
@@ -181,6 +164,13 @@ class Schedule:
             own_times - without_waiting[-1] + with_waiting[-1],
         )
         return times, np.array([size for _, size in self.workload.gpu_free])
+
+    def pinned_bytes(self) -> float:
+        """Return the part of the host memory that must be pinned: the state of subgroups that are fetched or flushed,
+        and the buffers of copies that are not pageable."""
+        moved = {op.subgroup: op.nbytes for op in self.plan.ops if op.kind in ("fetch", "flush")}
+        buffers = (op.nbytes for op in self.plan.ops if op.kind in ("gradient down", "upload") and not op.pageable)
+        return sum(moved.values()) + sum(buffers)
 
     def host_bytes(self) -> float:
         """Return the host memory that the plan needs: state that is not resident, and separate buffers for gradients

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -48,6 +48,13 @@ class Workload:
         h2d_busy_share: The share of the link's time that the job's own copies to the device take.
         d2h_busy_share: The same of copies to the host.
         clipping: Whether all gradients are needed before any update.
+        norm: Where the norm of the gradients, for which clipping waits, is computed: "host" or "device". None: its time
+            is not known, or part of the machine's step_overhead_s.
+        collective_bytes: (phase, bytes to the device, bytes to the host) that the job's collectives (all-gather,
+            reduce-scatter) move over this link per iteration, on a box without another one between its GPUs. Phases:
+            `other`, `forward`, `backward`.
+        gpu_slack_bytes: Free memory that a plan must leave, for rounding and fragmentation of the allocator; `gpu_free`
+            is without it.
         gradients_held_until_step: Whether gradients stay on the device, in the job's own memory, until the step begins;
             else each may be copied to the host as soon as it is ready. The key of the file is `gradients_stay`.
         sizes: The parameters of each subgroup, where they were recorded.
@@ -68,6 +75,9 @@ class Workload:
     h2d_busy_share: float = 0.0
     d2h_busy_share: float = 0.0
     clipping: bool = True
+    norm: Literal["host", "device"] | None = None
+    collective_bytes: tuple[tuple[str, float, float], ...] = ()
+    gpu_slack_bytes: float = 0.0
     gradients_held_until_step: bool = False
     sizes: tuple[int, ...] | None = None
     deepspeed_version: str | None = None
@@ -126,6 +136,21 @@ class _FreeMemoryStep(msgspec.Struct):
     bytes: FreeBytes
 
 
+class _LinkBytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    h2d: FreeBytes = 0.0
+    d2h: FreeBytes = 0.0
+
+
+class _CollectiveBytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    other: _LinkBytes | None = None
+    forward: _LinkBytes | None = None
+    backward: _LinkBytes | None = None
+
+    def items(self) -> tuple[tuple[str, float, float], ...]:
+        phases = {"other": self.other, "forward": self.forward, "backward": self.backward}
+        return tuple((phase, size.h2d, size.d2h) for phase, size in phases.items() if size is not None)
+
+
 class WorkloadFile(msgspec.Struct):
     """The object of a workload file."""
 
@@ -148,6 +173,12 @@ class WorkloadFile(msgspec.Struct):
     h2d_busy_share: BusyShare = 0.0
     d2h_busy_share: BusyShare = 0.0
     clipping: Flag = True
+    norm: Annotated[Literal["host", "device"], Meta(description='"host" or "device"')] | None = None
+    collective_bytes: Annotated[
+        _CollectiveBytes,
+        Meta(description='an object of {"h2d", "d2h"} (bytes per iteration) by phase: other, forward, backward'),
+    ] = _CollectiveBytes()
+    gpu_slack_bytes: FreeBytes = 0.0
     gradients_stay: Flag = False
     sizes: Annotated[list[Annotated[int, Meta(ge=1)]], Meta(max_length=_MAX_SUBGROUPS, description=_SIZES)] | None = (
         None
@@ -183,10 +214,13 @@ def workload_from(values: dict[str, Any], where: str) -> Workload:
         param_bytes=file.param_bytes,
         grad_bytes=file.grad_bytes,
         state_bytes=file.state_bytes,
-        gpu_free=_free_steps(file.gpu_free_bytes),
+        gpu_free=_free_steps(file.gpu_free_bytes, file.gpu_slack_bytes),
         h2d_busy_share=file.h2d_busy_share,
         d2h_busy_share=file.d2h_busy_share,
         clipping=file.clipping,
+        norm=file.norm,
+        collective_bytes=file.collective_bytes.items(),
+        gpu_slack_bytes=file.gpu_slack_bytes,
         gradients_held_until_step=file.gradients_stay,
         sizes=None if file.sizes is None else tuple(file.sizes),
         deepspeed_version=file.deepspeed_version,
@@ -199,10 +233,11 @@ def load_workload(path: Path) -> Workload:
     return workload_from(read_object(path, "workload", WorkloadError), path.name)
 
 
-def _free_steps(free: float | list[_FreeMemoryStep] | None) -> FreeMemorySteps | None:
+def _free_steps(free: float | list[_FreeMemoryStep] | None, slack: float) -> FreeMemorySteps | None:
+    """Return the steps of free memory without the slack."""
     if not isinstance(free, list):
-        return None if free is None else ((0.0, free),)
-    steps = sorted(((step.at_s, step.bytes) for step in free), key=lambda step: step[0])
+        return None if free is None else ((0.0, max(0.0, free - slack)),)
+    steps = sorted(((step.at_s, max(0.0, step.bytes - slack)) for step in free), key=lambda step: step[0])
     if steps and steps[0][0] > 0:
         # What is free before the first entry is not known.
         steps.insert(0, (0.0, 0.0))

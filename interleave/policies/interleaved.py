@@ -33,11 +33,11 @@ def interleaved(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     for subgroup in resident:
         builder.resident(subgroup)
     on_cpu = sorted(set(offloaded) - set(on_gpu))
-    _interleave(builder, on_cpu, on_gpu, spec.options["params"] == "blocking")
+    _interleave(builder, on_cpu, on_gpu, spec.options["params"])
     return builder.plan()
 
 
-def _interleave(builder: PlanBuilder, on_cpu: Sequence[int], on_gpu: Sequence[int], blocking: bool) -> None:
+def _interleave(builder: PlanBuilder, on_cpu: Sequence[int], on_gpu: Sequence[int], params: str) -> None:
     """Stream `on_gpu` through the buffers while the CPU updates `on_cpu`, evenly mixed, fetching ahead."""
     flushes: list[int] = []
     previous_upload: tuple[int, ...] = ()
@@ -49,8 +49,8 @@ def _interleave(builder: PlanBuilder, on_cpu: Sequence[int], on_gpu: Sequence[in
 
     for number, subgroup in enumerate(on_cpu):
         stream(len(on_gpu) * number // len(on_cpu) + BUFFERS)
-        upload = builder.on_cpu(subgroup, blocking, previous_upload)
-        previous_upload = (upload,) if blocking else ()
+        upload = builder.on_cpu(subgroup, params, previous_upload)
+        previous_upload = (upload,) if params == "blocking" else ()
     stream(len(on_gpu))
 
 

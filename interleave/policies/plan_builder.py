@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ebbtide.interleave.model.plan import OTHER, STEP, UPDATE, Op, OpKind, Plan, Resource, gradient_ready_points
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.state_bytes import MASTER_BYTES
 
 
 @dataclass
@@ -88,24 +89,29 @@ class PlanBuilder:
         if self.workload.clipping:
             self._clip = (self.add("clip", "cpu", -1, after=tuple(self._gradient_copies.values())),)
 
-    def on_cpu(self, subgroup: int, blocking_upload: bool = False, after: tuple[int, ...] = ()) -> int:
+    def on_cpu(self, subgroup: int, params: str = "pipelined", after: tuple[int, ...] = ()) -> int:
         """Update a subgroup on the CPU.
 
         Args:
             subgroup: Index of the subgroup.
-            blocking_upload: Convert to half precision in a pass of its own and upload from pageable memory. Otherwise
-                the update writes the half-precision copy and it is uploaded from pinned memory.
+            params: How the parameters reach the device. `pipelined`: the update writes them in half precision, and they
+                are uploaded from pinned memory. `blocking`: they are converted in a pass of its own and uploaded from
+                pageable memory. `gpu-cast`: the fp32 masters are uploaded and converted on the GPU.
             after: Indices of further operations to wait for.
 
         Returns:
-            Index of the upload.
+            Index of the last operation.
         """
         width = self.workload.param_bytes
         inputs = (self._gradient_copies[subgroup], *self._clip, *after)
         point = self._update_point(subgroup)
         update = self.add("update", "cpu", subgroup, after=inputs, point=point)
-        if not blocking_upload:
+        if params == "pipelined":
             return self.add("upload", "h2d", subgroup, width, (update,), point)
+        if params == "gpu-cast":
+            staged = MASTER_BYTES * self.sizes[subgroup]
+            upload = self.add("upload", "h2d", subgroup, MASTER_BYTES, (update,), point, acquire=staged)
+            return self.add("cast", "gpu", subgroup, after=(upload,), point=point, release=staged)
         cast = self.add("cast", "cpu", subgroup, after=(update,))
         return self.add("upload", "h2d", subgroup, width, (cast,), pageable=True)
 
@@ -182,14 +188,17 @@ class PlanBuilder:
     def _update_point(self, subgroup: int) -> float:
         return self._gradient_points[subgroup] if self.early else STEP
 
-    def plan(self) -> Plan:
+    def plan(self, validate: bool = True) -> Plan:
         """Return the plan.
+
+        Args:
+            validate: Whether to check it. Only a search that makes many plans and checks the one it takes does not.
 
         Raises:
             PlanError: The plan is not valid (see `Plan.validate`).
         """
         resident_bytes = self.workload.state_bytes * sum(self.sizes[s] for s in self._resident)
-        return Plan(
+        plan = Plan(
             policy=self.policy,
             ops=tuple(self.ops),
             subgroups=len(self.sizes),
@@ -197,4 +206,5 @@ class PlanBuilder:
             parked=frozenset(self._first_flushes),
             kept_gradients=frozenset(self._kept),
             resident_bytes=resident_bytes,
-        ).validate(self.workload)
+        )
+        return plan.validate(self.workload) if validate else plan

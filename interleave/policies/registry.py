@@ -80,7 +80,7 @@ class Policy:
 POLICIES: dict[str, Policy] = {}
 GRADS = ("async", "blocking")
 PARAMS = ("pipelined", "blocking")
-PARAMS_BLOCKING = ("blocking", "pipelined")
+PARAMS_BLOCKING = ("blocking", "pipelined", "gpu-cast")
 
 
 def policy(

@@ -17,13 +17,13 @@ def twin_flow(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     builder = PlanBuilder(spec.text, workload, spec.options["grads"] == "blocking")
     resident = resident_range(workload, ratio)
     builder.gradients(keep=frozenset(resident))
-    blocking = spec.options["params"] == "blocking"
+    params = spec.options["params"]
     for subgroup in resident:
         builder.resident(subgroup)
     previous_upload: tuple[int, ...] = ()
     for subgroup in (number for number in range(len(builder.sizes)) if number not in resident):
-        upload = builder.on_cpu(subgroup, blocking, previous_upload)
-        previous_upload = (upload,) if blocking else ()
+        upload = builder.on_cpu(subgroup, params, previous_upload)
+        previous_upload = (upload,) if params == "blocking" else ()
     return builder.plan()
 
 

@@ -20,9 +20,9 @@ def all_on_cpu(workload: Workload, spec: PolicySpec) -> Plan:
     """Make the plan that updates all subgroups on the CPU, with the options `grads` and `params` of the spec."""
     builder = PlanBuilder(spec.text, workload, spec.options["grads"] == "blocking")
     builder.gradients()
-    blocking = spec.options["params"] == "blocking"
+    params = spec.options["params"]
     previous_upload: tuple[int, ...] = ()
     for subgroup in range(len(builder.sizes)):
-        upload = builder.on_cpu(subgroup, blocking, previous_upload)
-        previous_upload = (upload,) if blocking else ()
+        upload = builder.on_cpu(subgroup, params, previous_upload)
+        previous_upload = (upload,) if params == "blocking" else ()
     return builder.plan()

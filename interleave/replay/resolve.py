@@ -101,6 +101,28 @@ def resolve_machine(name_or_path: str | None, trace: Trace | None) -> Machine:
     return find_machine(name_or_path, trace.meta.machine, recorded_in=str(trace.path))
 
 
+def share_box(machine: Machine, ranks_per_host: int | None, trace: Trace | None) -> Machine:
+    """Return the machine with the rates of one of several ranks on a host.
+
+    Args:
+        machine: The machine.
+        ranks_per_host: Ranks on a host as requested; None: as many as the trace had, if the machine has a `box`, else
+            the rates as they are.
+        trace: The trace of the job. A simulated one is of a single rank whose machine is scaled already.
+
+    Raises:
+        MachineError: A number was requested and the machine's totals are not known.
+    """
+    if ranks_per_host is not None:
+        return machine.for_ranks(ranks_per_host)
+    if trace is None or machine.box is None or trace.meta.source == "simulated":
+        return machine
+    from ebbtide.interleave.replay.workload_from_trace import ranks_on_host
+
+    recorded = ranks_on_host(trace)
+    return machine if recorded is None else machine.for_ranks(recorded)
+
+
 def note_other_machine(workload: Workload, machine: Machine, trace: Trace | None) -> Workload:
     """Add a note to the workload of a trace if the machine is not the one of the trace.
 

@@ -12,6 +12,7 @@ from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import BUILT_IN, make_plan
 from ebbtide.interleave.simulation.bound import Bound, bound
 from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.accuracy import accuracy_of
 from ebbtide.machines.machine import Machine
 
 # Above these shares a resource counts as what limits the update.
@@ -89,6 +90,7 @@ class Replay:
                 "exposed_whole_subgroups_ms": self.bound.exposed_whole_s * 1e3,
             },
             "skipped": self.skipped,
+            "accuracy": accuracy_of(self.machine).as_json(),
         }
 
 
@@ -126,8 +128,11 @@ def workload_json(workload: Workload) -> dict[str, Any]:
     values = asdict(workload)
     free_steps = values.pop("gpu_free")
     values["gpu_free_bytes"] = (
-        None if free_steps is None else [{"at_s": time, "bytes": size} for time, size in free_steps]
+        None
+        if free_steps is None
+        else [{"at_s": time, "bytes": size + workload.gpu_slack_bytes} for time, size in free_steps]
     )
+    values["collective_bytes"] = {phase: {"h2d": h2d, "d2h": d2h} for phase, h2d, d2h in workload.collective_bytes}
     values["gradients_stay"] = values.pop("gradients_held_until_step")
     return values
 
@@ -138,6 +143,8 @@ def _result(text: str, schedule: Schedule, machine: Machine) -> PolicyResult:
     if machine.host_memory_bytes is None:
         fits = None if fits else fits
     elif host > machine.host_memory_bytes:
+        fits = False
+    if machine.pinned_memory_bytes is not None and schedule.pinned_bytes() > machine.pinned_memory_bytes:
         fits = False
     return PolicyResult(
         policy=text,

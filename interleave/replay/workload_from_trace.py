@@ -83,6 +83,19 @@ def workload_of(trace: Trace) -> Workload:
     )
 
 
+def ranks_on_host(trace: Trace) -> int | None:
+    """Return how many ranks of a trace shared the host of its first rank; None if the trace does not have them all."""
+    ranks = trace.ranks
+    entries = [trace.rank(rank) for rank in ranks]
+    if not entries:
+        return None
+    host = entries[0].host
+    if host is None and max(entries[0].world_size or 0, max(ranks) + 1) > len(ranks):
+        # An imported trace of some ranks: the others may have run on the same host.
+        return None
+    return sum(entry.host == host for entry in entries)
+
+
 def _rounding_version(job: DeepSpeedSetup | None) -> str | None:
     """Return the version that chose the resident subgroups; None if ebbtide's engine ran the updates."""
     return job.info.version if job is not None and job.info.policy is None else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
+from ebbtide.interleave.model.durations import norm_s
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.bound_program import BoundProgram
 from ebbtide.interleave.simulation.intervals import intervals_of
@@ -43,12 +44,14 @@ class OptimalShares:
         early: Further state that is on the device when the update begins.
         late: Further state that is on the device when the iteration begins.
         on_cpu: Parameters that the CPU updates.
+        exposed_s: The bound itself: seconds that the optimizer adds to the iteration.
     """
 
     resident: float
     early: float
     late: float
     on_cpu: float
+    exposed_s: float
 
 
 def bound(workload: Workload, machine: Machine) -> Bound:
@@ -85,14 +88,19 @@ def optimal_shares(workload: Workload, machine: Machine, whole_subgroups: bool) 
         early=max(state[:-1]) - resident,
         late=state[0] - resident,
         on_cpu=float(values[program.variable("total cpu updates", last)]),
+        exposed_s=_update_s(workload, machine, program, values),
     )
 
 
 def _min_update_s(workload: Workload, machine: Machine, windows: bool, whole_subgroups: bool) -> float:
     """Return the shortest update, s, its overhead included."""
-    program, values = _solve(workload, machine, windows, whole_subgroups)
+    return _update_s(workload, machine, *_solve(workload, machine, windows, whole_subgroups))
+
+
+def _update_s(workload: Workload, machine: Machine, program: BoundProgram, values: Vector) -> float:
+    """Return the length of the update in a solution, s, its overhead included."""
     length_s = max(0.0, float(values[program.variable("update length")])) * program.time_unit_s
-    return (machine.step_overhead_s or 0.0) + length_s
+    return (machine.step_overhead_s or 0.0) + norm_s(workload, machine) + length_s
 
 
 def _solve(workload: Workload, machine: Machine, windows: bool, whole_subgroups: bool) -> tuple[BoundProgram, Vector]:

@@ -109,8 +109,9 @@ class BoundProgram(LinearProgram):
             flow("gradients up"): workload.grad_bytes,
         }
         down = {flow("flushed"): workload.state_bytes, flow("gradients down"): workload.grad_bytes}
-        self._limit_rate(up, interval, self._link_rate("h2d"))
-        self._limit_rate(down, interval, self._link_rate("d2h"))
+        up_left, down_left = interval.link_left
+        self._limit_rate(up, interval, self._link_rate("h2d") * up_left)
+        self._limit_rate(down, interval, self._link_rate("d2h") * down_left)
         if machine.duplex_bytes_per_s is not None:
             self._limit_rate({**up, **down}, interval, self._scaled_rate(machine.duplex_bytes_per_s))
         cpu_traffic = {flow("cpu updates"): workload.cpu_update_bytes}

@@ -7,14 +7,16 @@ from heapq import heappop, heappush
 import numpy as np
 
 from ebbtide.errors import PlanError
-from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, Op, OpKind, Plan, Resource
-from ebbtide.interleave.model.schedule import Schedule, host_traffic
+from ebbtide.interleave.model.durations import Durations, host_traffic, link_shares, phase_before
+from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, Plan
+from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import Machine
 
 _CPU, _GPU, _H2D, _D2H, _COMPUTE = range(5)
 _INDEX = {"cpu": _CPU, "gpu": _GPU, "h2d": _H2D, "d2h": _D2H}
 _INFINITE = float("inf")
+_ALL_LEFT = (1.0, 1.0)
 
 
 def simulate(plan: Plan, workload: Workload, machine: Machine) -> Schedule:
@@ -39,7 +41,7 @@ class _Simulation:
         self._plan = plan
         self._workload = workload
         self._machine = machine
-        durations = _Durations(plan, workload, machine)
+        durations = Durations(plan, workload, machine)
         points = sorted({op.point for op in plan.ops} | {FORWARD, BACKWARD, UPDATE})
         self._points = [point for point in points if 0.0 < point <= UPDATE]
         count = len(plan.ops)
@@ -53,6 +55,11 @@ class _Simulation:
         self._alone_s.append(machine.step_overhead_s or 0.0)
         self._traffic += [0.0] * (len(self._points) + 1)
         self._resource += [_COMPUTE] * (len(self._points) + 1)
+        # Per task of compute: the shares of the link that the job leaves meanwhile, to the device and to the host.
+        left = link_shares(workload, machine)
+        self._link_left = {
+            compute_until[point]: left[phase_before(point)] for point in self._points if phase_before(point) in left
+        }
         # Per task: how many tasks it still waits for, and the tasks that wait for it.
         self._pending = [len(op.after) for op in plan.ops] + [1] * (len(self._points) + 1)
         self._pending[count] = 0
@@ -105,7 +112,7 @@ class _Simulation:
         remaining_s = [0.0] * 5
         now = 0.0
         done = 0
-        sharing = _Sharing(self._machine)
+        sharing = _Sharing(self._machine, self._link_left)
         while done < total:
             for r in range(5):
                 if running[r] < 0 and ready[r]:
@@ -144,7 +151,8 @@ class _Simulation:
 class _Sharing:
     """Speeds of tasks that run at the same time, as shares of their speed alone."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, link_left: dict[int, tuple[float, float]]) -> None:
+        self._link_left = link_left
         self._duplex = machine.duplex_bytes_per_s
         self._host_memory = machine.host_memory_bytes_per_s or _INFINITE
 
@@ -153,57 +161,14 @@ class _Sharing:
         cpu_demand = traffic[cpu] / alone_s[cpu] if cpu >= 0 and alone_s[cpu] > 0.0 else 0.0
         up_demand = traffic[up] / alone_s[up] if up >= 0 and alone_s[up] > 0.0 else 0.0
         down_demand = traffic[down] / alone_s[down] if down >= 0 and alone_s[down] > 0.0 else 0.0
+        up_left, down_left = self._link_left.get(running[_COMPUTE], _ALL_LEFT) if self._link_left else _ALL_LEFT
+        up_demand, down_demand = up_demand * up_left, down_demand * down_left
         link = 1.0
         if self._duplex is not None and up_demand + down_demand > self._duplex:
             link = self._duplex / (up_demand + down_demand)
         demand = cpu_demand + link * (up_demand + down_demand)
         share = self._host_memory / demand if demand > self._host_memory else 1.0
-        return [share, 1.0, share * link, share * link, 1.0]
-
-
-class _Durations:
-    """Durations of operations if nothing else runs."""
-
-    def __init__(self, plan: Plan, workload: Workload, machine: Machine) -> None:
-        needed = {"host_memory_bytes_per_s"}
-        for kind, resource, pageable in {(op.kind, op.resource, op.pageable) for op in plan.ops}:
-            needed |= _needed_rates(kind, resource, pageable)
-        machine.need(sorted(needed), f"policy {plan.policy}")
-        pinned = {
-            "h2d": (machine.h2d_bytes_per_s or 1.0) * (1 - workload.h2d_busy_share),
-            "d2h": (machine.d2h_bytes_per_s or 1.0) * (1 - workload.d2h_busy_share),
-        }
-        pageable_alone = {
-            "h2d": machine.h2d_pageable_bytes_per_s or 1.0,
-            "d2h": machine.d2h_pageable_bytes_per_s or 1.0,
-        }
-        # A job that uses the link leaves less of it to pageable copies too.
-        limited = {direction: min(pageable_alone[direction], pinned[direction]) for direction in pinned}
-        self._copy_rates = {False: pinned, True: limited}
-        self._update_rates = {
-            "cpu": machine.cpu_update_params_per_s or 1.0,
-            "gpu": machine.gpu_update_params_per_s or 1.0,
-        }
-        self._cast_rate = machine.cpu_cast_params_per_s or 1.0
-
-    def seconds(self, op: Op) -> float:
-        if op.kind == "update":
-            return op.params / self._update_rates[op.resource]
-        if op.kind == "cast":
-            return op.params / self._cast_rate
-        if op.kind == "clip":
-            return 0.0
-        return op.nbytes / self._copy_rates[op.pageable][op.resource]
-
-
-def _needed_rates(kind: OpKind, resource: Resource, pageable: bool) -> set[str]:
-    if kind == "clip":
-        return set()
-    if kind == "update":
-        return {f"{resource}_update_params_per_s"}
-    if kind == "cast":
-        return {"cpu_cast_params_per_s"}
-    return {f"{resource}_bytes_per_s", *([f"{resource}_pageable_bytes_per_s"] if pageable else [])}
+        return [share, 1.0, share * link * up_left, share * link * down_left, 1.0]
 
 
 def _compute_lengths(workload: Workload, points: list[float]) -> list[float]:

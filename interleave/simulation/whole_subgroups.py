@@ -7,8 +7,12 @@ from typing import NamedTuple
 
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.bound_program import BoundProgram
-from ebbtide.interleave.simulation.intervals import IterationInterval
+from ebbtide.interleave.simulation.intervals import IterationInterval, gradient_ready_s
 from ebbtide.machines.machine import Machine
+from ebbtide.phases import BACKWARD
+
+# By so much of the free memory, and so many bytes, may a schedule exceed it.
+_TOLERANCE, _TOLERANCE_BYTES = 1e-9, 1.0
 
 
 class ModeRates(NamedTuple):
@@ -49,7 +53,7 @@ class WholeSubgroupProgram(BoundProgram):
             room = self._whole_room(free) if even else free
             self.limit(self.variable("state", index), room)
             self.limit(self.state_before(index), room)
-            if free < smallest:
+            if free < smallest * (1 - _TOLERANCE):
                 for name in ("fetched", "gpu updates"):
                     self.limit(self.variable(name, index), 0.0)
             self._divide_into_modes(interval, index)
@@ -59,16 +63,74 @@ class WholeSubgroupProgram(BoundProgram):
             if even:
                 self._whole_number_on_cpu()
             self._order_streams(smallest)
+        else:
+            self._follow_gradients()
 
     def _free_share(self, interval: IterationInterval) -> float:
-        """Return the share of all parameters whose state fits into the free memory."""
-        return interval.free_bytes / self._workload.params / self._workload.state_bytes
+        """Return the share of all parameters whose state fits into the free memory.
+
+        A plan may exceed the free memory as far as `Schedule.fits_device` allows.
+        """
+        allowed = interval.free_bytes * (1 + _TOLERANCE) + _TOLERANCE_BYTES if interval.free_bytes else 0.0
+        return allowed / self._workload.params / self._workload.state_bytes
 
     def _whole_room(self, free: float) -> float:
         """Return the part of a free share that whole subgroups can use, all of one size but a smaller last one."""
         size, last = self._size, self._last_size
         with_last = last + math.floor((free - last) / size + 1e-9) * size if free >= last else 0.0
         return max(math.floor(free / size + 1e-9) * size, with_last)
+
+    def _follow_gradients(self) -> None:
+        """Require that a subgroup is updated after all of its gradient is ready, and that the update is long enough for
+        the last ones."""
+        workload, update = self._workload, len(self.intervals) - 1
+        ready_s = gradient_ready_s(workload)
+        end_s = 0.0
+        for index, interval in enumerate(self.intervals):
+            end_s += interval.length_s
+            if interval.phase != BACKWARD:
+                continue
+            # The tolerance is for sums of lengths.
+            ready = [size for size, at_s in zip(workload.subgroups, ready_s, strict=True) if at_s < end_s * (1 - 1e-9)]
+            share = sum(ready) / workload.params
+            updates = {self.variable("total cpu updates", index): 1.0, self.variable("total gpu updates", index): 1.0}
+            self.add_row(updates, upper=share)
+            self.limit(self.variable("total gradients down", index), share)
+        length = {self.variable("update length"): 1.0}
+        overhead = self.intervals[update - 1].length_s / self.time_unit_s
+        on_cpu = self.add_variable("last subgroup on the CPU", upper=1, integer=True)
+        for number, size in enumerate(workload.subgroups):
+            cpu, gpu = self._times_after_gradient(size / workload.params)
+            passed = (workload.compute_s - ready_s[number]) / self.time_unit_s + overhead
+            if number:
+                if min(cpu, gpu) > passed:
+                    self.add_row(length, lower=min(cpu, gpu) - passed)
+                continue
+            if gpu == math.inf:
+                self.add_row({on_cpu: 1.0}, lower=1.0)
+                gpu = cpu
+            self.add_row({**length, on_cpu: gpu - cpu}, lower=gpu - passed)
+            share = size / workload.params
+            for name, factor, lower in (("cpu updates", -share, 0.0), ("gpu updates", share, share)):
+                updates = {self.variable(name, index): 1.0 for index in (update - 1, update)}
+                self.add_row({**updates, on_cpu: factor}, lower=lower)
+
+    def _times_after_gradient(self, size: float) -> tuple[float, float]:
+        """Return the least times in which a subgroup is done after its gradient is ready: on the CPU, and on the GPU.
+
+        Args:
+            size: The subgroup, as a share of all parameters.
+        """
+        workload, machine = self._workload, self._machine
+        down = workload.grad_bytes / self._link_rate("d2h")
+        memory_limited = (machine.host_memory_bytes_per_s or 0.0) / workload.cpu_update_bytes
+        cpu_rate = self._scaled_rate(min(machine.cpu_update_params_per_s or 0.0, memory_limited))
+        cpu = size * (down + 1 / cpu_rate + workload.param_bytes / self._link_rate("h2d"))
+        if machine.gpu_update_params_per_s is None or size > self._free_share(self.intervals[-1]) * (1 + _TOLERANCE):
+            return cpu, math.inf
+        stays = size <= self._free_share(self.intervals[0]) * (1 + _TOLERANCE)
+        flush = 0.0 if stays else workload.state_bytes / self._link_rate("d2h")
+        return cpu, size * (1 / self._scaled_rate(machine.gpu_update_params_per_s) + flush)
 
     def _divide_into_modes(self, interval: IterationInterval, index: int) -> None:
         workload = self._workload
@@ -165,7 +227,7 @@ class WholeSubgroupProgram(BoundProgram):
         kept = self.variable("kept gradients")
         any_kept = self.add_variable("any gradient kept", upper=1, integer=True)
         self.add_row({kept: 1.0, any_kept: -1.0}, upper=0.0)
-        free = self.intervals[update].free_bytes / workload.params
+        free = self._free_share(self.intervals[update]) * workload.state_bytes
         self.add_row({kept: workload.grad_bytes, any_kept: workload.state_bytes * smallest}, upper=free)
 
 

@@ -100,13 +100,19 @@ def test_calibrate__the_slowest_rank_counts(tmp_path: Path) -> None:
     path = tmp_path / "two.json"
     run = ebbtide("calibrate", "--seconds", "1", "--ranks", "2", "-o", path)
     assert run.returncode == 0, run.stderr
-    assert "rates per rank" in run.stdout
+    assert "rates of one rank while 2 update on its host" in run.stdout
     machine = load_machine(path)
     ranks = machine.extra["ranks"]
     assert ranks["count"] == 2
     for key in HOST:
         assert len(ranks["each"][key]) == 2
         assert getattr(machine, key) == min(ranks["each"][key])
+    box = machine.box
+    assert box is not None
+    assert box.ranks == 2
+    for key in ("cpu_update_params_per_s", "host_memory_bytes_per_s"):
+        assert getattr(box, key) == sum(ranks["each"][key])
+        assert getattr(box, f"one_rank_{key}") > 0
 
 
 @without_gpu
@@ -182,6 +188,16 @@ def test_calibrate__fits_a_machine_from_traces(tmp_path: Path) -> None:
         "replay", traces[0], "--machine", "fitted.json", "--policy", "interleaved:3", "--json", cwd=tmp_path
     )
     assert replayed.returncode == 0, replayed.stderr
+
+
+def test_calibrate__says_how_accurate_predictions_are(measured: tuple[Run, Path], tmp_path: Path) -> None:
+    assert "not validated against a run" in measured[0].stderr
+    trace = write_trace(tmp_path, "static", ratio=1.0)
+    run = ebbtide_in_process("calibrate", "--from-trace", trace, "-o", tmp_path / "m.json")
+    assert run.returncode == 0, run.stderr
+    assert "% on the 1 run it was fitted to; not determined by them: " in run.stderr
+    # One run cannot tell the overhead of a step from rates.
+    assert "step_overhead_s cannot be told from the rates" in run.stderr
 
 
 def test_calibrate__traces_with_the_same_name_are_named_by_their_paths(tmp_path: Path) -> None:

@@ -89,13 +89,14 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 def test_replay__json_has_the_documented_keys(folder: Path, capsys: Printed) -> None:
     printed = answer(capsys, "--workload w.json --machine m.json")
-    # `skipped` and `limited_by` are additions.
-    assert list(printed) == ["workload", "machine", "results", "bound", "skipped"]
+    # `skipped`, `accuracy` and `limited_by` are additions.
+    assert list(printed) == ["workload", "machine", "results", "bound", "skipped", "accuracy"]
     assert all(list(result) == RESULT for result in printed["results"])
     assert list(printed["bound"]) == BOUND
     assert [result["policy"] for result in printed["results"]] == list(BUILT_IN)
     assert {result["fits"] for result in printed["results"]} == {True, False}
-    assert printed["machine"] == MACHINE | {"duplex_bytes_per_s": None, "step_overhead_s": None}
+    assert {key: value for key, value in printed["machine"].items() if value is not None} == MACHINE
+    assert {"duplex_bytes_per_s", "step_overhead_s", "box"} <= set(printed["machine"])
     assert {key: printed["workload"][key] for key in WORKLOAD} == WORKLOAD
 
 
@@ -166,10 +167,21 @@ def test_replay__explain_and_recommend_are_printed_and_in_the_json(folder: Path,
     assert [list(step) for step in steps] == [["mechanism", "policy", "iteration_ms", "gain_ms"]] * 6
     total_gain_ms = steps[0]["iteration_ms"] - steps[-1]["iteration_ms"]
     assert sum(step["gain_ms"] for step in steps) == pytest.approx(total_gain_ms)
-    assert list(printed["recommend"]) == ["policy", "line", "deepspeed", "code"]
+    assert list(printed["recommend"])[:6] == [
+        "policy",
+        "line",
+        "deepspeed",
+        "code",
+        "deepspeed_config",
+        "optimizer_code",
+    ]
     output = text(capsys, "--workload w.json --machine m.json --policy pipelined --explain --recommend")
     assert f"recommended: {printed['recommend']['line']}\n" in output
-    assert json.dumps(printed["recommend"]["deepspeed"]) in output
+    for setup in printed["recommend"]["setups"]:
+        assert f"\n{setup['policy']}: " in output
+        assert all(f"\n{code}\n" in output for code in (setup["code"], setup["optimizer_code"]) if code)
+    offload = {"device": "cpu", "pin_memory": True, "ratio": 1.0}
+    assert printed["recommend"]["deepspeed_config"]["zero_optimization"]["offload_optimizer"] == offload
     assert all(step["mechanism"] in output for step in steps)
     fits = "--params 1e9 --forward-ms 100 --backward-ms 300 --free-bytes 20GB --machine m.json --policy pipelined"
     assert "recommended: do not offload: " in text(capsys, f"{fits} --recommend")
@@ -241,7 +253,6 @@ BAD = [
     ("--workload w.json --machine negative.json", "h2d_bytes_per_s is -1"),
     ("--workload w.json --machine wrong-unit.json", "h2d_bytes_per_s is 50; it must be a number from 1e+06 to 1e+13"),
     ("--workload w.json --machine no-gpu-rate.json --policy gpu-only", "no gpu_update_params_per_s, which"),
-    ("--workload w.json --machine no-gpu-rate.json --recommend", "no gpu_update_params_per_s"),
     ("--workload unknown-free.json --machine m.json --policy adaptive", "gpu_free_bytes"),
     ("no-memory.ebb --machine m.json --policy adaptive", "needs to know what device memory is free"),
     ("no-update.ebb --machine m.json", "no-update.ebb has no update phase: nothing to replay"),
@@ -305,3 +316,55 @@ def test_replay__does_not_import_torch_and_exits_with_2_as_a_process(folder: Pat
     probe = "import sys; from ebbtide.cli import run; run(sys.argv[1:]); assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", probe, "replay", "--workload", "w.json", "--machine", "m.json", *OPTIONS]
     assert subprocess.run(command, cwd=folder, capture_output=True, timeout=240, check=False).returncode == 0
+
+
+def test_replay__ranks_per_host_divide_the_box(folder: Path, capsys: Printed) -> None:
+    box = {"ranks": 2, "cpu_update_params_per_s": 4.6e9, "host_memory_bytes_per_s": 168e9}
+    (folder / "shared.json").write_text(json.dumps(MACHINE | {"box": box}))
+    common = ["replay", "--workload", "w.json", "--policy", "pipelined", "--machine"]
+
+    def update_ms(*arguments: str) -> float:
+        assert run([*common, *arguments, "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["machine"]["box"]["ranks"] == result["accuracy"]["ranks_per_host"]
+        return float(result["results"][0]["update_ms"])
+
+    as_measured = update_ms("shared.json")
+    assert update_ms("shared.json", "--ranks-per-host", "2") == as_measured
+    # No rate of a rank alone is known, so it counts as no faster.
+    assert update_ms("shared.json", "--ranks-per-host", "1") == as_measured
+    assert update_ms("shared.json", "--ranks-per-host", "4") == pytest.approx(2 * as_measured, rel=0.05)
+
+    assert run([*common, "shared.json", "--ranks-per-host", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "rates: of one rank while 4 ranks update on its host" in printed
+    assert "accuracy: the machine file does not say where its rates are from" in printed
+
+
+def test_replay__ranks_per_host_need_a_box(folder: Path, capsys: Printed) -> None:
+    common = ["replay", "--workload", "w.json", "--machine"]
+    (folder / "bad-box.json").write_text(json.dumps(MACHINE | {"box": {"ranks": 0}}))
+    for arguments, message in (
+        (["m.json", "--ranks-per-host", "2"], "has no box"),
+        (["m.json", "--ranks-per-host", "0"], "--ranks-per-host"),
+        (["m.json", "--ranks-per-host", "many"], "--ranks-per-host"),
+        (["bad-box.json"], "bad-box.json: box: ranks is 0"),
+    ):
+        assert run([*common, *arguments]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert len(printed.err.splitlines()) == 1
+        assert message in printed.err
+    assert run([*common, "m.json", "--ranks-per-host", "1", "--policy", "pipelined"]) == 0
+
+
+def test_replay__a_published_run_uses_its_own_number_of_ranks(capsys: Printed) -> None:
+    trace = Path(__file__).parents[2] / "traces" / "a100-ranks2-async.ebb"
+    assert run(["replay", str(trace), "--machine", "a100-40gb-published", "--policy", "pipelined", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["machine"]["box"]["ranks"] == 2
+    assert result["machine"]["host_memory_bytes"] == pytest.approx(540e9 / 2, rel=0.01)
+    accuracy = result["accuracy"]
+    assert (accuracy["basis"], accuracy["runs"], accuracy["fitted_ranks_per_host"]) == ("fitted", 7, [4])
+    assert 0 < accuracy["largest_error"] < 0.03
+    assert "h2d_bytes_per_s" in accuracy["undetermined"]

@@ -29,7 +29,10 @@ def machines(draw: st.DrawFn) -> Machine:
         cpu_update_params_per_s=draw(spread(0.1e9, 20e9)),
         cpu_cast_params_per_s=draw(spread(1e9, 40e9)),
         gpu_update_params_per_s=draw(spread(1e9, 100e9)),
+        gpu_cast_params_per_s=draw(spread(1e9, 100e9)),
+        cpu_norm_params_per_s=draw(st.none() | spread(1e9, 40e9)),
         step_overhead_s=draw(st.sampled_from([0.0, 0.01, 0.2])),
+        operation_s=draw(st.sampled_from([None, 0.0, 1e-4, 1e-2])),
     )
 
 
@@ -73,6 +76,8 @@ def workloads(
         h2d_busy_share=draw(st.sampled_from([0.0, 0.3])),
         d2h_busy_share=draw(st.sampled_from([0.0, 0.3])),
         clipping=draw(st.booleans()) if clipping is None else clipping,
+        norm=draw(st.sampled_from([None, "host", "device"])),
+        collective_bytes=draw(st.sampled_from([(), (("forward", 1e9, 1e9), ("backward", 2e10, 0.0))])),
         gradients_held_until_step=draw(st.sampled_from([False, False, True])),
     )
 

@@ -9,6 +9,7 @@ from ebbtide.cli.render.tables import print_table
 from ebbtide.units import bytes_text, ms_text, rate_text
 
 if TYPE_CHECKING:
+    from ebbtide.machines.box import Box
     from ebbtide.machines.machine import Machine
 
 
@@ -43,14 +44,30 @@ def print_machine(machine: Machine) -> None:
     for key, (label, text) in _RATES.items():
         value = getattr(machine, key)
         rows.append([label, text(value), "not known" if value is None else _source(machine, key)])
-    print_table(f"{machine.name}, rates per rank", ["", "rate", "source"], rows)
+    ranks = f" while {machine.box.ranks} update on its host" if machine.box is not None else ""
+    print_table(f"{machine.name}, rates of one rank{ranks}", ["", "rate", "source"], rows)
+    if machine.box is not None:
+        _print_box(machine, machine.box)
     fit = machine.extra.get("fit")
     if fit is not None:
         print_table(
             "Errors of the fit",
-            ["trace", "policy", "update, fitted vs. measured"],
-            [[name, fit["policies"][name], f"{100 * residual:+.1f} %"] for name, residual in fit["residuals"].items()],
+            ["trace", "ranks on the host", "policy", "update, fitted vs. measured"],
+            [
+                [name, str(fit["ranks"][name] or "not known"), fit["policies"][name], f"{100 * residual:+.1f} %"]
+                for name, residual in fit["residuals"].items()
+            ],
         )
+
+
+def _print_box(machine: Machine, box: Box) -> None:
+    """Print the totals of the box, and the rates of a rank alone where they are known."""
+    rows = []
+    for key in ("cpu_update_params_per_s", "host_memory_bytes_per_s"):
+        label, text = _RATES[key]
+        values = vars(box)
+        rows.append([label, text(values[key]), text(values[f"one_rank_{key}"])])
+    print_table(f"{machine.name}, the box", ["", f"total of {box.ranks} ranks", "one rank, the others idle"], rows)
 
 
 def _source(machine: Machine, key: str) -> str:

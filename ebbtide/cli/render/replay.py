@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from ebbtide.cli.render.tables import print_table
+from ebbtide.machines.accuracy import accuracy_of
 from ebbtide.units import bytes_text, ms_text
 
 if TYPE_CHECKING:
     from ebbtide.interleave.replay.ablation import AblationStep
     from ebbtide.interleave.replay.results import Replay
+    from ebbtide.machines.machine import Machine
 
 
 def print_replay(replayed: Replay, baseline: str) -> None:
@@ -48,6 +50,14 @@ def print_replay(replayed: Replay, baseline: str) -> None:
             typer.echo(f"{result.policy}: {schedule.plan.remark}")
     for name, reason in replayed.skipped.items():
         typer.echo(f"left out: {name} ({reason})")
+
+
+def print_accuracy(machine: Machine) -> None:
+    """Print how many ranks the rates of a machine are for, and how accurate predictions from it are known to be."""
+    if machine.box is not None:
+        ranks = machine.box.ranks
+        typer.echo(f"rates: of one rank while {ranks} {'rank updates' if ranks == 1 else 'ranks update'} on its host")
+    typer.echo(f"accuracy: {accuracy_of(machine).text()}")
 
 
 def print_ablation(steps: Sequence[AblationStep]) -> None:

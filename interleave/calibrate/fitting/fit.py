@@ -10,11 +10,13 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from ebbtide.errors import MachineError
+from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.replay.recorded_policy import recorded_policy
-from ebbtide.interleave.replay.workload_from_trace import workload_of
+from ebbtide.interleave.replay.workload_from_trace import ranks_on_host, workload_of
 from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.box import Box
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import BACKWARD, UPDATE
 from ebbtide.profiler.trace import Trace
@@ -51,8 +53,10 @@ PRIORS: dict[str, Prior] = {
 MEMORY_SHARE_PRIOR = Prior(0.85, 1.2)
 # Copies reach about this share of a link's peak.
 _LINK_EFFICIENCY = 0.8
-# The rates that limit updates. Where another one starts to limit, the residuals have a kink.
-_LIMITING = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
+# The rates that limit updates, and that ranks share. Where another one starts to limit, the residuals have a kink.
+_SHARED = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
+# Names of the same rates of one rank while the others are idle, as in `box` of a machine file.
+_ONE_RANK = {f"box.one_rank_{key}": key for key in _SHARED}
 # Medians of a trace are accurate to about this share, and so is the simulator.
 _RELATIVE_ERROR = 0.02
 # A rate whose uncertainty is still more than this share of its prior's is determined by the prior, not by the traces.
@@ -70,6 +74,7 @@ class FitSample:
         update_s: Measured update, seconds.
         backward_s: Measured backward, seconds, if it waited for gradients; otherwise None.
         link_peak: Peak rate of the link, bytes/s, None if not recorded.
+        ranks: Ranks that shared the host; None: not known.
     """
 
     name: str
@@ -78,6 +83,12 @@ class FitSample:
     update_s: float
     backward_s: float | None
     link_peak: float | None = None
+    ranks: int | None = 1
+
+    def simulate(self, machine: Machine) -> Schedule:
+        """Return the schedule on a machine, with the rates of as many ranks on a host as the trace had."""
+        shared = machine.for_ranks(self.ranks) if machine.box is not None and self.ranks is not None else machine
+        return simulate(make_plan(self.policy, self.workload, shared), self.workload, shared)
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,8 @@ class MachineFit:
     Attributes:
         machine: The machine.
         residuals: Predicted over measured update, minus 1, by trace.
-        uncertainty: The factor within which each rate is known (one standard error).
+        uncertainty: The factor within which each rate is known (one standard error). `box.one_rank_...` are the rates
+            of a rank while the others are idle.
         unidentified: Rates that these traces do not determine; their values are those of the priors.
     """
 
@@ -120,6 +132,7 @@ def sample_of(trace: Trace) -> FitSample:
         (update_ms or 0.0) / 1e3,
         (backward_ms or 0.0) / 1e3 if backward_waits else None,
         metrics.peak_bytes_per_s,
+        ranks_on_host(trace),
     )
 
 
@@ -127,7 +140,9 @@ def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str
     """Fit a machine: the maximum a posteriori for errors that are normal in the logarithm.
 
     Minimises the squared relative errors of the updates (and of backwards that waited for gradients), over 2 %, plus
-    the squared distances from the priors, over their widths. The covariance is the inverse of J'J.
+    the squared distances from the priors, over their widths. The covariance is the inverse of J'J. Samples may be of
+    several models and of several numbers of ranks on a host; the rates are those with the largest number of them, and
+    with several numbers the rates of a rank alone are fitted too.
 
     Args:
         samples: The measurements.
@@ -135,34 +150,42 @@ def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str
         name: Name of the machine.
 
     Raises:
-        MachineError: There is no sample.
+        MachineError: There is no sample, or of some but not of all is known how many ranks shared the host.
     """
     if not samples:
         raise MachineError("a machine cannot be fitted from no trace")
     base = measured or Machine()
     keys = [key for key in PRIORS if getattr(base, key) is None]
+    box_ranks, several = _ranks_of(samples)
+    names = [*keys, *(name for name, key in _ONE_RANK.items() if several and key in keys)]
     link_peak = next((sample.link_peak for sample in samples if sample.link_peak), None)
-    center = np.log([_prior_value(key, link_peak) for key in keys])
-    width = np.log([PRIORS[key].factor for key in keys])
+    center = np.log([_prior_value(_ONE_RANK.get(name, name), link_peak) for name in names])
+    width = np.log([PRIORS[_ONE_RANK.get(name, name)].factor for name in names])
 
     def machine_at(log_rates: Vector) -> Machine:
-        rates: dict[str, Any] = dict(zip(keys, map(float, np.exp(log_rates)), strict=True))
-        return replace(base, name=name, **rates)
+        rates: dict[str, Any] = dict(zip(names, map(float, np.exp(log_rates)), strict=True))
+        own = replace(base, name=name, **{key: rates[key] for key in keys})
+        alone = {name.removeprefix("box."): rates[name] for name in names if name in _ONE_RANK}
+        return replace(own, box=box_of_ranks(own, box_ranks, alone))
 
     def errors(log_rates: Vector) -> Vector:
         machine = machine_at(log_rates)
         relative = []
         for sample in samples:
-            schedule = simulate(make_plan(sample.policy, sample.workload, machine), sample.workload, machine)
+            schedule = sample.simulate(machine)
             relative.append(np.log(schedule.update_s / sample.update_s) / _RELATIVE_ERROR)
             if sample.backward_s is not None:
                 relative.append(np.log(schedule.backward_s / sample.backward_s) / _RELATIVE_ERROR)
-        memory_share = _memory_share_error(machine, samples[0].workload)
-        return np.concatenate([relative, (log_rates - center) / width, [memory_share]])
+        memory_shares = [
+            _memory_share_error(shared, samples[0].workload)
+            for shared in ((machine, machine.for_ranks(1)) if several else (machine,))
+        ]
+        return np.concatenate([relative, (log_rates - center) / width, memory_shares])
 
     # The errors have kinks where another rate starts to limit. A coarse difference looks across them, and several
     # starting points keep the search from staying where it began.
-    starts = [center + sign * width * (np.array(keys) == key) for key in _LIMITING for sign in (-1, 1)]
+    limiting = [name for name in names if _ONE_RANK.get(name, name) in _SHARED]
+    starts = [center + sign * width * (np.array(names) == name) for name in limiting for sign in (-1, 1)]
     solutions = [
         least_squares(errors, start, diff_step=1e-3, x_scale=width, method="trf", max_nfev=200)
         for start in (center, *starts)
@@ -170,20 +193,41 @@ def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str
     best = min(solutions, key=lambda solution: float(solution.cost))
     sigmas = np.sqrt(np.diag(np.linalg.inv(best.jac.T @ best.jac)))
     machine = machine_at(best.x)
-    residuals = {}
-    for sample in samples:
-        schedule = simulate(make_plan(sample.policy, sample.workload, machine), sample.workload, machine)
-        residuals[sample.name] = schedule.update_s / sample.update_s - 1
     return MachineFit(
         machine=machine,
-        residuals=residuals,
-        uncertainty={key: float(np.exp(sigma)) for key, sigma in zip(keys, sigmas, strict=True)},
+        residuals={sample.name: sample.simulate(machine).update_s / sample.update_s - 1 for sample in samples},
+        uncertainty={name: float(np.exp(sigma)) for name, sigma in zip(names, sigmas, strict=True)},
         unidentified=tuple(
-            key
-            for key, sigma, prior_sigma in zip(keys, sigmas, width, strict=True)
+            name
+            for name, sigma, prior_sigma in zip(names, sigmas, width, strict=True)
             if sigma > _IDENTIFIED * prior_sigma
         ),
     )
+
+
+def _ranks_of(samples: Sequence[FitSample]) -> tuple[int, bool]:
+    """Return the largest number of ranks on a host, and whether there are several numbers."""
+    numbers = {sample.ranks for sample in samples}
+    if None in numbers and len(numbers) > 1:
+        unknown = next(sample.name for sample in samples if sample.ranks is None)
+        raise MachineError(
+            f"{unknown} does not have all ranks of its job, so it is not known how many shared its host: fit it alone"
+        )
+    return max((ranks for ranks in numbers if ranks is not None), default=1), len(numbers) > 1
+
+
+def box_of_ranks(machine: Machine, ranks: int, alone: dict[str, float]) -> Box | None:
+    """Return the totals of a box from the rates of one of its ranks; None if it has only one.
+
+    Args:
+        machine: Rates of one rank while all update.
+        ranks: Ranks on the box.
+        alone: Rates of one rank while the others are idle, by their keys in `box`.
+    """
+    if ranks == 1:
+        return None
+    totals = {key: None if (rate := getattr(machine, key)) is None else ranks * rate for key in _SHARED}
+    return Box(ranks, **totals, **alone)
 
 
 def _prior_value(key: str, link_peak: float | None) -> float:

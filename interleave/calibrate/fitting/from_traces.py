@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.errors import MachineError
-from ebbtide.interleave.calibrate.fitting.fit import FitSample, MachineFit, fit, sample_of
+from ebbtide.interleave.calibrate.fitting.fit import FitSample, MachineFit, box_of_ranks, fit, sample_of
 from ebbtide.interleave.calibrate.fitting.from_steps import StepRates, step_rates
+from ebbtide.interleave.replay.workload_from_trace import ranks_on_host
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.trace import Trace, open_trace
 from ebbtide.units import bytes_text
@@ -38,14 +39,40 @@ def machine_of(paths: Sequence[Path], name: str) -> Machine:
     names = [sample.name for sample in samples]
     if len(set(names)) < len(names):
         samples = [replace(sample, name=str(path)) for sample, path in zip(samples, paths, strict=True)]
-    measured = Machine(
-        gpu_memory_bytes=_gpu_memory(traces), host_memory_bytes=_host_memory(traces), **_median_rates(steps_of_traces)
-    )
+    measured_rates = _median_rates(steps_of_traces)
+    if len({sample.ranks for sample in samples}) > 1:
+        # The rate of a kernel differs with the ranks on the host. The fit relates these rates.
+        measured_rates.pop("cpu_update_params_per_s", None)
+    measured = Machine(gpu_memory_bytes=_gpu_memory(traces), host_memory_bytes=_host_memory(traces), **measured_rates)
     result = fit(samples, measured, name)
-    about = _about(result, {sample.name: sample.policy for sample in samples})
-    # No fit is accurate to more digits than these.
-    rates = {key: float(f"{getattr(result.machine, key):.4g}") for key in result.uncertainty}
-    return replace(result.machine, **rates, extra={"fit": about})  # type: ignore[arg-type]
+    return replace(_rounded(result), extra={"fit": _about(result, samples), "notes": _notes(result, samples)})
+
+
+def _notes(result: MachineFit, samples: Sequence[FitSample]) -> list[str]:
+    """Return what other traces would add, in words."""
+    if "step_overhead_s" in result.unidentified and len({sample.workload.params for sample in samples}) == 1:
+        return [
+            "step_overhead_s cannot be told from the rates, since all traces have as many parameters per rank: add "
+            "traces of another model"
+        ]
+    return []
+
+
+def _rounded(result: MachineFit) -> Machine:
+    """Return the fitted machine with four digits per rate: no fit is accurate to more."""
+    machine, box = result.machine, result.machine.box
+    rates: dict[str, Any] = {
+        key: _with_four_digits(getattr(machine, key)) for key in result.uncertainty if not key.startswith("box.")
+    }
+    machine = replace(machine, **rates)
+    if box is None:
+        return machine
+    alone = {key: _with_four_digits(rate) for key, rate in asdict(box).items() if key.startswith("one_rank") and rate}
+    return replace(machine, box=box_of_ranks(machine, box.ranks, alone))
+
+
+def _with_four_digits(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 def _sample(trace: Trace, steps: StepRates | None) -> FitSample:
@@ -87,10 +114,11 @@ def _machine_without_gpu(traces: Sequence[Trace], steps_of_traces: Sequence[Step
     return Machine(name=name, host_memory_bytes=memory, **_median_rates(steps_of_traces), extra=extra)
 
 
-def _about(result: MachineFit, policies: dict[str, str]) -> dict[str, Any]:
+def _about(result: MachineFit, samples: Sequence[FitSample]) -> dict[str, Any]:
     """Return the object `fit` of the machine file."""
     return {
-        "policies": policies,
+        "policies": {sample.name: sample.policy for sample in samples},
+        "ranks": {sample.name: sample.ranks for sample in samples},
         "residuals": {name: round(residual, 4) for name, residual in result.residuals.items()},
         "uncertainty": {key: round(factor, 3) for key, factor in result.uncertainty.items()},
         "unidentified": list(result.unidentified),
@@ -114,8 +142,6 @@ def _host_memory(traces: Sequence[Trace]) -> float | None:
     shares = []
     for trace in traces:
         capacity = trace.meta.host.cpu.capacity_bytes
-        first = trace.rank(trace.ranks[0])
-        ranks_on_host = sum(trace.rank(rank).host == first.host for rank in trace.ranks)
         if capacity:
-            shares.append(capacity / ranks_on_host)
+            shares.append(capacity / (ranks_on_host(trace) or 1))
     return min(shares, default=None)

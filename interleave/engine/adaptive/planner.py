@@ -124,6 +124,11 @@ class Planner:
         # A rank that has only empty shards has nothing to choose.
         policy = self.policy if self.workload.params else "zero-offload"
         plan = make_plan(policy, self.workload, self.machine)
+        if any(op.kind == "cast" and op.resource == "gpu" for op in plan.ops):
+            raise EngineError(
+                f"policy {self.policy}: the update here writes half-precision parameters, so that none are converted "
+                "on the GPU: choose params=pipelined or params=blocking"
+            )
         return plan, simulate(plan, self.workload, _WORST_CASE)
 
     def observe(self, schedule: Schedule) -> None:

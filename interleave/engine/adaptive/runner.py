@@ -27,6 +27,7 @@ log = logging.getLogger("ebbtide")
 
 # After the device ran out of memory, the next plan may use this share of what the last one needed.
 _BACK_OFF = 0.8
+_CLOSED = "this optimizer is closed, or its state is lost: create a new one"
 # Share of the memory that is left for state, if a gradient (4 B) cannot use the memory of its parameter.
 _STATE_SHARE = STATE_BYTES / (STATE_BYTES + 4)
 
@@ -40,12 +41,11 @@ class AdaptiveRunner:
         budget: The `memory_budget` of InterleavedAdamW.
         threads: As for InterleavedAdamW.
         streamed: Whether gradients are offloaded as soon as they are computed.
-        device: The device.
+        device: The device; None if `open_device` sets it later.
         owns_device: Whether to close the device together with this object.
 
     Attributes:
         policy: The policy.
-        device: The device.
         kernel: Updates on the CPU.
     """
 
@@ -56,11 +56,11 @@ class AdaptiveRunner:
         budget: Budget | None,
         threads: int | None,
         streamed: bool,
-        device: Device,
+        device: Device | None,
         owns_device: bool,
     ) -> None:
         self.policy = policy
-        self.device = device
+        self._device = device
         self.kernel = CpuKernel(threads)
         self._machine = machine
         self._budget = budget
@@ -71,19 +71,50 @@ class AdaptiveRunner:
         self._engine: Engine | None = None
         self._planner: Planner | None = None
         self._next_plan: Plan | None = None
-        self._closers = [self.kernel.close, *([device.close] if owns_device else [])]
+        self._closers = [self.kernel.close, *([device.close] if device is not None and owns_device else [])]
         self._close = weakref.finalize(self, _call_all, self._closers)
+
+    @property
+    def device(self) -> Device:
+        """The device."""
+        assert self._device is not None
+        return self._device
+
+    def open_device(self, device: Device) -> None:
+        """Use a device from the next `rebuild` on; it is closed together with this object, or by the next call."""
+        if not self._close.alive:
+            device.close()
+            raise EngineError(_CLOSED)
+        if self._engine is not None:
+            self._closers.remove(self._engine.close)
+            self._engine.close()
+            self._engine = None
+        if self._device is not None:
+            self._closers.remove(self._device.close)
+            self._device.close()
+        self._device = device
+        self._closers.append(device.close)
+
+    def check(self, subgroups: Sequence[Subgroup]) -> None:
+        """Check the policy, the machine and the budget before there is a device.
+
+        Raises:
+            EngineError, PolicyError, MachineError: If there is no plan for the subgroups.
+        """
+        if self._machine is not None or self.policy != "adaptive":
+            machine = self._machine or Machine(name="unknown")
+            Planner(self.policy, machine, subgroups, self._streamed).plan(self._budget)
 
     @property
     def engine(self) -> Engine:
         """The engine. Raises EngineError after `close`."""
         if self._engine is None:
-            raise EngineError("this optimizer is closed, or its state is lost: create a new one")
+            raise EngineError(_CLOSED)
         return self._engine
 
     @property
     def closed(self) -> bool:
-        """Whether there is no engine."""
+        """Whether there is no engine, before the first `rebuild` and after `close`."""
         return self._engine is None
 
     @property
@@ -125,6 +156,9 @@ class AdaptiveRunner:
             machine = self._machine or Machine(name="unknown")
         planner = Planner(self.policy, machine, subgroups, self._streamed)
         plan = planner.plan(self._current_budget())
+        dtypes = {(subgroup.grad_dtype, subgroup.dtype) for subgroup in subgroups}
+        self.kernel.warm_up(dtypes)
+        self.device.warm_up(dtypes)
         engine = Engine(subgroups, params, self.device, self.kernel, host_buffers)
         if self._engine is not None:
             self._closers.remove(self._engine.close)
@@ -151,6 +185,9 @@ class AdaptiveRunner:
         Raises:
             EngineError: If the state is lost, or an operation failed for another reason than device memory.
         """
+        if self._budget is None:
+            # Again after the step: jobs may return memory to the device before it, or use more memory then.
+            self.device.sample_memory()
         failure: OperationFailed | None = None
         try:
             self.engine.step(values, scalars)

@@ -1,26 +1,24 @@
 """A CUDA GPU as device of the engine.
 
-It uses streams for copies and updates, events for the work of the training thread, and pinned host memory of exactly
-the requested size.
+It uses streams for copies and updates, and events for the work of the training thread.
 """
 
 from __future__ import annotations
 
-import mmap
 import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
-import numpy as np
 import torch
 
+from ebbtide.interleave.engine.devices.capture_mode import tolerate_captures
 from ebbtide.interleave.engine.devices.device import Direction
-from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
-from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.devices.host_memory import allocate_pinned
+from ebbtide.interleave.engine.devices.job_memory import JobMemory
+from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError, UpdateNotStarted
+from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
 
-# Share of the memory that stays free for what others allocate between two queries.
-_MARGIN = 0.02
-_MIB = 1 << 20
+# Elements of the tensors that a warm-up runs on.
+_WARM_UP_PARAMS = 64
 
 
 class CudaDevice:
@@ -30,9 +28,14 @@ class CudaDevice:
 
     Args:
         device: The GPU; without an index, the current one.
+
+    Raises:
+        EngineError: If the calling thread captures a CUDA graph.
     """
 
     def __init__(self, device: torch.device) -> None:
+        if self.is_capturing():
+            raise EngineError("the first step cannot be captured in a CUDA graph: run some steps before the capture")
         # CUDA builds of torch include triton.
         from ebbtide.interleave.engine.numerics import triton_kernel
 
@@ -41,21 +44,26 @@ class CudaDevice:
         with torch.cuda.device(self._device):
             self._streams = {"h2d": torch.cuda.Stream(), "d2h": torch.cuda.Stream(), "gpu": torch.cuda.Stream()}
         self._used = 0
+        self._job_memory = JobMemory()
         self._lock = threading.RLock()
 
     @property
     def used_bytes(self) -> int:
         return self._used
 
+    def sample_memory(self) -> None:
+        stats = torch.cuda.memory_stats(self._device)
+        # Not the peaks of torch, which jobs reset.
+        reserved_bytes, frees = stats.get("reserved_bytes.all.current", 0), stats.get("num_device_free", 0)
+        with self._lock:
+            self._job_memory.sample(reserved_bytes, self._used, frees)
+
     def free_bytes(self) -> float | None:
-        """Return the memory that the job leaves free at its peak so far, including what state uses, minus a margin."""
+        """Return the memory that the job leaves free at its peak so far, minus a margin."""
+        self.sample_memory()
         free, total = torch.cuda.mem_get_info(self._device)
-        reserved = torch.cuda.memory_reserved(self._device)
-        others = total - free - reserved
-        peak = torch.cuda.max_memory_allocated(self._device) - self._used
-        left = total - others - max(peak, 0) - _MARGIN * total
-        # Rounded down, so that small changes do not cause a new plan.
-        return float(max(0, int(left) // (64 * _MIB) * (64 * _MIB)))
+        others = total - free - torch.cuda.memory_reserved(self._device)
+        return self._job_memory.budget(total, others)
 
     def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
         try:
@@ -65,6 +73,7 @@ class CudaDevice:
             raise DeviceMemoryError(f"the GPU has too little free memory: {str(error).splitlines()[0]}") from error
         with self._lock:
             self._used += block.nbytes
+            self._job_memory.record_own(self._used)
         return block
 
     def release(self, tensor: torch.Tensor) -> None:
@@ -75,19 +84,10 @@ class CudaDevice:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if not pinned or not nbytes:
             return torch.zeros(shape, dtype=dtype, device="cpu")
-        # torch rounds pinned memory up to a power of two. A mapping has whole pages, so that no page is pinned twice.
-        memory = np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
-        pointer = memory.ctypes.data
-        error = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0))
-        if error:
-            raise EngineError(
-                f"{nbytes} bytes of host memory cannot be pinned (CUDA error {error}): lower what other processes pin, "
-                "raise the limit of locked memory (ulimit -l), or offload less"
-            )
-        weakref.finalize(memory, torch.cuda.cudart().cudaHostUnregister, pointer)
-        return torch.from_numpy(memory).view(dtype).view(shape)
+        return allocate_pinned(shape, dtype)
 
     def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        tolerate_captures()
         stream = self._streams[direction]
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             for source, target in pairs:
@@ -105,15 +105,45 @@ class CudaDevice:
         out: torch.Tensor,
         scalars: Scalars,
     ) -> None:
+        tolerate_captures()
         stream = self._streams["gpu"]
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            self._kernel.gpu_update(grad, master, exp_avg, exp_avg_sq, out, scalars)
+            try:
+                self._kernel.gpu_update(grad, master, exp_avg, exp_avg_sq, out, scalars)
+            except Exception as error:
+                # It was not compiled, or the launch was refused.
+                raise UpdateNotStarted(f"the update on the GPU could not start: {error}") from error
             done = torch.cuda.Event(blocking=True)
             done.record(stream)
         done.synchronize()
 
     def sum_of_squares(self, gradient: torch.Tensor) -> Callable[[], float]:
         return self._kernel.gpu_sum_of_squares(gradient)
+
+    def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
+        with torch.cuda.device(self._device):
+            return self._kernel.gpu_fingerprint(values)
+
+    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]]) -> None:
+        scalars = Hyper().scalars(1)
+        try:
+            for grad_dtype, dtype in dtypes:
+                grad, out = (
+                    torch.zeros(_WARM_UP_PARAMS, dtype=kind, device=self._device) for kind in (grad_dtype, dtype)
+                )
+                state = torch.zeros((3, _WARM_UP_PARAMS), dtype=torch.float32, device=self._device)
+                self._kernel.gpu_update(grad, state[0], state[1], state[2], out, scalars)
+                self._kernel.gpu_sum_of_squares(grad)()
+                self._kernel.gpu_fingerprint([out])()
+        except Exception as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise EngineError(
+                f"the kernels of the GPU cannot be compiled and run ({reason[0]}): Triton needs a C compiler (gcc or "
+                "clang), and a folder that it can write to (TRITON_CACHE_DIR)"
+            ) from error
+
+    def is_capturing(self) -> bool:
+        return bool(torch.cuda.is_current_stream_capturing())
 
     def record_event(self) -> Callable[[], None]:
         event = torch.cuda.Event(blocking=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -51,7 +51,12 @@ class Device(Protocol):
         out: torch.Tensor,
         scalars: Scalars,
     ) -> None:
-        """Run the update of `reference` on tensors on the device."""
+        """Run the update of `reference` on tensors on the device.
+
+        Raises:
+            UpdateNotStarted: If the update could not start: nothing was changed. After any other error nobody knows
+                what was changed.
+        """
         ...
 
     def sum_of_squares(self, gradient: torch.Tensor) -> Callable[[], float]:
@@ -64,12 +69,42 @@ class Device(Protocol):
         """
         ...
 
+    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]]) -> None:
+        """Compile the kernels of `update`, `sum_of_squares` and `fingerprint`, and run them on a few elements.
+
+        Args:
+            dtypes: The dtypes of the gradient and the parameter, for each combination that updates will have.
+
+        Raises:
+            EngineError: If a kernel cannot be compiled or run.
+        """
+        ...
+
+    def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
+        """Start `fingerprint.fingerprint` of each tensor on the device, with the values that they have now.
+
+        Args:
+            values: Parameters, flat, on the device. The training thread has issued all work on them.
+
+        Returns:
+            A function that waits for the results.
+        """
+        ...
+
+    def is_capturing(self) -> bool:
+        """Return whether the calling thread captures its work in a CUDA graph instead of running it."""
+        ...
+
     def record_event(self) -> Callable[[], None]:
         """Return a function that waits for everything that the calling thread has issued so far."""
         ...
 
     def synchronize(self) -> None:
         """Wait for everything that the calling thread, the training thread, has issued so far."""
+        ...
+
+    def sample_memory(self) -> None:
+        """Record how much device memory the job uses now, for `free_bytes`. The training thread calls this."""
         ...
 
     def free_bytes(self) -> float | None:

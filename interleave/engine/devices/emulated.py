@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -57,6 +57,9 @@ class EmulatedDevice:
     @property
     def used_bytes(self) -> int:
         return self._used
+
+    def sample_memory(self) -> None:
+        """Do nothing: the job uses no memory of this device."""
 
     def free_bytes(self) -> float | None:
         return self.capacity_bytes
@@ -114,6 +117,16 @@ class EmulatedDevice:
     def sum_of_squares(self, gradient: torch.Tensor) -> Callable[[], float]:
         squares = self._kernel.sum_of_squares(gradient)
         return lambda: squares
+
+    def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
+        fingerprints = [self._kernel.fingerprint(value) for value in values]
+        return lambda: fingerprints
+
+    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]]) -> None:
+        self._kernel.warm_up(dtypes)
+
+    def is_capturing(self) -> bool:
+        return False
 
     def record_event(self) -> Callable[[], None]:
         return self.synchronize

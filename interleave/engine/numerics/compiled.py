@@ -17,6 +17,9 @@ import numpy as np
 from numba import njit
 from numba.extending import overload, register_jitable
 
+from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
+from ebbtide.interleave.engine.numerics.fingerprint import FACTOR, MIX_FACTOR
+from ebbtide.interleave.engine.numerics.fingerprint import LANES as FINGERPRINT_LANES
 from ebbtide.interleave.engine.numerics.norm import BLOCK, LANES
 from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, FLOAT16_NAN, NAN
 
@@ -26,6 +29,7 @@ F = np.float32
 U = np.uint32
 _NAN, _BFLOAT16_NAN, _FLOAT16_NAN = U(NAN), U(BFLOAT16_NAN), U(FLOAT16_NAN)
 _INFINITE = U(0x7F800000)
+_FACTOR, _MIX_FACTOR = U(FACTOR), U(MIX_FACTOR)
 _MAGNITUDE = U(0x7FFFFFFF)
 # Difference between the exponents of float32 and float16.
 _BIAS = U((127 - 15) << 23)
@@ -157,6 +161,35 @@ def _block_sums(grad, sums):
         sums[block] = lanes[0]
 
 
+@register_jitable
+def _weight(index):
+    product = U(U(index) * _FACTOR)
+    return U(U(product ^ U(product >> U(16))) | U(1))
+
+
+@register_jitable
+def _mixed(value):
+    product = U(U(value ^ U(value >> U(16))) * _MIX_FACTOR)
+    return U(product ^ U(product >> U(16)))
+
+
+def _fingerprint(words):
+    lanes = np.empty(FINGERPRINT_LANES, U)
+    total = U(0)
+    for block in range(-(-words.size // FINGERPRINT_BLOCK)):
+        lanes[:] = 0
+        end = min((block + 1) * FINGERPRINT_BLOCK, words.size)
+        for begin in range(block * FINGERPRINT_BLOCK, end, FINGERPRINT_LANES):
+            row = words[begin : min(begin + FINGERPRINT_LANES, end)]
+            for lane in range(row.size):
+                lanes[lane] = U(U(lanes[lane] * _FACTOR) + U(row[lane]))
+        block_sum = U(0)
+        for lane in range(lanes.size):
+            block_sum = U(block_sum + U(_mixed(lanes[lane]) * _weight(lane)))
+        total = U(total + U(block_sum * _weight(block)))
+    return total
+
+
 def _compiled(loop):
     """Compile a loop on its first call for each combination of types, and cache it on disk if a folder is writable."""
     try:
@@ -168,3 +201,4 @@ def _compiled(loop):
 update = _compiled(_update)
 update_state = _compiled(_update_state)
 block_sums = _compiled(_block_sums)
+fingerprint = _compiled(_fingerprint)

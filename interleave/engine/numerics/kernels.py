@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from ebbtide import host_limits
 from ebbtide.interleave.engine.numerics.norm import BLOCK, total
-from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
 # Memory traffic per parameter if gradient and parameter have half precision: read gradient 2 and state 12, write state
@@ -63,6 +63,7 @@ class CpuKernel:
         exp_avg_sq: torch.Tensor,
         out: torch.Tensor | None,
         scalars: Scalars,
+        share: float = 1.0,
     ) -> None:
         """Update master and moments in place and write the parameter; return when all is done.
 
@@ -75,6 +76,7 @@ class CpuKernel:
             exp_avg_sq: Second moment, fp32.
             out: Parameter to write, bfloat16, float16 or float32; None to only update the state.
             scalars: The factors of the step.
+            share: The share of the threads to use, at least one: the others leave the host's memory to copies.
 
         Raises:
             ValueError: If a tensor is of another kind.
@@ -87,7 +89,7 @@ class CpuKernel:
         def part(begin: int, end: int) -> None:
             loop(*(array[begin:end] for array in arrays), *scalars)
 
-        self._on_slices(part, len(master), _ALIGNMENT)
+        self._on_slices(part, len(master), _ALIGNMENT, max(1, round(share * self.threads)))
 
     def sum_of_squares(self, gradient: torch.Tensor) -> float:
         """Return `norm.sum_of_squares` of a contiguous gradient with one dimension, with the same bits.
@@ -100,19 +102,40 @@ class CpuKernel:
         def part(begin: int, end: int) -> None:
             self._compiled.block_sums(values[begin:end], sums[begin // BLOCK : -(-end // BLOCK)])
 
-        self._on_slices(part, len(values), BLOCK)
+        self._on_slices(part, len(values), BLOCK, self.threads)
         return total(sums)
+
+    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]]) -> None:
+        """Compile the loops for these dtypes of gradient and parameter, and run them on one element."""
+        state = torch.zeros((3, 1), dtype=torch.float32, device="cpu")
+        for grad_dtype, dtype in dtypes:
+            grad, out = (torch.zeros(1, dtype=kind, device="cpu") for kind in (grad_dtype, dtype))
+            for target in (out, None):
+                self.update(grad, state[0], state[1], state[2], target, Hyper().scalars(1))
+            self.sum_of_squares(grad)
+            self.fingerprint(out)
+
+    def fingerprint(self, values: torch.Tensor) -> int:
+        """Return `fingerprint.fingerprint` of a contiguous tensor with one dimension, by the calling thread."""
+        check_tensors("cpu", (values,))
+        return int(self._compiled.fingerprint(values.detach().view(torch.uint16).numpy()))
 
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown()
 
-    def _on_slices(self, part: Callable[[int, int], None], length: int, unit: int) -> None:
+    def _on_slices(self, part: Callable[[int, int], None], length: int, unit: int, threads: int) -> None:
         """Call part(begin, end) for slices of whole units, only on threads of the pool, because their flags are set."""
         size = min(max(length // self.threads, _MIN_SLICE), _MAX_SLICE)
         size = -(-size // unit) * unit
-        begins = range(0, length, size)
-        list(self._pool.map(part, begins, (min(begin + size, length) for begin in begins)))
+        remaining = iter(range(0, length, size))
+
+        def run_slices() -> None:
+            for begin in remaining:
+                part(begin, min(begin + size, length))
+
+        for running in [self._pool.submit(run_slices) for _ in range(threads)]:
+            running.result()
 
 
 def check_tensors(device: str, stored: Sequence[torch.Tensor], state: Sequence[torch.Tensor] = ()) -> None:

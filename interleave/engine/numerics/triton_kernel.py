@@ -9,12 +9,15 @@ module needs triton, which comes with CUDA builds of torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
 import triton.language as tl
 
+from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
+from ebbtide.interleave.engine.numerics.fingerprint import FACTOR, MIX_FACTOR
+from ebbtide.interleave.engine.numerics.fingerprint import LANES as FINGERPRINT_LANES
 from ebbtide.interleave.engine.numerics.kernels import check_tensors
 from ebbtide.interleave.engine.numerics.norm import BLOCK, LANES, total
 from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, FLOAT16_NAN, NAN, Scalars
@@ -22,6 +25,8 @@ from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, FLOAT16_N
 _NAN = tl.constexpr(NAN)
 _BFLOAT16_NAN = tl.constexpr(BFLOAT16_NAN)
 _FLOAT16_NAN = tl.constexpr(FLOAT16_NAN)
+_FACTOR = tl.constexpr(FACTOR)
+_MIX_FACTOR = tl.constexpr(MIX_FACTOR)
 _ROWS = tl.constexpr(BLOCK // LANES)
 _PROGRAM = 1024
 # Triton's interpreter runs on the CPU.
@@ -59,7 +64,8 @@ def _round(value, dtype: tl.constexpr):
     return result
 
 
-@triton.jit
+# Each variant compiles for a quarter of a second, so there are none for lengths.
+@triton.jit(do_not_specialize=["length"])
 def _update(
     grad, master, exp_avg, exp_avg_sq, out, length,
     scale, beta1, share1, beta2, share2, kept, rate, root, eps,
@@ -79,7 +85,7 @@ def _update(
     tl.store(out + offsets, _round(p, out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _lane_sums(grad, sums, length, lanes: tl.constexpr):
     begin = tl.program_id(0).to(tl.int64) * (_ROWS * lanes)
     lane = tl.arange(0, lanes)
@@ -89,6 +95,33 @@ def _lane_sums(grad, sums, length, lanes: tl.constexpr):
         value = _widen(tl.load(grad + offsets, mask=offsets < length, other=0)).to(tl.float64)
         summed += value * value
     tl.store(sums + tl.program_id(0) * lanes + lane, summed)
+
+
+@triton.jit
+def _weights(indices):
+    products = indices.to(tl.uint32) * _FACTOR
+    return (products ^ (products >> 16)) | 1
+
+
+@triton.jit
+def _mixed(sums):
+    products = (sums ^ (sums >> 16)) * _MIX_FACTOR
+    return products ^ (products >> 16)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _fingerprint(words, total, length, size: tl.constexpr, lanes: tl.constexpr):
+    block = tl.program_id(0)
+    begin = block.to(tl.int64) * size
+    lane = tl.arange(0, lanes)
+    sums = tl.zeros((lanes,), tl.uint32)
+    for row in range(size // lanes):
+        offsets = begin + row * lanes + lane
+        mask = offsets < length
+        word = tl.load(words + offsets, mask=mask, other=0).to(tl.uint32)
+        sums = tl.where(mask, sums * _FACTOR + word, sums)
+    # Sums of integers do not depend on the order in which programs end.
+    tl.atomic_add(total, (tl.sum(_mixed(sums) * _weights(lane), 0) * _weights(block)).to(tl.int32, bitcast=True))
 
 
 def gpu_update(
@@ -130,3 +163,16 @@ def gpu_sum_of_squares(gradient: torch.Tensor) -> Callable[[], float]:
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]
     return lambda: total(lanes[:, 0].tolist())
+
+
+def gpu_fingerprint(values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
+    """Start `CpuKernel.fingerprint` of tensors on a GPU, on its current stream; return a function that waits for the
+    results."""
+    totals = torch.zeros(len(values), dtype=torch.int32, device=values[0].device if values else _DEVICE)
+    for index, value in enumerate(values):
+        check_tensors(_DEVICE, (value,))
+        words = value.detach().view(torch.uint16)
+        blocks = triton.cdiv(len(words), FINGERPRINT_BLOCK)
+        if blocks:
+            _fingerprint[(blocks,)](words, totals[index:], len(words), size=FINGERPRINT_BLOCK, lanes=FINGERPRINT_LANES)
+    return lambda: [total % 2**32 for total in totals.tolist()]

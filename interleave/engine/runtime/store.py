@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ebbtide.interleave.engine.devices.device import Device
-from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.runtime.layout import ParamSegment, Subgroup
@@ -73,6 +73,7 @@ class Store:
         self._returned_blocks: dict[int, torch.Tensor] = {}
         # Subgroups whose update writes no half-precision parameter, since a cast follows.
         self._cast_subgroups: set[int] = set()
+        self._cpu_share = 1.0
         # Subgroups whose gradient was copied to the host in this iteration.
         self._offloaded: set[int] = set()
         self._subgroups_of: dict[int, set[int]] = {}
@@ -142,6 +143,7 @@ class Store:
         No operation may run meanwhile."""
         self.states.apply_placement(plan)
         self._cast_subgroups = {op.subgroup for op in plan.ops if op.kind == "cast"}
+        self._cpu_share = plan.cpu_share
         self._buffers.prepare(plan)
 
     def complete(self, plan: Plan, done: Sequence[bool]) -> None:
@@ -226,16 +228,23 @@ class Store:
         for begin, end, scalars in self._update_ranges(subgroup):
             master, exp_avg, exp_avg_sq = (row[begin:end] for row in state)
             out_range = None if out is None else out[begin:end]
-            self._kernel.update(gradient[begin:end], master, exp_avg, exp_avg_sq, out_range, scalars)
+            self._kernel.update(gradient[begin:end], master, exp_avg, exp_avg_sq, out_range, scalars, self._cpu_share)
         self._corrupted.discard(subgroup)
 
     def _update_on_gpu(self, op: Op) -> None:
         state, is_returned = self.states.on_device(op.subgroup), op.subgroup in self._returned
         self._corrupted.add(op.subgroup)
-        for segment, scalars in self._updated_segments(op.subgroup):
-            gradient = self._returned_gradient(op.subgroup, segment) if is_returned else self._gradient(segment)
-            master, exp_avg, exp_avg_sq = (row[segment.span] for row in state)
-            self.device.update(gradient, master, exp_avg, exp_avg_sq, self._value(segment), scalars)
+        changed = False
+        try:
+            for segment, scalars in self._updated_segments(op.subgroup):
+                gradient = self._returned_gradient(op.subgroup, segment) if is_returned else self._gradient(segment)
+                master, exp_avg, exp_avg_sq = (row[segment.span] for row in state)
+                self.device.update(gradient, master, exp_avg, exp_avg_sq, self._value(segment), scalars)
+                changed = True
+        except UpdateNotStarted:
+            if not changed:
+                self._corrupted.discard(op.subgroup)
+            raise
         self._corrupted.discard(op.subgroup)
         self._release_returned(op.subgroup)
 

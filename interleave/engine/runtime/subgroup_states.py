@@ -10,7 +10,7 @@ from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.model.plan import Plan
 
-# Rows of a subgroup's state.
+# Rows of a subgroup's state, in the order of ParamState.
 MASTER, EXP_AVG, EXP_AVG_SQ = range(3)
 
 
@@ -58,6 +58,19 @@ class SubgroupStates:
             self._device.copy("h2d", [(state, self._on_device[subgroup])])
         else:
             self._allocated_on_host(subgroup).copy_(state)
+
+    def read_master(self, subgroup: int) -> torch.Tensor:
+        """Return the masters of a subgroup, on the host. Changes take effect with `write_master`."""
+        if subgroup not in self._on_device:
+            return self._on_host[subgroup][MASTER]
+        master = torch.empty(self.subgroups[subgroup].params, dtype=torch.float32, device="cpu")
+        self._device.copy("d2h", [(self._on_device[subgroup][MASTER], master)])
+        return master
+
+    def write_master(self, subgroup: int, master: torch.Tensor) -> None:
+        """Set the masters of a subgroup to those of `read_master` with changes. No operation may run meanwhile."""
+        if subgroup in self._on_device:
+            self._device.copy("h2d", [(master, self._on_device[subgroup][MASTER])])
 
     def on_host(self, subgroup: int) -> torch.Tensor:
         """Return the host memory of a state."""

@@ -15,7 +15,7 @@ from ebbtide.interleave.calibrate.run import calibrate
 from ebbtide.interleave.calibrate.timing import measure_time
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import Machine, machine_from
 
 # Slow enough to leave the cores to the updates, which share them with the emulated device.
 LINK_BYTES_PER_S = 1e9
@@ -117,4 +117,4 @@ def _measure_cpu(params: int, threads: int) -> Machine:
     how = f"one pass by numba (threads: {threads})"
     record.rate("cpu_update_params_per_s", rate, how, timing)
     record.host_traffic(ONE_PASS_BYTES * rate, how, timing)
-    return Machine(name="this machine", **record.rates, extra={"measured": record.measured})
+    return machine_from({**record.rates, "measured": record.measured}, "this machine")

@@ -80,12 +80,13 @@ class FaultyKernel(CpuKernel):
         exp_avg_sq: torch.Tensor,
         out: torch.Tensor | None,
         scalars: Scalars,
+        share: float = 1.0,
     ) -> None:
         if self.fault.strikes("kernel"):
             begun = part((grad, master, exp_avg, exp_avg_sq), self.fault.when)
             super().update(begun[0], begun[1], begun[2], begun[3], None, scalars)
             raise Broken
-        super().update(grad, master, exp_avg, exp_avg_sq, out, scalars)
+        super().update(grad, master, exp_avg, exp_avg_sq, out, scalars, share)
 
 
 class FaultyDevice(JitteryDevice):

@@ -157,9 +157,10 @@ class JitteryKernel(CpuKernel):
         exp_avg_sq: torch.Tensor,
         out: torch.Tensor | None,
         scalars: Scalars,
+        share: float = 1.0,
     ) -> None:
         self._jitter()
-        super().update(grad, master, exp_avg, exp_avg_sq, out, scalars)
+        super().update(grad, master, exp_avg, exp_avg_sq, out, scalars, share)
         self._jitter()
 
 

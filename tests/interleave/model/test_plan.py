@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import PlanError
-from ebbtide.interleave.model.plan import BACKWARD, FORWARD, OTHER, UPDATE, Op, point_at
+from ebbtide.interleave.model.plan import BACKWARD, FORWARD, OTHER, UPDATE, Op, Plan, point_at
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.policies.placement import Placement, plan_of
+from ebbtide.interleave.policies.search.placement import Placement
+from ebbtide.interleave.policies.search.plan_costs import PlanCosts
 from ebbtide.machines.machine import Machine
 from tests.interleave.simulation.test_simulator import TEST_MACHINE, even
 from tests.interleave.strategies import machines, policies, workloads
@@ -48,9 +49,17 @@ def windows(clipping: bool = True) -> Workload:
 # Plans with every kind of state: resident, parked, streamed across the end of the iteration and within the update, and
 # on the CPU.
 PLACEMENT = Placement(resident=1, moved=5, slots=4, early=4, late=3, round_trip_gradients=1)
+
+
+def placed(workload: Workload) -> Plan:
+    """Return the plan of `adaptive` with that placement."""
+    assignment = PLACEMENT.assignment(workload, range(len(workload.subgroups)))
+    return PlanCosts(workload, TEST_MACHINE, "adaptive", max_ops=0).plan(assignment)
+
+
 PLANS = {
-    "adaptive": (plan_of(windows(), PLACEMENT, "adaptive"), windows()),
-    "adaptive, no clipping": (plan_of(windows(False), PLACEMENT, "adaptive"), windows(False)),
+    "adaptive": (placed(windows()), windows()),
+    "adaptive, no clipping": (placed(windows(False)), windows(False)),
     "interleaved": (make_plan("interleaved:2@0.8", windows(), TEST_MACHINE), windows()),
     "interleaved, no room": (make_plan("interleaved:2", even(6, gpu_free=((0.0, 0.0),)), TEST_MACHINE), even(6)),
     "zero-offload": (make_plan("zero-offload", windows(), TEST_MACHINE), windows()),

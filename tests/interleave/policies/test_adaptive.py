@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.errors import PolicyError
+from ebbtide.errors import MachineError, PolicyError
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
-from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.policies import BUILT_IN, make_plan
 from ebbtide.interleave.simulation.bound import bound
 from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.catalog import find_machine
 from ebbtide.machines.machine import Machine
 from tests.conftest import examples, slow
 from tests.interleave import on_device
@@ -152,6 +154,79 @@ def test_adaptive__keeps_on_the_device_what_exceeds_host_memory() -> None:
     assert ours.host_bytes() <= 30 * GB
     # If no plan fits the host there is a plan all the same.
     ran("adaptive", even(40, gpu_free=((0.0, 0.0),)), replace(TEST_MACHINE, host_memory_bytes=30 * GB))
+
+
+@pytest.mark.parametrize(
+    ("params", "machine_name", "free_gb"),
+    [
+        (20e9, "a100-40gb-published", 2.5),
+        (70e9, "h100-80gb-sxm-published", 10),
+        (70e9, "h100-80gb-sxm-published", 5),
+        (20e9, "h100-80gb-sxm-published", 3),
+        (4e9, "a100-40gb-published", 1.2),
+    ],
+)
+def test_adaptive__is_fast_with_many_subgroups_and_little_memory(
+    params: float, machine_name: str, free_gb: float
+) -> None:
+    """Subgroups of 100 million parameters: two to eight of 40 to 700 fit. In the last case exactly one does."""
+    machine, size = find_machine(machine_name), 10**8
+    workload = even(int(params) // size, size, forward_s=0.0, backward_s=0.0, gpu_free=((0.0, free_gb * GB),))
+    ours = ran("adaptive", workload, machine)
+    assert ours.fits_device(None)
+    assert ours.exposed_s >= bound(workload, machine).exposed_whole_s * (1 - 1e-5)
+    for policy in ("zero-offload", "pipelined", "twin-flow:0.9", "twin-flow:0.99", "interleaved:1", "interleaved:2"):
+        other = ran(policy, workload, machine)
+        if other.fits_device(None):
+            assert ours.iteration_s <= other.iteration_s * (1 + 1e-9), policy
+
+
+@settings(max_examples=examples(3))
+@given(
+    workloads(),
+    machines(),
+    st.integers(17, 100) | st.integers(101, 2000),
+    st.floats(0, 1).map(lambda share: 1000.0**-share),
+)
+def test_adaptive__is_never_slower_with_many_subgroups(
+    workload: Workload, machine: Machine, count: int, free_share: float
+) -> None:
+    """Free memory from all of the state down to one subgroup."""
+    size = max(1, workload.params // count)
+    free_bytes = max(free_share * 14 * workload.params, workload.state_bytes * size)
+    sizes = tuple(size for _ in range(count))
+    free = tuple((time, free_bytes) for time, _ in workload.gpu_free or ())
+    workload = replace(workload, params=sum(sizes), subgroup_params=size, sizes=sizes, gpu_free=free)
+    ours = ran("adaptive", workload, machine)
+    assert ours.fits_device(None)
+    assert ours.exposed_s >= bound(workload, machine).exposed_whole_s * (1 - 1e-5) - 1e-9
+    for policy in (*BUILT_IN, "twin-flow:0.2", "twin-flow:0.9", "interleaved:1", "interleaved:3", "interleaved:2@0.8"):
+        other = ran(policy, workload, machine)
+        if other.fits_device(None):
+            assert ours.iteration_s <= other.iteration_s * (1 + 1e-9), policy
+
+
+def test_adaptive__plans_without_gpu_updates_if_their_rate_is_not_known() -> None:
+    machine = replace(TEST_MACHINE, gpu_update_params_per_s=None)
+    workload = even(8, gpu_free=((0.0, 60 * GB),))
+    ours = ran("adaptive", workload, machine)
+    assert ours.plan.counts()["update on cpu"] == 8
+    assert ours.iteration_s <= ran("pipelined", workload, machine).iteration_s * (1 + 1e-9)
+    assert "box has no gpu_update_params_per_s" in ours.plan.remark
+
+
+@pytest.mark.parametrize(
+    "rate", ["h2d_bytes_per_s", "d2h_bytes_per_s", "host_memory_bytes_per_s", "cpu_update_params_per_s"]
+)
+def test_adaptive__names_a_missing_rate(rate: str) -> None:
+    missing: dict[str, Any] = {rate: None}
+    with pytest.raises(MachineError, match=f"box has no {rate}, which policy adaptive needs"):
+        make_plan("adaptive", even(8, gpu_free=((0.0, 60 * GB),)), replace(TEST_MACHINE, **missing))
+
+
+def test_adaptive__does_not_need_the_rates_of_other_policies() -> None:
+    machine = replace(TEST_MACHINE, cpu_cast_params_per_s=None, h2d_pageable_bytes_per_s=None)
+    assert ran("adaptive", even(8, gpu_free=((0.0, 6 * GB),)), machine).fits_device(None)
 
 
 def test_adaptive__refuses_unknown_free_memory() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 import pytest
 
 from ebbtide.errors import MachineError
-from ebbtide.interleave.replay.recommend import recommend
+from ebbtide.interleave.replay.recommend import RecordedJob, recommend
 from tests.interleave.experiments.sweep.sweeps import machine, workload
 from tests.interleave.replay.test_ablation import ran
 
@@ -33,16 +33,16 @@ def test_recommend__gives_deepspeed_the_fastest_split_that_fits(free: float) -> 
     offload = advice.deepspeed["offload_optimizer"]
     assert isinstance(offload, dict)
     assert (offload["device"], advice.deepspeed["sub_group_size"]) == ("cpu", 10**8)
-    chosen = ran(f"twin-flow:{offload['ratio']}", job, target)
+    policy = "zero-offload" if offload["ratio"] == 1 else f"twin-flow:{offload['ratio']:g}"
+    chosen = ran(policy, job, target)
     assert chosen.fits_device(None)
     for twentieths in range(21):
         other = ran(f"twin-flow:{twentieths / 20}", job, target)
         assert not other.fits_device(None) or other.iteration_s >= chosen.iteration_s
     assert (offload["ratio"] == 1) == (free == 0)
-    # The line has the section as it is written in the configuration, and both iteration times.
-    assert json.dumps(advice.deepspeed) in advice.line
+    # The line has both iteration times.
     assert advice.line.startswith(f"adaptive: {ran('adaptive', job, target).iteration_s * 1e3:,.0f} ms an iteration")
-    assert f": {chosen.iteration_s * 1e3:,.0f} ms" in advice.line
+    assert f"; {chosen.plan.policy} in plain DeepSpeed: {chosen.iteration_s * 1e3:,.0f} ms" in advice.line
 
 
 def test_recommend__gives_the_largest_of_equal_ratios() -> None:
@@ -53,11 +53,96 @@ def test_recommend__gives_the_largest_of_equal_ratios() -> None:
 
 
 @pytest.mark.parametrize(("free", "policy"), [(6e9, "adaptive"), (None, "interleaved:2")])
-def test_recommend__has_a_line_of_python_for_deepspeed_jobs(free: float | None, policy: str) -> None:
-    advice = recommend(workload(gpu_free_bytes=free), machine())
+def test_recommend__has_lines_of_python_for_the_best_policy(free: float | None, policy: str) -> None:
+    advice = recommend(workload(gpu_free_bytes=free), machine(), machine_source="box.json")
     assert advice.policy == policy
-    assert advice.code == f'ebbtide.interleave.deepspeed.enable(policy="{policy}")'
-    assert f"; {policy} in a DeepSpeed job: {advice.code}" in advice.line
+    assert advice.code is not None
+    assert advice.optimizer_code is not None
+    for code in (advice.code, advice.optimizer_code):
+        assert f'    policy="{policy}",\n' in code
+        assert "    subgroup_params=100_000_000,\n" in code
+        # Plans of other policies do not depend on rates.
+        assert ('    machine=find_machine("box.json"),\n' in code) == (policy == "adaptive")
+        assert ("    memory_budget=6_000_000_000,\n" in code) == (free is not None)
+
+
+def test_recommend__has_a_setup_per_policy_that_fits_fastest_first() -> None:
+    job, target = workload(), machine()
+    setups = recommend(job, target).setups
+    names = [setup.policy.partition(":")[0] for setup in setups]
+    assert (names[0], len(names)) == ("adaptive", 5)
+    assert set(names[1:]) == {"twin-flow", "interleaved", "pipelined", "zero-offload"}
+    assert sorted(setups[1:], key=lambda setup: setup.iteration_ms) == list(setups[1:])
+    for setup in setups:
+        schedule = ran(setup.policy, job, target)
+        assert schedule.iteration_s * 1e3 == pytest.approx(setup.iteration_ms)
+        assert schedule.fits_device(None)
+        is_plain = setup.policy.startswith(("twin-flow", "zero-offload"))
+        assert (setup.code is None) == (setup.optimizer_code is None) == is_plain
+    (interleaved,) = (setup for setup in setups if setup.policy.startswith("interleaved"))
+    strides = [ran(f"interleaved:{stride}", job, target) for stride in range(1, 11)]
+    fitting = [schedule for schedule in strides if schedule.fits_device(None)]
+    assert min(schedule.iteration_s for schedule in fitting) * 1e3 == pytest.approx(interleaved.iteration_ms)
+
+
+def test_recommend__leaves_out_policies_that_do_not_fit_the_host() -> None:
+    """Only the policies with resident state need less than the 24 GB of all state."""
+    advice = recommend(workload(), machine(host_memory_bytes=24e9))
+    assert {"pipelined", "zero-offload"} <= advice.left_out.keys()
+    assert not {setup.policy for setup in advice.setups} & advice.left_out.keys()
+    assert "of host memory, and a rank has 22.35 GiB" in advice.left_out["pipelined"]
+    advice = recommend(workload(), machine(pinned_memory_bytes=7e9))
+    assert "of pinned host memory, and a rank may pin 6.52 GiB" in advice.left_out["pipelined"]
+
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "fp16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95]}},
+    "steps_per_print": 10,
+}
+
+
+def test_recommend__repeats_the_settings_of_a_recorded_job() -> None:
+    advice = recommend(workload(), machine(), RecordedJob(CONFIG, stage=2, micro_steps=2))
+    config = dict(advice.deepspeed_config)
+    assert config.pop("zero_optimization")["stage"] == 3
+    # The batch of all ranks follows from the others; keys that do not matter here stay in the user's file.
+    assert config == {key: value for key, value in CONFIG.items() if key not in ("train_batch_size", "steps_per_print")}
+    assert advice.placeholders == ()
+    # The size of subgroups in checkpoints stays, where it exceeds the parameters too.
+    large = RecordedJob({**CONFIG, "zero_optimization": {"sub_group_size": 1e12}}, stage=3)
+    assert recommend(workload(), machine(), large).deepspeed_config["zero_optimization"]["sub_group_size"] == 10**12
+    assert advice.optimizer_code is not None
+    for argument in ("lr=0.0003", "betas=(0.9, 0.95)", "weight_decay=0.0", "max_grad_norm=0.5", 'loss_scale="dynamic"'):
+        assert f"    {argument},\n" in advice.optimizer_code
+    assert "needs zero_optimization.stage 3: this job has stage 2" in advice.line
+    (plain,) = (setup for setup in advice.setups if setup.policy == "zero-offload")
+    assert plain.deepspeed_config["zero_optimization"]["stage"] == 2
+
+
+def test_recommend__names_the_values_that_are_not_known() -> None:
+    advice = recommend(workload(), machine())
+    assert advice.placeholders == ("gradient_clipping", "train_micro_batch_size_per_gpu", "optimizer")
+    assert set(advice.placeholders) < advice.deepspeed_config.keys()
+    without = recommend(workload(clipping=False), machine())
+    assert "gradient_clipping" not in (*without.placeholders, *without.deepspeed_config)
+    assert "max_grad_norm" not in (without.optimizer_code or "max_grad_norm")
+    assert 'gradients="streamed"' in (advice.optimizer_code or "")
+    assert "gradients=" not in (recommend(workload(gradients_stay=True), machine()).optimizer_code or "gradients=")
+    # `auto` is filled in by the caller of DeepSpeed, Hugging Face's Trainer for example.
+    unresolved = RecordedJob({"train_micro_batch_size_per_gpu": "auto"}, stage=3)
+    assert "train_micro_batch_size_per_gpu" in recommend(workload(), machine(), unresolved).placeholders
+
+
+def test_recommend__has_no_call_for_jobs_that_offload_parameters() -> None:
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+    advice = recommend(workload(), machine(), RecordedJob({"zero_optimization": zero}, stage=3))
+    assert (advice.policy, advice.code) == ("adaptive", None)
+    assert "needs offload_param to be off" in advice.line
 
 
 def test_recommend__offloads_everything_if_free_memory_is_not_known() -> None:
@@ -71,17 +156,65 @@ def test_recommend__offloads_everything_if_free_memory_is_not_known() -> None:
 )
 def test_recommend__mentions_smaller_state_that_would_fit(free: float, mentioned: str | None) -> None:
     """2e9 parameters: 6 or 8 bytes of state each, and 2 of gradient."""
-    line = recommend(workload(gpu_free_bytes=free), machine()).line
-    assert [kind for kind in ("8-bit moments", "bf16 moments") if f"with {kind}" in line] == (
-        [mentioned] if mentioned else []
+    changes = recommend(workload(gpu_free_bytes=free), machine()).alternatives
+    assert len(changes) == (mentioned is not None)
+    assert all(change.startswith(f"with {mentioned} ") for change in changes)
+    assert all("nothing would have to be offloaded (other arithmetic, other results)" in text for text in changes)
+
+
+@pytest.mark.parametrize(("free", "micro_steps", "mentioned"), [(24e9, 2, True), (24e9, 1, False), (23e9, 2, False)])
+def test_recommend__mentions_less_accumulation_if_the_state_fits_without_it(
+    free: float, micro_steps: int, mentioned: bool
+) -> None:
+    """24 GB of state; 4 GB of accumulated gradients beside the activations."""
+    job = workload(
+        gpu_free_bytes=[{"at_s": 0, "bytes": free}, {"at_s": 0.2, "bytes": 27e9}, {"at_s": 0.8, "bytes": 28e9}]
     )
-    assert ("nothing would have to be offloaded (other arithmetic, other results)" in line) == (mentioned is not None)
+    changes = recommend(job, machine(), RecordedJob(micro_steps=micro_steps)).alternatives
+    texts = [text for text in changes if "1 micro-step an update instead of 2" in text]
+    assert len(texts) == mentioned
+    assert all("gradients (4.0 GB)" in text and "the state (24.0 GB) fits into the 24.0 GB" in text for text in texts)
+
+
+def test_recommend__does_not_fit_state_beside_accumulated_gradients() -> None:
+    """Free memory grows in the backward, where the gradients of a single micro-step would use it."""
+    job = workload(gpu_free_bytes=[{"at_s": 0, "bytes": 24e9}, {"at_s": 0.2, "bytes": 28e9}])
+    assert recommend(job, machine(), RecordedJob(micro_steps=1)).policy == "gpu-only"
+    assert recommend(job, machine(), RecordedJob(micro_steps=4)).policy == "adaptive"
+
+
+@pytest.mark.parametrize(("batch", "smaller"), [(8, 6), (2, 1), (1, None), (None, None)])
+def test_recommend__mentions_the_largest_smaller_batch_that_would_fit(batch: int | None, smaller: int | None) -> None:
+    """State and gradients are 28 GB. Of 40 GB free without activations, 16 GB are used with the full batch."""
+    job = workload(gpu_free_bytes=[{"at_s": 0, "bytes": 24e9}, {"at_s": 0.8, "bytes": 40e9}])
+    config = {} if batch is None else {"train_micro_batch_size_per_gpu": batch}
+    changes = recommend(job, machine(), RecordedJob(config)).alternatives
+    texts = [text for text in changes if "micro-batch" in text]
+    assert [text.partition(" nothing")[0] for text in texts] == (
+        [f"with a micro-batch of {smaller} instead of {batch}"] if smaller else []
+    )
+
+
+def test_recommend__states_the_uncertainty_of_the_machine() -> None:
+    fit = {"residuals": {"a": 0.01, "b": -0.024}, "unidentified": ["d2h_bytes_per_s", "step_overhead_s"]}
+    fitted = recommend(workload(), machine(fit=fit)).uncertainty
+    assert "within 2.4 %" in fitted
+    assert fitted.endswith("d2h_bytes_per_s, step_overhead_s")
+    assert "not validated" in recommend(workload(gpu_free_bytes=30e9), machine()).uncertainty
+
+
+def test_recommend__names_the_machine_with_its_ranks() -> None:
+    box = {"ranks": 4, "cpu_update_params_per_s": 8e9, "host_memory_bytes_per_s": 300e9}
+    code = recommend(workload(), machine(box=box).for_ranks(8), machine_source="box.json").code
+    assert code is not None
+    assert '    machine=find_machine("box.json").for_ranks(8),\n' in code
+    assert "find_machine" not in (recommend(workload(), machine()).code or "find_machine")
 
 
 def test_recommend__skips_deepspeed_if_rates_are_missing() -> None:
     advice = recommend(workload(), machine(cpu_cast_params_per_s=None))
     assert (advice.policy, advice.deepspeed) == ("adaptive", None)
     assert "plain DeepSpeed" not in advice.line
-    assert advice.code == 'ebbtide.interleave.deepspeed.enable(policy="adaptive")'
-    with pytest.raises(MachineError, match="has no gpu_update_params_per_s"):
-        recommend(workload(), machine(gpu_update_params_per_s=None))
+    assert advice.code is not None
+    with pytest.raises(MachineError, match="has no cpu_update_params_per_s"):
+        recommend(workload(), machine(cpu_update_params_per_s=None))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ebbtide.errors import MachineError
-from ebbtide.interleave.replay.resolve import note_other_machine, resolve_machine, resolve_workload
-from ebbtide.profiler.trace import TraceBuilder
+from ebbtide.interleave.replay.resolve import note_other_machine, resolve_machine, resolve_workload, share_box
+from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.analysis.findings.jobs import CAPACITY, offloaded
 from tests.interleave.experiments.sweep.sweeps import MACHINE, machine
 
@@ -38,3 +40,37 @@ def test_note_other_machine__compares_the_name_of_a_recorded_machine() -> None:
     assert note.startswith("the trace was recorded on the machine recorded: ")
     # Nothing is known of a workload without a trace.
     assert note_other_machine(workload, machine(), None) == workload
+
+
+BOX = {"ranks": 4, "cpu_update_params_per_s": 9.2e9, "host_memory_bytes_per_s": 336e9}
+
+
+def trace_of_ranks(count: int, source: str = "recorded", **values: Any) -> Trace:
+    builder = TraceBuilder(source, machine=MACHINE)
+    for rank in range(count):
+        builder.rank(rank, **values)
+    return builder.build()
+
+
+def test_share_box__takes_the_requested_number_then_that_of_the_trace_then_that_of_the_machine() -> None:
+    shared, trace = machine(box=BOX), trace_of_ranks(8)
+    assert share_box(shared, 16, trace) == shared.for_ranks(16)
+    assert share_box(shared, None, trace) == shared.for_ranks(8)
+    assert share_box(shared, None, None) == shared
+    assert shared.for_ranks(8).cpu_update_params_per_s == 9.2e9 / 8
+
+
+def test_share_box__without_a_box_only_a_request_is_an_error() -> None:
+    assert share_box(machine(), None, trace_of_ranks(8)) == machine()
+    with pytest.raises(MachineError, match="`ebbtide calibrate --ranks 8`"):
+        share_box(machine(), 8, None)
+
+
+def test_share_box__does_not_guess_from_some_ranks_of_a_job_or_from_a_simulation() -> None:
+    shared = machine(box=BOX)
+    # The other ranks may have run on the same host.
+    assert share_box(shared, None, trace_of_ranks(1, world_size=8)) == shared
+    # A simulated trace has one rank, whose machine is scaled already.
+    assert share_box(shared, None, trace_of_ranks(1, "simulated")) == shared
+    # All ranks of the first rank's host were recorded.
+    assert share_box(shared, None, trace_of_ranks(2, world_size=8, host="first")) == shared.for_ranks(2)

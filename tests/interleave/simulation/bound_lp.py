@@ -12,6 +12,7 @@ from scipy.optimize import linprog
 
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import Machine
+from tests.interleave.simulation.fluid import norm_s
 
 # Variables of each interval: flows in it, and state and kept gradients on the device at its end.
 NAMES = (
@@ -31,7 +32,8 @@ G = 1e9
 
 def update_s(workload: Workload, machine: Machine, windows: bool) -> float:
     """Return the shortest update, s. windows: state may move in any phase, not only in the update."""
-    intervals = cut(workload, machine.step_overhead_s or 0.0)
+    overhead_s = (machine.step_overhead_s or 0.0) + norm_s(workload, machine)
+    intervals = cut(workload, overhead_s)
     n = workload.params / G
     width = len(NAMES)
     # The last two variables: the update's length, and the state on the device when an iteration begins.
@@ -55,7 +57,19 @@ def update_s(workload: Workload, machine: Machine, windows: bool) -> float:
         up = {flow["fetched"]: state, flow["gradients up"]: grad, flow["uploaded"]: param}
         down = {flow["flushed"]: state, flow["gradients down"]: grad}
         host = {**up, **down, flow["cpu updates"]: grad + 2 * state + param}
-        limits = [(up, rates["h2d"]), (down, rates["d2h"]), (host, (machine.host_memory_bytes_per_s or 0.0) / G)]
+        collectives = {name: sizes for name, *sizes in workload.collective_bytes}.get(phase, (0.0, 0.0))
+        length_s = {"other": workload.other_s, "forward": workload.forward_s, "backward": workload.backward_s}.get(
+            phase
+        )
+        left = {
+            direction: max(0.05, 1 - nbytes / G / (rates[direction] * length_s)) if length_s else 1.0
+            for direction, nbytes in zip(("h2d", "d2h"), collectives, strict=True)
+        }
+        limits = [
+            (up, rates["h2d"] * left["h2d"]),
+            (down, rates["d2h"] * left["d2h"]),
+            (host, (machine.host_memory_bytes_per_s or 0.0) / G),
+        ]
         limits.append(({flow["cpu updates"]: 1.0}, (machine.cpu_update_params_per_s or 0.0) / G))
         limits.append(({flow["gpu updates"]: 1.0}, (machine.gpu_update_params_per_s or 0.0) / G))
         if machine.duplex_bytes_per_s is not None:
@@ -115,7 +129,7 @@ def update_s(workload: Workload, machine: Machine, windows: bool) -> float:
         bounds=bounds,
     )
     assert solution.success, solution.message
-    return float(solution.fun) + (machine.step_overhead_s or 0.0)
+    return float(solution.fun) + overhead_s
 
 
 def cut(workload: Workload, overhead: float) -> list[tuple[str, float, float, float]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 from ebbtide.interleave.model.plan import Op
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
@@ -11,15 +14,29 @@ from ebbtide.machines.machine import Machine
 def alone_s(op: Op, workload: Workload, machine: Machine) -> float:
     """Return the duration of an operation if nothing else runs, s."""
     values = {name: value or 0.0 for name, value in vars(machine).items() if name.endswith("_per_s")}
+    fixed = machine.operation_s or 0.0
     if op.kind == "clip":
-        return 0.0
+        return norm_s(workload, machine)
     if op.kind == "update":
-        return op.params / values[f"{op.resource}_update_params_per_s"]
+        return fixed + op.params / values[f"{op.resource}_update_params_per_s"]
     if op.kind == "cast":
-        return op.params / values["cpu_cast_params_per_s"]
+        return fixed + op.params / values[f"{op.resource}_cast_params_per_s"]
     busy = workload.h2d_busy_share if op.resource == "h2d" else workload.d2h_busy_share
     rate = values[f"{op.resource}_bytes_per_s"] * (1 - busy)
-    return op.nbytes / (min(rate, values[f"{op.resource}_pageable_bytes_per_s"]) if op.pageable else rate)
+    return fixed + op.nbytes / (min(rate, values[f"{op.resource}_pageable_bytes_per_s"]) if op.pageable else rate)
+
+
+def norm_s(workload: Workload, machine: Machine) -> float:
+    """Return the time of the gradient norm: a pass over the gradients on the host, or on the device."""
+    if workload.norm is None or not workload.clipping:
+        return 0.0
+    if workload.norm == "host":
+        seconds_per_param = workload.grad_bytes / (machine.host_memory_bytes_per_s or math.inf)
+        return workload.params * (
+            1 / machine.cpu_norm_params_per_s if machine.cpu_norm_params_per_s else seconds_per_param
+        )
+    update_bytes = workload.grad_bytes + workload.param_bytes + 2 * workload.state_bytes
+    return workload.params * workload.grad_bytes / update_bytes / (machine.gpu_update_params_per_s or math.inf)
 
 
 def traffic_bytes(op: Op, workload: Workload) -> float:
@@ -28,7 +45,9 @@ def traffic_bytes(op: Op, workload: Workload) -> float:
     An update on the CPU reads and writes state, reads the gradient and writes the parameter. A cast reads fp32 and
     writes a parameter. A copy reads or writes what it moves.
     """
-    if op.resource == "gpu" or op.kind == "clip":
+    if op.kind == "clip":
+        return workload.params * workload.grad_bytes if workload.norm == "host" else 0.0
+    if op.resource == "gpu":
         return 0.0
     if op.kind == "update":
         return op.params * (2 * workload.state_bytes + workload.grad_bytes + workload.param_bytes)
@@ -36,13 +55,18 @@ def traffic_bytes(op: Op, workload: Workload) -> float:
 
 
 class Fluid:
-    """A schedule divided where an operation starts or ends: within a segment all speeds are constant."""
+    """A schedule divided where an operation or a phase starts or ends: within a segment all speeds are constant.
+
+    No operation of the plan may block the phases.
+    """
 
     def __init__(self, schedule: Schedule, machine: Machine) -> None:
         self._workload = schedule.workload
         self._machine = machine
         self.work = [alone_s(op, schedule.workload, machine) for op in schedule.plan.ops]
-        edges = sorted({0.0, *schedule.starts, *schedule.ends})
+        phases = itertools.accumulate((schedule.other_s, schedule.forward_s, schedule.backward_s))
+        self._phase_ends = dict(zip(("other", "forward", "backward"), phases, strict=True))
+        edges = sorted({0.0, *schedule.starts, *schedule.ends, *self._phase_ends.values()})
         numbers = {time: number for number, time in enumerate(edges)}
         running: list[list[int]] = [[] for _ in edges]
         for index, (_, start, end) in enumerate(schedule.items()):
@@ -51,12 +75,27 @@ class Fluid:
         ops = schedule.plan.ops
         # (seconds, speed of each operation as a share of its speed alone)
         self.segments = [
-            (end - start, self._speeds({index: ops[index] for index in inside}))
+            (end - start, self._speeds({index: ops[index] for index in inside}, start))
             for start, end, inside in zip(edges, edges[1:], running, strict=False)
         ]
 
-    def _speeds(self, ops: dict[int, Op]) -> dict[int, float]:
+    def link_left(self, start: float) -> dict[str, float]:
+        """Return the share of each direction of the link that the collectives of the phase leave."""
+        phase = next((name for name, end in self._phase_ends.items() if start < end), "update")
+        begin = {"forward": "other", "backward": "forward"}.get(phase)
+        length = self._phase_ends.get(phase, 0.0) - (self._phase_ends[begin] if begin else 0.0)
+        left = {"h2d": 1.0, "d2h": 1.0}
+        for name, h2d, d2h in self._workload.collective_bytes:
+            for direction, nbytes in (("h2d", h2d), ("d2h", d2h)) if name == phase else ():
+                rate = getattr(self._machine, f"{direction}_bytes_per_s")
+                rate *= 1 - getattr(self._workload, f"{direction}_busy_share")
+                left[direction] = max(0.05, 1 - nbytes / (rate * length))
+        return left
+
+    def _speeds(self, ops: dict[int, Op], start: float) -> dict[int, float]:
+        left = self.link_left(start)
         demand = {i: traffic_bytes(op, self._workload) / self.work[i] for i, op in ops.items() if self.work[i] > 0}
+        demand = {i: rate * left.get(ops[i].resource, 1.0) for i, rate in demand.items()}
         link = {i: rate for i, rate in demand.items() if ops[i].resource in ("h2d", "d2h")}
         duplex = self._machine.duplex_bytes_per_s or float("inf")
         of_link = min(1.0, duplex / sum(link.values())) if link else 1.0
@@ -66,7 +105,7 @@ class Fluid:
         speeds = dict.fromkeys(ops, 1.0)
         for i, op in ops.items():
             if op.resource != "gpu":
-                speeds[i] = of_host * (of_link if i in link else 1.0)
+                speeds[i] = of_host * (of_link if i in link else 1.0) * left.get(op.resource, 1.0)
         return speeds
 
     def done(self) -> list[float]:

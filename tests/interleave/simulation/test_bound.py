@@ -120,6 +120,37 @@ def test_bound__without_clipping_hides_updates_in_the_backward() -> None:
     assert bound(workload, slow).exposed_s == pytest.approx(40 - 20)
 
 
+@pytest.mark.parametrize("backward_s", [0.0, 20.0])
+def test_bound__without_clipping_updates_the_last_subgroup_after_its_gradient(backward_s: float) -> None:
+    """The last gradient is ready when the backward ends. On the CPU it is copied down and the result up, by itself."""
+    size, down, up = N / 20, DOWN, UP
+    machine = replace(TEST_MACHINE, step_overhead_s=0.0)
+    none_free = bound(job(clipping=False, backward_s=backward_s, gpu_free=((0.0, 0.0),)), machine)
+    on_cpu = 2 * size / down + size / C + 2 * size / up
+    assert none_free.exposed_whole_s >= on_cpu * (1 - RELATIVE)
+    # On the GPU it is quicker, and it may stay there.
+    all_free = bound(job(clipping=False, backward_s=backward_s, gpu_free=((0.0, 1e12),)), machine)
+    assert all_free.exposed_whole_s >= size / G * (1 - RELATIVE)
+    if backward_s:
+        assert none_free.exposed_whole_s == pytest.approx(on_cpu)
+        assert all_free.exposed_whole_s == pytest.approx(size / G)
+        # Subgroups may be divided in the other bound.
+        assert none_free.exposed_s == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("free_bytes", [1.2e9, 2.4e9, 12 * 432_635_583])
+def test_bound__accepts_subgroups_that_fit_exactly(free_bytes: float) -> None:
+    """Streaming one subgroup at a time takes its memory, and not a byte more."""
+    size = 432_635_583 if free_bytes > 3e9 else 10**8
+    workload = even(8, size, gpu_free=((0.0, free_bytes),), forward_s=0.0, backward_s=0.0)
+    machine = replace(TEST_MACHINE, cpu_update_params_per_s=0.3e9)
+    schedule = simulate(make_plan("adaptive", workload, machine), workload, machine)
+    assert schedule.plan.counts()["fetch"] > 0
+    assert schedule.exposed_s >= bound(workload, machine).exposed_whole_s * (1 - RELATIVE)
+    almost = replace(workload, gpu_free=((0.0, 12 * size - 100.0),))
+    assert bound(almost, machine).exposed_whole_s > bound(workload, machine).exposed_whole_s
+
+
 @given(workloads(clipping=True, max_subgroups=8), machines())
 def test_bound__matches_an_independent_linear_program(workload: Workload, machine: Machine) -> None:
     bounds = bound(workload, machine)
@@ -213,6 +244,7 @@ def test_bound__scales_with_tiny_and_huge_jobs(workload: Workload, machine: Mach
         params=sum(scaled_sizes),
         **{phase: getattr(workload, phase) * longer for phase in ("other_s", "forward_s", "backward_s")},
         gpu_free=tuple((time * longer, size * bigger) for time, size in workload.gpu_free or ()),
+        collective_bytes=tuple((phase, h2d * bigger, d2h * bigger) for phase, h2d, d2h in workload.collective_bytes),
     )
     rates = {name: v * bigger / longer for name, v in vars(machine).items() if name.endswith("_per_s") and v}
     faster = replace(machine, step_overhead_s=(machine.step_overhead_s or 0.0) * longer, **rates)

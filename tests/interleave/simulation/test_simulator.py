@@ -77,6 +77,7 @@ def test_simulate__gives_every_operation_its_work_at_the_shared_speed(
     policy: str, workload: Workload, machine: Machine
 ) -> None:
     schedule = ran(policy, workload, machine)
+    assume(not workload.collective_bytes or not any(op.blocking for op in schedule.plan.ops))
     fluid = Fluid(schedule, machine)
     for got, work in zip(fluid.done(), fluid.work, strict=True):
         assert got == pytest.approx(work, rel=1e-6, abs=CLOSE * schedule.iteration_s)
@@ -147,7 +148,8 @@ def test_simulate__is_deterministic_to_the_bit(policy: str, workload: Workload, 
 @any_schedule
 def test_simulate__halves_with_twice_all_rates_to_the_bit(policy: str, workload: Workload, machine: Machine) -> None:
     rates = {name: 2 * value for name, value in vars(machine).items() if name.endswith("_per_s") and value}
-    faster = replace(machine, step_overhead_s=(machine.step_overhead_s or 0.0) / 2, **rates)
+    fixed = {name: (getattr(machine, name) or 0.0) / 2 for name in ("step_overhead_s", "operation_s")}
+    faster = replace(machine, **fixed, **rates)
     free = workload.gpu_free or ()
     shorter = replace(
         workload,
@@ -167,7 +169,7 @@ def test_simulate__halves_with_twice_all_rates_to_the_bit(policy: str, workload:
     machines(),
 )
 def test_simulate__halves_the_update_with_twice_the_machine_rates(policy: str, count: int, machine: Machine) -> None:
-    machine = replace(machine, step_overhead_s=0.0)
+    machine = replace(machine, step_overhead_s=0.0, operation_s=0.0)
     size = 10_000_000
     # Gradients are copied down as fast as they are computed, so only the last copy ends after the backward.
     backward = 2 * count * size * 2 / min(machine.d2h_bytes_per_s or 0.0, machine.host_memory_bytes_per_s or 0.0)

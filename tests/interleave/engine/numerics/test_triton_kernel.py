@@ -10,10 +10,11 @@ import sys
 import pytest
 import torch
 
+from ebbtide.interleave.engine.numerics.fingerprint import fingerprint
 from ebbtide.interleave.engine.numerics.norm import BLOCK, sum_of_squares
 from ebbtide.interleave.engine.numerics.reference import Hyper
 from tests.conftest import run_process
-from tests.interleave.engine.states import DTYPES, any_state, assert_same, plausible_state, updated
+from tests.interleave.engine.states import DTYPES, any_bits, any_state, assert_same, plausible_state, updated
 
 triton = pytest.importorskip("triton", reason="needs triton, which comes with CUDA builds of torch")
 CASES = [(grad, out) for grad in DTYPES for out in DTYPES]
@@ -59,6 +60,21 @@ def check_sums(dtype: torch.dtype, length: int, device: str) -> None:
         assert gpu_sum_of_squares(gradient.to(device))() == math.inf
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gpu_fingerprint__equals_that_of_the_cpu(dtype: torch.dtype) -> None:
+    check_fingerprints(dtype, "cuda")
+
+
+def check_fingerprints(dtype: torch.dtype, device: str) -> None:
+    from ebbtide.interleave.engine.numerics.triton_kernel import gpu_fingerprint
+
+    generator = torch.Generator().manual_seed(0)
+    values = [any_bits(length, dtype, generator) for length in (0, 1, 777, BLOCK, 2 * BLOCK + 1500)]
+    values.append(values[-1][1:])
+    assert gpu_fingerprint([value.to(device) for value in values])() == list(map(fingerprint, values))
+
+
 def check_all_in_the_interpreter() -> None:
     for grad, out in CASES:
         for hyper in (Hyper(), Hyper(1e-2, 0.3, 0.5, 0.0, 0.0)):
@@ -66,6 +82,7 @@ def check_all_in_the_interpreter() -> None:
                 check_updates(make, hyper, grad, out, 3000, "cpu")
     for dtype in DTYPES:
         check_sums(dtype, BLOCK + 777, "cpu")
+        check_fingerprints(dtype, "cpu")
 
 
 def test_gpu_kernels__give_the_bits_of_the_reference_in_the_interpreter() -> None:

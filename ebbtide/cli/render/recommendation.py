@@ -1,0 +1,64 @@
+"""Prints a recommendation: one line, and for each policy the blocks to paste."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+
+from ebbtide.units import ms_text
+
+if TYPE_CHECKING:
+    from ebbtide.interleave.replay.recommend import PolicySetup, Recommendation
+
+# Objects within the object have one line up to this length.
+_MAX_INNER_WIDTH = 60
+# Keys of the configuration with the argument of InterleavedAdamW for the same.
+_PLACEHOLDERS = {"gradient_clipping": "gradient_clipping (max_grad_norm)", "optimizer": "optimizer (lr)"}
+
+
+def print_recommendation(advice: Recommendation) -> None:
+    """Print the recommended policy, and under a heading for each policy what to paste."""
+    _print_text(f"recommended: {advice.line}")
+    for alternative in advice.alternatives:
+        _print_text(f"instead of offloading: {alternative}")
+    for policy, reason in advice.left_out.items():
+        _print_text(f"not among the blocks below: {policy} ({reason})")
+    if advice.placeholders:
+        names = ", ".join(_PLACEHOLDERS.get(name, name) for name in advice.placeholders)
+        _print_text(f"replace by the values of your job: {names}")
+    for number, setup in enumerate(advice.setups):
+        _print_setup(setup, is_recommended=not number)
+
+
+def json_block(value: Any, indent: int = 0) -> str:
+    """Return a JSON value as text to copy: an object has a line per key, unless it fits into one line."""
+    line = json.dumps(value)
+    if not isinstance(value, dict) or (indent and len(line) <= _MAX_INNER_WIDTH):
+        return line
+    inner = " " * (indent + 2)
+    entries = (f"{inner}{json.dumps(key)}: {json_block(entry, indent + 2)}" for key, entry in value.items())
+    return "{\n" + ",\n".join(entries) + "\n" + " " * indent + "}"
+
+
+def _print_text(text: str) -> None:
+    """Print a sentence; on a terminal it is wrapped between words."""
+    console = Console()
+    if console.is_terminal:
+        text = textwrap.fill(text, console.width, subsequent_indent="  ", break_on_hyphens=False)
+    typer.echo(text)
+
+
+def _print_setup(setup: PolicySetup, is_recommended: bool) -> None:
+    title = f"{setup.policy}: {ms_text(setup.iteration_ms)} an iteration{' (recommended)' if is_recommended else ''}"
+    typer.echo(f"\n{title}\n{'-' * len(title)}")
+    typer.echo(f"In the configuration of DeepSpeed, whose other keys stay:\n\n{json_block(setup.deepspeed_config)}")
+    if setup.code is not None:
+        typer.echo(f"\nand in the script, before deepspeed.initialize:\n\n{setup.code}")
+    if setup.optimizer_code is not None:
+        typer.echo(f"\nIn a script without DeepSpeed, instead of torch.optim.AdamW:\n\n{setup.optimizer_code}")
+    if setup.policy == "gpu-only":
+        typer.echo("\nIn a script without DeepSpeed: keep torch.optim.AdamW.")

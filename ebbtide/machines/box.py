@@ -1,0 +1,62 @@
+"""The totals of a box: rates that its ranks share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from ebbtide.errors import MachineError
+from ebbtide.json_files import convert_object, number_range
+
+MAX_RANKS = 1024
+Ranks = Annotated[int, Meta(ge=1, le=MAX_RANKS, description=f"a whole number from 1 to {MAX_RANKS}")]
+TotalRate = Annotated[float, number_range(1e6, 1e15)]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Rates of a host with all its ranks busy; None is not known.
+
+    Attributes:
+        ranks: Ranks that were busy.
+        cpu_update_params_per_s: Parameters that all of them together update on the CPU.
+        host_memory_bytes_per_s: Traffic of all of them together with host memory.
+        one_rank_cpu_update_params_per_s: The rate of one rank while the others are idle.
+        one_rank_host_memory_bytes_per_s: The same of host memory.
+    """
+
+    ranks: Ranks
+    cpu_update_params_per_s: TotalRate | None = None
+    host_memory_bytes_per_s: TotalRate | None = None
+    one_rank_cpu_update_params_per_s: TotalRate | None = None
+    one_rank_host_memory_bytes_per_s: TotalRate | None = None
+
+
+def box_from(values: Any, where: str) -> Box:
+    """Convert the object `box` of a machine file.
+
+    Args:
+        values: The object.
+        where: The source, for messages.
+
+    Raises:
+        MachineError: It is not an object, or a value has the wrong type or is out of range.
+    """
+    if not isinstance(values, dict):
+        raise MachineError(f"{where}: box is {values!r:.40}; it must be an object with ranks and the totals of the box")
+    ranks = values.get("ranks")
+    whole = int(ranks) if isinstance(ranks, float) and ranks.is_integer() else ranks
+    return convert_object({**values, "ranks": whole}, Box, f"{where}: box", MachineError)
+
+
+def rate_of_rank(rate: float | None, total: float | None, ranks: int) -> float | None:
+    """Return the rate of one of several ranks: the smaller of its own rate and its part of the total.
+
+    Args:
+        rate: The rank's own rate; None: not known.
+        total: The total of the box; None: not known, so the ranks share nothing.
+        ranks: Ranks that share the box.
+    """
+    return rate if rate is None or total is None else min(rate, total / ranks)

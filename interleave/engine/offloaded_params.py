@@ -1,0 +1,229 @@
+"""The parameters of an optimizer on an engine, which is opened at the first use and follows what the job changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
+from ebbtide.interleave.engine.checks import check_params
+from ebbtide.interleave.engine.devices.open import device_of, open_device
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.gradient_collector import GradientCollector
+from ebbtide.interleave.engine.gradient_norm import GradientNorm
+from ebbtide.interleave.engine.local_shards import flat_view, local_shard
+from ebbtide.interleave.engine.runtime.engine import Engine
+from ebbtide.interleave.engine.runtime.layout import Subgroup, divide
+from ebbtide.interleave.engine.state_dict import ParamState, gather_states, scatter_states, update_masters
+
+# Device, dtype, shape and strides of a parameter.
+_Layout = tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]]
+
+
+class OffloadedParams:
+    """The parameters that an engine updates.
+
+    Parameters on the CPU may be on their way to a GPU, so their device is opened at the first use. Until the first step
+    they may still move or change their dtype. At every step, parameters that the job has changed since the step before
+    are found by their fingerprints, and their masters follow.
+
+    Args:
+        runner: The runner of the engine.
+        opens_device: Whether to open the device that the parameters are on; else the runner has one.
+        subgroup_params: Number of parameters in a subgroup.
+        streamed: Whether gradients are offloaded as soon as they are computed.
+        max_grad_norm: Maximum norm of all gradients, or None.
+
+    Attributes:
+        params: The parameters, in the order of their indices; none before the engine is opened.
+        is_checked: Whether the parameters of the constructor were checked or opened.
+        norm: The norm of the gradients.
+        collector: The collector of the gradients.
+    """
+
+    norm: GradientNorm
+    collector: GradientCollector
+
+    def __init__(
+        self,
+        runner: AdaptiveRunner,
+        opens_device: bool,
+        subgroup_params: int,
+        streamed: bool,
+        max_grad_norm: float | None,
+    ) -> None:
+        self.params: list[torch.Tensor] = []
+        self.is_checked = False
+        self._runner = runner
+        self._opens_device = opens_device
+        self._subgroup_params = subgroup_params
+        self._streamed = streamed
+        self._max_grad_norm = max_grad_norm
+        self._layouts: list[_Layout] = []
+        self._device: torch.device | None = None
+        # Whether parameters have state besides the initial one, and whether a step was done.
+        self._has_state = False
+        self._has_stepped = False
+        # Waits for the fingerprints of the values that the masters round to.
+        self._fingerprints: Callable[[], list[int]] = list
+
+    def plan_or_open(self, params: Sequence[torch.Tensor]) -> None:
+        """Open the engine for parameters of a new optimizer, or only check that there is a plan if they may still move.
+
+        Raises:
+            EngineError, PolicyError, MachineError: If there is no plan for them.
+        """
+        self.check(params)
+        if self._opens_device and device_of(params).type == "cpu":
+            self._runner.check(self._divide(params))
+        else:
+            self._set_params(params)
+        self.is_checked = True
+
+    def check(self, params: Sequence[torch.Tensor]) -> None:
+        """Check parameters. Raises EngineError if an engine cannot update them."""
+        check_params(params, self._streamed)
+
+    def open(self, params: Sequence[torch.Tensor]) -> Engine:
+        """Return the engine; if it is not open, open it for these parameters. Raises EngineError if it is closed."""
+        if not self.params:
+            self.check(params)
+            self._set_params(params)
+        return self._runner.engine
+
+    def add(self, params: Sequence[torch.Tensor]) -> None:
+        """Update these parameters from now on. Those that the engine already has keep their state."""
+        self.check(params)
+        if self.params:
+            states = dict(zip(self.params, self.gather(), strict=True))
+            self._set_params(params, [states.get(param) for param in params])
+
+    def gather(self) -> list[ParamState]:
+        """Return the state of every parameter in new host memory, and recall offloaded gradients."""
+        return gather_states(self._stop().store.states, self.params) if self.params else []
+
+    def load(self, params: Sequence[torch.Tensor], states: Sequence[ParamState | None]) -> None:
+        """Set the state of parameters, and recall offloaded gradients.
+
+        Args:
+            params: All parameters that the engine has, and perhaps more.
+            states: The state of each; None for the state before the first update. If all are None and the engine is
+                not open, it stays so.
+        """
+        if not self.params and not any(states):
+            return
+        if len(params) > len(self.params):
+            if self.params:
+                self._stop()
+            self._set_params(params, states)
+        else:
+            self._set_states(self._stop(), states)
+
+    def prepare_step(self, params: Sequence[torch.Tensor]) -> Engine:
+        """Return the engine for a step, after it has followed what the job did to the parameters.
+
+        Args:
+            params: The parameters that need state; the engine may have more.
+
+        Raises:
+            EngineError: If the parameters moved after the first step, or the calling thread captures a CUDA graph.
+        """
+        engine = self.open(params)
+        if engine.device.is_capturing():
+            raise EngineError(
+                "step() cannot be captured in a CUDA graph: capture forward and backward only, and call step() after "
+                "each replay"
+            )
+        self._follow_layouts()
+        own_params = set(self.params)
+        if any(param.grad is not None and param not in own_params for param in params):
+            self.add(params)
+        self._follow_values()
+        return self._runner.engine
+
+    def values(self) -> list[torch.Tensor]:
+        """Return the parameters, flat, in the order of their memory."""
+        return [flat_view(param) for param in self.params]
+
+    def end_step(self) -> None:
+        """Prepare for the next step, after a step that was done."""
+        self._has_stepped = self._has_state = True
+        self._record_values()
+        self.collector.end_step()
+
+    def close(self) -> None:
+        """Stop watching backwards, and close the engine."""
+        if self.params:
+            self.collector.close()
+        self._runner.close()
+
+    def _stop(self) -> Engine:
+        """Return the engine, after its plan has stopped so that states can be read and written."""
+        engine = self._runner.engine
+        self.collector.recall()
+        return engine
+
+    def _divide(self, params: Sequence[torch.Tensor]) -> Sequence[Subgroup]:
+        return divide([local_shard(param) for param in params], self._subgroup_params)
+
+    def _set_params(self, params: Sequence[torch.Tensor], states: Sequence[ParamState | None] | None = None) -> None:
+        """Divide parameters into subgroups, on the device that they are on, with these states and a new plan."""
+        device = device_of(params)
+        if self._opens_device and device != self._device:
+            self._runner.open_device(open_device(params))
+            self._device = device
+        engine = self._runner.rebuild(self._divide(params), len(params))
+        if self.params:
+            self.collector.close()
+        self.norm = GradientNorm(self._runner.device, self._max_grad_norm)
+        self.collector = GradientCollector(params, engine, self.norm, self._streamed)
+        self.params = list(params)
+        self._layouts = _layouts(params)
+        self._set_states(engine, states or [None] * len(params))
+        self._runner.set_plan()
+
+    def _set_states(self, engine: Engine, states: Sequence[ParamState | None]) -> None:
+        scatter_states(engine.store.states, self.params, states)
+        self._has_state = self._has_state or any(state is not None for state in states)
+        self._record_values()
+
+    def _record_values(self) -> None:
+        """Take the values of all parameters as those that the masters round to."""
+        self._fingerprints = self._runner.device.fingerprint(self.values())
+
+    def _follow_layouts(self) -> None:
+        """Open the engine again if parameters have moved, or changed their dtype, before the first step."""
+        layouts = _layouts(self.params)
+        if layouts == self._layouts:
+            return
+        order_changed = [layout[2:] for layout in layouts] != [layout[2:] for layout in self._layouts]
+        if self._has_stepped or (self._has_state and order_changed):
+            pairs = zip(self._layouts, layouts, strict=True)
+            old, new = next((old, new) for old, new in pairs if old != new)
+            raise EngineError(
+                f"a parameter was {_layout_text(old)} when the optimizer took it, and is {_layout_text(new)} now: "
+                "change it back, or create a new optimizer and load the state_dict() of this one"
+            )
+        self.check(self.params)
+        states = self.gather() if self._has_state else None
+        self._stop()
+        self._set_params(self.params, states)
+
+    def _follow_values(self) -> None:
+        """Update the masters of parameters that the job has changed since the last step."""
+        current = self._runner.device.fingerprint(self.values())
+        pairs = zip(self._fingerprints(), current(), strict=True)
+        changed = {index for index, (old, new) in enumerate(pairs) if old != new}
+        if changed:
+            update_masters(self._stop().store.states, self.params, changed)
+
+
+def _layouts(params: Sequence[torch.Tensor]) -> list[_Layout]:
+    shards = [local_shard(param) for param in params]
+    return [(shard.device, shard.dtype, shard.shape, shard.stride()) for shard in shards]
+
+
+def _layout_text(layout: _Layout) -> str:
+    device, dtype, shape, strides = layout
+    return f"{dtype} of shape {tuple(shape)} and strides {strides} on {device}"

@@ -1,0 +1,132 @@
+"""Durations of the operations of a plan if nothing else runs, and the host memory that they read and write."""
+
+from __future__ import annotations
+
+from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, Op, OpKind, Plan, Resource
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.machines.machine import Machine
+
+# A cast reads fp32 and writes half precision.
+_CAST_READ_BYTES = 4.0
+# Collectives that need more than a phase has leave this much of the link: their bytes or the rates are not exact.
+_LEAST_LINK_SHARE = 0.05
+# Phases before the update, by the number of the point at which they begin.
+_PHASES = ("other", "forward", "backward")
+
+
+def host_traffic(op: Op, workload: Workload) -> float:
+    """Return the bytes of host memory that an operation reads and writes.
+
+    An update on the CPU reads gradient and state, and writes state and parameter. A copy passes through host memory
+    once. Clipping reads all gradients if their norm is computed on the host.
+    """
+    if op.resource == "gpu":
+        return 0.0
+    if op.kind == "update":
+        return workload.cpu_update_bytes * op.params
+    if op.kind == "cast":
+        return (_CAST_READ_BYTES + workload.param_bytes) * op.params
+    if op.kind == "clip":
+        return workload.grad_bytes * workload.params if workload.norm == "host" else 0.0
+    return op.nbytes
+
+
+def norm_s(workload: Workload, machine: Machine) -> float:
+    """Return the seconds that the norm of all gradients takes, where clipping waits for it.
+
+    On the host it is one pass over the gradients, at `cpu_norm_params_per_s` if that is known, else at the bandwidth of
+    host memory. On the GPU it is as much shorter than an update as it moves fewer bytes.
+    """
+    if not workload.clipping or workload.norm is None:
+        return 0.0
+    machine.need([_norm_rate(workload)], "the gradient norm")
+    if workload.norm == "device":
+        share = workload.grad_bytes / workload.cpu_update_bytes
+        return workload.params * share / (machine.gpu_update_params_per_s or 1.0)
+    if machine.cpu_norm_params_per_s is not None:
+        return workload.params / machine.cpu_norm_params_per_s
+    return workload.params * workload.grad_bytes / (machine.host_memory_bytes_per_s or 1.0)
+
+
+def link_shares(workload: Workload, machine: Machine) -> dict[str, tuple[float, float]]:
+    """Return the shares of the link that the job's collectives leave, to the device and to the host, by phase.
+
+    They take the time that their bytes need at the rate that `h2d_busy_share` and `d2h_busy_share` leave.
+    """
+    lengths = dict(zip(_PHASES, (workload.other_s, workload.forward_s, workload.backward_s), strict=True))
+    rates = {
+        "h2d": (machine.h2d_bytes_per_s or 0.0) * (1 - workload.h2d_busy_share),
+        "d2h": (machine.d2h_bytes_per_s or 0.0) * (1 - workload.d2h_busy_share),
+    }
+
+    def share(nbytes: float, direction: str, length_s: float) -> float:
+        possible = rates[direction] * length_s
+        return max(_LEAST_LINK_SHARE, 1 - nbytes / possible) if possible else 1.0
+
+    return {
+        phase: (share(h2d, "h2d", lengths[phase]), share(d2h, "d2h", lengths[phase]))
+        for phase, h2d, d2h in workload.collective_bytes
+    }
+
+
+def phase_before(point: float) -> str:
+    """Return the phase of the compute that ends at a point of the iteration (see `plan.UPDATE`)."""
+    if not 0.0 < point <= UPDATE:
+        raise ValueError(f"no compute ends at point {point}")
+    return _PHASES[0 if point <= FORWARD else 1 if point <= BACKWARD else 2]
+
+
+class Durations:
+    """Durations of a plan's operations if nothing else runs.
+
+    Raises:
+        MachineError: The machine lacks a rate that the plan needs.
+    """
+
+    def __init__(self, plan: Plan, workload: Workload, machine: Machine) -> None:
+        needed = {"host_memory_bytes_per_s"}
+        for kind, resource, pageable in {(op.kind, op.resource, op.pageable) for op in plan.ops}:
+            needed |= _needed_rates(kind, resource, pageable)
+        machine.need(sorted(needed), f"policy {plan.policy}")
+        pinned = {
+            "h2d": (machine.h2d_bytes_per_s or 1.0) * (1 - workload.h2d_busy_share),
+            "d2h": (machine.d2h_bytes_per_s or 1.0) * (1 - workload.d2h_busy_share),
+        }
+        pageable_alone = {
+            "h2d": machine.h2d_pageable_bytes_per_s or 1.0,
+            "d2h": machine.d2h_pageable_bytes_per_s or 1.0,
+        }
+        # A job that uses the link leaves less of it to pageable copies too.
+        limited = {direction: min(pageable_alone[direction], pinned[direction]) for direction in pinned}
+        self._copy_rates = {False: pinned, True: limited}
+        self._update_rates = {
+            "cpu": (machine.cpu_update_params_per_s or 1.0) * plan.cpu_share,
+            "gpu": machine.gpu_update_params_per_s or 1.0,
+        }
+        self._cast_rates = {"cpu": machine.cpu_cast_params_per_s or 1.0, "gpu": machine.gpu_cast_params_per_s or 1.0}
+        self._norm_s = norm_s(workload, machine)
+        self._operation_s = machine.operation_s or 0.0
+
+    def seconds(self, op: Op) -> float:
+        """Return the duration of an operation, s."""
+        if op.kind == "clip":
+            return self._norm_s
+        if op.kind == "update":
+            return self._operation_s + op.params / self._update_rates[op.resource]
+        if op.kind == "cast":
+            return self._operation_s + op.params / self._cast_rates[op.resource]
+        return self._operation_s + op.nbytes / self._copy_rates[op.pageable][op.resource]
+
+
+def _needed_rates(kind: OpKind, resource: Resource, pageable: bool) -> set[str]:
+    if kind == "clip":
+        return set()
+    if kind == "update":
+        return {f"{resource}_update_params_per_s"}
+    if kind == "cast":
+        return {f"{resource}_cast_params_per_s"}
+    return {f"{resource}_bytes_per_s", *([f"{resource}_pageable_bytes_per_s"] if pageable else [])}
+
+
+def _norm_rate(workload: Workload) -> str:
+    return "gpu_update_params_per_s" if workload.norm == "device" else "host_memory_bytes_per_s"

@@ -1,0 +1,125 @@
+"""The local search over assignments: random changes of roles and orders, of which those are taken that do not cost
+much."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from ebbtide.interleave.policies.search.assignment import ROLES, Assignment, Role
+from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
+
+# Without clipping: for how many kept gradients memory may be set aside.
+_GRADIENTS_IN_FLIGHT = (0, 1, 2)
+# A change is taken if the cost is no higher than so many changes ago (late acceptance hill climbing, Burke and Bykov,
+# "The late acceptance hill-climbing heuristic", 2017).
+_MEMORY_LENGTH = 25
+# The search begins anew after so many changes in a row that gave no new best plan of this descent.
+_PATIENCE = 250
+
+
+class LocalSearch:
+    """Improves assignments by changing one thing at a time. The same input gives the same result."""
+
+    def __init__(self, costs: PlanCosts, target_s: float) -> None:
+        """Args:
+        costs: Simulates plans, and limits how many.
+        target_s: A cost at which to stop.
+        """
+        self._costs = costs
+        self._target_s = target_s
+        self._random = Random(0)
+
+    def run(self, starts: list[Assignment]) -> Assignment:
+        """Return the best assignment found from the starts, and then from random changes of the best."""
+        best = min(starts, key=self._costs.cost)
+        number = 0
+        while not self._done(best):
+            improved = self._climb(starts[number] if number < len(starts) else self._perturbed(best))
+            number += 1
+            if self._costs.cost(improved) < self._costs.cost(best):
+                best = improved
+        return best
+
+    def _perturbed(self, assignment: Assignment) -> Assignment:
+        """Return the assignment with other roles of about half of the subgroups."""
+        count = len(self._costs.workload.subgroups)
+        for _ in range(1 + count // 2):
+            assignment = self._with_role(assignment, self._random.randrange(count), self._random.choice(ROLES))
+        return assignment
+
+    def _done(self, best: Assignment) -> bool:
+        return self._costs.ops_left <= 0 or self._costs.cost(best) <= self._target_s
+
+    def _climb(self, start: Assignment) -> Assignment:
+        """Return the best of a sequence of assignments, each a change of the one before it."""
+        best = current = start
+        best_cost = cost = self._costs.cost(start)
+        memory = [cost] * _MEMORY_LENGTH
+        step = since_best = 0
+        while since_best < _PATIENCE and not self._done(best):
+            changed = self._changed(current)
+            limit = max(memory[step % _MEMORY_LENGTH], cost)
+            changed_cost = self._costs.cost(changed, limit * (1 + 1e-12)) if changed != current else INFINITE
+            if changed_cost <= limit:
+                current, cost = changed, changed_cost
+            memory[step % _MEMORY_LENGTH] = cost
+            step, since_best = step + 1, since_best + 1
+            if cost < best_cost:
+                best, best_cost, since_best = current, cost, 0
+        return best
+
+    def _changed(self, assignment: Assignment) -> Assignment:
+        """Return the assignment with a random change."""
+        draw = self._random
+        count = len(self._costs.workload.subgroups)
+        kind = draw.randrange(10)
+        if kind < 4:
+            return self._with_role(assignment, draw.randrange(count), draw.choice(ROLES))
+        if kind < 6:
+            return assignment.swapped(draw.randrange(count), draw.randrange(count))
+        if kind < 7:
+            if draw.random() < 0.5:
+                return replace(assignment, moved=self._reordered(assignment.moved))
+            return replace(assignment, on_cpu=self._reordered(assignment.on_cpu))
+        if kind < 8:
+            slots = assignment.slots + draw.choice((-1, 1))
+            return replace(assignment, slots=min(max(slots, 1), max(1, len(assignment.moved))))
+        if kind < 9:
+            return self._with_round_trips(assignment)
+        if draw.random() < 0.5 and not self._costs.workload.needs_all_gradients:
+            return replace(assignment, gradients_in_flight=draw.choice(_GRADIENTS_IN_FLIGHT))
+        return replace(assignment, uploads_first=not assignment.uploads_first)
+
+    def _reordered(self, subgroups: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the subgroups with one of them in another place."""
+        order = list(subgroups)
+        if order:
+            subgroup = order.pop(self._random.randrange(len(order)))
+            order.insert(self._random.randrange(len(order) + 1), subgroup)
+        return tuple(order)
+
+    def _with_round_trips(self, assignment: Assignment) -> Assignment:
+        """Return the assignment with another choice of one gradient, or of all."""
+        on_gpu = assignment.resident + assignment.moved
+        if not on_gpu:
+            return assignment
+        if self._random.random() < 0.2:
+            return replace(assignment, round_trips=frozenset(on_gpu) - assignment.round_trips)
+        return replace(assignment, round_trips=assignment.round_trips ^ {self._random.choice(on_gpu)})
+
+    def _with_role(self, assignment: Assignment, subgroup: int, role: Role) -> Assignment:
+        """Return the assignment with another role of a subgroup, which takes its natural place in the order."""
+        workload = self._costs.workload
+        late = assignment.late | {subgroup} if role in ("late", "parked") else assignment.late - {subgroup}
+
+        def sort_key(other: int) -> tuple[bool, int]:
+            if not workload.needs_all_gradients:
+                return False, -other
+            if role == "cpu":
+                # The upload of the last update comes after it, so the smallest one is last.
+                return False, -workload.subgroups[other]
+            # State that is flushed comes before state that stays.
+            return other in late, other
+
+        return assignment.with_role(subgroup, role, sort_key)

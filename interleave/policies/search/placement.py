@@ -1,0 +1,132 @@
+"""Placements: assignments given by a few counts, for subgroups that are all alike or sorted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.search.assignment import Assignment
+
+
+class PlacementChange(NamedTuple):
+    """A change of the counts of a `Placement`, by field."""
+
+    resident: int = 0
+    moved: int = 0
+    slots: int = 0
+    early: int = 0
+    late: int = 0
+    round_trip_gradients: int = 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Counts of subgroups by role. Subgroups neither resident nor moved are updated on the CPU.
+
+    Attributes:
+        resident: Subgroups whose state never leaves the device.
+        moved: Subgroups whose state is fetched, updated on the device and flushed.
+        slots: How many moved subgroups are on the device at once.
+        early: How many of the first moved subgroups are fetched before the update.
+        late: How many of the last moved subgroups are flushed at the start of the next iteration.
+        round_trip_gradients: How many gradients, those of the last moved subgroups, are copied down and back up even
+            if there is memory to keep them.
+        interleave_cpu_gpu: Without clipping: whether the CPU's subgroups alternate with the GPU's in the order of the
+            backward. Otherwise they come first.
+    """
+
+    resident: int
+    moved: int
+    slots: int
+    early: int = 0
+    late: int = 0
+    round_trip_gradients: int = 0
+    interleave_cpu_gpu: bool = True
+
+    def clamped(self, count: int, fit_in_update: int, fit_at_start: int) -> Placement:
+        """Return the nearest placement that is possible.
+
+        Args:
+            count: Number of subgroups.
+            fit_in_update: How many subgroups have state that fits on the device in the update.
+            fit_at_start: How many fit when the iteration starts.
+        """
+        resident = min(max(self.resident, 0), count, fit_in_update, fit_at_start)
+        moved = min(max(self.moved, 0), count - resident)
+        slots = min(max(self.slots, 1), moved, fit_in_update - resident)
+        if not slots:
+            return Placement(resident, 0, 0)
+        early = min(max(self.early, 0), slots)
+        late = min(max(self.late, 0), slots, fit_at_start - resident)
+        round_trips = min(max(self.round_trip_gradients, 0), resident + moved)
+        return Placement(resident, moved, slots, early, late, round_trips, self.interleave_cpu_gpu)
+
+    def changed(self, change: PlacementChange, times: int = 1) -> Placement:
+        """Return the placement after so many times a change. Its counts may be out of range (see `clamped`)."""
+        return Placement(
+            self.resident + times * change.resident,
+            self.moved + times * change.moved,
+            self.slots + times * change.slots,
+            self.early + times * change.early,
+            self.late + times * change.late,
+            self.round_trip_gradients + times * change.round_trip_gradients,
+            self.interleave_cpu_gpu,
+        )
+
+    def split(self, factor: int, buffers: int) -> Placement:
+        """Return the placement for subgroups that were merged, `factor` into one.
+
+        Args:
+            factor: How many subgroups were merged into one.
+            buffers: So many slots hold merged subgroups in the memory of single ones.
+        """
+        early, late = factor * self.early, factor * self.late
+        slots = min(self.slots, buffers) + factor * max(0, self.slots - buffers)
+        return Placement(
+            factor * self.resident,
+            factor * self.moved,
+            max(slots, early, late),
+            early,
+            late,
+            factor * self.round_trip_gradients,
+            self.interleave_cpu_gpu,
+        )
+
+    def assignment(self, workload: Workload, ranking: Sequence[int]) -> Assignment:
+        """Return the assignment in which the first subgroups of a ranking are resident.
+
+        Where all gradients are needed first, the next ones are moved. Otherwise both kinds follow the backward.
+
+        Args:
+            workload: The workload.
+            ranking: All subgroups.
+        """
+        resident, offloaded = ranking[: self.resident], ranking[self.resident :]
+        if workload.needs_all_gradients:
+            moved = offloaded[: self.moved]
+            # The upload of the last update comes after it, so the smallest one is last.
+            on_cpu = sorted(offloaded[self.moved :], key=lambda subgroup: -workload.subgroups[subgroup])
+        else:
+            moved, on_cpu = self._in_backward_order(sorted(offloaded, reverse=True))
+        on_gpu = [*resident, *moved]
+        return Assignment(
+            on_cpu=tuple(on_cpu),
+            moved=tuple(moved),
+            resident=tuple(resident),
+            early=frozenset(moved[: self.early]),
+            late=frozenset(moved[len(moved) - self.late :]),
+            round_trips=frozenset(on_gpu[len(on_gpu) - self.round_trip_gradients :]),
+            slots=max(1, self.slots),
+        )
+
+    def _in_backward_order(self, offloaded: list[int]) -> tuple[list[int], list[int]]:
+        """Return the moved subgroups and those of the CPU, of all that are offloaded, in the order of the backward."""
+        if not self.interleave_cpu_gpu:
+            on_cpu = len(offloaded) - self.moved
+            return offloaded[on_cpu:], offloaded[:on_cpu]
+        # Both kinds have work from the first gradient on.
+        spacing = len(offloaded) / self.moved if self.moved else 0.0
+        moved = [offloaded[int(spacing * number + spacing / 2)] for number in range(self.moved)]
+        return moved, sorted(set(offloaded) - set(moved), reverse=True)

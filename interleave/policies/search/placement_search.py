@@ -1,0 +1,167 @@
+"""The search over placements: counts of subgroups by role, changed step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from ebbtide.interleave.policies.search.assignment import Assignment
+from ebbtide.interleave.policies.search.capacity import subgroups_that_fit
+from ebbtide.interleave.policies.search.placement import Placement, PlacementChange
+from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
+from ebbtide.interleave.simulation.bound import OptimalShares
+
+# One subgroup is fetched, one is updated, one is flushed.
+_SLOTS = (1, 2, 3)
+# The share of the work that goes into the comparison of placements to start from.
+_SEEDS_SHARE = 0.4
+# Changes that the search tries in both directions: along each count, from one count to another, and counts that have to
+# grow together.
+_CHANGES = (
+    PlacementChange(moved=1),
+    PlacementChange(resident=1, moved=-1),
+    PlacementChange(resident=1),
+    PlacementChange(late=1),
+    PlacementChange(early=1),
+    PlacementChange(early=1, late=1),
+    PlacementChange(slots=1),
+    PlacementChange(slots=1, early=1),
+    PlacementChange(slots=1, late=1),
+    PlacementChange(slots=1, early=1, late=1),
+    PlacementChange(moved=1, slots=1, early=1, late=1),
+    PlacementChange(resident=1, slots=-1),
+    PlacementChange(resident=1, moved=-1, slots=-1, early=-1, late=-1),
+    PlacementChange(round_trip_gradients=1),
+    PlacementChange(slots=1, early=1, round_trip_gradients=1),
+)
+# Changes that reduce device memory if they are undone: fewer residents, fewer slots, both.
+_MEMORY_CHANGES = (
+    PlacementChange(resident=1),
+    PlacementChange(slots=1, early=1, late=1),
+    PlacementChange(resident=1, slots=1, early=1, late=1),
+)
+_PARKED_TO_RESIDENT = PlacementChange(resident=1, moved=-1, slots=-1, early=-1, late=-1)
+
+
+class PlacementSearch:
+    """Compares the placements of one ranking of the subgroups."""
+
+    def __init__(self, costs: PlanCosts, ranking: Sequence[int]) -> None:
+        self._costs = costs
+        self._workload = workload = costs.workload
+        self._ranking = ranking
+        sizes = [workload.subgroups[subgroup] for subgroup in ranking]
+
+        def fit(free_bytes: float) -> int:
+            return subgroups_that_fit(sizes, workload.state_bytes, free_bytes)
+
+        has_gpu = costs.machine.gpu_update_params_per_s is not None
+        self._fit_in_update = fit(workload.free_at(workload.compute_s) or 0.0) if has_gpu else 0
+        self._fit_at_start, self._always_fit = fit(costs.memory.at_start), fit(costs.memory.always)
+
+    def assignment(self, placement: Placement) -> Assignment:
+        """Return the assignment of a placement."""
+        return placement.assignment(self._workload, self._ranking)
+
+    def cost(self, placement: Placement, limit: float = INFINITE) -> float:
+        """Return the cost of a placement; see `PlanCosts.cost`."""
+        return self._costs.cost(self.assignment(placement), limit)
+
+    def seeds(self, shares: Iterable[OptimalShares], count: int) -> list[Placement]:
+        """Return the cheapest placements to start from, cheapest first.
+
+        They are the solutions of the bound, rounded, and plain streaming.
+
+        Args:
+            shares: Solutions of the bound.
+            count: How many placements to return.
+        """
+        candidates = list(dict.fromkeys(self._clamp(seed) for seed in self._seeds(shares)))
+        minimums = {seed: self._costs.min_cost(self.assignment(seed)) for seed in candidates}
+        best: list[tuple[float, Placement]] = []
+        ops_after = self._costs.ops_left * (1 - _SEEDS_SHARE)
+        for seed in sorted(candidates, key=minimums.__getitem__):
+            limit = best[-1][0] if len(best) == count else INFINITE
+            if minimums[seed] >= limit or (self._costs.ops_left <= ops_after and best):
+                break
+            cost = self.cost(seed, limit)
+            if cost < limit:
+                best = sorted([*best, (cost, seed)], key=lambda entry: entry[0])[:count]
+        return [seed for _, seed in best]
+
+    def shrink_to_fit(self, placement: Placement, factor: int) -> Placement:
+        """Reduce what stays on the device until the placement fits.
+
+        Args:
+            placement: A placement that fits if neighbouring subgroups are merged.
+            factor: How many subgroups were merged into one.
+        """
+        # Residents leave memory for a few slots: without any, nothing could be moved.
+        resident = min(placement.resident, self._fit_in_update - min(placement.slots, _SLOTS[-1]))
+        placement = self._clamp(replace(placement, resident=resident))
+        for reduction in (0, 1, factor // 2, factor, 2 * factor, 4 * factor):
+            changes = _MEMORY_CHANGES if reduction else _MEMORY_CHANGES[:1]
+            smaller = [self._clamp(placement.changed(change, -reduction)) for change in changes]
+            best = min(smaller, key=self.cost)
+            if self.cost(best) < INFINITE:
+                return best
+        return Placement(0, 0, 0)
+
+    def improve(self, start: Placement, step: int | None = None) -> Placement:
+        """Improve a placement by steps that are halved when none of them helps, while operations are left.
+
+        Args:
+            start: The placement to start from.
+            step: Size of the first steps; None for an eighth of the subgroups.
+        """
+        step = step or max(1, len(self._workload.subgroups) // 8)
+        best = start
+        while step and self._costs.ops_left > 0:
+            before = best
+            for change in _CHANGES:
+                for sign in (1, -1):
+                    # As far as it helps.
+                    while (candidate := self._better(best, best.changed(change, sign * step))) is not None:
+                        best = candidate
+            opposite_gradients = replace(best, round_trip_gradients=best.moved - best.round_trip_gradients)
+            opposite_order = replace(best, interleave_cpu_gpu=not best.interleave_cpu_gpu)
+            for opposite in (opposite_order, opposite_gradients):
+                best = self._better(best, opposite) or best
+            if best == before:
+                step //= 2
+        return best
+
+    def _better(self, best: Placement, other: Placement) -> Placement | None:
+        """Return the nearest possible placement to the other one if it is cheaper than the best, else None."""
+        candidate = self._clamp(other)
+        if candidate == best or self._costs.ops_left <= 0:
+            return None
+        limit = self.cost(best) * (1 - 1e-9)
+        return candidate if self.cost(candidate, limit) < limit else None
+
+    def _clamp(self, placement: Placement) -> Placement:
+        """Return the nearest placement that is possible."""
+        clamped = placement.clamped(len(self._workload.subgroups), self._fit_in_update, self._fit_at_start)
+        return replace(clamped, interleave_cpu_gpu=False) if self._workload.needs_all_gradients else clamped
+
+    def _seeds(self, all_shares: Iterable[OptimalShares]) -> Iterator[Placement]:
+        """Yield placements to start from, which may have to be clamped."""
+        count = len(self._workload.subgroups)
+        for shares in all_shares:
+            resident, early, late = (round(share * count) for share in (shares.resident, shares.early, shares.late))
+            moved = count - resident - round(shares.on_cpu * count)
+            for more_resident in sorted({0, self._always_fit // 2, self._always_fit}):
+                # State that the bound parks may as well stay where there is always memory.
+                for fewer_late in sorted({0, 1, 2, late // 2}):
+                    seed = Placement(resident, moved, max(early, late), early, late - fewer_late)
+                    yield seed.changed(_PARKED_TO_RESIDENT, more_resident)
+                    for slots in _SLOTS:
+                        # Slots need memory too.
+                        limited = min(resident + more_resident, self._fit_in_update - slots)
+                        streamed = count - limited - round(shares.on_cpu * count)
+                        yield Placement(limited, streamed, slots, slots, slots - fewer_late)
+        for moved in range(0, count + 1, max(1, count // 8)):
+            for slots in _SLOTS:
+                for round_trips in sorted({0, 0 if self._workload.needs_all_gradients else moved}):
+                    yield Placement(0, moved, slots, 0, 0, round_trips)
+                    yield Placement(0, moved, slots, slots, slots, round_trips)

@@ -1,0 +1,180 @@
+"""The costs of plans, by simulating them, as far as a limited amount of simulation allows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ebbtide.interleave.model.durations import Durations, host_traffic, norm_s
+from ebbtide.interleave.model.plan import BACKWARD, STEP, UPDATE, Plan, gradient_ready_points
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.search.assignment import Assignment
+from ebbtide.interleave.policies.search.assignment_plan import plan_of
+from ebbtide.interleave.policies.search.capacity import FreeMemory
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.machine import Machine
+
+INFINITE = float("inf")
+# Factor of the cost of plans that do not fit into host memory: if none fits, the fastest is still the one to show.
+_HOST_MEMORY_PENALTY = 1e3
+# Weights in the cost: of the times by which operations end after the backward, summed and divided by the number of
+# subgroups, and of copy time. Of plans that take equally long, one is better whose work is done earlier, since the next
+# change may then shorten it, and one that moves less.
+_LATE_WEIGHT = 1e-3
+_MOVED_WEIGHT = 1e-6
+# A simulated plan costs as much as so many operations in addition to its own; a plan that is not simulated, so many.
+_OPS_PER_PLAN = 10
+_OPS_PER_LOOKUP = 2
+
+
+class PlanCosts:
+    """Simulates plans of one workload on one machine, and remembers their costs.
+
+    The cost of a plan is about the seconds of its iteration; infinite if it exceeds the free device memory.
+
+    Attributes:
+        workload: The workload.
+        machine: The machine. All its rates that plans need must be known, that of updates on the GPU excepted.
+        text: The policy's string in the plans made here.
+        memory: Its free memory.
+        ops_left: Work that the search may still do, in simulated operations.
+    """
+
+    def __init__(self, workload: Workload, machine: Machine, text: str, max_ops: int) -> None:
+        self.workload = workload
+        self.machine = machine
+        self.text = text
+        self.ops_left = max_ops
+        self.memory = FreeMemory(workload)
+        self._link_bytes_per_s = (machine.h2d_bytes_per_s or 1.0) + (machine.d2h_bytes_per_s or 1.0)
+        # Seconds per byte, and per parameter, of each resource alone.
+        self._h2d_s = 1 / ((machine.h2d_bytes_per_s or 1.0) * (1 - workload.h2d_busy_share))
+        self._d2h_s = 1 / ((machine.d2h_bytes_per_s or 1.0) * (1 - workload.d2h_busy_share))
+        self._host_s = 1 / (machine.host_memory_bytes_per_s or INFINITE)
+        self._cpu_s = 1 / (machine.cpu_update_params_per_s or INFINITE)
+        self._gpu_s = 1 / (machine.gpu_update_params_per_s or INFINITE)
+        self._flush_s = workload.state_bytes * self._d2h_s
+        begin_s = workload.compute_s - workload.backward_s
+        self._ready_s = [begin_s + workload.backward_s * (p - BACKWARD) for p in gradient_ready_points(workload)]
+        self._evaluations: dict[Assignment, _Evaluation] = {}
+        # The plan made last: with many subgroups it takes long to make it again.
+        self._latest: tuple[Assignment, Plan] | None = None
+        self._prefix_s = (machine.step_overhead_s or 0.0) + norm_s(workload, machine)
+
+    def plan(self, assignment: Assignment, validate: bool = True) -> Plan:
+        """Make the plan of an assignment."""
+        if self._latest is None or self._latest[0] is not assignment:
+            self._latest = assignment, plan_of(self.workload, self.memory, assignment, self.text, validate=False)
+        plan = self._latest[1]
+        return plan.validate(self.workload) if validate else plan
+
+    def cost(self, assignment: Assignment, limit: float = INFINITE) -> float:
+        """Return the cost of an assignment: its seconds, and a little for late operations and for bytes that it moves.
+
+        Args:
+            assignment: The assignment.
+            limit: Where the cost is at least this, any number from the limit to the cost is returned.
+        """
+        self.ops_left -= _OPS_PER_LOOKUP
+        evaluation = self._evaluations.get(assignment)
+        if evaluation is None:
+            least_s = self.min_cost(assignment)
+            evaluation = _Evaluation(least_s, least_s, least_s == INFINITE)
+        if not evaluation.exact and evaluation.cost < limit:
+            evaluation = self._simulated(self.plan(assignment, validate=False), limit)
+        self._evaluations[assignment] = evaluation
+        return evaluation.cost
+
+    def seconds(self, assignment: Assignment) -> float:
+        """Return the seconds of the iteration under an assignment; infinite if it exceeds the free device memory."""
+        self.cost(assignment)
+        return self._evaluations[assignment].seconds
+
+    def seconds_of_plan(self, plan: Plan, limit: float = INFINITE) -> float:
+        """Return the seconds of the iteration under a plan; see `cost` for the limit."""
+        return self._simulated(plan, limit).seconds
+
+    def min_cost(self, assignment: Assignment) -> float:
+        """Return a lower bound of the cost of an assignment, from the work of each resource alone."""
+        workload, machine = self.workload, self.machine
+        sizes = workload.subgroups
+        on_cpu = sum([sizes[subgroup] for subgroup in assignment.on_cpu])
+        on_gpu = workload.params - on_cpu
+        if (on_gpu and machine.gpu_update_params_per_s is None) or not self.memory.holds(assignment):
+            return INFINITE
+        moved = sum([sizes[subgroup] for subgroup in assignment.moved])
+        down_s = (moved - sum([sizes[subgroup] for subgroup in assignment.late])) * self._flush_s
+        after_gradients_s = max(on_cpu * self._cpu_s, on_gpu * self._gpu_s, down_s)
+        if not workload.needs_all_gradients:
+            # Updates begin with the first gradient.
+            first_s = workload.compute_s - workload.backward_s * (1 - sizes[-1] / workload.params)
+            return max(first_s + after_gradients_s, self._last_end_s(assignment))
+        fetched = moved - sum([sizes[subgroup] for subgroup in assignment.early])
+        up = workload.state_bytes * fetched + workload.param_bytes * on_cpu
+        down = workload.state_bytes * down_s / self._flush_s
+        traffic = workload.cpu_update_bytes * on_cpu + up + down
+        least_s = max(self._prefix_s + after_gradients_s, up * self._h2d_s, traffic * self._host_s)
+        if machine.duplex_bytes_per_s is not None:
+            least_s = max(least_s, (up + down) / machine.duplex_bytes_per_s)
+        return workload.compute_s + least_s
+
+    def _last_end_s(self, assignment: Assignment) -> float:
+        """Return a lower bound of when the last subgroup is done, each alone after its gradient."""
+        workload = self.workload
+        cpu_s = workload.grad_bytes * self._d2h_s + self._cpu_s + workload.param_bytes * self._h2d_s
+        sizes, ready = workload.subgroups, self._ready_s
+        ends = [ready[subgroup] + cpu_s * sizes[subgroup] for subgroup in assignment.on_cpu]
+        ends += [ready[subgroup] + self._gpu_s * sizes[subgroup] for subgroup in assignment.resident]
+        for subgroup in assignment.moved:
+            flush_s = 0.0 if subgroup in assignment.late else self._flush_s
+            ends.append(ready[subgroup] + (self._gpu_s + flush_s) * sizes[subgroup])
+        return max(ends)
+
+    def min_cost_of_plan(self, plan: Plan) -> float:
+        """Return a lower bound of the cost of any plan, from the work of each resource in the update."""
+        workload, machine = self.workload, self.machine
+        durations = Durations(plan, workload, machine)
+        busy_s = dict.fromkeys(("cpu", "gpu", "h2d", "d2h"), 0.0)
+        traffic = 0.0
+        for op in plan.ops:
+            if op.point >= UPDATE:
+                busy_s[op.resource] += durations.seconds(op)
+                traffic += host_traffic(op, workload)
+        overhead_s = (machine.step_overhead_s or 0.0) if any(op.point >= STEP for op in plan.ops) else 0.0
+        memory_s = traffic / (machine.host_memory_bytes_per_s or INFINITE)
+        return workload.compute_s + max(
+            busy_s["cpu"], busy_s["h2d"], busy_s["d2h"], busy_s["gpu"], memory_s, overhead_s
+        )
+
+    def _simulated(self, plan: Plan, limit: float) -> _Evaluation:
+        self.ops_left -= len(plan.ops) + _OPS_PER_PLAN
+        schedule = simulate(plan, self.workload, self.machine)
+        seconds = schedule.iteration_s
+        begin_s = seconds - schedule.update_s
+        late_s = sum([end - begin_s for end in schedule.ends if end > begin_s]) / plan.subgroups
+        moved_s = sum([op.nbytes for op in plan.ops]) / self._link_bytes_per_s
+        factor = 1.0
+        host_bytes = self.machine.host_memory_bytes
+        if host_bytes is not None and schedule.host_bytes() > host_bytes:
+            factor = _HOST_MEMORY_PENALTY
+        cost = factor * (seconds + _LATE_WEIGHT * late_s + _MOVED_WEIGHT * moved_s)
+        seconds *= factor
+        if seconds >= limit:
+            return _Evaluation(seconds, cost, exact=False)
+        return _Evaluation(seconds, cost, exact=True) if schedule.fits_device(None) else _DOES_NOT_FIT
+
+
+class _Evaluation(NamedTuple):
+    """Measures of a plan.
+
+    Attributes:
+        seconds: Seconds of its iteration.
+        cost: The same, with a little for late operations and for bytes that it moves.
+        exact: Whether both are exact; otherwise they are lower bounds.
+    """
+
+    seconds: float
+    cost: float
+    exact: bool
+
+
+_DOES_NOT_FIT = _Evaluation(INFINITE, INFINITE, exact=True)

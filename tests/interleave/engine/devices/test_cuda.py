@@ -1,0 +1,228 @@
+"""CudaDevice's own code without a GPU: pinned memory, the budget, captures, and kernels that do not compile."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ebbtide.interleave.engine.devices.cuda import CudaDevice
+from ebbtide.interleave.engine.devices.job_memory import MARGIN
+from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
+from ebbtide.interleave.engine.numerics.reference import Hyper
+from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from tests.interleave.engine.devices.fake_cuda import FakeCuda, install, open_fake
+from tests.interleave.engine.jobs import ReferenceAdamW
+from tests.interleave.engine.states import bits, plausible_state
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    fake = install(monkeypatch)
+    yield fake
+    gc.collect()
+    assert not fake.registered
+
+
+def mapping_flags(pointer: int) -> list[str]:
+    """Return the flags of the mapping that has an address, from /proc/self/smaps."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(text, 16) for text in first.split("-"))
+            inside = begin <= pointer < end
+        elif inside and first == "VmFlags:":
+            return line.split()[1:]
+    return []
+
+
+def test_allocate_host__pinned_memory_is_not_in_forked_processes(cuda: FakeCuda) -> None:
+    """Else the next write of the parent would move a page that the GPU uses."""
+    memory = open_fake().allocate_host((3, 5000), torch.float32)
+    assert memory.shape == (3, 5000)
+    assert not memory.any()
+    assert cuda.registered == {memory.data_ptr()}
+    assert "dc" in mapping_flags(memory.data_ptr())
+    child = os.fork()
+    if not child:
+        os._exit(7 if mapping_flags(memory.data_ptr()) else 3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+def test_allocate_host__says_how_much_cannot_be_pinned_and_clears_the_error(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    library = type("Runtime", (), {"cudaGetLastError": lambda self: calls.append("cleared")})
+    monkeypatch.setattr("ctypes.CDLL", lambda path: library())
+    maps = "7f00-7f01 r-xp 00000000 08:01 42   /opt/lib/libcudart.so.12\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: maps)
+    cuda.register_error = 2
+    with pytest.raises(EngineError, match=r"800 bytes .* cannot be pinned \(CUDA error 2\)"):
+        open_fake().allocate_host((100,), torch.float64)
+    assert calls == ["cleared"]
+
+
+def test_free_bytes__is_what_the_job_leaves_at_its_highest(cuda: FakeCuda) -> None:
+    device = open_fake()
+
+    def free_gib() -> float | None:
+        free_bytes = device.free_bytes()
+        return None if free_bytes is None else free_bytes / GIB
+
+    margin = MARGIN * 80
+    cuda.reserved_bytes = 30 * GIB
+    # Results are rounded down to 64 MiB.
+    assert free_gib() == pytest.approx(80 - 1 - 30 - margin, abs=0.07)
+    # The optimizer takes 10 GiB; the job's part is as before.
+    device._used = 10 * GIB
+    device._job_memory.record_own(device._used)
+    cuda.reserved_bytes = 40 * GIB
+    assert free_gib() == pytest.approx(80 - 1 - 30 - margin, abs=0.07)
+    # It releases them: torch keeps them reserved.
+    device._used = 0
+    assert free_gib() == pytest.approx(80 - 1 - 30 - margin, abs=0.07)
+    # The job grows by 5 GiB, then returns everything; the highest counts.
+    cuda.reserved_bytes = 45 * GIB
+    device.sample_memory()
+    cuda.reserved_bytes, cuda.frees = 4 * GIB, 3
+    assert free_gib() == pytest.approx(80 - 1 - 35 - margin, abs=0.07)
+    # After that, the optimizer's part is what it has allocated since.
+    cuda.reserved_bytes = 38 * GIB
+    assert free_gib() == pytest.approx(80 - 1 - 38 - margin, abs=0.07)
+    # Other processes count as they are now.
+    cuda.others_bytes = 6 * GIB
+    assert free_gib() == pytest.approx(80 - 6 - 38 - margin, abs=0.07)
+    cuda.others_bytes = 60 * GIB
+    assert free_gib() == 0
+
+
+def test_free_bytes__of_memory_that_is_allocated_and_returned_while_the_optimizer_works(cuda: FakeCuda) -> None:
+    """A job that empties torch's cache in every step: the optimizer's memory is not taken for the job's."""
+    device = open_fake()
+    for step in range(5):
+        cuda.frees += 1
+        cuda.reserved_bytes = 20 * GIB
+        device.sample_memory()
+        device._used = 15 * GIB
+        device._job_memory.record_own(device._used)
+        device._used = 0
+        cuda.reserved_bytes = 35 * GIB
+        free_bytes = device.free_bytes()
+        assert free_bytes is not None
+        assert free_bytes / GIB == pytest.approx(80 - 1 - 20 - MARGIN * 80, abs=0.07), step
+
+
+def test_update__that_cannot_start_says_so(cuda: FakeCuda) -> None:
+    device = open_fake()
+    state = plausible_state(50, torch.bfloat16, torch.bfloat16, 0)
+    before = [tensor.clone() for tensor in state]
+    cuda.compile_error = RuntimeError("Failed to find C compiler")
+    with pytest.raises(UpdateNotStarted, match="C compiler"):
+        device.update(*state, Hyper().scalars(1))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(state, before, strict=True))
+
+
+def test_warm_up__says_what_the_kernels_need(cuda: FakeCuda) -> None:
+    device = open_fake()
+    cuda.compile_error = RuntimeError("Failed to find C compiler\nmore")
+    with pytest.raises(EngineError, match=r"Failed to find C compiler\).*gcc") as error:
+        device.warm_up({(torch.bfloat16, torch.bfloat16)})
+    assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def params() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16()) for n in (50, 200)]
+
+
+def set_gradients(params: list[torch.Tensor], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+
+
+def test_step__completes_on_the_cpu_if_the_update_cannot_start(cuda: FakeCuda, params: list[torch.Tensor]) -> None:
+    """The state is not lost: nothing was changed."""
+    reference = ReferenceAdamW([param.detach().clone() for param in params])
+    device = open_fake()
+    optimizer = InterleavedAdamW(params, policy="gpu-only", subgroup_params=60, threads=1, device=device)
+    for step in range(3):
+        cuda.compile_error = RuntimeError("no variant") if step == 1 else None
+        set_gradients(params, step)
+        set_gradients(reference.params, step)
+        if step == 1:
+            with pytest.raises(EngineError, match="no variant; the step was completed on the CPU"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        reference.step()
+        for param, expected in zip(params, reference.params, strict=True):
+            assert torch.equal(bits(param.detach()), bits(expected))
+    optimizer.close()
+
+
+def test_step__is_not_captured(cuda: FakeCuda, params: list[torch.Tensor]) -> None:
+    cuda.capturing = True
+    with pytest.raises(EngineError, match="before the capture"):
+        CudaDevice(torch.device("cuda"))
+    cuda.capturing = False
+    optimizer = InterleavedAdamW(params, policy="gpu-only", threads=1, device=open_fake())
+    set_gradients(params, 0)
+    before = [param.detach().clone() for param in params]
+    cuda.capturing = True
+    with pytest.raises(EngineError, match="CUDA graph"):
+        optimizer.step()
+    assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+    cuda.capturing = False
+    optimizer.step()
+    assert not any(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+    optimizer.close()
+
+
+def test_hooks__do_nothing_during_a_capture(cuda: FakeCuda, params: list[torch.Tensor]) -> None:
+    optimizer = InterleavedAdamW(params, policy="zero-offload", threads=1, device=open_fake(), gradients="streamed")
+
+    def backward() -> None:
+        for param in params:
+            param.grad = None
+        sum((param.float() ** 2).sum() for param in params).backward()
+
+    for _ in range(2):
+        backward()
+        optimizer.step()
+    backward()
+    assert len(optimizer._runner.engine.offloaded_params) == 2
+    optimizer.step()
+    cuda.capturing = True
+    backward()
+    cuda.capturing = False
+    assert not optimizer._runner.engine.offloaded_params
+    # The gradients are those of the backward, and the step has them.
+    before = [param.detach().clone() for param in params]
+    optimizer.step()
+    assert not any(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+    optimizer.close()
+
+
+def test_copy__each_thread_tolerates_captures_of_others_once(cuda: FakeCuda) -> None:
+    device = open_fake()
+
+    def copies() -> None:
+        for _ in range(3):
+            device.copy("h2d", [(torch.ones(3), torch.zeros(3))])
+
+    for expected in (1, 2):
+        thread = threading.Thread(target=copies)
+        thread.start()
+        thread.join()
+        assert cuda.relaxed_threads == expected

@@ -1,0 +1,61 @@
+"""Fingerprints: the same on every kernel, and another one after any change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbtide.interleave.engine.numerics.fingerprint import BLOCK, LANES, fingerprint
+from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from tests.interleave.engine.states import DTYPES, any_bits
+
+KERNEL = CpuKernel(1)
+LENGTHS = [0, 1, LANES - 1, LANES + 1, BLOCK, 2 * BLOCK + LANES + 7]
+
+
+def values(length: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return any_bits(length, dtype, torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_fingerprint__equals_the_definition(dtype: torch.dtype, length: int) -> None:
+    tensor = values(length + 1, dtype)
+    for part in (tensor[:length], tensor[1:]):
+        assert KERNEL.fingerprint(part) == fingerprint(part)
+
+
+@given(st.sampled_from(DTYPES), st.sampled_from(LENGTHS[1:]), st.data())
+def test_fingerprint__shows_the_change_of_any_bit(dtype: torch.dtype, length: int, data: st.DataObject) -> None:
+    tensor = values(length, dtype)
+    before = KERNEL.fingerprint(tensor)
+    words = tensor.view(torch.int16 if dtype.itemsize == 2 else torch.int32)
+    bit = 1 << data.draw(st.integers(0, 8 * dtype.itemsize - 2))
+    words[data.draw(st.integers(0, length - 1))] ^= bit
+    assert KERNEL.fingerprint(tensor) != before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor.neg_(),
+        lambda tensor: tensor.copy_(tensor.flip(0)),
+        lambda tensor: tensor.copy_(tensor.roll(1)),
+        lambda tensor: tensor.copy_(tensor.roll(LANES + 1)),
+        lambda tensor: tensor.copy_(tensor.view(-1, 8).t().reshape(-1)),
+        lambda tensor: tensor.mul_(0.5),
+        lambda tensor: tensor.zero_(),
+        lambda tensor: tensor.fill_(1.0),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fingerprint__shows_changes_of_all_elements(dtype: torch.dtype, change: Callable[[torch.Tensor], None]) -> None:
+    for length in (16, 4 * LANES, 2 * BLOCK):
+        tensor = torch.randn(length, generator=torch.Generator().manual_seed(length)).to(dtype)
+        before = KERNEL.fingerprint(tensor)
+        change(tensor)
+        assert KERNEL.fingerprint(tensor) != before

@@ -1,0 +1,97 @@
+"""Tests of the plans of assignments: valid, within the memory, and no cheaper than their lower bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.search.assignment import ROLES, Assignment
+from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.machine import Machine
+from tests.interleave import on_device
+from tests.interleave.simulation.test_simulator import TEST_MACHINE, even
+from tests.interleave.strategies import machines, workloads
+
+
+@st.composite
+def assignments(draw: st.DrawFn, count: int) -> Assignment:
+    """Draw any assignment of so many subgroups."""
+    roles = {subgroup: draw(st.sampled_from(ROLES)) for subgroup in draw(st.permutations(range(count)))}
+
+    def with_roles(*kinds: str) -> tuple[int, ...]:
+        return tuple(subgroup for subgroup, role in roles.items() if role in kinds)
+
+    on_gpu = with_roles(*ROLES[1:])
+    return Assignment(
+        on_cpu=with_roles("cpu"),
+        moved=with_roles("streamed", "early") + with_roles("late", "parked"),
+        resident=with_roles("resident"),
+        early=frozenset(with_roles("early", "parked")),
+        late=frozenset(with_roles("late", "parked")),
+        round_trips=frozenset(subgroup for subgroup in on_gpu if draw(st.booleans())),
+        slots=draw(st.integers(1, count)),
+        gradients_in_flight=draw(st.integers(0, 2)),
+        uploads_first=draw(st.booleans()),
+    )
+
+
+@given(workloads(max_subgroups=8), machines(), st.data())
+def test_plan_of__is_valid_and_has_the_roles_of_the_assignment(
+    workload: Workload, machine: Machine, data: st.DataObject
+) -> None:
+    assignment = data.draw(assignments(len(workload.subgroups)))
+    costs = PlanCosts(workload, machine, "test", 10**6)
+    plan = costs.plan(assignment)
+    assert plan.resident == frozenset(assignment.resident)
+    assert plan.parked == assignment.late
+    counts = plan.counts()
+    assert counts.get("update on cpu", 0) == len(assignment.on_cpu)
+    assert counts.get("fetch", 0) == counts.get("flush", 0) == len(assignment.moved)
+    assert not plan.kept_gradients & assignment.round_trips
+
+
+@given(workloads(max_subgroups=8), machines(), st.data())
+def test_cost__is_that_of_the_simulated_plan_and_no_less_than_its_bound(
+    workload: Workload, machine: Machine, data: st.DataObject
+) -> None:
+    assignment = data.draw(assignments(len(workload.subgroups)))
+    costs = PlanCosts(workload, machine, "test", 10**6)
+    schedule = simulate(costs.plan(assignment), workload, machine)
+    if schedule.fits_device(None):
+        assert costs.min_cost(assignment) <= schedule.iteration_s * (1 + 1e-9)
+        assert costs.seconds(assignment) == schedule.iteration_s
+        # Ties are decided by little.
+        assert schedule.iteration_s <= costs.cost(assignment) <= 1.01 * schedule.iteration_s + 1e-6
+    else:
+        assert costs.seconds(assignment) == INFINITE
+    assert costs.min_cost_of_plan(schedule.plan) <= schedule.iteration_s * (1 + 1e-9)
+
+
+@given(workloads(clipping=True, max_subgroups=8), machines(), st.data())
+def test_plan_of__keeps_within_constant_memory_whatever_the_rates(
+    workload: Workload, machine: Machine, data: st.DataObject
+) -> None:
+    """Fetches wait for flushes, so the order of events does not depend on rates."""
+    assignment = data.draw(assignments(len(workload.subgroups)))
+    largest = max(workload.subgroups) * workload.state_bytes
+    always = sum(workload.subgroups[s] for s in {*assignment.resident, *assignment.late}) * workload.state_bytes
+    free_bytes = always + largest + data.draw(st.floats(0, 1)) * workload.params * 14
+    constant = replace(workload, gpu_free=((0.0, free_bytes),))
+    schedule = simulate(PlanCosts(constant, machine, "test", 10**6).plan(assignment), constant, machine)
+    used = on_device.used(schedule, on_device.grid(schedule))
+    assert used.max() <= free_bytes * (1 + 1e-9) + 10
+    assert schedule.fits_device(None)
+
+
+def test_plan_of__waits_for_as_many_flushes_as_a_fetch_needs() -> None:
+    """Memory for the large subgroup alone, or for two small ones."""
+    sizes = (10**8, 10**8, 2 * 10**8)
+    workload = even(4, sizes=sizes, gpu_free=((0.0, 2.5e9),), grad_bytes=0.0)
+    plan = PlanCosts(workload, TEST_MACHINE, "test", 1000).plan(Assignment((), (0, 1, 2), (), slots=3))
+    fetches = [op for op in plan.ops if op.kind == "fetch"]
+    assert [len(op.after) for op in fetches] == [0, 0, 2]
+    assert {plan.ops[index].kind for index in fetches[2].after} == {"flush"}

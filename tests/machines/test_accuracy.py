@@ -1,0 +1,60 @@
+"""Tests of what is said of the accuracy of predictions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ebbtide.machines.accuracy import accuracy_of
+from ebbtide.machines.box import Box
+from ebbtide.machines.catalog import preset, presets
+from ebbtide.machines.machine import Machine
+
+FIT: dict[str, Any] = {
+    "residuals": {"a": 0.01, "b": -0.037},
+    "ranks": {"a": 1, "b": 2},
+    "unidentified": ["h2d_bytes_per_s"],
+}
+
+
+def test_accuracy_of__a_fitted_machine_has_the_largest_error_and_undetermined_rates() -> None:
+    accuracy = accuracy_of(Machine(extra={"fit": FIT}))
+    assert (accuracy.basis, accuracy.runs, accuracy.largest_error) == ("fitted", 2, 0.037)
+    assert accuracy.undetermined == ("h2d_bytes_per_s",)
+    assert "within 3.7 % on the 2 runs it was fitted to" in accuracy.text()
+    assert accuracy.text().endswith("not determined by them: h2d_bytes_per_s")
+
+
+@pytest.mark.parametrize(("ranks", "validated"), [(1, True), (2, True), (4, False)])
+def test_accuracy_of__numbers_of_ranks_that_no_run_had_are_not_validated(ranks: int, validated: bool) -> None:
+    machine = Machine(cpu_update_params_per_s=1e9, box=Box(2, 2e9), extra={"fit": FIT}).for_ranks(ranks)
+    text = accuracy_of(machine).text()
+    assert (f"which had 1 and 2 ranks on a host: not validated with {ranks}" in text) != validated
+
+
+@pytest.mark.parametrize(
+    ("extra", "basis", "text"),
+    [
+        ({}, "unknown", "does not say where its rates are from"),
+        ({"measured": {"h2d_bytes_per_s": {"how": "copies"}}}, "measured", "not validated against a run"),
+        ({"source": {"kind": "data sheets"}}, "data sheets", "rates from data sheets"),
+        ({"source": {"kind": "measured by hand"}}, "unknown", "not validated"),
+        ({"fit": {"residuals": {}, "note": "lost"}}, "fitted", "not validated"),
+        # Files of users may have anything under these keys.
+        ({"fit": [0.1], "source": "me", "measured": 7}, "unknown", "not validated"),
+        ({"fit": {"residuals": {"a": "small"}, "ranks": [1]}}, "fitted", "not validated"),
+    ],
+)
+def test_accuracy_of__other_machines_are_not_validated(extra: dict[str, Any], basis: str, text: str) -> None:
+    accuracy = accuracy_of(Machine(extra=extra))
+    assert (accuracy.basis, accuracy.largest_error, accuracy.as_json()["basis"]) == (basis, None, basis)
+    assert text in accuracy.text()
+
+
+def test_accuracy_of__presets_state_their_basis() -> None:
+    assert {accuracy_of(preset(name)).basis for name in presets()} <= {"fitted", "data sheets"}
+    fitted = preset("a100-40gb-published")
+    assert accuracy_of(fitted).largest_error == max(map(abs, fitted.extra["fit"]["residuals"].values()))
+    assert accuracy_of(replace(fitted, extra={})).basis == "unknown"
