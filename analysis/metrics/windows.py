@@ -106,7 +106,7 @@ class Windows:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide windows --json` prints."""
-        return asdict(self)
+        return {**asdict(self), "missing": self.missing}
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a row per window, with the fields of `Window` as columns."""

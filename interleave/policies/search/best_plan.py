@@ -24,7 +24,7 @@ _MAX_SUBGROUPS_ONE_BY_ONE = 24
 _MAX_REFINED_SUBGROUPS = 256
 # Work of the search over placements, at each number of subgroups, and of that over assignments (see `PlanCosts`).
 _PLACEMENT_OPS = 15_000
-_ASSIGNMENT_OPS = 25_000
+_ASSIGNMENT_OPS = 40_000
 # How many placements, of how many rankings of the subgroups, the search starts from.
 _SEEDS = 3
 # The search ends when the cost is within this factor of the bound.

@@ -13,9 +13,9 @@ from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
 _GRADIENTS_IN_FLIGHT = (0, 1, 2)
 # A change is taken if the cost is no higher than so many changes ago (late acceptance hill climbing, Burke and Bykov,
 # "The late acceptance hill-climbing heuristic", 2017).
-_MEMORY_LENGTH = 25
+_MEMORY_LENGTH = 12
 # The search begins anew after so many changes in a row that gave no new best plan of this descent.
-_PATIENCE = 250
+_PATIENCE = 120
 
 
 class LocalSearch:
