@@ -75,7 +75,7 @@ def test_cost__is_that_of_the_simulated_plan_and_no_less_than_its_bound(
 def test_plan_of__keeps_within_constant_memory_whatever_the_rates(
     workload: Workload, machine: Machine, data: st.DataObject
 ) -> None:
-    """Fetches wait for flushes, so the order of events does not depend on rates, if those before the update go first."""
+    """Fetches wait for flushes: the order of events does not depend on rates, if those before the update go first."""
     assignment = data.draw(assignments(len(workload.subgroups)))
     assume(set(assignment.moved[: len(assignment.early)]) == assignment.early)
     largest = max(workload.subgroups) * workload.state_bytes
