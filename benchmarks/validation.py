@@ -16,7 +16,8 @@ from gains import gains, speed_up
 from published import BLOCKING, TRACES, PublishedJob, jobs, simulated_sample
 from tables import machine_line, percent, table
 
-from ebbtide.interleave.calibrate.fitting.fit import fit, sample_of
+from ebbtide.interleave.calibrate.fitting.fit import fit
+from ebbtide.interleave.calibrate.fitting.samples import FitSample, sample_of
 from ebbtide.profiler.trace import open_trace
 
 GB = 1e9
@@ -86,24 +87,45 @@ def blocking(job: PublishedJob) -> None:
 
 
 def ranks_on_a_host() -> None:
-    """Print how runs with some numbers of ranks on a host predict others."""
+    """Print how runs with one and two ranks on a host predict others, and four ranks."""
     traces = [open_trace(path) for pattern in ("a100-ranks*", "a100-13b*") for path in sorted(TRACES.glob(pattern))]
     samples = {trace.name: sample_of(trace) for trace in traces if BLOCKING not in trace.name}
     shared = [name for name in samples if name.startswith("a100-ranks")]
     one_rank = [name for name in shared if samples[name].ranks == 1]
-    fits = (one_rank, [*one_rank, "a100-ranks2-async"], shared)
-    machines = [fit([samples[name] for name in names]).machine for names in fits]
+    fits = {
+        "fitted to one rank": one_rank,
+        "fitted to one rank and `a100-ranks2-async`": [*one_rank, "a100-ranks2-async"],
+        "fitted to one rank and `a100-ranks2-interleaved-6`": [*one_rank, "a100-ranks2-interleaved-6"],
+        "fitted to all runs of one and two": shared,
+    }
+    machines = [fit([samples[name] for name in names]).machine for names in fits.values()]
     rows = []
-    for name, sample in samples.items():
+    for name in shared:
+        sample = samples[name]
         cells = [
             percent(sample.simulate(machine).update_s, sample.update_s) + (" (fitted)" if name in names else "")
-            for names, machine in zip(fits, machines, strict=True)
+            for names, machine in zip(fits.values(), machines, strict=True)
         ]
         rows.append([f"`{name}`", str(sample.ranks), f"{sample.update_s:.3f}", *cells])
-    head = (
-        "run | ranks | update, s | fitted to one rank | and to `a100-ranks2-async` | fitted to all runs of one and two"
-    )
-    table(head.split(" | "), rows)
+    table(["run", "ranks", "update, s", *fits], rows)
+    rows = []
+    for policy in ("async", "interleaved-2", "interleaved-6"):
+        four = samples[f"a100-13b-{policy}"]
+        measured = [samples.get(f"{group}-{policy}") for group in ("a100-ranks1", "a100-ranks2", "a100-13b")]
+        rows.append(
+            [
+                policy,
+                *("-" if sample is None else total_rate(sample, sample.update_s) for sample in measured),
+                *(total_rate(four, four.simulate(machine).update_s) for machine in machines[1:]),
+            ]
+        )
+    head = ["", "1 rank", "2 ranks", "4 ranks, bound", *(f"4 ranks, unbound: {text}" for text in list(fits)[1:])]
+    table(head, rows)
+
+
+def total_rate(sample: FitSample, update_s: float) -> str:
+    """Return how many parameters all ranks of a host update together, in Gparam/s."""
+    return f"{(sample.ranks or 1) * sample.workload.params / update_s / GB:.2f}"
 
 
 def main() -> None:

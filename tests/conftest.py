@@ -35,9 +35,14 @@ FUZZ = float(os.environ.get("EBBTIDE_FUZZ", "1"))
 PROCESS_TIMEOUT_S = 240.0
 
 
-def examples(count: int) -> int:
-    """Scale a number of random cases by `EBBTIDE_FUZZ`."""
-    return max(1, round(count * FUZZ))
+def examples(count: int, by_default: int | None = None) -> int:
+    """Scale a number of random cases by `EBBTIDE_FUZZ`.
+
+    Args:
+        count: Number of cases for a factor of 1.
+        by_default: Smaller number of costly cases, for factors up to 1.
+    """
+    return max(1, round((by_default if by_default and FUZZ <= 1 else count) * FUZZ))
 
 
 # A failure prints how to reproduce it: seeds differ from run to run.

@@ -22,7 +22,6 @@ FOLDER = ROOT / "traces"
 TRACES = sorted(FOLDER.glob("*.ebb"))
 PUBLISHED = ROOT.parent / "shared" / "published"
 SHOWN = {"h100-20b-interleaved-2", "a100-13b-async", "a100-torch-profiler"}
-every_trace = pytest.mark.parametrize("trace", TRACES, ids=lambda path: path.stem)
 # The others differ in their figures, not in their content.
 one_of_each_kind = pytest.mark.parametrize(
     "trace",
@@ -71,7 +70,7 @@ def test_traces__are_all_described_in_the_readme(converter: ModuleType) -> None:
     assert names == [path.stem for path in TRACES]
 
 
-@every_trace
+@one_of_each_kind
 def test_summary__names_device_and_phases(command: Command, trace: Path) -> None:
     status, out, _ = command("summary", trace, "--json")
     phases = {phase["phase"]: phase for phase in json.loads(out)["phases"]}
@@ -82,7 +81,7 @@ def test_summary__names_device_and_phases(command: Command, trace: Path) -> None
     assert "100" in out.split("device: NVIDIA ")[1].splitlines()[0]
 
 
-@every_trace
+@one_of_each_kind
 def test_windows__finds_free_memory_where_memory_was_recorded(command: Command, trace: Path) -> None:
     status, out, _ = command("windows", trace, "--json")
     assert status == 0

@@ -7,7 +7,7 @@ import pandas as pd
 
 from ebbtide.analysis.findings.common import RECORD_COPIES
 from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
-from ebbtide.analysis.metrics.link_throughput import covering
+from ebbtide.analysis.metrics.link_throughput import copied_iterations, covering
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.analysis.timeseries.step_functions import union, union_length
 from ebbtide.units import rate_text
@@ -37,8 +37,11 @@ def check(metrics: TraceMetrics) -> Finding | Unknown | None:
             continue
         slow, fast = together["rate"].median(), alone["rate"].median()
         if fast > _MIN_SLOWDOWN * slow:
-            lengths = [_busy_ms(copies) for _, copies in together.groupby("rank")]
-            gain += max(lengths) / len(metrics.steady_iterations) * (1 - slow / fast)
+            lengths = [
+                _busy_ms(copies) / len(copied_iterations(metrics.trace, int(rank)))
+                for rank, copies in together.groupby("rank")
+            ]
+            gain += max(lengths) * (1 - slow / fast)
             evidence.append(
                 f"{direction}: {kind or 'all'} copies run at {rate_text(fast)} alone and at {rate_text(slow)} "
                 f"together with another rank's ({len(alone):,} and {len(together):,} copies of 1 MiB or more)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import link_peak, main_device
+from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints, cumulative, union
 from ebbtide.profiler.trace import Trace
 
@@ -23,6 +24,10 @@ _ABOVE_PEAK = 1.02
 
 # Running total by time: of bytes, or of ns.
 Total = Callable[[Ints], Floats]
+# Amount in each interval, by starts and ends.
+Between = Callable[[Ints, Ints], Floats]
+# (start, end) of the time in which copies were recorded, ns; none: at all times.
+Spans = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,8 @@ class Traffic:
 
     Attributes:
         total: Bytes moved by a time; NaN where copies have no sizes.
-        covered: Sampled time by a time, ns; None where all time is known (copies).
-        busy: Time in which copies ran by a time, ns; None where only counters were recorded.
+        covered: Sampled time by a time, ns; None where all time is known (copies that were recorded all the time).
+        busy: Time in which copies ran between two times, ns; None where only counters were recorded.
         rejected_samples: Number of samples left out because no link has such rates: above its peak, negative, infinite.
         resolution_ns: Spacing of the samples, 0 for copies. Figures of a shorter interval are those of its
             surroundings.
@@ -40,7 +45,7 @@ class Traffic:
 
     total: Total
     covered: Total | None
-    busy: Total | None
+    busy: Between | None
     rejected_samples: int = 0
     resolution_ns: float = 0.0
 
@@ -67,7 +72,7 @@ class Traffic:
         """
         length = np.maximum(ends - starts, 1).astype(np.float64)
         if self.busy is not None:
-            share = (self.busy(ends) - self.busy(starts)) / length
+            share = self.busy(starts, ends) / length
         elif peak:
             share = self.bytes(starts, ends) / (peak * length / 1e9)
         else:
@@ -80,7 +85,7 @@ class Traffic:
 def traffic(trace: Trace, rank: int, direction: str) -> Traffic | None:
     """Return the traffic of a rank in one direction; None where neither copies nor counters were recorded."""
     if trace.rank(rank).transfers_recorded:
-        return of_copies(copies(trace, rank, direction))
+        return of_copies(copies(trace, rank, direction), trace.rank(rank).transfers_spans_ns)
     return _of_counters(trace, rank, direction)
 
 
@@ -95,32 +100,63 @@ def copies(trace: Trace, rank: int, direction: str | None) -> pd.DataFrame:
     return rows if direction is None else rows[rows["direction"] == direction]
 
 
-def of_copies(rows: pd.DataFrame) -> Traffic:
+def of_copies(rows: pd.DataFrame, spans: Spans = ()) -> Traffic:
     """Return the traffic of rows of the table `transfers`.
 
     Copies without a size count as busy time, not as bytes. Where no copy has a size, the bytes are not known.
+
+    Args:
+        rows: The rows.
+        spans: The `transfers_spans_ns` of their rank.
     """
+    covered = covering(*np.array(spans, np.int64).T) if spans else None
     sized = rows[rows["bytes"].notna()]
     if len(rows) and sized.empty:
-        return Traffic(lambda times: np.full(len(times), np.nan), None, _busy(rows))
+        return Traffic(lambda times: np.full(len(times), np.nan), covered, busy_between(rows, spans))
     starts, ends = sized["start_ns"].to_numpy(np.int64), sized["end_ns"].to_numpy(np.int64)
     total = cumulative(starts, ends, sized["bytes"].to_numpy(np.float64))
-    return Traffic(total, None, _busy(rows))
+    return Traffic(total, covered, busy_between(rows, spans))
 
 
 @once_per_trace
-def both_busy(trace: Trace, rank: int) -> Total | None:
-    """Return a function from times to the ns in which copies ran in both directions at once by then; None where copies
-    were not recorded."""
+def copied_iterations(trace: Trace, rank: int) -> list[int]:
+    """Return the steady iterations in which all copies of a rank were recorded."""
+    numbers, spans = steady_iterations(trace).numbers, trace.rank(rank).transfers_spans_ns
+    if not spans or not numbers:
+        return numbers
+    phases = intervals(trace, rank).with_other
+    bounds = phases[phases["iteration"].isin(numbers)].groupby("iteration")
+    starts, ends = bounds["start_ns"].min(), bounds["end_ns"].max()
+    recorded = covering(*np.array(spans, np.int64).T)
+    whole = recorded(ends.to_numpy(np.int64)) - recorded(starts.to_numpy(np.int64)) == (ends - starts).to_numpy()
+    return [int(iteration) for iteration in starts.index[whole]]
+
+
+@once_per_trace
+def both_busy(trace: Trace, rank: int) -> Between | None:
+    """Return a function from starts and ends to the ns between in which copies ran in both directions at once; None
+    where copies were not recorded."""
     if not trace.rank(rank).transfers_recorded:
         return None
-    h2d, d2h, either = (_busy(copies(trace, rank, direction)) for direction in (*DIRECTIONS, None))
-    return lambda times: h2d(times) + d2h(times) - either(times)
+    spans = trace.rank(rank).transfers_spans_ns
+    h2d, d2h, either = (busy_between(copies(trace, rank, direction), spans) for direction in (*DIRECTIONS, None))
+    return lambda starts, ends: h2d(starts, ends) + d2h(starts, ends) - either(starts, ends)
 
 
-def _busy(rows: pd.DataFrame) -> Total:
-    """Return a function from times to the ns in which at least one of the copies ran by then."""
-    return covering(*union(rows["start_ns"].to_numpy(np.int64), rows["end_ns"].to_numpy(np.int64)))
+def busy_between(rows: pd.DataFrame, spans: Spans) -> Between:
+    """Return a function from starts and ends of intervals to the ns of each in which at least one of the copies ran.
+
+    The result is NaN for intervals that are not within the spans."""
+    total = covering(*union(rows["start_ns"].to_numpy(np.int64), rows["end_ns"].to_numpy(np.int64)))
+    recorded = covering(*np.array(spans, np.int64).T) if spans else None
+
+    def busy_ns(starts: Ints, ends: Ints) -> Floats:
+        busy = total(ends) - total(starts)
+        if recorded is None:
+            return busy
+        return np.where(recorded(ends) - recorded(starts) == ends - starts, busy, np.nan)
+
+    return busy_ns
 
 
 def covering(starts: Ints, ends: Ints) -> Total:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ebbtide.analysis.metrics.devices import first_device, ran_on_cpu
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.profiler.trace import Trace
@@ -31,10 +33,10 @@ def no_iterations(trace: Trace) -> str:
     return explain_no_iterations(phases)
 
 
-def no_link_use(trace: Trace, has_samples: bool) -> str:
-    """Return the line on a trace without figures of the link per phase; `has_samples`: whether it was recorded."""
+def no_link_use(trace: Trace, ranks: Sequence[int], has_samples: bool) -> str:
+    """Return the line on ranks without figures of the link per phase; `has_samples`: whether it was recorded."""
     if not has_samples:
-        return no_link(trace)
+        return no_link(trace, ranks)
     if not steady_iterations(trace).numbers:
         return no_iterations(trace)
     return "no phase is long enough for the samples of the link; `ebbtide profile --transfers` records each copy"
@@ -45,11 +47,26 @@ def no_memory_use(trace: Trace) -> str:
     return NO_MEMORY if steady_iterations(trace).numbers else no_iterations(trace)
 
 
-def no_link(trace: Trace) -> str:
-    """Return the line on a trace without data on the link."""
+def no_link(trace: Trace, ranks: Sequence[int] | None = None) -> str:
+    """Return the line on all ranks (None) or some without data on the link."""
     if ran_on_cpu(trace):
         return "no GPU link was recorded (this job ran on the CPU)"
-    reasons = dict.fromkeys(filter(None, (first_device(trace, rank).link_missing for rank in trace.ranks)))
+    reasons = "; ".join(link_reasons(trace, ranks))
     if reasons:
-        return f"no GPU link was recorded: {'; '.join(reasons)}; `ebbtide profile --transfers` records each copy"
+        return f"no GPU link was recorded: {reasons}; `ebbtide profile --transfers` records each copy"
     return "no GPU link was recorded; `ebbtide profile` records its use with NVML, and each copy with `--transfers`"
+
+
+def link_reasons(trace: Trace, ranks: Sequence[int] | None = None) -> list[str]:
+    """Return why the link of all ranks (None) or some was not sampled, each reason once."""
+    devices = (first_device(trace, rank) for rank in (trace.ranks if ranks is None else ranks))
+    return list(dict.fromkeys(filter(None, (device.link_missing for device in devices))))
+
+
+def partly_no_link(trace: Trace) -> list[str]:
+    """Return a line for each reason why the link of some ranks was not sampled, with the ranks."""
+    ranks_of: dict[str, list[str]] = {}
+    for rank in trace.ranks:
+        if (reason := first_device(trace, rank).link_missing) and not trace.rank(rank).transfers_recorded:
+            ranks_of.setdefault(reason, []).append(str(rank))
+    return [f"no link use of rank {', '.join(ranks)}: {reason}" for reason, ranks in ranks_of.items()]

@@ -37,7 +37,7 @@ def link_table(trace: Trace, rank: int) -> pd.DataFrame:
     phases = intervals(trace, rank).with_other
     starts, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
     both = both_busy(trace, rank)
-    both_ms = np.nan if both is None else (both(ends) - both(starts)) / 1e6
+    both_ms = np.nan if both is None else both(starts, ends) / 1e6
     tables = []
     for direction in DIRECTIONS:
         moved = traffic(trace, rank, direction)
@@ -47,7 +47,7 @@ def link_table(trace: Trace, rank: int) -> pd.DataFrame:
             "length_ms": (ends - starts) / 1e6,
             "both_ms": both_ms,
             "bytes": np.nan if moved is None else moved.bytes(starts, ends),
-            "busy_ms": np.nan if busy is None else (busy(ends) - busy(starts)) / 1e6,
+            "busy_ms": np.nan if busy is None else busy(starts, ends) / 1e6,
         }
         tables.append(phases.assign(**figures))
     groups = pd.concat(tables).groupby(["iteration", "phase", "direction"], sort=False)

@@ -19,8 +19,8 @@ from ebbtide.analysis.metrics.devices import (
 )
 from ebbtide.analysis.metrics.gpu_state import GpuFigure, gpu_state
 from ebbtide.analysis.metrics.iterations import Intervals, intervals, median_ms, slowest_times, steady_iterations
-from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
-from ebbtide.analysis.metrics.missing import NO_GPU_STATE, no_link
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations
+from ebbtide.analysis.metrics.missing import NO_GPU_STATE, no_link, partly_no_link
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import union_length
@@ -258,11 +258,17 @@ def _remarks(trace: Trace) -> list[str]:
     """Describe limits of the data that the figures do not show."""
     link = any(len(trace.link(rank)) for rank in trace.ranks)
     copies = any(trace.rank(rank).transfers_recorded for rank in trace.ranks)
-    remarks = []
+    remarks, numbers = [], steady_iterations(trace).numbers
     if not link and not copies:
         remarks.append(no_link(trace))
     elif not copies:
         remarks.append("link bytes are from sampled counters; `ebbtide profile --transfers` records each copy")
+    if link or copies:
+        remarks += partly_no_link(trace)
+    for rank in trace.ranks:
+        if trace.rank(rank).transfers_spans_ns and len(copied_iterations(trace, rank)) < len(numbers):
+            shown = f"{len(copied_iterations(trace, rank))} of {len(numbers)}"
+            remarks.append(f"rank {rank}: copies were recorded in {shown} iterations; the others count as not known")
     if _has_gpu(trace) and trace.meta.source != "simulated" and not any(len(trace.gpu(rank)) for rank in trace.ranks):
         remarks.append(NO_GPU_STATE)
     if trace.meta.state == "recording":

@@ -13,7 +13,7 @@ from ebbtide.analysis.metrics.deepspeed import DeepSpeedSetup, deepspeed_of
 from ebbtide.analysis.metrics.devices import capacity_bytes, first_device, free_pool
 from ebbtide.analysis.metrics.iterations import intervals, median_ms, steady_iterations
 from ebbtide.analysis.metrics.link import LinkUse, PhaseLink, link_use
-from ebbtide.analysis.metrics.link_throughput import copies
+from ebbtide.analysis.metrics.link_throughput import copied_iterations, copies
 from ebbtide.analysis.metrics.memory import MemoryUse, memory_use
 from ebbtide.analysis.metrics.phases import phase_peaks
 from ebbtide.analysis.metrics.substeps.aggregate import SubStep
@@ -184,7 +184,7 @@ class TraceMetrics:
 
     @cached_property
     def steady_copies(self) -> pd.DataFrame:
-        """Copies of all ranks in the steady iterations: the table `transfers` with rank, phase and iteration."""
+        """Copies of each rank in its `copied_iterations`: the table `transfers` with rank, phase and iteration."""
         tables = []
         for rank in self.trace.ranks:
             phases = intervals(self.trace, rank).with_other
@@ -196,7 +196,7 @@ class TraceMetrics:
             inside = rows["start_ns"].to_numpy() < phases["end_ns"].to_numpy()[index]
             own = phases.iloc[index].reset_index(drop=True)
             rows = rows.reset_index(drop=True).assign(rank=rank, phase=own["phase"], iteration=own["iteration"])
-            tables.append(rows[inside & rows["iteration"].isin(self.steady_iterations)])
+            tables.append(rows[inside & rows["iteration"].isin(copied_iterations(self.trace, rank))])
         return pd.concat(tables)
 
     def copy_stats(self, direction: str, host_memory: str, phase: str | None = None) -> CopyStats | None:
@@ -212,9 +212,9 @@ class TraceMetrics:
         if phase is not None:
             rows = rows[rows["phase"] == phase]
         stats = []
-        for _, group in rows.groupby("rank"):
+        for rank, group in rows.groupby("rank"):
             busy = union_length(group["start_ns"].to_numpy(np.int64), group["end_ns"].to_numpy(np.int64))
-            count, sized = len(self.steady_iterations), group["bytes"].dropna()
+            count, sized = len(copied_iterations(self.trace, int(rank))), group["bytes"].dropna()
             size = int(sized.sum()) / count if len(sized) else None
             stats.append(CopyStats(round(len(group) / count), size, busy / 1e6 / count))
         return max(stats, key=lambda kind: kind.busy_ms, default=None)

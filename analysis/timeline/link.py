@@ -66,8 +66,8 @@ class _LineBuilder:
         # The rate of a copy that takes no time is unknown, but that of a slot is known.
         is_reduced = len(edges) > self._max_steps or bool((starts[shown] == ends[shown]).any())
         edges = self._slot_edges if is_reduced else edges
-        rates = _mean_rates(of_copies(rows), edges)
-        if np.isnan(rates).all():
+        rates = _mean_rates(of_copies(rows, self._trace.rank(self._rank).transfers_spans_ns), edges)
+        if len(rows) and rows["bytes"].isna().all():
             detail += ", sizes unknown"
         middles = edges[:-1] + np.diff(edges) // 2
         return TimelineLine(

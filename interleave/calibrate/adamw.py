@@ -14,6 +14,8 @@ from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 _FP32_GRAD_BYTES = 4
 # Memory per parameter of the larger of the kernels below: state, gradient in both precisions, parameter.
 KERNEL_BYTES = STATE_BYTES + GRAD_BYTES + _FP32_GRAD_BYTES + PARAM_BYTES
+# Memory per parameter of a cast: fp32 and bf16.
+CAST_BYTES = 6
 _HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
 
 UpdateCall = Callable[[], object]

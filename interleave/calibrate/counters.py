@@ -41,10 +41,12 @@ def check_counters(setup: Setup, record: Record) -> None:
 
 
 def _find_gpu(nvml: Nvml, device: int) -> Gpu:
+    """Return the GPU of a CUDA device: by its UUID, or a MIG device by that of its card, which CUDA may give it."""
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    for gpu in open_gpus(nvml).gpus:
-        if same_gpu(gpu.read_uuid(), uuid):
-            return gpu
+    for read in (Gpu.read_uuid, Gpu.read_card_uuid):
+        for gpu in open_gpus(nvml).gpus:
+            if same_gpu(read(gpu), uuid):
+                return gpu
     raise NvmlError(f"NVML does not show {uuid}")
 
 

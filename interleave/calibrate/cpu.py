@@ -1,7 +1,8 @@
-"""Measures updates and casts on the CPU, and the contention of updates and copies."""
+"""Measures updates, casts and norms on the CPU, and the contention of updates and copies."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -11,14 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ebbtide.interleave.calibrate.adamw import KERNEL_BYTES, cpu_kernels
+from ebbtide.interleave.calibrate.adamw import CAST_BYTES, KERNEL_BYTES, cpu_kernels
 from ebbtide.interleave.calibrate.record import Record, Setup
 from ebbtide.interleave.calibrate.timing import measure_time
-from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES
+from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES, CpuKernel
+from ebbtide.state_bytes import GRAD_BYTES
 
 _COPY_BYTES = 64 << 20
-# fp32 and bf16.
-_CAST_BYTES = 6
 
 
 def measure_update(setup: Setup, record: Record) -> None:
@@ -43,7 +43,7 @@ def measure_update(setup: Setup, record: Record) -> None:
 def measure_cast(setup: Setup, record: Record) -> None:
     """Measure `cpu_cast_params_per_s`: fp32 to bf16."""
     torch.set_num_threads(setup.threads)
-    master = torch.ones(setup.working_set // _CAST_BYTES)
+    master = torch.ones(setup.working_set // CAST_BYTES)
     half = torch.empty_like(master, dtype=torch.bfloat16)
     timing = measure_time(lambda: half.copy_(master), setup.window_s, setup.ranks)
     record.rate(
@@ -52,6 +52,15 @@ def measure_cast(setup: Setup, record: Record) -> None:
         f"torch copy_ to bfloat16 (threads: {setup.threads})",
         timing,
     )
+
+
+def measure_norm(setup: Setup, record: Record) -> None:
+    """Measure `cpu_norm_params_per_s`: the engine's own sum of squares of bf16 gradients."""
+    gradient = torch.full((setup.working_set // GRAD_BYTES,), 1e-3, dtype=torch.bfloat16)
+    with contextlib.closing(CpuKernel(setup.threads)) as kernel:
+        timing = measure_time(lambda: kernel.sum_of_squares(gradient), setup.window_s, setup.ranks)
+    how = f"the engine's sum of squares of bfloat16 gradients (threads: {setup.threads})"
+    record.rate("cpu_norm_params_per_s", len(gradient) / timing.seconds, how, timing)
 
 
 def measure_contention(setup: Setup, record: Record) -> None:

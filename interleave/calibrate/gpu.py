@@ -1,10 +1,10 @@
-"""Measures updates on the GPU, and the fixed cost of a step. Needs a GPU."""
+"""Measures updates and casts on the GPU, and the fixed cost of a step. Needs a GPU."""
 
 from __future__ import annotations
 
 import torch
 
-from ebbtide.interleave.calibrate.adamw import KERNEL_BYTES, TorchAdamW
+from ebbtide.interleave.calibrate.adamw import CAST_BYTES, KERNEL_BYTES, TorchAdamW
 from ebbtide.interleave.calibrate.record import Record, Setup
 from ebbtide.interleave.calibrate.timing import measure_time
 
@@ -35,6 +35,23 @@ def measure_update(setup: Setup, record: Record) -> None:
     timing = measure_time(steps, setup.window_s, setup.ranks)
     how = f"torch AdamW(fused=True) and its casts, {params / 1e6:.1f} M parameters"
     record.rate("gpu_update_params_per_s", _LAUNCHED_STEPS * params / timing.seconds, how, timing)
+
+
+def measure_cast(setup: Setup, record: Record) -> None:
+    """Measure `gpu_cast_params_per_s`: fp32 to bf16, several casts in a row."""
+    free, _ = torch.cuda.mem_get_info(setup.device)
+    params = min(_PARAMS, free // (2 * CAST_BYTES))
+    master = torch.ones(params, device=f"cuda:{setup.device}")
+    half = torch.empty_like(master, dtype=torch.bfloat16)
+
+    def casts() -> None:
+        for _ in range(_LAUNCHED_STEPS):
+            half.copy_(master)
+        torch.cuda.synchronize(setup.device)
+
+    timing = measure_time(casts, setup.window_s, setup.ranks)
+    how = f"torch copy_ to bfloat16, {params / 1e6:.1f} M parameters"
+    record.rate("gpu_cast_params_per_s", _LAUNCHED_STEPS * params / timing.seconds, how, timing)
 
 
 def measure_overhead(setup: Setup, record: Record) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from ebbtide import host_limits
 from ebbtide.errors import MachineError
-from ebbtide.interleave.calibrate import counters, cpu, gpu, host_memory, link
+from ebbtide.interleave.calibrate import counters, cpu, gpu, host_memory, link, operations
 from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.interleave.calibrate.record import Record, Setup
 from ebbtide.machines.box import Box
@@ -43,9 +43,13 @@ _HOST_PARTS = (
     Part("host memory", host_memory.measure_bandwidth, 2),
     Part("update on the CPU", cpu.measure_update, 2),
     Part("cast on the CPU", cpu.measure_cast, 1),
+    Part("norm on the CPU", cpu.measure_norm, 1),
+    Part("operations of a plan", operations.measure_operation, 1),
 )
 # The rates that ranks on a host share.
 _SHARED = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
+# Measured times: the slowest rank has the largest.
+_TIMES = ("step_overhead_s", "operation_s")
 _ALONE_PARTS = _HOST_PARTS[:2]
 _PARTS_WITHOUT_GPU = (*_HOST_PARTS, Part("update during copies", cpu.measure_contention, 3))
 _PARTS_WITH_GPU = (
@@ -54,6 +58,7 @@ _PARTS_WITH_GPU = (
     Part("pinned copies", link.measure_pinned_copies, 3),
     Part("pageable copies", link.measure_pageable_copies, 2),
     Part("update on the GPU", gpu.measure_update, 1),
+    Part("cast on the GPU", gpu.measure_cast, 1),
     Part("overhead of a step", gpu.measure_overhead, 1),
     Part("update during copies", link.measure_contention, 3),
     Part("link counters of the GPU", counters.check_counters, 6),
@@ -117,6 +122,9 @@ def _measure(ranks: Ranks, seconds: float, progress: PartProgress) -> Record:
     parts = _PARTS_WITH_GPU if device is not None else _PARTS_WITHOUT_GPU
     if ranks.local_count > 1:
         parts = (*parts, Part("one rank alone", _measure_alone, sum(part.windows for part in _ALONE_PARTS)))
+    nodes = len(host_memory.numa_nodes())
+    if nodes > 1:
+        parts = (*parts, Part("memory of each NUMA node", host_memory.measure_nodes, nodes))
     windows = sum(part.windows for part in parts)
     setup = _setup(ranks, seconds / windows, device, record)
     done = 0
@@ -141,7 +149,7 @@ def _measure(ranks: Ranks, seconds: float, progress: PartProgress) -> Record:
 
 
 def _slowest(key: str, values: list[float]) -> float:
-    return max(values) if key == "step_overhead_s" else min(values)
+    return max(values) if key in _TIMES else min(values)
 
 
 def _setup(ranks: Ranks, window_s: float, device: int | None, record: Record) -> Setup:

@@ -84,7 +84,7 @@ class GradientCollector:
             return
         if self._streamed and engine.is_running and index not in engine.offloaded_params:
             gradient = flat_gradient(param)
-            self._norm.add(index, gradient)
+            self._norm.add_all({index: gradient})
             engine.offload_gradient(index, gradient)
             self._placeholders[index] = param.grad = make_placeholder(param)
         engine.report_progress(ready_share)

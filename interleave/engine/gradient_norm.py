@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,15 +26,20 @@ class GradientNorm:
     def __init__(self, device: Device, max_norm: float | None) -> None:
         self._device = device
         self._max_norm = max_norm
-        self._squares: dict[int, Callable[[], float]] = {}
+        # The indices of parameters, and the function that waits for the sums of squares of their gradients.
+        self._pending: list[tuple[Sequence[int], Callable[[], list[float]]]] = []
 
-    def add(self, param: int, gradient: torch.Tensor) -> None:
-        """Add the gradient of a parameter, given by its index, with the values that it has now."""
-        self._squares[param] = self._device.sum_of_squares(gradient)
+    def add_all(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Add the gradients of parameters, given by their index, with the values that they have now.
+
+        Their squares are work of the calling thread, like what computed them: memory that is freed or written by later
+        work of that thread holds them long enough."""
+        if gradients:
+            self._pending.append((list(gradients), self._device.sums_of_squares(list(gradients.values()))))
 
     def clear(self) -> None:
         """Drop all gradients that were added."""
-        self._squares.clear()
+        self._pending.clear()
 
     def scale_factor(self, params: Sequence[torch.Tensor], loss_scale: float = 1.0) -> float | None:
         """Return the factor to multiply each gradient with, and drop the gradients that were added.
@@ -46,8 +51,12 @@ class GradientNorm:
         Returns:
             The factor, or None if a gradient is not finite.
         """
-        squares = [self._squares[index]() if index in self._squares else 0.0 for index in range(len(params))]
-        self._squares.clear()
+        sums: dict[int, float] = {}
+        # From the last to the first: when the last are there, there is nothing to wait for in the others.
+        for indices, wait in reversed(self._pending):
+            sums.update(zip(indices, wait(), strict=True))
+        self.clear()
+        squares = [sums.get(index, 0.0) for index in range(len(params))]
         norm = math.sqrt(_sum_over_ranks(params, squares)) / loss_scale
         if not math.isfinite(norm):
             return None
@@ -79,4 +88,5 @@ def _sum_over_group(value: float, group: Any, device: str) -> float:
     own_value = torch.tensor([value], dtype=torch.float64, device=device)
     values = [torch.empty_like(own_value) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(values, own_value, group=group)
-    return total(tensor.item() for tensor in values)
+    # One copy to the host for all ranks.
+    return total(torch.cat(values).tolist())

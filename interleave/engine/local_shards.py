@@ -46,7 +46,8 @@ def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
     The result shares memory with the tensor if both have the same order."""
     shard = local_shard(param)
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.stride() != shard.stride():
         tensor = torch.empty_strided(shard.shape, shard.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
             tensor

@@ -120,11 +120,14 @@ class OffloadedParams:
         else:
             self._set_states(self._stop(), states)
 
-    def prepare_step(self, params: Sequence[torch.Tensor]) -> Engine:
-        """Return the engine for a step, after it has followed what the job did to the parameters.
+    def prepare_step(self, params: Sequence[torch.Tensor]) -> tuple[Engine, list[torch.Tensor]]:
+        """Follow what the job did to the parameters since the step before.
 
         Args:
             params: The parameters that need state; the engine may have more.
+
+        Returns:
+            The engine for the step, and the parameters, flat, in the order of their memory.
 
         Raises:
             EngineError: If the parameters moved after the first step, or the calling thread captures a CUDA graph.
@@ -137,19 +140,18 @@ class OffloadedParams:
             )
         self._follow_layouts()
         own_params = set(self.params)
-        if any(param.grad is not None and param not in own_params for param in params):
+        if any(param not in own_params and param.grad is not None for param in params):
             self.add(params)
-        self._follow_values()
-        return self._runner.engine
+        return self._runner.engine, self._follow_values()
 
-    def values(self) -> list[torch.Tensor]:
-        """Return the parameters, flat, in the order of their memory."""
-        return [flat_view(param) for param in self.params]
+    def end_step(self, values: Sequence[torch.Tensor]) -> None:
+        """Prepare for the next step, after a step that was done.
 
-    def end_step(self) -> None:
-        """Prepare for the next step, after a step that was done."""
+        Args:
+            values: The parameters, as from `prepare_step`.
+        """
         self._has_stepped = self._has_state = True
-        self._record_values()
+        self._record_values(values)
         self.collector.end_step()
 
     def close(self) -> None:
@@ -186,11 +188,14 @@ class OffloadedParams:
     def _set_states(self, engine: Engine, states: Sequence[ParamState | None]) -> None:
         scatter_states(engine.store.states, self.params, states)
         self._has_state = self._has_state or any(state is not None for state in states)
-        self._record_values()
+        self._record_values(self._values())
 
-    def _record_values(self) -> None:
+    def _values(self) -> list[torch.Tensor]:
+        return [flat_view(param) for param in self.params]
+
+    def _record_values(self, values: Sequence[torch.Tensor]) -> None:
         """Take the values of all parameters as those that the masters round to."""
-        self._fingerprints = self._runner.device.fingerprint(self.values())
+        self._fingerprints = self._runner.device.fingerprint(values)
 
     def _follow_layouts(self) -> None:
         """Open the engine again if parameters have moved, or changed their dtype, before the first step."""
@@ -210,13 +215,15 @@ class OffloadedParams:
         self._stop()
         self._set_params(self.params, states)
 
-    def _follow_values(self) -> None:
-        """Update the masters of parameters that the job has changed since the last step."""
-        current = self._runner.device.fingerprint(self.values())
+    def _follow_values(self) -> list[torch.Tensor]:
+        """Update the masters of parameters that the job has changed since the last step, and return all parameters."""
+        values = self._values()
+        current = self._runner.device.fingerprint(values)
         pairs = zip(self._fingerprints(), current(), strict=True)
         changed = {index for index, (old, new) in enumerate(pairs) if old != new}
         if changed:
             update_masters(self._stop().store.states, self.params, changed)
+        return values
 
 
 def _layouts(params: Sequence[torch.Tensor]) -> list[_Layout]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from ebbtide.interleave.engine.checks import check_group, check_options
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.loss_scale import LossScale
-from ebbtide.interleave.engine.numerics.reference import Hyper
+from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
 from ebbtide.interleave.engine.offloaded_params import OffloadedParams
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.state_dict import make_entry, read_state_dict
@@ -132,26 +132,20 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             with torch.enable_grad():
                 loss = closure()
         offloaded = self._offloaded
-        engine = offloaded.prepare_step(self._params_with_state())
+        engine, values = offloaded.prepare_step(self._params_with_state())
         gradients = offloaded.collector.collect()
         if not engine.is_running:
             self._runner.set_plan()
         engine.submit_gradients(gradients)
         # The norm is computed while the gradients are copied to the host.
-        for index, gradient in gradients.items():
-            offloaded.norm.add(index, gradient)
+        offloaded.norm.add_all(gradients)
         updated = gradients.keys() | engine.offloaded_params
         scale = offloaded.norm.scale_factor(offloaded.params, self._loss_scale.value)
         self._loss_scale.update(scale is not None)
         if scale is None:
             self._skip_step(engine)
             return loss
-        hypers = self._hypers()
-        scalars = [
-            hypers[param].scalars(self._step_count(param) + 1, scale) if index in updated else None
-            for index, param in enumerate(offloaded.params)
-        ]
-        self._runner.step(offloaded.values(), scalars, lambda: self._end_step(updated))
+        self._runner.step(values, self._scalars(updated, scale), lambda: self._end_step(updated, values))
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -226,12 +220,12 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             raise EngineError("a gradient is infinite or not a number: this step was skipped, nothing was changed")
         log.info("ebbtide: a gradient is not finite: step skipped, loss scale now %g", self._loss_scale.value)
 
-    def _end_step(self, updated: Collection[int]) -> None:
-        """Count a step for the parameters of these indices."""
+    def _end_step(self, updated: Collection[int], values: Sequence[torch.Tensor]) -> None:
+        """Count a step for the parameters of these indices, which have these values now."""
         for index in updated:
             param = self._offloaded.params[index]
             self._set_step_count(param, self._step_count(param) + 1)
-        self._offloaded.end_step()
+        self._offloaded.end_step(values)
 
     def _group_params(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -242,11 +236,28 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         return [param for param in dict.fromkeys(self._group_params()) if param.requires_grad or param in own_params]
 
     def _step_count(self, param: torch.Tensor) -> int:
-        return int(self.state[param]["step"]) if param in self.state else 0
+        # `state` makes an entry for every key that it is asked for.
+        return int(self.state.get(param, {}).get("step", 0))
 
     def _set_step_count(self, param: torch.Tensor, steps: int) -> None:
         """Set how often a parameter was updated, in `state`, since tools of torch look there for existing state."""
         self.state[param] = {"step": steps}
+
+    def _scalars(self, updated: Collection[int], scale: float) -> list[Scalars | None]:
+        """Return the factors of the next update of each parameter; None for those that are not updated."""
+        hypers = self._hypers()
+        # The same object for all parameters of a group with as many updates.
+        scalars: dict[tuple[int, int], Scalars] = {}
+        result: list[Scalars | None] = []
+        for index, param in enumerate(self._offloaded.params):
+            if index not in updated:
+                result.append(None)
+                continue
+            hyper, step = hypers[param], self._step_count(param) + 1
+            if (id(hyper), step) not in scalars:
+                scalars[id(hyper), step] = hyper.scalars(step, scale)
+            result.append(scalars[id(hyper), step])
+        return result
 
     def _hypers(self) -> dict[torch.Tensor, Hyper]:
         hypers = {}

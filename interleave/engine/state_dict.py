@@ -46,12 +46,17 @@ def gather_states(states: SubgroupStates, params: Sequence[torch.Tensor]) -> lis
     param_states = [
         ParamState(*(torch.empty(local_shard(param).numel(), **_HOST) for _ in ParamState._fields)) for param in params
     ]
-    for number, subgroup in enumerate(states.subgroups):
-        state = states.read(number)
-        for segment in subgroup.segments:
-            for row, target in enumerate(param_states[segment.param]):
-                target[segment.begin : segment.end] = state[row, segment.span]
+    for number in range(len(states.subgroups)):
+        _gather_subgroup(states, number, param_states)
     return param_states
+
+
+def _gather_subgroup(states: SubgroupStates, number: int, param_states: Sequence[ParamState]) -> None:
+    """Copy the state of a subgroup to those of its parameters. The memory that this takes is released on return."""
+    state = states.read(number)
+    for segment in states.subgroups[number].segments:
+        for row, target in enumerate(param_states[segment.param]):
+            target[segment.begin : segment.end] = state[row, segment.span]
 
 
 def scatter_states(
@@ -65,8 +70,10 @@ def scatter_states(
         param_states: The state of each parameter; None for that before its first update: the master is the parameter,
             the moments are 0.
     """
+    # One buffer for all: a new one for each would exist beside that of the subgroup before.
+    buffer = torch.empty(3 * max((subgroup.params for subgroup in states.subgroups), default=0), **_HOST)
     for number, subgroup in enumerate(states.subgroups):
-        state = torch.zeros((3, subgroup.params), **_HOST)
+        state = buffer[: 3 * subgroup.params].view(3, -1).zero_()
         for segment in subgroup.segments:
             param_state, elements = param_states[segment.param], slice(segment.begin, segment.end)
             if param_state is None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ebbtide.interleave.model.durations import host_traffic
 from ebbtide.interleave.model.plan import RESOURCES, Op, Plan
-from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,16 @@ class Schedule:
         Returns:
             Times in seconds, and the bytes in use from each of them on.
         """
+        changes = self._device_memory_changes()
+        times = np.array([time for time, _ in changes])
+        sizes = np.cumsum([size for _, size in changes])
+        last_of_time = np.append(np.diff(times) > 0, True)
+        return times[last_of_time], np.maximum(sizes[last_of_time], 0.0)
+
+    def _device_memory_changes(self) -> list[tuple[float, float]]:
+        """Return (time, bytes) by which the device memory that the plan uses changes, in the order of time."""
         changes = [(0.0, self.plan.resident_bytes + self._parked_at_start())]
-        for op, start, end in self.items():
+        for op, start, end in zip(self.plan.ops, self.starts, self.ends, strict=True):
             if op.acquire:
                 changes.append((start, op.acquire))
             if op.release:
@@ -88,10 +96,7 @@ class Schedule:
         changes += self._kept_gradient_changes()
         # At equal times memory is released before it is allocated.
         changes.sort()
-        times = np.array([time for time, _ in changes])
-        sizes = np.cumsum([size for _, size in changes])
-        last_of_time = np.append(np.diff(times) > 0, True)
-        return times[last_of_time], np.maximum(sizes[last_of_time], 0.0)
+        return changes
 
     def _parked_at_start(self) -> float:
         sizes = self.workload.subgroups
@@ -133,17 +138,22 @@ class Schedule:
             if self.peak_device_bytes == 0:
                 return True
             return False if gpu_memory_bytes is not None and self.peak_device_bytes > gpu_memory_bytes else None
-        times, used = self.device_memory_line()
-        free_line = self.free_memory_line()
-        assert free_line is not None
-        free_times, free = free_line
-        # Compared in the middle between any two changes. Intervals as short as rounding errors do not count.
-        edges = np.union1d(np.append(times, self.iteration_s), free_times[free_times <= self.iteration_s])
-        long_enough = np.diff(edges) > 1e-9 * self.iteration_s
-        middles = ((edges[:-1] + edges[1:]) / 2)[long_enough]
-        used_then = used[np.searchsorted(times, middles, side="right") - 1]
-        free_then = free[np.maximum(np.searchsorted(free_times, middles, side="right") - 1, 0)]
-        return bool(np.all(used_then <= free_then * (1 + 1e-9) + 1.0))
+        free_times, free_sizes = self._free_memory_steps(self.workload.gpu_free)
+        # Compared between any two changes. Intervals as short as rounding errors do not count.
+        shortest_s = 1e-9 * self.iteration_s
+        begin, used, number = 0.0, 0.0, 0
+        free = free_sizes[0]
+        for time, size in (*self._device_memory_changes(), (self.iteration_s, 0.0)):
+            while number < len(free_times) and free_times[number] <= time:
+                if used > free and free_times[number] - begin > shortest_s and not _fits(used, free):
+                    return False
+                begin, free = free_times[number], free_sizes[number]
+                number += 1
+            if used > free and time - begin > shortest_s and not _fits(used, free):
+                return False
+            begin = time
+            used += size
+        return True
 
     def free_memory_line(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the device memory that the job itself leaves free, as a step function over this schedule.
@@ -155,15 +165,28 @@ class Schedule:
         """
         if self.workload.gpu_free is None:
             return None
-        without_waiting = np.cumsum([0.0, self.workload.other_s, self.workload.forward_s, self.workload.backward_s])
-        with_waiting = np.cumsum([0.0, self.other_s, self.forward_s, self.backward_s])
-        own_times = np.array([time for time, _ in self.workload.gpu_free])
-        times = np.where(
-            own_times <= without_waiting[-1],
-            np.interp(own_times, without_waiting, with_waiting),
-            own_times - without_waiting[-1] + with_waiting[-1],
+        times, sizes = self._free_memory_steps(self.workload.gpu_free)
+        return np.array(times), np.array(sizes)
+
+    def _free_memory_steps(self, gpu_free: FreeMemorySteps) -> tuple[list[float], list[float]]:
+        """Return times and sizes of the workload's free memory, with each phase as long as in this schedule."""
+        lengths = (
+            (self.workload.other_s, self.other_s),
+            (self.workload.forward_s, self.forward_s),
+            (self.workload.backward_s, self.backward_s),
         )
-        return times, np.array([size for _, size in self.workload.gpu_free])
+        times = []
+        for time, _ in gpu_free:
+            begin = shifted = 0.0
+            for length, length_with_waiting in lengths:
+                if time < begin + length:
+                    shifted += (time - begin) * (length_with_waiting / length)
+                    begin = time
+                    break
+                begin += length
+                shifted += length_with_waiting
+            times.append(shifted + (time - begin))
+        return times, [size for _, size in gpu_free]
 
     def pinned_bytes(self) -> float:
         """Return the part of the host memory that must be pinned: the state of subgroups that are fetched or flushed,
@@ -180,3 +203,7 @@ class Schedule:
         down = sum(op.nbytes for op in self.plan.ops if op.kind == "gradient down")
         up = sum(op.nbytes for op in self.plan.ops if op.kind == "upload")
         return self.workload.state_bytes * offloaded + down + up
+
+
+def _fits(used: float, free: float) -> bool:
+    return used <= free * (1 + 1e-9) + 1.0

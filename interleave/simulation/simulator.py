@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
-
-import numpy as np
-
 from ebbtide.errors import PlanError
 from ebbtide.interleave.model.durations import Durations, host_traffic, link_shares, phase_before
-from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, Plan
+from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, OpKind, Plan, Resource
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.simulation.event_loop import COMPUTE, CPU, D2H, GPU, H2D, INFINITE, TaskGraph, run_tasks
 from ebbtide.machines.machine import Machine
 
-_CPU, _GPU, _H2D, _D2H, _COMPUTE = range(5)
-_INDEX = {"cpu": _CPU, "gpu": _GPU, "h2d": _H2D, "d2h": _D2H}
-_INFINITE = float("inf")
-_ALL_LEFT = (1.0, 1.0)
+_INDEX = {"cpu": CPU, "gpu": GPU, "h2d": H2D, "d2h": D2H}
+# What the duration of an operation depends on: kind, resource, parameters, bytes, whether host memory is pageable, and
+# the share of the CPU's update rate.
+_OpClass = tuple[OpKind, Resource, int, float, bool, float]
 
 
 def simulate(plan: Plan, workload: Workload, machine: Machine) -> Schedule:
@@ -30,64 +27,103 @@ def simulate(plan: Plan, workload: Workload, machine: Machine) -> Schedule:
         MachineError: The machine lacks a rate that the plan needs.
         PlanError: Operations wait for each other.
     """
-    return _Simulation(plan, workload, machine).run()
+    schedule = Simulator(workload, machine).run(plan)
+    assert schedule is not None
+    return schedule
 
 
-class _Simulation:
-    """Tasks of one iteration: the operations of the plan, then the compute between any two points of the iteration,
-    then the overhead of the step."""
+class Simulator:
+    """Runs plans of one workload on one machine, see `simulate`."""
 
-    def __init__(self, plan: Plan, workload: Workload, machine: Machine) -> None:
-        self._plan = plan
+    def __init__(self, workload: Workload, machine: Machine) -> None:
         self._workload = workload
         self._machine = machine
-        durations = Durations(plan, workload, machine)
-        points = sorted({op.point for op in plan.ops} | {FORWARD, BACKWARD, UPDATE})
-        self._points = [point for point in points if 0.0 < point <= UPDATE]
-        count = len(plan.ops)
-        compute_until = {point: count + number for number, point in enumerate(self._points)}
-        overhead = count + len(self._points)
-        # Per task: seconds without sharing, bytes of host memory traffic, and the resource.
-        self._alone_s = [durations.seconds(op) for op in plan.ops]
-        self._traffic = [host_traffic(op, workload) for op in plan.ops]
-        self._resource = [_INDEX[op.resource] for op in plan.ops]
-        self._alone_s += _compute_lengths(workload, self._points)
-        self._alone_s.append(machine.step_overhead_s or 0.0)
-        self._traffic += [0.0] * (len(self._points) + 1)
-        self._resource += [_COMPUTE] * (len(self._points) + 1)
-        # Per task of compute: the shares of the link that the job leaves meanwhile, to the device and to the host.
-        left = link_shares(workload, machine)
-        self._link_left = {
-            compute_until[point]: left[phase_before(point)] for point in self._points if phase_before(point) in left
-        }
-        # Per task: how many tasks it still waits for, and the tasks that wait for it.
-        self._pending = [len(op.after) for op in plan.ops] + [1] * (len(self._points) + 1)
-        self._pending[count] = 0
-        self._successors: list[list[int]] = [[] for _ in range(overhead + 1)]
-        for number in range(count, overhead):
-            self._successors[number].append(number + 1)
-        for index, op in enumerate(plan.ops):
-            for predecessor in op.after:
-                self._successors[predecessor].append(index)
-            gate = overhead if op.point > UPDATE else compute_until.get(op.point)
-            if gate is not None:
-                self._successors[gate].append(index)
-                self._pending[index] += 1
-            if op.blocking:
-                blocked = compute_until[op.point] + 1 if op.point > 0.0 else count
-                self._successors[index].append(blocked)
-                self._pending[blocked] += 1
+        self._duplex_bytes_per_s = machine.duplex_bytes_per_s or INFINITE
+        self._host_bytes_per_s = machine.host_memory_bytes_per_s or INFINITE
+        self._link_left = link_shares(workload, machine)
+        # Resource, seconds and bytes/s of host memory traffic of each class of operations that has occurred.
+        self._work: dict[_OpClass, tuple[int, float, float]] = {}
 
-    def run(self) -> Schedule:
-        starts, ends = self._times()
-        count = len(self._plan.ops)
-        reached = dict(zip(self._points, ends[count:], strict=False))
+    def run(self, plan: Plan, limit_s: float = INFINITE) -> Schedule | None:
+        """Run a plan.
+
+        Args:
+            plan: The plan.
+            limit_s: A length of the iteration beyond which its exact length does not matter.
+
+        Returns:
+            The schedule; None if the iteration was given up since it takes longer than the limit.
+
+        Raises:
+            MachineError: The machine lacks a rate that the plan needs.
+            PlanError: Operations wait for each other.
+        """
+        points = sorted({op.point for op in plan.ops} | {FORWARD, BACKWARD, UPDATE})
+        points = [point for point in points if 0.0 < point <= UPDATE]
+        graph = self._task_graph(plan, points)
+        try:
+            times = run_tasks(graph, self._duplex_bytes_per_s, self._host_bytes_per_s, limit_s)
+        except RuntimeError as error:
+            raise PlanError(f"policy {plan.policy}: {error}") from None
+        return self._schedule(plan, points, *times) if times is not None else None
+
+    def _task_graph(self, plan: Plan, points: list[float]) -> TaskGraph:
+        """Return the tasks of one iteration: the operations of the plan, then the compute between any two points of
+        the iteration, then the overhead of the step."""
+        count = len(plan.ops)
+        overhead = count + len(points)
+        resource, alone_s, demand = self._work_of(plan)
+        rest = overhead + 1 - count
+        alone_s += [*_compute_lengths(self._workload, points), self._machine.step_overhead_s or 0.0]
+        graph = TaskGraph(resource + [COMPUTE] * rest, alone_s, demand + [0.0] * rest)
+        for task in range(count, overhead):
+            graph.add_dependency(task, task + 1)
+        compute_until = {point: count + number for number, point in enumerate(points)}
+        pending, successors = graph.pending, graph.successors
+        for index, op in enumerate(plan.ops):
+            after, point = op.after, op.point
+            for predecessor in after:
+                successors[predecessor].append(index)
+            pending[index] = len(after)
+            if point > 0.0:
+                successors[overhead if point > UPDATE else compute_until[point]].append(index)
+                pending[index] += 1
+            if op.blocking:
+                graph.add_dependency(index, compute_until[point] + 1 if point > 0.0 else count)
+        if self._link_left:
+            phases = {task: phase_before(point) for point, task in compute_until.items()}
+            left = self._link_left
+            graph.link_left = {task: left[phase] for task, phase in phases.items() if phase in left}
+        return graph
+
+    def _work_of(self, plan: Plan) -> tuple[list[int], list[float], list[float]]:
+        """Return resource, seconds alone, and bytes/s of host memory traffic of each operation."""
+        share = plan.cpu_share
+        work = self._work
+        classes: list[_OpClass] = [(op[0], op[1], op[3], op[4], op[7], share) for op in plan.ops]
+        try:
+            entries = [work[op_class] for op_class in classes]
+        except KeyError:
+            durations = Durations(plan, self._workload, self._machine)
+            for op_class, op in zip(classes, plan.ops, strict=True):
+                seconds, traffic = durations.seconds(op), host_traffic(op, self._workload)
+                work[op_class] = _INDEX[op.resource], seconds, traffic / seconds if seconds > 0.0 else 0.0
+            entries = [work[op_class] for op_class in classes]
+        return (
+            [resource for resource, _, _ in entries],
+            [seconds for _, seconds, _ in entries],
+            [traffic for _, _, traffic in entries],
+        )
+
+    def _schedule(self, plan: Plan, points: list[float], starts: list[float], ends: list[float]) -> Schedule:
+        count = len(plan.ops)
+        reached = dict(zip(points, ends[count:], strict=False))
         # The last gradient is ready when the backward ends. If copies block, the backward also waits for its copy.
-        blocking_ends = (end for op, end in zip(self._plan.ops, ends, strict=False) if op.blocking)
+        blocking_ends = (end for op, end in zip(plan.ops, ends, strict=False) if op.blocking)
         update_begin = max(reached[UPDATE], max(blocking_ends, default=0.0))
         update_end = max(ends, default=0.0)
         return Schedule(
-            plan=self._plan,
+            plan=plan,
             workload=self._workload,
             starts=starts[:count],
             ends=ends[:count],
@@ -97,84 +133,14 @@ class _Simulation:
             update_s=update_end - update_begin,
         )
 
-    def _times(self) -> tuple[list[float], list[float]]:
-        """Return the start and the end of each task, s."""
-        alone_s, traffic, resource, successors = self._alone_s, self._traffic, self._resource, self._successors
-        pending = self._pending
-        total = len(alone_s)
-        starts, ends = [0.0] * total, [0.0] * total
-        ready: list[list[int]] = [[], [], [], [], []]
-        for index in range(total):
-            if not pending[index]:
-                ready[resource[index]].append(index)
-        # Per resource: the task that runs (-1: none), and its remaining seconds without sharing.
-        running = [-1] * 5
-        remaining_s = [0.0] * 5
-        now = 0.0
-        done = 0
-        sharing = _Sharing(self._machine, self._link_left)
-        while done < total:
-            for r in range(5):
-                if running[r] < 0 and ready[r]:
-                    index = heappop(ready[r])
-                    running[r] = index
-                    remaining_s[r] = alone_s[index]
-                    starts[index] = now
-            speeds = sharing.speeds(running, alone_s, traffic)
-            step = _INFINITE
-            for r in range(5):
-                if running[r] >= 0:
-                    needed = remaining_s[r] / speeds[r]
-                    if needed < step:
-                        step = needed
-            if step == _INFINITE:
-                raise PlanError(f"policy {self._plan.policy}: nothing can run, and {total - done} operations wait")
-            now += step
-            for r in range(5):
-                index = running[r]
-                if index < 0:
-                    continue
-                still_s = remaining_s[r] - step * speeds[r]
-                if still_s > 1e-12 * alone_s[index]:
-                    remaining_s[r] = still_s
-                    continue
-                running[r] = -1
-                ends[index] = now
-                done += 1
-                for successor in successors[index]:
-                    pending[successor] -= 1
-                    if not pending[successor]:
-                        heappush(ready[resource[successor]], successor)
-        return starts, ends
-
-
-class _Sharing:
-    """Speeds of tasks that run at the same time, as shares of their speed alone."""
-
-    def __init__(self, machine: Machine, link_left: dict[int, tuple[float, float]]) -> None:
-        self._link_left = link_left
-        self._duplex = machine.duplex_bytes_per_s
-        self._host_memory = machine.host_memory_bytes_per_s or _INFINITE
-
-    def speeds(self, running: list[int], alone_s: list[float], traffic: list[float]) -> list[float]:
-        cpu, up, down = running[_CPU], running[_H2D], running[_D2H]
-        cpu_demand = traffic[cpu] / alone_s[cpu] if cpu >= 0 and alone_s[cpu] > 0.0 else 0.0
-        up_demand = traffic[up] / alone_s[up] if up >= 0 and alone_s[up] > 0.0 else 0.0
-        down_demand = traffic[down] / alone_s[down] if down >= 0 and alone_s[down] > 0.0 else 0.0
-        up_left, down_left = self._link_left.get(running[_COMPUTE], _ALL_LEFT) if self._link_left else _ALL_LEFT
-        up_demand, down_demand = up_demand * up_left, down_demand * down_left
-        link = 1.0
-        if self._duplex is not None and up_demand + down_demand > self._duplex:
-            link = self._duplex / (up_demand + down_demand)
-        demand = cpu_demand + link * (up_demand + down_demand)
-        share = self._host_memory / demand if demand > self._host_memory else 1.0
-        return [share, 1.0, share * link * up_left, share * link * down_left, 1.0]
-
 
 def _compute_lengths(workload: Workload, points: list[float]) -> list[float]:
     """Return the seconds of compute until each point of the iteration from the point before it."""
-    lengths = (workload.other_s, workload.forward_s, workload.backward_s)
-    point_array = np.array(points)
-    until = sum(length * np.clip(point_array - phase, 0.0, 1.0) for phase, length in enumerate(lengths))
-    from_previous: list[float] = np.diff(until, prepend=0.0).tolist()
-    return from_previous
+    lengths = []
+    previous = 0.0
+    for point in points:
+        in_forward, in_backward = min(max(point - FORWARD, 0.0), 1.0), max(point - BACKWARD, 0.0)
+        until = workload.other_s * min(point, 1.0) + workload.forward_s * in_forward + workload.backward_s * in_backward
+        lengths.append(until - previous)
+        previous = until
+    return lengths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import functools
 import os
 import time
@@ -15,8 +16,13 @@ from .spool import MEMORY
 
 # The first iterations compile, tune and create optimizer state: the history of a later one is more typical.
 _SETTLED_ITERATION = 2
-_SLICE_SECONDS = 2.0
 _MAX_ENTRIES = 2_000_000
+# A slice of copies ends when it is so long, or as large as about 20,000 events; the first one has one iteration.
+_MAX_ENTRIES = 2_000_000
+# A slice of copies is at most so long, and about as large (20,000 events); the first one is a single iteration.
+_SLICE_NS, _SLICE_BYTES = 2_000_000_000, 5_000_000
+# After so long the pauses grow as the job goes on. Slices hold it up for one part in so many of its time.
+_UNPAUSED_NS, _HELD_SHARE = 10_000_000_000, 100
 
 
 def attach_captures(recorder: Recorder, torch: Any, options: Options) -> None:
@@ -99,10 +105,11 @@ def allocator_samples(trace: list[Any], requested: int, reserved: int) -> Iterat
 
 
 class CopyCapture:
-    """Records each copy between host and device, from CUPTI through torch's profiler.
+    """Records copies between host and device, from CUPTI through torch's profiler.
 
-    The profiler runs in slices of a few seconds, cut at iterations. Each slice is written as a Chrome trace for the
-    collector to read. CUPTI serves one subscriber: if the job profiles itself, this capture ends with a note.
+    The profiler runs in slices of whole iterations, each written as a Chrome trace that is named for its span. That
+    holds the job up, longer for more events: slices are short, with pauses unless `last` is set. CUPTI serves one
+    subscriber: if the job profiles itself, this capture ends with a note.
     """
 
     def __init__(self, recorder: Recorder, torch: Any, options: Options) -> None:
@@ -110,10 +117,10 @@ class CopyCapture:
         self._torch = torch
         self._options = options
         self._profiler: Any = None
-        self._slice_start_s = 0.0
-        self._slices = 0
+        self._thread = self._first_ns = self._begin_ns = self._stop_ns = self._length_ns = 0
+        self._held_ns = self._resume_ns = 0
         self._given_up = False
-        # A profiler begins in one or the other of these, depending on how it was started.
+        # A profiler begins in one or the other of these.
         self._profile = torch.autograd.profiler.profile
         methods = {name: self._profile.__dict__.get(name) for name in ("_prepare_trace", "__enter__")}
         self._originals = {name: method for name, method in methods.items() if method is not None}
@@ -121,37 +128,47 @@ class CopyCapture:
             setattr(self._profile, name, self._yield_to_job(method))
 
     def enter_iteration(self, iteration: int) -> None:
-        """Start, stop or renew the profiler at the beginning of an iteration."""
-        last = self._options.last
-        if self._given_up or iteration < self._options.first or not self._torch.cuda.is_initialized():
+        """Stop or start the profiler at the beginning of an iteration."""
+        now_ns, last = time.monotonic_ns(), self._options.last
+        outside = iteration < self._options.first or (last is not None and iteration >= last)
+        if outside or now_ns >= self._stop_ns:
+            self.stop()
+        if self._profiler or outside or self._given_up or now_ns < self._resume_ns:
             return
-        if last is not None and iteration >= last:
-            self.stop()
-        elif self._profiler is None:
-            self._start()
-        elif time.monotonic() - self._slice_start_s > _SLICE_SECONDS:
-            self.stop()
+        if self._torch.cuda.is_initialized():
             self._start()
 
     def _start(self) -> None:
         if self._torch._C._autograd._profiler_enabled():
-            self._give_up()
+            self._give_up("the job uses a profiler of its own")
             return
-        activity = self._torch.profiler.ProfilerActivity.CUDA
-        self._profiler = self._torch.profiler.profile(activities=[activity])
-        self._slice_start_s = time.monotonic()
-        self._profiler.start()
+        self._thread, cuda = _thread.get_ident(), self._torch.profiler.ProfilerActivity.CUDA
+        self._begin_ns = time.monotonic_ns()
+        self._stop_ns, self._first_ns = self._begin_ns + self._length_ns, self._first_ns or self._begin_ns
+        try:  # From torch 2.13 on a profiler can record copies only.
+            self._profiler = self._torch.profiler.profile(activities=[{cuda: ["GPU_MEMCPY"]}])
+            self._profiler.start()
+        except (TypeError, RuntimeError):
+            self._profiler = self._torch.profiler.profile(activities=[cuda])
+            self._profiler.start()
 
     def stop(self) -> None:
         """End the slice and write it, if one runs."""
-        profiler, self._profiler = self._profiler, None
-        if profiler is None:
+        if self._profiler is None or self._given_up:
             return
+        if self._thread != _thread.get_ident():  # A thread can only stop its own profiler: torch crashes.
+            self._give_up("the recording ended on another thread")
+            return
+        profiler, self._profiler, end_ns = self._profiler, None, time.monotonic_ns()
         profiler.stop()
-        self._slices += 1
-        path = self._recorder.files.path(f"copies-{self._slices}.json")
+        path = self._recorder.files.path(f"copies-{self._begin_ns}-{end_ns}.json")
         profiler.export_chrome_trace(path + ".new")
         os.replace(path + ".new", path)
+        self._length_ns = min(_SLICE_NS, (end_ns - self._begin_ns) * _SLICE_BYTES // os.path.getsize(path))
+        self._held_ns += time.monotonic_ns() - end_ns
+        if self._options.last is None:
+            pause_ns = max(0, end_ns - self._first_ns - _UNPAUSED_NS)
+            self._resume_ns = max(end_ns + pause_ns, self._first_ns + _HELD_SHARE * self._held_ns)
 
     def close(self) -> None:
         """End the slice, and restore torch's profiler."""
@@ -159,9 +176,9 @@ class CopyCapture:
         for name, method in self._originals.items():
             setattr(self._profile, name, method)
 
-    def _give_up(self) -> None:
+    def _give_up(self, reason: str) -> None:
         self._given_up = True
-        self._recorder.files.job_info.note("copies were not recorded to the end: the job uses a profiler of its own")
+        self._recorder.files.job_info.note(f"copies were not recorded to the end: {reason}")
 
     def _yield_to_job(self, original: Any) -> Any:
         """Wrap a method in which a profiler begins: one of the job's ends this capture."""
@@ -171,7 +188,7 @@ class CopyCapture:
             ours = self._profiler
             if ours is not None and getattr(ours, "profiler", None) not in (None, profiler):
                 self.stop()
-                self._give_up()
+                self._give_up("the job uses a profiler of its own")
             return original(profiler, *args, **kwargs)
 
         return begin

@@ -110,15 +110,8 @@ class JobInfo:
         index = cuda.current_device()
         properties = cuda.get_device_properties(index)
         uuid = getattr(properties, "uuid", None)
-        return [
-            {
-                "device": f"cuda:{index}",
-                "kind": "cuda",
-                "name": properties.name,
-                "capacity_bytes": properties.total_memory,
-                "uuid": f"GPU-{uuid}" if uuid is not None else None,
-            }
-        ]
+        device = {"device": f"cuda:{index}", "kind": "cuda", "name": properties.name, "uuid": uuid and f"GPU-{uuid}"}
+        return [{**device, "capacity_bytes": properties.total_memory}]
 
 
 def _launch() -> str:

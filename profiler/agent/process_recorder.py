@@ -49,8 +49,6 @@ class ProcessRecorder:
         self._sequences = itertools.count(1)
         self._notes: set[str] = set()
 
-    # -- operations --------------------------------------------------------------------------------------------
-
     @property
     def recording(self) -> bool:
         """Whether operations reach the trace now: the spool is open, and these iterations are to be recorded."""
@@ -82,8 +80,6 @@ class ProcessRecorder:
                 self._spool.put_op(sequence, *op, **fields)
             except Exception as error:
                 self.fail(error)
-
-    # -- files -------------------------------------------------------------------------------------------------
 
     def _open_files(self, iteration: int) -> None:
         """Begin to write, at the beginning of an iteration."""
@@ -120,8 +116,6 @@ class ProcessRecorder:
         if text not in self._notes:
             self._notes.add(text)
             self.files.job_info.note(text)
-
-    # -- the end -----------------------------------------------------------------------------------------------
 
     def close(self, reason: str = "closed") -> None:
         """Stop recording; the job goes on. Safe to call twice.

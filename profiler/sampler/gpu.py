@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
 
 # The number of MIG device `m` of card `n` is `n + (m + 1) * _CARDS`.
 _CARDS = 256
+# Names of GPUs that are one module with a CPU of NVIDIA: GH200, GB200, GB300, GB10.
+_GRACE = re.compile(r"\bG[HB]\d+\b")
 
 
 @dataclass
@@ -73,12 +76,16 @@ class Gpu:
             },
         }
         if self._is_mig_device:
-            description["parent_uuid"] = as_text(self._try("nvmlDeviceGetUUID"))
+            description["parent_uuid"] = self.read_card_uuid()
         return description
 
     def read_uuid(self) -> str | None:
         """Return the UUID, `GPU-...` or `MIG-...`; None if NVML does not give it."""
         return as_text(self._try("nvmlDeviceGetUUID", self._handle))
+
+    def read_card_uuid(self) -> str | None:
+        """Return the UUID of the card, also where this is a MIG device of it; None if NVML does not give it."""
+        return as_text(self._try("nvmlDeviceGetUUID"))
 
     def mig_devices(self) -> list[Gpu]:
         """Return the MIG devices of the card that this user may see; an empty list if it is not partitioned."""
@@ -173,14 +180,17 @@ class Gpu:
         return mode is not None and bool(mode[0])
 
     def _copies_over_c2c(self) -> bool:
-        """Return whether a link of NVLink-C2C to the host is active (GH200, GB200)."""
+        """Return whether a link of NVLink-C2C to the host is active (GH200, GB200).
+
+        Drivers that do not report these links are judged by the card's name.
+        """
         try:
             (links,) = self.read_fields("NVML_FI_DEV_C2C_LINK_COUNT")
             return any(self.read_fields("NVML_FI_DEV_C2C_LINK_GET_STATUS", scope=link) == [1] for link in range(links))
         except GpuLost:
             raise
         except NvmlError:
-            return False
+            return _GRACE.search(as_text(self._try("nvmlDeviceGetName")) or "") is not None
 
     def _try(self, function: str, handle: Any = None) -> Any:
         """Call a function for the card, or for `handle`; return None if NVML refuses it."""

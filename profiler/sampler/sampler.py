@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ebbtide.numa.topology import pci_node
 from ebbtide.profiler.agent.spool import (
     GPU_QUANTITIES,
     GPU_STATE,
@@ -28,10 +29,12 @@ from ebbtide.profiler.sampler.gpu import Gpu, open_gpus
 from ebbtide.profiler.sampler.gpu_state import GpuStateReader
 from ebbtide.profiler.sampler.host import describe_host, read_rss_bytes, read_swap_bytes
 from ebbtide.profiler.sampler.links import LinkSource, best_source
+from ebbtide.profiler.sampler.numa import NumaReader, describe_nodes
 from ebbtide.profiler.sampler.nvml import GpuLost, Nvml, NvmlError
 
 _HOST_SECONDS = 0.1
 _STATE_SECONDS = 0.1
+_NUMA_SECONDS = 0.25
 _MAX_FAILURES = 10
 _DEVICE, _RSS, _SWAP = (POOLS.index(pool) for pool in ("device", "rss", "swap"))
 
@@ -46,6 +49,7 @@ class Sampler:
         memory_ms: Interval between two readings of a card's memory, in ms.
         max_bytes: Size limit of the samples' spool, in bytes; None: no limit.
         library: A replacement for pynvml.
+        root: The folder that holds `sys` and `proc`, which NUMA nodes are read from.
 
     Attributes:
         host: The description of the host and its cards, for the trace's metadata.
@@ -53,10 +57,16 @@ class Sampler:
     """
 
     def __init__(
-        self, directory: Path, memory_ms: float = 10.0, max_bytes: int | None = None, library: Any = None
+        self,
+        directory: Path,
+        memory_ms: float = 10.0,
+        max_bytes: int | None = None,
+        library: Any = None,
+        root: Path = Path("/"),
     ) -> None:
         self.notes: list[str] = []
-        self.host = describe_host()
+        self.host = {**describe_host(), "numa_nodes": describe_nodes(root)}
+        self._numa = NumaReader(directory, root)
         self._directory = directory
         self._memory_period_s = memory_ms / 1e3
         self._stop = threading.Event()
@@ -72,7 +82,9 @@ class Sampler:
             opened = open_gpus(self._nvml, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
             for gpu in opened.gpus:
                 try:
-                    self.host["gpus"].append({**gpu.describe(), "driver": driver})
+                    description = gpu.describe()
+                    node = pci_node(description["pci_bus_id"], root)
+                    self.host["gpus"].append({**description, "driver": driver, "numa_node": node})
                     self._gpus.append(gpu)
                 except NvmlError as error:
                     self.notes.append(f"{gpu.title} is not sampled: {error}")
@@ -89,6 +101,7 @@ class Sampler:
     def start(self) -> None:
         """Start the threads."""
         self._start_thread("host memory", self._sample_processes, _HOST_SECONDS)
+        self._start_thread("NUMA nodes", self._read_numa, _NUMA_SECONDS)
         for gpu in self._gpus:
             self._start_thread("the memory", partial(self._sample_memory, gpu), self._memory_period_s, gpu)
             self._start_link(gpu)
@@ -107,6 +120,7 @@ class Sampler:
         # A recording shorter than one period has a sample, too.
         self._next_scan_s = 0.0
         self._sample_processes()
+        self._read_numa()
         if self._nvml is not None:
             self._nvml.close()
         if self._spool.full:
@@ -213,6 +227,10 @@ class Sampler:
             self._put_host_memory(_RSS, pid, read_rss_bytes(pid))
             if scan:
                 self._put_host_memory(_SWAP, pid, read_swap_bytes(pid))
+
+    def _read_numa(self) -> None:
+        for pid in self._pids:
+            self._numa.read(pid)
 
     def _put_host_memory(self, pool: int, pid: int, size: int | None) -> None:
         if size is not None:

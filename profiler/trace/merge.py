@@ -77,7 +77,9 @@ def _entry(trace: Trace, rank: int) -> dict[str, Any]:
 
 
 def _shifted(entry: dict[str, Any], shift: int) -> dict[str, Any]:
-    shifted = {
+    shifted: dict[str, Any] = {
         key: entry[key] + shift for key in ("started_ns", "first_iteration_start_ns") if entry.get(key) is not None
     }
+    if entry.get("transfers_spans_ns"):
+        shifted["transfers_spans_ns"] = [[start + shift, end + shift] for start, end in entry["transfers_spans_ns"]]
     return {**entry, **shifted}

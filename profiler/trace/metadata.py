@@ -43,6 +43,7 @@ class DeviceInfo(_Section, frozen=True, kw_only=True):
         link_source: The source of the samples in the table `link`.
         link_missing: The reason why there are none, of a GPU that was sampled.
         parent_uuid: Of a MIG device, the UUID of its card.
+        numa_node: The NUMA node that a GPU is attached to.
     """
 
     device: str | None = None
@@ -58,6 +59,27 @@ class DeviceInfo(_Section, frozen=True, kw_only=True):
     link_source: str | None = None
     link_missing: str | None = None
     parent_uuid: str | None = None
+    numa_node: Count | None = None
+
+
+class NumaNodeInfo(_Section, frozen=True, kw_only=True):
+    """A NUMA node of a host. cpus: its logical cores as Linux writes them (`0-15,64-79`), empty for memory alone."""
+
+    node: Count
+    cpus: str = ""
+    memory_bytes: Count | None = None
+
+
+class NumaPlacement(_Section, frozen=True, kw_only=True):
+    """The NUMA nodes that a process uses.
+
+    Attributes:
+        cpu_nodes: The nodes of the cores that its main thread may use.
+        memory_bytes: Its resident bytes by node with cores, at the reading with the most; empty where not read.
+    """
+
+    cpu_nodes: tuple[Count, ...] = ()
+    memory_bytes: dict[str, Count] = {}
 
 
 class HostInfo(_Section, frozen=True, kw_only=True):
@@ -67,6 +89,7 @@ class HostInfo(_Section, frozen=True, kw_only=True):
     kernel: str | None = None
     cpu: DeviceInfo = DeviceInfo()
     gpus: tuple[DeviceInfo, ...] = ()
+    numa_nodes: tuple[NumaNodeInfo, ...] = ()
     nvml: str | None = None
 
 
@@ -180,6 +203,7 @@ class RankInfo(_Section, frozen=True, kw_only=True):
 
     Attributes:
         transfers_recorded: Whether the table `transfers` has every copy; if not, an empty table means nothing.
+        transfers_spans_ns: The spans of time in which it has every copy, disjoint and ascending; empty: at all times.
         stopped: The reason for the end of the recording: `closed`, `iterations`, `max-size`, `fault` or `cut off`.
     """
 
@@ -190,6 +214,7 @@ class RankInfo(_Section, frozen=True, kw_only=True):
     pid: Count | None = None
     devices: tuple[DeviceInfo, ...] = ()
     transfers_recorded: bool = False
+    transfers_spans_ns: tuple[tuple[TimeNs, TimeNs], ...] = ()
     first_iteration_start_ns: TimeNs | None = None
     started_ns: TimeNs | None = None
     stopped: str | None = None
@@ -200,6 +225,7 @@ class RankInfo(_Section, frozen=True, kw_only=True):
     threads: ThreadInfo = ThreadInfo()
     model: ModelInfo = ModelInfo()
     optimizers: tuple[OptimizerInfo, ...] = ()
+    numa: NumaPlacement | None = None
 
     @property
     def main_device(self) -> DeviceInfo:

@@ -7,6 +7,8 @@ from typing import Any
 
 from ebbtide.profiler.sampler.gpu import same_gpu
 
+_NVML_KEYS = ("pci_bus_id", "link", "driver", "parent_uuid", "link_missing", "numa_node")
+
 
 def sampled_gpu(device: dict[str, Any], gpus: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the sampler's description of a rank's device; None if it has none.
@@ -28,7 +30,7 @@ def sampled_gpu(device: dict[str, Any], gpus: Iterable[dict[str, Any]]) -> dict[
 def nvml_info(device: dict[str, Any], gpus: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return what NVML reported of the GPU that torch calls `device`."""
     gpu = sampled_gpu(device, gpus) or {}
-    return {key: gpu[key] for key in ("pci_bus_id", "link", "driver", "parent_uuid", "link_missing") if key in gpu}
+    return {key: gpu[key] for key in _NVML_KEYS if key in gpu}
 
 
 def device_names(devices: Iterable[dict[str, Any]], gpus: list[dict[str, Any]]) -> dict[int, str]:

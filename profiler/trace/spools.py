@@ -12,9 +12,10 @@ import pandas as pd
 
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import HOST
+from ebbtide.profiler.sampler.numa import placement_file
 from ebbtide.profiler.trace import spool_ops, transfers
 from ebbtide.profiler.trace.iteration_ends import note_on_iterations
-from ebbtide.profiler.trace.metadata import RankInfo
+from ebbtide.profiler.trace.metadata import NumaPlacement, RankInfo
 from ebbtide.profiler.trace.metadata_parsing import without_nulls
 from ebbtide.profiler.trace.schema import TABLES, frame
 from ebbtide.profiler.trace.spool_devices import device_names, note_on_unused_gpus, notes_on_devices, nvml_info
@@ -55,6 +56,9 @@ def _recover_rank(path: Path, records: Records, samples: Records, meta: dict[str
     job_info = _job_info(path.with_name(path.name.replace("agent-", "facts-").replace(".spool", ".json")))
     entry = _entry(header, job_info, host, gpus)
     pid = entry["pid"]
+    placement = _placement(placement_file(path.parent, pid))
+    if placement is not None:
+        entry["numa"] = placement
     entry["stopped"] = _stop_reason(records)
     notes = list(job_info.get("notes", []))
     notes += [note for note in [note_on_iterations(records)] if note]
@@ -81,6 +85,7 @@ def _recover_rank(path: Path, records: Records, samples: Records, meta: dict[str
         data.tables["transfers"], problems = transfers.read(copies, wall_to_monotonic)
         notes += problems
         entry["transfers_recorded"] = True
+        entry["transfers_spans_ns"] = transfers.spans_of(copies, data.tables["phases"])
     elif options.get("transfers"):
         on_gpu = entry["devices"][0].get("kind") == "cuda"
         reason = "the profiler for them gave nothing" if on_gpu else "the job did not use a GPU"
@@ -122,6 +127,16 @@ def _job_info(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, RecursionError):
         return {}
     return job_info
+
+
+def _placement(path: Path) -> dict[str, Any] | None:
+    """Return the NUMA nodes of a process as the sampler read them; None where it did not, or the file is damaged."""
+    try:
+        placement: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        msgspec.convert(placement, NumaPlacement)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return placement
 
 
 def _trim(data: RankData, first: int, end: int | None) -> None:

@@ -20,6 +20,8 @@ from ebbtide.profiler.trace.schema import frame
 CATEGORIES = ("gpu_memcpy", "Memcpy")
 # "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pageable)"
 _NAME = re.compile(r"Memcpy (HtoD|DtoH)(?: \((\w+) -> (\w+)\))?")
+# The name of a slice, which the agent gives it.
+_SLICE = re.compile(r"copies-(\d+)-(\d+)\.json$")
 _HOST_MEMORY = {"Pinned": "pinned", "Pageable": "pageable"}
 
 
@@ -99,3 +101,28 @@ def read(paths: Iterable[Path], wall_to_monotonic_ns: int) -> tuple[pd.DataFrame
                 f"the copies in {path.name} could not all be read ({trace.stop_reason or 'some are damaged'})"
             )
     return frame("transfers", pd.concat(tables)), problems
+
+
+def spans_of(paths: Iterable[Path], phases: pd.DataFrame) -> list[tuple[int, int]]:
+    """Return the spans of time, in ns, in which copies were recorded, from the names of their files.
+
+    The agent starts a slice just after an iteration ends: it covers the time from that end on.
+
+    Args:
+        paths: The files.
+        phases: The table `phases` of the process.
+
+    Returns:
+        (start, end) of each span, ascending and disjoint.
+    """
+    phase_ends = np.sort(phases["end_ns"].to_numpy(np.int64))
+    slices = sorted((int(match[1]), int(match[2])) for path in paths if (match := _SLICE.search(path.name)))
+    spans: list[tuple[int, int]] = []
+    for start, end in slices:
+        before = phase_ends[: np.searchsorted(phase_ends, start, side="right")]
+        start = int(before[-1]) if len(before) else start
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], end)
+        else:
+            spans.append((start, end))
+    return spans

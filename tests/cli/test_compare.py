@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ebbtide.cli import run
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import open_trace
 from tests.conftest import ebbtide, torch_on_one_thread
@@ -41,13 +41,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the emulated device compute slightly wrong results."""
-    update: Callable[..., None] = EmulatedDevice.update
+    update: Callable[..., None] = EmulatedDevice.run_updates
 
-    def wrong_update(self: Any, grad: Any, master: torch.Tensor, *others: Any) -> None:
-        update(self, grad, master, *others)
-        master.mul_(1 + 2**-7)
+    def wrong_updates(self: Any, updates: Sequence[TensorUpdate]) -> None:
+        update(self, updates)
+        for changed in updates:
+            changed.master.mul_(1 + 2**-7)
 
-    monkeypatch.setattr(EmulatedDevice, "update", wrong_update)
+    monkeypatch.setattr(EmulatedDevice, "run_updates", wrong_updates)
 
 
 def test_compare__prints_one_object_and_writes_its_outputs(folder: Path) -> None:

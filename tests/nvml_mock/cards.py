@@ -123,6 +123,9 @@ GB200 = MockCard(
     generation=6,
     max_generation=6,
 )
+# Its driver does not report the links of NVLink-C2C.
+GH200 = MockCard(card_uuid(0x6200), "NVIDIA GH200 480GB", total=96 * GIB, counters="uint64", h2d=0, d2h=0)
+GPM_ONLY = replace(H200, uuid=card_uuid(0x201), name="NVIDIA H200 with GPM alone", throughput=False)
 RTX_4090 = MockCard(
     card_uuid(0x4090),
     "NVIDIA GeForce RTX 4090",

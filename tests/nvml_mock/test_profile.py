@@ -242,6 +242,9 @@ def test_link__gives_rates_or_the_reason_for_none(box: RecordedBox) -> None:
         uses = [use for use in printed["phases"] if use["rank"] == box.rank(card) and use["phase"] == "other"]
         rates = {use["direction"]: use["mean_bytes_per_s"] for use in uses}
         assert rates == {name: pytest.approx(getattr(card, name), rel=0.05) for name in ("h2d", "d2h")}
+    for card, reason in WITHOUT_LINK.items():
+        shown = ebbtide_in_process("link", box.path, "--rank", box.rank(card)).stdout
+        assert f"no GPU link was recorded: {reason}; " in " ".join(shown.split())
     silent = {box.rank(card) for card in WITHOUT_LINK}
     assert [use for use in printed["phases"] if use["rank"] in silent and use["bytes"] is not None] == []
 
@@ -253,6 +256,9 @@ def test_summary__has_the_state_of_the_cards(box: RecordedBox) -> None:
     assert extremes == {(A100.power_mw / 1e3, H100.instant_power_mw / 1e3)}
     phases = {row["phase"]: row for row in printed["phases"]}
     assert phases["update"]["h2d_bytes"] > 0
+    assert [remark for remark in printed["remarks"] if remark.startswith("no link use")] == [
+        f"no link use of rank {box.rank(card)}: {reason}" for card, reason in WITHOUT_LINK.items()
+    ]
 
 
 def test_windows__finds_the_memory_that_is_free_for_part_of_the_time(box: RecordedBox) -> None:
@@ -265,6 +271,8 @@ def test_windows__finds_the_memory_that_is_free_for_part_of_the_time(box: Record
     # An unknown link is not an idle one.
     for card in (GB200, MIG, VGPU):
         assert of_rank[card][["h2d_idle_share", "d2h_idle_share"]].isna().all(axis=None)
+        shown = ebbtide_in_process("windows", box.path, "--rank", box.rank(card)).stdout
+        assert f"link use was not recorded ({WITHOUT_LINK[card]}), so idle shares are not known" in shown
     idle = of_rank[H200]["h2d_idle_share"].median()
     assert idle == pytest.approx(1 - H200.h2d / H200_PEAK_BYTES_PER_S, abs=0.02)
 
@@ -291,6 +299,7 @@ def record_alone(drivers: Drivers, tmp_path: Path) -> Alone:
     return run
 
 
+@pytest.mark.slow
 def test_profile__names_the_reason_if_nvml_does_not_answer(record_alone: Alone) -> None:
     code = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
     trace, lines = record_alone(A100, cuda_device(A100), init_error=code)
@@ -301,6 +310,7 @@ def test_profile__names_the_reason_if_nvml_does_not_answer(record_alone: Alone) 
     assert line in trace.notes
 
 
+@pytest.mark.slow
 def test_profile__says_that_a_job_on_the_cpu_used_no_gpu(record_alone: Alone) -> None:
     trace, lines = record_alone(A100)
     assert lines[:-1] == ["no recorded process used a GPU: the samples of the GPU of this host are not in the trace"]
@@ -308,6 +318,7 @@ def test_profile__says_that_a_job_on_the_cpu_used_no_gpu(record_alone: Alone) ->
     assert len(trace.link(0)) == 0
 
 
+@pytest.mark.slow
 def test_profile__finds_the_mig_device_of_cuda_visible_devices(record_alone: Alone) -> None:
     """CUDA may give the UUID of the card; the job sees one MIG device of it."""
     ours = MIG.mig_devices[1]

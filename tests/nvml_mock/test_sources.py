@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pynvml
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.calibrate.counters import check_counters
+from ebbtide.interleave.calibrate.counters import check_counters, check_sources
+from ebbtide.interleave.calibrate.link import ReferenceCopies
 from ebbtide.interleave.calibrate.record import Record, Setup
+from ebbtide.profiler.agent.spool import LINK_SOURCES
 from ebbtide.profiler.sampler.gpu import open_gpus
 from ebbtide.profiler.sampler.gpu_state import GpuStateReader
 from ebbtide.profiler.sampler.links import (
@@ -27,12 +32,16 @@ from ebbtide.profiler.sampler.links import (
 )
 from ebbtide.profiler.sampler.nvml import GpuLost, Nvml, NvmlError, Unsupported
 from ebbtide.profiler.sampler.sampler import Sampler
+from ebbtide.profiler.trace.metadata import RankInfo
+from ebbtide.profiler.trace.spools import recover
 from tests.nvml_mock.build import LoadedMock, loaded
 from tests.nvml_mock.cards import (
     A100,
     CARDS,
     FORBIDDEN,
     GB200,
+    GH200,
+    GPM_ONLY,
     H100,
     H200,
     MIG,
@@ -45,6 +54,7 @@ from tests.nvml_mock.cards import (
     write_description,
 )
 from tests.nvml_mock.conftest import Drivers, OpenMock
+from tests.profiler.sampler.test_sampler import write_agent_files
 
 MS = 1_000_000
 # Late enough for 64-bit counters beyond 2**32.
@@ -125,6 +135,9 @@ def test_throughput_source__gives_the_rates_of_both_directions(open_mock: OpenMo
         (VGPU, False, None),
         (FORBIDDEN, False, None),
         (GB200, False, None),
+        (GH200, False, None),
+        (GPM_ONLY, False, "gpm"),
+        (GPM_ONLY, True, None),
     ],
 )
 def test_best_source__chooses_the_source_that_counts_copies(
@@ -136,7 +149,9 @@ def test_best_source__chooses_the_source_that_counts_copies(
     assert all(reasons)
 
 
-@pytest.mark.parametrize(("card", "reason"), [(GB200, "NVLink-C2C"), (MIG, "not of a MIG device")])
+@pytest.mark.parametrize(
+    ("card", "reason"), [(GB200, "NVLink-C2C"), (GH200, "NVLink-C2C"), (MIG, "not of a MIG device")]
+)
 def test_best_source__takes_no_counter_of_other_traffic(open_mock: OpenMock, card: MockCard, reason: str) -> None:
     """Their PCIe counters answer, with bytes that are not those of this GPU's copies."""
     gpus, _ = open_mock(card)
@@ -263,7 +278,14 @@ def test_sampler__names_cards_that_lack_the_same_in_one_line(drivers: Drivers, t
 
 @pytest.mark.parametrize(
     ("card", "uuid", "reason"),
-    [(GB200, GB200.uuid, "NVLink-C2C"), (MIG, MIG.mig_devices[1].uuid, "MIG device")],
+    [
+        (GB200, GB200.uuid, "NVLink-C2C"),
+        (GH200, GH200.uuid, "NVLink-C2C"),
+        (MIG, MIG.mig_devices[1].uuid, "MIG device"),
+        # CUDA may give the UUID of the card.
+        (MIG, MIG.uuid, "MIG device"),
+        (replace(H100, lost_ns=0), H100.uuid, "NVML does not show GPU-"),
+    ],
 )
 def test_check_counters__does_not_compare_copies_with_other_traffic(
     open_mock: OpenMock, monkeypatch: pytest.MonkeyPatch, card: MockCard, uuid: str, reason: str
@@ -277,6 +299,108 @@ def test_check_counters__does_not_compare_copies_with_other_traffic(
     assert note.startswith("the link counters of the GPU were not checked: ")
     assert reason in note
     assert record.extra == {}
+
+
+REFUSED = {
+    A100: {"nvml-counters": "Not Supported", "gpm": "not on this card"},
+    H100: {},
+    GPM_ONLY: {"nvml-counters": "Not Supported", "nvml-throughput": "Not Supported"},
+    RTX_4090: {"gpm": "not on this card"},
+    WRAPPING: {"gpm": "not on this card"},
+    FORBIDDEN: {
+        "nvml-counters": "Insufficient Permissions",
+        "gpm": "not on this card",
+        "nvml-throughput": "Insufficient Permissions",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "card",
+    [H100, FORBIDDEN, *(pytest.param(card, marks=pytest.mark.slow) for card in (A100, GPM_ONLY, RTX_4090, WRAPPING))],
+    ids=lambda card: card.name,
+)
+def test_check_sources__compares_each_source_with_the_bytes_of_copies(
+    open_mock: OpenMock, monkeypatch: pytest.MonkeyPatch, card: MockCard
+) -> None:
+    """The mock moves bytes all the time, at the rates of its card: those are the copies."""
+    monkeypatch.setattr("ebbtide.interleave.calibrate.counters._PAUSE_S", 0.02)
+    (gpu,), _ = open_mock(card)
+
+    def copy(direction: str, seconds: float) -> ReferenceCopies:
+        start_ns = time.monotonic_ns()
+        time.sleep(seconds)
+        end_ns = time.monotonic_ns()
+        return ReferenceCopies(start_ns, end_ns, round(card.bytes_between(direction, start_ns, end_ns)))
+
+    results = check_sources(gpu, copy, seconds=0.6)
+    assert list(results) == list(LINK_SOURCES)
+    assert {name: result["refused"] for name, result in results.items() if "refused" in result} == REFUSED[card]
+    for result in results.values():
+        for comparison in () if "refused" in result else (result["h2d"], result["d2h"]):
+            assert comparison["samples"] >= 2
+            assert comparison["scale"] == pytest.approx(1.0, rel=0.02)
+            assert comparison["dropouts"] == 0.0
+
+
+def recover_rank(folder: Path, uuid: str) -> tuple[Sampler, RankInfo, list[str]]:
+    """Run the sampler beside a job on a GPU; return it, the rank of the job, and the notes on GPUs not sampled."""
+    sampler = Sampler(folder)
+    write_agent_files(folder, sampler.host["name"], f"GPU-{uuid.partition('-')[2]}", os.getpid())
+    sampler.start()
+    sampler.stop()
+    (training,) = recover(folder, {"host": sampler.host, "options": {}})
+    notes = [note for note in training.notes if "sampled" in note]
+    return sampler, msgspec.convert(training.ranks[0].meta, RankInfo), notes
+
+
+@pytest.mark.parametrize(
+    ("card", "uuid", "settings", "reason"),
+    [
+        (A100, A100.uuid, {"init_error": pynvml.NVML_ERROR_DRIVER_NOT_LOADED}, "Driver Not Loaded"),
+        (A100, H100.uuid, {}, f"NVML shows no GPU with its UUID, {H100.uuid}"),
+        (
+            MIG,
+            MIG.uuid,
+            {},
+            "CUDA gave the UUID of its card, which has several MIG devices; set CUDA_VISIBLE_DEVICES to one of them",
+        ),
+    ],
+)
+def test_sampler__names_the_reason_if_the_gpu_of_the_job_was_not_sampled(
+    drivers: Drivers, tmp_path: Path, card: MockCard, uuid: str, settings: dict[str, int], reason: str
+) -> None:
+    with loaded(drivers.current, write_description(tmp_path / "nvml.txt", [card], **settings)):
+        _, rank, notes = recover_rank(tmp_path, uuid)
+    assert rank.main_device.pci_bus_id is None
+    assert notes == [f"rank 0: cuda:0 was not sampled: {reason}"]
+
+
+@pytest.mark.parametrize(("visible", "uuid"), [(True, MIG.uuid), (True, MIG.mig_devices[1].uuid), (False, "second")])
+def test_sampler__finds_the_mig_device_of_the_job(
+    drivers: Drivers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: bool, uuid: str
+) -> None:
+    """CUDA may give the UUID of the card: it is enough where the job sees one MIG device of it."""
+    ours = MIG.mig_devices[1]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours.uuid if visible else "")
+    with loaded(drivers.current, write_description(tmp_path / "nvml.txt", [H100, MIG])):
+        sampler, rank, notes = recover_rank(tmp_path, ours.uuid if uuid == "second" else uuid)
+    device = rank.main_device
+    assert (device.parent_uuid, device.pci_bus_id) == (MIG.uuid, "00000000:19:00.0")
+    assert device.link_missing == "PCIe counters are those of the whole card, not of a MIG device"
+    assert notes == []
+    assert len(sampler.host["gpus"]) == (1 if visible else 3)
+
+
+@pytest.mark.parametrize("card", [GB200, GH200])
+def test_sampler__gives_nvlink_c2c_no_peak_and_no_samples_of_pcie(
+    drivers: Drivers, tmp_path: Path, card: MockCard
+) -> None:
+    with loaded(drivers.current, write_description(tmp_path / "nvml.txt", [card])):
+        sampler, rank, _ = recover_rank(tmp_path, card.uuid)
+    reason = "copies go over NVLink-C2C, which PCIe counters do not count"
+    assert (rank.main_device.link_missing, rank.main_device.link.peak_bytes_per_s) == (reason, None)
+    assert sampler.notes == [f"no link use of GPU 0: {reason}"]
 
 
 @given(

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.metrics.devices import link_peak, memory_timeline
-from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copies, covering, traffic
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, busy_between, copies, traffic
 from ebbtide.analysis.metrics.substeps.operations import ON_HOST, remove_overlaps
-from ebbtide.analysis.timeseries.step_functions import Ints, peak_between, union
+from ebbtide.analysis.timeseries.step_functions import Ints, peak_between
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
@@ -123,8 +123,7 @@ class SubstepAggregator:
                 rows = copies(trace, rank, direction)
                 for kind in _HOST_MEMORY:
                     own = rows[rows["host_memory"] == kind]
-                    spans = union(own["start_ns"].to_numpy(np.int64), own["end_ns"].to_numpy(np.int64))
-                    self._busy_by_host_memory[direction, kind] = covering(*spans)
+                    self._busy_by_host_memory[direction, kind] = busy_between(own, trace.rank(rank).transfers_spans_ns)
 
     def steps(self, rows: pd.DataFrame, keys: list[str], tiles: bool) -> list[SubStep]:
         """Return a SubStep for each combination of the keys, in the order in which they begin in each phase.
@@ -181,7 +180,7 @@ class SubstepAggregator:
         totals = {"busy": moved.busy if moved is not None else None}
         totals |= {kind: self._busy_by_host_memory.get((direction, kind)) for kind in _HOST_MEMORY}
         for kind, total in totals.items():
-            figures[f"{direction} {kind}"] = np.nan if total is None else (total(ends) - total(starts)) / 1e6
+            figures[f"{direction} {kind}"] = np.nan if total is None else total(starts, ends) / 1e6
         return figures
 
     def _step(self, key: dict[str, Any], median: pd.Series[float], total: pd.Series[float], typical: float) -> SubStep:

@@ -41,7 +41,8 @@ def print_link(trace: Trace, link: LinkUse) -> None:
         if use.bytes is not None or use.busy_ms is not None
     ]
     if not rows:
-        typer.echo(f"{trace.path}: {no_link_use(trace, has_samples=any(entry.source for entry in link.ranks))}")
+        ranks, has_samples = [entry.rank for entry in link.ranks], any(entry.source for entry in link.ranks)
+        typer.echo(f"{trace.path}: {no_link_use(trace, ranks, has_samples)}")
         return
     columns = [
         "phase",

@@ -33,8 +33,11 @@ _RATES: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "d2h_pageable_bytes_per_s": ("d2h, pageable", rate_text),
     "cpu_update_params_per_s": ("update on the CPU", _params_rate_text),
     "cpu_cast_params_per_s": ("cast on the CPU", _params_rate_text),
+    "cpu_norm_params_per_s": ("norm of gradients on the CPU", _params_rate_text),
     "gpu_update_params_per_s": ("update on the GPU", _params_rate_text),
+    "gpu_cast_params_per_s": ("cast on the GPU", _params_rate_text),
     "step_overhead_s": ("overhead of a step", _seconds_text),
+    "operation_s": ("overhead of an operation", _seconds_text),
 }
 
 

@@ -21,6 +21,7 @@ _MAX_WINDOWS = 12
 def print_windows(trace: Trace, windows: Windows) -> None:
     """Print the windows that recur in every iteration, and the longest of all."""
     from ebbtide.analysis.metrics.devices import free_memory_text
+    from ebbtide.analysis.metrics.missing import link_reasons
 
     min_text, capacity = bytes_text(windows.min_bytes), bytes_text(windows.capacity_bytes)
     on_host = windows.memory == "host"
@@ -57,7 +58,9 @@ def print_windows(trace: Trace, windows: Windows) -> None:
         "could be copied in, updated and copied out during it"
     )
     if all(window.h2d_idle_share is None and window.d2h_idle_share is None for window in windows.windows):
-        typer.echo("link use was not recorded, so idle shares are not known")
+        reasons = "; ".join(link_reasons(trace, sorted({window.rank for window in windows.windows})))
+        reason = f" ({reasons})" if reasons else ""
+        typer.echo(f"link use was not recorded{reason}, so idle shares are not known")
 
 
 def _window_table(title: str, windows: list[Window], on_host: bool) -> None:

@@ -10,16 +10,10 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from ebbtide.errors import MachineError
-from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.calibrate.fitting.samples import FitSample
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.replay.recorded_policy import recorded_policy
-from ebbtide.interleave.replay.workload_from_trace import ranks_on_host, workload_of
-from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.box import Box
 from ebbtide.machines.machine import Machine
-from ebbtide.phases import BACKWARD, UPDATE
-from ebbtide.profiler.trace import Trace
 
 Vector = np.ndarray[Any, Any]
 
@@ -55,40 +49,19 @@ MEMORY_SHARE_PRIOR = Prior(0.85, 1.2)
 _LINK_EFFICIENCY = 0.8
 # The rates that limit updates, and that ranks share. Where another one starts to limit, the residuals have a kink.
 _SHARED = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
+_LINK = ("h2d_bytes_per_s", "d2h_bytes_per_s")
+# The start of the search with a slow link, in widths of its prior.
+_SLOW_LINK = -2.5
 # Names of the same rates of one rank while the others are idle, as in `box` of a machine file.
 _ONE_RANK = {f"box.one_rank_{key}": key for key in _SHARED}
+# Evaluations from each start of the search, then how many of the best are continued, and with how many more.
+_FIRST_EVALUATIONS = 12
+_REFINED_STARTS = 3
+_EVALUATIONS = 200
 # Medians of a trace are accurate to about this share, and so is the simulator.
 _RELATIVE_ERROR = 0.02
 # A rate whose uncertainty is still more than this share of its prior's is determined by the prior, not by the traces.
 _IDENTIFIED = 0.5
-
-
-@dataclass(frozen=True)
-class FitSample:
-    """The measurements of one trace for a fit.
-
-    Attributes:
-        name: Name of the trace.
-        workload: Its workload.
-        policy: The policy it ran under.
-        update_s: Measured update, seconds.
-        backward_s: Measured backward, seconds, if it waited for gradients; otherwise None.
-        link_peak: Peak rate of the link, bytes/s, None if not recorded.
-        ranks: Ranks that shared the host; None: not known.
-    """
-
-    name: str
-    workload: Workload
-    policy: str
-    update_s: float
-    backward_s: float | None
-    link_peak: float | None = None
-    ranks: int | None = 1
-
-    def simulate(self, machine: Machine) -> Schedule:
-        """Return the schedule on a machine, with the rates of as many ranks on a host as the trace had."""
-        shared = machine.for_ranks(self.ranks) if machine.box is not None and self.ranks is not None else machine
-        return simulate(make_plan(self.policy, self.workload, shared), self.workload, shared)
 
 
 @dataclass(frozen=True)
@@ -107,33 +80,6 @@ class MachineFit:
     residuals: dict[str, float]
     uncertainty: dict[str, float]
     unidentified: tuple[str, ...]
-
-
-def sample_of(trace: Trace) -> FitSample:
-    """Return the measurements of a trace.
-
-    Raises:
-        MachineError: The trace's policy is not known.
-    """
-    policy = recorded_policy(trace)
-    if policy is None:
-        raise MachineError(
-            f"{trace.path} does not record how it was offloaded (a DeepSpeed configuration with offload_optimizer does)"
-        )
-    from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
-
-    metrics = TraceMetrics(trace)
-    update_ms, backward_ms = metrics.phase_ms(UPDATE), metrics.phase_ms(BACKWARD)
-    backward_waits = policy.endswith("grads=blocking") and backward_ms is not None
-    return FitSample(
-        trace.name,
-        workload_of(trace),
-        policy,
-        (update_ms or 0.0) / 1e3,
-        (backward_ms or 0.0) / 1e3 if backward_waits else None,
-        metrics.peak_bytes_per_s,
-        ranks_on_host(trace),
-    )
 
 
 def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str = "fitted") -> MachineFit:
@@ -185,12 +131,19 @@ def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str
     # The errors have kinks where another rate starts to limit. A coarse difference looks across them, and several
     # starting points keep the search from staying where it began.
     limiting = [name for name in names if _ONE_RANK.get(name, name) in _SHARED]
-    starts = [center + sign * width * (np.array(names) == name) for name in limiting for sign in (-1, 1)]
-    solutions = [
-        least_squares(errors, start, diff_step=1e-3, x_scale=width, method="trf", max_nfev=200)
-        for start in (center, *starts)
-    ]
-    best = min(solutions, key=lambda solution: float(solution.cost))
+    offsets = [(name, sign) for name in limiting for sign in (-1.0, 1.0)]
+    # A link limits nothing near its prior, so only a start far below it shows what a slow link would explain.
+    offsets += [(name, _SLOW_LINK) for name in _LINK if name in names]
+    starts = [center + offset * width * (np.array(names) == name) for name, offset in offsets]
+
+    def search(start: Vector, evaluations: int) -> Any:
+        return least_squares(errors, start, diff_step=1e-3, x_scale=width, method="trf", max_nfev=evaluations)
+
+    def cost(solution: Any) -> float:
+        return float(solution.cost)
+
+    first = sorted((search(start, _FIRST_EVALUATIONS) for start in (center, *starts)), key=cost)
+    best = min((search(solution.x, _EVALUATIONS) for solution in first[:_REFINED_STARTS]), key=cost)
     sigmas = np.sqrt(np.diag(np.linalg.inv(best.jac.T @ best.jac)))
     machine = machine_at(best.x)
     return MachineFit(
@@ -232,7 +185,7 @@ def box_of_ranks(machine: Machine, ranks: int, alone: dict[str, float]) -> Box |
 
 def _prior_value(key: str, link_peak: float | None) -> float:
     """Return the most likely value of a rate before any update is looked at."""
-    if link_peak and key in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
+    if link_peak and key in _LINK:
         return _LINK_EFFICIENCY * link_peak
     return PRIORS[key].value
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.errors import MachineError
-from ebbtide.interleave.calibrate.fitting.fit import FitSample, MachineFit, box_of_ranks, fit, sample_of
+from ebbtide.interleave.calibrate.fitting.fit import MachineFit, box_of_ranks, fit
 from ebbtide.interleave.calibrate.fitting.from_steps import StepRates, step_rates
+from ebbtide.interleave.calibrate.fitting.samples import FitSample, sample_of
 from ebbtide.interleave.replay.workload_from_trace import ranks_on_host
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.trace import Trace, open_trace
@@ -78,10 +79,6 @@ def _with_four_digits(value: float) -> float:
 def _sample(trace: Trace, steps: StepRates | None) -> FitSample:
     """Return the measurements of a trace, without the passes of DeepSpeed that no plan has."""
     sample = sample_of(trace)
-    if sample.policy.partition(",")[0] == "adaptive":
-        raise MachineError(
-            f"{trace.path} ran under adaptive, whose plan follows the machine: fit from a run of another policy"
-        )
     return replace(sample, update_s=sample.update_s - steps.not_in_plans_s) if steps is not None else sample
 
 

@@ -9,28 +9,15 @@ from dataclasses import replace
 from ebbtide.interleave.engine.adaptive.budget import Budget, budgets_differ, free_memory, max_budget, min_budget
 from ebbtide.interleave.engine.adaptive.rate_correction import PLANNING_RATES, WEIGHT, correct_rates
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.runtime.device_blocks import plan_bytes, worst_case
 from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 from ebbtide.units import bytes_text
 
-# Copies to the device end at once and copies to the host are slow on it, so a plan uses as much device memory as it can
-# on any machine.
-_WORST_CASE = Machine(
-    name="worst case of device memory",
-    h2d_bytes_per_s=1e13,
-    d2h_bytes_per_s=1e6,
-    h2d_pageable_bytes_per_s=1e13,
-    d2h_pageable_bytes_per_s=1e13,
-    host_memory_bytes_per_s=1e14,
-    cpu_update_params_per_s=1e6,
-    cpu_cast_params_per_s=1e13,
-    gpu_update_params_per_s=1e15,
-)
 # A new plan is due if rates, phases or memory differ by more than this share from those of the last plan.
 _DRIFT = 0.15
 # If they differ by more than this share, the patience below does not count.
@@ -62,6 +49,7 @@ class Planner:
     def __init__(self, policy: str, machine: Machine, subgroups: Sequence[Subgroup], streamed: bool) -> None:
         self.policy = policy
         self.machine = machine
+        self._subgroups = subgroups
         width = max((subgroup.dtype.itemsize for subgroup in subgroups), default=2)
         sizes = tuple(subgroup.params for subgroup in subgroups)
         self.workload = Workload(
@@ -98,18 +86,21 @@ class Planner:
             EngineError: If the plan needs more memory than the budget.
         """
         begin_s = time.perf_counter()
-        plan, worst_case = self._simulated_plan(budget)
+        plan, needed_bytes = self._plan_and_bytes(budget)
         # `adaptive` fits phases by its own rates: with the slow link of the worst case it would use no window.
         limit = max_budget(budget) if self.policy == "adaptive" else min_budget(budget)
-        if isinstance(budget, Mapping) and _exceeds(worst_case, limit):
-            plan, worst_case = self._simulated_plan(min_budget(budget))
+        for smaller in self._smaller_budgets(budget, limit, needed_bytes):
+            if limit is None or needed_bytes <= limit:
+                break
+            plan, needed_bytes = self._plan_and_bytes(smaller)
+            self.workload = replace(self.workload, gpu_free=free_memory(budget, self.workload))
         self._planned = (self.workload, self.machine, budget)
-        if _exceeds(worst_case, limit):
+        if limit is not None and needed_bytes > limit:
             raise EngineError(
-                f"policy {self.policy} needs {bytes_text(worst_case.peak_device_bytes)} of device memory, more than "
+                f"policy {self.policy} needs {bytes_text(needed_bytes)} of device memory, more than "
                 f"the budget of {budget} bytes: choose smaller subgroups, a policy that needs less, or `adaptive`"
             )
-        self.needed_bytes = worst_case.peak_device_bytes
+        self.needed_bytes = needed_bytes
         # Rates that only fluctuate give the same plan again: then wait longer before the next one.
         counts = plan.counts()
         self._patience = min(2 * self._patience, _MAX_PATIENCE) if counts == self._counts else _PATIENCE
@@ -118,8 +109,17 @@ class Planner:
         self._planning_s = self._planned_s - begin_s
         return plan
 
-    def _simulated_plan(self, budget: Budget | None) -> tuple[Plan, Schedule]:
-        """Return a plan, and its schedule with the worst case of device memory."""
+    def _smaller_budgets(self, budget: Budget | None, limit: float | None, needed_bytes: float) -> list[float]:
+        """Return what to plan with if a plan needs more than its budget."""
+        if isinstance(budget, Mapping):
+            return [float(min(budget.values()))]
+        if self.policy != "adaptive" or not limit:
+            return []
+        # Blocks that uneven subgroups share are larger than most states in them.
+        return [limit * limit / needed_bytes, 0.0]
+
+    def _plan_and_bytes(self, budget: Budget | None) -> tuple[Plan, float]:
+        """Return a plan, and the device memory that it may use, in bytes."""
         self.workload = replace(self.workload, gpu_free=free_memory(budget, self.workload))
         # A rank that has only empty shards has nothing to choose.
         policy = self.policy if self.workload.params else "zero-offload"
@@ -129,7 +129,8 @@ class Planner:
                 f"policy {self.policy}: the update here writes half-precision parameters, so that none are converted "
                 "on the GPU: choose params=pipelined or params=blocking"
             )
-        return plan, simulate(plan, self.workload, _WORST_CASE)
+        schedule = worst_case(plan, self.workload)
+        return plan, max(schedule.peak_device_bytes, plan_bytes(schedule, self._subgroups))
 
     def observe(self, schedule: Schedule) -> None:
         """Update phases and rates from the measured schedule of a step."""
@@ -169,10 +170,6 @@ class Planner:
             if abs(now - before) > drift * job.compute_s:
                 return f"{key} went from {before:.3g} to {now:.3g}"
         return None
-
-
-def _exceeds(schedule: Schedule, limit: float | None) -> bool:
-    return limit is not None and schedule.peak_device_bytes > limit
 
 
 def _smoothed(old: float, new: float, is_first: bool) -> float:

@@ -9,9 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ebbtide.interleave.engine.devices.device import Device, Direction
+from ebbtide.interleave.engine.devices.device import Device, Direction, copy_now
 from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES, CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Hyper
+from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import STATE_BYTES
 
@@ -53,17 +54,19 @@ def probe(device: Device, kernel: CpuKernel, params: int, device_bytes: float | 
     def copy(direction: Direction) -> Callable[[], None]:
         h2d = direction == "h2d"
         pair = (host_states[0], device_states[0]) if h2d else (device_states[1], host_states[1])
-        return lambda: device.copy(direction, [pair])
+        return lambda: copy_now(device, direction, [pair])
+
+    def update_on_gpu() -> None:
+        device.update([TensorUpdate(device_grad, updated[0], updated[1], updated[2], device_out, scalars)])
+        device.record("gpu").synchronize()
 
     try:
         for device_state in device_states:
-            device.copy("h2d", [(host_states[0], device_state)])
-        device.copy("h2d", [(half, device_grad)])
+            copy_now(device, "h2d", [(host_states[0], device_state)])
+        copy_now(device, "h2d", [(half, device_grad)])
         cpu_s = _min_seconds(update_on_cpu)
         h2d_s, d2h_s = _min_seconds(copy("h2d")), _min_seconds(copy("d2h"))
-        gpu_s = _min_seconds(
-            lambda: device.update(device_grad, updated[0], updated[1], updated[2], device_out, scalars)
-        )
+        gpu_s = _min_seconds(update_on_gpu)
         together_s = _min_seconds(lambda: _run_at_once(update_on_cpu, copy("h2d"), copy("d2h")))
     finally:
         for tensor in (*device_states, scratch):

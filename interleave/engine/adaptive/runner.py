@@ -73,6 +73,8 @@ class AdaptiveRunner:
         self._next_plan: Plan | None = None
         self._closers = [self.kernel.close, *([device.close] if device is not None and owns_device else [])]
         self._close = weakref.finalize(self, _call_all, self._closers)
+        if device is not None:
+            self._bind_threads(device)
 
     @property
     def device(self) -> Device:
@@ -94,6 +96,11 @@ class AdaptiveRunner:
             self._device.close()
         self._device = device
         self._closers.append(device.close)
+        self._bind_threads(device)
+
+    def _bind_threads(self, device: Device) -> None:
+        if device.numa_node is not None:
+            self.kernel.bind(device.numa_node)
 
     def check(self, subgroups: Sequence[Subgroup]) -> None:
         """Check the policy, the machine and the budget before there is a device.

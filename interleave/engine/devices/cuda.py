@@ -1,7 +1,4 @@
-"""A CUDA GPU as device of the engine.
-
-It uses streams for copies and updates, and events for the work of the training thread.
-"""
+"""A CUDA GPU as device of the engine."""
 
 from __future__ import annotations
 
@@ -11,20 +8,16 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from ebbtide.interleave.engine.devices.capture_mode import tolerate_captures
-from ebbtide.interleave.engine.devices.device import Direction
-from ebbtide.interleave.engine.devices.host_memory import allocate_pinned
+from ebbtide.interleave.engine.devices.cuda_streams import CudaStreams
+from ebbtide.interleave.engine.devices.device import Direction, Mark, Stream
+from ebbtide.interleave.engine.devices.host_memory import allocate_pinned, gpu_node
 from ebbtide.interleave.engine.devices.job_memory import JobMemory
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError, UpdateNotStarted
-from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
-
-# Elements of the tensors that a warm-up runs on.
-_WARM_UP_PARAMS = 64
+from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
 
 
 class CudaDevice:
-    """A GPU. Each thread of the executor issues to its own stream and waits for it without the GIL.
-
-    An operation is done when its call returns. This class is written for CUDA and has not run on a GPU yet.
+    """A GPU. Work is issued to streams, and marks are CUDA events. It has not run on a GPU yet.
 
     Args:
         device: The GPU; without an index, the current one.
@@ -41,8 +34,8 @@ class CudaDevice:
 
         self._device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
         self._kernel = triton_kernel
-        with torch.cuda.device(self._device):
-            self._streams = {"h2d": torch.cuda.Stream(), "d2h": torch.cuda.Stream(), "gpu": torch.cuda.Stream()}
+        self.numa_node = gpu_node(self._device)
+        self._streams = CudaStreams(self._device)
         self._used = 0
         self._job_memory = JobMemory()
         self._lock = threading.RLock()
@@ -67,7 +60,7 @@ class CudaDevice:
 
     def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
         try:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._streams["h2d"]):
+            with torch.cuda.device(self._device), torch.cuda.stream(self._streams.stream("memory")):
                 block = torch.empty((rows, params), dtype=torch.float32, device=self._device)
         except torch.cuda.OutOfMemoryError as error:
             raise DeviceMemoryError(f"the GPU has too little free memory: {str(error).splitlines()[0]}") from error
@@ -84,57 +77,43 @@ class CudaDevice:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if not pinned or not nbytes:
             return torch.zeros(shape, dtype=dtype, device="cpu")
-        return allocate_pinned(shape, dtype)
+        return allocate_pinned(shape, dtype, self.numa_node)
+
+    def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
+        tolerate_captures()
+        self._streams.wait(stream, marks)
+
+    def record(self, stream: Stream) -> Mark:
+        return self._streams.record(stream)
+
+    def begin_iteration(self) -> None:
+        self._streams.begin_iteration()
 
     def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        tolerate_captures()
-        stream = self._streams[direction]
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._streams.stream(direction)):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
-            done = torch.cuda.Event(blocking=True)
-            done.record(stream)
-        done.synchronize()
 
-    def update(
-        self,
-        grad: torch.Tensor,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        out: torch.Tensor,
-        scalars: Scalars,
-    ) -> None:
-        tolerate_captures()
-        stream = self._streams["gpu"]
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+    def update(self, updates: Sequence[TensorUpdate]) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._streams.stream("gpu")):
             try:
-                self._kernel.gpu_update(grad, master, exp_avg, exp_avg_sq, out, scalars)
+                self._kernel.gpu_update(updates)
             except Exception as error:
                 # It was not compiled, or the launch was refused.
                 raise UpdateNotStarted(f"the update on the GPU could not start: {error}") from error
-            done = torch.cuda.Event(blocking=True)
-            done.record(stream)
-        done.synchronize()
 
-    def sum_of_squares(self, gradient: torch.Tensor) -> Callable[[], float]:
-        return self._kernel.gpu_sum_of_squares(gradient)
+    def sums_of_squares(self, gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
+        with torch.cuda.device(self._device):
+            return self._kernel.gpu_sums_of_squares(gradients)
 
     def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
         with torch.cuda.device(self._device):
             return self._kernel.gpu_fingerprint(values)
 
     def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]]) -> None:
-        scalars = Hyper().scalars(1)
         try:
-            for grad_dtype, dtype in dtypes:
-                grad, out = (
-                    torch.zeros(_WARM_UP_PARAMS, dtype=kind, device=self._device) for kind in (grad_dtype, dtype)
-                )
-                state = torch.zeros((3, _WARM_UP_PARAMS), dtype=torch.float32, device=self._device)
-                self._kernel.gpu_update(grad, state[0], state[1], state[2], out, scalars)
-                self._kernel.gpu_sum_of_squares(grad)()
-                self._kernel.gpu_fingerprint([out])()
+            with torch.cuda.device(self._device):
+                self._kernel.warm_up(self._device, dtypes)
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise EngineError(
@@ -144,14 +123,6 @@ class CudaDevice:
 
     def is_capturing(self) -> bool:
         return bool(torch.cuda.is_current_stream_capturing())
-
-    def record_event(self) -> Callable[[], None]:
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return lambda: event.synchronize()
-
-    def synchronize(self) -> None:
-        torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
         """Do nothing: the streams are destroyed with this object."""

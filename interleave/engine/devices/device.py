@@ -7,20 +7,59 @@ from typing import Literal, Protocol
 
 import torch
 
-from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
 
 Direction = Literal["h2d", "d2h"]
+# Queues of work on the device: one for each resource of a plan, that to which the calling thread issues its own work
+# (`job`), and that of the job in whose order memory is allocated (`memory`).
+Stream = Literal["h2d", "d2h", "gpu", "job", "memory"]
 
 
-class Device(Protocol):
+class Mark(Protocol):
+    """A point of a stream, which the stream passes when all work before it is done."""
+
+    def synchronize(self) -> None:
+        """Wait until the stream has passed it.
+
+        Raises:
+            Exception: If work before it failed; the device cannot be used any more.
+        """
+        ...
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the stream has passed it."""
+        ...
+
+    @property
+    def time_s(self) -> float:
+        """When the stream passed it, on the clock of time.perf_counter. Only after `synchronize`."""
+        ...
+
+
+class Streams(Protocol):
+    """Work on a device: each stream does what is issued to it in order."""
+
+    def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
+        """Let a stream wait for marks, before it does what is issued to it from now on."""
+        ...
+
+    def record(self, stream: Stream) -> Mark:
+        """Return a mark behind everything that was issued to a stream so far."""
+        ...
+
+
+class Device(Streams, Protocol):
     """A device that stores and updates optimizer state.
 
-    The threads of the executor call it, with at most one call at a time for `update` and for each direction of `copy`.
-    Each call returns when its work is done.
+    The threads of the executor call it, with at most one call at a time for each stream. `copy` and `update` return
+    when their work is issued; a mark tells when it is done.
     """
 
     def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
         """Allocate device memory for the state of `params` parameters.
+
+        The stream `memory` may still use it for what it held before: others wait for a mark of that stream.
 
         Returns:
             A tensor of shape (rows, params), fp32.
@@ -31,7 +70,7 @@ class Device(Protocol):
         ...
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Free memory from `allocate_state`."""
+        """Free memory from `allocate_state`, which no stream uses any more."""
         ...
 
     def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
@@ -39,19 +78,11 @@ class Device(Protocol):
         ...
 
     def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy each (source, target) over the link, one after the other."""
+        """Issue copies of each (source, target) over the link, one after the other, to the stream of the direction."""
         ...
 
-    def update(
-        self,
-        grad: torch.Tensor,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        out: torch.Tensor,
-        scalars: Scalars,
-    ) -> None:
-        """Run the update of `reference` on tensors on the device.
+    def update(self, updates: Sequence[TensorUpdate]) -> None:
+        """Issue the update of `reference` on tensors on the device, to the stream `gpu`.
 
         Raises:
             UpdateNotStarted: If the update could not start: nothing was changed. After any other error nobody knows
@@ -59,18 +90,18 @@ class Device(Protocol):
         """
         ...
 
-    def sum_of_squares(self, gradient: torch.Tensor) -> Callable[[], float]:
-        """Start `norm.sum_of_squares` of a gradient on the device, with the values that it has now.
+    def sums_of_squares(self, gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
+        """Start `norm.sum_of_squares` of gradients on the device, with the values that they have now.
 
-        The training thread or autograd's thread calls this, the one that computed the gradient.
+        The training thread or autograd's thread calls this, the one that computed the gradients.
 
         Returns:
-            A function that waits for the result.
+            A function that waits for the results.
         """
         ...
 
     def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]]) -> None:
-        """Compile the kernels of `update`, `sum_of_squares` and `fingerprint`, and run them on a few elements.
+        """Compile the kernels of `update`, `sums_of_squares` and `fingerprint`, and run them on a few elements.
 
         Args:
             dtypes: The dtypes of the gradient and the parameter, for each combination that updates will have.
@@ -95,12 +126,10 @@ class Device(Protocol):
         """Return whether the calling thread captures its work in a CUDA graph instead of running it."""
         ...
 
-    def record_event(self) -> Callable[[], None]:
-        """Return a function that waits for everything that the calling thread has issued so far."""
-        ...
+    def begin_iteration(self) -> None:
+        """Use the training thread's current stream as `memory`, and set the clock of marks again, since clocks drift.
 
-    def synchronize(self) -> None:
-        """Wait for everything that the calling thread, the training thread, has issued so far."""
+        The training thread calls this."""
         ...
 
     def sample_memory(self) -> None:
@@ -112,6 +141,11 @@ class Device(Protocol):
         ...
 
     @property
+    def numa_node(self) -> int | None:
+        """The NUMA node of the host next to the device; None if there is one only, or it is not known."""
+        ...
+
+    @property
     def used_bytes(self) -> int:
         """Device memory in use by state and gradients, in bytes."""
         ...
@@ -119,3 +153,10 @@ class Device(Protocol):
     def close(self) -> None:
         """End the threads of the device."""
         ...
+
+
+def copy_now(device: Device, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each (source, target) over the link, and return when it is done."""
+    device.wait(direction, [device.record("job")])
+    device.copy(direction, pairs)
+    device.record(direction).synchronize()

@@ -1,4 +1,4 @@
-"""Emulated device (host memory with a hard limit, throttled copies) for testing the engine without a GPU."""
+"""Emulated device (host memory with a hard limit, streams with throttled copies) to run the engine without a GPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from ebbtide.interleave.engine.devices.device import Direction
+from ebbtide.interleave.engine.devices.device import Direction, Mark, Stream
+from ebbtide.interleave.engine.devices.emulated_streams import EmulatedStreams
 from ebbtide.interleave.engine.errors import DeviceMemoryError
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
 
 # Copies are throttled in chunks of this size, so that a changed rate takes effect at once.
 _CHUNK_BYTES = 1 << 20
@@ -20,8 +21,9 @@ _CHUNK_BYTES = 1 << 20
 class EmulatedDevice:
     """A device whose memory is host memory with an enforced capacity.
 
-    Its link has two directions of throttled copies, and its arithmetic is real. It exposes races, lost bytes and wrong
-    order of operations; its times say nothing about performance.
+    Its link has two directions of throttled copies, and its arithmetic is real. As on a GPU, a copy or an update is
+    issued to a stream and done later, on a thread of the stream. It exposes races, lost bytes and wrong order of
+    operations; its times say nothing about performance.
 
     Args:
         capacity_bytes: Capacity of the memory; None for no limit.
@@ -34,6 +36,7 @@ class EmulatedDevice:
         rates: The rates of copies by direction; may be changed at any time.
         gpu_update_params_per_s: The rate of updates; may be changed at any time.
         peak_bytes: The high-water mark of `used_bytes`.
+        numa_node: None: its memory is on any node.
     """
 
     def __init__(
@@ -47,12 +50,14 @@ class EmulatedDevice:
         self.rates: dict[Direction, float | None] = {"h2d": h2d_bytes_per_s, "d2h": d2h_bytes_per_s}
         self.gpu_update_params_per_s = gpu_update_params_per_s
         self.peak_bytes = 0
+        self.numa_node = None
         self._used = 0
         # Addresses of allocated blocks: releasing one twice raises KeyError.
         self._addresses: set[int] = set()
         # Re-entrant: the garbage collector may release a block during an allocation.
         self._lock = threading.RLock()
         self._kernel = CpuKernel(1)
+        self._streams = EmulatedStreams()
 
     @property
     def used_bytes(self) -> int:
@@ -87,9 +92,26 @@ class EmulatedDevice:
     def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device="cpu")
 
+    def submit(self, stream: Stream, work: Callable[[], object]) -> None:
+        """Issue work to a stream: what `copy` and `update` do, and what tests add."""
+        self._streams.submit(stream, work)
+
+    def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
+        self._streams.wait(stream, marks)
+
+    def record(self, stream: Stream) -> Mark:
+        return self._streams.record(stream)
+
     def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.submit(direction, lambda: self.run_copies(direction, pairs))
+
+    def run_copies(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy each (source, target) at the rate of the direction. The stream of the direction calls this."""
         start_s, duration_s = time.perf_counter(), 0.0
         for source, target in pairs:
+            if source.nbytes <= _CHUNK_BYTES and not self.rates[direction] and source.shape == target.shape:
+                target.copy_(source)
+                continue
             source, target = source.reshape(-1), target.view(-1)
             chunk = max(1, _CHUNK_BYTES // source.element_size())
             for begin in range(0, len(source), chunk):
@@ -100,26 +122,25 @@ class EmulatedDevice:
                     duration_s += part.nbytes / rate
                     _sleep_until(start_s + duration_s)
 
-    def update(
-        self,
-        grad: torch.Tensor,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        out: torch.Tensor,
-        scalars: Scalars,
-    ) -> None:
-        start_s = time.perf_counter()
-        self._kernel.update(grad, master, exp_avg, exp_avg_sq, out, scalars)
-        if self.gpu_update_params_per_s:
-            _sleep_until(start_s + len(master) / self.gpu_update_params_per_s)
+    def update(self, updates: Sequence[TensorUpdate]) -> None:
+        self.submit("gpu", lambda: self.run_updates(updates))
 
-    def sum_of_squares(self, gradient: torch.Tensor) -> Callable[[], float]:
-        squares = self._kernel.sum_of_squares(gradient)
+    def run_updates(self, updates: Sequence[TensorUpdate]) -> None:
+        """Update all tensors, at the rate of the device. The stream `gpu` calls this."""
+        start_s, params = time.perf_counter(), 0
+        for update in updates:
+            state = (update.master, update.exp_avg, update.exp_avg_sq)
+            self._kernel.update(update.grad, *state, update.out, update.scalars)
+            params += update.master.numel()
+        if self.gpu_update_params_per_s:
+            _sleep_until(start_s + params / self.gpu_update_params_per_s)
+
+    def sums_of_squares(self, gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
+        squares = self._kernel.sums_of_squares(gradients)
         return lambda: squares
 
     def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
-        fingerprints = [self._kernel.fingerprint(value) for value in values]
+        fingerprints = self._kernel.fingerprints(values)
         return lambda: fingerprints
 
     def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]]) -> None:
@@ -128,13 +149,11 @@ class EmulatedDevice:
     def is_capturing(self) -> bool:
         return False
 
-    def record_event(self) -> Callable[[], None]:
-        return self.synchronize
-
-    def synchronize(self) -> None:
-        """Do nothing: everything that the training thread issues is done when the call returns."""
+    def begin_iteration(self) -> None:
+        """Do nothing: marks have the times of the host."""
 
     def close(self) -> None:
+        self._streams.close()
         self._kernel.close()
 
 

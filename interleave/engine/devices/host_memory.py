@@ -6,14 +6,17 @@ import ctypes
 import mmap
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.numa.binding import place_memory
+from ebbtide.numa.topology import binding_node, pci_address
 
 
-def allocate_pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def allocate_pinned(shape: tuple[int, ...], dtype: torch.dtype, node: int | None = None) -> torch.Tensor:
     """Allocate host memory and pin it; it is unpinned and freed with the tensor.
 
     torch rounds pinned memory up to a power of two. This memory is a mapping of its own, so its size is exact and no
@@ -25,6 +28,7 @@ def allocate_pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     Args:
         shape: The shape of the tensor; it has at least one element.
         dtype: The type of the elements.
+        node: The NUMA node to take the memory from, if it has room; None: the kernel chooses.
 
     Raises:
         EngineError: If the memory cannot be pinned.
@@ -34,6 +38,8 @@ def allocate_pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     mapping.madvise(mmap.MADV_DONTFORK)
     memory = np.frombuffer(mapping, np.uint8)
     pointer = memory.ctypes.data
+    # Registering touches every page, so the memory must be placed before.
+    place_memory(pointer, nbytes, node)
     error = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0))
     if error:
         _clear_last_error()
@@ -45,6 +51,24 @@ def allocate_pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     # The driver unpins everything at the exit. A forked process that exits must not call CUDA.
     unregister.atexit = False
     return torch.from_numpy(memory).view(dtype).view(shape)
+
+
+def gpu_node(device: torch.device) -> int | None:
+    """Return the NUMA node to take the pinned memory and the CPU threads of a GPU from.
+
+    Args:
+        device: The GPU, or the CPU.
+
+    Returns:
+        The node that the GPU is attached to. None, so that nothing is bound, for the CPU, on a host with one node, and
+        where the node is not known.
+    """
+    if device.type != "cuda":
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(properties, "pci_domain_id"):
+        return None  # an older torch
+    return binding_node(pci_address(properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id))
 
 
 def _clear_last_error() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,8 +13,10 @@ import numpy as np
 import torch
 
 from ebbtide import host_limits
+from ebbtide.interleave.engine.numerics.host_arrays import as_array, as_arrays, check_each, check_tensors
 from ebbtide.interleave.engine.numerics.norm import BLOCK, total
 from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
+from ebbtide.numa.binding import bind_thread, cpus_within
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
 # Memory traffic per parameter if gradient and parameter have half precision: read gradient 2 and state 12, write state
@@ -27,9 +31,6 @@ _ALIGNMENT = 64
 _MAX_SLICE = 8 << 20
 # Minimum elements of a slice: for smaller ones, passing it to a thread costs more than it saves.
 _MIN_SLICE = 16 << 10
-
-# The types by which the compiled loops recognize what an array contains.
-_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.float32}
 
 
 class CpuKernel:
@@ -48,12 +49,24 @@ class CpuKernel:
         from ebbtide.interleave.engine.numerics import compiled
 
         self._compiled = compiled
-        self.threads = threads or max(1, host_limits.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        # A new thread inherits the flags of the thread that starts it, and some libraries set a flag that flushes
-        # subnormals.
-        self._pool = ThreadPoolExecutor(
-            self.threads, "ebbtide-cpu", initializer=torch.set_flush_denormal, initargs=(False,)
-        )
+        self._wanted_threads = threads
+        self._start(None)
+
+    def bind(self, node: int | None) -> None:
+        """Run the threads on the cores of a NUMA node; by default there are then no more threads than cores.
+
+        Nothing may run at the same time.
+
+        Args:
+            node: The node, for example that of the GPU; None, or a node of which this process may use no core: all
+                cores that this process may use.
+        """
+        self._pool.shutdown()
+        self._start(node)
+
+    def _start(self, node: int | None) -> None:
+        self.threads = self._wanted_threads or _default_threads(node)
+        self._pool = ThreadPoolExecutor(self.threads, "ebbtide-cpu", initializer=_prepare_thread, initargs=(node,))
 
     def update(
         self,
@@ -81,29 +94,66 @@ class CpuKernel:
         Raises:
             ValueError: If a tensor is of another kind.
         """
+        self.update_ranges(grad, master, exp_avg, exp_avg_sq, out, [(0, len(master), scalars)], share)
+
+    def update_ranges(
+        self,
+        grad: torch.Tensor,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        out: torch.Tensor | None,
+        ranges: Iterable[tuple[int, int, Scalars]],
+        share: float = 1.0,
+    ) -> None:
+        """Run `update` on some elements of tensors. Thousands of small ranges take no longer than a few large ones.
+
+        Args:
+            grad: As for `update`, like the other tensors.
+            master: As for `update`.
+            exp_avg: As for `update`.
+            exp_avg_sq: As for `update`.
+            out: As for `update`.
+            ranges: (first element, element after the last one, factors) of each; they do not overlap.
+            share: As for `update`.
+
+        Raises:
+            ValueError: If a tensor is of another kind.
+        """
         outs = () if out is None else (out,)
         check_tensors("cpu", (grad, *outs), (master, exp_avg, exp_avg_sq))
-        arrays = [_array(tensor) for tensor in (grad, master, exp_avg, exp_avg_sq, *outs)]
+        arrays = [as_array(tensor) for tensor in (grad, master, exp_avg, exp_avg_sq, *outs)]
         loop = self._compiled.update if outs else self._compiled.update_state
 
-        def part(begin: int, end: int) -> None:
-            loop(*(array[begin:end] for array in arrays), *scalars)
+        def part(begin: int, end: int, scalars: Scalars) -> None:
+            loop(*[array[begin:end] for array in arrays], *scalars)
 
-        self._on_slices(part, len(master), _ALIGNMENT, max(1, round(share * self.threads)))
+        self._run(part, ranges, _ALIGNMENT, max(1, round(share * self.threads)))
 
     def sum_of_squares(self, gradient: torch.Tensor) -> float:
         """Return `norm.sum_of_squares` of a contiguous gradient with one dimension, with the same bits.
 
         It is finite exactly if all elements are."""
-        check_tensors("cpu", (gradient,))
-        values = _array(gradient)
-        sums = np.empty(-(-len(values) // BLOCK))
+        return self.sums_of_squares([gradient])[0]
 
-        def part(begin: int, end: int) -> None:
-            self._compiled.block_sums(values[begin:end], sums[begin // BLOCK : -(-end // BLOCK)])
+    def sums_of_squares(self, gradients: Sequence[torch.Tensor]) -> list[float]:
+        """Return `sum_of_squares` of each gradient. Thousands of small ones take no longer than a few large ones."""
+        check_each("cpu", gradients)
+        blocks = [-(-gradient.numel() // BLOCK) for gradient in gradients]
+        sums = np.empty(sum(blocks))
+        jobs = []
+        first = 0
+        for values, count in zip(as_arrays(gradients), blocks, strict=True):
+            jobs.append((0, len(values), (values, sums[first : first + count])))
+            first += count
 
-        self._on_slices(part, len(values), BLOCK, self.threads)
-        return total(sums)
+        def part(begin: int, end: int, arrays: tuple[Any, Any]) -> None:
+            values, block_sums = arrays
+            self._compiled.block_sums(values[begin:end], block_sums[begin // BLOCK : -(-end // BLOCK)])
+
+        self._run(part, jobs, BLOCK, self.threads)
+        remaining = iter(sums.tolist())
+        return [total(itertools.islice(remaining, count)) for count in blocks]
 
     def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]]) -> None:
         """Compile the loops for these dtypes of gradient and parameter, and run them on one element."""
@@ -117,47 +167,61 @@ class CpuKernel:
 
     def fingerprint(self, values: torch.Tensor) -> int:
         """Return `fingerprint.fingerprint` of a contiguous tensor with one dimension, by the calling thread."""
-        check_tensors("cpu", (values,))
-        return int(self._compiled.fingerprint(values.detach().view(torch.uint16).numpy()))
+        return self.fingerprints([values])[0]
+
+    def fingerprints(self, values: Sequence[torch.Tensor]) -> list[int]:
+        """Return `fingerprint` of each tensor, by the calling thread."""
+        check_each("cpu", values)
+        return [int(self._compiled.fingerprint(array.view(np.uint16))) for array in as_arrays(values)]
 
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown()
 
-    def _on_slices(self, part: Callable[[int, int], None], length: int, unit: int, threads: int) -> None:
-        """Call part(begin, end) for slices of whole units, only on threads of the pool, because their flags are set."""
+    def _run(
+        self,
+        part: Callable[[int, int, Any], None],
+        ranges: Iterable[tuple[int, int, Any]],
+        unit: int,
+        threads: int,
+    ) -> None:
+        """Call part(begin, end, argument) for slices of (begin, end, argument), of whole units where there are several.
+
+        Only threads of the pool call it, because their flags are set. Each takes one slice after the other."""
+        ranges = list(ranges)
+        length = sum(end - begin for begin, end, _ in ranges)
         size = min(max(length // self.threads, _MIN_SLICE), _MAX_SLICE)
         size = -(-size // unit) * unit
-        remaining = iter(range(0, length, size))
+        remaining = (
+            (begin, min(begin + size, last), argument)
+            for first, last, argument in ranges
+            for begin in range(first, last, size)
+        )
+        # A generator runs on one thread at a time.
+        lock = threading.Lock()
 
         def run_slices() -> None:
-            for begin in remaining:
-                part(begin, min(begin + size, length))
+            while True:
+                with lock:
+                    item = next(remaining, None)
+                if item is None:
+                    return
+                part(*item)
 
-        for running in [self._pool.submit(run_slices) for _ in range(threads)]:
+        # Small tensors are not worth more threads.
+        count = min(threads, max(1, -(-length // _MIN_SLICE)))
+        for running in [self._pool.submit(run_slices) for _ in range(count)]:
             running.result()
 
 
-def check_tensors(device: str, stored: Sequence[torch.Tensor], state: Sequence[torch.Tensor] = ()) -> None:
-    """Check the tensors of a kernel call, since a kernel would read and write beyond tensors that do not match.
-
-    Args:
-        device: The type of the device that they must be on.
-        stored: Gradient and parameter, in any precision of parameters.
-        state: Master and moments, in fp32.
-
-    Raises:
-        ValueError: If a tensor is of another kind.
-    """
-    tensors = (*stored, *state)
-    if any(tensor.dtype not in _BITS for tensor in stored) or any(tensor.dtype != torch.float32 for tensor in state):
-        raise ValueError("gradient and parameter must be bfloat16, float16 or float32, master and moments float32")
-    if any(tensor.dim() != 1 or not tensor.is_contiguous() or len(tensor) != len(tensors[0]) for tensor in tensors):
-        raise ValueError("gradient, master, moments and parameter must be contiguous, with one dimension and length")
-    if any(tensor.device.type != device or tensor.device != tensors[0].device for tensor in tensors):
-        raise ValueError(f"gradient, master, moments and parameter must be on one {device} device")
+def _default_threads(node: int | None) -> int:
+    share = host_limits.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    on_node = len(cpus_within(node)) if node is not None else 0
+    return max(1, min(share, on_node or share))
 
 
-def _array(tensor: torch.Tensor) -> Any:
-    """Return the same memory as an array for the compiled loops."""
-    return tensor.detach().view(_BITS[tensor.dtype]).numpy()
+def _prepare_thread(node: int | None) -> None:
+    # A new thread inherits the flags of the thread that starts it, and some libraries set a flag that flushes
+    # subnormals.
+    torch.set_flush_denormal(False)
+    bind_thread(node)

@@ -1,178 +1,202 @@
-"""The update on a GPU with the bits of the reference (reference.py): one Triton kernel, the same order of operations.
+"""The update on a GPU with the bits of the reference (reference.py), sums of squares, and fingerprints, by Triton.
 
-Quotient and root are rounded to nearest, and multiply-adds are not fused (`enable_fp_fusion=False`). Importing this
-module needs triton, which comes with CUDA builds of torch.
+Each function takes any number of tensors and launches one kernel for each combination of dtypes, and one that loads the
+table of the tensors. Quotient and root are rounded to nearest, and multiply-adds are not fused
+(`enable_fp_fusion=False`). Importing this module needs triton, which comes with CUDA builds of torch.
 """
-
-# triton types these functions, for each combination of argument types.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
+from ebbtide.interleave.engine.numerics import triton_compiled as compiled
 from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
-from ebbtide.interleave.engine.numerics.fingerprint import FACTOR, MIX_FACTOR
-from ebbtide.interleave.engine.numerics.fingerprint import LANES as FINGERPRINT_LANES
-from ebbtide.interleave.engine.numerics.kernels import check_tensors
-from ebbtide.interleave.engine.numerics.norm import BLOCK, LANES, total
-from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, FLOAT16_NAN, NAN, Scalars
+from ebbtide.interleave.engine.numerics.host_arrays import check_tensors
+from ebbtide.interleave.engine.numerics.launch_tables import SharedHostMemory, scalar_columns, table_words
+from ebbtide.interleave.engine.numerics.norm import BLOCK, total
+from ebbtide.interleave.engine.numerics.reference import Hyper
+from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
 
-_NAN = tl.constexpr(NAN)
-_BFLOAT16_NAN = tl.constexpr(BFLOAT16_NAN)
-_FLOAT16_NAN = tl.constexpr(FLOAT16_NAN)
-_FACTOR = tl.constexpr(FACTOR)
-_MIX_FACTOR = tl.constexpr(MIX_FACTOR)
-_ROWS = tl.constexpr(BLOCK // LANES)
-_PROGRAM = 1024
 # Triton's interpreter runs on the CPU.
 _DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
-_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.float16, torch.float32: torch.float32}
+_HOST_MEMORY = SharedHostMemory(pinned=_DEVICE == "cuda")
+# The types by which the kernels recognize what memory contains.
+_BITS = {torch.bfloat16: tl.uint16, torch.float16: tl.float16, torch.float32: tl.float32}
+# One warp sums the 256 lanes of a block, eight on each thread, without waiting for others.
+_SUMS_WARPS = 1
+_FINGERPRINT_WARPS = 4
+# Fingerprints are of unsigned integers of this size.
+_WORD_BYTES = 2
+# Elements of the tensors that a warm-up runs on.
+_WARM_UP_PARAMS = 64
 
 
-@triton.jit
-def _canonical_nan(value):
-    bits = value.to(tl.uint32, bitcast=True)
-    return tl.where(value != value, _NAN, bits).to(tl.float32, bitcast=True)
+def gpu_update(updates: Sequence[TensorUpdate]) -> None:
+    """Run updates on one GPU, on its current stream; return before it is done.
+
+    There is one launch of the update for each combination of dtypes of gradient and parameter.
+
+    Raises:
+        ValueError: If `CpuKernel.update` does not support the tensors of an update, or they are not on one GPU. Nothing
+            is launched then.
+    """
+    groups: dict[tuple[torch.dtype, torch.dtype], list[TensorUpdate]] = defaultdict(list)
+    for item in updates:
+        check_tensors(_DEVICE, (item.grad, item.out), (item.master, item.exp_avg, item.exp_avg_sq))
+        if item.master.numel():
+            groups[item.grad.dtype, item.out.dtype].append(item)
+    with _on_device_of([item.master for item in updates]):
+        # Nothing is updated before there is memory for all tables.
+        loaded = [(key, len(group), *_load_updates(group)) for key, group in groups.items()]
+        for (grad_dtype, out_dtype), count, programs, table in loaded:
+            dtypes = {"grad_dtype": _BITS[grad_dtype], "out_dtype": _BITS[out_dtype]}
+            _launch(compiled.update, programs, table, count, **dtypes, num_warps=compiled.UPDATE_WARPS)
 
 
-@triton.jit
-def _widen(stored):
-    # bfloat16 is passed as uint16, so that devices without bfloat16 can run this too.
-    if stored.dtype == tl.uint16:
-        wide = (stored.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        wide = stored.to(tl.float32)
-    return wide
+def gpu_sums_of_squares(gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
+    """Start `CpuKernel.sum_of_squares` of gradients on one GPU, on its current stream, with one launch for each dtype.
 
+    Returns:
+        A function that waits for the results.
 
-@triton.jit
-def _round(value, dtype: tl.constexpr):
-    if dtype == tl.uint16:
-        bits = value.to(tl.uint32, bitcast=True)
-        half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        result = tl.where(value != value, _BFLOAT16_NAN, half).to(tl.uint16)
-    elif dtype == tl.float16:
-        half = value.to(tl.float16).to(tl.uint16, bitcast=True)
-        result = tl.where(value != value, _FLOAT16_NAN, half).to(tl.uint16).to(tl.float16, bitcast=True)
-    else:
-        result = value
-    return result
+    Raises:
+        ValueError: If `CpuKernel.sum_of_squares` does not support a gradient, or they are not on one GPU.
+    """
+    rows = _BlockRows(gradients, [gradient.numel() for gradient in gradients], BLOCK)
+    sums = _HOST_MEMORY.allocate(rows.blocks, torch.float64)
+    tables = []
+    with _on_device_of(gradients):
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            indices = [index for index, gradient in enumerate(gradients) if gradient.dtype == dtype]
+            options = {"dtype": _BITS[dtype], "num_warps": _SUMS_WARPS}
+            tables.append(rows.launch(compiled.block_sums, indices, sums, **options))
+        wait = _HOST_MEMORY.keep(sums, *tables)
 
+    def results() -> list[float]:
+        wait()
+        return [total(values) for values in rows.split(sums.tolist())]
 
-# Each variant compiles for a quarter of a second, so there are none for lengths.
-@triton.jit(do_not_specialize=["length"])
-def _update(
-    grad, master, exp_avg, exp_avg_sq, out, length,
-    scale, beta1, share1, beta2, share2, kept, rate, root, eps,
-    size: tl.constexpr,
-):  # fmt: skip
-    offsets = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
-    mask = offsets < length
-    g = _widen(tl.load(grad + offsets, mask=mask)) * scale
-    m = tl.load(exp_avg + offsets, mask=mask)
-    m = _canonical_nan(m + share1 * (g - m) if share1 < 0.5 else g - beta1 * (g - m))
-    v = _canonical_nan(beta2 * tl.load(exp_avg_sq + offsets, mask=mask) + share2 * g * g)
-    denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
-    p = _canonical_nan(kept * tl.load(master + offsets, mask=mask) - tl.div_rn(rate * m, denominator))
-    tl.store(exp_avg + offsets, m, mask=mask)
-    tl.store(exp_avg_sq + offsets, v, mask=mask)
-    tl.store(master + offsets, p, mask=mask)
-    tl.store(out + offsets, _round(p, out.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["length"])
-def _lane_sums(grad, sums, length, lanes: tl.constexpr):
-    begin = tl.program_id(0).to(tl.int64) * (_ROWS * lanes)
-    lane = tl.arange(0, lanes)
-    summed = tl.zeros((lanes,), tl.float64)
-    for row in range(_ROWS):
-        offsets = begin + row * lanes + lane
-        value = _widen(tl.load(grad + offsets, mask=offsets < length, other=0)).to(tl.float64)
-        summed += value * value
-    tl.store(sums + tl.program_id(0) * lanes + lane, summed)
-
-
-@triton.jit
-def _weights(indices):
-    products = indices.to(tl.uint32) * _FACTOR
-    return (products ^ (products >> 16)) | 1
-
-
-@triton.jit
-def _mixed(sums):
-    products = (sums ^ (sums >> 16)) * _MIX_FACTOR
-    return products ^ (products >> 16)
-
-
-@triton.jit(do_not_specialize=["length"])
-def _fingerprint(words, total, length, size: tl.constexpr, lanes: tl.constexpr):
-    block = tl.program_id(0)
-    begin = block.to(tl.int64) * size
-    lane = tl.arange(0, lanes)
-    sums = tl.zeros((lanes,), tl.uint32)
-    for row in range(size // lanes):
-        offsets = begin + row * lanes + lane
-        mask = offsets < length
-        word = tl.load(words + offsets, mask=mask, other=0).to(tl.uint32)
-        sums = tl.where(mask, sums * _FACTOR + word, sums)
-    # Sums of integers do not depend on the order in which programs end.
-    tl.atomic_add(total, (tl.sum(_mixed(sums) * _weights(lane), 0) * _weights(block)).to(tl.int32, bitcast=True))
-
-
-def gpu_update(
-    grad: torch.Tensor,
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    out: torch.Tensor,
-    scalars: Scalars,
-) -> None:
-    """Run `CpuKernel.update` for tensors on one GPU, on its current stream; return before it is done.
-
-    Raises ValueError for tensors that `CpuKernel.update` does not support."""
-    check_tensors(_DEVICE, (grad, out), (master, exp_avg, exp_avg_sq))
-    length = master.numel()
-    if length:
-        grid = (triton.cdiv(length, _PROGRAM),)
-        tensors = (
-            grad.detach().view(_BITS[grad.dtype]),
-            master,
-            exp_avg,
-            exp_avg_sq,
-            out.detach().view(_BITS[out.dtype]),
-        )
-        with torch.cuda.device_of(master):
-            _update[grid](*tensors, length, *map(float, scalars), size=_PROGRAM, enable_fp_fusion=False)
-
-
-def gpu_sum_of_squares(gradient: torch.Tensor) -> Callable[[], float]:
-    """Start `CpuKernel.sum_of_squares` of a gradient on a GPU; return a function that waits for the result."""
-    check_tensors(_DEVICE, (gradient,))
-    blocks = triton.cdiv(gradient.numel(), BLOCK)
-    lanes = torch.zeros(blocks, LANES, dtype=torch.float64, device=gradient.device)
-    if blocks:
-        with torch.cuda.device_of(gradient):
-            values = gradient.detach().view(_BITS[gradient.dtype])
-            _lane_sums[(blocks,)](values, lanes, gradient.numel(), lanes=LANES, enable_fp_fusion=False)
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    return lambda: total(lanes[:, 0].tolist())
+    return results
 
 
 def gpu_fingerprint(values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
-    """Start `CpuKernel.fingerprint` of tensors on a GPU, on its current stream; return a function that waits for the
-    results."""
-    totals = torch.zeros(len(values), dtype=torch.int32, device=values[0].device if values else _DEVICE)
-    for index, value in enumerate(values):
-        check_tensors(_DEVICE, (value,))
-        words = value.detach().view(torch.uint16)
-        blocks = triton.cdiv(len(words), FINGERPRINT_BLOCK)
-        if blocks:
-            _fingerprint[(blocks,)](words, totals[index:], len(words), size=FINGERPRINT_BLOCK, lanes=FINGERPRINT_LANES)
-    return lambda: [total % 2**32 for total in totals.tolist()]
+    """Start `CpuKernel.fingerprint` of tensors on one GPU, on its current stream, with one launch.
+
+    Returns:
+        A function that waits for the results.
+
+    Raises:
+        ValueError: If `CpuKernel.fingerprint` does not support a tensor, or they are not on one GPU.
+    """
+    rows = _BlockRows(values, [value.nbytes // _WORD_BYTES for value in values], FINGERPRINT_BLOCK)
+    summands = _HOST_MEMORY.allocate(rows.blocks, torch.int32)
+    with _on_device_of(values):
+        table = rows.launch(compiled.block_fingerprints, range(len(values)), summands, num_warps=_FINGERPRINT_WARPS)
+        wait = _HOST_MEMORY.keep(summands, table)
+
+    def results() -> list[int]:
+        wait()
+        return [sum(parts) % 2**32 for parts in rows.split(summands.tolist())]
+
+    return results
+
+
+def warm_up(device: torch.device, dtypes: Collection[tuple[torch.dtype, torch.dtype]]) -> None:
+    """Compile all kernels for these dtypes of gradient and parameter, load them on a GPU, and run them.
+
+    They run on a few elements, and are done when this returns. No launch compiles anything after it."""
+    updates = []
+    for grad_dtype, out_dtype in dtypes:
+        grad, out = (torch.zeros(_WARM_UP_PARAMS, dtype=dtype, device=device) for dtype in (grad_dtype, out_dtype))
+        state = torch.zeros((3, _WARM_UP_PARAMS), dtype=torch.float32, device=device)
+        updates.append(TensorUpdate(grad, state[0], state[1], state[2], out, Hyper().scalars(1)))
+    gpu_update(updates)
+    gpu_sums_of_squares([item.grad for item in updates])()
+    gpu_fingerprint([item.out for item in updates])()
+
+
+class _BlockRows:
+    """The rows of a kernel that computes one result for each block of tensors, and writes it to host memory.
+
+    Args:
+        tensors: The tensors.
+        lengths: Their lengths, in the unit of the kernel.
+        block: The length of a block.
+
+    Attributes:
+        blocks: The number of blocks of all tensors.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], lengths: Sequence[int], block: int) -> None:
+        for tensor in tensors:
+            check_tensors(_DEVICE, (tensor,))
+        self._counts = [triton.cdiv(length, block) for length in lengths]
+        self._ends = list(itertools.accumulate(self._counts))
+        self.blocks = sum(self._counts)
+        first_blocks = [end - count for end, count in zip(self._ends, self._counts, strict=True)]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        self._rows = np.column_stack([addresses, lengths, first_blocks]).astype(np.int64)
+
+    def launch(self, kernel: Any, indices: Sequence[int], results: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Launch a kernel for the tensors of these indices, and return its table."""
+        programs = [self._counts[index] for index in indices]
+        table = _host_table(programs, self._rows[list(indices)])
+        # A single row is read from the host: no launch to load it, of which streamed gradients would need one each.
+        if sum(programs) and len(indices) > 1:
+            table = _load_table(table)
+        _launch(kernel, sum(programs), table, results, len(indices), **options)
+        return table
+
+    def split(self, results: list[Any]) -> list[list[Any]]:
+        """Return the results of each tensor."""
+        return [results[end - count : end] for count, end in zip(self._counts, self._ends, strict=True)]
+
+
+def _on_device_of(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
+    """Return a context in which the device of the tensors is the current one."""
+    if len({tensor.device for tensor in tensors}) > 1:
+        raise ValueError("all tensors of a launch must be on one device")
+    return torch.cuda.device_of(tensors[0]) if tensors else nullcontext()
+
+
+def _load_updates(updates: Sequence[TensorUpdate]) -> tuple[int, torch.Tensor]:
+    """Return the number of programs and the table of an update, which is in flight to the device."""
+    tensors = [(item.grad, item.master, item.exp_avg, item.exp_avg_sq, item.out) for item in updates]
+    addresses = [[tensor.data_ptr() for tensor in row] for row in tensors]
+    lengths = [item.master.numel() for item in updates]
+    scalars = scalar_columns([item.scalars for item in updates])
+    programs = [triton.cdiv(length, compiled.UPDATE_BLOCK) for length in lengths]
+    table = _host_table(programs, np.column_stack([addresses, lengths, scalars]))
+    return sum(programs), _load_table(table)
+
+
+def _host_table(programs: Sequence[int], rows: npt.NDArray[np.int64]) -> torch.Tensor:
+    words = table_words(programs, rows)
+    table = _HOST_MEMORY.allocate(len(words), torch.int64)
+    table.numpy()[:] = words
+    return table
+
+
+def _load_table(host_table: torch.Tensor) -> torch.Tensor:
+    """Start to copy a table to the current device, and return the copy."""
+    length = len(host_table)
+    table = torch.empty(length, dtype=torch.int64, device=_DEVICE)
+    _launch(compiled.load_table, triton.cdiv(length, compiled.TABLE_BLOCK), host_table, table, length)
+    _HOST_MEMORY.keep(host_table)
+    return table
+
+
+def _launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+    """Launch a kernel on the current stream; nothing if there are no programs."""
+    if programs:
+        kernel[(programs,)](*arguments, enable_fp_fusion=False, **options)

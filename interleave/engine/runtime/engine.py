@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.interleave.engine.devices.device import Device, Mark
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.runtime.device_blocks import block_sizes, worst_case
 from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed
 from ebbtide.interleave.engine.runtime.layout import Subgroup
-from ebbtide.interleave.engine.runtime.store import StepInputs, Store
+from ebbtide.interleave.engine.runtime.step_inputs import StepInputs
+from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.engine.runtime.trace_recording import record_operations
 from ebbtide.interleave.model.plan import BACKWARD, STEP, UPDATE, Plan
 from ebbtide.interleave.model.schedule import Schedule
@@ -23,6 +26,8 @@ from ebbtide.interleave.model.workload import Workload
 _BACKWARD_END = UPDATE - 1e-9
 # The input of operations that are the scalars of the step; gradients have the number of their subgroup.
 _SCALARS = -1
+# Operations that use the scalars, or write parameters, which the backward reads.
+_STEP_KINDS = ("clip", "gradient up", "update", "upload")
 
 
 class Engine:
@@ -55,16 +60,19 @@ class Engine:
         self.device = device
         self.last_schedule: Schedule | None = None
         self._params = params
-        self._executor = Executor(self.store.perform)
+        self._executor = Executor(self.store.perform, device, self.store.fits, self.store.end)
         self._plan: Plan | None = None
         self._workload: Workload | None = None
+        self._block_sizes: list[int] = []
         self._is_running = False
-        self._backward_s: float | None = None
-        self._called_s = 0.0
+        # When the backward began, and when it ended.
+        self._backward_mark: Mark | None = None
+        self._step_mark: Mark | None = None
         # Parameters whose gradients were offloaded in this iteration, before the step.
         self._offloaded_params: set[int] = set()
-        # Number of parameters of each subgroup whose gradients were not offloaded yet.
+        # Number of parameters of each subgroup whose gradients were not offloaded yet; marks behind those that were.
         self._missing: list[int] = []
+        self._gradient_marks: list[list[Mark]] = []
 
     @property
     def plan(self) -> Plan | None:
@@ -85,6 +93,7 @@ class Engine:
         """Use a plan from now on, and start the operations that it has before the next step."""
         self.quiesce()
         self._plan, self._workload = plan, workload
+        self._block_sizes = block_sizes(worst_case(plan, workload), self.store.subgroups)
         self._begin()
 
     def quiesce(self) -> None:
@@ -94,8 +103,8 @@ class Engine:
 
     def report_progress(self, ready_share: float) -> None:
         """Report the share of the gradients that the backward has computed."""
-        if self._backward_s is None:
-            self._backward_s = time.perf_counter()
+        if self._backward_mark is None:
+            self._backward_mark = self.device.record("job")
         if self._is_running:
             self._executor.advance_to(min(BACKWARD + ready_share, _BACKWARD_END))
 
@@ -105,12 +114,13 @@ class Engine:
         Only for plans whose workload does not hold gradients until the step."""
         inputs = self.store.inputs
         inputs.gradients[param] = gradient
-        inputs.ready_events[param] = self.device.record_event()
+        mark = self.device.record("job")
         self._offloaded_params.add(param)
         for subgroup in self.store.subgroups_of(param):
+            self._gradient_marks[subgroup].append(mark)
             self._missing[subgroup] -= 1
             if not self._missing[subgroup]:
-                self._executor.mark_available(subgroup)
+                self._executor.mark_available(subgroup, self._gradient_marks[subgroup])
 
     def recall_gradients(self, params: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Stop the plan and return the offloaded gradients, as if they had not been offloaded.
@@ -122,7 +132,6 @@ class Engine:
             The gradients by parameter, flat, on the device.
         """
         self.quiesce()
-        self.device.synchronize()
         gradients = {param: self.store.gradient(param, params[param]) for param in sorted(self._offloaded_params)}
         self._offloaded_params.clear()
         return {param: gradient for param, gradient in gradients.items() if gradient is not None}
@@ -136,12 +145,11 @@ class Engine:
         """Submit the gradients (flat) that were not offloaded, after the backward, and start to copy them."""
         if not self._is_running:
             self._begin()
-        self.device.synchronize()
-        self._called_s = time.perf_counter()
+        mark = self._step_mark = self.device.record("job")
         for param, gradient in gradients.items():
             self.store.inputs.gradients[param] = gradient
         for subgroup in range(len(self.store.subgroups)):
-            self._executor.mark_available(subgroup)
+            self._executor.mark_available(subgroup, [mark])
         self._executor.advance_to(UPDATE)
 
     def step(self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None]) -> Schedule:
@@ -162,7 +170,8 @@ class Engine:
         assert self._workload is not None
         inputs = self.store.inputs
         inputs.values, inputs.scalars = list(values), list(scalars)
-        self._executor.mark_available(_SCALARS)
+        assert self._step_mark is not None
+        self._executor.mark_available(_SCALARS, [self._step_mark])
         self._executor.advance_to(STEP)
         try:
             run = self._executor.finish()
@@ -177,8 +186,8 @@ class Engine:
             self._offloaded_params.clear()
         end_s = time.perf_counter() - run.begin_s
         record_operations(run)
-        step_s = self._called_s - run.begin_s
-        backward_s = min((self._backward_s or self._called_s) - run.begin_s, step_s)
+        step_s = self._step_mark.time_s - run.begin_s
+        backward_s = min((self._backward_mark or self._step_mark).time_s - run.begin_s, step_s)
         job = replace(
             self._workload, other_s=0.0, forward_s=max(0.0, backward_s), backward_s=max(0.0, step_s - backward_s)
         )
@@ -205,16 +214,19 @@ class Engine:
         assert self._plan is not None
         assert self._workload is not None
         if not self._is_running:
-            self.store.apply_placement(self._plan)
+            free = self._workload.min_free_bytes
+            self.store.apply_placement(self._plan, self._block_sizes, math.inf if free is None else free)
         streamed = not self._workload.gradients_held_until_step
         # New inputs, so that no reference keeps gradients alive that the job drops.
         self.store.inputs = StepInputs([], [None] * self._params, [None] * self._params, streamed=streamed)
         self._offloaded_params.clear()
         self._missing = [len({segment.param for segment in of.segments}) for of in self.store.subgroups]
-        self._backward_s = None
+        self._gradient_marks = [[] for _ in self.store.subgroups]
+        self._backward_mark = self._step_mark = None
+        self.device.begin_iteration()
         inputs = {index: op.subgroup for index, op in enumerate(self._plan.ops) if op.kind == "gradient down"}
         # Operations that use the scalars of the step wait for them, at whatever point they may begin.
-        inputs |= {index: _SCALARS for index, op in enumerate(self._plan.ops) if op.kind in ("clip", "update")}
+        inputs |= {index: _SCALARS for index, op in enumerate(self._plan.ops) if op.kind in _STEP_KINDS}
         self._executor.begin(self._plan, inputs)
         self._executor.advance_to(0.0)
         self._is_running = True

@@ -1,62 +1,50 @@
-"""Executes plans: a thread for each resource takes the first of its operations that is ready, as the simulator does."""
+"""Executes plans: a thread for each resource starts the first operation that is ready, as the simulator does."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
+from ebbtide.interleave.engine.devices.device import Mark, Streams
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.model.plan import RESOURCES, Op, Plan, Resource
+from ebbtide.interleave.engine.runtime.plan_run import PlanRun
+from ebbtide.interleave.model.plan import RESOURCES, STEP, Op, Plan, Resource
 
-
-@dataclass
-class PlanRun:
-    """One execution of a plan. All lists are indexed by operation.
-
-    Attributes:
-        plan: The plan.
-        begin_s: Start of the run, on the clock of time.perf_counter.
-        starts: Start of each operation, in seconds since `begin_s`.
-        ends: End of each operation, in seconds since `begin_s`.
-        done: Whether each operation has ended without an error.
-        dependency_counts: Number of operations and inputs that each operation still waits for.
-        dependents: Operations that wait for each operation.
-        blocked: Operations that wait for an input, by the number of the input.
-        gated: Operations that only wait for their point of the iteration, as a heap of (point, operation).
-        ready: Operations that can start, as a heap for each resource.
-        point: The point of the iteration that the job has reached.
-        remaining: Number of operations that have not ended.
-    """
-
-    plan: Plan
-    begin_s: float
-    starts: list[float]
-    ends: list[float]
-    done: list[bool]
-    dependency_counts: list[int]
-    dependents: list[list[int]]
-    blocked: dict[int, list[int]] = field(default_factory=dict)
-    gated: list[tuple[float, int]] = field(default_factory=list)
-    ready: dict[Resource, list[int]] = field(default_factory=lambda: {resource: [] for resource in RESOURCES})
-    point: float = -1.0
-    remaining: int = 0
+# Operations that a stream of the device has at most, the running one included. With the next one it need not wait for
+# the host; with more the order would be fixed too early.
+_DEPTH = 2
 
 
 class Executor:
     """Executes plans on a thread for each resource.
 
+    Operations on the CPU are performed by their thread. Those on the device are issued to streams, which wait for one
+    another; their thread waits for the end, and takes their times from marks.
+
     `begin`, `advance_to` and `finish` are called by the training thread. An operation that raises ends the run: the
     operations in flight end, no other operation starts, and `finish` raises.
 
     Args:
-        perform: Performs one operation and returns when it is done. The threads of the executor call it.
+        perform: Performs or issues one operation. The threads of the executor call it.
+        streams: The streams of the device.
+        fits: Whether the device has memory for an operation. Without it, the operation waits for others, and if there
+            is nothing to wait for, it is performed nevertheless.
+        end: Called after an operation was done.
     """
 
-    def __init__(self, perform: Callable[[Op], None]) -> None:
+    def __init__(
+        self,
+        perform: Callable[[Op], None],
+        streams: Streams,
+        fits: Callable[[Op], bool] = lambda op: True,
+        end: Callable[[Op], None] = lambda op: None,
+    ) -> None:
         self._perform = perform
+        self._streams = streams
+        self._fits = fits
+        self._end = end
         self._run: PlanRun | None = None
         self._changed = threading.Condition()
         self._busy = 0
@@ -79,55 +67,34 @@ class Executor:
         Raises:
             EngineError: If the executor is closed.
         """
-        count = len(plan.ops)
-        dependents: list[list[int]] = [[] for _ in range(count)]
-        for index, op in enumerate(plan.ops):
-            for dependency in op.after:
-                dependents[dependency].append(index)
-        run = PlanRun(
-            plan=plan,
-            begin_s=time.perf_counter(),
-            starts=[0.0] * count,
-            ends=[0.0] * count,
-            done=[False] * count,
-            dependency_counts=[len(op.after) for op in plan.ops],
-            dependents=dependents,
-            remaining=count,
-        )
-        for index, number in (inputs or {}).items():
-            run.dependency_counts[index] += 1
-            run.blocked.setdefault(number, []).append(index)
+        run = PlanRun(plan, inputs or {})
         with self._changed:
             if self._closed:
                 raise EngineError("the executor is closed: no plan can begin")
             self._run = run
             self._error = None
-            for index in range(count):
-                if not run.dependency_counts[index]:
-                    self._enqueue(run, index)
 
     def advance_to(self, point: float) -> None:
-        """Report that the job has reached a point of the iteration (see plan.py)."""
+        """Report that the calling thread has issued the job's work up to a point of the iteration (see plan.py)."""
         with self._changed:
             run = self._run
             if run is None or point <= run.point:
                 return
-            run.point = point
-            while run.gated and run.gated[0][0] <= point:
-                _, index = heappop(run.gated)
-                heappush(run.ready[run.plan.ops[index].resource], index)
+            run.advance_to(point, lambda: self._streams.record("job"))
             self._changed.notify_all()
 
-    def mark_available(self, number: int) -> None:
-        """Report that an input of operations is available; a second report of the same input has no effect."""
+    def mark_available(self, number: int, marks: Sequence[Mark] = ()) -> None:
+        """Report that an input of operations is available; a second report of the same input has no effect.
+
+        Args:
+            number: The input.
+            marks: What streams must wait for before they read it.
+        """
         with self._changed:
             run = self._run
             if run is None:
                 return
-            for index in run.blocked.pop(number, ()):
-                run.dependency_counts[index] -= 1
-                if not run.dependency_counts[index]:
-                    self._enqueue(run, index)
+            run.mark_available(number, marks)
             self._changed.notify_all()
 
     def finish(self) -> PlanRun:
@@ -169,7 +136,7 @@ class Executor:
             return run
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, after the operations in flight."""
         with self._changed:
             self._closed = True
             self._run = None
@@ -179,53 +146,118 @@ class Executor:
             for thread in self._threads:
                 thread.join()
 
-    def _enqueue(self, run: PlanRun, index: int) -> None:
-        op = run.plan.ops[index]
-        if op.point > run.point:
-            heappush(run.gated, (op.point, index))
-        else:
-            heappush(run.ready[op.resource], index)
-
     def _work(self, resource: Resource) -> None:
+        in_flight: deque[_Issued] = deque()
         while True:
+            index = None
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._has_ready(resource))
-                if self._closed:
+                while not self._closed:
+                    index = self._take(resource) if len(in_flight) < _DEPTH else None
+                    if index is not None or in_flight:
+                        break
+                    self._changed.wait()
+                if index is not None:
+                    self._busy += 1
+                elif not in_flight:
                     return
                 run = self._run
+            if index is None:
+                self._wait_for(in_flight.popleft())
+            elif resource == "cpu":
                 assert run is not None
-                index = heappop(run.ready[resource])
-                self._busy += 1
-            self._execute(run, index)
+                self._perform_on_cpu(run, index)
+            else:
+                assert run is not None
+                issued = self._issue(run, index, resource)
+                if issued is not None:
+                    in_flight.append(issued)
+            run = None
 
-    def _execute(self, run: PlanRun, index: int) -> None:
-        run.starts[index] = time.perf_counter() - run.begin_s
+    def _take(self, resource: Resource) -> int | None:
+        run = self._run
+        if run is None or self._error is not None:
+            return None
+        index = run.take(resource, self._fits)
+        if index is None and self._is_stalled(run):
+            index = run.take(resource, lambda op: True)
+        return index
+
+    def _is_stalled(self, run: PlanRun) -> bool:
+        """Return whether no operation can start because of memory, and nothing will release any."""
+        if self._busy or run.point < STEP or run.waits_for_the_job:
+            return False
+        return not any(run.can_take(resource, self._fits) for resource in RESOURCES)
+
+    def _perform_on_cpu(self, run: PlanRun, index: int) -> None:
+        start_s = time.perf_counter()
         # A local variable, which is gone when this returns: an error keeps alive what the operation worked with.
         error: BaseException | None = None
         try:
             self._perform(run.plan.ops[index])
         except BaseException as reason:
             error = reason
-        run.ends[index] = time.perf_counter() - run.begin_s
+        self._record_end(run, index, start_s, time.perf_counter(), error)
+
+    def _issue(self, run: PlanRun, index: int, resource: Resource) -> _Issued | None:
+        """Issue an operation to a stream. Return None if it raised; what it had issued by then is done."""
+        assert resource != "cpu"
+        error: BaseException | None = None
+        end: Mark | None = None
+        try:
+            with self._changed:
+                marks = run.marks_before(index)
+            self._streams.wait(resource, marks)
+            start = self._streams.record(resource)
+            try:
+                self._perform(run.plan.ops[index])
+            finally:
+                end = self._streams.record(resource)
+        except BaseException as reason:
+            error = reason
+        if error is None:
+            assert end is not None
+            with self._changed:
+                run.issue(index, end)
+                self._changed.notify_all()
+            return _Issued(run, index, start, end)
+        if end is not None:
+            try:
+                end.synchronize()
+            except Exception as reason:
+                error = reason
+        self._record_end(run, index, 0.0, 0.0, error)
+        return None
+
+    def _wait_for(self, issued: _Issued) -> None:
+        error: BaseException | None = None
+        start_s = end_s = 0.0
+        try:
+            issued.end.synchronize()
+            start_s, end_s = issued.start.time_s, issued.end.time_s
+        except BaseException as reason:
+            error = reason
+        self._record_end(issued.run, issued.index, start_s, end_s, error)
+
+    def _record_end(self, run: PlanRun, index: int, start_s: float, end_s: float, error: BaseException | None) -> None:
+        if error is None:
+            self._end(run.plan.ops[index])
         with self._changed:
             self._busy -= 1
             if error is not None:
                 self._error = self._error or error
             else:
-                self._complete(run, index)
+                run.complete(index, start_s, end_s)
             self._changed.notify_all()
 
-    def _has_ready(self, resource: Resource) -> bool:
-        run = self._run
-        return run is not None and self._error is None and bool(run.ready[resource])
 
-    def _complete(self, run: PlanRun, index: int) -> None:
-        run.done[index] = True
-        run.remaining -= 1
-        for dependent in run.dependents[index]:
-            run.dependency_counts[dependent] -= 1
-            if not run.dependency_counts[dependent]:
-                self._enqueue(run, dependent)
+class _Issued:
+    """An operation that was issued to a stream."""
+
+    def __init__(self, run: PlanRun, index: int, start: Mark, end: Mark) -> None:
+        self.run = run
+        self.index = index
+        self.start = start
+        self.end = end
 
 
 class OperationFailed(EngineError):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -11,29 +11,14 @@ from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from ebbtide.interleave.engine.runtime.arena import Arena, Block
+from ebbtide.interleave.engine.runtime.device_blocks import acquired_elements, gradient_elements
 from ebbtide.interleave.engine.runtime.layout import ParamSegment, Subgroup
+from ebbtide.interleave.engine.runtime.step_inputs import StepInputs
 from ebbtide.interleave.engine.runtime.subgroup_states import MASTER, SubgroupStates
 from ebbtide.interleave.engine.runtime.transfer_buffers import TransferBuffers
 from ebbtide.interleave.model.plan import Op, Plan
-
-
-@dataclass
-class StepInputs:
-    """The tensors and factors of a step. Lists are indexed by parameter.
-
-    Attributes:
-        values: The parameters, flat, on the device.
-        gradients: Gradients, flat, on the device, of the parameter's dtype; None where there is none.
-        scalars: Factors of the update; None for a parameter that this step does not update.
-        ready_events: Functions that wait until a gradient is computed, by parameter.
-        streamed: Whether a gradient is dropped on the device after its copy to the host.
-    """
-
-    values: list[torch.Tensor]
-    gradients: list[torch.Tensor | None] = field(default_factory=list)
-    scalars: list[Scalars | None] = field(default_factory=list)
-    ready_events: dict[int, Callable[[], None]] = field(default_factory=dict)
-    streamed: bool = False
 
 
 class Store:
@@ -60,17 +45,16 @@ class Store:
     ) -> None:
         self.subgroups = subgroups
         self.device = device
-        self.states = SubgroupStates(subgroups, device, host_buffers)
+        self._arena = Arena(device)
+        self.states = SubgroupStates(subgroups, device, self._arena, host_buffers)
         self._buffers = TransferBuffers(subgroups, device)
         self._inputs = StepInputs([])
         self._kernel = kernel
         # Subgroups whose update has started and not ended: if it raises, nobody knows what it has changed.
         self._corrupted: set[int] = set()
-        # Subgroups whose gradient was copied to the host and back. It is written to the memory of the parameter, which
-        # nobody reads until the update has written it again from the master, so it needs no memory. A gradient of
-        # another dtype than the parameter has a block of its own.
+        # Subgroups whose gradient was copied to the host and back, and its memory where it has a block of its own.
         self._returned: set[int] = set()
-        self._returned_blocks: dict[int, torch.Tensor] = {}
+        self._returned_blocks: dict[int, Block] = {}
         # Subgroups whose update writes no half-precision parameter, since a cast follows.
         self._cast_subgroups: set[int] = set()
         self._cpu_share = 1.0
@@ -94,8 +78,20 @@ class Store:
         }
 
     def perform(self, op: Op) -> None:
-        """Perform an operation and return when it is done."""
+        """Perform an operation on the CPU, or issue one to a stream of the device."""
         self._perform[op.kind, op.resource](op)
+
+    def fits(self, op: Op) -> bool:
+        """Return whether there is device memory for an operation now."""
+        elements = acquired_elements(op, self.subgroups)
+        return not elements or self._arena.fits(elements)
+
+    def end(self, op: Op) -> None:
+        """Release what nobody needs any more, after an operation was done."""
+        if op.kind == "gradient down":
+            self._drop_gradients(op.subgroup)
+        elif op.kind in ("flush", "update"):
+            self._arena.trim()
 
     @property
     def inputs(self) -> StepInputs:
@@ -137,11 +133,19 @@ class Store:
         """Host memory of state and buffers, in bytes."""
         return self.states.host_bytes + self._buffers.host_bytes
 
-    def apply_placement(self, plan: Plan) -> None:
-        """Move state to where a plan has it when an iteration starts, and allocate the buffers of the plan.
+    def apply_placement(self, plan: Plan, sizes: Sequence[int], kept_bytes: float = math.inf) -> None:
+        """Move state to where a plan has it when an iteration starts, and allocate the memory of the plan.
 
-        No operation may run meanwhile."""
-        self.states.apply_placement(plan)
+        No operation may run meanwhile.
+
+        Args:
+            plan: The plan.
+            sizes: The `block_sizes` of the plan.
+            kept_bytes: Device memory that is free during the whole iteration, for state.
+        """
+        for subgroup in list(self._returned):
+            self._release_returned(subgroup)
+        self.states.apply_placement(plan, sizes, kept_bytes)
         self._cast_subgroups = {op.subgroup for op in plan.ops if op.kind == "cast"}
         self._cpu_share = plan.cpu_share
         self._buffers.prepare(plan)
@@ -156,6 +160,8 @@ class Store:
         Raises:
             EngineError: If an update failed: its state is lost.
         """
+        # What the job has issued, gradients among it, is done.
+        self.device.record("job").synchronize()
         if self._corrupted:
             raise EngineError(f"the update of subgroup {min(self._corrupted)} failed midway: its state is lost")
         updated = {op.subgroup for op, is_done in zip(plan.ops, done, strict=True) if is_done and op.kind == "update"}
@@ -164,6 +170,7 @@ class Store:
         for subgroup in list(self._returned):
             self._release_returned(subgroup)
         self.states.move_all_to_host()
+        self._arena.release()
         for subgroup in range(len(self.subgroups)):
             if subgroup in updated and (subgroup not in on_cpu or subgroup in uploaded):
                 continue
@@ -172,35 +179,39 @@ class Store:
                 if subgroup not in self._offloaded:
                     self._buffers.ensure_gradient(subgroup)
                     self._copy_gradient_to_host(subgroup)
+                    self.device.record("d2h").synchronize()
                 self._update_host_state(subgroup, self._buffers.params[subgroup])
             else:
                 self._cast_master(subgroup)
             self._copy_params_to_device(subgroup)
+            self.device.record("h2d").synchronize()
 
     def release(self) -> None:
-        """Release all memory."""
+        """Release all memory. No operation may run meanwhile."""
+        for subgroup in list(self._returned):
+            self._release_returned(subgroup)
         self.states.release()
-        for block in self._returned_blocks.values():
-            self.device.release(block)
-        self._returned_blocks.clear()
+        self._arena.release()
         self._buffers.clear()
 
     def _fetch(self, op: Op) -> None:
-        self.states.move_to_device(op.subgroup)
+        self.states.issue_to_device(op.subgroup)
 
     def _flush(self, op: Op) -> None:
         if not self.states.is_on_device(op.subgroup):
             raise EngineError(f"the plan flushes subgroup {op.subgroup}, which is not on the device")
-        self.states.move_to_host(op.subgroup)
+        self.states.issue_to_host(op.subgroup)
 
     def _gradient_down(self, op: Op) -> None:
         self._copy_gradient_to_host(op.subgroup)
 
     def _gradient_up(self, op: Op) -> None:
         subgroup, buffer = self.subgroups[op.subgroup], self._buffers.gradients[op.subgroup]
+        elements = gradient_elements(subgroup)
+        if elements:
+            block = self._returned_blocks[op.subgroup] = self._arena.take(elements)
+            self.device.wait("h2d", block.marks)
         self._returned.add(op.subgroup)
-        if subgroup.grad_dtype != subgroup.dtype:
-            self._returned_blocks[op.subgroup] = self.device.allocate_state(subgroup.params, rows=1)
         segments = [segment for segment, _ in self._updated_segments(op.subgroup)]
         pairs = [(buffer[segment.span], self._returned_gradient(op.subgroup, segment)) for segment in segments]
         self.device.copy("h2d", pairs)
@@ -210,13 +221,13 @@ class Store:
         block = self._returned_blocks.get(subgroup)
         if block is None:
             return self._value(segment)
-        return block.view(-1).view(self.subgroups[subgroup].grad_dtype)[segment.span]
+        return block.memory.view(self.subgroups[subgroup].grad_dtype)[segment.span]
 
     def _release_returned(self, subgroup: int) -> None:
-        """Release the memory of a gradient that was copied to the host and back."""
+        """Release the memory of a gradient that was copied to the host and back, after its update."""
         self._returned.discard(subgroup)
         if subgroup in self._returned_blocks:
-            self.device.release(self._returned_blocks.pop(subgroup))
+            self._arena.give(self._returned_blocks.pop(subgroup), self.device.record("gpu"))
 
     def _update_on_cpu(self, op: Op) -> None:
         has_cast = op.subgroup in self._cast_subgroups
@@ -225,25 +236,23 @@ class Store:
     def _update_host_state(self, subgroup: int, out: torch.Tensor | None) -> None:
         gradient, state = self._buffers.gradients[subgroup], self.states.on_host(subgroup)
         self._corrupted.add(subgroup)
-        for begin, end, scalars in self._update_ranges(subgroup):
-            master, exp_avg, exp_avg_sq = (row[begin:end] for row in state)
-            out_range = None if out is None else out[begin:end]
-            self._kernel.update(gradient[begin:end], master, exp_avg, exp_avg_sq, out_range, scalars, self._cpu_share)
+        master, exp_avg, exp_avg_sq = state
+        ranges = self._update_ranges(subgroup)
+        self._kernel.update_ranges(gradient, master, exp_avg, exp_avg_sq, out, ranges, self._cpu_share)
         self._corrupted.discard(subgroup)
 
     def _update_on_gpu(self, op: Op) -> None:
         state, is_returned = self.states.on_device(op.subgroup), op.subgroup in self._returned
+        updates = []
+        for segment, scalars in self._updated_segments(op.subgroup):
+            gradient = self._returned_gradient(op.subgroup, segment) if is_returned else self._gradient(segment)
+            master, exp_avg, exp_avg_sq = (row[segment.span] for row in state)
+            updates.append(TensorUpdate(gradient, master, exp_avg, exp_avg_sq, self._value(segment), scalars))
         self._corrupted.add(op.subgroup)
-        changed = False
         try:
-            for segment, scalars in self._updated_segments(op.subgroup):
-                gradient = self._returned_gradient(op.subgroup, segment) if is_returned else self._gradient(segment)
-                master, exp_avg, exp_avg_sq = (row[segment.span] for row in state)
-                self.device.update(gradient, master, exp_avg, exp_avg_sq, self._value(segment), scalars)
-                changed = True
+            self.device.update(updates)
         except UpdateNotStarted:
-            if not changed:
-                self._corrupted.discard(op.subgroup)
+            self._corrupted.discard(op.subgroup)
             raise
         self._corrupted.discard(op.subgroup)
         self._release_returned(op.subgroup)
@@ -262,16 +271,16 @@ class Store:
         segments = [
             segment for segment in self.subgroups[subgroup].segments if inputs.gradients[segment.param] is not None
         ]
-        for segment in segments:
-            if segment.param in inputs.ready_events:
-                inputs.ready_events[segment.param]()
         self.device.copy("d2h", [(self._gradient(segment), buffer[segment.span]) for segment in segments])
+
+    def _drop_gradients(self, subgroup: int) -> None:
+        """Drop the gradients that are on the host now, unless the job holds them until the step."""
         self._offloaded.add(subgroup)
-        if not inputs.streamed:
+        if not self.inputs.streamed:
             return
-        for segment in segments:
+        for segment in self.subgroups[subgroup].segments:
             if self._subgroups_of[segment.param] <= self._offloaded:
-                inputs.gradients[segment.param] = None
+                self.inputs.gradients[segment.param] = None
 
     def _copy_params_to_device(self, subgroup: int) -> None:
         buffer = self._buffers.params[subgroup]

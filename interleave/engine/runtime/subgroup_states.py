@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.interleave.engine.devices.device import Device, copy_now
+from ebbtide.interleave.engine.runtime.arena import Arena, Block
+from ebbtide.interleave.engine.runtime.device_blocks import state_elements
 from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.model.plan import Plan
 
@@ -22,6 +24,7 @@ class SubgroupStates:
     Args:
         subgroups: The subgroups.
         device: The device.
+        arena: Device memory.
         host_buffers: Host memory of the caller for each state, which has the state again after `move_all_to_host`. None
             to allocate host memory for every state that is not resident on the device.
 
@@ -30,10 +33,18 @@ class SubgroupStates:
     """
 
     def __init__(
-        self, subgroups: Sequence[Subgroup], device: Device, host_buffers: Sequence[torch.Tensor] | None = None
+        self,
+        subgroups: Sequence[Subgroup],
+        device: Device,
+        arena: Arena,
+        host_buffers: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.subgroups = subgroups
         self._device = device
+        self._arena = arena
+        self._blocks: dict[int, Block] = {}
+        # The plan for which the arena holds blocks.
+        self._plan: Plan | None = None
         self._on_host: dict[int, torch.Tensor] = dict(enumerate(host_buffers or ()))
         self._keeps_host_buffers = host_buffers is not None
         # Newer than the state on the host.
@@ -49,13 +60,13 @@ class SubgroupStates:
         if subgroup not in self._on_device:
             return self._on_host[subgroup]
         state = torch.empty((3, self.subgroups[subgroup].params), dtype=torch.float32, device="cpu")
-        self._device.copy("d2h", [(self._on_device[subgroup], state)])
+        copy_now(self._device, "d2h", [(self._on_device[subgroup], state)])
         return state
 
     def write(self, subgroup: int, state: torch.Tensor) -> None:
         """Set the state of a subgroup, on the host or the device."""
         if subgroup in self._on_device:
-            self._device.copy("h2d", [(state, self._on_device[subgroup])])
+            copy_now(self._device, "h2d", [(state, self._on_device[subgroup])])
         else:
             self._allocated_on_host(subgroup).copy_(state)
 
@@ -64,13 +75,13 @@ class SubgroupStates:
         if subgroup not in self._on_device:
             return self._on_host[subgroup][MASTER]
         master = torch.empty(self.subgroups[subgroup].params, dtype=torch.float32, device="cpu")
-        self._device.copy("d2h", [(self._on_device[subgroup][MASTER], master)])
+        copy_now(self._device, "d2h", [(self._on_device[subgroup][MASTER], master)])
         return master
 
     def write_master(self, subgroup: int, master: torch.Tensor) -> None:
         """Set the masters of a subgroup to those of `read_master` with changes. No operation may run meanwhile."""
         if subgroup in self._on_device:
-            self._device.copy("h2d", [(master, self._on_device[subgroup][MASTER])])
+            copy_now(self._device, "h2d", [(master, self._on_device[subgroup][MASTER])])
 
     def on_host(self, subgroup: int) -> torch.Tensor:
         """Return the host memory of a state."""
@@ -86,43 +97,79 @@ class SubgroupStates:
 
     def move_all_to_host(self) -> None:
         """Move all state to the host. No operation may run meanwhile."""
-        for subgroup in sorted(self._on_device):
-            self.move_to_host(subgroup)
+        self._plan = None
+        self._move(self._on_device.keys(), self.issue_to_host)
 
-    def apply_placement(self, plan: Plan) -> None:
-        """Move state to where a plan has it when an iteration starts. No operation may run meanwhile."""
-        on_device = plan.resident | plan.parked
-        for subgroup in sorted(self._on_device.keys() - on_device):
-            self.move_to_host(subgroup)
-        for subgroup in sorted(on_device - self._on_device.keys()):
-            self.move_to_device(subgroup)
+    def apply_placement(self, plan: Plan, sizes: Sequence[int], kept_bytes: float) -> None:
+        """Move state to where a plan has it when an iteration starts. No operation may run meanwhile.
+
+        Args:
+            plan: The plan.
+            sizes: The `block_sizes` of the plan.
+            kept_bytes: Device memory that may be held during the whole iteration; see `Arena.reserve`.
+        """
+        # Resident state has blocks of its size. Other blocks are used by one subgroup after the other.
+        staying = {
+            subgroup
+            for subgroup in plan.resident & self._on_device.keys()
+            if self._blocks[subgroup].elements == state_elements(self.subgroups[subgroup])
+        }
+        is_placed = staying == plan.resident and self._on_device.keys() == plan.resident | plan.parked
+        if plan is self._plan and is_placed:
+            return
+        self._plan = None
+        self._move(self._on_device.keys() - staying, self.issue_to_host)
+        resident = [state_elements(self.subgroups[subgroup]) for subgroup in sorted(plan.resident - staying)]
+        self._arena.reserve([*resident, *sizes], kept_bytes)
+        # Resident state first, while there are blocks of its exact size.
+        self._move(plan.resident - staying, self.issue_to_device)
+        self._move(plan.parked, self.issue_to_device)
+        self._allocate_on_host(plan)
+        self._plan = plan
+
+    def issue_to_device(self, subgroup: int) -> None:
+        """Issue the move of a state from the host to the device."""
+        host = self._on_host[subgroup]
+        block = self._arena.take(state_elements(self.subgroups[subgroup]))
+        state = block.memory[: host.numel()].view(host.shape)
+        try:
+            self._device.wait("h2d", block.marks)
+            self._device.copy("h2d", _row_pairs(host, state))
+        except BaseException:
+            self._arena.give(block, self._device.record("h2d"))
+            raise
+        self._on_device[subgroup], self._blocks[subgroup] = state, block
+
+    def issue_to_host(self, subgroup: int) -> None:
+        """Issue the move of a state from the device to the host."""
+        self._device.copy("d2h", _row_pairs(self._on_device[subgroup], self._allocated_on_host(subgroup)))
+        del self._on_device[subgroup]
+        self._arena.give(self._blocks.pop(subgroup), self._device.record("d2h"))
+
+    def release(self) -> None:
+        """Release all memory. No operation may run meanwhile."""
+        for block in self._blocks.values():
+            self._arena.give(block, self._device.record("d2h"))
+        self._blocks.clear()
+        self._on_device.clear()
+        self._on_host.clear()
+
+    def _move(self, subgroups: Collection[int], issue: Callable[[int], None]) -> None:
+        """Move states, and return when they have moved, even if one cannot."""
+        try:
+            for subgroup in sorted(subgroups):
+                issue(subgroup)
+        finally:
+            for direction in ("h2d", "d2h"):
+                self._device.record(direction).synchronize()
+
+    def _allocate_on_host(self, plan: Plan) -> None:
+        """Allocate host memory for the states that a plan has there at some time, and release that of the others."""
         for subgroup in () if self._keeps_host_buffers else plan.resident:
             self._on_host.pop(subgroup, None)
         for subgroup in range(len(self.subgroups)):
             if subgroup not in plan.resident:
                 self._allocated_on_host(subgroup)
-
-    def move_to_device(self, subgroup: int) -> None:
-        """Move a state from the host to the device."""
-        block = self._device.allocate_state(self.subgroups[subgroup].params)
-        try:
-            self._device.copy("h2d", _row_pairs(self._on_host[subgroup], block))
-        except BaseException:
-            self._device.release(block)
-            raise
-        self._on_device[subgroup] = block
-
-    def move_to_host(self, subgroup: int) -> None:
-        """Move a state from the device to the host."""
-        self._device.copy("d2h", _row_pairs(self._on_device[subgroup], self._allocated_on_host(subgroup)))
-        self._device.release(self._on_device.pop(subgroup))
-
-    def release(self) -> None:
-        """Release all memory."""
-        for block in self._on_device.values():
-            self._device.release(block)
-        self._on_device.clear()
-        self._on_host.clear()
 
     def _allocated_on_host(self, subgroup: int) -> torch.Tensor:
         if subgroup not in self._on_host:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ebbtide.interleave.engine.runtime.executor import PlanRun
+from ebbtide.interleave.engine.runtime.plan_run import PlanRun
 from ebbtide.profiler.agent import start
 
 

@@ -8,6 +8,8 @@ from typing import Literal
 
 Role = Literal["cpu", "resident", "streamed", "early", "late", "parked"]
 ROLES: tuple[Role, ...] = ("cpu", "resident", "streamed", "early", "late", "parked")
+# Shares of the CPU's update rate that the search considers.
+CPU_SHARES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125)
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Assignment:
         gradients_in_flight: Without clipping: for how many kept gradients memory is set aside at a time. The simulator
             tells whether that is enough.
         uploads_first: Whether uploads of updated parameters come before fetches on the link, if both are ready.
+        cpu_share: The share of the CPU's update rate that is used (see `Plan`).
     """
 
     on_cpu: tuple[int, ...]
@@ -37,6 +40,7 @@ class Assignment:
     slots: int = 1
     gradients_in_flight: int = 2
     uploads_first: bool = True
+    cpu_share: float = 1.0
 
     def role(self, subgroup: int) -> Role:
         """Return the role of a subgroup."""
@@ -57,8 +61,8 @@ class Assignment:
         def place(subgroups: tuple[int, ...], belongs: bool) -> tuple[int, ...]:
             others = [other for other in subgroups if other != subgroup]
             if belongs:
-                position = sum(sort_key(other) < sort_key(subgroup) for other in others)
-                others.insert(position, subgroup)
+                own_key = sort_key(subgroup)
+                others.insert(sum([sort_key(other) < own_key for other in others]), subgroup)
             return tuple(others)
 
         single = frozenset({subgroup})

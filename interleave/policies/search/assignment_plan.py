@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from ebbtide.interleave.model.plan import STEP, UPDATE, Plan, gradient_ready_points
 from ebbtide.interleave.model.workload import Workload
@@ -47,7 +48,8 @@ def plan_of(workload: Workload, memory: FreeMemory, assignment: Assignment, text
     if not assignment.uploads_first:
         for subgroup in assignment.on_cpu:
             builder.on_cpu(subgroup)
-    return builder.plan(validate)
+    plan = builder.plan(validate)
+    return replace(plan, cpu_share=assignment.cpu_share) if assignment.on_cpu else plan
 
 
 class _Stream:

@@ -55,7 +55,7 @@ def find_best_plan(workload: Workload, machine: Machine, text: str) -> Plan:
     plan = costs.plan(assignments[-1])
     own_cost = costs.seconds(assignments[-1])
     others = rank_others(levels[0].costs, text)
-    remark = _summary(assignments[-1])
+    remark = _summary(assignments[-1], plan.cpu_share)
     if others and others[0].cost < INFINITE:
         remark += f"; the best of the others was {others[0].text}"
     best, best_cost = replace(plan, remark=remark), own_cost * (1 - _LEAST_GAIN)
@@ -111,9 +111,10 @@ def _rankings(workload: Workload) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(tuple(order) for order in orders[: 1 if is_even and sizes[-1] <= sizes[0] else None]))
 
 
-def _summary(assignment: Assignment) -> str:
+def _summary(assignment: Assignment, cpu_share: float) -> str:
     """Return an assignment in words."""
     parked = len(assignment.early & assignment.late)
     counts = {"resident": len(assignment.resident), "parked": parked, "streamed": len(assignment.moved) - parked}
     on_gpu = "".join(f"{number} {name}, " for name, number in counts.items() if number)
-    return f"{on_gpu}{len(assignment.on_cpu)} on the CPU"
+    throttled = f" at {100 * cpu_share:g} % of its rate" if cpu_share < 1 else ""
+    return f"{on_gpu}{len(assignment.on_cpu)} on the CPU{throttled}"

@@ -62,14 +62,14 @@ class FreeMemory:
 
     def state_bytes(self, subgroups: Collection[int]) -> float:
         """Return the bytes of the state of some subgroups."""
-        sizes = self._workload.subgroups
-        return self._workload.state_bytes * sum([sizes[subgroup] for subgroup in subgroups])
+        return self._workload.state_bytes * sum(map(self._workload.subgroups.__getitem__, subgroups))
 
     def holds(self, assignment: Assignment) -> bool:
         """Return whether the state of an assignment fits, as far as that does not depend on time."""
         resident = self.state_bytes(assignment.resident)
         at_start = resident + self.state_bytes(assignment.late)
-        largest = max([self.state_bytes((subgroup,)) for subgroup in assignment.moved], default=0.0)
+        sizes = self._workload.subgroups
+        largest = self._workload.state_bytes * max(map(sizes.__getitem__, assignment.moved), default=0)
         fits = resident <= _with_tolerance(self.always) and at_start <= _with_tolerance(self.at_start)
         return fits and max(at_start, resident + largest) <= _with_tolerance(self._most)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from ebbtide.interleave.policies.search.assignment import ROLES, Assignment, Role
+from ebbtide.interleave.policies.search.assignment import CPU_SHARES, ROLES, Assignment, Role
 from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
 
 # Without clipping: for how many kept gradients memory may be set aside.
@@ -33,12 +33,13 @@ class LocalSearch:
     def run(self, starts: list[Assignment]) -> Assignment:
         """Return the best assignment found from the starts, and then from random changes of the best."""
         best = min(starts, key=self._costs.cost)
+        best_cost = self._costs.cost(best)
         number = 0
-        while not self._done(best):
-            improved = self._climb(starts[number] if number < len(starts) else self._perturbed(best))
+        while not self._done(best_cost):
+            improved, cost = self._climb(starts[number] if number < len(starts) else self._perturbed(best))
             number += 1
-            if self._costs.cost(improved) < self._costs.cost(best):
-                best = improved
+            if cost < best_cost:
+                best, best_cost = improved, cost
         return best
 
     def _perturbed(self, assignment: Assignment) -> Assignment:
@@ -48,16 +49,16 @@ class LocalSearch:
             assignment = self._with_role(assignment, self._random.randrange(count), self._random.choice(ROLES))
         return assignment
 
-    def _done(self, best: Assignment) -> bool:
-        return self._costs.ops_left <= 0 or self._costs.cost(best) <= self._target_s
+    def _done(self, best_cost: float) -> bool:
+        return self._costs.ops_left <= 0 or best_cost <= self._target_s
 
-    def _climb(self, start: Assignment) -> Assignment:
-        """Return the best of a sequence of assignments, each a change of the one before it."""
+    def _climb(self, start: Assignment) -> tuple[Assignment, float]:
+        """Return the best of a sequence of assignments, each a change of the one before it, and its cost."""
         best = current = start
         best_cost = cost = self._costs.cost(start)
         memory = [cost] * _MEMORY_LENGTH
         step = since_best = 0
-        while since_best < _PATIENCE and not self._done(best):
+        while since_best < _PATIENCE and not self._done(best_cost):
             changed = self._changed(current)
             limit = max(memory[step % _MEMORY_LENGTH], cost)
             changed_cost = self._costs.cost(changed, limit * (1 + 1e-12)) if changed != current else INFINITE
@@ -67,7 +68,7 @@ class LocalSearch:
             step, since_best = step + 1, since_best + 1
             if cost < best_cost:
                 best, best_cost, since_best = current, cost, 0
-        return best
+        return best, best_cost
 
     def _changed(self, assignment: Assignment) -> Assignment:
         """Return the assignment with a random change."""
@@ -87,6 +88,8 @@ class LocalSearch:
             return replace(assignment, slots=min(max(slots, 1), max(1, len(assignment.moved))))
         if kind < 9:
             return self._with_round_trips(assignment)
+        if self._costs.cpu_slows_copies and draw.random() < 0.5:
+            return replace(assignment, cpu_share=draw.choice(CPU_SHARES))
         if draw.random() < 0.5 and not self._costs.workload.needs_all_gradients:
             return replace(assignment, gradients_in_flight=draw.choice(_GRADIENTS_IN_FLIGHT))
         return replace(assignment, uploads_first=not assignment.uploads_first)
@@ -122,4 +125,9 @@ class LocalSearch:
             # State that is flushed comes before state that stays.
             return other in late, other
 
-        return assignment.with_role(subgroup, role, sort_key)
+        changed = assignment.with_role(subgroup, role, sort_key)
+        if not workload.needs_all_gradients and subgroup in assignment.on_cpu and role != "cpu":
+            # There may be no memory for its gradient.
+            if self._random.random() < 0.5:
+                return replace(changed, round_trips=changed.round_trips | {subgroup})
+        return changed

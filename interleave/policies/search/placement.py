@@ -35,6 +35,7 @@ class Placement:
             if there is memory to keep them.
         interleave_cpu_gpu: Without clipping: whether the CPU's subgroups alternate with the GPU's in the order of the
             backward. Otherwise they come first.
+        cpu_share: The share of the CPU's update rate that is used.
     """
 
     resident: int
@@ -44,6 +45,7 @@ class Placement:
     late: int = 0
     round_trip_gradients: int = 0
     interleave_cpu_gpu: bool = True
+    cpu_share: float = 1.0
 
     def clamped(self, count: int, fit_in_update: int, fit_at_start: int) -> Placement:
         """Return the nearest placement that is possible.
@@ -61,7 +63,7 @@ class Placement:
         early = min(max(self.early, 0), slots)
         late = min(max(self.late, 0), slots, fit_at_start - resident)
         round_trips = min(max(self.round_trip_gradients, 0), resident + moved)
-        return Placement(resident, moved, slots, early, late, round_trips, self.interleave_cpu_gpu)
+        return Placement(resident, moved, slots, early, late, round_trips, self.interleave_cpu_gpu, self.cpu_share)
 
     def changed(self, change: PlacementChange, times: int = 1) -> Placement:
         """Return the placement after so many times a change. Its counts may be out of range (see `clamped`)."""
@@ -73,6 +75,7 @@ class Placement:
             self.late + times * change.late,
             self.round_trip_gradients + times * change.round_trip_gradients,
             self.interleave_cpu_gpu,
+            self.cpu_share,
         )
 
     def split(self, factor: int, buffers: int) -> Placement:
@@ -92,6 +95,7 @@ class Placement:
             late,
             factor * self.round_trip_gradients,
             self.interleave_cpu_gpu,
+            self.cpu_share,
         )
 
     def assignment(self, workload: Workload, ranking: Sequence[int]) -> Assignment:
@@ -119,6 +123,7 @@ class Placement:
             late=frozenset(moved[len(moved) - self.late :]),
             round_trips=frozenset(on_gpu[len(on_gpu) - self.round_trip_gradients :]),
             slots=max(1, self.slots),
+            cpu_share=self.cpu_share,
         )
 
     def _in_backward_order(self, offloaded: list[int]) -> tuple[list[int], list[int]]:

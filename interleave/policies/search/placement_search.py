@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ebbtide.interleave.policies.search.assignment import Assignment
+from ebbtide.interleave.policies.search.assignment import CPU_SHARES, Assignment
 from ebbtide.interleave.policies.search.capacity import subgroups_that_fit
 from ebbtide.interleave.policies.search.placement import Placement, PlacementChange
 from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
@@ -99,12 +99,15 @@ class PlacementSearch:
         # Residents leave memory for a few slots: without any, nothing could be moved.
         resident = min(placement.resident, self._fit_in_update - min(placement.slots, _SLOTS[-1]))
         placement = self._clamp(replace(placement, resident=resident))
+        # Without clipping, gradients on their way to their updates take memory too, unless they make a round trip.
+        round_trips = self._clamp(replace(placement, round_trip_gradients=placement.resident + placement.moved))
         for reduction in (0, 1, factor // 2, factor, 2 * factor, 4 * factor):
             changes = _MEMORY_CHANGES if reduction else _MEMORY_CHANGES[:1]
-            smaller = [self._clamp(placement.changed(change, -reduction)) for change in changes]
-            best = min(smaller, key=self.cost)
-            if self.cost(best) < INFINITE:
-                return best
+            for start in (placement,) if self._workload.needs_all_gradients else (placement, round_trips):
+                smaller = [self._clamp(start.changed(change, -reduction)) for change in changes]
+                best = min(dict.fromkeys(smaller), key=self.cost)
+                if self.cost(best) < INFINITE:
+                    return best
         return Placement(0, 0, 0)
 
     def improve(self, start: Placement, step: int | None = None) -> Placement:
@@ -128,7 +131,9 @@ class PlacementSearch:
             for opposite in (opposite_order, opposite_gradients):
                 best = self._better(best, opposite) or best
             if best == before:
-                step //= 2
+                for share in CPU_SHARES if self._costs.cpu_slows_copies else ():
+                    best = self._better(best, replace(best, cpu_share=share)) or best
+                step = step // 2 if best == before else step
         return best
 
     def _better(self, best: Placement, other: Placement) -> Placement | None:

@@ -10,7 +10,7 @@ from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.assignment_plan import plan_of
 from ebbtide.interleave.policies.search.capacity import FreeMemory
-from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.interleave.simulation.simulator import Simulator
 from ebbtide.machines.machine import Machine
 
 INFINITE = float("inf")
@@ -21,9 +21,11 @@ _HOST_MEMORY_PENALTY = 1e3
 # change may then shorten it, and one that moves less.
 _LATE_WEIGHT = 1e-3
 _MOVED_WEIGHT = 1e-6
+# Weight of the share of the CPU that is not used, as a share of the iteration: fewer threads must gain something.
+_THROTTLE_WEIGHT = 1e-3
 # A simulated plan costs as much as so many operations in addition to its own; a plan that is not simulated, so many.
 _OPS_PER_PLAN = 10
-_OPS_PER_LOOKUP = 2
+_OPS_PER_LOOKUP = 5
 
 
 class PlanCosts:
@@ -36,6 +38,7 @@ class PlanCosts:
         machine: The machine. All its rates that plans need must be known, that of updates on the GPU excepted.
         text: The policy's string in the plans made here.
         memory: Its free memory.
+        cpu_slows_copies: Whether updates on the CPU and copies together need more than host memory gives.
         ops_left: Work that the search may still do, in simulated operations.
     """
 
@@ -45,6 +48,7 @@ class PlanCosts:
         self.text = text
         self.ops_left = max_ops
         self.memory = FreeMemory(workload)
+        self._simulator = Simulator(workload, machine)
         self._link_bytes_per_s = (machine.h2d_bytes_per_s or 1.0) + (machine.d2h_bytes_per_s or 1.0)
         # Seconds per byte, and per parameter, of each resource alone.
         self._h2d_s = 1 / ((machine.h2d_bytes_per_s or 1.0) * (1 - workload.h2d_busy_share))
@@ -52,9 +56,19 @@ class PlanCosts:
         self._host_s = 1 / (machine.host_memory_bytes_per_s or INFINITE)
         self._cpu_s = 1 / (machine.cpu_update_params_per_s or INFINITE)
         self._gpu_s = 1 / (machine.gpu_update_params_per_s or INFINITE)
+        link_bytes_per_s = min(1 / self._h2d_s + 1 / self._d2h_s, machine.duplex_bytes_per_s or INFINITE)
+        self.cpu_slows_copies = machine.gpu_update_params_per_s is not None and (
+            workload.cpu_update_bytes / self._cpu_s + link_bytes_per_s > 1 / self._host_s
+        )
         self._flush_s = workload.state_bytes * self._d2h_s
         begin_s = workload.compute_s - workload.backward_s
-        self._ready_s = [begin_s + workload.backward_s * (p - BACKWARD) for p in gradient_ready_points(workload)]
+        ready_s = [begin_s + workload.backward_s * (p - BACKWARD) for p in gradient_ready_points(workload)]
+        # When each subgroup is done if it alone follows its gradient: on the CPU, resident, flushed.
+        on_cpu_s = workload.grad_bytes * self._d2h_s + self._cpu_s + workload.param_bytes * self._h2d_s
+        self._least_ends_s = [
+            [ready + rate * size for ready, size in zip(ready_s, workload.subgroups, strict=True)]
+            for rate in (on_cpu_s, self._gpu_s, self._gpu_s + self._flush_s)
+        ]
         self._evaluations: dict[Assignment, _Evaluation] = {}
         # The plan made last: with many subgroups it takes long to make it again.
         self._latest: tuple[Assignment, Plan] | None = None
@@ -96,19 +110,19 @@ class PlanCosts:
     def min_cost(self, assignment: Assignment) -> float:
         """Return a lower bound of the cost of an assignment, from the work of each resource alone."""
         workload, machine = self.workload, self.machine
-        sizes = workload.subgroups
-        on_cpu = sum([sizes[subgroup] for subgroup in assignment.on_cpu])
+        sizes, size = workload.subgroups, workload.subgroups.__getitem__
+        on_cpu = sum(map(size, assignment.on_cpu))
         on_gpu = workload.params - on_cpu
         if (on_gpu and machine.gpu_update_params_per_s is None) or not self.memory.holds(assignment):
             return INFINITE
-        moved = sum([sizes[subgroup] for subgroup in assignment.moved])
-        down_s = (moved - sum([sizes[subgroup] for subgroup in assignment.late])) * self._flush_s
-        after_gradients_s = max(on_cpu * self._cpu_s, on_gpu * self._gpu_s, down_s)
+        moved = sum(map(size, assignment.moved))
+        down_s = (moved - sum(map(size, assignment.late))) * self._flush_s
+        after_gradients_s = max(on_cpu * self._cpu_s / assignment.cpu_share, on_gpu * self._gpu_s, down_s)
         if not workload.needs_all_gradients:
             # Updates begin with the first gradient.
             first_s = workload.compute_s - workload.backward_s * (1 - sizes[-1] / workload.params)
             return max(first_s + after_gradients_s, self._last_end_s(assignment))
-        fetched = moved - sum([sizes[subgroup] for subgroup in assignment.early])
+        fetched = moved - sum(map(size, assignment.early))
         up = workload.state_bytes * fetched + workload.param_bytes * on_cpu
         down = workload.state_bytes * down_s / self._flush_s
         traffic = workload.cpu_update_bytes * on_cpu + up + down
@@ -119,15 +133,13 @@ class PlanCosts:
 
     def _last_end_s(self, assignment: Assignment) -> float:
         """Return a lower bound of when the last subgroup is done, each alone after its gradient."""
-        workload = self.workload
-        cpu_s = workload.grad_bytes * self._d2h_s + self._cpu_s + workload.param_bytes * self._h2d_s
-        sizes, ready = workload.subgroups, self._ready_s
-        ends = [ready[subgroup] + cpu_s * sizes[subgroup] for subgroup in assignment.on_cpu]
-        ends += [ready[subgroup] + self._gpu_s * sizes[subgroup] for subgroup in assignment.resident]
-        for subgroup in assignment.moved:
-            flush_s = 0.0 if subgroup in assignment.late else self._flush_s
-            ends.append(ready[subgroup] + (self._gpu_s + flush_s) * sizes[subgroup])
-        return max(ends)
+        on_cpu, resident, flushed = (ends.__getitem__ for ends in self._least_ends_s)
+        return max(
+            *map(on_cpu, assignment.on_cpu),
+            *map(resident, assignment.resident),
+            *(resident(s) if s in assignment.late else flushed(s) for s in assignment.moved),
+            0.0,
+        )
 
     def min_cost_of_plan(self, plan: Plan) -> float:
         """Return a lower bound of the cost of any plan, from the work of each resource in the update."""
@@ -147,7 +159,9 @@ class PlanCosts:
 
     def _simulated(self, plan: Plan, limit: float) -> _Evaluation:
         self.ops_left -= len(plan.ops) + _OPS_PER_PLAN
-        schedule = simulate(plan, self.workload, self.machine)
+        schedule = self._simulator.run(plan, limit)
+        if schedule is None:
+            return _Evaluation(limit, limit, exact=False)
         seconds = schedule.iteration_s
         begin_s = seconds - schedule.update_s
         late_s = sum([end - begin_s for end in schedule.ends if end > begin_s]) / plan.subgroups
@@ -156,7 +170,8 @@ class PlanCosts:
         host_bytes = self.machine.host_memory_bytes
         if host_bytes is not None and schedule.host_bytes() > host_bytes:
             factor = _HOST_MEMORY_PENALTY
-        cost = factor * (seconds + _LATE_WEIGHT * late_s + _MOVED_WEIGHT * moved_s)
+        throttle_s = _THROTTLE_WEIGHT * (1 - plan.cpu_share) * seconds
+        cost = factor * (seconds + _LATE_WEIGHT * late_s + _MOVED_WEIGHT * moved_s + throttle_s)
         seconds *= factor
         if seconds >= limit:
             return _Evaluation(seconds, cost, exact=False)

@@ -118,8 +118,14 @@ def devices(job: Job, peak: float | None = PEAK) -> Job:
     for number in job.ranks:
         link = {"generation": 5, "width": 16, "peak_bytes_per_s": peak}
         device = {"device": f"cuda:{number}", "kind": "cuda", "capacity_bytes": CAPACITY, "link": link}
-        job.builder.rank(number, devices=[device])
-    job.builder.meta["host"] = {"name": "node", "cpu": {"device": "cpu", "kind": "cpu", "cores": 64}}
+        node = number % 2
+        numa = {"cpu_nodes": [node], "memory_bytes": {str(node): 10 * GIB, str(1 - node): GIB // 2}}
+        job.builder.rank(number, devices=[{**device, "numa_node": node}], numa=numa)
+    job.builder.meta["host"] = {
+        "name": "node",
+        "cpu": {"device": "cpu", "kind": "cpu", "cores": 64},
+        "numa_nodes": [{"node": 0, "cpus": "0-31"}, {"node": 1, "cpus": "32-63"}],
+    }
     return job.meta(threads={"torch": 32, "omp": "32"})
 
 

@@ -28,7 +28,7 @@ def troubled() -> Job:
     job.meta(optimizers=[{"class": "DeepSpeedCPUAdam", "params": 10**9}], threads={"torch": 1, "omp": "1"})
     for pool, size in (("device", 60), ("reserved", 50), ("allocated", 30)):
         job.memory(pool, {"other": size})
-    job.memory("swap", {"other": 1}, "cpu")
+    job.memory("swap", {"other": 1}, "cpu").meta(numa={"cpu_nodes": [0], "memory_bytes": {"0": 8 * 10**9, "1": 0}})
     job.copy("d2h", "backward", 0, 400, 2_000_000_000, "pageable").copy("h2d", "backward", 400, 100, 2_000_000_000)
     for number in (0, 1):  # at the same time they run at half their rate
         job.copy("h2d", "forward", 10 * number, 4, 100 * MIB, ranks=[number])
@@ -63,6 +63,7 @@ def test_find__sorts_all_findings_by_gain_with_figures() -> None:
         "pageable-copies",
         "one-direction",
         "shared-link",
+        "remote-numa-node",
         "free-memory",
         "memory-outside-torch",
         "fragmentation",

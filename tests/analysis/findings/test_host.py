@@ -1,11 +1,13 @@
-"""The rule `swapping`."""
+"""The rules `swapping` and `remote-numa-node`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from ebbtide.analysis.findings import Unknown, swapping
-from tests.analysis.findings.jobs import Job, devices, offloaded, on_cpu, on_gpu
+from ebbtide.analysis.findings import Unknown, remote_numa_node, swapping
+from tests.analysis.findings.jobs import GIB, Job, devices, offloaded, on_cpu, on_gpu
 
 
 @pytest.mark.parametrize("make", [on_gpu, offloaded, on_cpu])
@@ -35,3 +37,53 @@ def test_swapping__reports_full_host(used: float, reported: bool) -> None:
 
 def test_swapping__asks_for_missing_records() -> None:
     assert isinstance(devices(Job(2)).result(swapping.check), Unknown)
+
+
+def placed(cpu_nodes: list[int], gib: dict[int, float]) -> dict[str, Any]:
+    return {"cpu_nodes": cpu_nodes, "memory_bytes": {str(node): round(size * GIB) for node, size in gib.items()}}
+
+
+@pytest.mark.parametrize(
+    ("numa", "evidence"),
+    [
+        # The GPU of rank 1 is on node 1.
+        (placed([1], {0: 0.9, 1: 5}), None),
+        (placed([0, 1], {0: 3, 1: 40}), None),
+        (placed([1], {}), None),
+        (placed([0], {}), "its cores are on node 0"),
+        (placed([0], {0: 0.5, 1: 9}), "its cores are on node 0"),
+        (placed([1], {0: 5, 1: 5}), "5.00 GiB of its 10.00 GiB of memory are on other nodes, its cores are on node 1"),
+        (
+            placed([0, 1], {0: 30, 1: 10}),
+            "30.00 GiB of its 40.00 GiB of memory are on other nodes, its cores are on node 0, 1",
+        ),
+        (placed([], {0: 20, 1: 20}), "20.00 GiB of its 40.00 GiB of memory are on other nodes"),
+    ],
+)
+def test_remote_numa_node__reports_cores_and_memory_elsewhere(numa: dict[str, Any], evidence: str | None) -> None:
+    job = on_gpu(2)
+    job.builder.rank(1, numa=numa)
+    if evidence is None:
+        assert job.result(remote_numa_node.check) is None
+        return
+    finding = job.finding(remote_numa_node.check)
+    assert finding.evidence == (f"rank 1: its GPU is on NUMA node 1; {evidence}",)
+    assert "--numa-binding" in finding.advice
+
+
+@pytest.mark.parametrize("numa", [None, placed([], {}), placed([0, 1], {})])
+def test_remote_numa_node__asks_for_missing_records(numa: dict[str, Any] | None) -> None:
+    job = on_gpu(2)
+    job.builder.rank(1, numa=numa)
+    assert isinstance(job.result(remote_numa_node.check), Unknown)
+    job.builder.rank(0, numa=placed([1], {}))
+    assert len(job.finding(remote_numa_node.check).evidence) == 1
+
+
+def test_remote_numa_node__has_no_question_about_hosts_with_one_node_and_jobs_without_a_gpu() -> None:
+    job = on_gpu()
+    job.builder.rank(0, numa=None)
+    # The memory of a GH200's GPU is a node without cores.
+    job.builder.meta["host"]["numa_nodes"] = [{"node": 0, "cpus": "0-71"}, {"node": 1, "cpus": ""}]
+    assert job.result(remote_numa_node.check) is None
+    assert on_cpu().result(remote_numa_node.check) is None

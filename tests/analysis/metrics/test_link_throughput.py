@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.metrics.link_throughput import Traffic, both_busy, copies, traffic
+from ebbtide.analysis.metrics.link_throughput import Traffic, both_busy, copied_iterations, copies, traffic
+from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.profiler.trace import Trace, TraceBuilder
 
 MS = 10**6
@@ -65,8 +66,8 @@ def test_traffic__of_copies_is_exact(h2d: Any, d2h: Any, spans: list[list[int]],
     moved_bytes, both = recorded(trace), both_busy(trace, 0)
     assert moved_bytes.busy is not None
     assert both is not None
-    busy = (moved_bytes.busy(ends) - moved_bytes.busy(starts)).tolist()
-    at_once = (both(ends) - both(starts)).tolist()
+    busy = moved_bytes.busy(starts, ends).tolist()
+    at_once = both(starts, ends).tolist()
     sizes = moved_bytes.bytes(starts, ends).tolist()
     idle = moved_bytes.idle_share(starts, ends, None).tolist()
     for number, (start, end) in enumerate(spans):
@@ -193,3 +194,22 @@ def test_traffic__prefers_copies_of_first_device_to_counters() -> None:
     assert recorded(trace).bytes(ints(0), ints(100))[0] == 100
     assert recorded(trace).idle_share(ints(0), ints(100), PEAK)[0] == pytest.approx(0.9)
     assert copies(trace, 0, None)["bytes"].tolist() == [100]
+
+
+def test_traffic__is_unknown_where_copies_were_not_recorded() -> None:
+    builder = TraceBuilder()
+    rank = builder.rank(0, devices=[DEVICE], transfers_recorded=True, first_iteration_start_ns=0)
+    for iteration in range(3):
+        rank.phase("update", 100 * iteration, 100 * iteration + 100, iteration)
+        rank.transfer("h2d", 100 * iteration + 10, 100 * iteration + 40, 6)
+    rank.meta["transfers_spans_ns"] = [[0, 100], [200, 300]]
+    trace = builder.build()
+    starts, ends = ints(0, 100, 200), ints(100, 200, 300)
+    moved_bytes = recorded(trace)
+    np.testing.assert_array_equal(moved_bytes.bytes(starts, ends), [6, np.nan, 6])
+    np.testing.assert_allclose(moved_bytes.idle_share(starts, ends, PEAK), [0.7, np.nan, 0.7])
+    total = both_busy(trace, 0)
+    assert total is not None
+    np.testing.assert_array_equal(total(starts, ends), [0, np.nan, 0])
+    assert copied_iterations(trace, 0) == [0, 2]
+    assert "copies were recorded in 2 of 3 iterations" in " ".join(summarize(trace).remarks)

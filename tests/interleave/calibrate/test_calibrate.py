@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from ebbtide.errors import MachineError
 from ebbtide.interleave.calibrate.adamw import OnePassAdamW, TorchAdamW
-from ebbtide.interleave.calibrate.cpu import Copier
+from ebbtide.interleave.calibrate.cpu import Copier, measure_norm
 from ebbtide.interleave.calibrate.host_memory import working_set
 from ebbtide.interleave.calibrate.link import combined_bytes_per_s, copy_durations
 from ebbtide.interleave.calibrate.ranks import Ranks
-from ebbtide.interleave.calibrate.record import Record
+from ebbtide.interleave.calibrate.record import Record, Setup
+from ebbtide.interleave.calibrate.run import _slowest
 from ebbtide.interleave.calibrate.timing import Timing, measure_time
+from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -103,3 +105,28 @@ def test_one_pass_adamw__gives_the_same_result_as_torch() -> None:
         fused()
     torch.testing.assert_close(one_pass.master, fused.master.detach(), rtol=1e-6, atol=0)
     assert torch.equal(one_pass.half, one_pass.master.bfloat16())
+
+
+def test_measure_norm__is_the_rate_of_the_engines_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def slow(kernel: CpuKernel, gradient: torch.Tensor) -> float:
+        assert gradient.dtype == torch.bfloat16
+        sizes.append(len(gradient))
+        time.sleep(0.01)
+        return 0.0
+
+    monkeypatch.setattr(CpuKernel, "sum_of_squares", slow)
+    record = Record()
+    measure_norm(Setup(Ranks(), threads=1, cores=1, working_set=4000, window_s=0.0, device=None), record)
+    assert set(sizes) == {2000}
+    # A sleep is never shorter than its argument.
+    assert 0 < record.rates["cpu_norm_params_per_s"] <= 2000 / 0.01
+    assert record.measured["cpu_norm_params_per_s"]["runs"] == len(sizes) - 1
+
+
+def test_slowest__is_the_smallest_rate_and_the_longest_time() -> None:
+    assert _slowest("cpu_norm_params_per_s", [3.0, 1.0, 2.0]) == 1.0
+    assert _slowest("host_memory_bytes", [3.0, 1.0, 2.0]) == 1.0
+    assert _slowest("operation_s", [3.0, 1.0, 2.0]) == 3.0
+    assert _slowest("step_overhead_s", [3.0, 1.0, 2.0]) == 3.0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ebbtide.analysis.metrics.summary import summarize
-from ebbtide.interleave.calibrate.fitting.fit import fit, sample_of
+from ebbtide.interleave.calibrate.fitting.fit import fit
 from ebbtide.interleave.calibrate.fitting.from_traces import machine_of
+from ebbtide.interleave.calibrate.fitting.samples import sample_of
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.catalog import preset, presets
@@ -24,7 +25,11 @@ def published() -> Runs:
 @pytest.mark.parametrize(
     ("machine", "fitted"),
     [
-        ("h100-80gb-sxm-published", {"h100-20b-ratio0.5-async", "h100-20b-async", "h100-20b-interleaved-2"}),
+        pytest.param(
+            "h100-80gb-sxm-published",
+            {"h100-20b-ratio0.5-async", "h100-20b-async", "h100-20b-interleaved-2"},
+            marks=pytest.mark.slow,
+        ),
         ("a100-40gb-published", {"a100-13b-async", "a100-13b-interleaved-2", "a100-13b-interleaved-10"}),
     ],
 )
@@ -45,6 +50,7 @@ def test_fit__of_three_runs_predicts_the_others(published: Runs, machine: str, f
     assert max(iterations.values()) <= 0.08, iterations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets__equal_the_fit_of_all_their_runs(published: Runs, name: str) -> None:
     shipped = preset(name).as_json()

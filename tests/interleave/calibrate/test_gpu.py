@@ -24,7 +24,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_calibrate__measures_every_rate(measured: dict[str, Any]) -> None:
-    rates = [key for key in measured if key.endswith(("_per_s", "_bytes", "_s"))]
+    keys = [key for key in measured if key.endswith(("_per_s", "_bytes", "_s"))]
+    rates = [key for key in keys if key != "pinned_memory_bytes"]
     assert [key for key in rates if not measured[key]] == []
     assert set(rates) - {"working_set_bytes"} == set(measured["measured"])
 
@@ -55,6 +56,12 @@ def test_calibrate__pinned_copies_stay_below_the_peak_of_pcie(measured: dict[str
 
 def test_calibrate__the_gpu_updates_faster_than_the_cpu(measured: dict[str, Any]) -> None:
     assert measured["gpu_update_params_per_s"] > measured["cpu_update_params_per_s"]
+
+
+def test_calibrate__the_gpu_casts_faster_than_the_cpu_and_than_it_updates(measured: dict[str, Any]) -> None:
+    assert measured["gpu_cast_params_per_s"] > measured["cpu_cast_params_per_s"]
+    assert measured["gpu_cast_params_per_s"] > measured["gpu_update_params_per_s"]
+    assert "on the GPU" in measured["measured"]["operation_s"]["how"]
 
 
 def test_calibrate__contention_never_speeds_anything_up(measured: dict[str, Any]) -> None:

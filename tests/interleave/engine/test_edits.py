@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 from tests.interleave.engine.jobs import POLICIES, Outcome
 from tests.interleave.engine.training import MODES, Job, ReferenceOptimizer, finish, maker
 
@@ -110,4 +111,31 @@ def test_state_dict__has_the_masters_as_they_were_during_a_swap() -> None:
     job.net.late.weight.data = values
     for index, entry in before["state"].items():
         assert torch.equal(entry["master"], during["state"][index]["master"])
+    optimizer.close()
+
+
+def test_step__reads_only_the_masters_of_subgroups_that_the_job_has_edited(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [torch.nn.Parameter(torch.ones(100)) for _ in range(5)]
+    optimizer = InterleavedAdamW(params, policy="zero-offload", subgroup_params=100)
+
+    def step() -> None:
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+    step()
+    touched: list[tuple[str, int]] = []
+    for name in ("read", "write", "read_master", "write_master"):
+        method = getattr(SubgroupStates, name)
+
+        def recorded(states: SubgroupStates, subgroup: int, *state: Any, name: str = name, method: Any = method) -> Any:
+            touched.append((name, subgroup))
+            return method(states, subgroup, *state)
+
+        monkeypatch.setattr(SubgroupStates, name, recorded)
+    step()
+    assert touched == []
+    params[3].data.clamp_(0.0, 0.5)
+    step()
+    assert touched == [("read_master", 3), ("write_master", 3)]
     optimizer.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -19,6 +19,7 @@ from ebbtide.interleave.engine.devices.device import Direction
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed
@@ -28,7 +29,16 @@ from ebbtide.interleave.model.workload import Workload
 from tests.interleave.engine.jobs import ReferenceAdamW, closing
 from tests.interleave.engine.plans import PLACEMENTS, device_bytes, make, plans, workload_of
 from tests.interleave.engine.states import bits
-from tests.interleave.engine.twins import Jitter, JitteryDevice, Twin, hasty_switches, no_thread_left, one_step, twins
+from tests.interleave.engine.twins import (
+    Jitter,
+    JitteryDevice,
+    Twin,
+    hasty_switches,
+    no_thread_left,
+    one_step,
+    place,
+    twins,
+)
 
 SEEDS = st.integers(0, 2**32)
 # The calls that can fail: updates on CPU and GPU, copies, allocations on the device and on the host.
@@ -72,21 +82,22 @@ class FaultyKernel(CpuKernel):
         super().__init__(1)
         self.fault = Fault("none", 0)
 
-    def update(
+    def update_ranges(
         self,
         grad: torch.Tensor,
         master: torch.Tensor,
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
         out: torch.Tensor | None,
-        scalars: Scalars,
+        ranges: Iterable[tuple[int, int, Scalars]],
         share: float = 1.0,
     ) -> None:
-        if self.fault.strikes("kernel"):
-            begun = part((grad, master, exp_avg, exp_avg_sq), self.fault.when)
-            super().update(begun[0], begun[1], begun[2], begun[3], None, scalars)
-            raise Broken
-        super().update(grad, master, exp_avg, exp_avg_sq, out, scalars, share)
+        for begin, end, scalars in ranges:
+            if self.fault.strikes("kernel"):
+                done = len(part((grad[begin:end],), self.fault.when)[0])
+                super().update_ranges(grad, master, exp_avg, exp_avg_sq, None, [(begin, begin + done, scalars)])
+                raise Broken
+            super().update_ranges(grad, master, exp_avg, exp_avg_sq, out, [(begin, end, scalars)], share)
 
 
 class FaultyDevice(JitteryDevice):
@@ -102,19 +113,13 @@ class FaultyDevice(JitteryDevice):
             raise Broken
         super().copy(direction, pairs)
 
-    def update(
-        self,
-        grad: torch.Tensor,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        out: torch.Tensor,
-        scalars: Scalars,
-    ) -> None:
-        if self.fault.strikes("update"):
-            super().update(*part((grad, master, exp_avg, exp_avg_sq, out), self.fault.when), scalars)
-            raise Broken
-        super().update(grad, master, exp_avg, exp_avg_sq, out, scalars)
+    def update(self, updates: Sequence[TensorUpdate]) -> None:
+        for update in updates:
+            if self.fault.strikes("update"):
+                tensors = (update.grad, update.master, update.exp_avg, update.exp_avg_sq, update.out)
+                super().update([TensorUpdate(*part(tensors, self.fault.when), update.scalars)])
+                raise Broken
+            super().update([update])
 
     def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
         if self.fault.strikes("state"):
@@ -156,7 +161,7 @@ def bench(twin: Twin, seed: int = 0, clipping: bool = True, stay: bool = True) -
     assert device.used_bytes == engine.store.host_bytes == 0
 
 
-def check_completion(twin: Twin, plan: Plan, stay: bool, seed: int) -> None:
+def check_completion(twin: Twin, plan: Plan, workload: Workload, seed: int) -> None:
     """Check that a step is completed if an operation raises before it starts, for each operation."""
     jitter = Jitter(seed, 1e-4)
     device, kernel = JitteryDevice(jitter), CpuKernel(1)
@@ -171,19 +176,19 @@ def check_completion(twin: Twin, plan: Plan, stay: bool, seed: int) -> None:
         store.perform(op)
 
     with no_thread_left(), hasty_switches():
-        executor = Executor(perform)
+        executor = Executor(perform, device, store.fits, store.end)
         try:
             for op in plan.ops:
                 broken[:] = [op]
-                store.apply_placement(plan)
-                store.inputs = twin.inputs(streamed=not stay)
+                place(store, plan, workload)
+                store.inputs = twin.inputs(streamed=not workload.gradients_held_until_step)
                 with pytest.raises(OperationFailed) as failure:
                     one_step(executor, plan, jitter)
                 store.complete(plan, failure.value.run.done)
                 assert device.used_bytes == 0
                 twin.check(store)
             broken.clear()
-            store.apply_placement(plan)
+            place(store, plan, workload)
             store.inputs = twin.inputs()
             one_step(executor, plan, jitter)
             twin.check(store)
@@ -198,7 +203,8 @@ def check_completion(twin: Twin, plan: Plan, stay: bool, seed: int) -> None:
 def test_complete__finishes_a_step_after_any_operation_failed(
     twin: Twin, clipping: bool, stay: bool, data: st.DataObject, seed: int
 ) -> None:
-    check_completion(twin, data.draw(plans(workload_of(twin.sizes, clipping, stay))), stay, seed)
+    workload = workload_of(twin.sizes, clipping, stay)
+    check_completion(twin, data.draw(plans(workload)), workload, seed)
 
 
 def failure_of(step: Callable[[], object]) -> Exception | None:
@@ -266,19 +272,23 @@ def test_engine__raises_if_hardware_fails_permanently(
 
 
 def test_engine__completes_steps_if_the_device_is_full() -> None:
-    """Every step fails and is completed; a plan that needs less memory succeeds."""
+    """The step is completed, the plan cannot start again, and one that needs less memory succeeds."""
     twin = Twin([120], [torch.bfloat16], 30, 1)
     with bench(twin) as setup:
         plan = make(setup.workload, ["resident", "streamed", "streamed", "cpu"], kept=(0, 1, 2))
         setup.engine.set_plan(plan, setup.workload)
         twin.step(setup.engine)
         setup.engine.quiesce()
+        # The job takes memory that was reserved for the plan.
+        setup.engine.store._arena.release()
         setup.device.capacity_bytes = device_bytes(plan, setup.workload) - 1
-        for _ in range(3):
-            with pytest.raises(OperationFailed) as failure:
-                twin.step(setup.engine)
-            assert isinstance(failure.value.__cause__, DeviceMemoryError)
-            twin.check(setup.engine.store)
+        with pytest.raises(OperationFailed) as failure:
+            twin.step(setup.engine)
+        assert isinstance(failure.value.__cause__, DeviceMemoryError)
+        twin.check(setup.engine.store)
+        with pytest.raises(DeviceMemoryError):
+            setup.engine.set_plan(plan, setup.workload)
+        twin.check(setup.engine.store)
         setup.engine.set_plan(make(setup.workload, ["resident", "cpu", "cpu", "cpu"]), setup.workload)
         twin.step(setup.engine)
         setup.engine.quiesce()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.states import bits
 from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer, finish, maker, run, two_groups
@@ -238,3 +240,33 @@ def test_load_state_dict__refuses_other_state_dicts_and_changes_nothing(
         assert "\n" not in str(error.value)
         assert_equal(saved(optimizer.state_dict()), before)
         job.step(optimizer)
+
+
+def test_state_dict__holds_one_subgroup_at_a_time_besides_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [torch.nn.Parameter(torch.ones(100)) for _ in range(5)]
+    written: list[int] = []
+    write, read = SubgroupStates.write, SubgroupStates.read
+
+    def recorded_write(states: SubgroupStates, subgroup: int, state: torch.Tensor) -> None:
+        written.append(state.data_ptr())
+        write(states, subgroup, state)
+
+    monkeypatch.setattr(SubgroupStates, "write", recorded_write)
+    with closing(InterleavedAdamW(params, policy="gpu-only", subgroup_params=150)) as optimizer:
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert len(written) == 4
+        assert len(set(written)) == 1
+        copies: list[weakref.ref[torch.Tensor]] = []
+        alive = []
+
+        def recorded_read(states: SubgroupStates, subgroup: int) -> torch.Tensor:
+            alive.append(sum(copy() is not None for copy in copies))
+            state = read(states, subgroup)
+            copies.append(weakref.ref(state))
+            return state
+
+        monkeypatch.setattr(SubgroupStates, "read", recorded_read)
+        optimizer.state_dict()
+        assert alive == [0, 0, 0, 0]

@@ -104,14 +104,14 @@ def maker(policy: str, mode: str, **defaults: Any) -> Make:
 
 def throttle_cpu(optimizer: InterleavedAdamW, params_per_s: Callable[[], float]) -> None:
     """Delay the updates on the CPU to a rate."""
-    update = optimizer._runner.kernel.update
+    update_ranges = optimizer._runner.kernel.update_ranges
 
     def throttled(*arguments: Any) -> None:
         end_s = time.perf_counter() + len(arguments[0]) / params_per_s()
-        update(*arguments)
+        update_ranges(*arguments)
         time.sleep(max(0.0, end_s - time.perf_counter()))
 
-    optimizer._runner.kernel.update = throttled  # type: ignore[method-assign]
+    optimizer._runner.kernel.update_ranges = throttled  # type: ignore[method-assign]
 
 
 def net(dtype: torch.dtype = torch.bfloat16) -> Net:

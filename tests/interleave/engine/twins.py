@@ -6,20 +6,25 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from hypothesis import strategies as st
 
-from ebbtide.interleave.engine.devices.device import Direction
+from ebbtide.interleave.engine.devices.device import Direction, Mark, Stream
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.devices.emulated_streams import EmulatedMark, WorkQueue
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
+from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from ebbtide.interleave.engine.runtime.device_blocks import block_sizes, worst_case
 from ebbtide.interleave.engine.runtime.engine import Engine
-from ebbtide.interleave.engine.runtime.executor import Executor, PlanRun
+from ebbtide.interleave.engine.runtime.executor import Executor
 from ebbtide.interleave.engine.runtime.layout import ParamSegment, divide
-from ebbtide.interleave.engine.runtime.store import StepInputs, Store
+from ebbtide.interleave.engine.runtime.plan_run import PlanRun
+from ebbtide.interleave.engine.runtime.step_inputs import StepInputs
+from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, OTHER, STEP, UPDATE, Op, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
@@ -120,28 +125,36 @@ class Jitter:
 
 
 class JitteryDevice(EmulatedDevice):
+    """A device with random delays, and marks of the job that are passed late, as those of a job on a GPU are."""
+
     def __init__(self, jitter: Jitter, capacity_bytes: float | None = None) -> None:
         super().__init__(capacity_bytes)
         self._jitter = jitter
+        self._job = WorkQueue("job")
+
+    def record(self, stream: Stream) -> Mark:
+        if stream != "job":
+            return super().record(stream)
+        mark = EmulatedMark()
+        self._job.put(self._jitter)
+        self._job.put(mark.set)
+        return mark
+
+    def close(self) -> None:
+        self._job.close()
+        super().close()
 
     def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for pair in pairs:
-            self._jitter()
+            self.submit(direction, self._jitter)
             super().copy(direction, [pair])
-        self._jitter()
+        self.submit(direction, self._jitter)
 
-    def update(
-        self,
-        grad: torch.Tensor,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        out: torch.Tensor,
-        scalars: Scalars,
-    ) -> None:
-        self._jitter()
-        super().update(grad, master, exp_avg, exp_avg_sq, out, scalars)
-        self._jitter()
+    def update(self, updates: Sequence[TensorUpdate]) -> None:
+        for update in updates:
+            self.submit("gpu", self._jitter)
+            super().update([update])
+        self.submit("gpu", self._jitter)
 
 
 class JitteryKernel(CpuKernel):
@@ -149,18 +162,18 @@ class JitteryKernel(CpuKernel):
         super().__init__(1)
         self._jitter = jitter
 
-    def update(
+    def update_ranges(
         self,
         grad: torch.Tensor,
         master: torch.Tensor,
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
         out: torch.Tensor | None,
-        scalars: Scalars,
+        ranges: Iterable[tuple[int, int, Scalars]],
         share: float = 1.0,
     ) -> None:
         self._jitter()
-        super().update(grad, master, exp_avg, exp_avg_sq, out, scalars, share)
+        super().update_ranges(grad, master, exp_avg, exp_avg_sq, out, ranges, share)
         self._jitter()
 
 
@@ -171,6 +184,11 @@ def one_step(executor: Executor, plan: Plan, pause: Callable[[], None] = lambda:
         pause()
         executor.advance_to(point)
     return executor.finish()
+
+
+def place(store: Store, plan: Plan, workload: Workload) -> None:
+    """Prepare a store for a plan."""
+    store.apply_placement(plan, block_sizes(worst_case(plan, workload), store.subgroups))
 
 
 def schedule_of(run: PlanRun, workload: Workload) -> Schedule:

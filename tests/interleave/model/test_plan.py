@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import PlanError
@@ -16,10 +16,12 @@ from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.policies.search.placement import Placement
 from ebbtide.interleave.policies.search.plan_costs import PlanCosts
 from ebbtide.machines.machine import Machine
+from tests.conftest import examples
 from tests.interleave.simulation.test_simulator import TEST_MACHINE, even
 from tests.interleave.strategies import machines, policies, workloads
 
 
+@settings(max_examples=examples(25, by_default=12))
 @given(policies(), workloads(), machines())
 def test_make_plan__is_valid_for_every_policy(policy: str, workload: Workload, machine: Machine) -> None:
     plan = make_plan(policy, workload, machine)

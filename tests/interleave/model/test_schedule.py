@@ -6,17 +6,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from ebbtide.interleave.model.schedule import host_traffic
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import Machine
+from tests.conftest import examples
 from tests.interleave import on_device
 from tests.interleave.simulation.fluid import Fluid, traffic_bytes
 from tests.interleave.simulation.test_simulator import OVERHEAD, TEST_MACHINE, C, even, ran
 from tests.interleave.strategies import machines, policies, workloads
 
+# Some cases plan and simulate for long.
+SCHEDULED = settings(max_examples=examples(25, by_default=10))
 
+
+@SCHEDULED
 @given(policies(), workloads(), machines())
 def test_device_memory_line__matches_an_independent_count(policy: str, workload: Workload, machine: Machine) -> None:
     schedule = ran(policy, workload, machine)
@@ -36,6 +41,7 @@ def test_device_memory_line__matches_an_independent_count(policy: str, workload:
     assert sizes[-1] == pytest.approx(state, rel=1e-9, abs=10)
 
 
+@SCHEDULED
 @given(policies(), workloads(), machines())
 def test_fits_device__agrees_with_a_fine_grid_of_times(policy: str, workload: Workload, machine: Machine) -> None:
     schedule = ran(policy, workload, machine)
@@ -102,6 +108,7 @@ def test_device_memory_line__has_resident_state_always_and_gradients_until_their
     np.testing.assert_allclose(sizes, [24e8, 26e8, 28e8, 26e8, 24e8])
 
 
+@SCHEDULED
 @given(policies(), workloads(), machines())
 def test_host_traffic__of_the_update_is_that_of_its_operations(
     policy: str, workload: Workload, machine: Machine
@@ -120,6 +127,7 @@ def test_host_traffic__of_the_update_is_that_of_its_operations(
         assert in_update == pytest.approx(total)
 
 
+@SCHEDULED
 @given(policies(), workloads(), machines())
 def test_busy_shares__are_times_within_the_update(policy: str, workload: Workload, machine: Machine) -> None:
     schedule = ran(policy, workload, machine)

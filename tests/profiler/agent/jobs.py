@@ -6,6 +6,8 @@ from textwrap import dedent
 
 STEPS = 4
 
+# torch's decorators of these methods, and of the steps of torch's optimizers, import torch's compiler at their first
+# call, which takes as long as the import of torch.
 PRELUDE = f"""
 import torch
 from torch import nn
@@ -16,9 +18,22 @@ def batch():
     return torch.randn(8, 16), torch.randn(8, 4)
 def mlp():
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+class PlainSGD(torch.optim.Optimizer):
+    add_param_group = torch.optim.Optimizer.add_param_group.__wrapped__
+    zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__
+    def __init__(self, params, lr):
+        super().__init__(params, {{"lr": lr}})
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * p.grad
 model = mlp()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer = PlainSGD(model.parameters(), lr=1e-2)
 """
+# Follows PRELUDE in jobs that need an optimizer of torch.
+ADAMW = "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
 
 PLAIN = """
 for _ in range(STEPS):

@@ -9,7 +9,7 @@ import pytest
 
 from ebbtide.profiler.trace import Trace
 from tests.conftest import phases_of
-from tests.profiler.agent.jobs import PRELUDE, STEPS
+from tests.profiler.agent.jobs import ADAMW, PRELUDE, STEPS
 from tests.profiler.agent.test_phases import trace_all
 
 CLOSURE = """
@@ -222,7 +222,7 @@ def test_tracer__spans_the_whole_step_of_several_calls(tmp_path: Path) -> None:
 
 
 def test_step__returns_and_raises_as_without_a_recorder(tmp_path: Path) -> None:
-    job = PRELUDE + textwrap.dedent(
+    job = PRELUDE + ADAMW + textwrap.dedent(
         """
         import sys, traceback
         def closure():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,9 +47,8 @@ def torch_with_gpu(**cuda: Any) -> Any:
 
 
 @pytest.fixture
-def copies(recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyCapture]:
-    monkeypatch.setattr("ebbtide.profiler.agent.detailed_capture._SLICE_SECONDS", 0.0)
-    copies = CopyCapture(recorder, torch_with_gpu(), Options(transfers=True))  # type: ignore[arg-type]
+def copies(recorder: FakeRecorder) -> Iterator[CopyCapture]:
+    copies = CopyCapture(recorder, torch_with_gpu(), Options(last=100, transfers=True))  # type: ignore[arg-type]
     yield copies
     copies.close()
 
@@ -56,12 +57,19 @@ def slices(recorder: FakeRecorder) -> list[Path]:
     return sorted(recorder.folder.glob("copies-*.json"))
 
 
-def test_copy_capture__writes_one_slice_per_iteration(copies: CopyCapture, recorder: FakeRecorder) -> None:
+def test_copy_capture__writes_slices_of_whole_iterations_named_for_their_spans(
+    copies: CopyCapture, recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbtide.profiler.agent.detailed_capture._SLICE_NS", 0)
+    before_ns = time.monotonic_ns()
     for iteration in range(3):
         copies.enter_iteration(iteration)
         torch.ones(8).sum()
     copies.close()
-    assert len(slices(recorder)) == 3
+    bounds = [int(bound) for path in slices(recorder) for bound in path.stem.split("-")[1:]]
+    assert len(bounds) == 6
+    assert bounds == sorted(bounds)
+    assert before_ns < bounds[0]
     for path in slices(recorder):
         names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
         assert "aten::ones" in names
@@ -97,9 +105,57 @@ def test_copy_capture__profiles_only_the_requested_iterations(recorder: FakeReco
         copies.enter_iteration(iteration)
         torch.full((iteration + 1,), 1.0)
     copies.close()
-    (path,) = slices(recorder)
-    events = json.loads(path.read_text())["traceEvents"]
+    # The first slice is a single iteration; no second one is paused for, since the iterations are limited.
+    assert len(slices(recorder)) == 2
+    events = [event for path in slices(recorder) for event in json.loads(path.read_text())["traceEvents"]]
     assert sum(event.get("name") == "aten::full" for event in events) == 2
+
+
+def test_copy_capture__limits_the_events_of_a_slice_and_its_share_of_the_time(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ns, events = [1_000], [0]
+    monkeypatch.setattr("ebbtide.profiler.agent.detailed_capture.time.monotonic_ns", lambda: now_ns[0])
+
+    class Profiler:
+        profiler = None
+
+        def __init__(self, activities: Any) -> None:
+            self.first_event = events[0]
+
+        def start(self) -> None:
+            pass
+
+        def stop(self) -> None:
+            now_ns[0] += 50_000_000
+
+        def export_chrome_trace(self, path: str) -> None:
+            Path(path).write_bytes(bytes(250 * (events[0] - self.first_event)))
+
+    fake = torch_with_gpu()
+    fake.profiler.profile = Profiler
+    copies = CopyCapture(recorder, fake, Options(transfers=True))  # type: ignore[arg-type]
+    for iteration in range(2_000):  # of 0.1 s and 5,000 events
+        copies.enter_iteration(iteration)
+        now_ns[0] += 100_000_000
+        events[0] += 5_000
+    copies.close()
+    sizes = [path.stat().st_size for path in sorted(recorder.folder.glob("copies-*.json"), key=lambda path: path.name)]
+    # In 200 s there is time for 2 s of stopping, or 40 slices; pauses that grow leave fewer.
+    assert 4 < len(sizes) < 12
+    assert max(sizes) <= 25_000 * 250
+
+
+def test_copy_capture__leaves_the_profiler_of_another_thread_running(
+    copies: CopyCapture, recorder: FakeRecorder
+) -> None:
+    copies.enter_iteration(0)
+    thread = threading.Thread(target=copies.stop)
+    thread.start()
+    thread.join()
+    assert slices(recorder) == []
+    assert recorder.notes == ["copies were not recorded to the end: the recording ended on another thread"]
+    copies._profiler.stop()
 
 
 def test_copy_capture__restores_torchs_profiler(recorder: FakeRecorder) -> None:

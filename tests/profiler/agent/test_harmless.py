@@ -16,7 +16,7 @@ import pytest
 from ebbtide.profiler.trace import open_trace
 from ebbtide.profiler.trace.metadata import ExitStatus
 from tests.conftest import Recorded, Run, ebbtide, phases_of, run_process, running_process, slow
-from tests.profiler.agent.jobs import CASES, PLAIN, PRELUDE
+from tests.profiler.agent.jobs import ADAMW, CASES, PLAIN, PRELUDE
 
 Record = Callable[..., Recorded]
 
@@ -29,7 +29,7 @@ Record = Callable[..., Recorded]
     ),
 )
 def test_recorder__does_not_change_a_bit_of_the_parameters(name: str, record: Record, tmp_path: Path) -> None:
-    job = PRELUDE + textwrap.dedent(CASES[name][0])
+    job = PRELUDE + ADAMW + textwrap.dedent(CASES[name][0])
     job += "\nprint(b''.join(p.detach().numpy().tobytes() for p in model.parameters()).hex())\n"
     recorded = record(job)
     bare = _bare(tmp_path / "job.py")
@@ -122,12 +122,13 @@ def test_inject__does_not_hide_modules_of_the_job(tmp_path: Path, record: Record
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text(f"HERE = '{package} of the job'\n")
     (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['SITE'] = 'sitecustomize of the job'\n")
-    job = (
+    modules = (
         "import os, sys, profiler, analysis, interleave, sitecustomize\n"
         "print(profiler.HERE, analysis.HERE, interleave.HERE, os.environ['SITE'], sitecustomize.__file__, sys.path)\n"
     )
-    recorded = record(job + PRELUDE + PLAIN, env={"PYTHONPATH": str(tmp_path)})
-    bare = _bare(tmp_path / "job.py", PYTHONPATH=str(tmp_path))
+    (tmp_path / "modules.py").write_text(modules)
+    bare = _bare(tmp_path / "modules.py", PYTHONPATH=str(tmp_path))
+    recorded = record(modules + PRELUDE + PLAIN, env={"PYTHONPATH": str(tmp_path)})
     assert recorded.run.returncode == 0, recorded.run.stderr
     assert recorded.run.stdout == bare.stdout
     assert len(recorded.phases()) == 4
@@ -137,6 +138,7 @@ def test_torch_hooks__leave_nothing_in_models_copies_or_checkpoints(record: Reco
     recorded = record(
         "import copy, io, pickle, pickletools, sys, threading\n"
         + PRELUDE
+        + ADAMW
         + PLAIN
         + textwrap.dedent(
             """

@@ -51,6 +51,7 @@ def test_profile__writes_a_trace_for_each_independent_training(script: str, tmp_
         assert open_trace(tmp_path / name).ranks == [0]
 
 
+@pytest.mark.slow
 def test_profile__writes_a_trace_for_each_independent_spawned_training(tmp_path: Path) -> None:
     program = """
     def work(index):

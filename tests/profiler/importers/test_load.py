@@ -180,7 +180,7 @@ def fuzz(tmp_path: Path, contents: list[tuple[str, bytes]], seeds: range) -> dic
 
 @published
 def test_import_trace__gives_a_trace_or_one_error_for_changed_published_files(tmp_path: Path) -> None:
-    counts = fuzz(tmp_path, h100_files(), range(examples(2)))
+    counts = fuzz(tmp_path, h100_files(), range(examples(2, by_default=1)))
     assert min(counts.values()) > 0
 
 
@@ -192,7 +192,7 @@ def h100_files() -> list[tuple[str, bytes]]:
 
 @pytest.mark.parametrize("log", TODAY, ids=lambda log: log.stem)
 def test_import_trace__gives_a_trace_or_one_error_for_changed_logs(tmp_path: Path, log: Path) -> None:
-    assert fuzz(tmp_path, [("run.log", log.read_bytes())], range(examples(2)))["trace"] > 0
+    assert fuzz(tmp_path, [("run.log", log.read_bytes())], range(examples(2, by_default=1)))["trace"] > 0
 
 
 QUERY = "timestamp, index, memory.used [MiB], memory.total [MiB]\n" + "".join(
@@ -205,7 +205,7 @@ DMON = "#Time  gpu  fb  rxpci  txpci\n#HH:MM:SS  Idx  MB  MB/s  MB/s\n" + "".joi
 
 @pytest.mark.parametrize("text", [MONITOR, QUERY, DMON], ids=["script", "query", "dmon"])
 def test_import_trace__gives_a_trace_or_one_error_for_changed_monitor_files(tmp_path: Path, text: str) -> None:
-    assert fuzz(tmp_path, [("m.csv", text.encode())], range(examples(2)))["trace"] > 0
+    assert fuzz(tmp_path, [("m.csv", text.encode())], range(examples(2, by_default=1)))["trace"] > 0
 
 
 def test_recognize__refuses_noise(tmp_path: Path) -> None:

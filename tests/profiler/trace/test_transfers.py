@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from ebbtide.profiler.trace.transfers import read
+from ebbtide.profiler.trace.transfers import read, spans_of
 
 BASE = 1_700_000_000_000_000_000
 
@@ -126,3 +126,11 @@ def test_read__ignores_a_copy_without_a_time(tmp_path: Path) -> None:
     assert len(rows) == 1
     assert problems == []
     assert isinstance(rows, pd.DataFrame)
+
+
+def test_spans_of__covers_whole_iterations_and_joins_slices_without_a_pause() -> None:
+    phases = pd.DataFrame({"end_ns": [10, 20, 30, 40, 90]})
+    paths = [Path("x-copies-95-120.json"), Path("x-copies-21-31.json"), Path("x-copies-33-41.json")]
+    assert spans_of(paths, phases) == [(20, 41), (90, 120)]
+    assert spans_of([Path("x-copies-5-9.json")], phases) == [(5, 9)]
+    assert spans_of([Path("x-copies-1.json")], phases) == []

@@ -1,24 +1,35 @@
 """A fake of the functions of torch.cuda that CudaDevice calls, on host memory, with a scripted allocator.
 
-It runs CudaDevice's own code; it says nothing about CUDA."""
+It runs CudaDevice's own code, and checks that streams and events order all accesses (happens_before.py). It says
+nothing about CUDA."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import sys
+import threading
+import time
 import types
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ebbtide.interleave.engine.devices.cuda import CudaDevice
+from ebbtide.interleave.engine.devices.device import Direction, Mark
+from ebbtide.interleave.engine.devices.device import Stream as StreamName
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from tests.interleave.engine.devices.happens_before import HOST, Clock, Order
 
 KERNEL = "ebbtide.interleave.engine.numerics.triton_kernel"
+_current = threading.local()
 
 
 @dataclass
@@ -32,9 +43,15 @@ class FakeCuda:
         frees: How often torch has returned memory to the device.
         capturing: Whether the current stream is captured.
         register_error: The result of cudaHostRegister.
-        registered: Addresses of pinned memory.
+        registered: Bytes of pinned memory, by address.
         compile_error: The error that every launch of the update raises.
         relaxed_threads: Number of threads that tolerate captures.
+        order: The order of all accesses.
+        pause: Called before the host waits for an event.
+        streams: The number of streams made so far.
+        dropped_wait: The number of the wait of a stream to leave out; None to leave out none.
+        waits: For each wait of a stream, whether it orders anything that was not ordered before.
+        careless: Streams for which the host does not wait.
     """
 
     total_bytes: int = 80 << 30
@@ -43,9 +60,15 @@ class FakeCuda:
     frees: int = 0
     capturing: bool = False
     register_error: int = 0
-    registered: set[int] = field(default_factory=set)
+    registered: dict[int, int] = field(default_factory=dict)
     compile_error: Exception | None = None
     relaxed_threads: int = 0
+    order: Order = field(default_factory=Order)
+    pause: Callable[[], None] = lambda: None
+    streams: int = 0
+    dropped_wait: int | None = None
+    waits: list[bool] = field(default_factory=list)
+    careless: set[str] = field(default_factory=set)
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         return self.total_bytes - self.others_bytes - self.reserved_bytes, self.total_bytes
@@ -55,11 +78,11 @@ class FakeCuda:
 
     def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
         if not self.register_error:
-            self.registered.add(pointer)
+            self.registered[pointer] = nbytes
         return self.register_error
 
     def cudaHostUnregister(self, pointer: int) -> int:
-        self.registered.remove(pointer)
+        self.order.access_range("release of pinned memory", HOST, pointer, self.registered.pop(pointer))
         return 0
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
@@ -67,47 +90,159 @@ class FakeCuda:
         self.relaxed_threads += 1
         return 0
 
+    def make_stream(self) -> Stream:
+        self.streams += 1
+        return Stream(self, f"stream {self.streams}")
 
-class _Event:
-    def __init__(self, blocking: bool = False) -> None:
-        pass
+    def current_stream(self, device: object = None) -> Stream:
+        return getattr(_current, "stream", None) or self.job
 
-    def record(self, stream: object) -> None:
-        pass
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before = getattr(_current, "stream", None)
+        _current.stream = stream
+        try:
+            yield
+        finally:
+            _current.stream = before
+
+    def __post_init__(self) -> None:
+        self.job = Stream(self, "job")
+
+
+class Stream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda = cuda
+        self.name = name
+
+    def wait_event(self, event: Event) -> None:
+        self.cuda.order.wait(self.name, event.clock)
+
+
+class Event:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self.clock: Clock = {}
+        self._stream = ""
+        self._time_s = 0.0
+
+    def record(self, stream: Stream) -> None:
+        self.clock, self._stream = self._cuda.order.reached(stream.name), stream.name
+        self._time_s = time.perf_counter()
 
     def synchronize(self) -> None:
-        pass
+        self._cuda.pause()
+        if self._stream not in self._cuda.careless:
+            self._cuda.order.wait(HOST, self.clock)
+
+    def query(self) -> bool:
+        # The host does not know whether the work is done, unless it has waited.
+        return self._cuda.order.knows(HOST, self.clock)
+
+    def elapsed_time(self, later: Event) -> float:
+        return 1e3 * (later._time_s - self._time_s)
+
+
+class CheckedKernel(CpuKernel):
+    """Updates on the CPU that record what they read and write."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__(1)
+        self._cuda = cuda
+
+    def update_ranges(
+        self,
+        grad: torch.Tensor,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        out: torch.Tensor | None,
+        ranges: Iterable[tuple[int, int, Scalars]],
+        share: float = 1.0,
+    ) -> None:
+        writes = [master, exp_avg, exp_avg_sq, *([] if out is None else [out])]
+        self._cuda.order.access("update on the CPU", HOST, [grad], writes)
+        super().update_ranges(grad, master, exp_avg, exp_avg_sq, out, ranges, share)
+
+
+class CheckedDevice(CudaDevice):
+    """A CudaDevice whose memory is host memory, and which records what it reads and writes."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__(torch.device("cuda"))
+        self._device = torch.device("cpu")
+        self._cuda = cuda
+        # Memory is not used for anything else after its release.
+        self._memory: list[torch.Tensor] = []
+
+    def wait(self, stream: StreamName, marks: Sequence[Mark]) -> None:
+        name = self.stream_name(stream)
+        clocks = [mark.event.clock for mark in marks]  # type: ignore[attr-defined]
+        self._cuda.waits.append(not all(self._cuda.order.knows(name, clock) for clock in clocks))
+        if self._cuda.dropped_wait != len(self._cuda.waits) - 1:
+            super().wait(stream, marks)
+
+    def stream_name(self, stream: StreamName) -> str:
+        """Return the name of a stream in the order."""
+        return str(self._streams.stream(stream).name)  # type: ignore[attr-defined]
+
+    def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        stream = self.stream_name(direction)
+        for source, target in pairs:
+            self._cuda.order.access(f"copy {direction}", stream, [source], [target])
+        super().copy(direction, pairs)
+
+    def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
+        tensor = super().allocate_state(params, rows)
+        self._memory.append(tensor)
+        self._write("allocation", tensor)
+        return tensor
+
+    def release(self, tensor: torch.Tensor) -> None:
+        super().release(tensor)
+        self._write("release", tensor)
+        tensor.fill_(float("nan"))
+
+    def _write(self, what: str, tensor: torch.Tensor) -> None:
+        """Record what other owners of the memory do with it, before or after."""
+        self._cuda.order.access(what, self.stream_name("memory"), [], [tensor])
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """Replace the functions of torch.cuda, and the kernels, which then run on the CPU."""
     fake, kernel = FakeCuda(), CpuKernel(1)
 
-    def update(*arguments: Any) -> None:
+    def update(updates: Sequence[TensorUpdate]) -> None:
         if fake.compile_error is not None:
             raise fake.compile_error
-        kernel.update(*arguments)
+        for own in updates:
+            state = (own.master, own.exp_avg, own.exp_avg_sq)
+            fake.order.access("update", fake.current_stream().name, [own.grad], [*state, own.out])
+            kernel.update(own.grad, *state, own.out, own.scalars)
 
     def deferred(call: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda argument: (lambda result: lambda: result)(call(argument))
+        return lambda tensors: (lambda results: lambda: results)([call(tensor) for tensor in tensors])
 
-    def fingerprints(values: Sequence[torch.Tensor]) -> list[int]:
-        return [kernel.fingerprint(value) for value in values]
+    def warm_up(device: torch.device, dtypes: object) -> None:
+        if fake.compile_error is not None:
+            raise fake.compile_error
 
     kernels = types.ModuleType(KERNEL)
-    kernels.gpu_update = update  # type: ignore[attr-defined]
-    kernels.gpu_sum_of_squares = deferred(kernel.sum_of_squares)  # type: ignore[attr-defined]
-    kernels.gpu_fingerprint = deferred(fingerprints)  # type: ignore[attr-defined]
+    vars(kernels).update(
+        gpu_update=update,
+        gpu_sums_of_squares=deferred(kernel.sum_of_squares),
+        gpu_fingerprint=deferred(kernel.fingerprint),
+        warm_up=warm_up,
+    )
     monkeypatch.setitem(sys.modules, KERNEL, kernels)
     monkeypatch.setattr("ebbtide.interleave.engine.numerics.triton_kernel", kernels, raising=False)
-    stream = types.SimpleNamespace(synchronize=lambda: None)
     for name, replacement in {
         "current_device": lambda: 0,
         "device": lambda device: contextlib.nullcontext(),
-        "stream": lambda stream: contextlib.nullcontext(),
-        "Stream": lambda: stream,
-        "current_stream": lambda device: stream,
-        "Event": _Event,
+        "stream": fake.stream,
+        "Stream": fake.make_stream,
+        "current_stream": fake.current_stream,
+        "Event": lambda enable_timing, blocking: Event(fake),
         "mem_get_info": fake.mem_get_info,
         "memory_stats": fake.memory_stats,
         "memory_reserved": lambda device: fake.reserved_bytes,
@@ -116,12 +251,24 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     }.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
     monkeypatch.setattr("ebbtide.interleave.engine.devices.capture_mode._driver", lambda: fake)
+    monkeypatch.setattr("ebbtide.interleave.engine.devices.cuda.gpu_node", lambda device: None)
     monkeypatch.setattr(CudaDevice, "close", lambda device: kernel.close())
     return fake
 
 
-def open_fake(device: torch.device | None = None) -> CudaDevice:
+def open_fake(cuda: FakeCuda) -> CheckedDevice:
     """Return a CudaDevice whose memory is host memory."""
-    opened = CudaDevice(device or torch.device("cuda"))
-    opened._device = torch.device("cpu")
-    return opened
+    return CheckedDevice(cuda)
+
+
+def job_tensor(cuda: FakeCuda, values: torch.Tensor, kept: list[np.ndarray]) -> torch.Tensor:
+    """Return a copy of values that the job's stream writes.
+
+    When nobody refers to it any more, the job's stream may write other things to its memory; `kept` keeps it."""
+    bits = values.reshape(-1).view(torch.uint8).numpy().copy()
+    kept.append(bits)
+    view = bits[:]
+    begin = view.ctypes.data
+    weakref.finalize(view, cuda.order.access_range, "use of freed memory", "job", begin, view.nbytes)
+    cuda.order.access_range("backward", "job", begin, view.nbytes)
+    return torch.from_numpy(view).view(values.dtype)

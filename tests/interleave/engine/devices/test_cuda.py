@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from ebbtide.interleave.engine.devices.cuda import CudaDevice
+from ebbtide.interleave.engine.devices.device import copy_now
 from ebbtide.interleave.engine.devices.job_memory import MARGIN
 from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.reference import Hyper
+from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from tests.interleave.engine.devices.fake_cuda import FakeCuda, install, open_fake
 from tests.interleave.engine.jobs import ReferenceAdamW
@@ -46,10 +48,10 @@ def mapping_flags(pointer: int) -> list[str]:
 
 def test_allocate_host__pinned_memory_is_not_in_forked_processes(cuda: FakeCuda) -> None:
     """Else the next write of the parent would move a page that the GPU uses."""
-    memory = open_fake().allocate_host((3, 5000), torch.float32)
+    memory = open_fake(cuda).allocate_host((3, 5000), torch.float32)
     assert memory.shape == (3, 5000)
     assert not memory.any()
-    assert cuda.registered == {memory.data_ptr()}
+    assert list(cuda.registered) == [memory.data_ptr()]
     assert "dc" in mapping_flags(memory.data_ptr())
     child = os.fork()
     if not child:
@@ -67,12 +69,12 @@ def test_allocate_host__says_how_much_cannot_be_pinned_and_clears_the_error(
     monkeypatch.setattr(Path, "read_text", lambda path: maps)
     cuda.register_error = 2
     with pytest.raises(EngineError, match=r"800 bytes .* cannot be pinned \(CUDA error 2\)"):
-        open_fake().allocate_host((100,), torch.float64)
+        open_fake(cuda).allocate_host((100,), torch.float64)
     assert calls == ["cleared"]
 
 
 def test_free_bytes__is_what_the_job_leaves_at_its_highest(cuda: FakeCuda) -> None:
-    device = open_fake()
+    device = open_fake(cuda)
 
     def free_gib() -> float | None:
         free_bytes = device.free_bytes()
@@ -107,7 +109,7 @@ def test_free_bytes__is_what_the_job_leaves_at_its_highest(cuda: FakeCuda) -> No
 
 def test_free_bytes__of_memory_that_is_allocated_and_returned_while_the_optimizer_works(cuda: FakeCuda) -> None:
     """A job that empties torch's cache in every step: the optimizer's memory is not taken for the job's."""
-    device = open_fake()
+    device = open_fake(cuda)
     for step in range(5):
         cuda.frees += 1
         cuda.reserved_bytes = 20 * GIB
@@ -122,17 +124,17 @@ def test_free_bytes__of_memory_that_is_allocated_and_returned_while_the_optimize
 
 
 def test_update__that_cannot_start_says_so(cuda: FakeCuda) -> None:
-    device = open_fake()
+    device = open_fake(cuda)
     state = plausible_state(50, torch.bfloat16, torch.bfloat16, 0)
     before = [tensor.clone() for tensor in state]
     cuda.compile_error = RuntimeError("Failed to find C compiler")
     with pytest.raises(UpdateNotStarted, match="C compiler"):
-        device.update(*state, Hyper().scalars(1))
+        device.update([TensorUpdate(*state, Hyper().scalars(1))])
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(state, before, strict=True))
 
 
 def test_warm_up__says_what_the_kernels_need(cuda: FakeCuda) -> None:
-    device = open_fake()
+    device = open_fake(cuda)
     cuda.compile_error = RuntimeError("Failed to find C compiler\nmore")
     with pytest.raises(EngineError, match=r"Failed to find C compiler\).*gcc") as error:
         device.warm_up({(torch.bfloat16, torch.bfloat16)})
@@ -154,7 +156,7 @@ def set_gradients(params: list[torch.Tensor], step: int) -> None:
 def test_step__completes_on_the_cpu_if_the_update_cannot_start(cuda: FakeCuda, params: list[torch.Tensor]) -> None:
     """The state is not lost: nothing was changed."""
     reference = ReferenceAdamW([param.detach().clone() for param in params])
-    device = open_fake()
+    device = open_fake(cuda)
     optimizer = InterleavedAdamW(params, policy="gpu-only", subgroup_params=60, threads=1, device=device)
     for step in range(3):
         cuda.compile_error = RuntimeError("no variant") if step == 1 else None
@@ -176,7 +178,7 @@ def test_step__is_not_captured(cuda: FakeCuda, params: list[torch.Tensor]) -> No
     with pytest.raises(EngineError, match="before the capture"):
         CudaDevice(torch.device("cuda"))
     cuda.capturing = False
-    optimizer = InterleavedAdamW(params, policy="gpu-only", threads=1, device=open_fake())
+    optimizer = InterleavedAdamW(params, policy="gpu-only", threads=1, device=open_fake(cuda))
     set_gradients(params, 0)
     before = [param.detach().clone() for param in params]
     cuda.capturing = True
@@ -190,7 +192,7 @@ def test_step__is_not_captured(cuda: FakeCuda, params: list[torch.Tensor]) -> No
 
 
 def test_hooks__do_nothing_during_a_capture(cuda: FakeCuda, params: list[torch.Tensor]) -> None:
-    optimizer = InterleavedAdamW(params, policy="zero-offload", threads=1, device=open_fake(), gradients="streamed")
+    optimizer = InterleavedAdamW(params, policy="zero-offload", threads=1, device=open_fake(cuda), gradients="streamed")
 
     def backward() -> None:
         for param in params:
@@ -215,11 +217,11 @@ def test_hooks__do_nothing_during_a_capture(cuda: FakeCuda, params: list[torch.T
 
 
 def test_copy__each_thread_tolerates_captures_of_others_once(cuda: FakeCuda) -> None:
-    device = open_fake()
+    device = open_fake(cuda)
 
     def copies() -> None:
         for _ in range(3):
-            device.copy("h2d", [(torch.ones(3), torch.zeros(3))])
+            copy_now(device, "h2d", [(torch.ones(3), torch.zeros(3))])
 
     for expected in (1, 2):
         thread = threading.Thread(target=copies)

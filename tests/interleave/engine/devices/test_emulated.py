@@ -11,9 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbtide.interleave.engine.devices.device import copy_now
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError
 from ebbtide.interleave.engine.numerics.reference import Hyper
+from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
 from tests.interleave.engine.states import DTYPES, assert_same, bits, plausible_state, updated
 from tests.interleave.engine.twins import no_thread_left
 
@@ -97,6 +99,7 @@ def test_copy__keeps_every_bit(device: EmulatedDevice, dtype: torch.dtype) -> No
     source = torch.randn(3, 700_001, generator=generator).to(dtype)
     target = torch.zeros(3 * 700_001 + 2, dtype=dtype)
     device.copy("h2d", [(source, target[1:-1]), (source[0, :1], target[-1:])])
+    device.record("h2d").synchronize()
     assert torch.equal(bits(target[1:-1]), bits(source.reshape(-1)))
     assert target[0] == 0
     assert target[-1] == source[0, 0]
@@ -108,7 +111,7 @@ def test_copy__takes_at_least_the_time_of_its_rate(direction: str) -> None:
     device = EmulatedDevice(**rates)
     source, target = torch.ones(1_000_000), torch.zeros(1_000_000)
     begin = time.perf_counter()
-    device.copy(direction, [(source, target)])  # type: ignore[arg-type]
+    copy_now(device, direction, [(source, target)])  # type: ignore[arg-type]
     assert time.perf_counter() - begin >= 0.1
     assert torch.equal(source, target)
     device.close()
@@ -120,7 +123,8 @@ def test_update__takes_at_least_the_time_of_its_rate_and_gives_the_bits_of_the_r
     scalars = Hyper().scalars(3, 0.5)
     expected = updated(state, scalars)
     begin = time.perf_counter()
-    device.update(*state, scalars)
+    device.update([TensorUpdate(*state, scalars)])
+    device.record("gpu").synchronize()
     assert time.perf_counter() - begin >= 0.05
     assert_same(state, expected)
     device.close()

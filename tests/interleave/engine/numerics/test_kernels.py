@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numba import njit
 
 from ebbtide import host_limits
-from ebbtide.interleave.engine.numerics import compiled
+from ebbtide.interleave.engine.numerics import compiled, reference
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Hyper
 from tests.conftest import run_process
@@ -196,3 +196,15 @@ def test_update__writes_to_tensors_that_require_grad(kernels: dict[int, CpuKerne
     state[4] = torch.nn.Parameter(state[4])
     kernels[1].update(*state, Hyper().scalars(1))
     assert torch.equal(bits(state[4].detach()), bits(state[1]))
+
+
+def test_update_ranges__updates_each_range_with_its_scalars_and_nothing_else(kernels: dict[int, CpuKernel]) -> None:
+    length = 40_000
+    state = any_state(length, torch.bfloat16, torch.bfloat16, 1)
+    bounds = [(begin, begin + 3) for begin in range(0, 3_000, 5)] + [(10_000, 38_000), (38_000, 38_000)]
+    ranges = [(begin, end, Hyper(lr=1e-3 * (index + 1)).scalars(2)) for index, (begin, end) in enumerate(bounds)]
+    expected = [tensor.clone() for tensor in state]
+    for begin, end, scalars in ranges:
+        reference.update(*(tensor[begin:end] for tensor in expected), scalars)
+    kernels[3].update_ranges(*state, ranges)
+    assert_same(state, expected)

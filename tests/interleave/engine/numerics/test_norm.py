@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbtide.interleave.engine.numerics.fingerprint import fingerprint
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.norm import BLOCK, sum_of_squares, total
 from tests.interleave.engine.states import DTYPES, any_bits
@@ -76,3 +77,13 @@ def test_total__adds_sums_of_whole_blocks(kernels: dict[int, CpuKernel]) -> None
     gradient = torch.randn(4 * BLOCK, generator=torch.Generator().manual_seed(1))
     block_sums = [kernels[1].sum_of_squares(part) for part in gradient.split(BLOCK)]
     assert total(block_sums) == kernels[3].sum_of_squares(gradient)
+
+
+def test_kernel_sums_of_squares__gives_those_of_each_gradient(kernels: dict[int, CpuKernel]) -> None:
+    lengths = (5, 0, 1023, 1024, 70_000, 1, *[3] * 5000)
+    gradients = [
+        finite(length, (torch.float32, torch.bfloat16)[seed % 7 == 0], seed) for seed, length in enumerate(lengths)
+    ]
+    sums = kernels[3].sums_of_squares(gradients)
+    assert sums == [sum_of_squares(gradient) for gradient in gradients]
+    assert kernels[1].fingerprints(gradients) == [fingerprint(gradient) for gradient in gradients]

@@ -1,113 +1,142 @@
-"""The kernel of the GPU. Without a GPU, the tests read the compiled code and run it in Triton's interpreter."""
+"""The kernels of the GPU. Without a GPU, the tests read the compiled code and run them in Triton's interpreter."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 
-from ebbtide.interleave.engine.numerics.fingerprint import fingerprint
-from ebbtide.interleave.engine.numerics.norm import BLOCK, sum_of_squares
-from ebbtide.interleave.engine.numerics.reference import Hyper
-from tests.conftest import run_process
-from tests.interleave.engine.states import DTYPES, any_bits, any_state, assert_same, plausible_state, updated
+from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
+from ebbtide.interleave.engine.numerics.norm import BLOCK
+from tests.conftest import run_process, slow
+from tests.cuda_mock.triton_cache import ENVIRONMENT
+from tests.interleave.engine.numerics import gpu_checks
+from tests.interleave.engine.numerics.gpu_checks import BEGINS, check_fingerprints, check_sums, check_updates
+from tests.interleave.engine.states import DTYPES
 
-triton = pytest.importorskip("triton", reason="needs triton, which comes with CUDA builds of torch")
-CASES = [(grad, out) for grad in DTYPES for out in DTYPES]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("make", [any_state, plausible_state])
-@pytest.mark.parametrize("hyper", [Hyper(), Hyper(1e-2, 0.3, 0.5, 0.0, 0.0)])
-@pytest.mark.parametrize(("grad", "out"), CASES)
-def test_gpu_update__gives_the_bits_of_the_reference(
-    make: object, hyper: Hyper, grad: torch.dtype, out: torch.dtype
-) -> None:
-    check_updates(make, hyper, grad, out, 3_000_001, "cuda")
+triton = pytest.importorskip("triton", reason="needs triton, which is for Linux only")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", [0, 1, BLOCK, 20 * BLOCK + 777])
-def test_gpu_sum_of_squares__equals_that_of_the_cpu(dtype: torch.dtype, length: int) -> None:
-    check_sums(dtype, length, "cuda")
-
-
-def check_updates(make: object, hyper: Hyper, grad: torch.dtype, out: torch.dtype, length: int, device: str) -> None:
-    from ebbtide.interleave.engine.numerics.triton_kernel import gpu_update
-
-    for begin in (0, 3):
-        state = make(length, grad, out, 0)  # type: ignore[operator]
-        scalars = hyper.scalars(3, 0.7)
-        expected = updated(state, scalars)
-        device_state = [tensor.to(device) for tensor in state]
-        for part in (slice(0, begin), slice(begin, length)):
-            gpu_update(*(tensor[part] for tensor in device_state), scalars)
-        assert_same(device_state, expected)
-
-
-def check_sums(dtype: torch.dtype, length: int, device: str) -> None:
-    from ebbtide.interleave.engine.numerics.triton_kernel import gpu_sum_of_squares
-
-    gradient = torch.randn(length, generator=torch.Generator().manual_seed(length)).to(dtype)
-    assert gpu_sum_of_squares(gradient.to(device))() == sum_of_squares(gradient)
-    if length:
-        gradient[length // 2] = math.inf
-        assert gpu_sum_of_squares(gradient.to(device))() == math.inf
+def test_gpu_update__gives_the_bits_of_the_reference() -> None:
+    for begin in BEGINS:
+        check_updates([0, 1, 1024, 2_000_003], begin, "cuda")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gpu_fingerprint__equals_that_of_the_cpu(dtype: torch.dtype) -> None:
-    check_fingerprints(dtype, "cuda")
+def test_gpu_sums_of_squares__equal_those_of_the_cpu() -> None:
+    check_sums([0, 1, BLOCK, 20 * BLOCK + 777], BEGINS, "cuda")
 
 
-def check_fingerprints(dtype: torch.dtype, device: str) -> None:
-    from ebbtide.interleave.engine.numerics.triton_kernel import gpu_fingerprint
-
-    generator = torch.Generator().manual_seed(0)
-    values = [any_bits(length, dtype, generator) for length in (0, 1, 777, BLOCK, 2 * BLOCK + 1500)]
-    values.append(values[-1][1:])
-    assert gpu_fingerprint([value.to(device) for value in values])() == list(map(fingerprint, values))
+@pytest.mark.gpu
+def test_gpu_fingerprint__equals_that_of_the_cpu() -> None:
+    check_fingerprints([0, 1, FINGERPRINT_BLOCK, 20 * FINGERPRINT_BLOCK + 777], BEGINS, "cuda")
 
 
-def check_all_in_the_interpreter() -> None:
-    for grad, out in CASES:
-        for hyper in (Hyper(), Hyper(1e-2, 0.3, 0.5, 0.0, 0.0)):
-            for make in (any_state, plausible_state):
-                check_updates(make, hyper, grad, out, 3000, "cpu")
-    for dtype in DTYPES:
-        check_sums(dtype, BLOCK + 777, "cpu")
-        check_fingerprints(dtype, "cpu")
+@pytest.mark.gpu
+def test_warm_up__runs_all_kernels() -> None:
+    from ebbtide.interleave.engine.numerics.triton_kernel import warm_up
+
+    warm_up(torch.device("cuda"), [(grad, out) for grad in DTYPES for out in DTYPES])
 
 
 def test_gpu_kernels__give_the_bits_of_the_reference_in_the_interpreter() -> None:
     """In a separate process: triton.jit chooses the interpreter when it is imported."""
-    code = f"from {__name__} import check_all_in_the_interpreter as check; check()"
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    code = f"from {gpu_checks.__name__} import check_all_in_the_interpreter as check; check()"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore::RuntimeWarning"}
     run = run_process([sys.executable, "-c", code], env=environment)
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("half", ["u16", "fp16", "fp32"])
-def test_gpu_update__has_explicit_rounding_and_no_flushing_in_ptx(half: str) -> None:
-    """Operations with an explicit `.rn` are never fused."""
+@pytest.fixture(autouse=True)
+def _triton_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+def compile_kernel(kernel: str, capability: int, fusion: bool = False, **dtypes: Any) -> str:
+    """Return the PTX of a kernel for GPUs of a compute capability, times ten."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ebbtide.interleave.engine.numerics import triton_kernel
+    from ebbtide.interleave.engine.numerics import triton_compiled, triton_kernel
 
-    pointers = {"grad": f"*{half}", "master": "*fp32", "exp_avg": "*fp32", "exp_avg_sq": "*fp32", "out": f"*{half}"}
-    scalars = dict.fromkeys(Hyper().scalars(1)._fields, "fp32")
+    signature = {
+        "update": {"table": "*i64", "count": "i32"},
+        "block_sums": {"table": "*i64", "sums": "*fp64", "count": "i32"},
+        "block_fingerprints": {"table": "*i64", "fingerprints": "*i32", "count": "i32"},
+    }[kernel]
+    warps = {
+        "update": triton_compiled.UPDATE_WARPS,
+        "block_sums": triton_kernel._SUMS_WARPS,
+        "block_fingerprints": triton_kernel._FINGERPRINT_WARPS,
+    }[kernel]
     source = ASTSource(
-        triton_kernel._update,
-        {**pointers, "length": "i32", **scalars, "size": "constexpr"},
-        constexprs={"size": 1024},
+        getattr(triton_compiled, kernel), {**signature, **dict.fromkeys(dtypes, "constexpr")}, constexprs=dtypes
     )
-    ptx = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": False}).asm["ptx"]
-    operations = set(re.findall(r"\b((?:fma|mad|add|sub|mul|div|sqrt|rcp|rsqrt|ex2)\.\S*f32)\b", ptx))
-    assert operations == {f"{name}.rn.f32" for name in ("add", "sub", "mul", "div", "sqrt")}
+    options = {"enable_fp_fusion": fusion, "num_warps": warps}
+    return str(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"])
+
+
+def arithmetic(ptx: str) -> set[str]:
+    """Return the instructions that compute or convert floating-point numbers."""
+    instructions = re.findall(r"^\s*(?:@!?%p\d+\s+)?(\w+\.[\w.]*\bb?f(?:16|32|64)(?:x2)?\b[\w.]*)", ptx, re.MULTILINE)
+    return {name for name in instructions if name.split(".")[0] not in {"selp", "setp", "mov", "ld", "st"}}
+
+
+def wide_accesses(ptx: str) -> Counter[str]:
+    """Count the vectorized accesses to global memory."""
+    return Counter(re.findall(r"\b((?:ld|st)\.global\.v\d\.b32)\b", ptx))
+
+
+def compile_update(capability: int, grad: str, out: str, fusion: bool = False) -> str:
+    import triton.language as tl
+
+    return compile_kernel("update", capability, fusion=fusion, grad_dtype=getattr(tl, grad), out_dtype=getattr(tl, out))
+
+
+PAIRS = ["uint16-uint16", "float16-float16", "float32-float32", "float32-uint16"]
+ALLOWED = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "div", "sqrt")}
+# Blackwell computes two fp32 numbers by one instruction.
+PACKED = {f"{name}.rn.f32x2" for name in ("add", "sub", "mul")}
+CONVERSIONS = {"cvt.f32.f16", "cvt.rn.f16.f32"}
+
+
+@pytest.mark.parametrize("pair", slow(PAIRS, but=PAIRS[:2]))
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_gpu_update__rounds_every_operation_and_keeps_subnormals_in_ptx(capability: int, pair: str) -> None:
+    """Operations with an explicit `.rn` are never fused."""
+    grad, out = pair.split("-")
+    ptx = compile_update(capability, grad, out)
+    instructions = arithmetic(ptx)
+    assert instructions <= ALLOWED | PACKED | CONVERSIONS
+    assert {"div.rn.f32", "sqrt.rn.f32"} <= instructions
+    assert ("float16" in pair) == (instructions >= CONVERSIONS)
+    assert not re.search(r"\.(ftz|approx|full)\b|\bfma\b|\bmad\.\w*\.?f", ptx)
+    # Four elements by each access, where all elements of a block are there and the tensors are aligned.
+    widths = Counter({"ld.global.v4.b32": 3, "st.global.v4.b32": 3})
+    for name, dtype in (("ld", grad), ("st", out)):
+        widths[f"{name}.global.v{4 if dtype == 'float32' else 2}.b32"] += 1
+    assert wide_accesses(ptx) == widths
+
+
+def test_arithmetic__shows_fused_operations() -> None:
+    """The functions of these tests see what they look for."""
+    for capability, packed in ((80, ""), (100, "x2")):
+        assert f"fma.rn.f32{packed}" in arithmetic(compile_update(capability, "uint16", "uint16", fusion=True))
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_kernels_by_block__load_wide_and_sum_in_fp64_in_ptx(capability: int) -> None:
+    import triton.language as tl
+
+    sums = compile_kernel("block_sums", capability, dtype=tl.uint16)
+    assert arithmetic(sums) == {"cvt.f64.f32", "mul.rn.f64", "add.rn.f64"}
+    # Eight rows of lanes are in flight together.
+    assert wide_accesses(sums) == {"ld.global.v4.b32": 8}
+    assert wide_accesses(compile_kernel("block_fingerprints", capability)) == {"ld.global.v4.b32": 8}

@@ -15,8 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbtide.interleave.engine.devices.emulated_streams import EmulatedStreams
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed, PlanRun
+from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed
+from ebbtide.interleave.engine.runtime.plan_run import PlanRun
 from ebbtide.interleave.model.plan import BACKWARD, OTHER, RESOURCES, STEP, UPDATE, Op, Plan
 from tests.interleave.engine.plans import plans, workload_of
 from tests.interleave.engine.twins import Jitter, hasty_switches, no_thread_left, one_step
@@ -25,13 +27,36 @@ SEEDS = st.integers(0, 2**32)
 
 
 @contextmanager
-def executing(perform: Callable[[Op], None]) -> Iterator[Executor]:
+def executing(perform: Callable[[Op], None], streams: EmulatedStreams | None = None) -> Iterator[Executor]:
+    """Yield an executor that performs operations of the device on streams, at the time at which they run."""
     with no_thread_left():
-        executor = Executor(perform)
+        used = streams or EmulatedStreams()
+
+        def perform_or_issue(op: Op) -> None:
+            if op.resource == "cpu":
+                perform(op)
+            else:
+                used.submit(op.resource, lambda: perform(op))
+
+        executor = Executor(perform_or_issue, used)
         try:
             yield executor
         finally:
             executor.close()
+            used.close()
+
+
+class Recovering(EmulatedStreams):
+    """Streams that work again after a failure, so that a test can run more plans."""
+
+    def recover(self) -> None:
+        self._error = None
+
+
+def cause(failure: OperationFailed) -> BaseException | None:
+    """Return the error of an operation, on the CPU or on a stream."""
+    error = failure.__cause__
+    return error.__cause__ if isinstance(error, EngineError) else error
 
 
 @st.composite
@@ -264,15 +289,18 @@ def test_operation_failed__ends_the_run(plan: Plan, seed: int, data: st.DataObje
         log(op)
         jitter()
 
-    with executing(perform) as executor:
+    streams = Recovering()
+    with executing(perform, streams) as executor:
         with pytest.raises(OperationFailed) as failure:
             one_step(executor, plan, jitter)
-        assert isinstance(failure.value.__cause__, MemoryError)
+        assert isinstance(cause(failure.value), MemoryError)
         done = failure.value.run.done
-        assert sorted(log.began) == [index for index, is_done in enumerate(done) if is_done]
+        # Of an operation on a device that failed meanwhile, nobody knows whether it was done.
+        assert {index for index, is_done in enumerate(done) if is_done} <= set(log.began)
         assert not done[broken]
-        assert not any(done[index] for index, op in enumerate(plan.ops) if broken in op.after)
+        assert not any(index in log.began for index, op in enumerate(plan.ops) if broken in op.after)
         armed[0] = False
+        streams.recover()
         log.ended.clear()
         assert all(one_step(executor, plan).done)
     assert not log.trouble
@@ -297,7 +325,7 @@ def test_finish__raises_the_first_of_earlier_failures() -> None:
         executor.advance_to(STEP)
         with pytest.raises(OperationFailed) as failure:
             executor.finish()
-    assert str(failure.value.__cause__) == "first"
+    assert str(cause(failure.value)) == "first"
     assert failure.value.run.done == [False, False, False]
 
 

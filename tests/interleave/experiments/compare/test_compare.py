@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from ebbtide import host_limits
 from ebbtide.errors import UserError
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
 from ebbtide.interleave.experiments.compare import testbed as testbed_module
 from ebbtide.interleave.experiments.compare.compare import POLICIES, CompareConfig, compare
 from ebbtide.interleave.experiments.compare.job import find_shape
@@ -112,13 +114,14 @@ def test_find_testbed__an_emulated_device_has_its_own_link_and_gpu() -> None:
 
 
 def test_compare__notices_a_device_with_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    update = EmulatedDevice.update
+    update = EmulatedDevice.run_updates
 
-    def wrong_update(self: Any, grad: Any, master: torch.Tensor, *others: Any) -> None:
-        update(self, grad, master, *others)
-        master.mul_(1 + 2**-7)
+    def wrong_updates(self: Any, updates: Sequence[TensorUpdate]) -> None:
+        update(self, updates)
+        for changed in updates:
+            changed.master.mul_(1 + 2**-7)
 
-    monkeypatch.setattr(EmulatedDevice, "update", wrong_update)
+    monkeypatch.setattr(EmulatedDevice, "run_updates", wrong_updates)
     comparison = compare_small("pipelined", "interleaved:2", "zero-offload", iterations=5)
     assert [result.losses_equal for result in comparison.results] == [True, False, True]
     assert not comparison.losses_equal

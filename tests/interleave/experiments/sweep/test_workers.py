@@ -65,7 +65,7 @@ def test_run_locally__no_task() -> None:
 
 
 def test_run_locally__only_the_task_that_kills_its_worker_fails() -> None:
-    tasks = {str(number): number for number in range(5)}
+    tasks = {str(number): number for number in (2, 3, 4)}
     outcomes = dict(run_locally(die_at_three, tasks, 1))
     died = outcomes.pop("3")
     assert isinstance(died, WorkerDied)
@@ -73,7 +73,7 @@ def test_run_locally__only_the_task_that_kills_its_worker_fails() -> None:
 
 
 def test_run_locally__repeats_a_task_whose_worker_dies(tmp_path: Path) -> None:
-    tasks = {name: str(tmp_path / name) for name in "abc"}
+    tasks = {name: str(tmp_path / name) for name in "ab"}
     (tmp_path / "b").touch()
     assert dict(run_locally(die_once, tasks, 2)) == tasks
 

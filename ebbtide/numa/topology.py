@@ -1,0 +1,115 @@
+"""Reads the NUMA nodes of the host, and the node of a PCI device, from /sys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """One NUMA node.
+
+    Attributes:
+        number: The number of the node in Linux.
+        cpus: Its logical cores. A node of memory alone (the memory of a GH200's GPU, or CXL memory) has none.
+        memory_bytes: Its memory; None if the host does not report it.
+    """
+
+    number: int
+    cpus: frozenset[int]
+    memory_bytes: int | None
+
+
+def read_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
+    """Return the NUMA nodes of the host, by number; an empty tuple if it does not report them.
+
+    Args:
+        root: The folder that holds `sys`.
+    """
+    nodes = []
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        cpus = read_text(folder / "cpulist")
+        if cpus is None:
+            continue
+        total = re.search(r"MemTotal:\s+(\d+) kB", read_text(folder / "meminfo") or "")
+        nodes.append(NumaNode(int(folder.name[4:]), parse_cpus(cpus), int(total[1]) * 1024 if total else None))
+    return tuple(sorted(nodes, key=lambda node: node.number))
+
+
+def pci_node(pci_bus_id: str | None, root: Path = Path("/")) -> int | None:
+    """Return the NUMA node that a PCI device is attached to.
+
+    Args:
+        pci_bus_id: The address of the device, as NVML (`00000000:18:00.0`) or Linux (`0000:18:00.0`) writes it.
+        root: The folder that holds `sys`.
+
+    Returns:
+        The number of the node. None if the firmware does not give it, and the device's list of local cores does not
+        tell it either. On a host with one node it is that node.
+    """
+    nodes = [node for node in read_nodes(root) if node.cpus]
+    if len(nodes) == 1:
+        return nodes[0].number
+    if pci_bus_id is None or ":" not in pci_bus_id:
+        return None
+    domain, _, address = pci_bus_id.lower().partition(":")
+    # NVML writes 8 digits, Linux at least 4.
+    folder = root / "sys/bus/pci/devices" / f"{domain.lstrip('0'):0>4}:{address}"
+    number = read_text(folder / "numa_node") or ""
+    if number.isdigit():
+        return int(number)
+    local = nodes_of(parse_cpus(read_text(folder / "local_cpulist") or ""), nodes)
+    return local[0] if len(local) == 1 else None
+
+
+def binding_node(pci_bus_id: str | None, root: Path = Path("/")) -> int | None:
+    """Return the node to bind memory and threads of a GPU to; None if it is not known or there is only one node."""
+    several = sum(bool(node.cpus) for node in read_nodes(root)) > 1
+    return pci_node(pci_bus_id, root) if several else None
+
+
+def pci_address(domain: int, bus: int, device: int) -> str:
+    """Return the address of a PCI device as Linux writes it, from the numbers that CUDA gives."""
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def node_cpus(number: int, root: Path = Path("/")) -> frozenset[int]:
+    """Return the logical cores of a node; an empty set if there is no such node."""
+    return next((node.cpus for node in read_nodes(root) if node.number == number), frozenset())
+
+
+def nodes_of(cpus: Collection[int], nodes: Iterable[NumaNode]) -> tuple[int, ...]:
+    """Return the numbers of the nodes that have at least one of some logical cores."""
+    return tuple(node.number for node in nodes if not node.cpus.isdisjoint(cpus))
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """Return the logical cores of a list as Linux writes it, for example `0-15,64-79`."""
+    cpus: set[int] = set()
+    for part in text.replace("\n", "").split(","):
+        first, _, last = part.strip().partition("-")
+        if first.isdigit():
+            cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def cpus_text(cpus: Iterable[int]) -> str:
+    """Return logical cores as Linux writes them, for example `0-15,64-79`."""
+    ranges: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if ranges and cpu == ranges[-1][1] + 1:
+            ranges[-1][1] = cpu
+        else:
+            ranges.append([cpu, cpu])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def read_text(path: Path) -> str | None:
+    """Return the content of a file of /sys or /proc without surrounding space; None if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None

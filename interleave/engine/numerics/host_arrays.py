@@ -1,0 +1,69 @@
+"""Tensors on the host as arrays for the compiled loops, and the checks that kernels make of their tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+# Tensors with fewer elements are copied to one array, at most so many at once: an array for each costs more.
+_SMALL, _BATCH = 1024, 4096
+
+# The types by which the compiled loops recognize what an array contains.
+_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.float32}
+
+
+def check_each(device: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Check tensors of any lengths, each as `check_tensors` checks a gradient.
+
+    Raises:
+        ValueError: If a tensor is of another kind.
+    """
+    for tensor in tensors:
+        if not (
+            tensor.dtype in _BITS and tensor.dim() == 1 and tensor.is_contiguous() and tensor.device.type == device
+        ):
+            check_tensors(device, (tensor,))
+
+
+def check_tensors(device: str, stored: Sequence[torch.Tensor], state: Sequence[torch.Tensor] = ()) -> None:
+    """Check the tensors of a kernel call, since a kernel would read and write beyond tensors that do not match.
+
+    Args:
+        device: The type of the device that they must be on.
+        stored: Gradient and parameter, in any precision of parameters.
+        state: Master and moments, in fp32.
+
+    Raises:
+        ValueError: If a tensor is of another kind.
+    """
+    tensors = (*stored, *state)
+    if any(tensor.dtype not in _BITS for tensor in stored) or any(tensor.dtype != torch.float32 for tensor in state):
+        raise ValueError("gradient and parameter must be bfloat16, float16 or float32, master and moments float32")
+    # Not len(tensor), which takes fifty times as long.
+    length = tensors[0].numel()
+    if any(tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() != length for tensor in tensors):
+        raise ValueError("gradient, master, moments and parameter must be contiguous, with one dimension and length")
+    common = tensors[0].device
+    if common.type != device or any(tensor.device != common for tensor in tensors):
+        raise ValueError(f"gradient, master, moments and parameter must be on one {device} device")
+
+
+def as_array(tensor: torch.Tensor) -> Any:
+    """Return the same memory as an array for the compiled loops."""
+    return tensor.detach().view(_BITS[tensor.dtype]).numpy()
+
+
+def as_arrays(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Yield `as_array` of each tensor; for small tensors of one dtype in a row, the elements of a common copy."""
+    for (is_small, _), run in itertools.groupby(tensors, lambda tensor: (tensor.numel() < _SMALL, tensor.dtype)):
+        if not is_small:
+            yield from map(as_array, run)
+            continue
+        while batch := list(itertools.islice(run, _BATCH)):
+            array, end = as_array(torch.cat(batch)), 0
+            for tensor in batch:
+                begin, end = end, end + tensor.numel()
+                yield array[begin:end]

@@ -1,0 +1,266 @@
+"""Functions that Triton compiles: each kernel works on all tensors of a table (launch_tables.py) in one launch.
+
+A kernel has one variant for each combination of dtypes, whatever the number, the lengths and the alignment of the
+tensors: all of them are in the table. A block that is whole and starts at multiples of 16 bytes is read and written by
+wide instructions without a mask, any other block element by element.
+"""
+
+# triton types these functions, for each combination of argument types.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
+from ebbtide.interleave.engine.numerics.fingerprint import FACTOR, MIX_FACTOR
+from ebbtide.interleave.engine.numerics.fingerprint import LANES as FINGERPRINT_LANES
+from ebbtide.interleave.engine.numerics.norm import BLOCK, LANES
+from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, FLOAT16_NAN, NAN
+
+# Columns of the tables' rows. The words of an update from column 6 on are the scalars, two in each word.
+UPDATE_COLUMNS = 11
+BLOCK_COLUMNS = 3
+# Elements that a program updates. Four for each thread: the widest access to fp32, and no exchange between threads.
+UPDATE_BLOCK = 1024
+UPDATE_WARPS = UPDATE_BLOCK // (32 * 4)
+# Words of a table that a program copies.
+TABLE_BLOCK = 1024
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_NAN = tl.constexpr(NAN)
+_BFLOAT16_NAN = tl.constexpr(BFLOAT16_NAN)
+_FLOAT16_NAN = tl.constexpr(FLOAT16_NAN)
+_FACTOR = tl.constexpr(FACTOR)
+_MIX_FACTOR = tl.constexpr(MIX_FACTOR)
+_UPDATE_COLUMNS = tl.constexpr(UPDATE_COLUMNS)
+_BLOCK_COLUMNS = tl.constexpr(BLOCK_COLUMNS)
+_UPDATE_BLOCK = tl.constexpr(UPDATE_BLOCK)
+_TABLE_BLOCK = tl.constexpr(TABLE_BLOCK)
+_BLOCK = tl.constexpr(BLOCK)
+_LANES = tl.constexpr(LANES)
+_HALVINGS = tl.constexpr(LANES.bit_length() - 1)
+_FINGERPRINT_BLOCK = tl.constexpr(FINGERPRINT_BLOCK)
+_FINGERPRINT_LANES = tl.constexpr(FINGERPRINT_LANES)
+# Rows of lanes whose loads are in flight together.
+_UNROLLED = tl.constexpr(8)
+# Bytes of the widest access.
+_WIDE = tl.constexpr(16)
+
+
+@triton.jit
+def _find_tensor(table, count):
+    """Return the index of the tensor that this program works on, by the first programs of all tensors."""
+    first = 0
+    end = count
+    while end - first > 1:
+        middle = (first + end) // 2
+        is_later = tl.load(table + middle) > tl.program_id(0)
+        first = tl.where(is_later, first, middle)
+        end = tl.where(is_later, middle, end)
+    return first
+
+
+@triton.jit
+def _pointer(address, dtype: tl.constexpr):
+    return address.to(tl.pointer_type(dtype), bitcast=True)
+
+
+@triton.jit
+def _canonical_nan(value):
+    bits = value.to(tl.uint32, bitcast=True)
+    return tl.where(value != value, _NAN, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _widen(stored):
+    # bfloat16 is passed as uint16, so that devices without bfloat16 can run this too.
+    if stored.dtype == tl.uint16:
+        wide = (stored.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = stored.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def _round(value, dtype: tl.constexpr):
+    if dtype == tl.uint16:
+        bits = value.to(tl.uint32, bitcast=True)
+        half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        result = tl.where(value != value, _BFLOAT16_NAN, half).to(tl.uint16)
+    elif dtype == tl.float16:
+        half = value.to(tl.float16).to(tl.uint16, bitcast=True)
+        result = tl.where(value != value, _FLOAT16_NAN, half).to(tl.uint16).to(tl.float16, bitcast=True)
+    else:
+        result = value
+    return result
+
+
+@triton.jit
+def _quotient(dividend, divisor):
+    # Not tl.div_rn and tl.sqrt_rn: Triton 3.4 and 3.5 compile them to instructions that flush subnormals to zero. The
+    # interpreter has no assembly.
+    if _INTERPRETED:
+        result = tl.div_rn(dividend, divisor)
+    else:
+        divisor = tl.broadcast_to(divisor, dividend.shape)
+        result = tl.inline_asm_elementwise(
+            "div.rn.f32 $0, $1, $2;", "=f,f,f", [dividend, divisor], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
+def _root(value):
+    if _INTERPRETED:
+        result = tl.sqrt_rn(value)
+    else:
+        result = tl.inline_asm_elementwise(
+            "sqrt.rn.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
+def _update_block(grad, master, exp_avg, exp_avg_sq, out, scalars, mask, out_dtype: tl.constexpr):
+    scale, beta1, share1 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+    beta2, share2, kept = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
+    rate, root, eps = tl.load(scalars + 6), tl.load(scalars + 7), tl.load(scalars + 8)
+    g = _widen(tl.load(grad, mask=mask)) * scale
+    m = tl.load(exp_avg, mask=mask)
+    m = _canonical_nan(m + share1 * (g - m) if share1 < 0.5 else g - beta1 * (g - m))
+    v = _canonical_nan(beta2 * tl.load(exp_avg_sq, mask=mask) + share2 * g * g)
+    denominator = _quotient(_root(v), root) + eps
+    p = _canonical_nan(kept * tl.load(master, mask=mask) - _quotient(rate * m, denominator))
+    tl.store(exp_avg, m, mask=mask)
+    tl.store(exp_avg_sq, v, mask=mask)
+    tl.store(master, p, mask=mask)
+    tl.store(out, _round(p, out_dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["table"])
+def update(table, count, grad_dtype: tl.constexpr, out_dtype: tl.constexpr):
+    """Update all tensors of a table, in blocks of `UPDATE_BLOCK`.
+
+    Columns of a row: addresses of gradient, master, first and second moment and parameter; length; scalars."""
+    tensor = _find_tensor(table, count)
+    row = table + count + tensor.to(tl.int64) * _UPDATE_COLUMNS
+    begin = (tl.program_id(0) - tl.load(table + tensor)) * _UPDATE_BLOCK
+    offsets = tl.arange(0, _UPDATE_BLOCK)
+    grad_address, master_address = tl.load(row), tl.load(row + 1)
+    exp_avg_address, exp_avg_sq_address, out_address = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+    grad = _pointer(grad_address, grad_dtype) + begin
+    master = _pointer(master_address, tl.float32) + begin
+    exp_avg = _pointer(exp_avg_address, tl.float32) + begin
+    exp_avg_sq = _pointer(exp_avg_sq_address, tl.float32) + begin
+    out = _pointer(out_address, out_dtype) + begin
+    length = tl.load(row + 5)
+    scalars = (row + 6).to(tl.pointer_type(tl.float32), bitcast=True)
+    addresses = grad_address | master_address | exp_avg_address | exp_avg_sq_address | out_address
+    if (addresses % _WIDE == 0) & (begin + _UPDATE_BLOCK <= length):
+        _update_block(
+            tl.multiple_of(grad, _WIDE) + offsets,
+            tl.multiple_of(master, _WIDE) + offsets,
+            tl.multiple_of(exp_avg, _WIDE) + offsets,
+            tl.multiple_of(exp_avg_sq, _WIDE) + offsets,
+            tl.multiple_of(out, _WIDE) + offsets,
+            scalars,
+            None,
+            out_dtype,
+        )
+    else:
+        _update_block(
+            grad + offsets,
+            master + offsets,
+            exp_avg + offsets,
+            exp_avg_sq + offsets,
+            out + offsets,
+            scalars,
+            begin + offsets < length,
+            out_dtype,
+        )
+
+
+@triton.jit
+def _add_by_halves(lanes):
+    # A sum of two numbers does not depend on their order, so the order of all additions is that of norm.py.
+    for halving in tl.static_range(_HALVINGS):
+        lanes = tl.sum(lanes.reshape((2, _LANES >> (halving + 1))), 0)
+    return tl.sum(lanes, 0)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["table", "sums"])
+def block_sums(table, sums, count, dtype: tl.constexpr):
+    """Write the sums of squares of all blocks of all tensors of a table, in the order of norm.py.
+
+    Columns of a row: address of the gradient; length; index of the tensor's first block in `sums`."""
+    tensor = _find_tensor(table, count)
+    row = table + count + tensor.to(tl.int64) * _BLOCK_COLUMNS
+    block = tl.program_id(0) - tl.load(table + tensor)
+    begin = block * _BLOCK
+    address, length = tl.load(row), tl.load(row + 1)
+    values = _pointer(address, dtype) + begin
+    lane = tl.arange(0, _LANES)
+    lanes = tl.zeros((_LANES,), tl.float64)
+    if (address % _WIDE == 0) & (begin + _BLOCK <= length):
+        pointers = tl.multiple_of(values, _WIDE) + lane
+        for _ in range(_BLOCK // _LANES // _UNROLLED):
+            for unrolled in tl.static_range(_UNROLLED):
+                value = _widen(tl.load(pointers + unrolled * _LANES)).to(tl.float64)
+                lanes += value * value
+            pointers += _UNROLLED * _LANES
+    else:
+        for row_begin in range(0, tl.minimum(length - begin, _BLOCK), _LANES):
+            offsets = row_begin + lane
+            value = _widen(tl.load(values + offsets, mask=begin + offsets < length, other=0)).to(tl.float64)
+            lanes += value * value
+    tl.store(sums + tl.load(row + 2) + block, _add_by_halves(lanes))
+
+
+@triton.jit
+def _weights(indices):
+    products = indices.to(tl.uint32) * _FACTOR
+    return (products ^ (products >> 16)) | 1
+
+
+@triton.jit
+def _mixed(sums):
+    products = (sums ^ (sums >> 16)) * _MIX_FACTOR
+    return products ^ (products >> 16)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["table", "fingerprints"])
+def block_fingerprints(table, fingerprints, count):
+    """Write the summands of fingerprint.py for all blocks of all tensors of a table.
+
+    Columns of a row: address; length, in units of 16 bits; index of the tensor's first block in `fingerprints`."""
+    tensor = _find_tensor(table, count)
+    row = table + count + tensor.to(tl.int64) * _BLOCK_COLUMNS
+    block = tl.program_id(0) - tl.load(table + tensor)
+    begin = block * _FINGERPRINT_BLOCK
+    address, length = tl.load(row), tl.load(row + 1)
+    words = _pointer(address, tl.uint16) + begin
+    lane = tl.arange(0, _FINGERPRINT_LANES)
+    sums = tl.zeros((_FINGERPRINT_LANES,), tl.uint32)
+    if (address % _WIDE == 0) & (begin + _FINGERPRINT_BLOCK <= length):
+        pointers = tl.multiple_of(words, _WIDE) + lane
+        for _ in range(_FINGERPRINT_BLOCK // _FINGERPRINT_LANES // _UNROLLED):
+            for unrolled in tl.static_range(_UNROLLED):
+                sums = sums * _FACTOR + tl.load(pointers + unrolled * _FINGERPRINT_LANES).to(tl.uint32)
+            pointers += _UNROLLED * _FINGERPRINT_LANES
+    else:
+        for row_begin in range(0, tl.minimum(length - begin, _FINGERPRINT_BLOCK), _FINGERPRINT_LANES):
+            offsets = row_begin + lane
+            mask = begin + offsets < length
+            sums = tl.where(mask, sums * _FACTOR + tl.load(words + offsets, mask=mask, other=0).to(tl.uint32), sums)
+    block_sum = tl.sum(_mixed(sums) * _weights(lane), 0) * _weights(block)
+    tl.store(fingerprints + tl.load(row + 2) + block, block_sum.to(tl.int32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["host_table", "table"])
+def load_table(host_table, table, length):
+    """Copy a table of that many words from host memory to the device."""
+    offsets = tl.program_id(0) * _TABLE_BLOCK + tl.arange(0, _TABLE_BLOCK)
+    mask = offsets < length
+    tl.store(table + offsets, tl.load(host_table + offsets, mask=mask), mask=mask)

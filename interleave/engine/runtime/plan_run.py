@@ -1,0 +1,166 @@
+"""One execution of a plan: what its operations wait for, and when they ran."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heappop, heappush
+from operator import itemgetter
+
+from ebbtide.interleave.engine.devices.device import Mark
+from ebbtide.interleave.model.plan import RESOURCES, Op, Plan, Resource
+
+
+class PlanRun:
+    """The state of an execution. All lists are indexed by operation.
+
+    An operation on the CPU can start when the operations before it are done. One on the device can be issued when those
+    before it that run on the device are issued, since its stream then waits for them.
+
+    Args:
+        plan: The plan.
+        inputs: The input that an operation also waits for, as a number.
+
+    Attributes:
+        plan: The plan.
+        begin_s: Start of the run, on the clock of time.perf_counter.
+        starts: Start of each operation, in seconds since `begin_s`.
+        ends: End of each operation, in seconds since `begin_s`.
+        done: Whether each operation has ended without an error.
+        point: The point of the iteration that the job has reached.
+        remaining: Number of operations that have not ended.
+    """
+
+    def __init__(self, plan: Plan, inputs: Mapping[int, int]) -> None:
+        count = len(plan.ops)
+        self.plan = plan
+        self.begin_s = time.perf_counter()
+        self.starts, self.ends = [0.0] * count, [0.0] * count
+        self.done = [False] * count
+        self.point = -1.0
+        self.remaining = count
+        self._taken = [False] * count
+        # The mark behind each operation that is issued; and what its stream waits for besides operations.
+        self._end_marks: list[Mark | None] = [None] * count
+        self._marks: list[list[Mark]] = [[] for _ in range(count)]
+        self._dependents: list[list[int]] = [[] for _ in range(count)]
+        # How many operations and inputs each one waits for until it can start; and how many are not done.
+        self._missing = [len(op.after) for op in plan.ops]
+        self._undone = [len(op.after) for op in plan.ops]
+        # Operations that wait for an input, by its number; and for a point only, as a heap of (point, operation).
+        self._blocked: dict[int, list[int]] = {}
+        self._op_points = sorted({op.point for op in plan.ops})
+        self._point_marks: list[tuple[float, Mark]] = []
+        self._gated: list[tuple[float, int]] = []
+        # Operations that can start, as heaps; and those on the device that can be issued ahead of time.
+        self._ready: dict[Resource, list[int]] = {resource: [] for resource in RESOURCES}
+        self._ahead: dict[Resource, list[int]] = {resource: [] for resource in RESOURCES}
+        for index, op in enumerate(plan.ops):
+            for dependency in op.after:
+                self._dependents[dependency].append(index)
+        for index, number in inputs.items():
+            self._missing[index] += 1
+            self._blocked.setdefault(number, []).append(index)
+        for index in range(count):
+            if not self._missing[index]:
+                self._enqueue(index)
+
+    @property
+    def waits_for_the_job(self) -> bool:
+        """Whether operations wait for an input or a point of the iteration."""
+        return bool(self._gated or any(self._blocked.values()))
+
+    def advance_to(self, point: float, record: Callable[[], Mark]) -> None:
+        """Let operations start that wait for a point; their streams wait for a mark, which is recorded if necessary."""
+        if bisect_right(self._op_points, point) > bisect_right(self._op_points, self.point):
+            self._point_marks.append((point, record()))
+        self.point = point
+        while self._gated and self._gated[0][0] <= point:
+            self._enqueue(heappop(self._gated)[1])
+
+    def mark_available(self, number: int, marks: Sequence[Mark]) -> None:
+        """Let operations start that wait for an input, which is there when marks are passed."""
+        for index in self._blocked.pop(number, ()):
+            self._marks[index] += marks
+            self._count_down(index)
+
+    def take(self, resource: Resource, can_start: Callable[[Op], bool]) -> int | None:
+        """Return the first operation that a resource can start, else the first that can be issued ahead of time."""
+        for queue in (self._ready[resource], self._ahead[resource]):
+            index = self._pop_first(queue, can_start)
+            if index is not None:
+                self._taken[index] = True
+                return index
+        return None
+
+    def can_take(self, resource: Resource, can_start: Callable[[Op], bool]) -> bool:
+        """Return whether `take` would return an operation."""
+        queues = (self._ready[resource], self._ahead[resource])
+        return any(not self._taken[index] and can_start(self.plan.ops[index]) for queue in queues for index in queue)
+
+    def marks_before(self, index: int) -> list[Mark]:
+        """Return the marks that the stream of an operation must wait for."""
+        op = self.plan.ops[index]
+        others = [
+            self._end_marks[dependency]
+            for dependency in op.after
+            if not self.done[dependency] and self.plan.ops[dependency].resource != op.resource
+        ]
+        return [mark for mark in others if mark is not None] + self._marks[index]
+
+    def issue(self, index: int, end: Mark) -> None:
+        """Record that an operation on the device is issued, with a mark behind it."""
+        self._end_marks[index] = end
+        for dependent in self._dependents[index]:
+            if self.plan.ops[dependent].resource != "cpu":
+                self._count_down(dependent)
+
+    def complete(self, index: int, start_s: float, end_s: float) -> None:
+        """Record that an operation is done, with its times on the clock of time.perf_counter."""
+        self.starts[index], self.ends[index] = start_s - self.begin_s, end_s - self.begin_s
+        self.done[index] = True
+        self.remaining -= 1
+        self._end_marks[index] = None
+        was_issued = self.plan.ops[index].resource != "cpu"
+        for dependent in self._dependents[index]:
+            self._undone[dependent] -= 1
+            if not was_issued or self.plan.ops[dependent].resource == "cpu":
+                self._count_down(dependent)
+            elif not self._undone[dependent] and self._is_ahead(dependent):
+                heappush(self._ready[self.plan.ops[dependent].resource], dependent)
+
+    def _pop_first(self, queue: list[int], can_start: Callable[[Op], bool]) -> int | None:
+        """Remove and return the first operation of a heap that was not taken and can start."""
+        passed_over = []
+        first = None
+        while queue and first is None:
+            index = heappop(queue)
+            if self._taken[index]:
+                continue
+            if can_start(self.plan.ops[index]):
+                first = index
+            else:
+                passed_over.append(index)
+        for index in passed_over:
+            heappush(queue, index)
+        return first
+
+    def _is_ahead(self, index: int) -> bool:
+        return not self._missing[index] and self.plan.ops[index].point <= self.point and not self._taken[index]
+
+    def _count_down(self, index: int) -> None:
+        self._missing[index] -= 1
+        if not self._missing[index]:
+            self._enqueue(index)
+
+    def _enqueue(self, index: int) -> None:
+        op = self.plan.ops[index]
+        if op.point > self.point:
+            heappush(self._gated, (op.point, index))
+        else:
+            # The first report of the point or a later one.
+            position = bisect_left(self._point_marks, op.point, key=itemgetter(0))
+            self._marks[index] += [mark for _, mark in self._point_marks[position : position + 1]]
+            queues = self._ahead if self._undone[index] else self._ready
+            heappush(queues[op.resource], index)

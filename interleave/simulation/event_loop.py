@@ -1,0 +1,195 @@
+"""The event loop of the simulator: tasks on five resources that share bandwidth as a fluid.
+
+Plans of many thousand operations are simulated again and again while one is searched for, so the loop is written out
+for each resource, without calls.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+CPU, GPU, H2D, D2H, COMPUTE = range(5)
+INFINITE = float("inf")
+# Ends that differ by less than this share of the time coincide: they differ by rounding.
+_SAME_TIME = 1e-13
+
+
+class TaskGraph:
+    """Tasks, each on one resource, and which of them wait for which.
+
+    Attributes:
+        resource: Resource of each task: one of `CPU`, `GPU`, `H2D`, `D2H`, `COMPUTE`.
+        alone_s: Seconds of each task if nothing else runs.
+        demand: Host memory traffic of each task if nothing else runs, bytes/s.
+        pending: How many tasks each task waits for. Running the graph counts them down.
+        successors: The tasks that wait for each task.
+        link_left: By task of `COMPUTE`: the shares of the link that are left meanwhile, to the device and to the host.
+    """
+
+    def __init__(self, resource: list[int], alone_s: list[float], demand: list[float]) -> None:
+        self.resource = resource
+        self.alone_s = alone_s
+        self.demand = demand
+        self.pending = [0] * len(resource)
+        self.successors: list[list[int]] = [[] for _ in resource]
+        self.link_left: dict[int, tuple[float, float]] = {}
+
+    def add_dependency(self, task: int, successor: int) -> None:
+        """Let one task wait for another."""
+        self.successors[task].append(successor)
+        self.pending[successor] += 1
+
+
+def run_tasks(
+    graph: TaskGraph, duplex_bytes_per_s: float, host_bytes_per_s: float, limit_s: float
+) -> tuple[list[float], list[float]] | None:
+    """Return the start and the end of each task, s; None if it is certain that the last one ends after a limit.
+
+    Each resource runs the first of its ready tasks. Both directions of the link are slowed by one factor if together
+    they exceed the duplex limit, then CPU and link by one factor if they exceed host memory.
+
+    Args:
+        graph: The tasks.
+        duplex_bytes_per_s: Limit of both directions of the link together.
+        host_bytes_per_s: Limit of all traffic in host memory.
+        limit_s: The limit.
+
+    Raises:
+        RuntimeError: Tasks wait for each other.
+    """
+    alone_s, demand, pending, successors = graph.alone_s, graph.demand, graph.pending, graph.successors
+    total = len(alone_s)
+    starts, ends = [0.0] * total, [0.0] * total
+    queues: list[list[int]] = [[], [], [], [], []]
+    cpu_ready, gpu_ready, up_ready, down_ready, compute_ready = queues
+    queue = [queues[resource] for resource in graph.resource]
+    # Seconds of work that has not started, of each resource alone.
+    work_s = [0.0] * 5
+    for task, resource in enumerate(graph.resource):
+        work_s[resource] += alone_s[task]
+        if not pending[task]:
+            queues[resource].append(task)
+    cpu_work_s, gpu_work_s, up_work_s, down_work_s, _ = work_s
+    limit_s *= 1 + 1e-9
+    # Per resource: the task that runs (-1: none) and when it will end. Of those that share bandwidth also the speed as
+    # a share of that alone, the traffic alone, and how much work was left when the speed last changed.
+    cpu = gpu = up = down = compute = -1
+    cpu_end = gpu_end = up_end = down_end = compute_end = INFINITE
+    cpu_speed = up_speed = down_speed = 1.0
+    cpu_demand = up_demand = down_demand = 0.0
+    cpu_left = up_left = down_left = 0.0
+    cpu_since = up_since = down_since = 0.0
+    link_left, up_share, down_share = graph.link_left, 1.0, 1.0
+    now = 0.0
+    done = 0
+    while done < total:
+        changed = False
+        if compute < 0 and compute_ready:
+            compute = heappop(compute_ready)
+            starts[compute] = now
+            compute_end = now + alone_s[compute]
+            if link_left:
+                changed = True
+                up_share, down_share = link_left.get(compute, (1.0, 1.0))
+        if gpu < 0 and gpu_ready:
+            gpu = heappop(gpu_ready)
+            starts[gpu] = now
+            gpu_end = now + alone_s[gpu]
+            if now + gpu_work_s > limit_s:
+                return None
+            gpu_work_s -= alone_s[gpu]
+        if cpu < 0:
+            if cpu_ready:
+                changed = True
+                cpu = heappop(cpu_ready)
+                starts[cpu] = cpu_since = now
+                cpu_left = alone_s[cpu]
+                cpu_end = now + cpu_left / cpu_speed
+                cpu_demand = demand[cpu]
+                if now + cpu_work_s > limit_s:
+                    return None
+                cpu_work_s -= cpu_left
+            elif cpu_demand:
+                changed = True
+                cpu_demand = 0.0
+        if up < 0:
+            if up_ready:
+                changed = True
+                up = heappop(up_ready)
+                starts[up] = up_since = now
+                up_left = alone_s[up]
+                up_end = now + up_left / up_speed
+                up_demand = demand[up]
+                if now + up_work_s > limit_s:
+                    return None
+                up_work_s -= up_left
+            elif up_demand:
+                changed = True
+                up_demand = 0.0
+        if down < 0:
+            if down_ready:
+                changed = True
+                down = heappop(down_ready)
+                starts[down] = down_since = now
+                down_left = alone_s[down]
+                down_end = now + down_left / down_speed
+                down_demand = demand[down]
+                if now + down_work_s > limit_s:
+                    return None
+                down_work_s -= down_left
+            elif down_demand:
+                changed = True
+                down_demand = 0.0
+        if changed:
+            link_demand = up_demand * up_share + down_demand * down_share
+            link = duplex_bytes_per_s / link_demand if link_demand > duplex_bytes_per_s else 1.0
+            all_demand = cpu_demand + link * link_demand
+            share = host_bytes_per_s / all_demand if all_demand > host_bytes_per_s else 1.0
+            if share != cpu_speed:
+                if cpu >= 0:
+                    cpu_left -= (now - cpu_since) * cpu_speed
+                    cpu_since = now
+                    cpu_end = now + cpu_left / share
+                cpu_speed = share
+            speed = share * link * up_share
+            if speed != up_speed:
+                if up >= 0:
+                    up_left -= (now - up_since) * up_speed
+                    up_since = now
+                    up_end = now + up_left / speed
+                up_speed = speed
+            speed = share * link * down_share
+            if speed != down_speed:
+                if down >= 0:
+                    down_left -= (now - down_since) * down_speed
+                    down_since = now
+                    down_end = now + down_left / speed
+                down_speed = speed
+        now = min(cpu_end, gpu_end, up_end, down_end, compute_end)
+        if now == INFINITE:
+            raise RuntimeError(f"nothing can run, and {total - done} operations wait")
+        latest = now + _SAME_TIME * now
+        finished = []
+        if cpu_end <= latest:
+            finished.append(cpu)
+            cpu, cpu_end = -1, INFINITE
+        if gpu_end <= latest:
+            finished.append(gpu)
+            gpu, gpu_end = -1, INFINITE
+        if up_end <= latest:
+            finished.append(up)
+            up, up_end = -1, INFINITE
+        if down_end <= latest:
+            finished.append(down)
+            down, down_end = -1, INFINITE
+        if compute_end <= latest:
+            finished.append(compute)
+            compute, compute_end = -1, INFINITE
+        for task in finished:
+            ends[task] = now
+            for successor in successors[task]:
+                pending[successor] -= 1
+                if not pending[successor]:
+                    heappush(queue[successor], successor)
+        done += len(finished)
+    return starts, ends

@@ -1,0 +1,88 @@
+"""Comparisons of the kernels of the GPU with the reference, on a GPU or in Triton's interpreter.
+
+It imports little: a process of its own runs the interpreter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ebbtide.interleave.engine.numerics.fingerprint import fingerprint
+from ebbtide.interleave.engine.numerics.norm import BLOCK, sum_of_squares
+from ebbtide.interleave.engine.numerics.reference import Hyper
+from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from tests.interleave.engine.states import DTYPES, State, any_bits, any_state, assert_same, plausible_state, updated
+
+# The second one has a share of 0.5 or more for the first moment, no epsilon, and no weight decay.
+HYPERS = (Hyper(), Hyper(1e-2, 0.3, 0.5, 0.0, 0.0))
+# Where tensors begin in their memory, in elements: some begin at 16 bytes, others do not.
+BEGINS = (0, 1, 8)
+
+
+def check_updates(lengths: list[int], begin: int, device: str) -> None:
+    """Run updates of all dtypes, hyperparameters and lengths at once, and compare all bits with the reference."""
+    from ebbtide.interleave.engine.numerics.triton_kernel import gpu_update
+
+    updates: list[TensorUpdate] = []
+    states: list[State] = []
+    expected: list[State] = []
+    for grad in DTYPES:
+        for out in DTYPES:
+            for number, length in enumerate(lengths):
+                make = (any_state, plausible_state)[number % 2]
+                state = make(begin + length, grad, out, number)
+                scalars = HYPERS[number // 2 % 2].scalars(number + 1, 0.7)
+                # What comes before the update stays as it is.
+                after = [tensor.clone() for tensor in state]
+                for tensor, values in zip(after, updated([t[begin:] for t in state], scalars), strict=True):
+                    tensor[begin:] = values
+                on_device = [tensor.to(device) for tensor in state]
+                updates.append(TensorUpdate(*(tensor[begin:] for tensor in on_device), scalars))
+                states.append(on_device)
+                expected.append(after)
+    gpu_update(updates)
+    for state, after in zip(states, expected, strict=True):
+        assert_same(state, after)
+
+
+def check_sums(
+    lengths: list[int], begins: tuple[int, ...], device: str, dtypes: Sequence[torch.dtype] = DTYPES
+) -> None:
+    from ebbtide.interleave.engine.numerics.triton_kernel import gpu_sums_of_squares
+
+    generator = torch.Generator().manual_seed(0)
+    gradients = [
+        torch.randn(begin + length, generator=generator).to(dtype)[begin:]
+        for dtype in dtypes
+        for length, begin in zip(lengths, begins, strict=False)
+    ]
+    gradients[-1][0] = math.inf
+    sums = gpu_sums_of_squares([gradient.to(device) for gradient in gradients])()
+    assert sums == list(map(sum_of_squares, gradients))
+    # The table of a single tensor is read from the host.
+    assert gpu_sums_of_squares([gradients[-1].to(device)])() == sums[-1:]
+
+
+def check_fingerprints(
+    lengths: list[int], begins: tuple[int, ...], device: str, dtypes: Sequence[torch.dtype] = DTYPES
+) -> None:
+    from ebbtide.interleave.engine.numerics.triton_kernel import gpu_fingerprint
+
+    generator = torch.Generator().manual_seed(0)
+    values = [
+        any_bits(begin + length, dtype, generator)[begin:]
+        for dtype in dtypes
+        for length, begin in zip(lengths, begins, strict=False)
+    ]
+    assert gpu_fingerprint([value.to(device) for value in values])() == list(map(fingerprint, values))
+
+
+def check_all_in_the_interpreter() -> None:
+    for begin in BEGINS[:2]:
+        check_updates([0, 1, 1024, 1500], begin, "cpu")
+    # The interpreter takes long for a whole block: only one of them.
+    for dtypes, length in ((DTYPES[:1], BLOCK + 700), (DTYPES, 777)):
+        check_sums([length, 0, 777, 1], (0, 0, 1, 2), "cpu", dtypes)
+        check_fingerprints([length, 0, 777, 1], (0, 0, 1, 2), "cpu", dtypes)
