@@ -22,7 +22,7 @@ from ebbtide.interleave.experiments.sweep.task import run_task, task_key
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import TraceBuilder
 from tests.cli.test_bad_input import contents
-from tests.conftest import ebbtide
+from tests.conftest import ebbtide, slow
 from tests.interleave.experiments.sweep.sweeps import MACHINE, WORKLOAD, tasks, write_files
 
 FAST = ("--workload", "w.json", "--machine", "m.json", "--policy", "zero-offload", "--policy", "interleaved:2")
@@ -258,7 +258,7 @@ def test_sweep__each_trace_goes_with_its_own_machine(folder: Path, sweep: Sweep)
     assert slow["update_ms"] > 2 * fast["update_ms"]
 
 
-@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+@pytest.mark.parametrize("ending", slow(["png", "svg", "pdf"], but=["svg"]))
 def test_sweep__writes_a_picture(folder: Path, sweep: Sweep, ending: str) -> None:
     sweep(*FAST, "-o", "s.parquet", "--plot", f"s.{ending}")
     start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending]

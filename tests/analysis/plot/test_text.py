@@ -46,8 +46,15 @@ def crowded(name: str, iterations: int) -> Trace:
     return builder.build(f"{name}.ebb")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("traces", [1, 6])
+@pytest.mark.parametrize(
+    ("traces", "kind"),
+    # "both" draws memory and windows, too.
+    [
+        pytest.param(traces, kind, marks=pytest.mark.slow if traces == 6 and kind in ("memory", "windows") else [])
+        for traces in (1, 6)
+        for kind in KINDS
+    ],
+)
 def test_draw__keeps_texts_of_crowded_traces_apart(kind: Kind, traces: int) -> None:
     figure = draw([crowded(LOG.format(n), 3 + 20 * n) for n in range(traces)], kind=kind, min_bytes=MIB)
     assert overlapping(figure) == []

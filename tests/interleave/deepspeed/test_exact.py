@@ -17,7 +17,7 @@ STEPS = 4
     [
         (ALL, "bf16", 2, {}),
         pytest.param(SOME, "bf16", 1, {"data_types": {"grad_accum_dtype": "fp32"}}, marks=pytest.mark.slow),
-        (SOME, "bf16", 2, {"data_types": {"grad_accum_dtype": "fp32"}}),
+        pytest.param(SOME, "bf16", 2, {"data_types": {"grad_accum_dtype": "fp32"}}, marks=pytest.mark.slow),
         (SOME, "fp32", 1, {"gradient_clipping": 0.0, "zero": {"sub_group_size": 1_000_000_000}}),
         (SOME, "fp32", 2, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
     ],
@@ -34,7 +34,10 @@ def test_policies__give_the_same_bits(
     assert len({str(result) for result in results.values()}) == 1, results
 
 
-@pytest.mark.parametrize(("dtype", "accumulate", "steps"), [("bf16", 2, 4), ("fp32", 1, 25), ("bf16", 1, 12)])
+@pytest.mark.parametrize(
+    ("dtype", "accumulate", "steps"),
+    [("bf16", 2, 4), pytest.param("fp32", 1, 25, marks=pytest.mark.slow), ("bf16", 1, 12)],
+)
 def test_step__is_that_of_deepspeed_within_four_ulp(
     deepspeed: Any, dtype: str, accumulate: int, steps: int, tmp_path: Any
 ) -> None:

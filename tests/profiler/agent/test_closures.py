@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
-from pathlib import Path
-
 import pytest
 
 from ebbtide.profiler.trace import Trace
 from tests.conftest import phases_of
-from tests.profiler.agent.jobs import ADAMW, PRELUDE, STEPS
+from tests.profiler.agent.jobs import STEPS
 from tests.profiler.agent.test_phases import trace_all
 
 CLOSURE = """
@@ -178,10 +175,51 @@ with Tracer("unused.ebb") as tracer:
 }
 
 
+SLOW_CALLS = (
+    CLOSURE
+    + """
+import time
+class Slow(torch.optim.SGD):
+    def step(self, closure):
+        time.sleep(0.02)
+        torch.enable_grad()(closure)()
+        time.sleep(0.02)
+        torch.enable_grad()(closure)()
+        time.sleep(0.02)
+optimizer = Slow(model.parameters(), lr=1e-2)
+for _ in range(STEPS):
+    optimizer.step(closure)
+"""
+)
+
+RESULTS = """
+def closure():
+    return torch.tensor(5.0)
+assert optimizer.step(closure) == 5.0
+try:
+    optimizer.step(lambda: 1 / 0)
+except ZeroDivisionError:
+    pass
+try:
+    scaler = torch.amp.GradScaler("cpu")
+    x, y = batch()
+    scaler.scale(F.mse_loss(model(x), y)).backward()
+    scaler.step(optimizer, closure=closure)
+except RuntimeError as error:
+    assert "Closure use is not currently supported" in str(error)
+for _ in range(3):
+    x, y = batch()
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
     """Record every job with `Tracer`, in one process."""
-    return trace_all(tmp_path_factory.mktemp("closures"), {name: job for name, (job, _) in JOBS.items()})
+    jobs = {name: job for name, (job, _) in JOBS.items()}
+    return trace_all(tmp_path_factory.mktemp("closures"), {**jobs, "slow calls": SLOW_CALLS, "results": RESULTS})
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -198,55 +236,15 @@ def phases_are_apart(trace: Trace) -> list[bool]:
 
 def test_tracer__notes_a_closure_that_is_called_several_times(traced: dict[str, Trace]) -> None:
     noted = {name for name, trace in traced.items() if any("closure several times" in note for note in trace.notes)}
-    assert noted == {"several calls of a closure"}
+    assert noted == {"several calls of a closure", "slow calls"}
 
 
-def test_tracer__spans_the_whole_step_of_several_calls(tmp_path: Path) -> None:
-    job = CLOSURE + textwrap.dedent(
-        """
-        import time
-        class Slow(torch.optim.SGD):
-            def step(self, closure):
-                time.sleep(0.02)
-                torch.enable_grad()(closure)()
-                time.sleep(0.02)
-                torch.enable_grad()(closure)()
-                time.sleep(0.02)
-        optimizer = Slow(model.parameters(), lr=1e-2)
-        for _ in range(STEPS):
-            optimizer.step(closure)
-        """
-    )
-    phases = trace_all(tmp_path, {"slow": job})["slow"].phases(0)
+def test_tracer__spans_the_whole_step_of_several_calls(traced: dict[str, Trace]) -> None:
+    phases = traced["slow calls"].phases(0)
     assert ((phases["end_ns"] - phases["start_ns"]) >= 60e6).all()
 
 
-def test_step__returns_and_raises_as_without_a_recorder(tmp_path: Path) -> None:
-    job = PRELUDE + ADAMW + textwrap.dedent(
-        """
-        import sys, traceback
-        def closure():
-            return torch.tensor(5.0)
-        assert optimizer.step(closure) == 5.0
-        try:
-            optimizer.step(lambda: 1 / 0)
-        except ZeroDivisionError:
-            pass
-        try:
-            scaler = torch.amp.GradScaler("cpu")
-            x, y = batch()
-            scaler.scale(F.mse_loss(model(x), y)).backward()
-            scaler.step(optimizer, closure=closure)
-        except RuntimeError as error:
-            assert "Closure use is not currently supported" in str(error)
-        for _ in range(3):
-            x, y = batch()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        """
-    )
-    trace = trace_all(tmp_path, {"odd closures": job}, prelude="")["odd closures"]
+def test_step__returns_and_raises_as_without_a_recorder(traced: dict[str, Trace]) -> None:
     update = ["forward", "backward", "update"]
-    assert phases_of(trace) == [update] * 4
-    assert not trace.notes
+    assert phases_of(traced["results"]) == [update] * 4
+    assert not traced["results"].notes

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from ebbtide.profiler import open_trace
+from ebbtide.profiler.trace import TraceBuilder
 from tests.conftest import Recorded, ebbtide, run_process, running_process
 from tests.profiler.agent.jobs import PLAIN, PRELUDE
 
@@ -108,14 +109,16 @@ os.kill(os.getpid(), 9)
     assert any("rank 1: its recording has no end" in warning for warning in recorded.run.stderr.splitlines())
 
 
-def test_profile__rejects_an_existing_output_before_the_job_starts(record: Record) -> None:
-    first = record(PRELUDE + PLAIN)
-    second = record(PRELUDE + PLAIN)
-    assert second.run.returncode == 2
-    assert second.run.stderr.startswith("ebbtide: ")
-    assert "--force" in second.run.stderr
-    assert len(second.run.stderr.splitlines()) == 1
-    assert len(first.phases()) == 4
+def test_profile__rejects_an_existing_output_before_the_job_starts(record: Record, tmp_path: Path) -> None:
+    builder = TraceBuilder("recorded")
+    builder.rank(0).phase("forward", 1, 2, 0)
+    builder.write(tmp_path / "run.ebb")
+    refused = record(PRELUDE + PLAIN)
+    assert refused.run.returncode == 2
+    assert refused.run.stderr.startswith("ebbtide: ")
+    assert "--force" in refused.run.stderr
+    assert len(refused.run.stderr.splitlines()) == 1
+    assert refused.phases() == [["forward"]]
     forced = record(PRELUDE + PLAIN.replace("STEPS", "2"), options=("--force",))
     assert forced.run.returncode == 0
     assert len(forced.phases()) == 2

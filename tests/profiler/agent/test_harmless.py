@@ -159,32 +159,31 @@ def test_torch_hooks__leave_nothing_in_models_copies_or_checkpoints(record: Reco
 
 def test_recorder__records_a_fork_that_trains_apart_and_no_data_loader_workers(record: Record) -> None:
     recorded = record(
-        """
-        import os, sys
-        import torch
-        from torch import nn
-        from torch.utils.data import DataLoader
-        model = nn.Linear(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        class Data(torch.utils.data.Dataset):
-            def __len__(self):
-                return 8
-            def __getitem__(self, index):
-                model(torch.ones(1, 4)).sum().backward()  # in the worker: not of the training
-                return torch.ones(4)
-        if __name__ == "__main__":
-            for x in DataLoader(Data(), batch_size=2, num_workers=2):
-                model(x).sum().backward()
-                optimizer.step()
-            if os.fork() == 0:
-                for _ in range(5):
-                    model(torch.ones(1, 4)).sum().backward()
-                    optimizer.step()
-                sys.exit(0)  # runs atexit handlers, in the child
-            os.wait()
+        PRELUDE
+        + """
+import os, sys
+from torch.utils.data import DataLoader
+model = nn.Linear(4, 4)
+optimizer = PlainSGD(model.parameters(), lr=0.1)
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        model(torch.ones(1, 4)).sum().backward()  # in the worker: not of the training
+        return torch.ones(4)
+if __name__ == "__main__":
+    for x in DataLoader(Data(), batch_size=2, num_workers=2):
+        model(x).sum().backward()
+        optimizer.step()
+    if os.fork() == 0:
+        for _ in range(5):
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()
-        """
+        sys.exit(0)  # runs atexit handlers, in the child
+    os.wait()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+"""
     )
     assert recorded.run.returncode == 0, recorded.run.stderr
     assert recorded.trace.ranks == [0]

@@ -52,7 +52,7 @@ WARNING = 'mark them with Tracer(...).phase("update")'
 
 
 def test_tracer__cuts_iterations_without_an_optimizer(tmp_path: Path) -> None:
-    traces = trace_all(tmp_path, {"manual": MANUAL, "own optimizer": OWN_OPTIMIZER, "torch": ACCUMULATION})
+    traces = trace_all(tmp_path, {"manual": MANUAL, "own optimizer": OWN_OPTIMIZER, "torch": ACCUMULATION}, PRELUDE)
     for name in ("manual", "own optimizer"):
         assert phases_of(traces[name]) == [["forward", "backward"]] * STEPS
         assert [note for note in traces[name].notes if WARNING in note]
@@ -68,7 +68,7 @@ def test_profile__warns_once_and_gives_no_time_of_updates(record: Record) -> Non
     assert times["update_ms"].isna().all()
 
 
-@pytest.mark.parametrize(("job", "phases_each"), [(MANUAL, 2), (ACCUMULATION, 7)])
+@pytest.mark.parametrize(("job", "phases_each"), [(MANUAL, 2), pytest.param(ACCUMULATION, 7, marks=pytest.mark.slow)])
 def test_profile__records_a_range_of_iterations(job: str, phases_each: int, record: Record) -> None:
     recorded = record(PRELUDE + job.replace("STEPS", "12"), options=["--iterations", "5:8"])
     assert recorded.run.returncode == 0, recorded.run.stderr

@@ -71,7 +71,7 @@ def orders(phases: pd.DataFrame) -> list[str]:
     return [" ".join(words[rows.index]) for _, rows in phases[phases["iteration"].notna()].groupby("iteration")]
 
 
-@pytest.mark.parametrize("schedule", slow(ORDERS, ["Schedule1F1B"]))
+@pytest.mark.parametrize("schedule", slow(ORDERS, but=[]))
 def test_profile__records_each_micro_batch_of_a_pipeline(schedule: str, record: Record) -> None:
     job = f"PER_RANK, SCHEDULE = 1, {schedule!r}\n{TORCH}"
     recorded = record_in_agreement(record, job, ranks=2, launcher=LAUNCHER)

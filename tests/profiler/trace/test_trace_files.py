@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import TraceError
@@ -33,6 +33,7 @@ from ebbtide.profiler.trace.schema import (
     arrow_schema,
     frame,
 )
+from tests.conftest import examples
 
 Rows = dict[str, list[dict[str, Any]]]
 Damage = Callable[[Path], Any]
@@ -101,6 +102,7 @@ def ordered(rows: Rows, table: str) -> list[dict[str, Any]]:
     return [blank | row for row in sorted(rows.get(table, []), key=lambda row: row[SORT[table]])]
 
 
+@settings(max_examples=examples(25, by_default=12))
 @given(rows)
 def test_open_trace__reads_every_value_sorted_by_time(rows: Rows) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -108,7 +108,7 @@ KEYS = ("h2d_bytes_per_s", "d2h_bytes_per_s", "cpu_update_params_per_s")
     ("before", "after"),
     [
         ({"link": 4 * LINK}, {"link": LINK}),
-        ({"link": LINK}, {"link": 4 * LINK}),
+        pytest.param({"link": LINK}, {"link": 4 * LINK}, marks=pytest.mark.slow),
         ({"cpu": CPU}, {"cpu": CPU / 4}),
     ],
 )

@@ -309,6 +309,7 @@ def test_profile__records_deepspeeds_fused_adam(profile: Profile, fused_adam: No
     assert "FusedAdam" in optimizer.class_name
 
 
+@pytest.mark.slow
 def test_profile__writes_a_usable_trace_of_a_job_that_raises(
     profile: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,9 +14,24 @@ PUBLISHED = Path(__file__).parents[5] / "shared" / "published" / "deep-optimizer
 LOGS = sorted(PUBLISHED.glob("*/*.log"))
 MONITORED_LOGS = [log for log in LOGS if log.with_name(f"{log.stem}-monitor.csv").exists()]
 
+# By default: logs of one, two and four ranks on both machines, and one that ended before its first step.
+_SHOWN = (
+    "dp1-l40-h5120-a40-sl2048-gbs4-mbs4-ratio1-subg100000000-prefetch1-flush_async1-opt_gaps2",
+    "dp2-l40-h5120-a40-sl2048-gbs8-mbs4-ratio1-subg100000000-prefetch1-flush_async1-opt_gaps2",
+    "dp4-l40-h5120-a40-sl2048-gbs4-mbs1-ratio1-subg100000000-prefetch0-flush_async1-opt_gaps0",
+    "dp4-l40-h5120-a64-sl2048-gbs4-mbs1-ratio0.5-subg100000000-prefetch1-flush_async1-opt_gaps2",
+    "dp4-l40-h5120-a64-sl2048-gbs4-mbs1-ratio1.0-subg100000000-prefetch0-flush_async0-opt_gaps0",
+)
+
+
+def _each(logs: list[Path]) -> pytest.MarkDecorator:
+    marked = (pytest.param(log, marks=[] if log.stem.endswith(_SHOWN) else pytest.mark.slow) for log in logs)
+    return pytest.mark.parametrize("log", marked, ids=[log.stem[4:] for log in logs])
+
+
 published = pytest.mark.skipif(not LOGS, reason="the published measurements are not here (shared/published)")
-each_log = pytest.mark.parametrize("log", LOGS, ids=lambda log: log.stem[4:])
-each_monitored_log = pytest.mark.parametrize("log", MONITORED_LOGS, ids=lambda log: log.stem[4:])
+each_log = _each(LOGS)
+each_monitored_log = _each(MONITORED_LOGS)
 
 
 def monitor_of(log: Path) -> Path:

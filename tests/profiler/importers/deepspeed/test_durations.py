@@ -13,6 +13,7 @@ import pytest
 
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.phases import PHASES
+from tests.conftest import FUZZ
 from tests.profiler.importers.deepspeed.made_logs import (
     PLAIN,
     import_log,
@@ -81,7 +82,7 @@ def test_timer_reader__a_cut_log_loses_only_its_last_step(tmp_path: Path) -> Non
     text = "\n".join(step_lines())
     last_timer = text.rindex("| step: ")
     # Wherever it is cut within the last line, no shortened figure is taken for a whole one.
-    for cut in range(last_timer - 40, len(text)):
+    for cut in range(last_timer - 40, len(text), 3 if FUZZ <= 1 else 1):
         assert lengths_ms(import_log(tmp_path, text[:cut].encode())) == PLAIN[:12]
     assert lengths_ms(import_log(tmp_path, text.encode())) == PLAIN
 

@@ -21,7 +21,6 @@ from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import ClockInfo, ModelInfo, OptimizerInfo
 from tests.profiler.importers.deepspeed.made_logs import GIB, MS
 from tests.profiler.importers.deepspeed.published_logs import (
-    LOGS,
     MONITORED_LOGS,
     each_log,
     each_monitored_log,
@@ -157,15 +156,17 @@ def test_clock_offset__refuses_a_monitor_of_another_run(tmp_path: Path) -> None:
 
 
 @published
-def test_import_trace__notes_what_is_missing_in_published_logs(import_alone: Callable[[Path], Trace]) -> None:
-    for log in LOGS:
-        said = sorted(note.split(",")[0].split(":")[0] for note in import_alone(log).notes)
-        expected = [
-            "allocated and reserved memory between two marks of the log is the peak between them",
-            "the capacity of the device is not known",
-        ]
-        expected += ["the log has timers of rank 0 only"] if world_size(log) > 1 else []
-        expected += [] if printed_ms(log) else ["the log has no timers of whole steps"]
-        # The earlier runs print no Unix times.
-        expected += [] if unix_times_ns(log, "step_start") else ["the log has local times without a time zone"]
-        assert said == sorted(expected)
+@each_log
+def test_import_trace__notes_what_is_missing_in_published_logs(
+    import_alone: Callable[[Path], Trace], log: Path
+) -> None:
+    said = sorted(note.split(",")[0].split(":")[0] for note in import_alone(log).notes)
+    expected = [
+        "allocated and reserved memory between two marks of the log is the peak between them",
+        "the capacity of the device is not known",
+    ]
+    expected += ["the log has timers of rank 0 only"] if world_size(log) > 1 else []
+    expected += [] if printed_ms(log) else ["the log has no timers of whole steps"]
+    # The earlier runs print no Unix times.
+    expected += [] if unix_times_ns(log, "step_start") else ["the log has local times without a time zone"]
+    assert said == sorted(expected)

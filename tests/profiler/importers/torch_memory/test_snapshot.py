@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.profiler.importers.source import Source, SourceError
@@ -54,6 +54,7 @@ ACTS = st.lists(
 )
 
 
+@settings(max_examples=examples(25, by_default=12))
 @given(acts=ACTS, cut=st.floats(0, 0.99))
 def test_read_snapshot__gives_the_exact_sizes(tmp_path_factory: pytest.TempPathFactory, acts: Any, cut: float) -> None:
     allocator = job(acts)
@@ -225,7 +226,7 @@ def test_read_snapshot__reads_or_refuses_damaged_files(tmp_path: Path, name: str
     original = pickle.dumps(job(acts).snapshot(0)) if name == "made" else real(name).read_bytes()
     path = tmp_path / "s.pickle"
     refusals = []
-    for number in range(examples(40)):
+    for number in range(examples(40, by_default=15)):
         data = bytearray(original)
         with seeded(f"{name} {number}") as drawn:
             for _ in range(drawn.choice([1, 3, 30])):

@@ -1,0 +1,17 @@
+"""The engine touches device memory only by copies and updates of its streams."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[4]
+
+PLANS = int(os.environ.get("EBBTIDE_FUZZ", "0")) or 10
+
+
+def test_engine__touches_device_memory_only_by_its_streams() -> None:
+    # In a process of its own, which a stray access would end.
+    command = [sys.executable, "-m", "tests.interleave.engine.devices.guarded", str(PLANS), "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
