@@ -222,7 +222,9 @@ class OffloadedParams:
         pairs = zip(self._fingerprints(), current(), strict=True)
         changed = {index for index, (old, new) in enumerate(pairs) if old != new}
         if changed:
-            update_masters(self._stop().store.states, self.params, changed)
+            engine = self._runner.engine
+            with engine.paused():
+                update_masters(engine.store.states, self.params, changed)
         return values
 
 

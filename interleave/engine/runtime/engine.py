@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -100,6 +101,12 @@ class Engine:
         """Stop the plan, so that state can be read and written. The next step starts the plan from its beginning."""
         self._executor.stop()
         self._is_running = False
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context in which no operation runs, so that state can be read and written where it is.
+
+        The plan goes on afterwards. Before the step, it has updated nothing yet."""
+        return self._executor.paused()
 
     def report_progress(self, ready_share: float) -> None:
         """Report the share of the gradients that the backward has computed."""

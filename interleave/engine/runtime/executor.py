@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from ebbtide.interleave.engine.devices.device import Mark, Streams
 from ebbtide.interleave.engine.errors import EngineError
@@ -50,6 +51,7 @@ class Executor:
         self._busy = 0
         self._error: BaseException | None = None
         self._closed = False
+        self._is_paused = False
         self._threads = [
             threading.Thread(target=self._work, args=(resource,), name=f"ebbtide-{resource}", daemon=True)
             for resource in RESOURCES
@@ -135,6 +137,19 @@ class Executor:
             self._changed.wait_for(lambda: not self._busy)
             return run
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Start no operation meanwhile; those in flight end first."""
+        with self._changed:
+            self._is_paused = True
+            self._changed.wait_for(lambda: not self._busy)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_paused = False
+                self._changed.notify_all()
+
     def close(self) -> None:
         """End the threads, after the operations in flight."""
         with self._changed:
@@ -175,7 +190,7 @@ class Executor:
 
     def _take(self, resource: Resource) -> int | None:
         run = self._run
-        if run is None or self._error is not None:
+        if run is None or self._error is not None or self._is_paused:
             return None
         index = run.take(resource, self._fits)
         if index is None and self._is_stalled(run):

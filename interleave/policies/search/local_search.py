@@ -59,9 +59,8 @@ class LocalSearch:
         memory = [cost] * _MEMORY_LENGTH
         step = since_best = 0
         while since_best < _PATIENCE and not self._done(best_cost):
-            changed = self._changed(current)
             limit = max(memory[step % _MEMORY_LENGTH], cost)
-            changed_cost = self._costs.cost(changed, limit * (1 + 1e-12)) if changed != current else INFINITE
+            changed, changed_cost = self._fitting(self._changed(current), limit * (1 + 1e-12))
             if changed_cost <= limit:
                 current, cost = changed, changed_cost
             memory[step % _MEMORY_LENGTH] = cost
@@ -69,6 +68,14 @@ class LocalSearch:
             if cost < best_cost:
                 best, best_cost, since_best = current, cost, 0
         return best, best_cost
+
+    def _fitting(self, assignment: Assignment, limit: float) -> tuple[Assignment, float]:
+        """Return the assignment and its cost, or one with fewer kept gradients if those take too much memory."""
+        cost = self._costs.cost(assignment, limit)
+        if cost < INFINITE or self._costs.workload.needs_all_gradients or not self._costs.memory.holds(assignment):
+            return assignment, cost
+        without_gradients = replace(assignment, round_trips=frozenset(assignment.resident + assignment.moved))
+        return without_gradients, self._costs.cost(without_gradients, limit)
 
     def _changed(self, assignment: Assignment) -> Assignment:
         """Return the assignment with a random change."""
@@ -125,9 +132,4 @@ class LocalSearch:
             # State that is flushed comes before state that stays.
             return other in late, other
 
-        changed = assignment.with_role(subgroup, role, sort_key)
-        if not workload.needs_all_gradients and subgroup in assignment.on_cpu and role != "cpu":
-            # There may be no memory for its gradient.
-            if self._random.random() < 0.5:
-                return replace(changed, round_trips=changed.round_trips | {subgroup})
-        return changed
+        return assignment.with_role(subgroup, role, sort_key)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 from tests.interleave.engine.jobs import POLICIES, Outcome
 from tests.interleave.engine.training import MODES, Job, ReferenceOptimizer, finish, maker
@@ -138,4 +139,22 @@ def test_step__reads_only_the_masters_of_subgroups_that_the_job_has_edited(monke
     params[3].data.clamp_(0.0, 0.5)
     step()
     assert touched == [("read_master", 3), ("write_master", 3)]
+    optimizer.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_step__an_edited_parameter_does_not_stop_the_plan(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """State that is on the device and gradients that are offloaded stay where they are."""
+    stops: list[Engine] = []
+    monkeypatch.setattr(Engine, "quiesce", lambda engine: stops.append(engine))
+    job = Job()
+    optimizer = maker("interleaved:2", mode)(job.net.parameters())
+    for step in range(5):
+        job.step(optimizer)
+        job.net.late.weight.data.view(-1)[step] = 0.5
+        if not step:
+            # The engine was opened, and a first plan set.
+            stops.clear()
+    assert not stops
+    monkeypatch.undo()
     optimizer.close()
