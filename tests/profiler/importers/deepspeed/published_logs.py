@@ -25,7 +25,7 @@ _SHOWN = (
 
 
 def _each(logs: list[Path]) -> pytest.MarkDecorator:
-    marked = (pytest.param(log, marks=[] if log.stem.endswith(_SHOWN) else pytest.mark.slow) for log in logs)
+    marked = [pytest.param(log, marks=[] if log.stem.endswith(_SHOWN) else pytest.mark.slow) for log in logs]
     return pytest.mark.parametrize("log", marked, ids=[log.stem[4:] for log in logs])
 
 
