@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
-from ebbtide.interleave.engine.runtime.arena import Arena, Block
-from ebbtide.interleave.engine.runtime.device_blocks import acquired_elements, gradient_elements
-from ebbtide.interleave.engine.runtime.layout import ParamSegment, Subgroup
+from ebbtide.interleave.engine.runtime.arena import Arena
+from ebbtide.interleave.engine.runtime.device_blocks import acquired_elements
+from ebbtide.interleave.engine.runtime.layout import Subgroup
+from ebbtide.interleave.engine.runtime.returned_gradients import ReturnedGradients
 from ebbtide.interleave.engine.runtime.step_inputs import StepInputs
 from ebbtide.interleave.engine.runtime.subgroup_states import MASTER, SubgroupStates
 from ebbtide.interleave.engine.runtime.transfer_buffers import TransferBuffers
@@ -52,9 +52,7 @@ class Store:
         self._kernel = kernel
         # Subgroups whose update has started and not ended: if it raises, nobody knows what it has changed.
         self._corrupted: set[int] = set()
-        # Subgroups whose gradient was copied to the host and back, and its memory where it has a block of its own.
-        self._returned: set[int] = set()
-        self._returned_blocks: dict[int, Block] = {}
+        self._returned = ReturnedGradients(subgroups, device, self._arena)
         # Subgroups whose update writes no half-precision parameter, since a cast follows.
         self._cast_subgroups: set[int] = set()
         self._cpu_share = 1.0
@@ -143,8 +141,7 @@ class Store:
             sizes: The `block_sizes` of the plan.
             kept_bytes: Device memory that is free during the whole iteration, for state.
         """
-        for subgroup in list(self._returned):
-            self._release_returned(subgroup)
+        self._returned.release()
         self.states.apply_placement(plan, sizes, kept_bytes)
         self._cast_subgroups = {op.subgroup for op in plan.ops if op.kind == "cast"}
         self._cpu_share = plan.cpu_share
@@ -167,8 +164,7 @@ class Store:
         updated = {op.subgroup for op, is_done in zip(plan.ops, done, strict=True) if is_done and op.kind == "update"}
         uploaded = {op.subgroup for op, is_done in zip(plan.ops, done, strict=True) if is_done and op.kind == "upload"}
         on_cpu = {op.subgroup for op in plan.ops if op.kind == "update" and op.resource == "cpu"}
-        for subgroup in list(self._returned):
-            self._release_returned(subgroup)
+        self._returned.release()
         self.states.move_all_to_host()
         self._arena.release()
         for subgroup in range(len(self.subgroups)):
@@ -188,8 +184,7 @@ class Store:
 
     def release(self) -> None:
         """Release all memory. No operation may run meanwhile."""
-        for subgroup in list(self._returned):
-            self._release_returned(subgroup)
+        self._returned.release()
         self.states.release()
         self._arena.release()
         self._buffers.clear()
@@ -206,28 +201,7 @@ class Store:
         self._copy_gradient_to_host(op.subgroup)
 
     def _gradient_up(self, op: Op) -> None:
-        subgroup, buffer = self.subgroups[op.subgroup], self._buffers.gradients[op.subgroup]
-        elements = gradient_elements(subgroup)
-        if elements:
-            block = self._returned_blocks[op.subgroup] = self._arena.take(elements)
-            self.device.wait("h2d", block.marks)
-        self._returned.add(op.subgroup)
-        segments = [segment for segment, _ in self._updated_segments(op.subgroup)]
-        pairs = [(buffer[segment.span], self._returned_gradient(op.subgroup, segment)) for segment in segments]
-        self.device.copy("h2d", pairs)
-
-    def _returned_gradient(self, subgroup: int, segment: ParamSegment) -> torch.Tensor:
-        """Return the device memory of a gradient that was copied to the host and back."""
-        block = self._returned_blocks.get(subgroup)
-        if block is None:
-            return self._value(segment)
-        return block.memory.view(self.subgroups[subgroup].grad_dtype)[segment.span]
-
-    def _release_returned(self, subgroup: int) -> None:
-        """Release the memory of a gradient that was copied to the host and back, after its update."""
-        self._returned.discard(subgroup)
-        if subgroup in self._returned_blocks:
-            self._arena.give(self._returned_blocks.pop(subgroup), self.device.record("gpu"))
+        self._returned.issue(op.subgroup, self.inputs, self._buffers.gradients[op.subgroup])
 
     def _update_on_cpu(self, op: Op) -> None:
         has_cast = op.subgroup in self._cast_subgroups
@@ -237,17 +211,17 @@ class Store:
         gradient, state = self._buffers.gradients[subgroup], self.states.on_host(subgroup)
         self._corrupted.add(subgroup)
         master, exp_avg, exp_avg_sq = state
-        ranges = self._update_ranges(subgroup)
+        ranges = self.inputs.update_ranges(self.subgroups[subgroup])
         self._kernel.update_ranges(gradient, master, exp_avg, exp_avg_sq, out, ranges, self._cpu_share)
         self._corrupted.discard(subgroup)
 
     def _update_on_gpu(self, op: Op) -> None:
         state, is_returned = self.states.on_device(op.subgroup), op.subgroup in self._returned
-        updates = []
-        for segment, scalars in self._updated_segments(op.subgroup):
-            gradient = self._returned_gradient(op.subgroup, segment) if is_returned else self._gradient(segment)
+        inputs, updates = self.inputs, []
+        for segment, scalars in inputs.updated_segments(self.subgroups[op.subgroup]):
+            own = self._returned.gradient(op.subgroup, segment, inputs) if is_returned else inputs.gradient(segment)
             master, exp_avg, exp_avg_sq = (row[segment.span] for row in state)
-            updates.append(TensorUpdate(gradient, master, exp_avg, exp_avg_sq, self._value(segment), scalars))
+            updates.append(TensorUpdate(own, master, exp_avg, exp_avg_sq, inputs.value(segment), scalars))
         self._corrupted.add(op.subgroup)
         try:
             self.device.update(updates)
@@ -255,7 +229,7 @@ class Store:
             self._corrupted.discard(op.subgroup)
             raise
         self._corrupted.discard(op.subgroup)
-        self._release_returned(op.subgroup)
+        self._returned.give(op.subgroup)
 
     def _cast_on_cpu(self, op: Op) -> None:
         self._cast_master(op.subgroup)
@@ -271,7 +245,7 @@ class Store:
         segments = [
             segment for segment in self.subgroups[subgroup].segments if inputs.gradients[segment.param] is not None
         ]
-        self.device.copy("d2h", [(self._gradient(segment), buffer[segment.span]) for segment in segments])
+        self.device.copy("d2h", [(self.inputs.gradient(segment), buffer[segment.span]) for segment in segments])
 
     def _drop_gradients(self, subgroup: int) -> None:
         """Drop the gradients that are on the host now, unless the job holds them until the step."""
@@ -283,34 +257,6 @@ class Store:
                 self.inputs.gradients[segment.param] = None
 
     def _copy_params_to_device(self, subgroup: int) -> None:
-        buffer = self._buffers.params[subgroup]
-        pairs = [(buffer[segment.span], self._value(segment)) for segment, _ in self._updated_segments(subgroup)]
-        self.device.copy("h2d", pairs)
-
-    def _updated_segments(self, subgroup: int) -> Iterator[tuple[ParamSegment, Scalars]]:
-        """Yield the segments that this step updates."""
-        for segment in self.subgroups[subgroup].segments:
-            scalars = self.inputs.scalars[segment.param]
-            if scalars is not None:
-                yield segment, scalars
-
-    def _update_ranges(self, subgroup: int) -> Iterator[tuple[int, int, Scalars]]:
-        """Yield (begin, end, scalars) of adjacent segments that are updated with the same scalars."""
-        begin, end, last = 0, 0, None
-        for segment, scalars in self._updated_segments(subgroup):
-            if last is not None and (scalars != last or segment.offset != end):
-                yield begin, end, last
-                last = None
-            if last is None:
-                begin, last = segment.offset, scalars
-            end = segment.span.stop
-        if last is not None:
-            yield begin, end, last
-
-    def _gradient(self, segment: ParamSegment) -> torch.Tensor:
-        gradient = self.inputs.gradients[segment.param]
-        assert gradient is not None
-        return gradient[segment.begin : segment.end]
-
-    def _value(self, segment: ParamSegment) -> torch.Tensor:
-        return self.inputs.values[segment.param][segment.begin : segment.end]
+        buffer, inputs = self._buffers.params[subgroup], self.inputs
+        segments = inputs.updated_segments(self.subgroups[subgroup])
+        self.device.copy("h2d", [(buffer[segment.span], inputs.value(segment)) for segment, _ in segments])

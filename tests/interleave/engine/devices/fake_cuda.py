@@ -50,7 +50,8 @@ class FakeCuda:
         pause: Called before the host waits for an event.
         streams: The number of streams made so far.
         dropped_wait: The number of the wait of a stream to leave out; None to leave out none.
-        waits: For each wait of a stream, whether it orders anything that was not ordered before.
+        waits: The number of waits so far.
+        left_out: The clocks of the wait that was left out, and the thread.
         careless: Streams for which the host does not wait.
     """
 
@@ -67,7 +68,8 @@ class FakeCuda:
     pause: Callable[[], None] = lambda: None
     streams: int = 0
     dropped_wait: int | None = None
-    waits: list[bool] = field(default_factory=list)
+    waits: int = 0
+    left_out: tuple[list[Clock], int] | None = None
     careless: set[str] = field(default_factory=set)
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
@@ -176,10 +178,11 @@ class CheckedDevice(CudaDevice):
         self._memory: list[torch.Tensor] = []
 
     def wait(self, stream: StreamName, marks: Sequence[Mark]) -> None:
-        name = self.stream_name(stream)
-        clocks = [mark.event.clock for mark in marks]  # type: ignore[attr-defined]
-        self._cuda.waits.append(not all(self._cuda.order.knows(name, clock) for clock in clocks))
-        if self._cuda.dropped_wait != len(self._cuda.waits) - 1:
+        self._cuda.waits += 1
+        if self._cuda.dropped_wait == self._cuda.waits - 1:
+            clocks = [mark.event.clock for mark in marks]  # type: ignore[attr-defined]
+            self._cuda.left_out = clocks, threading.get_ident()
+        else:
             super().wait(stream, marks)
 
     def stream_name(self, stream: StreamName) -> str:
