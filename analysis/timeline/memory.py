@@ -28,7 +28,8 @@ def device_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Res
     Pools of the host are in it where the device is the CPU.
     """
     capacity = capacity_bytes(trace, rank)
-    pools = [pool for pool in _pools(trace, rank) if pool not in _host_pools(trace, rank)]
+    host_pools = _host_pools(trace, rank)
+    pools = [pool for pool in _pools(trace, rank) if pool not in host_pools]
     return TimelinePanel(
         "host memory" if ran_on_cpu(trace) else "memory",
         _lines(trace, rank, pools, axis, resolution),
@@ -50,7 +51,8 @@ def host_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Resol
 
     None where no pool of the host was recorded, or the device is the CPU.
     """
-    pools = [pool for pool in _pools(trace, rank) if pool in _host_pools(trace, rank)]
+    host_pools = _host_pools(trace, rank)
+    pools = [pool for pool in _pools(trace, rank) if pool in host_pools]
     lines = _lines(trace, rank, pools, axis, resolution)
     return TimelinePanel("host memory", lines) if lines else None
 
@@ -61,8 +63,8 @@ def _pools(trace: Trace, rank: int) -> list[str]:
 
 def _host_pools(trace: Trace, rank: int) -> set[str]:
     rows = trace.memory(rank)
-    on_device = set(rows.loc[rows["device"] == main_device(trace, rank), "pool"])
-    return set(rows.loc[rows["device"] == "cpu", "pool"]) - on_device
+    on_device = set(rows.loc[rows["device"] == main_device(trace, rank), "pool"].unique())
+    return set(rows.loc[rows["device"] == "cpu", "pool"].unique()) - on_device
 
 
 def _lines(

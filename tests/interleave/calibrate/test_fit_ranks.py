@@ -71,6 +71,7 @@ def test_fit__finds_the_total_and_the_rates_of_a_rank_alone(fitted: Machine) -> 
     assert box.one_rank_cpu_update_params_per_s == pytest.approx(1.95e9, rel=0.1)
 
 
+@pytest.mark.slow
 def test_fit__several_models_tell_the_overhead_from_the_rates() -> None:
     one_model = fit(samples(1e9, 1))
     two_models = fit([*samples(1e9, 1), *samples(4e9, 1)])
@@ -90,6 +91,7 @@ def test_fit__refuses_runs_of_which_only_some_tell_their_ranks() -> None:
         fit([sample("zero-offload", 1e9, 2), sample("interleaved:2@1", 1e9, None)])
 
 
+@pytest.mark.slow
 def test_machine_of__published_runs_with_one_and_two_ranks_predict_another_with_two() -> None:
     """The rates of a rank alone predict it a third too short."""
     names = ("a100-ranks1-async", "a100-ranks1-interleaved-6", "a100-ranks2-async")

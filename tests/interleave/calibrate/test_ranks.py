@@ -56,7 +56,7 @@ class DiesAtStart:
         raise NotImplementedError
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks__wait_for_each_other_and_exchange_their_rates(count: int) -> None:
     with join_ranks(count, wait_and_gather) as ranks:
         for _ in range(3):
@@ -66,7 +66,7 @@ def test_ranks__wait_for_each_other_and_exchange_their_rates(count: int) -> None
     assert not any(helper.is_alive() for helper in helpers)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("work", "message"), [(fail, "rank 1: the GPU has no room"), (die, "one of {count} ranks was killed")]
 )

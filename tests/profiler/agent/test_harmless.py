@@ -50,6 +50,7 @@ def test_profile__keeps_the_output_and_exit_status_of_the_job(record: Record) ->
     assert recorded.trace.meta.exit == ExitStatus(code=7)
 
 
+@pytest.mark.slow
 def test_profile__keeps_the_traceback_and_the_trace_of_a_job_that_raises(record: Record) -> None:
     recorded = record(PRELUDE + PLAIN + "raise RuntimeError('the tide is out')\n")
     assert recorded.run.returncode == 1

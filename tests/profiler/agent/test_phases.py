@@ -60,14 +60,13 @@ def test_profile__records_the_phases_of_every_loop(name: str, record: Record) ->
 
 
 DISTRIBUTED = """
-import os, torch
-from torch import distributed, nn
-from torch.nn import functional as F
+import os
+from torch import distributed
 distributed.init_process_group("gloo")
 torch.manual_seed(distributed.get_rank())
 model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
 {wrap}
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer = {optimizer}(model.parameters(), lr=1e-2)
 for step in range(4):
     x, y = torch.randn(8, 16), torch.randn(8, 4)
     F.mse_loss(model(x), y).backward()
@@ -77,6 +76,10 @@ distributed.destroy_process_group()
 """
 
 WRAPS = {
+    "hooks": """
+for p in model.parameters():
+    p.register_post_accumulate_grad_hook(lambda p: distributed.all_reduce(p.grad))
+""",
     "DDP": "model = nn.parallel.DistributedDataParallel(model)",
     "FSDP2": """
 from torch.distributed.fsdp import fully_shard
@@ -87,10 +90,11 @@ fully_shard(model, mesh=mesh)
 }
 
 
-@pytest.mark.parametrize("kind", slow(WRAPS, ["FSDP2"]))
+@pytest.mark.parametrize("kind", slow(WRAPS, ["hooks"]))
 def test_profile__records_two_ranks_on_one_clock(kind: str, record: Record) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    recorded = record(DISTRIBUTED.format(wrap=WRAPS[kind]), launcher=launcher)
+    optimizer = "PlainSGD" if kind == "hooks" else "torch.optim.AdamW"
+    recorded = record(PRELUDE + DISTRIBUTED.format(wrap=WRAPS[kind], optimizer=optimizer), launcher=launcher)
     assert recorded.run.returncode == 0, recorded.run.stderr
     trace = recorded.trace
     assert trace.ranks == [0, 1]

@@ -276,6 +276,7 @@ def profile(tmp_path: Path) -> Profile:
     return run
 
 
+@pytest.mark.slow
 def test_profile__records_half_of_the_parameters_on_each_of_two_ranks(profile: Profile) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     recorded = profile(launcher, job("two", 3, OFFLOAD, config=BF16))
