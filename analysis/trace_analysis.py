@@ -9,6 +9,7 @@ from ebbtide.profiler.trace import Trace
 
 if TYPE_CHECKING:
     from ebbtide.analysis.findings import Findings
+    from ebbtide.analysis.metrics.activity.activity import GpuActivity
     from ebbtide.analysis.metrics.gpu_state import GpuState
     from ebbtide.analysis.metrics.iteration_stats import Iterations
     from ebbtide.analysis.metrics.link import LinkUse
@@ -95,6 +96,19 @@ class TraceAnalysis:
         from ebbtide.analysis.metrics.gpu_state import gpu_state
 
         return gpu_state(self.trace, ranks)
+
+    def activity(self, rank: int | None = None) -> GpuActivity:
+        """Compute, communication, copies and idle time of the first GPU of a rank.
+
+        Args:
+            rank: The rank; None: the first one.
+
+        Raises:
+            TraceError: The rank is not in the trace.
+        """
+        from ebbtide.analysis.metrics.activity.activity import gpu_activity
+
+        return gpu_activity(self.trace, rank)
 
     def findings(self) -> Findings:
         """Causes that hold the job back, with evidence and potential gain, the largest gain first."""

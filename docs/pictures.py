@@ -27,6 +27,15 @@ COMMANDS: dict[str, list[str | Path]] = {
     "memory-and-link.png": ["plot", INTERLEAVED, "--iterations", "4:7", "-o"],
     "windows.png": ["plot", INTERLEAVED, "--kind", "windows", "--iterations", "4:6", "-o"],
     "three-policies.png": ["plot", *THREE_POLICIES, "--kind", "memory", "--iterations", "4:6", "-o"],
+    "activity.png": [
+        "plot",
+        TRACES / "a100-torch-profiler.ebb",
+        "--kind",
+        "activity",
+        "--iterations",
+        "1011:1013",
+        "-o",
+    ],
     "policies.png": ["replay", TRACES / "a100-13b-async.ebb", "--machine", "a100-40gb-published", "--plot"],
 }
 REPORT = "report.png"

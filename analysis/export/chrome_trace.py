@@ -70,6 +70,7 @@ def events(trace: Trace, origin_ns: int) -> Iterator[str]:
         yield from process.name_events(f"rank {rank} · {device}" if device else f"rank {rank}")
         yield from _phases(process, trace, rank)
         yield from _copies(process, trace, rank)
+        yield from _kernels(process, trace, rank)
         yield from _ops(process, trace, rank)
         yield from _memory(process, trace, rank)
         yield from _link(process, trace, rank)
@@ -103,6 +104,7 @@ def _first_ns(trace: Trace) -> int:
             trace.memory(rank)["t_ns"],
             link["t_ns"] - link["window_ns"],
             trace.gpu(rank)["t_ns"],
+            trace.kernels(rank)["start_ns"],
         ]
     return min((int(column.min()) for column in times if len(column)), default=0)
 
@@ -138,6 +140,14 @@ def _copies(process: Process, trace: Trace, rank: int) -> Iterator[str]:
             continue
         for stream, part in group.groupby("stream", dropna=False):
             yield from process.slices(f"{track} stream {'?' if pd.isna(stream) else stream}", "copy", part)
+
+
+def _kernels(process: Process, trace: Trace, rank: int) -> Iterator[str]:
+    """Yield kernels on a track per device and stream."""
+    rows = _checked(trace, trace.kernels(rank).astype({"device": str, "kind": str, "name": str}), "a kernel")
+    rows["us_since_launch"] = (rows["start_ns"] - rows.pop("launch_ns")).astype("Float64") / 1e3
+    for (device, stream), group in rows.groupby(["device", "stream"], sort=True, dropna=False):
+        yield from process.slices(f"kernels {device} stream {'?' if pd.isna(stream) else stream}", "kernel", group)
 
 
 def _ops(process: Process, trace: Trace, rank: int) -> Iterator[str]:

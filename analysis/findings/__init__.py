@@ -8,9 +8,12 @@ from ebbtide.analysis.findings import (
     between_phases,
     blocking_gradients,
     cpu_bound_update,
+    exposed_communication,
     fragmentation,
     free_memory,
+    gpu_idle,
     gradient_round_trip,
+    launch_bound,
     memory_outside_torch,
     one_direction,
     pageable_copies,
@@ -24,11 +27,12 @@ from ebbtide.analysis.findings import (
     too_few_threads,
     twin_flow_ratio,
 )
-from ebbtide.analysis.findings.finding import Finding, Findings, Unknown
+from ebbtide.analysis.findings.finding import Finding, Findings, NotApplicable, Unknown
+from ebbtide.analysis.findings.requirements import not_applicable
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.profiler.trace import Trace
 
-__all__ = ["RULES", "Finding", "Findings", "Rule", "Unknown", "find"]
+__all__ = ["RULES", "Finding", "Findings", "NotApplicable", "Rule", "Unknown", "find"]
 
 # A rule returns a Finding, an Unknown where the trace cannot answer its question, or None where it finds nothing.
 Rule = Callable[[TraceMetrics], Finding | Unknown | None]
@@ -53,6 +57,9 @@ RULES: tuple[Rule, ...] = (
     swapping.check,
     between_phases.check,
     slow_rank.check,
+    gpu_idle.check,
+    launch_bound.check,
+    exposed_communication.check,
 )
 
 
@@ -65,6 +72,14 @@ def find(trace: Trace) -> Findings:
     """
     metrics = TraceMetrics(trace)
     results = [rule(metrics) for rule in RULES]
+    silent = [_name(rule) for rule, result in zip(RULES, results, strict=True) if result is None]
+    skipped = [entry for name in silent if (entry := not_applicable(name, metrics)) is not None]
     findings = [result for result in results if isinstance(result, Finding)]
     findings.sort(key=lambda finding: -(finding.potential_gain_ms or 0.0))
-    return Findings(tuple(findings), tuple(result for result in results if isinstance(result, Unknown)))
+    unknown = tuple(result for result in results if isinstance(result, Unknown))
+    return Findings(tuple(findings), unknown, tuple(skipped))
+
+
+def _name(rule: Rule) -> str:
+    """Return the name of a rule: that of its module, with hyphens."""
+    return rule.__module__.rpartition(".")[2].replace("_", "-")

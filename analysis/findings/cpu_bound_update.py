@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
+from ebbtide.analysis.metrics.free_profile import param_bytes, state_bytes
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.phases import UPDATE
 from ebbtide.state_bytes import STATE_BYTES
@@ -52,10 +53,11 @@ def check(metrics: TraceMetrics) -> Finding | Unknown | None:
         )
     free = metrics.min_gap_bytes("free", UPDATE)
     if free and params:
+        per_param = state_bytes(metrics.entry) + param_bytes(metrics.entry)
         evidence.append(
             f"in the median update at least {bytes_text(min(free))} of device memory are free (capacity minus "
-            f"{metrics.free_pool}): the optimizer state ({STATE_BYTES} B each, without gradients) of "
-            f"{count_text(min(free) / STATE_BYTES)} parameters, of {count_text(params)} offloaded ones on this rank"
+            f"{metrics.free_pool}): optimizer state and gradients ({per_param:g} B each) of "
+            f"{count_text(min(free) / per_param)} parameters, of {count_text(params)} offloaded ones on this rank"
         )
     return Finding(
         "cpu-bound-update",

@@ -47,16 +47,31 @@ class Unknown:
 
 
 @dataclass(frozen=True)
+class NotApplicable:
+    """A rule that does not apply to a trace.
+
+    Attributes:
+        rule: Name of the rule.
+        needs: Descriptions of the data or jobs that it needs, and that the trace is or has not.
+    """
+
+    rule: str
+    needs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Findings:
     """Results of all rules.
 
     Attributes:
         findings: The findings, the largest potential gain first.
         unknown: The questions that the trace cannot answer.
+        not_applicable: The rules that do not apply to the trace.
     """
 
     findings: tuple[Finding, ...]
     unknown: tuple[Unknown, ...]
+    not_applicable: tuple[NotApplicable, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide findings --json` prints."""

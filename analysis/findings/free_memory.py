@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
+from ebbtide.analysis.metrics.free_profile import fitting_params, param_bytes, state_bytes
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.phases import UPDATE
-from ebbtide.state_bytes import STATE_BYTES
 from ebbtide.units import bytes_text, count_text
 
 _MIN_FREE_BYTES = 2**30
@@ -14,7 +14,7 @@ _UNUSED_SHARE = 0.25
 
 
 def check(metrics: TraceMetrics) -> Finding | Unknown | None:
-    """Compare the memory that is always free with the offloaded state, 12 B a parameter, without its gradients."""
+    """Compare the free memory with the offloaded state and its gradients, by the rules of `fitting_params`."""
     if not metrics.has_gpu or not metrics.iteration_ms:
         return None
     free, capacity = metrics.always_free_bytes, metrics.capacity_bytes
@@ -29,12 +29,14 @@ def check(metrics: TraceMetrics) -> Finding | Unknown | None:
         f"minus {metrics.free_pool})"
     )
     update, offloaded = metrics.phase_ms(UPDATE), metrics.offloaded_params
-    if free >= _MIN_FREE_BYTES and update and offloaded and metrics.params:
-        fitting = min(free / STATE_BYTES, offloaded)
+    fitting = fitting_params(metrics)
+    if free >= _MIN_FREE_BYTES and update and offloaded and metrics.params and fitting:
+        state, gradient = state_bytes(metrics.entry), param_bytes(metrics.entry)
         evidence = (
             measured,
-            f"the optimizer state ({STATE_BYTES} B each, without gradients) of {count_text(fitting)} parameters fits "
-            f"there permanently, {100 * fitting / offloaded:.0f} % of what this rank offloads",
+            f"the optimizer state of {count_text(fitting)} parameters ({state:g} B each, and {gradient:g} B of "
+            f"gradients until their update) fits there permanently, {100 * fitting / offloaded:.0f} % of what this rank "
+            "offloads",
         )
         return Finding(
             "free-memory",

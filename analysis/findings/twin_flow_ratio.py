@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ebbtide.analysis.findings.common import MIN_SHARE
 from ebbtide.analysis.findings.finding import Finding, clamp_gain
-from ebbtide.analysis.metrics.deepspeed import resident_subgroups
+from ebbtide.analysis.metrics.deepspeed import DeepSpeedSetup, resident_subgroups
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.phases import UPDATE
 from ebbtide.units import count_text
@@ -37,16 +37,23 @@ def check(metrics: TraceMetrics) -> Finding | None:
         "Twin-Flow's split differs from the configured ratio",
         clamp_gain(cost) if real > configured else None,
         evidence,
-        _subgroup_advice(configured, sum(job.subgroups), count, job.info.version),
+        _subgroup_advice(job, configured),
     )
 
 
-def _subgroup_advice(ratio: float, params: int, count: int, version: str | None) -> str:
-    """Advise the sub_group_size of the fewest subgroups that come close to the ratio."""
+def _subgroup_advice(job: DeepSpeedSetup, ratio: float) -> str:
+    """Advise the sub_group_size of the fewest subgroups that come close to the ratio.
+
+    DeepSpeed adds whole tensors to a subgroup until it has sub_group_size parameters, so subgroups are larger than
+    that. The advised size is smaller than the configured one in proportion to the numbers of subgroups.
+    """
+    params, count = sum(job.subgroups), len(job.subgroups)
+    configured = job.zero_config.get("sub_group_size")
+    size_now = configured if isinstance(configured, (int, float)) and configured >= 1 else params / count
     for subgroups in range(count + 1, _MAX_SUBGROUPS):
-        share = 1 - resident_subgroups(ratio, subgroups, version) / subgroups
+        share = 1 - resident_subgroups(ratio, subgroups, job.info.version) / subgroups
         if abs(share - ratio) <= _TOLERANCE:
-            size = int(float(f"{params / subgroups:.3g}"))
+            size = int(float(f"{min(params / subgroups, size_now * count / subgroups):.3g}"))
             return (
                 f'smaller subgroups split finer: "sub_group_size": {size} makes about {subgroups} of them, a share of '
                 f"{share:.2f} (subgroups are whole tensors: a large one may keep it from that)"

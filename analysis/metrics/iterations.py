@@ -25,7 +25,8 @@ class Intervals:
     host's.
 
     Attributes:
-        spans: Table of iteration, start_ns, end_ns. An iteration begins where the one before ended.
+        spans: Table of iteration, start_ns, end_ns. An iteration begins where the one before ended. It ends with its
+            last phase, or, where the source marks iterations, at the mark.
         phases: Table of iteration, micro_step, phase, start_ns, end_ns, in order of time and without `other`.
     """
 
@@ -38,12 +39,15 @@ class Intervals:
         phases = self.phases[["iteration", "phase", "start_ns", "end_ns"]]
         if phases.empty:
             return phases
-        starts = phases["start_ns"].to_numpy(np.int64)
-        ends = np.append(self.spans["start_ns"].iloc[0], phases["end_ns"].to_numpy(np.int64))
+        # At the end of each iteration stands a phase without length, so that the time before it is a gap, too.
+        marks = self.spans[["iteration", "end_ns"]].assign(start_ns=self.spans["end_ns"])
+        rows = pd.concat([marks, phases]).sort_values("start_ns", kind="stable")
+        starts = rows["start_ns"].to_numpy(np.int64)
+        ends = np.append(self.spans["start_ns"].iloc[0], rows["end_ns"].to_numpy(np.int64))
         # The latest end before each phase: iterations follow each other without a gap.
         reached = np.maximum.accumulate(ends)[:-1]
         gap = starts > reached
-        iterations = phases["iteration"].to_numpy()[gap]
+        iterations = rows["iteration"].to_numpy()[gap]
         other = {"iteration": iterations, "phase": OTHER, "start_ns": reached[gap], "end_ns": starts[gap]}
         return pd.concat([phases, pd.DataFrame(other)], ignore_index=True)
 
@@ -70,7 +74,7 @@ def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
         end_ns=times.iloc[:, 1].astype("int64"),
     )
     frame = frame.sort_values("start_ns", kind="stable", ignore_index=True)
-    ends = frame.groupby("iteration")["end_ns"].max()
+    ends = _iteration_ends(frame, trace.iteration_marks(rank), str(times.columns[1]))
     starts = np.roll(ends.to_numpy(np.int64), 1)
     if len(ends):
         begin = trace.rank(rank).first_iteration_start_ns
@@ -79,6 +83,23 @@ def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
         starts[0] = earliest if begin is None else min(begin, earliest)
     spans = pd.DataFrame({"iteration": ends.index, "start_ns": starts, "end_ns": ends.to_numpy(np.int64)})
     return Intervals(spans.astype("int64"), frame)
+
+
+def _iteration_ends(phases: pd.DataFrame, marks: pd.DataFrame, column: str) -> pd.Series[int]:
+    """Return the end of each iteration: of its last phase, or the later end of its mark, before the next iteration.
+
+    Args:
+        phases: Phases of finished iterations, in order of time.
+        marks: The table `iteration_marks`.
+        column: The column of `marks` on the clock of the phases.
+    """
+    by_iteration = phases.groupby("iteration")
+    ends = by_iteration["end_ns"].max()
+    if marks.empty:
+        return ends
+    next_starts = by_iteration["start_ns"].min().shift(-1, fill_value=np.iinfo(np.int64).max)
+    marked = marks.set_index("iteration")[column].reindex(ends.index).fillna(np.iinfo(np.int64).min).astype("int64")
+    return np.maximum(ends, np.minimum(marked, next_starts))
 
 
 class SteadyIterations(NamedTuple):

@@ -13,7 +13,7 @@ from ebbtide.analysis.dataframes import to_frame
 from ebbtide.analysis.metrics.devices import first_device, link_peak, main_device
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copies, traffic
-from ebbtide.analysis.metrics.phases import link_table
+from ebbtide.analysis.metrics.phases import link_table, whole_link_table
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import union_length
 from ebbtide.phases import ITERATION_PARTS
@@ -26,7 +26,8 @@ class PhaseLink:
 
     Attributes:
         rank: The rank.
-        phase: The phase, or `other`.
+        phase: The phase, or `other`; None for the whole of a trace without iterations, from its first to its last
+            record.
         direction: `h2d` or `d2h`.
         bytes: Bytes moved.
         busy_ms: Time in which copies ran.
@@ -37,7 +38,7 @@ class PhaseLink:
     """
 
     rank: int
-    phase: str
+    phase: str | None
     direction: str
     bytes: float | None
     busy_ms: float | None
@@ -128,12 +129,13 @@ def link_use(trace: Trace, ranks: Sequence[int] | None = None) -> LinkUse:
         peak = link_peak(trace, rank)
         missing = first_device(trace, rank).link_missing
         entries.append(RankLink(rank, _source(trace, rank), peak, rejected, missing))
-        table = link_table(trace, rank)
-        table = table[table["iteration"].isin(iterations)]
+        table = link_table(trace, rank) if iterations else whole_link_table(trace, rank)
+        table = table[table["iteration"].isin(iterations)] if iterations else table
         for (phase, direction), rows in table.groupby(["phase", "direction"]):
-            phases.append(_phase_link(rank, str(phase), str(direction), rows, peak))
+            phases.append(_phase_link(rank, str(phase) or None, str(direction), rows, peak))
         kinds += _copy_kinds(trace, rank)
-    phases.sort(key=lambda use: (use.rank, ITERATION_PARTS.index(use.phase), DIRECTIONS.index(use.direction)))
+    parts = (None, *ITERATION_PARTS)
+    phases.sort(key=lambda use: (use.rank, parts.index(use.phase), DIRECTIONS.index(use.direction)))
     return LinkUse(entries, phases, kinds)
 
 
@@ -145,7 +147,7 @@ def _source(trace: Trace, rank: int) -> str | None:
     return ", ".join(sorted(sources)) if len(sources) else None
 
 
-def _phase_link(rank: int, phase: str, direction: str, rows: pd.DataFrame, peak: float | None) -> PhaseLink:
+def _phase_link(rank: int, phase: str | None, direction: str, rows: pd.DataFrame, peak: float | None) -> PhaseLink:
     seconds, busy = rows["length_ms"] / 1e3, rows["busy_ms"] / 1e3
     mean = median_or_none(rows["bytes"] / seconds.where(seconds > 0))
     return PhaseLink(

@@ -29,14 +29,15 @@ class PoolUse:
 
     Attributes:
         rank: The rank.
-        phase: The phase, or `other`.
+        phase: The phase, or `other`; None for the whole of a trace without iterations, whose smallest and largest
+            values low and peak are then.
         pool: The pool.
         low_bytes: Smallest value in an iteration, median over the steady iterations.
         peak_bytes: Largest value in an iteration, median over the steady iterations.
     """
 
     rank: int
-    phase: str
+    phase: str | None
     pool: str
     low_bytes: int
     peak_bytes: int
@@ -48,7 +49,7 @@ class Gap:
 
     Attributes:
         rank: The rank.
-        phase: The phase, or `other`.
+        phase: The phase, or `other`; None as in `PoolUse`.
         gap: `fragmentation` (reserved - allocated), `outside torch` (device - reserved) or `free` (capacity - the pool
             of `free_pool`).
         low_bytes: Smallest value in an iteration, median over the steady iterations.
@@ -56,7 +57,7 @@ class Gap:
     """
 
     rank: int
-    phase: str
+    phase: str | None
     gap: str
     low_bytes: int
     peak_bytes: int
@@ -119,9 +120,11 @@ def difference(upper: tuple[Ints, Ints], lower: tuple[Ints, Ints]) -> tuple[Ints
     return times, np.maximum(values[0] - values[1], 0)
 
 
-def _per_phase(trace: Trace, phases: pd.DataFrame, timeline: tuple[Ints, Ints]) -> list[tuple[str, int, int]]:
-    """Return (phase, low, peak) of a timeline, medians over iterations."""
+def _per_phase(trace: Trace, phases: pd.DataFrame, timeline: tuple[Ints, Ints]) -> list[tuple[str | None, int, int]]:
+    """Return (phase, low, peak) of a timeline, medians over iterations; without iterations, of the whole trace."""
     times, values = timeline
+    if not steady_iterations(trace).numbers:
+        return [(None, int(values.min()), int(values.max()))]
     phases = phases[in_read_iteration(trace, phases, times)]
     starts, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
     peaks, lows = peak_between(times, values, starts, ends), -peak_between(times, -values, starts, ends)

@@ -11,6 +11,7 @@ from ebbtide.profiler.trace.iteration_ends import explain_no_iterations
 
 NO_MEMORY = "no memory of a device was recorded; `ebbtide profile` records it (without `--record phases`)"
 NO_GPU_STATE = "utilization, power and clocks were not recorded; `ebbtide profile` records them with NVML"
+NO_KERNELS = "no kernels of the GPU were recorded; import a torch.profiler trace with ProfilerActivity.CUDA"
 NO_SUB_STEPS = (
     "no sub-steps of an update were recorded; `ebbtide profile` records those of DeepSpeed and InterleavedAdamW, and "
     "`ebbtide replay --save` simulates them"
@@ -40,11 +41,6 @@ def no_link_use(trace: Trace, ranks: Sequence[int], has_samples: bool) -> str:
     if not steady_iterations(trace).numbers:
         return no_iterations(trace)
     return "no phase is long enough for the samples of the link; `ebbtide profile --transfers` records each copy"
-
-
-def no_memory_use(trace: Trace) -> str:
-    """Return the line on a trace without figures of memory per phase."""
-    return NO_MEMORY if steady_iterations(trace).numbers else no_iterations(trace)
 
 
 def no_link(trace: Trace, ranks: Sequence[int] | None = None) -> str:

@@ -34,7 +34,18 @@ def link_table(trace: Trace, rank: int) -> pd.DataFrame:
         Columns iteration, phase, direction, length_ms, bytes, busy_ms (time in which copies ran), both_ms (time in
         which copies ran in both directions at once). NaN for figures that were not recorded, or too little of them.
     """
-    phases = intervals(trace, rank).with_other
+    return _link_rows(trace, rank, intervals(trace, rank).with_other)
+
+
+def whole_link_table(trace: Trace, rank: int) -> pd.DataFrame:
+    """Return a row per direction of the whole trace, with the columns of `link_table`; the phase is empty."""
+    span = trace.span_ns(rank)
+    rows = [] if span is None else [(0, "", *span)]
+    return _link_rows(trace, rank, pd.DataFrame(rows, columns=["iteration", "phase", "start_ns", "end_ns"]))
+
+
+def _link_rows(trace: Trace, rank: int, phases: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of `link_table` for some intervals: a table of iteration, phase, start_ns, end_ns."""
     starts, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
     both = both_busy(trace, rank)
     both_ms = np.nan if both is None else both(starts, ends) / 1e6

@@ -14,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ebbtide.analysis.metrics.devices import first_device
+from ebbtide.analysis.plot.activity import activity_panels
 from ebbtide.analysis.plot.link import link_panels
 from ebbtide.analysis.plot.memory import memory_panels
 from ebbtide.analysis.plot.panels import PlotPanel, shared_scale
@@ -25,7 +26,7 @@ from ebbtide.analysis.plot.windows import IdlePanel, WindowsPanel, windows_panel
 from ebbtide.analysis.timeline.panels import Scale
 from ebbtide.profiler.trace import Trace
 
-Kind = Literal["both", "memory", "link", "windows"]
+Kind = Literal["both", "memory", "link", "windows", "activity"]
 _WIDTH = 11.0
 # Points: the widest text of a legend, and the sizes of the fonts.
 _LEGEND_WIDTH = 190.0
@@ -60,7 +61,8 @@ def draw(
         span: Iterations [first, end) to show; end None: until the last one.
         rank: The rank to show; None: the first one of each trace.
         kind: `memory` (of the device, and of the host where recorded), `link`, `both` (memory of the device, and the
-            link where recorded), or `windows` (windows of free memory, and how idle the link is in them).
+            link where recorded), `windows` (windows of free memory, and how idle the link is in them), or `activity`
+            (of the GPU, where kernels were recorded).
         min_bytes: Least free memory of a window, bytes.
 
     Raises:
@@ -113,6 +115,8 @@ def _panels(view: View, kind: Kind, trace_count: int, min_bytes: int) -> list[Pl
         return [*link_panels(view, (tall + low) / 2, required=True)]
     if kind == "windows":
         return windows_panels(view, tall, min_bytes)
+    if kind == "activity":
+        return [*activity_panels(view, tall)]
     link = link_panels(view, low, required=False) if kind == "both" else []
     return [*memory_panels(view, tall, with_host=kind == "memory", required=not link), *link]
 
@@ -154,7 +158,7 @@ def _notes(stack: Sequence[PlotPanel], kind: Kind) -> str:
     if not view.has_room_for_phases:
         notes.append("phases too short to draw: show fewer --iterations")
     elif view.has_gpu_times and any(panel.on_gpu for panel in stack):
-        notes.append("phases behind the link: GPU times")
+        notes.append(f"phases behind the {'activity' if kind == 'activity' else 'link'}: GPU times")
     return " · ".join([*notes, *(remark for panel in stack for remark in panel.remarks)])
 
 
@@ -186,5 +190,7 @@ def _names(traces: Sequence[Trace]) -> list[str]:
 
 
 def _title(names: Sequence[str], kind: Kind) -> str:
-    content = {"both": "memory and link", "windows": "windows of free memory"}.get(kind, kind)
+    content = {"both": "memory and link", "windows": "windows of free memory", "activity": "GPU activity"}.get(
+        kind, kind
+    )
     return f"ebbtide: {content} of {', '.join(names)}"

@@ -66,7 +66,7 @@ def link_tables(link: LinkUse, rank: int) -> list[ReportTable]:
     tables = []
     if uses:
         columns = [
-            text_column("phase", [use.phase for use in uses]),
+            text_column("phase", [use.phase or "whole trace" for use in uses]),
             text_column("direction", [use.direction for use in uses]),
             bytes_column("bytes", [use.bytes for use in uses]),
             rate_column("mean rate", [use.mean_bytes_per_s for use in uses]),
@@ -78,7 +78,8 @@ def link_tables(link: LinkUse, rank: int) -> list[ReportTable]:
                 ms_column("both directions at once", [use.both_ms for use in uses]),
                 rate_column("rate while busy", [use.busy_bytes_per_s for use in uses]),
             ]
-        tables.append(ReportTable("link", "By phase", tuple(columns), "Medians over the steady iterations."))
+        over = "Medians over the steady iterations." if uses[0].phase else "Over the whole trace."
+        tables.append(ReportTable("link", "By phase", tuple(columns), over))
     if kinds:
         columns = [
             text_column("direction", [kind.direction for kind in kinds]),

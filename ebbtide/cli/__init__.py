@@ -18,6 +18,7 @@ COMMANDS = {
     "Explain": (
         "summary",
         "findings",
+        "activity",
         "windows",
         "memory",
         "link",

@@ -42,6 +42,14 @@ def import_(
             show_default="as stated by the files",
         ),
     ] = None,
+    align: Annotated[
+        str | None,
+        typer.Option(
+            metavar="start|FILE",
+            help="Move files without a common clock so that all begin with the first one (start) or with FILE.",
+            show_default="use their times, which must overlap",
+        ),
+    ] = None,
     force: Force = False,
 ) -> None:
     """Convert files of other tools into a trace.
@@ -55,7 +63,7 @@ def import_(
     from ebbtide.profiler.importers.load import import_trace
     from ebbtide.profiler.recording import next_commands
 
-    trace = import_trace(sources, output, format, force, Hardware(capacity_bytes, lanes))
+    trace = import_trace(sources, output, format, force, Hardware(capacity_bytes, lanes), align)
     for note in trace.notes:
         typer.echo(f"ebbtide: {note}", err=True)
     typer.echo(f"ebbtide: {next_commands(trace)}", err=True)

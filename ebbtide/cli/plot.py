@@ -18,9 +18,10 @@ def plot(
         Path, typer.Option("-o", "--output", metavar="FILE", help="Picture to write: .png, .svg or .pdf.")
     ],
     kind: Annotated[
-        Literal["both", "memory", "link", "windows"],
+        Literal["both", "memory", "link", "windows", "activity"],
         typer.Option(
-            metavar="KIND", help="What to draw: both (memory and link), memory, link, or windows (of free memory)."
+            metavar="KIND",
+            help="What to draw: both (memory and link), memory, link, windows (of free memory), activity (of the GPU).",
         ),
     ] = "both",
     min_bytes: MinBytes = "1GiB",
@@ -30,7 +31,7 @@ def plot(
     ] = None,
     force: Force = False,
 ) -> None:
-    """Draw memory and link use over time with the phases, or the windows of free memory."""
+    """Draw memory and link use over time with the phases, the windows of free memory, or the activity of the GPU."""
     file_format = picture_format(output)
     min_size = size(min_bytes)
     span = parse_iterations(iterations) if iterations is not None else (0, None)

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
+from typing import Annotated
 
 import typer
 
-from ebbtide.cli.options import Json, TraceFile
+from ebbtide.cli.options import Json, TraceFile, count
 
 
 def summary(
     trace: TraceFile,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            "--rank",
+            help="Rank to summarize alone.",
+            parser=count,
+            metavar="N",
+            show_default="all: times of the slowest one",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Print time, memory and link use per phase: medians over the iterations of a trace."""
@@ -19,6 +30,8 @@ def summary(
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)
+    if rank is not None:
+        opened = opened.of_rank(rank)
     result = summarize(opened)
     if as_json:
         typer.echo(json.dumps(result.as_json()))

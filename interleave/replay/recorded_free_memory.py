@@ -6,11 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ebbtide.analysis.metrics.devices import capacity_bytes, memory_timeline
-from ebbtide.analysis.metrics.phases import phase_peaks
-from ebbtide.analysis.metrics.recurring_windows import Envelope, phase_table, recurring_segments
+from ebbtide.analysis.metrics.free_profile import free_steps
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
-from ebbtide.analysis.timeseries.thresholds import FreeTimeline
 from ebbtide.interleave.model.workload import FreeMemorySteps
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 from ebbtide.state_bytes import STATE_BYTES
@@ -23,8 +20,7 @@ def recorded_free_memory(metrics: TraceMetrics, phase_s: Mapping[str, float]) ->
     """Return the free memory of the first rank's device: at each point the least over all steady iterations.
 
     Optimizer state that the recorded job kept on the device counts as free, since the replayed policy decides where it
-    is kept. If a phase has several parts (micro-steps), the least of the whole phase counts: the parts before the last
-    are over long before the optimizer has anything to move.
+    is kept.
 
     Args:
         metrics: The trace.
@@ -33,42 +29,31 @@ def recorded_free_memory(metrics: TraceMetrics, phase_s: Mapping[str, float]) ->
     Returns:
         None if it is not known.
     """
-    trace = metrics.trace
-    pool, rank = metrics.free_pool, trace.ranks[0]
-    capacity = capacity_bytes(trace, rank)
-    if pool is None or capacity is None or not metrics.has_gpu:
+    if not metrics.has_gpu:
         return None
-    times, used = memory_timeline(trace, rank, pool)
-    if not len(times):
+    recorded = free_steps(metrics.trace, metrics.trace.ranks[0])
+    if recorded is None:
         return None
     state = _state_on_device(metrics)
-    timeline = FreeTimeline(times, capacity - used + state)
-    free = capacity + state - phase_peaks(trace, rank, pool)
-    free = free[free.index.isin(metrics.steady_iterations)]
-    min_free = {phase: float(free[phase].min()) for phase in free.columns}
-    table = phase_table(trace, rank, timeline)
-    segments = recurring_segments(table[table["iteration"].isin(metrics.steady_iterations)])
-    begin = phase_s[OTHER]
-    steps = [(0.0, min_free[OTHER])] if begin else []
-    for phase in (FORWARD, BACKWARD):
-        in_phase = [segment for segment in segments if segment.phase == phase]
-        if len(in_phase) == 1:
-            envelope = _with_few_steps(in_phase[0].least_free(timeline))
-            steps += [(begin + phase_s[phase] * position, size) for position, size in envelope]
-        else:
-            steps.append((begin, min_free[phase]))
-        begin += phase_s[phase]
-    steps.append((begin, min_free[UPDATE]))
-    recorded = [(time, max(0.0, size)) for time, size in steps if not np.isnan(size)]
+    steps = []
+    begin = 0.0
+    for phase in (OTHER, FORWARD, BACKWARD, UPDATE):
+        in_phase = [(step.position, step.free_bytes + state) for step in recorded if step.phase == phase]
+        if phase_s.get(phase, 1.0):
+            steps += [
+                (begin + phase_s.get(phase, 0.0) * position, max(0.0, size))
+                for position, size in _with_few_steps(in_phase)
+            ]
+        begin += phase_s.get(phase, 0.0)
     # No memory is known to be free before the first entry.
-    return ((0.0, 0.0), *recorded) if recorded and recorded[0][0] > 0 else tuple(recorded) or None
+    return ((0.0, 0.0), *steps) if steps and steps[0][0] > 0 else tuple(steps) or None
 
 
-def _with_few_steps(envelope: Envelope) -> list[tuple[float, float]]:
+def _with_few_steps(steps: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Reduce a step function on [0, 1) to a number of steps; of merged neighbours the least counts."""
-    positions, values = envelope
-    if len(positions) <= _MAX_STEPS:
-        return [(float(position), float(value)) for position, value in zip(positions, values, strict=True)]
+    if len(steps) <= _MAX_STEPS:
+        return steps
+    positions, values = np.array(steps).T
     edges = np.linspace(0, 1, _MAX_STEPS + 1)[:-1]
     first = np.maximum(np.searchsorted(positions, edges, side="right") - 1, 0)
     after = np.append(np.searchsorted(positions, edges[1:], side="left"), len(positions))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ebbtide.analysis.metrics.deepspeed import DeepSpeedSetup
+from ebbtide.analysis.metrics.free_profile import param_bytes, state_bytes
 from ebbtide.analysis.metrics.gradient_wait import gradient_wait
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.errors import WorkloadError
@@ -10,16 +11,12 @@ from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.replay.recorded_free_memory import recorded_free_memory
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 from ebbtide.profiler.trace import Trace
-from ebbtide.profiler.trace.metadata import RankInfo
-from ebbtide.state_bytes import PARAM_BYTES
 
 # DeepSpeed's own default is 1e9. Smaller subgroups overlap better, and larger ones need more device memory.
 _SUBGROUP_PARAMS = 100_000_000
 # Subgroups may have so much more than the parameters: DeepSpeed pads what it divides among ranks.
 _MAX_PADDING = 0.1
 _MAX_BUSY_SHARE = 0.9
-_FP32_BYTES = 4.0
-_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 
 def workload_of(trace: Trace) -> Workload:
@@ -43,7 +40,7 @@ def workload_of(trace: Trace) -> Workload:
         raise WorkloadError(
             f"{trace.path} has no number of parameters that a rank updates: describe the job in a --workload file"
         )
-    param_bytes = _param_bytes(metrics.entry)
+    bytes_per_param = param_bytes(metrics.entry)
     waiting_ms = _gradient_wait_ms(metrics, backward)
     notes = []
     if waiting_ms:
@@ -69,9 +66,9 @@ def workload_of(trace: Trace) -> Workload:
         forward_s=phase_s[FORWARD],
         backward_s=phase_s[BACKWARD],
         other_s=phase_s[OTHER],
-        param_bytes=param_bytes,
-        grad_bytes=param_bytes,
-        state_bytes=_state_bytes(metrics.entry),
+        param_bytes=bytes_per_param,
+        grad_bytes=bytes_per_param,
+        state_bytes=state_bytes(metrics.entry),
         gpu_free=free,
         h2d_busy_share=_busy_share(metrics, "h2d"),
         d2h_busy_share=_busy_share(metrics, "d2h"),
@@ -121,24 +118,6 @@ def _subgroup_params(metrics: TraceMetrics, params: int) -> int:
     configured = metrics.zero.get("sub_group_size")
     size = int(configured) if isinstance(configured, (int, float)) and configured >= 1 else _SUBGROUP_PARAMS
     return min(size, params)
-
-
-def _param_bytes(entry: RankInfo) -> float:
-    """Return the bytes per parameter of the most frequent dtype."""
-    counts = entry.model.dtypes
-    if not counts:
-        return float(PARAM_BYTES)
-    dtype = max(counts, key=lambda dtype: counts[dtype])
-    return float(_DTYPE_BYTES.get(dtype.removeprefix("torch."), PARAM_BYTES))
-
-
-def _state_bytes(entry: RankInfo) -> float:
-    """Return the bytes of state per parameter: an fp32 master weight, and as many fp32 moments as were recorded, or
-    two."""
-    elements = sum(sum(optimizer.state_dtypes.values()) for optimizer in entry.optimizers)
-    params = sum(optimizer.params or 0 for optimizer in entry.optimizers)
-    moments = round(elements / params) if elements and params else 2
-    return _FP32_BYTES * (1 + max(moments, 0))
 
 
 def _busy_share(metrics: TraceMetrics, direction: str) -> float:

@@ -242,7 +242,8 @@ class ModeWork(NamedTuple):
 def modes(workload: Workload, machine: Machine) -> list[ModeRates]:
     """Return the rates of each set of resources that can run at the same time, shared as in the simulator.
 
-    The link shares its duplex limit, and all of them share the host's memory, slowed by one factor.
+    The link shares its duplex limit, and all of them share the host's memory, slowed by one factor. A plan may run the
+    CPU with fewer threads, down to those for which copies leave enough memory: any other number is between the two.
     """
     cpu_bytes = workload.cpu_update_bytes
     cpu = machine.cpu_update_params_per_s or 0.0
@@ -256,4 +257,7 @@ def modes(workload: Workload, machine: Machine) -> list[ModeRates]:
         total = cpu_runs * cpu * cpu_bytes + link * demand
         share = min(1.0, (machine.host_memory_bytes_per_s or 0.0) / total)
         rates.append(ModeRates(cpu_runs * cpu * share, up_runs * up * share * link, down_runs * down * share * link))
+        left = (machine.host_memory_bytes_per_s or 0.0) - link * demand
+        if cpu_runs and demand and share < 1 and left > 0:
+            rates.append(ModeRates(left / cpu_bytes, up_runs * up * link, down_runs * down * link))
     return rates

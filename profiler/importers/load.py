@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ebbtide.profiler.importers.alignment import FileTimes
 from ebbtide.profiler.importers.importer import Hardware, ImportOptions
 from ebbtide.profiler.importers.registry import find_importers
 from ebbtide.profiler.importers.source import Source, SourceError
@@ -19,6 +20,7 @@ def import_trace(
     format: str | None = None,
     force: bool = False,
     hardware: Hardware | None = None,
+    align: str | None = None,
 ) -> Trace:
     """Write one trace from the files of one run.
 
@@ -28,6 +30,8 @@ def import_trace(
         format: Format of all files; None: each file is recognized by its contents.
         force: Replace an existing trace.
         hardware: Figures that replace those of the files.
+        align: Move the files so that they begin at the same time: with the first one (`start`), or with the file of
+            this path. None: their times are used as they are, and must overlap.
 
     Returns:
         The trace.
@@ -47,11 +51,18 @@ def import_trace(
     builder.meta["imported"] = [{"format": name, "file": s.path.name} for name in importers for s in sources[name]]
     options = ImportOptions(hardware or Hardware(), sources)
     undated: list[Source] = []
+    times = FileTimes(builder)
     for importer in sorted(importers.values(), key=lambda importer: importer.stage):
         if sources[importer.format]:
             undated += importer.import_into(builder, sources[importer.format], options)
+            times.add(importer.format, sources[importer.format])
     if undated:
-        _accept_undated(undated[0], builder, alone=len(undated) == len(paths))
+        _accept_undated(undated[0], builder, alone=len(undated) == len(paths) or align is not None)
+    if align is None:
+        times.check()
+    else:
+        times.align(align)
+        builder.note("the times of the files are not their own: they were moved so that all files begin at once")
     _apply_hardware(builder, options.hardware)
     _note_missing_hardware(builder)
     return builder.write(output, force)
@@ -73,7 +84,7 @@ def _accept_undated(source: Source, builder: TraceBuilder, alone: bool) -> None:
     if not alone:
         raise SourceError(
             f"{source} has no dates, so it cannot be combined with other files: import it alone, or record dates next "
-            "time (nvidia-smi dmon -o DT; the output of a job: | ts '%Y-%m-%dT%H:%M:%.S')"
+            "time (nvidia-smi dmon -o DT; the output of a job: | ts '%Y-%m-%dT%H:%M:%.S'), or pass --align start"
         )
     builder.meta["clock"] = {"name": "unknown", "host": None, "wall_offset_ns": None}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ class RankBuilder:
         """Add many rows as columns and return the builder. A column is an array, or one value for all rows."""
         self._columns[table].append(columns)
         return self
+
+    def parts(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows so far as they were added: single rows, and columns of rows. Callers may change values."""
+        for table in TABLES:
+            yield from self._rows[table]
+            yield from self._columns[table]
 
     def frame(self, table: str) -> pd.DataFrame:
         """Return the rows so far. Raises ValueError for rows that do not fit the table."""
@@ -87,6 +94,30 @@ class RankBuilder:
             values: utilization_percent, power_w and other columns of the table `gpu`, where they were recorded.
         """
         return self.add("gpu", t_ns=t_ns, device=device, **values)
+
+    def kernel(
+        self,
+        start_ns: int,
+        end_ns: int,
+        kind: str = "compute",
+        name: str = "kernel",
+        device: str = "cuda:0",
+        launch_ns: int | None = None,
+        stream: int | None = None,
+    ) -> RankBuilder:
+        """Add work on a GPU and return the builder.
+
+        Args:
+            start_ns: The start, in device time.
+            end_ns: The end, in device time.
+            kind: `compute`, `communication`, `copy` (within or between GPUs) or `memset`.
+            name: The name of the kernel.
+            device: The GPU.
+            launch_ns: The start of the call that launched it; None where not recorded.
+            stream: The stream; None where not recorded.
+        """
+        row = {"start_ns": start_ns, "end_ns": end_ns, "kind": kind, "name": name, "device": device}
+        return self.add("kernels", **row, launch_ns=launch_ns, stream=stream)
 
     def transfer(
         self,

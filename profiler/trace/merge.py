@@ -12,10 +12,12 @@ from ebbtide.profiler.trace.reader import open_trace
 from ebbtide.profiler.trace.schema import TABLES
 from ebbtide.profiler.trace.trace import Trace
 
-_TIMES = ("start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns", "t_ns")
+# Traces this close count as overlapping: clocks of hosts differ a little.
+_MAX_GAP_NS = 10**9
+_TIMES = ("start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns", "launch_ns", "t_ns")
 
 
-def merge(traces: Sequence[Trace], output: Path, force: bool = False) -> Trace:
+def merge(traces: Sequence[Trace], output: Path, force: bool = False, align: str | None = None) -> Trace:
     """Write one trace with the ranks of all, on the monotonic clock of the first trace's host.
 
     Clocks are aligned by their offsets from Unix time, so ranks of different hosts are aligned as well as the wall
@@ -25,9 +27,11 @@ def merge(traces: Sequence[Trace], output: Path, force: bool = False) -> Trace:
         traces: One trace per host.
         output: The path of the new trace.
         force: Replace a trace at `output`.
+        align: Move the traces so that they begin at the same time: with the first one (`start`), or with the trace of
+            this path. None: their clocks are used, by which they must overlap.
 
     Raises:
-        TraceError: Two traces have the same rank, or the offset of a clock was not recorded.
+        TraceError: Two traces have the same rank, share no time, or lack the offset of their clock.
     """
     trace_of_rank: dict[int, Path] = {}
     for trace in traces:
@@ -39,8 +43,7 @@ def merge(traces: Sequence[Trace], output: Path, force: bool = False) -> Trace:
             trace_of_rank[rank] = trace.path
     first = traces[0]
     entries, tables_of_rank = [], {}
-    for trace in traces:
-        shift = _wall_offset(trace) - _wall_offset(first)
+    for trace, shift in zip(traces, _shifts(traces, align), strict=True):
         for rank in trace.ranks:
             tables = {table: trace.table(rank, table).copy() for table in TABLES}
             for frame in tables.values():
@@ -62,6 +65,33 @@ def merge(traces: Sequence[Trace], output: Path, force: bool = False) -> Trace:
             write_rank(output, rank, tables)
         write_meta(output, meta)
     return open_trace(output)
+
+
+def _shifts(traces: Sequence[Trace], align: str | None) -> list[int]:
+    """Return what to add to the times of each trace, ns. Raise TraceError if the traces share no time."""
+    spans = [trace.span_ns() for trace in traces]
+    if align is not None:
+        names = [str(trace.path) for trace in traces]
+        if align != "start" and str(Path(align)) not in names:
+            raise TraceError(f"--align {align}: name one of the traces, or start")
+        reference = spans[0 if align == "start" else names.index(str(Path(align)))]
+        return [reference[0] - span[0] if span and reference else 0 for span in spans]
+    shifts = [_wall_offset(trace) - _wall_offset(traces[0]) for trace in traces]
+    timed = [
+        (span[0] + shift, span[1] + shift, trace.path)
+        for trace, span, shift in zip(traces, spans, shifts, strict=True)
+        if span is not None
+    ]
+    reached, last = None, None
+    for start, end, path in sorted(timed):
+        if reached is not None and start > reached + _MAX_GAP_NS:
+            raise TraceError(
+                f"{path} begins {(start - reached) / 1e9:,.1f} s after {last} has ended: they share no time. If they "
+                "are of one job on clocks that differ, pass --align start (all traces begin at once)"
+            )
+        if reached is None or end > reached:
+            reached, last = end, path
+    return shifts
 
 
 def _wall_offset(trace: Trace) -> int:

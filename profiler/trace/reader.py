@@ -70,10 +70,16 @@ def _check(schema: pa.Schema, column: TraceColumn) -> None:
     fits = {
         pa.int64(): kinds.is_integer,
         pa.float64(): kinds.is_floating,
-        pa.string(): lambda k: kinds.is_string(k) or kinds.is_large_string(k),
-    }[column.type](kind)
+        pa.string(): _is_text,
+    }[pa.string() if kinds.is_dictionary(column.type) else column.type](kind)
     if not fits and not kinds.is_null(kind):
         raise ValueError(f"its column {column.name} is {kind}, not {column.type}")
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    """Return whether values are text, encoded as a dictionary or not."""
+    values = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(pa.types.is_string(values) or pa.types.is_large_string(values))
 
 
 def _nullable(kind: pa.DataType) -> Any:

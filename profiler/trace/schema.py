@@ -25,6 +25,8 @@ class TraceColumn:
 
 _TIME = pa.int64()
 _TEXT = pa.string()
+# Text with few different values: one copy of each value, on disk and in memory.
+_LABEL = pa.dictionary(pa.int32(), pa.string())
 
 TABLES: dict[str, tuple[TraceColumn, ...]] = {
     "phases": (
@@ -83,10 +85,25 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
         TraceColumn("temperature_celsius", pa.float64(), nullable=True),
         TraceColumn("throttle_reasons", pa.int64(), nullable=True),
     ),
+    "kernels": (
+        TraceColumn("start_ns", _TIME),
+        TraceColumn("end_ns", _TIME),
+        TraceColumn("device", _LABEL),
+        TraceColumn("stream", pa.int64(), nullable=True),
+        TraceColumn("kind", _LABEL),
+        TraceColumn("name", _LABEL),
+        TraceColumn("launch_ns", _TIME, nullable=True),
+    ),
+    "iteration_marks": (
+        TraceColumn("iteration", pa.int64()),
+        TraceColumn("start_ns", _TIME),
+        TraceColumn("end_ns", _TIME),
+        TraceColumn("gpu_end_ns", _TIME, nullable=True),
+    ),
 }
 
 # Tables whose file exists only where they have rows; traces of earlier versions do not have it.
-OPTIONAL_TABLES = frozenset({"gpu"})
+OPTIONAL_TABLES = frozenset({"gpu", "kernels", "iteration_marks"})
 
 # The column by which the rows of each table are sorted.
 SORT = {
@@ -96,6 +113,8 @@ SORT = {
     "transfers": "start_ns",
     "ops": "start_ns",
     "gpu": "t_ns",
+    "kernels": "start_ns",
+    "iteration_marks": "start_ns",
 }
 
 
@@ -141,4 +160,6 @@ def _dtype(column: TraceColumn) -> str:
         return "Int64" if column.nullable else "int64"
     if pa.types.is_floating(column.type):
         return "float64"
+    if pa.types.is_dictionary(column.type):
+        return "category"
     return "string" if column.nullable else "str"

@@ -14,6 +14,14 @@ from ebbtide.profiler.trace.metadata import RankInfo, TraceMeta
 from ebbtide.profiler.trace.metadata_parsing import parse_meta
 
 Load = Callable[[int, str], pd.DataFrame]
+# Tables with figures over time, and their columns of first and last times.
+_SPANS = {
+    "phases": ("start_ns", "end_ns"),
+    "memory": ("t_ns", "t_ns"),
+    "link": ("t_ns", "t_ns"),
+    "gpu": ("t_ns", "t_ns"),
+    "transfers": ("start_ns", "end_ns"),
+}
 
 
 class Trace:
@@ -64,6 +72,23 @@ class Trace:
         recorded = ", ".join(map(str, self.ranks)) or "none"
         raise TraceError(f"{self.path} has no rank {rank}: it has {recorded}")
 
+    def of_rank(self, rank: int) -> Trace:
+        """Return the trace of one rank alone. Raises TraceError for a rank that was not recorded."""
+        self.rank(rank)
+        entries = [entry for entry in self.raw_meta["ranks"] if entry["rank"] == rank]
+        return Trace(self.path, {**self.raw_meta, "ranks": entries}, self.table)
+
+    def span_ns(self, rank: int | None = None) -> tuple[int, int] | None:
+        """Return the first and the last time of anything recorded of all ranks (None) or one; None if nothing was."""
+        times = []
+        for number in self.ranks if rank is None else [rank]:
+            for name, (start, end) in _SPANS.items():
+                table = self.table(number, name)
+                if len(table):
+                    window = table["window_ns"] if name == "link" else 0
+                    times += [int((table[start] - window).min()), int(table[end].max())]
+        return (min(times), max(times)) if times else None
+
     def table(self, rank: int, name: str) -> pd.DataFrame:
         """Return a table of one rank, sorted by time, with the columns of docs/trace-format.md. Do not change it."""
         self.rank(rank)
@@ -95,3 +120,11 @@ class Trace:
     def gpu(self, rank: int) -> pd.DataFrame:
         """Return the table `gpu` of one rank; empty in traces of earlier versions."""
         return self.table(rank, "gpu")
+
+    def kernels(self, rank: int) -> pd.DataFrame:
+        """Return the table `kernels` of one rank; empty where kernels were not recorded."""
+        return self.table(rank, "kernels")
+
+    def iteration_marks(self, rank: int) -> pd.DataFrame:
+        """Return the table `iteration_marks` of one rank; empty where the source does not mark iterations."""
+        return self.table(rank, "iteration_marks")

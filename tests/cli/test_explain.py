@@ -18,7 +18,7 @@ from tests.analysis.findings.test_find import troubled
 from tests.analysis.metrics.deepspeed_jobs import deepspeed_job
 from tests.conftest import ebbtide
 
-COMMANDS = ("findings", "link", "memory", "iterations", "windows", "steps")
+COMMANDS = ("findings", "link", "memory", "iterations", "windows", "steps", "activity")
 GPU = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": CAPACITY, "link": {"peak_bytes_per_s": PEAK}}
 
 
@@ -81,16 +81,17 @@ TRACES: dict[str, Callable[[], TraceBuilder]] = {
 }
 WITHOUT_MEMORY = {"no-memory", "no-ranks", "bare-rank", "simulated"}
 WITHOUT_ITERATIONS = {"no-phases", "unfinished", "no-ranks", "bare-rank"}
-WITHOUT_LINK = {"no-link", "unfinished", "no-ranks", "bare-rank", "simulated", "on-cpu", "no-phases"}
+WITHOUT_LINK = {"no-link", "unfinished", "no-ranks", "bare-rank", "simulated", "on-cpu"}
 WITH_STEPS = {"simulated", "deepspeed"}
 # Command -> the traces that lack what it prints, and the list of its JSON object that is empty then.
 LACKING = {
     "windows": (WITHOUT_MEMORY, "windows"),
-    "memory": (WITHOUT_MEMORY | WITHOUT_ITERATIONS, "pools"),
+    "memory": (WITHOUT_MEMORY, "pools"),
     "link": (WITHOUT_LINK, "copies"),
     "iterations": (WITHOUT_ITERATIONS, "rows"),
     "steps": (set(TRACES) - WITH_STEPS, "steps"),
     "findings": (set[str](), "findings"),
+    "activity": (set(TRACES) - {"troubled"}, "kernels"),
 }
 
 
@@ -143,7 +144,7 @@ def text(capsys: Printed, *arguments: object) -> str:
 
 def test_findings__are_in_order_with_their_gains(written: dict[str, Path], capsys: Printed) -> None:
     result = answer(capsys, "findings", written["troubled"])
-    assert set(result) == {"findings", "unknown"}
+    assert set(result) == {"findings", "unknown", "not_applicable"}
     assert set(result["findings"][0]) == {"rule", "title", "worth_ms", "evidence", "advice"}
     output = text(capsys, "findings", written["troubled"])
     positions = [output.index(f"{n}. {f['title']}") for n, f in enumerate(result["findings"], 1)]
@@ -204,6 +205,46 @@ def test_memory__has_a_row_per_pool_and_gap(written: dict[str, Path], capsys: Pr
     assert {(g["low_bytes"], g["peak_bytes"]) for g in gaps} == {(0, 0)}
 
 
+def test_commands__show_whole_traces_without_iterations(written: dict[str, Path], capsys: Printed) -> None:
+    path = written["no-phases"]
+    memory = answer(capsys, "memory", path)
+    assert memory["pools"] == [{"rank": 0, "phase": None, "pool": "device", "low_bytes": 0, "peak_bytes": 9 << 30}]
+    (free,) = memory["gaps"]
+    assert (free["gap"], free["phase"], free["low_bytes"]) == ("free", None, CAPACITY - (9 << 30))
+    assert "over the whole trace (no phases were recorded" in text(capsys, "memory", path)
+    down, up = answer(capsys, "link", path)["phases"]
+    assert (down["phase"], down["direction"], down["mean_bytes_per_s"]) == (None, "h2d", pytest.approx(1e9))
+    assert down["bytes"] == pytest.approx(1e7)
+    assert up["bytes"] is None
+    printed = text(capsys, "link", path)
+    assert "figures are of the whole trace: no phases were recorded" in printed
+    assert "9.54 MiB" in printed
+
+
+def test_commands__show_copies_without_iterations(written: dict[str, Path], capsys: Printed, tmp_path: Path) -> None:
+    builder = TraceBuilder()
+    builder.rank(0, devices=[GPU]).transfer("h2d", 0, MS, 10**6).transfer("d2h", 3 * MS, 4 * MS, 5 * 10**5)
+    path = tmp_path / "copies.ebb"
+    builder.write(path)
+    down, up = answer(capsys, "link", path)["phases"]
+    assert (down["bytes"], down["busy_ms"], down["mean_bytes_per_s"]) == (1e6, 1.0, pytest.approx(1e6 / 4e-3))
+    assert (up["bytes"], up["busy_ms"]) == (5e5, 1.0)
+    printed = text(capsys, "summary", path)
+    assert "figures are of the whole trace" in printed
+    assert "Medians" not in printed
+    assert "Copies, whole trace" in printed
+    assert answer(capsys, "summary", path)["iterations"] == 0
+
+
+def test_summary__of_one_rank_has_its_times(written: dict[str, Path], capsys: Printed) -> None:
+    whole, one = (answer(capsys, "summary", written["troubled"], *rank) for rank in ((), ("--rank", 1)))
+    assert (whole["ranks"], one["ranks"]) == (2, 1)
+    assert one["iteration_ms"] <= whole["iteration_ms"]
+    assert "times of the slowest rank" in text(capsys, "summary", written["troubled"])
+    assert "times of the slowest rank" not in text(capsys, "summary", written["troubled"], "--rank", 1)
+    assert run(["summary", str(written["troubled"]), "--rank", "9"]) == 2
+
+
 def test_iterations__names_the_slowest_rank(written: dict[str, Path], capsys: Printed) -> None:
     result = answer(capsys, "iterations", written["troubled"])
     assert (result["counted"], result["warmup"], result["slowest_rank"]) == (6, [0, 1], {"0": 0, "1": 6})
@@ -261,4 +302,4 @@ def test_commands__refuse_other_folders_in_one_line(command: str, tmp_path: Path
 def test_findings__runs_as_a_process(written: dict[str, Path]) -> None:
     shown = ebbtide("findings", written["troubled"], "--json")
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert len(json.loads(shown.stdout)["findings"]) == 12
+    assert len(json.loads(shown.stdout)["findings"]) == len(troubled().results.findings)

@@ -31,3 +31,10 @@ def print_findings(trace: Trace, findings: Findings, iteration_ms: float | None)
         typer.echo("\nThis trace cannot answer:")
         for unknown in findings.unknown:
             typer.echo(f"   - {unknown.question}\n     {unknown.record}")
+    if findings.not_applicable:
+        rules_by_needs: dict[tuple[str, ...], list[str]] = {}
+        for entry in findings.not_applicable:
+            rules_by_needs.setdefault(entry.needs, []).append(entry.rule)
+        typer.echo("\nRules that do not apply, and what they need:")
+        for needs, rules in rules_by_needs.items():
+            typer.echo(f"   - {', '.join(needs)}: {', '.join(rules)}")

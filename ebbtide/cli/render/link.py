@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def print_link(trace: Trace, link: LinkUse) -> None:
     """Print the use of the link per phase and direction, and all copies by kind of host memory."""
-    from ebbtide.analysis.metrics.missing import no_link_use
+    from ebbtide.analysis.metrics.missing import no_iterations, no_link_use
 
     for entry in link.ranks:
         if entry.source is None:
@@ -28,7 +28,7 @@ def print_link(trace: Trace, link: LinkUse) -> None:
                 typer.echo(f"  {count} samples of {direction} are above the peak rate of the link: left out")
     rows = [
         [
-            use.phase,
+            use.phase or "whole trace",
             use.direction,
             bytes_text(use.bytes),
             ms_text(use.busy_ms),
@@ -54,7 +54,12 @@ def print_link(trace: Trace, link: LinkUse) -> None:
         "rate while busy",
         "of peak",
     ]
-    print_table("Use of the link (medians per iteration)", columns, rows[:MAX_ROWS])
+    if link.phases[0].phase is None:
+        typer.echo(f"figures are of the whole trace: {no_iterations(trace)}")
+        title = "Use of the link"
+    else:
+        title = "Use of the link (medians per iteration)"
+    print_table(title, columns, rows[:MAX_ROWS])
     print_omitted(len(rows))
     kinds = [
         [

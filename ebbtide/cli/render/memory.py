@@ -17,16 +17,19 @@ if TYPE_CHECKING:
 
 def print_memory(trace: Trace, memory: MemoryUse) -> None:
     """Print the lowest and highest use of each memory pool per phase, and the differences between pools."""
-    from ebbtide.analysis.metrics.missing import no_memory_use
+    from ebbtide.analysis.metrics.missing import NO_MEMORY, no_iterations
 
     if not memory.pools:
-        typer.echo(f"{trace.path}: {no_memory_use(trace)}")
+        typer.echo(f"{trace.path}: {NO_MEMORY}")
         return
-    typer.echo(f"{trace.path}: lowest and highest use per phase, medians over the iterations")
+    if memory.pools[0].phase is None:
+        typer.echo(f"{trace.path}: lowest and highest use over the whole trace ({no_iterations(trace)})")
+    else:
+        typer.echo(f"{trace.path}: lowest and highest use per phase, medians over the iterations")
 
     def rows(uses: Sequence[PoolUse | Gap], names: list[str]) -> list[list[str]]:
         return [
-            [name, use.phase, bytes_text(use.low_bytes), bytes_text(use.peak_bytes)]
+            [name, use.phase or "whole trace", bytes_text(use.low_bytes), bytes_text(use.peak_bytes)]
             for name, use in zip(names, uses, strict=True)
         ]
 

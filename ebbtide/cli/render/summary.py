@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def print_summary(trace: Trace, summary: Summary) -> None:
     """Print time, memory, link use and the state of the GPUs per phase, and the peak of each memory pool."""
     from ebbtide.analysis.metrics.devices import capacity_name, free_memory_text
+    from ebbtide.analysis.metrics.missing import no_iterations
 
     counted = summary.iterations - summary.warmup_iterations
     left_out = f", the first {summary.warmup_iterations} left out as warm-up" if summary.warmup_iterations else ""
@@ -32,12 +33,16 @@ def print_summary(trace: Trace, summary: Summary) -> None:
         rows.append(
             [phase.phase, ms_text(phase.median_ms), ms_text(phase.p95_ms), share, *(bytes_text(size) for size in sizes)]
         )
-    print_table(
-        f"Medians over {counted} iterations (highest peaks: see below)",
-        ["phase", "time", "p95", "share", f"peak {pool}", "free at peak", "h2d", "d2h"],
-        rows,
-    )
-    if summary.free_pool is not None and summary.memory.capacity_bytes is not None:
+    if counted:
+        slowest = ", times of the slowest rank (--rank N for one rank)" if summary.ranks > 1 else ""
+        print_table(
+            f"Medians over {counted} iterations{slowest} (highest peaks: see below)",
+            ["phase", "time", "p95", "share", f"peak {pool}", "free at peak", "h2d", "d2h"],
+            rows,
+        )
+    else:
+        typer.echo(f"figures are of the whole trace: {no_iterations(trace)}")
+    if counted and summary.free_pool is not None and summary.memory.capacity_bytes is not None:
         typer.echo(f"free at peak: {free_memory_text(trace)}\n")
     if summary.gpu is not None:
         print_gpu(summary.gpu)
@@ -47,6 +52,13 @@ def print_summary(trace: Trace, summary: Summary) -> None:
         ["pool", "peak"],
         [[capacity_name(trace), bytes_text(summary.memory.capacity_bytes)], *peaks],
     )
+    copies = [
+        [direction, f"{moved.count:,}", bytes_text(moved.bytes), ms_text(moved.busy_ms)]
+        for direction, moved in summary.transfers.items()
+        if moved.count is not None
+    ]
+    if copies:
+        print_table("Copies, whole trace", ["direction", "copies", "bytes", "busy"], copies)
     for remark in summary.remarks:
         typer.echo(remark)
     for note in trace.notes:

@@ -8,8 +8,10 @@ from typing import Literal
 
 Role = Literal["cpu", "resident", "streamed", "early", "late", "parked"]
 ROLES: tuple[Role, ...] = ("cpu", "resident", "streamed", "early", "late", "parked")
-# Shares of the CPU's update rate that the search considers.
+# Shares of the CPU's update rate that the search considers, and factors of the share that it has.
 CPU_SHARES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125)
+_NEAR_FACTORS = (0.84, 0.92, 1.09, 1.19)
+_LEAST_CPU_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -95,3 +97,9 @@ class Assignment:
             late=frozenset(renamed(tuple(self.late))),
             round_trips=frozenset(renamed(tuple(self.round_trips))),
         )
+
+
+def other_cpu_shares(share: float) -> tuple[float, ...]:
+    """Return shares of the CPU's update rate to try in place of one: some of the whole range, and some near it."""
+    near = (min(max(share * factor, _LEAST_CPU_SHARE), 1.0) for factor in _NEAR_FACTORS)
+    return (*CPU_SHARES, *near)

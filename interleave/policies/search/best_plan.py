@@ -12,6 +12,7 @@ from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.local_search import LocalSearch
 from ebbtide.interleave.policies.search.merging import merged_workloads
 from ebbtide.interleave.policies.search.other_policies import Level, rank_others, worth_comparing
+from ebbtide.interleave.policies.search.placement import Placement
 from ebbtide.interleave.policies.search.placement_search import PlacementSearch
 from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
 from ebbtide.interleave.simulation.bound import OptimalShares, optimal_shares
@@ -27,6 +28,8 @@ _PLACEMENT_OPS = 15_000
 _ASSIGNMENT_OPS = 40_000
 # How many placements, of how many rankings of the subgroups, the search starts from.
 _SEEDS = 3
+# Shares of the CPU's update rate that the search starts from once more, where it may slow copies.
+_THROTTLED_STARTS = (0.5, 0.25)
 # The search ends when the cost is within this factor of the bound.
 _NEAR_BOUND = 1.001
 # Another plan must be shorter than the own one by this share to be preferred.
@@ -73,7 +76,7 @@ def _search_one_by_one(costs: PlanCosts, shares: list[OptimalShares]) -> Assignm
     starts = []
     for ranking in _rankings(workload):
         search = PlacementSearch(costs, ranking)
-        starts += [search.assignment(search.improve(seed)) for seed in search.seeds(shares, _SEEDS)]
+        starts += [search.assignment(placement) for placement in _improved_seeds(search, costs, shares)]
     starts = sorted(dict.fromkeys(starts), key=costs.cost)[:_SEEDS]
     is_even = len(set(workload.subgroups[:-1])) <= 1
     if is_even and len(workload.subgroups) > _MAX_SUBGROUPS_ONE_BY_ONE:
@@ -83,11 +86,19 @@ def _search_one_by_one(costs: PlanCosts, shares: list[OptimalShares]) -> Assignm
     return LocalSearch(costs, target_s).run(starts)
 
 
+def _improved_seeds(search: PlacementSearch, costs: PlanCosts, shares: list[OptimalShares]) -> list[Placement]:
+    """Return the placements that the search finds from its seeds, and from the best of them on a throttled CPU."""
+    improved = [search.improve(seed) for seed in search.seeds(shares, _SEEDS)]
+    if costs.cpu_slows_copies:
+        best = min(improved, key=search.cost)
+        improved += [search.improve(replace(best, cpu_share=share)) for share in _THROTTLED_STARTS]
+    return improved
+
+
 def _search_merged(levels: list[Level], shares: list[OptimalShares]) -> list[Assignment]:
     """Return the best assignment of each level: found with the fewest subgroups, and then refined."""
     search = _forward_search(levels[0])
-    improved = [search.improve(seed) for seed in search.seeds(shares, _SEEDS)]
-    placement = min(improved, key=search.cost)
+    placement = min(_improved_seeds(search, levels[0].costs, shares), key=search.cost)
     assignments = [search.assignment(placement)]
     for coarse, fine in itertools.pairwise(levels):
         search = _forward_search(fine)
@@ -116,5 +127,5 @@ def _summary(assignment: Assignment, cpu_share: float) -> str:
     parked = len(assignment.early & assignment.late)
     counts = {"resident": len(assignment.resident), "parked": parked, "streamed": len(assignment.moved) - parked}
     on_gpu = "".join(f"{number} {name}, " for name, number in counts.items() if number)
-    throttled = f" at {100 * cpu_share:g} % of its rate" if cpu_share < 1 else ""
+    throttled = f" at {100 * cpu_share:.3g} % of its rate" if cpu_share < 1 else ""
     return f"{on_gpu}{len(assignment.on_cpu)} on the CPU{throttled}"

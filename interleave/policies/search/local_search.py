@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from ebbtide.interleave.policies.search.assignment import CPU_SHARES, ROLES, Assignment, Role
+from ebbtide.interleave.policies.search.assignment import ROLES, Assignment, Role, other_cpu_shares
 from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
 
 # Without clipping: for how many kept gradients memory may be set aside.
@@ -96,7 +96,7 @@ class LocalSearch:
         if kind < 9:
             return self._with_round_trips(assignment)
         if self._costs.cpu_slows_copies and draw.random() < 0.5:
-            return replace(assignment, cpu_share=draw.choice(CPU_SHARES))
+            return replace(assignment, cpu_share=draw.choice(other_cpu_shares(assignment.cpu_share)))
         if draw.random() < 0.5 and not self._costs.workload.needs_all_gradients:
             return replace(assignment, gradients_in_flight=draw.choice(_GRADIENTS_IN_FLIGHT))
         return replace(assignment, uploads_first=not assignment.uploads_first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ebbtide.interleave.policies.search.assignment import CPU_SHARES, Assignment
+from ebbtide.interleave.policies.search.assignment import Assignment, other_cpu_shares
 from ebbtide.interleave.policies.search.capacity import subgroups_that_fit
 from ebbtide.interleave.policies.search.placement import Placement, PlacementChange
 from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
@@ -131,7 +131,7 @@ class PlacementSearch:
             for opposite in (opposite_order, opposite_gradients):
                 best = self._better(best, opposite) or best
             if best == before:
-                for share in CPU_SHARES if self._costs.cpu_slows_copies else ():
+                for share in other_cpu_shares(best.cpu_share) if self._costs.cpu_slows_copies else ():
                     best = self._better(best, replace(best, cpu_share=share)) or best
                 step = step // 2 if best == before else step
         return best

@@ -22,7 +22,7 @@ _HOST_MEMORY_PENALTY = 1e3
 _LATE_WEIGHT = 1e-3
 _MOVED_WEIGHT = 1e-6
 # Weight of the share of the CPU that is not used, as a share of the iteration: fewer threads must gain something.
-_THROTTLE_WEIGHT = 1e-3
+_THROTTLE_WEIGHT = 5e-3
 # A simulated plan costs as much as so many operations in addition to its own; a plan that is not simulated, so many.
 _OPS_PER_PLAN = 10
 _OPS_PER_LOOKUP = 5

@@ -10,11 +10,13 @@ from ebbtide.profiler.importers.deepspeed.log_data import (
     HostMemory,
     MarkedPhase,
     MemoryMark,
+    MemoryReport,
     MicroStep,
     PhaseBoundary,
     StepTimers,
     UpdatePart,
 )
+from ebbtide.profiler.importers.deepspeed.partial_steps import micro_steps_of_marks, steps_of_micro_steps
 from ebbtide.profiler.importers.text_log import LogLine
 
 # DeepSpeed writes two decimals: fewer mean that the line was cut.
@@ -28,6 +30,11 @@ _MARK = re.compile(r"\bEngine (before|after) (forward|backward|step)\b")
 _MARKED_PHASES = {"forward": FORWARD, "backward": BACKWARD, "step": UPDATE}
 _SIZE = r"(\d{1,7}(?:\.\d{1,9})?)"
 _MEMORY = re.compile(rf"\bMA {_SIZE} GB\s{{1,20}}Max_MA {_SIZE} GB\s{{1,20}}CA {_SIZE} GB\s{{1,20}}Max_CA {_SIZE} GB")
+# Megatron's report after its first iterations. Its MB are MiB.
+_REPORT = re.compile(
+    r"\[Rank (\d{1,7})\] \(after \d{1,12} iterations\) memory \(MB\) \| allocated: [\d.]{1,32} \| "
+    r"max allocated: (\d{1,9}(?:\.\d{1,20})?) \| reserved: [\d.]{1,32} \| max reserved: (\d{1,9}(?:\.\d{1,20})?)"
+)
 _HOST = re.compile(rf"CPU Virtual Memory:\s{{1,20}}used = {_SIZE} GB, percent = {_SIZE}%")
 # Limits per step. A log with more is damaged.
 _MAX_MICRO_STEPS = 1 << 16
@@ -41,11 +48,13 @@ class TimerReader:
     Attributes:
         steps: Timers of the complete steps so far.
         marks: Memory marks so far.
+        reports: Megatron's reports of memory, the last of each rank.
     """
 
     def __init__(self) -> None:
         self.steps: list[StepTimers] = []
         self.marks: list[MemoryMark] = []
+        self.reports: dict[int, MemoryReport] = {}
         self._micro_steps: deque[MicroStep] = deque(maxlen=_MAX_MICRO_STEPS)
         self._update_parts: deque[UpdatePart] = deque(maxlen=_MAX_UPDATE_PARTS)
         self._marked_ns: dict[MarkedPhase, int] = {}
@@ -68,6 +77,25 @@ class TimerReader:
         elif "CPU Virtual" in line.text and self.marks and (host := _HOST.search(line.text)):
             used, percent = map(float, host.groups())
             self.marks[-1].host = HostMemory(round(used * GIB), percent / 100)
+        elif "memory (MB)" in line.text:
+            for rank, allocated, reserved in _REPORT.findall(line.text):
+                peaks = (round(float(size) * 2**20) for size in (allocated, reserved))
+                self.reports[int(rank)] = MemoryReport(int(rank), *peaks)
+
+    @property
+    def timed_micro_steps(self) -> bool:
+        """Whether the log has timers of micro-steps that belong to no whole step."""
+        return bool(self._micro_steps)
+
+    def finish(self, accumulation: int | None) -> None:
+        """Derive steps from micro-steps or marks if the log has no timers of whole steps.
+
+        Args:
+            accumulation: Micro-steps of a step by the configuration; None if not known.
+        """
+        if not self.steps:
+            micro_steps = self._micro_steps or micro_steps_of_marks(self.marks)
+            self.steps = steps_of_micro_steps(micro_steps, self.marks, accumulation)
 
     def _boundary_at(self, phase: str, begins: bool) -> PhaseBoundary:
         """Return the boundary of a mark in the log.
@@ -95,21 +123,24 @@ class TimerReader:
         micro_step = _by_phase(timers, "_microstep")
         step = _by_phase(timers, "")
         if FORWARD in micro_step and BACKWARD in micro_step:
-            self._micro_steps.append(MicroStep(micro_step, self._marked_ns, t_ns))
+            self._micro_steps.append(MicroStep(micro_step, self._marked_ns, t_ns, list(self._update_parts)))
+            self._update_parts.clear()
             self._marked_ns = {}
         elif len(step) == len(PHASES):
             micro_steps = _of_step(list(self._micro_steps), step) or [MicroStep(dict(step), self._marked_ns, t_ns)]
             backward = {name: timers[name] for name in _WITHIN_BACKWARD if name in timers}
-            self.steps.append(StepTimers(step, micro_steps, backward, list(self._update_parts)))
+            parts = [part for micro_step in self._micro_steps for part in micro_step.update_parts]
+            self.steps.append(StepTimers(step, micro_steps, backward, [*parts, *self._update_parts]))
             self._micro_steps.clear()
             self._update_parts.clear()
             self._marked_ns = {}
         else:
             # Timers with this prefix belong to the setup, and are printed before the first step.
-            parts = {
-                name: ms for name, ms in timers.items() if name not in _PHASE_TIMERS and not name.startswith("init_")
-            }
-            self._update_parts.extend(UpdatePart(name, ms, t_ns) for name, ms in parts.items())
+            self._update_parts.extend(
+                UpdatePart(name, ms, t_ns)
+                for name, ms in timers.items()
+                if name not in _PHASE_TIMERS and not name.startswith("init_")
+            )
 
 
 def _read_timers(text: str) -> dict[str, float]:

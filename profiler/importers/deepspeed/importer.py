@@ -11,7 +11,7 @@ from ebbtide.profiler.importers.deepspeed.durations import TimerReader
 from ebbtide.profiler.importers.deepspeed.log_data import MarkedPhase, MemoryMark
 from ebbtide.profiler.importers.deepspeed.metadata import add_metadata
 from ebbtide.profiler.importers.deepspeed.phases import TimedPhase, has_times, time_phases
-from ebbtide.profiler.importers.deepspeed.rows import add_memory, add_phases
+from ebbtide.profiler.importers.deepspeed.rows import add_memory, add_phases, add_report
 from ebbtide.profiler.importers.deepspeed.settings import JobSettings, SettingsReader
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.nvml_monitor.importer import FORMAT as MONITOR_FORMAT
@@ -78,12 +78,19 @@ def read_log(source: Source, builder: TraceBuilder, monitors: Coverage | None) -
     # `zone_ns` stops at the first line with a zone; the readers need all lines.
     for _ in lines:
         pass
+    whole_steps = bool(timers.steps)
+    timers.finish(settings_reader.settings.accumulation())
+    if timers.steps and not whole_steps:
+        builder.note(
+            "the log has no timers of whole steps: iterations are made of its micro-steps"
+            + ("" if timers.timed_micro_steps else ", whose times are those of the memory marks")
+        )
     phases = list(time_phases(timers.steps))
     timed = has_times(timers.steps, timers.marks)
     if not phases and not timed:
         raise SourceError(
-            f"{source} has neither timers of a whole step nor memory marks with times: turn on wall_clock_breakdown "
-            "(and memory_breakdown) in the DeepSpeed configuration"
+            f"{source} has neither timers of a step nor memory marks with times: turn on wall_clock_breakdown (and "
+            "memory_breakdown) in the DeepSpeed configuration"
         )
     if phases and phases[-1].end_ns - phases[0].start_ns > _MAX_NS:
         raise source.damaged("its timers add up to decades")
@@ -98,6 +105,11 @@ def read_log(source: Source, builder: TraceBuilder, monitors: Coverage | None) -
         others = ": the other ranks, which wait for it, get the same phases" if len(phase_ranks) > 1 else ""
         builder.note(f"the log has timers of rank 0 only{others}")
     skipped = add_memory(ranks[0], timers.marks, phases, timed, offset_ns)
+    if phases and timers.reports and not timers.marks:
+        builder.note("memory of Megatron's report is the peak since the job's start: it stands for all iterations")
+        for report in timers.reports.values():
+            if report.rank in ranks:
+                add_report(ranks[report.rank], report, phases[0].start_ns - offset_ns)
     if skipped:
         builder.note(f"memory marks without a time or a phase are left out: {skipped}")
     if phases:
@@ -120,7 +132,8 @@ def _missing_parts(timers: TimerReader, settings: JobSettings, timed: bool) -> I
     elif not timed:
         yield "the log has no times of day: phases are placed one after another, and gaps are not known"
     if not timers.marks:
-        yield "the log has no memory marks: turn on memory_breakdown"
+        if not timers.reports:
+            yield "the log has no memory marks: turn on memory_breakdown"
     else:
         yield (
             "allocated and reserved memory between two marks of the log is the peak between them, reserved in whole GiB"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -49,6 +49,20 @@ class UpdatePart(NamedTuple):
     t_ns: int | None
 
 
+class MemoryReport(NamedTuple):
+    """Memory that Megatron printed once for a rank, in bytes.
+
+    Attributes:
+        rank: The rank.
+        peak_allocated: Peak of allocated memory since the start of the job.
+        peak_reserved: Peak of reserved memory since the start of the job.
+    """
+
+    rank: int
+    peak_allocated: int
+    peak_reserved: int
+
+
 class HostMemory(NamedTuple):
     """Memory in use on the whole host.
 
@@ -69,11 +83,13 @@ class MicroStep:
         ms: Duration of each phase.
         marked_ns: Times of the memory marks in it.
         ended_ns: Time of the line with its timers, which are printed at its end; None if the line has no time.
+        update_parts: Timers of the parts of its update that were printed before it.
     """
 
     ms: dict[str, float]
     marked_ns: dict[MarkedPhase, int]
     ended_ns: int | None
+    update_parts: list[UpdatePart] = field(default_factory=list)
 
 
 @dataclass

@@ -55,6 +55,11 @@ class JobSettings:
         """Return the parameters of the whole model: the sum of its tensor- and pipeline-parallel parts."""
         return sum(self.model_parallel_params.values()) or self.params_rounded
 
+    def accumulation(self) -> int | None:
+        """Return the micro-steps of a step that the configuration states."""
+        steps = (self.config or {}).get("gradient_accumulation_steps")
+        return steps if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1 else None
+
     def shard_params(self) -> int | None:
         """Return the number of parameters whose optimizer state is on rank 0."""
         if self.subgroups:

@@ -1,4 +1,4 @@
-"""Imports Chrome traces of torch.profiler (Kineto): phases, memory and copies of one rank per file."""
+"""Imports Chrome traces of torch.profiler (Kineto): phases, memory, copies and kernels of one rank per file."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, cast
 
+import pandas as pd
 from msgspec import UNSET
 
 from ebbtide.profiler.chrome_trace.events import Event
 from ebbtide.profiler.chrome_trace.reader import ChromeTrace
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.kineto import memory
-from ebbtide.profiler.importers.kineto.device_times import ACTIVITIES, LAUNCHES, DeviceActivity
+from ebbtide.profiler.importers.kineto.device_times import ACTIVITIES, DeviceActivity
 from ebbtide.profiler.importers.kineto.marks import CALLS, OPS, Marks
 from ebbtide.profiler.importers.kineto.phases import find_phases
 from ebbtide.profiler.importers.source import Source, SourceError
@@ -62,8 +63,8 @@ def read_trace(source: Source, builder: TraceBuilder, number: int) -> None:
     if trace.skipped:
         notes.append(f"{trace.skipped} events could not be read and are left out")
     _add_phases(entry, contents, notes)
-    _add_memory(entry, contents, notes)
-    _add_copies(entry, contents, notes)
+    _add_devices(entry, contents, _add_memory(entry, contents, notes))
+    _add_device_activity(entry, contents, notes)
     for note in notes:
         builder.note(f"{source.path.name}: {note}")
 
@@ -94,8 +95,9 @@ class _Contents:
                 self.marks.add_ops(events)
             elif category == CALLS:
                 self.marks.add_calls(events)
-            elif category in LAUNCHES:
+            elif category in transfers.CALL_CATEGORIES:
                 self.device.add_launches(events)
+                self.transfers.add_calls(events)
             elif category in ACTIVITIES:
                 self.device.add_activities(events)
                 if category in transfers.CATEGORIES:
@@ -129,30 +131,52 @@ def _is_count(value: Any) -> bool:
 
 
 def _add_phases(entry: RankBuilder, contents: _Contents, notes: list[str]) -> None:
-    table, first_start_ns = find_phases(contents.marks, notes)
-    table = table.join(contents.device.times(table))
+    marked = find_phases(contents.marks, notes)
+    table, steps = marked.phases, marked.steps
+    times, step_ends = contents.device.times(table), contents.device.ends(steps)
+    if contents.trace.stop_reason:
+        # Kineto writes the events of the GPU last: those that are there may be a part of what a phase launched.
+        times[:] = step_ends[:] = pd.NA
+        if len(table):
+            notes.append("the GPU's events are at the end, which is cut off: phases have the host's times")
+    table = table.join(times)
     if not entry.frame("phases").empty:
         notes.append("its phases are left out: another file has phases of this rank")
         return
     times = ["start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns"]
     table[times] += contents.trace.base_ns
     entry.extend("phases", **table)
-    if first_start_ns is not None:
-        entry.meta["first_iteration_start_ns"] = first_start_ns + contents.trace.base_ns
+    if len(steps):
+        base_ns = contents.trace.base_ns
+        entry.meta["first_iteration_start_ns"] = int(steps["start"].iloc[0]) + base_ns
+        marks = {"start_ns": steps["start"], "end_ns": steps["end"], "gpu_end_ns": step_ends}
+        marks = {column: values + base_ns for column, values in marks.items()}
+        entry.extend("iteration_marks", iteration=steps["number"], **marks)
 
 
-def _add_memory(entry: RankBuilder, contents: _Contents, notes: list[str]) -> None:
-    """Add memory, and the devices of the rank: those that ran anything first, then those that only allocated."""
+def _add_memory(entry: RankBuilder, contents: _Contents, notes: list[str]) -> list[str]:
+    """Add memory, and return the devices that allocated any."""
     changes = contents.memory.changes()
     if changes.empty:
         notes.append("it has no memory events (profile_memory=True records them)")
     entry.extend("memory", **changes.assign(t_ns=changes["t_ns"] + contents.trace.base_ns))
+    return [str(device) for device in changes["device"].unique()]
+
+
+def _add_devices(entry: RankBuilder, contents: _Contents, allocating: list[str]) -> None:
+    """Add the devices of the rank: those that ran anything first, then those that only allocated.
+
+    The job is one of the CPU only if memory was recorded, of the CPU alone. A trace without any sign of a device says
+    nothing of where the job ran: GPU activities are recorded on request, and those of some accelerators never.
+    """
     used = [f"cuda:{number}" for number in contents.device.busiest()]
-    used += [device for device in changes["device"].unique() if device not in used and (device != "cpu" or not used)]
+    used += [device for device in allocating if device not in used and (device != "cpu" or not used)]
+    if contents.trace.stop_reason and used == ["cpu"]:
+        used = []
     properties = contents.trace.meta.get("deviceProperties")
     properties = [card for card in properties if isinstance(card, dict)] if isinstance(properties, list) else []
     cards = {f"cuda:{card.get('id')}": card for card in properties}
-    own = [_device_entry(name, cards.get(name, {})) for name in used or ["cpu"]]
+    own = [_device_entry(name, cards.get(name, {})) for name in used]
     others = [device for device in entry.meta["devices"] if device["device"] not in used]
     entry.meta["devices"] = own + others
 
@@ -168,12 +192,18 @@ def _device_entry(name: str, card: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _add_copies(entry: RankBuilder, contents: _Contents, notes: list[str]) -> None:
+def _add_device_activity(entry: RankBuilder, contents: _Contents, notes: list[str]) -> None:
     table = contents.transfers.table(contents.trace.base_ns)
     entry.extend("transfers", **table)
+    if contents.transfers.duplicates:
+        notes.append(f"copies that are in it twice are counted once: {contents.transfers.duplicates}")
+    if contents.trace.stop_reason:
+        notes.append("copies are at its end, which is cut off: how much was copied is not known")
+        return
     if not contents.device.busiest():
         notes.append("it has no GPU events, so no copies (ProfilerActivity.CUDA records them)")
         return
     entry.meta["transfers_recorded"] = True
+    entry.extend("kernels", **contents.device.kernels(contents.trace.base_ns))
     if table.empty:
         notes.append("it has no copy between host and device")

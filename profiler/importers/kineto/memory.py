@@ -11,8 +11,9 @@ from ebbtide.profiler.chrome_trace.int_table import IntTable
 # The category of instant events; torch before 1.12 gave them none.
 CATEGORIES = frozenset({"cpu_instant_event", ""})
 _NAME = "[memory]"
-# c10::DeviceType
-_CPU, _CUDA = 0, 1
+# c10::DeviceType of the CPU, and of accelerators with torch's names. HIP (ROCm) devices are `cuda` in torch.
+_CPU = 0
+_ACCELERATORS = {1: "cuda", 6: "cuda", 12: "xpu", 13: "mps", 19: "mtia", 20: "privateuseone"}
 
 
 class AllocatorMemory:
@@ -32,15 +33,13 @@ class AllocatorMemory:
         """Return the size of each pool whenever it changes.
 
         Returns:
-            Columns t_ns, device, pool and bytes; for the GPUs, or for the CPU if there are no events of GPUs.
+            Columns t_ns, device, pool and bytes; for the accelerators, or for the CPU if they have no events.
         """
         rows = self._rows.table().sort_values("t_ns", kind="stable")
-        on_gpu = rows[rows["type"] == _CUDA]
-        if len(on_gpu):
-            rows, pools = (
-                on_gpu.assign(device="cuda:" + on_gpu["device"].clip(lower=0).astype(str)),
-                ["allocated", "reserved"],
-            )
+        accelerated = rows[rows["type"].isin(list(_ACCELERATORS))]
+        if len(accelerated):
+            names = accelerated["type"].map(_ACCELERATORS) + ":" + accelerated["device"].clip(lower=0).astype(str)
+            rows, pools = accelerated.assign(device=names), ["allocated", "reserved"]
         else:
             rows, pools = rows[rows["type"] == _CPU].assign(device="cpu"), ["allocated"]
         sizes = rows.melt(["t_ns", "device"], pools, var_name="pool", value_name="bytes")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pandas as pd
 
@@ -14,7 +16,21 @@ from ebbtide.profiler.trace.micro_steps import micro_steps
 _PHASE_NAMES = np.array(PHASES)
 
 
-def find_phases(marks: Marks, notes: list[str]) -> tuple[pd.DataFrame, int | None]:
+@dataclass(frozen=True)
+class FoundPhases:
+    """Phases and iterations of one rank. Times are ns after the trace's base.
+
+    Attributes:
+        phases: The columns of the table `phases` except the device times, in order and without overlap.
+        steps: Columns number, start and end of the ProfilerStep annotations that are iterations; empty if iterations
+            are counted by updates.
+    """
+
+    phases: pd.DataFrame
+    steps: pd.DataFrame
+
+
+def find_phases(marks: Marks, notes: list[str]) -> FoundPhases:
     """Derive the phases from marks.
 
     Forward and backward are the outermost annotations that name them. Without annotations, forward is the outermost
@@ -25,10 +41,6 @@ def find_phases(marks: Marks, notes: list[str]) -> tuple[pd.DataFrame, int | Non
     Args:
         marks: The marks of one rank.
         notes: Receives a line for each kind of mark that is missing, with the call that adds it.
-
-    Returns:
-        The columns of the table `phases` except the device times, in order and without overlap; and the start of the
-        first iteration in ns after the trace's base, None if it is not marked.
     """
     spans = outermost(_marked_spans(marks))
     steps = marks.steps.table().sort_values("start", ignore_index=True)
@@ -41,10 +53,10 @@ def find_phases(marks: Marks, notes: list[str]) -> tuple[pd.DataFrame, int | Non
         phase=("phase", "first"), start_ns=("start", "first"), end_ns=("end", "last"),
         step=("step", "first"), optimizer=("part_of", "first"),
     ).reset_index(drop=True)  # fmt: skip
-    first_start_ns = None
+    iterations = steps.iloc[:0]
     if _steps_are_iterations(phases):
         phases["iteration"] = pd.array([*steps["number"], None], dtype="Int64")[phases["step"]]
-        first_start_ns = int(steps["start"][phases.loc[phases["step"] >= 0, "step"].iloc[0]])
+        iterations = steps[steps.index.isin(phases["step"])].reset_index(drop=True)
     else:
         phases["iteration"] = _iterations_by_updates(phases)
         if phases["iteration"].notna().any():
@@ -54,7 +66,7 @@ def find_phases(marks: Marks, notes: list[str]) -> tuple[pd.DataFrame, int | Non
     notes += _missing_marks(phases["phase"])
     phases["phase"] = _PHASE_NAMES[phases["phase"].to_numpy(np.int64)]
     columns = phases[["iteration", "phase", "start_ns", "end_ns"]]
-    return columns.assign(micro_step=micro_steps(phases)), first_start_ns
+    return FoundPhases(columns.assign(micro_step=micro_steps(phases)), iterations)
 
 
 def _marked_spans(marks: Marks) -> pd.DataFrame:

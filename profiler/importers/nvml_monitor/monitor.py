@@ -71,6 +71,11 @@ def parse_monitor(source: Source) -> Monitor:
         raise SourceError(f"{source} has neither memory nor link figures: record a column such as memory.used or rxpci")
     notes: list[str] = []
     figures = read_figures(table, columns, notes)
+    if figures[["used", "free", *LINK]].isna().all(axis=None):
+        raise SourceError(
+            f"{source} has no value of memory or of the link: record columns that the card supports, with "
+            "`nvidia-smi dmon -s mt` or `nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv -l 1`"
+        )
     figures["device"] = read_devices(table, notes)
     times = row_times(table, figures["device"])
     figures["t_ns"] = times.ns

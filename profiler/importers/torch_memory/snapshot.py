@@ -72,7 +72,13 @@ def read_snapshot(source: Source, builder: TraceBuilder, number: int) -> None:
     span = int(events["time_us"].min()) * 1000, int(events["time_us"].max()) * 1000
     reserved = segments.groupby("device")["bytes"].sum()
     activity = events["device"].value_counts().reindex(reserved.index.union(events["device"].unique()), fill_value=0)
-    for device in activity.sort_values(ascending=False, kind="stable").index:
+    devices = activity.sort_values(ascending=False, kind="stable").index
+    if len(devices) > 1:
+        builder.note(
+            f"{source.path.name} has {len(devices)} devices: figures are of cuda:{devices[0]}, which has most events; "
+            "the tables have all of them"
+        )
+    for device in devices:
         snapshot = _DeviceSnapshot(source, builder, rank, f"cuda:{device}", span, events[events["device"] == device])
         snapshot.add_requested(blocks[blocks["device"] == device])
         snapshot.add_pool("reserved", _RESERVED, int(reserved.get(device, 0)))

@@ -32,6 +32,7 @@ _PLOT = msgspec.json.Decoder(tuple[list[_Us], list[_Sizes]])
 
 _RAW_HEAD = re.compile(rb"\s*\[\s*\[\s*-?\d+\s*,\s*[1-4]\s*,\s*-?\d+\s*,\s*[0-7]\s*\]")
 _PLOT_HEAD = re.compile(rb"\s*\[\s*\[\s*\d{9,}\s*(?:,\s*\d{9,}\s*)*(?:\]\s*,\s*\[\s*\[\s*0\s*,|,?\s*\d*\Z)")
+_PAGE_TITLE = b"GPU Memory Timeline HTML"
 # About three million events: more than the profiler itself can process.
 _MAX_FILE_BYTES = 128 << 20
 _UNIX_NS = range(10**18, 4 * 10**18)
@@ -59,7 +60,7 @@ class TimelineImporter:
     stage = Stage.MEMORY
 
     def matches(self, source: Source) -> bool:
-        return bool(_RAW_HEAD.match(source.head) or _PLOT_HEAD.match(source.head))
+        return bool(_RAW_HEAD.match(source.head) or _PLOT_HEAD.match(source.head) or _is_page(source))
 
     def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
         for number, source in enumerate(sources):
@@ -82,6 +83,10 @@ def read_timeline(source: Source, builder: TraceBuilder, number: int) -> None:
     Raises:
         SourceError: The file is not a timeline, is empty, or is a second timeline of one rank.
     """
+    if _is_page(source):
+        raise SourceError(
+            f"{source} is a page with a picture, without figures: export the timeline to .raw.json.gz or .json.gz"
+        )
     with source.open() as file:
         data = file.read(_MAX_FILE_BYTES + 1)
     if len(data) > _MAX_FILE_BYTES:
@@ -101,6 +106,11 @@ def read_timeline(source: Source, builder: TraceBuilder, number: int) -> None:
     device = rank.meta["devices"][0]["device"]
     for pool, sizes in pools.items():
         rank.extend("memory", t_ns=sizes.times_ns, device=device, pool=pool, bytes=sizes.sizes_bytes)
+
+
+def _is_page(source: Source) -> bool:
+    """Return whether a file is what `export_memory_timeline` writes to .html."""
+    return b"<html" in source.head[:64] and _PAGE_TITLE in source.head
 
 
 def _read_raw(data: bytes) -> Iterator[tuple[str, PoolSizes]]:

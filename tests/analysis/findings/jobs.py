@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import numpy as np
 
 from ebbtide.analysis.findings import Finding, Findings, Rule, Unknown, find
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
@@ -69,6 +71,24 @@ class Job:
                 device = f"cuda:{number}"
                 end = start + round(length * MS)
                 self.builder.rank(number).transfer(direction, start, end, size, device, **memory)
+        return self
+
+    def kernels(
+        self,
+        phase: str,
+        starts: Sequence[float],
+        length: float,
+        launched_before: float | None = 1.0,
+        kind: str = "compute",
+        ranks: Iterable[int] | None = None,
+    ) -> Job:
+        """Add kernels to each iteration, all ms: `starts` after the phase begins, each launched so long before."""
+        for number in self.ranks if ranks is None else ranks:
+            begins = np.array(self.begins[number, phase])[:, None]
+            begun = (begins + np.round(np.array(starts) * MS).astype(np.int64)).ravel()
+            launches = None if launched_before is None else begun - round(launched_before * MS)
+            columns = {"device": f"cuda:{number}", "kind": kind, "name": kind, "launch_ns": launches}
+            self.builder.rank(number).extend("kernels", start_ns=begun, end_ns=begun + round(length * MS), **columns)
         return self
 
     def sample(self, phase: str, h2d: float, d2h: float) -> Job:

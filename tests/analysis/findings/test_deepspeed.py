@@ -117,3 +117,27 @@ def test_blocking_gradients__uses_measured_sub_step() -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_deepspeed_rules__are_none_without_sub_steps(rule: Rule) -> None:
     assert async_copies(offloaded(ratio=0.5)).result(rule) is None
+
+
+def subgroups_of(tensors: list[int], sub_group_size: int) -> list[int]:
+    """Group whole tensors as DeepSpeed's ZeRO-3 does (`_create_fp16_sub_groups`)."""
+    groups = [0]
+    for tensor in tensors:
+        if groups[-1] >= sub_group_size:
+            groups.append(0)
+        groups[-1] += tensor
+    return groups
+
+
+def test_twin_flow_ratio__advises_a_size_that_gives_more_subgroups_than_now() -> None:
+    # The layers of a 7 B model: subgroups of 100 M become about 1.3 times as large.
+    tensors = [*([16_777_216] * 4 + [45_088_768] * 3) * 8, 131_072_000]
+    config = {
+        "zero_optimization": {"stage": 3, "sub_group_size": 1e8, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    }
+    sizes = tuple(subgroups_of(tensors, 10**8))
+    devices = ("cpu",) * len(sizes)
+    finding = expect(twin_flow_ratio.check, sizes=sizes, ratio=0.5, devices=devices, config=config)
+    advised = int(finding.advice.partition('"sub_group_size": ')[2].split()[0])
+    assert advised < 10**8
+    assert len(subgroups_of(tensors, advised)) > len(sizes)

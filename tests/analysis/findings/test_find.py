@@ -7,6 +7,7 @@ import json
 import pytest
 
 from ebbtide.analysis.findings import RULES, find
+from ebbtide.analysis.findings.requirements import REQUIREMENTS
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.findings.jobs import MIB, Job, async_copies, devices, offloaded, on_cpu, on_gpu
 
@@ -32,6 +33,9 @@ def troubled() -> Job:
     job.copy("d2h", "backward", 0, 400, 2_000_000_000, "pageable").copy("h2d", "backward", 400, 100, 2_000_000_000)
     for number in (0, 1):  # at the same time they run at half their rate
         job.copy("h2d", "forward", 10 * number, 4, 100 * MIB, ranks=[number])
+    # The GPU of rank 0 is idle, waits for communication in the backward and for launches in the update.
+    job.kernels("update", [0.4 * n for n in range(1500)], 0.3, 0.05, ranks=[0])
+    job.kernels("backward", [600], 250, 0.05, "communication", ranks=[0])
     return job.copy("h2d", "forward", 40, 40, 500 * MIB)
 
 
@@ -70,6 +74,9 @@ def test_find__sorts_all_findings_by_gain_with_figures() -> None:
         "swapping",
         "between-phases",
         "slow-rank",
+        "gpu-idle",
+        "launch-bound",
+        "exposed-communication",
     }
     assert results.unknown == ()
     gains = [f.potential_gain_ms for f in results.findings]
@@ -104,6 +111,23 @@ def test_find__trace_without_iterations_has_questions_only(ranks: int, kind: str
     results = find(builder.build())
     assert results.findings == ()
     assert "phases" in {u.rule for u in results.unknown}
+
+
+def test_find__names_the_rules_that_do_not_apply_and_what_they_need() -> None:
+    needs = {entry.rule: entry.needs for entry in on_gpu().results.not_applicable}
+    assert needs["slow-rank"] == ("two ranks or more",)
+    assert needs["gradient-round-trip"] == ("optimizer state in host memory", "a DeepSpeed job")
+    assert all(any("kernels" in need for need in needs[rule]) for rule in ("gpu-idle", "launch-bound"))
+    # A rule that asks or reports is not in the list.
+    assert not needs.keys() & {"swapping", "fragmentation", "pageable-copies"}
+    everything = troubled().results
+    reported = {finding.rule for finding in everything.findings}
+    assert not reported & {entry.rule for entry in everything.not_applicable}
+
+
+def test_requirements__are_of_rules_that_exist() -> None:
+    names = {rule.__module__.rpartition(".")[2].replace("_", "-") for rule in RULES}
+    assert set(REQUIREMENTS) <= names
 
 
 def test_find__does_not_change_trace() -> None:

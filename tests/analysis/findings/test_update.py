@@ -42,8 +42,8 @@ def test_cpu_bound_update__counts_share_on_cpu_of_static_split() -> None:
 def test_cpu_bound_update__names_free_memory_of_fullest_rank() -> None:
     job = offloaded(2, update=400, used=60).sample("update", 0.0, 0.0).memory("device", {"backward": 70}, rank=1)
     evidence = job.finding(cpu_bound_update.check).evidence[3]
-    assert "10.00 GiB of device memory are free (capacity minus device): the optimizer state" in evidence
-    assert f"(12 B each, without gradients) of {10 * GIB / 12e6:.0f} M" in evidence
+    assert "10.00 GiB of device memory are free (capacity minus device): optimizer state and gradients" in evidence
+    assert f"(14 B each) of {10 * GIB / 14e6:.0f} M" in evidence
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.analysis.findings import Finding, Findings, Unknown, find
+from ebbtide.analysis.findings import Finding, Findings, NotApplicable, Unknown, find
 from ebbtide.analysis.plot import LINK_COLORS, PHASE_COLORS
 from ebbtide.analysis.report import build_page, render_page, write_report
 from ebbtide.analysis.report.chart_panels import chart_panels
@@ -91,7 +91,10 @@ def test_page__begins_with_findings_their_gain_and_open_questions() -> None:
     finding = Finding("rule", "the update waits <b>", 9.5, ("it takes `3 ms`", "and more"), "update elsewhere")
     idle = Finding("other", "memory is idle", None, (), "use it")
     unknown = Unknown("copies", "are copies pinned?", "record them: `ebbtide profile --transfers`")
-    shown = parse(trained().build(), Findings((finding, idle), (unknown,)))
+    skipped = NotApplicable("slow-rank", ("two ranks or more",))
+    shown = parse(trained().build(), Findings((finding, idle), (unknown,), (skipped,)))
+    assert shown.texts["h3"][3] == "Rules that do not apply"
+    assert "needs two ranks or more" in shown.text
     assert shown.texts["h2"][:2] == ["Findings", "Summary"]
     assert shown.texts["h3"][:3] == ["The update waits <b>", "Memory is idle", "What this trace does not show"]
     (gain,) = [" ".join(text.split()) for text in shown.texts["p"] if "potential gain" in text]

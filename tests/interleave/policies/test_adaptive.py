@@ -14,12 +14,14 @@ from ebbtide.errors import MachineError, PolicyError
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
 from ebbtide.interleave.policies import BUILT_IN, make_plan
+from ebbtide.interleave.policies.search import best_plan, placement_search
 from ebbtide.interleave.simulation.bound import bound
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.catalog import find_machine
 from ebbtide.machines.machine import Machine
 from tests.conftest import examples, slow
 from tests.interleave import on_device
+from tests.interleave.policies.small_cases import KINDS, small_case
 from tests.interleave.simulation.test_simulator import TEST_MACHINE, even, ran
 from tests.interleave.strategies import machines, workloads
 
@@ -81,7 +83,9 @@ def assert_remark_is_true(remark: str, schedule: Schedule, machine: Machine) -> 
     if of_other:
         assert make_plan(of_other[1], workload, machine).ops == plan.ops
         return
-    counts, best = re.fullmatch(r"(.*) on the CPU; the best of the others was (\S+)", remark).groups()  # type: ignore[union-attr]
+    pattern = r"(.*) on the CPU(?: at (\S+) % of its rate)?; the best of the others was (\S+)"
+    counts, percent, best = re.fullmatch(pattern, remark).groups()  # type: ignore[union-attr]
+    assert plan.cpu_share == pytest.approx(float(percent or 100) / 100, rel=0.01)
     *placed, on_cpu = counts.split(", ")
     on_gpu = {name: int(count) for count, name in (text.split(" ") for text in placed)}
     assert int(on_cpu) == plan.counts().get("update on cpu", 0)
@@ -185,7 +189,7 @@ def test_adaptive__is_fast_with_many_subgroups_and_little_memory(
 @given(
     workloads(),
     machines(),
-    st.integers(17, 100) | st.integers(101, 2000),
+    st.integers(2, 100) | st.integers(101, 2000),
     st.floats(0, 1).map(lambda share: 1000.0**-share),
 )
 def test_adaptive__is_never_slower_with_many_subgroups(
@@ -204,6 +208,45 @@ def test_adaptive__is_never_slower_with_many_subgroups(
         other = ran(policy, workload, machine)
         if other.fits_device(None):
             assert ours.iteration_s <= other.iteration_s * (1 + 1e-9), policy
+
+
+# Updates on the CPU need 5 times the bandwidth of host memory, and copies more than it.
+STARVED_LINK = replace(
+    TEST_MACHINE,
+    h2d_bytes_per_s=19.7e9,
+    d2h_bytes_per_s=20.2e9,
+    host_memory_bytes_per_s=32e9,
+    cpu_update_params_per_s=5.9e9,
+    gpu_update_params_per_s=21.5e9,
+    step_overhead_s=0.07,
+)
+
+
+def test_adaptive__uses_fewer_threads_where_the_cpu_starves_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State is parked in a window, and copies of the update are short of host memory."""
+    free: FreeMemorySteps = ((0.0, 15.2e9), (0.13, 10.6e9), (0.46, 6.1e9), (0.87, 3e9), (2.1, 7.6e9), (2.8, 12.1e9))
+    workload = even(56, 123 * 10**6, other_s=0.05, forward_s=0.82, backward_s=2.45, gpu_free=free, h2d_busy_share=0.2)
+    ours = ran("adaptive", workload, STARVED_LINK)
+    assert ours.plan.cpu_share < 1
+    assert_remark_is_true(ours.plan.remark, ours, STARVED_LINK)
+    assert ours.exposed_s >= bound(workload, STARVED_LINK).exposed_whole_s * (1 - 1e-5)
+    monkeypatch.setattr(placement_search, "other_cpu_shares", lambda share: ())
+    monkeypatch.setattr(best_plan, "_THROTTLED_STARTS", ())
+    assert ours.iteration_s < 0.98 * ran("adaptive", workload, STARVED_LINK).iteration_s
+
+
+@pytest.mark.parametrize("faster", slow([1.5, 4.0], but=[4.0]))
+def test_adaptive__is_hardly_ever_slower_on_a_faster_cpu(faster: float) -> None:
+    """The CPU may use fewer threads. The search is no exact one, so single plans are a little slower."""
+    ratios = []
+    for kind in KINDS:
+        for seed in range(examples(1)):
+            workload, machine = small_case(kind, seed)
+            fast = replace(machine, cpu_update_params_per_s=(machine.cpu_update_params_per_s or 0.0) * faster)
+            slow_s, fast_s = (ran("adaptive", workload, box).iteration_s for box in (machine, fast))
+            ratios.append(fast_s / slow_s)
+    assert sum(ratio > 1.01 for ratio in ratios) <= 0.05 * len(ratios), ratios
+    assert max(ratios) <= 1.05, ratios
 
 
 def test_adaptive__plans_without_gpu_updates_if_their_rate_is_not_known() -> None:

@@ -16,7 +16,7 @@ from ebbtide.interleave.model.plan import UPDATE, Op, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.interleave.simulation.simulator import Simulator, simulate
 from ebbtide.machines.machine import Machine
 from tests.interleave.simulation.fluid import Fluid, traffic_bytes
 from tests.interleave.strategies import fixed_policies, machines, policies, workloads
@@ -104,6 +104,18 @@ def test_simulate__keeps_link_and_host_memory_within_their_rates(
             for high in ends[number + 1 :]:
                 moved = sum(size for start, end, size in ops if low <= start and end <= high)
                 assert moved <= rate * (high - low) * (1 + 1e-6) + 1e-3
+
+
+@given(policies(), workloads(), machines(), st.floats(0, 2))
+def test_run__gives_up_only_what_takes_longer_than_the_limit(
+    policy: str, workload: Workload, machine: Machine, share: float
+) -> None:
+    schedule = ran(policy, workload, machine)
+    simulator = Simulator(workload, machine)
+    limited = simulator.run(schedule.plan, share * schedule.iteration_s)
+    assert limited == schedule or (limited is None and share <= 1)
+    # Nothing of a run that was given up remains.
+    assert simulator.run(schedule.plan) == schedule
 
 
 @any_schedule

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.search.assignment import ROLES, Assignment
+from ebbtide.interleave.policies.search.assignment import CPU_SHARES, ROLES, Assignment
 from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
@@ -36,6 +36,7 @@ def assignments(draw: st.DrawFn, count: int) -> Assignment:
         slots=draw(st.integers(1, count)),
         gradients_in_flight=draw(st.integers(0, 2)),
         uploads_first=draw(st.booleans()),
+        cpu_share=draw(st.sampled_from(CPU_SHARES)),
     )
 
 
@@ -52,6 +53,7 @@ def test_plan_of__is_valid_and_has_the_roles_of_the_assignment(
     assert counts.get("update on cpu", 0) == len(assignment.on_cpu)
     assert counts.get("fetch", 0) == counts.get("flush", 0) == len(assignment.moved)
     assert not plan.kept_gradients & assignment.round_trips
+    assert plan.cpu_share == (assignment.cpu_share if assignment.on_cpu else 1)
 
 
 @given(workloads(max_subgroups=8), machines(), st.data())

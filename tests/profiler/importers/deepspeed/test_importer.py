@@ -21,7 +21,6 @@ from tests.profiler.importers.deepspeed.made_logs import (
     lengths_ms,
     log_line,
     mark_lines,
-    micro_step_line,
     step_lines,
     timer_text,
 )
@@ -124,7 +123,6 @@ def test_import_trace__notes_exactly_what_is_missing(
     [
         ["deepspeed was here"],
         [log_line(0, "DeepSpeedEngine configuration:"), log_line(0, CONFIG)],
-        [micro_step_line(1, 100, 200)],
         [log_line(1, timer_text(fwd=1, bwd=2))],
         ["MA 1.0 GB         Max_MA 1.0 GB         CA 2.0 GB         Max_CA 3 GB", "DeepSpeed"],
     ],

@@ -12,6 +12,7 @@ import torch
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
+from tests.conftest import FUZZ
 from tests.profiler.importers.kineto.made_kineto import (
     BASE,
     Job,
@@ -141,7 +142,7 @@ def test_find_phases__a_skipped_update_is_an_iteration(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("mark", [True, False])
+@pytest.mark.parametrize("mark", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_find_phases__two_optimizers_are_two_updates_of_one_iteration(tmp_path: Path, mark: bool) -> None:
     job = Job()
     other = torch.optim.SGD(job.model[0].parameters(), lr=0.1)
@@ -155,7 +156,7 @@ def test_find_phases__two_optimizers_are_two_updates_of_one_iteration(tmp_path: 
     assert [*shape(phases).values()] == ["fbuu", "fbuu"]
 
 
-@pytest.mark.parametrize("mark", [True, False])
+@pytest.mark.parametrize("mark", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_find_phases__steps_per_subgroup_are_one_update(tmp_path: Path, mark: bool) -> None:
     job = Job()
 
@@ -184,7 +185,7 @@ def test_find_phases__recomputed_forwards_belong_to_the_backward(tmp_path: Path,
             loss.backward()
         job.update()
 
-    for with_stack in (False, True):
+    for with_stack in (False, True) if FUZZ > 1 else (use_reentrant,):
         path = profiled(tmp_path / f"{with_stack}.json", 4, step, with_stack=with_stack)
         phases = import_files(path).phases(0)
         assert shape(phases) == {2: "fbu", 3: "fbu"}

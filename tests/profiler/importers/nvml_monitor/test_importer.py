@@ -101,11 +101,9 @@ def test_read_figures__distinguishes_missing_values_from_zero(tmp_path: Path) ->
     trace = import_text(tmp_path, text)
     assert used(trace) == [(1.0, 0.0), (5.0, 7.0)]
     assert not [note for note in trace.notes if "cannot be read" in note]
-    none = import_text(tmp_path, text.replace(" 0 MiB", "[N/A]").replace(" 7 MiB", "[N/A]").replace("81559 MiB", "N/A"))
-    assert none.memory(0).empty
-    assert "m.csv has no memory figures" in none.notes
-    assert none.rank(0).devices[0].capacity_bytes is None
-    assert any("import with --capacity" in note for note in none.notes)
+    without_values = text.replace(" 0 MiB", "[N/A]").replace(" 7 MiB", "[N/A]").replace("81559 MiB", "N/A")
+    with pytest.raises(SourceError, match="no value of memory or of the link"):
+        import_text(tmp_path, without_values)
 
 
 @pytest.mark.parametrize(
@@ -394,3 +392,11 @@ def test_matches__takes_linear_time_for_any_header(tmp_path: Path, text: str) ->
         return min(spent)
 
     assert seconds(len(text)) < 10 * seconds(len(text) // 4) + 0.05
+
+
+def test_import_trace__refuses_monitor_files_without_a_value(tmp_path: Path) -> None:
+    dmon = "#Date       Time        gpu     fb  rxpci  txpci\n#YYYYMMDD   HH:MM:SS    Idx     MB   MB/s   MB/s\n"
+    rows = "".join(f" 20240415   00:52:{second}      0      -      -      -\n" for second in (40, 41))
+    (tmp_path / "m.csv").write_text(dmon + rows)
+    with pytest.raises(SourceError, match="no value of memory or of the link: record columns that the card supports"):
+        import_trace([tmp_path / "m.csv"], tmp_path / "run.ebb")

@@ -130,6 +130,7 @@ def test_read_snapshot__has_every_device_the_busiest_first(tmp_path: Path) -> No
     segments = [segment(8192, device=3), segment(4096, 512, device=1), segment(4096, 512, 512, 512, device=2)]
     trace = import_files(write_snapshot(tmp_path / "s.pickle", segments=segments, device_traces=traces))
     assert [device.device for device in trace.rank(0).devices] == ["cuda:2", "cuda:1", "cuda:3"]
+    assert any("has 3 devices: figures are of cuda:2, which has most events" in note for note in trace.notes)
     assert pool_sizes(trace, "requested", "cuda:1")[-1] == (START_US + 2, 512)
     assert pool_sizes(trace, "reserved", "cuda:3") == [(START_US, 8192), (START_US + 2, 8192)]
     assert trace.rank(0).transfers_recorded is False

@@ -239,3 +239,14 @@ def test_read_timeline__reads_or_refuses_damaged_files(tmp_path: Path) -> None:
                 refusals.append(str(refusal))
     assert 0 < len(refusals) < cases
     assert all(refusal.isprintable() for refusal in refusals)
+
+
+def test_read_timeline__says_that_a_page_holds_a_picture_only(tmp_path: Path) -> None:
+    page = tmp_path / "timeline.html"
+    page.write_text(
+        "<html>\n<head><meta charset='utf-8' /><title>GPU Memory Timeline HTML</title></head>\n<body>\n"
+        "<img src='data:image/png;base64,iVBORw0KGgo='>\n</body>\n</html>"
+    )
+    assert TimelineImporter().matches(Source(page))
+    with pytest.raises(SourceError, match=r"a picture, without figures: export the timeline to \.raw\.json\.gz"):
+        import_files(page)

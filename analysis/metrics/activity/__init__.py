@@ -1,0 +1,1 @@
+"""Activity of a GPU over time: compute, communication, copies, idle time and its causes."""

@@ -1,0 +1,163 @@
+"""Activity of the GPU of one rank: per phase, over the whole trace, by cause, kernel and collective."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pandas as pd
+
+from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.metrics.activity.busy_time import busy_time
+from ebbtide.analysis.metrics.activity.collective_skew import CollectiveSkew, collective_skew
+from ebbtide.analysis.metrics.activity.idle_causes import time_without_compute
+from ebbtide.analysis.metrics.activity.phase_activity import phase_activity
+from ebbtide.analysis.metrics.activity.top_kernels import KernelTime, top_kernels
+from ebbtide.analysis.metrics.iterations import steady_iterations
+from ebbtide.analysis.metrics.missing import NO_KERNELS, no_iterations
+from ebbtide.analysis.timeseries.intervals import difference, length
+from ebbtide.analysis.timeseries.statistics import median_or_none
+from ebbtide.phases import ITERATION_PARTS
+from ebbtide.profiler.trace import Trace
+
+_MAX_KERNELS = 50
+
+
+@dataclass(frozen=True)
+class PhaseActivity:
+    """GPU time of one phase: medians over the steady iterations, None where not recorded.
+
+    A kernel belongs to the phase that launched it. Compute, communication and copies may overlap.
+
+    Attributes:
+        phase: The phase, or `other`.
+        compute_ms: Time in which compute kernels of the phase run.
+        communication_ms: Time in which its collectives run.
+        copy_ms: Time of the phase in which copies run.
+        idle_ms: Time of the phase in which nothing runs.
+    """
+
+    phase: str
+    compute_ms: float | None
+    communication_ms: float | None
+    copy_ms: float | None
+    idle_ms: float | None
+
+
+@dataclass(frozen=True)
+class TotalActivity:
+    """GPU time of the whole trace; None where kernels were not recorded.
+
+    Attributes:
+        span_ms: From the start of the first to the end of the last activity (kernel, copy, memset).
+        compute_ms: Time in which compute kernels run.
+        communication_ms: Time in which collectives run.
+        copy_ms: Time in which copies run.
+        idle_ms: Time of the span in which nothing runs.
+        communication_overlap_share: Share of `communication_ms` in which compute kernels run as well; None without
+            communication.
+    """
+
+    span_ms: float | None = None
+    compute_ms: float | None = None
+    communication_ms: float | None = None
+    copy_ms: float | None = None
+    idle_ms: float | None = None
+    communication_overlap_share: float | None = None
+
+
+@dataclass(frozen=True)
+class GpuActivity:
+    """Activity of the first device of a rank.
+
+    Attributes:
+        rank: The rank; None in a trace without ranks.
+        phases: An entry per phase, and `other`; empty without iterations.
+        total: The whole trace.
+        without_compute: Milliseconds of the span in which no compute kernel runs, by cause (see
+            `time_without_compute`); empty where kernels were not recorded.
+        kernels: The kernels with most time.
+        collectives: Waiting of the ranks for each other; None unless all ranks recorded the same collectives.
+        missing: Lines on what is missing, and how to record it.
+    """
+
+    rank: int | None
+    phases: list[PhaseActivity]
+    total: TotalActivity
+    without_compute: dict[str, float]
+    kernels: list[KernelTime]
+    collectives: CollectiveSkew | None
+    missing: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `ebbtide activity --json` prints."""
+        printed = asdict(self)
+        printed["without_compute"] = {f"{cause}_ms": ms for cause, ms in self.without_compute.items()}
+        return printed
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a row per phase, with the fields of `PhaseActivity` as columns."""
+        return to_frame(self.phases, PhaseActivity)
+
+
+def gpu_activity(trace: Trace, rank: int | None = None) -> GpuActivity:
+    """Measure the activity of the first device of a rank.
+
+    Args:
+        trace: The trace.
+        rank: The rank; None: the first one.
+
+    Raises:
+        TraceError: The trace does not have the rank.
+    """
+    if rank is None:
+        rank = next(iter(trace.ranks), None)
+    if rank is None:
+        return GpuActivity(None, [], TotalActivity(), {}, [], None, [no_iterations(trace), NO_KERNELS])
+    trace.rank(rank)
+    has_iterations = bool(steady_iterations(trace).numbers)
+    missing = [] if has_iterations else [no_iterations(trace)]
+    if busy_time(trace, rank) is None:
+        missing.append(NO_KERNELS)
+    causes = {cause: length(time) / 1e6 for cause, time in time_without_compute(trace, rank).items()}
+    return GpuActivity(
+        rank=rank,
+        phases=_phases(trace, rank) if has_iterations else [],
+        total=_total(trace, rank),
+        without_compute=causes,
+        kernels=top_kernels(trace, rank, _MAX_KERNELS),
+        collectives=collective_skew(trace),
+        missing=missing,
+    )
+
+
+def _phases(trace: Trace, rank: int) -> list[PhaseActivity]:
+    table = phase_activity(trace, rank)
+    table = table[table["iteration"].isin(steady_iterations(trace).numbers)].set_index(["iteration", "phase"])
+    iterations = table.index.unique("iteration")
+    entries = []
+    for phase in ITERATION_PARTS:
+        rows = table[table.index.get_level_values("phase") == phase].droplevel("phase")
+        # An iteration without a phase that others have spent no time in it.
+        rows = rows.reindex(iterations, fill_value=0.0) if len(rows) else rows
+        kinds = ("compute", "communication", "copy", "idle")
+        entries.append(PhaseActivity(phase, *(median_or_none(rows[kind].astype("float64")) for kind in kinds)))
+    return entries
+
+
+def _total(trace: Trace, rank: int) -> TotalActivity:
+    busy = busy_time(trace, rank)
+    if busy is None:
+        return TotalActivity()
+    starts, ends = busy.all
+    span = int(ends[-1] - starts[0])
+    communication = length(busy.communication)
+    exposed = length(difference(busy.communication, busy.compute))
+    return TotalActivity(
+        span_ms=span / 1e6,
+        compute_ms=length(busy.compute) / 1e6,
+        communication_ms=communication / 1e6,
+        copy_ms=length(busy.copy) / 1e6,
+        idle_ms=(span - length(busy.all)) / 1e6,
+        communication_overlap_share=1 - exposed / communication if communication else None,
+    )

@@ -1,0 +1,59 @@
+"""Times in which the GPU of a rank computes, communicates and copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from ebbtide.analysis.metrics.cache import once_per_trace
+from ebbtide.analysis.metrics.devices import main_device
+from ebbtide.analysis.timeseries.intervals import Union, merged
+from ebbtide.analysis.timeseries.step_functions import union
+from ebbtide.profiler.trace import Trace
+
+KINDS = ("compute", "communication", "copy", "memset")
+
+
+@dataclass(frozen=True)
+class BusyTime:
+    """Times in which a GPU runs something, as disjoint intervals in order, ns.
+
+    Attributes:
+        compute: Compute kernels.
+        communication: Collectives.
+        copy: Copies, of any direction.
+        memset: Memory that is set to a value.
+        all: Any of these.
+    """
+
+    compute: Union
+    communication: Union
+    copy: Union
+    memset: Union
+    all: Union
+
+
+@once_per_trace
+def main_kernels(trace: Trace, rank: int) -> pd.DataFrame:
+    """Return the rows of the table `kernels` of the rank's first device."""
+    rows = trace.kernels(rank)
+    return rows[rows["device"] == main_device(trace, rank)].reset_index(drop=True)
+
+
+@once_per_trace
+def busy_time(trace: Trace, rank: int) -> BusyTime | None:
+    """Return the times in which the first device of a rank is busy; None where kernels were not recorded."""
+    rows = main_kernels(trace, rank)
+    if not rows["kind"].isin(["compute", "communication"]).any():
+        return None
+    transfers = trace.transfers(rank)
+    transfers = transfers[transfers["device"] == main_device(trace, rank)]
+    times = {kind: _union(rows[rows["kind"] == kind]) for kind in KINDS}
+    times["copy"] = merged(times["copy"], _union(transfers))
+    return BusyTime(**times, all=merged(*times.values()))
+
+
+def _union(rows: pd.DataFrame) -> Union:
+    return union(rows["start_ns"].to_numpy(np.int64), rows["end_ns"].to_numpy(np.int64))

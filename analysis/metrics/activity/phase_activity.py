@@ -1,0 +1,82 @@
+"""Activity of a GPU per iteration and phase."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from ebbtide.analysis.metrics.activity.busy_time import busy_time, main_kernels
+from ebbtide.analysis.metrics.activity.idle_causes import CAUSES, time_without_compute
+from ebbtide.analysis.metrics.cache import once_per_trace
+from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.timeseries.intervals import overlap_ns, union_length_by_group
+from ebbtide.analysis.timeseries.step_functions import Ints
+from ebbtide.phases import ITERATION_PARTS
+from ebbtide.profiler.trace import Trace
+
+
+@once_per_trace
+def phase_activity(trace: Trace, rank: int) -> pd.DataFrame:
+    """Measure the first device of a rank in each phase of each iteration.
+
+    A kernel belongs to the phase that launched it, wherever it runs; one whose launch was not recorded, to the phases
+    in which it runs. Copies, idle time and the causes belong to the phase in whose time they are.
+
+    Returns:
+        A row per iteration and phase that it has, with columns iteration, phase and, in ms: compute, communication,
+        copy, idle (nothing runs), and `cause_` with each of CAUSES. Empty where kernels were not recorded.
+    """
+    busy = busy_time(trace, rank)
+    columns = ["iteration", "phase", "compute", "communication", "copy", "idle", *(f"cause_{c}" for c in CAUSES)]
+    on_device = intervals(trace, rank).with_other
+    if busy is None or on_device.empty:
+        return pd.DataFrame(columns=columns)
+    on_device = on_device.sort_values(["start_ns", "end_ns"], kind="stable", ignore_index=True)
+    starts, ends = on_device["start_ns"].to_numpy(np.int64), on_device["end_ns"].to_numpy(np.int64)
+    times = {
+        f"cause_{cause}": overlap_ns(starts, ends, time) for cause, time in time_without_compute(trace, rank).items()
+    }
+    times["copy"] = overlap_ns(starts, ends, busy.copy)
+    times["idle"] = ends - starts - overlap_ns(starts, ends, busy.all)
+    numbers = np.unique(on_device["iteration"])
+    sums = on_device[["iteration", "phase"]].assign(**times).groupby(["iteration", "phase"]).sum()
+    for kind in ("compute", "communication"):
+        rows = _assigned(trace, rank, kind, numbers)
+        lengths = union_length_by_group(*rows, len(numbers) * len(ITERATION_PARTS))
+        index = pd.MultiIndex.from_product([numbers, ITERATION_PARTS])
+        sums[kind] = pd.Series(lengths, index=index).reindex(sums.index)
+    return (sums / 1e6).reset_index()[columns]
+
+
+def _assigned(trace: Trace, rank: int, kind: str, numbers: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return (group, starts, ends) of the kernels of a kind, or of the parts of a kernel without a recorded launch.
+
+    The group is the position of the iteration in `numbers` times the number of parts, plus the position of the phase.
+    """
+    kernels = main_kernels(trace, rank)
+    kernels = kernels[kernels["kind"] == kind]
+    launched = kernels["launch_ns"].notna()
+    by_launch, by_time = kernels[launched], kernels[~launched]
+    host = _ordered(intervals(trace, rank, device_times=False).with_other, numbers)
+    launches = by_launch["launch_ns"].to_numpy(np.int64)
+    index = np.searchsorted(host["start_ns"].to_numpy(np.int64), launches, side="right") - 1
+    inside = (index >= 0) & (launches < host["end_ns"].to_numpy(np.int64)[index])
+    device = _ordered(intervals(trace, rank).with_other, numbers)
+    starts, ends = by_time["start_ns"].to_numpy(np.int64), by_time["end_ns"].to_numpy(np.int64)
+    phase_starts, phase_ends = device["start_ns"].to_numpy(np.int64), device["end_ns"].to_numpy(np.int64)
+    first = np.searchsorted(phase_ends, starts, side="right")
+    counts = np.maximum(np.searchsorted(phase_starts, ends, side="left") - first, 0)
+    # Each kernel with each of the phases in which it runs.
+    own = np.repeat(np.arange(len(starts)), counts)
+    phase = np.arange(len(own)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    groups = [host["group"].to_numpy(np.int64)[index[inside]], device["group"].to_numpy(np.int64)[phase]]
+    begins = [by_launch["start_ns"].to_numpy(np.int64)[inside], np.maximum(starts[own], phase_starts[phase])]
+    finishes = [by_launch["end_ns"].to_numpy(np.int64)[inside], np.minimum(ends[own], phase_ends[phase])]
+    return np.concatenate(groups), np.concatenate(begins), np.concatenate(finishes)
+
+
+def _ordered(phases: pd.DataFrame, numbers: Ints) -> pd.DataFrame:
+    """Return phases of some length in order of time, with their `group`."""
+    phases = phases[phases["end_ns"] > phases["start_ns"]].sort_values("start_ns", ignore_index=True)
+    parts = phases["phase"].map({part: number for number, part in enumerate(ITERATION_PARTS)})
+    return phases.assign(group=np.searchsorted(numbers, phases["iteration"]) * len(ITERATION_PARTS) + parts)

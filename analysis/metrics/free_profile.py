@@ -1,0 +1,127 @@
+"""The device memory that is free at each position of an iteration, and the optimizer state that fits into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ebbtide.analysis.metrics.cache import once_per_trace
+from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_timeline
+from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
+from ebbtide.analysis.metrics.phases import phase_peaks
+from ebbtide.analysis.metrics.recurring_windows import phase_table, recurring_segments
+from ebbtide.analysis.timeseries.thresholds import FreeTimeline
+from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
+from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.metadata import RankInfo
+from ebbtide.state_bytes import PARAM_BYTES
+
+if TYPE_CHECKING:
+    from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
+
+_FP32_BYTES = 4.0
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+
+
+class FreeStep(NamedTuple):
+    """A step of the free memory over an iteration.
+
+    Attributes:
+        phase: The phase, or `other`.
+        position: Begin of the step, as a share of the phase.
+        free_bytes: Least free memory from there to the next step, over all steady iterations.
+    """
+
+    phase: str
+    position: float
+    free_bytes: float
+
+
+@once_per_trace
+def free_steps(trace: Trace, rank: int) -> list[FreeStep] | None:
+    """Return the free memory of a rank's device, at each position the least over all steady iterations.
+
+    If a phase has several parts (micro-steps), the least of the whole phase counts: the parts before the last are over
+    long before the optimizer has anything to move.
+
+    Returns:
+        The steps in the order other, forward, backward, update, without phases of which nothing was recorded; None if
+        the memory or its capacity is not known.
+    """
+    pool, capacity = free_pool(trace), capacity_bytes(trace, rank)
+    times, used = memory_timeline(trace, rank, pool or "")
+    if capacity is None or not len(times):
+        return None
+    timeline = FreeTimeline(times, capacity - used)
+    numbers = steady_iterations(trace).numbers
+    free = capacity - phase_peaks(trace, rank, str(pool))
+    least = free[free.index.isin(numbers)].min()
+    table = phase_table(trace, rank, timeline)
+    segments = recurring_segments(table[table["iteration"].isin(numbers)])
+    steps = []
+    for phase in (OTHER, FORWARD, BACKWARD, UPDATE):
+        in_phase = [segment for segment in segments if segment.phase == phase]
+        if phase in (FORWARD, BACKWARD) and len(in_phase) == 1:
+            starts, sizes = in_phase[0].least_free(timeline)
+            steps += [FreeStep(phase, float(at), float(size)) for at, size in zip(starts, sizes, strict=True)]
+        else:
+            steps.append(FreeStep(phase, 0.0, float(least[phase])))
+    return [step for step in steps if not np.isnan(step.free_bytes)]
+
+
+def fitting_params(metrics: TraceMetrics) -> float | None:
+    """Return how many of the offloaded parameters could keep their optimizer state on the device for good.
+
+    The state takes `state_bytes` a parameter all the time. Gradients of all parameters whose state is on the device
+    stay there, too, `grad_bytes` a parameter: during the backward as far as they are computed, until the update is
+    over. With several micro-steps they stay through the iteration. `gpu-only` is replayed by the same rules.
+
+    Returns:
+        The number, for the recorded rank with the least free memory; None where no rank's is known.
+    """
+    trace, params, offloaded = metrics.trace, metrics.params, metrics.offloaded_params
+    if not params or offloaded is None:
+        return None
+    on_device = max(params - offloaded, 0.0)
+    fitting = []
+    for rank in trace.ranks:
+        steps = free_steps(trace, rank)
+        if not steps:
+            continue
+        phases = intervals(trace, rank).phases
+        accumulates = phases.groupby("iteration")["micro_step"].nunique().median() > 1
+        shares = gradient_shares(steps, accumulates)
+        state, gradient = state_bytes(metrics.entry), param_bytes(metrics.entry)
+        fitting += [
+            (step.free_bytes - gradient * share * on_device) / (state + gradient * share)
+            for step, share in zip(steps, shares, strict=True)
+        ]
+    return min(max(min(fitting), 0.0), offloaded) if fitting else None
+
+
+def gradient_shares(steps: list[FreeStep], accumulates: bool) -> list[float]:
+    """Return the largest share of all gradients that is on the device during each step."""
+    ends = [after.position if after.phase == step.phase else 1.0 for step, after in pairwise(steps)]
+    shares: Mapping[str, float] = {OTHER: float(accumulates), FORWARD: float(accumulates), UPDATE: 1.0}
+    return [shares.get(step.phase, 1.0 if accumulates else end) for step, end in zip(steps, [*ends, 1.0], strict=True)]
+
+
+def param_bytes(entry: RankInfo) -> float:
+    """Return the bytes per parameter, and per gradient, of the most frequent dtype."""
+    counts = entry.model.dtypes
+    if not counts:
+        return float(PARAM_BYTES)
+    dtype = max(counts, key=lambda dtype: counts[dtype])
+    return float(_DTYPE_BYTES.get(dtype.removeprefix("torch."), PARAM_BYTES))
+
+
+def state_bytes(entry: RankInfo) -> float:
+    """Return the bytes of state per parameter: an fp32 master weight, and as many fp32 moments as were recorded, or
+    two."""
+    elements = sum(sum(optimizer.state_dtypes.values()) for optimizer in entry.optimizers)
+    params = sum(optimizer.params or 0 for optimizer in entry.optimizers)
+    moments = round(elements / params) if elements and params else 2
+    return _FP32_BYTES * (1 + max(moments, 0))

@@ -1,0 +1,79 @@
+"""The optimizer state that fits on the device: the same answer in findings, replay and recommendation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ebbtide.analysis.findings import free_memory
+from ebbtide.analysis.findings.finding import Finding
+from ebbtide.analysis.metrics.free_profile import FreeStep, fitting_params, gradient_shares
+from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
+from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.replay.workload_from_trace import workload_of
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.catalog import find_machine
+from ebbtide.profiler.trace import open_trace
+from tests.analysis.findings.jobs import GIB, PARAMS, Job, offloaded
+
+TRACES = Path(__file__).parents[3] / "traces"
+MACHINE = find_machine("h100-80gb-sxm-published")
+
+
+def fits_in_replay(workload_source: object) -> bool | None:
+    workload = workload_of(workload_source)  # type: ignore[arg-type]
+    return simulate(make_plan("gpu-only", workload, MACHINE), workload, MACHINE).fits_device(None)
+
+
+def fits_in_findings(metrics: TraceMetrics) -> bool:
+    finding = free_memory.check(metrics)
+    return isinstance(finding, Finding) and finding.advice == "do not offload at all"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "h100-20b-async",
+        "h100-20b-ratio0.5-async",
+        "h100-20b-ratio0.8-interleaved-2",
+        "a100-13b-async",
+        "a100-ranks1-async",
+    ],
+)
+def test_fitting_params__agrees_with_replay_on_published_runs(name: str) -> None:
+    trace = open_trace(TRACES / f"{name}.ebb")
+    assert fits_in_findings(TraceMetrics(trace)) == fits_in_replay(trace)
+
+
+@pytest.mark.parametrize(("free_bytes", "fits"), [(12.5e9, False), (13.9e9, False), (14.1e9, True)])
+def test_fitting_params__counts_gradients_as_replay_does(free_bytes: float, fits: bool) -> None:
+    trace = offloaded(used=80 - free_bytes / GIB).trace
+    assert fits_in_findings(TraceMetrics(trace)) == fits_in_replay(trace) == fits
+
+
+def with_room_after_backward() -> Job:
+    """Return a job with 12.5 GB free from the forward to the middle of the backward, and else 15 GB."""
+    job = offloaded(used=80 - 15e9 / GIB).memory("device", {"forward": 80 - 12.5e9 / GIB})
+    for begin in job.begins[0, "backward"]:
+        job.builder.rank(0).memory(begin + round(job.ms["backward"] * 5e5), round(80 * GIB - 15e9))
+    return job
+
+
+def test_fitting_params__lets_gradients_use_what_the_backward_releases() -> None:
+    trace = with_room_after_backward().trace
+    metrics = TraceMetrics(trace)
+    # In the first half of the backward at most half of the gradients are there: 12 + 1 B a parameter.
+    assert fitting_params(metrics) == pytest.approx(12.5e9 / 13, rel=1e-3)
+    assert metrics.offloaded_params == PARAMS
+
+
+def test_gradient_shares__are_largest_of_each_step() -> None:
+    steps = [
+        FreeStep("forward", 0.0, 1),
+        FreeStep("backward", 0.0, 1),
+        FreeStep("backward", 0.25, 1),
+        FreeStep("update", 0, 1),
+    ]
+    assert gradient_shares(steps, accumulates=False) == [0.0, 0.25, 1.0, 1.0]
+    assert gradient_shares(steps, accumulates=True) == [1.0, 1.0, 1.0, 1.0]
