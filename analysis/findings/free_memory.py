@@ -35,8 +35,8 @@ def check(metrics: TraceMetrics) -> Finding | Unknown | None:
         evidence = (
             measured,
             f"the optimizer state of {count_text(fitting)} parameters ({state:g} B each, and {gradient:g} B of "
-            f"gradients until their update) fits there permanently, {100 * fitting / offloaded:.0f} % of what this rank "
-            "offloads",
+            f"gradients until their update) fits there permanently, {100 * fitting / offloaded:.0f} % of what this "
+            "rank offloads",
         )
         return Finding(
             "free-memory",

@@ -34,7 +34,7 @@ OTHERS = (
     *(f"interleaved:{stride}@{tenths / 10:g}" for stride in range(1, 11) for tenths in range(1, 11)),
 )
 # Each example plans many policies.
-few_examples = settings(max_examples=examples(10))
+few_examples = settings(max_examples=examples(10, by_default=4))
 
 
 @few_examples
@@ -185,7 +185,7 @@ def test_adaptive__is_fast_with_many_subgroups_and_little_memory(
             assert ours.iteration_s <= other.iteration_s * (1 + 1e-9), policy
 
 
-@settings(max_examples=examples(3))
+@settings(max_examples=examples(3, by_default=1))
 @given(
     workloads(),
     machines(),
