@@ -11,8 +11,8 @@ from .phase_record import UPDATE, PhaseRecord
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-# A shorter part is only the way into the step (torch's own hooks take about 40 us, and garbage may be collected), or out
-# of it. The way in counts by its CPU time, since the thread may be stopped there, unless it is so long that it waits.
+# A shorter part is only the way into the step (torch's hooks take about 40 us, and garbage may be collected), or out of
+# it. The way in counts by its CPU time, since the thread may be stopped there, unless it is so long that it waits.
 _SHORT_BEFORE_NS = 500_000
 _WAITING_NS = 100_000_000
 _SHORT_AFTER_NS = 20_000
