@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 from ebbtide.interleave.model.plan import Op
 from ebbtide.interleave.model.schedule import Schedule
@@ -62,6 +63,10 @@ class Fluid:
 
     def __init__(self, schedule: Schedule, machine: Machine) -> None:
         self._workload = schedule.workload
+        if machine.cpu_update_params_per_s is not None:
+            machine = replace(
+                machine, cpu_update_params_per_s=schedule.plan.cpu_share * machine.cpu_update_params_per_s
+            )
         self._machine = machine
         self.work = [alone_s(op, schedule.workload, machine) for op in schedule.plan.ops]
         phases = itertools.accumulate((schedule.other_s, schedule.forward_s, schedule.backward_s))
