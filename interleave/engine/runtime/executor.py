@@ -255,7 +255,11 @@ class Executor:
 
     def _record_end(self, run: PlanRun, index: int, start_s: float, end_s: float, error: BaseException | None) -> None:
         if error is None:
-            self._end(run.plan.ops[index])
+            try:
+                self._end(run.plan.ops[index])
+            except BaseException as reason:
+                # A thread that ended here would let `finish` wait for ever.
+                error = reason
         with self._changed:
             self._busy -= 1
             if error is not None:
