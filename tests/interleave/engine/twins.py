@@ -157,10 +157,22 @@ class JitteryDevice(EmulatedDevice):
         self.submit("gpu", self._jitter)
 
 
-class JitteryKernel(CpuKernel):
-    def __init__(self, jitter: Jitter) -> None:
+class WatchedKernel(CpuKernel):
+    """Updates on the CPU, on one thread, that tests watch.
+
+    Args:
+        before: Called before an update with the tensors that it reads, and those that it writes.
+        after: Called after an update.
+    """
+
+    def __init__(
+        self,
+        before: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(1)
-        self._jitter = jitter
+        self._before = before
+        self._after = after
 
     def update_ranges(
         self,
@@ -172,9 +184,14 @@ class JitteryKernel(CpuKernel):
         ranges: Iterable[tuple[int, int, Scalars]],
         share: float = 1.0,
     ) -> None:
-        self._jitter()
+        self._before([grad], [master, exp_avg, exp_avg_sq, *([] if out is None else [out])])
         super().update_ranges(grad, master, exp_avg, exp_avg_sq, out, ranges, share)
-        self._jitter()
+        self._after()
+
+
+class JitteryKernel(WatchedKernel):
+    def __init__(self, jitter: Jitter) -> None:
+        super().__init__(lambda reads, writes: jitter(), jitter)
 
 
 def one_step(executor: Executor, plan: Plan, pause: Callable[[], None] = lambda: None) -> PlanRun:

@@ -12,7 +12,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +24,9 @@ from ebbtide.interleave.engine.devices.cuda import CudaDevice
 from ebbtide.interleave.engine.devices.device import Direction, Mark
 from ebbtide.interleave.engine.devices.device import Stream as StreamName
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
 from tests.interleave.engine.devices.happens_before import HOST, Clock, Order
+from tests.interleave.engine.twins import WatchedKernel
 
 KERNEL = "ebbtide.interleave.engine.numerics.triton_kernel"
 _current = threading.local()
@@ -145,26 +145,11 @@ class Event:
         return 1e3 * (later._time_s - self._time_s)
 
 
-class CheckedKernel(CpuKernel):
+class CheckedKernel(WatchedKernel):
     """Updates on the CPU that record what they read and write."""
 
     def __init__(self, cuda: FakeCuda) -> None:
-        super().__init__(1)
-        self._cuda = cuda
-
-    def update_ranges(
-        self,
-        grad: torch.Tensor,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        out: torch.Tensor | None,
-        ranges: Iterable[tuple[int, int, Scalars]],
-        share: float = 1.0,
-    ) -> None:
-        writes = [master, exp_avg, exp_avg_sq, *([] if out is None else [out])]
-        self._cuda.order.access("update on the CPU", HOST, [grad], writes)
-        super().update_ranges(grad, master, exp_avg, exp_avg_sq, out, ranges, share)
+        super().__init__(lambda reads, writes: cuda.order.access("update on the CPU", HOST, reads, writes))
 
 
 class CheckedDevice(CudaDevice):
