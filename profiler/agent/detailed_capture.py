@@ -17,8 +17,6 @@ from .spool import MEMORY
 # The first iterations compile, tune and create optimizer state: the history of a later one is more typical.
 _SETTLED_ITERATION = 2
 _MAX_ENTRIES = 2_000_000
-# A slice of copies ends when it is so long, or as large as about 20,000 events; the first one has one iteration.
-_MAX_ENTRIES = 2_000_000
 # A slice of copies is at most so long, and about as large (20,000 events); the first one is a single iteration.
 _SLICE_NS, _SLICE_BYTES = 2_000_000_000, 5_000_000
 # After so long the pauses grow as the job goes on. Slices hold it up for one part in so many of its time.

@@ -63,6 +63,7 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
         TraceColumn("host_memory", _TEXT, nullable=True),
         TraceColumn("stream", pa.int64(), nullable=True),
         TraceColumn("name", _TEXT),
+        TraceColumn("launch_ns", _TIME, nullable=True),
     ),
     "ops": (
         TraceColumn("start_ns", _TIME),
@@ -100,10 +101,25 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
         TraceColumn("end_ns", _TIME),
         TraceColumn("gpu_end_ns", _TIME, nullable=True),
     ),
+    "annotations": (
+        TraceColumn("start_ns", _TIME),
+        TraceColumn("end_ns", _TIME),
+        TraceColumn("name", _LABEL),
+        TraceColumn("thread", pa.int64(), nullable=True),
+    ),
+    "allocations": (
+        TraceColumn("start_ns", _TIME),
+        TraceColumn("end_ns", _TIME, nullable=True),
+        TraceColumn("device", _LABEL),
+        TraceColumn("bytes", pa.int64()),
+        TraceColumn("category", _LABEL, nullable=True),
+        TraceColumn("module", _LABEL, nullable=True),
+        TraceColumn("stack", _LABEL, nullable=True),
+    ),
 }
 
 # Tables whose file exists only where they have rows; traces of earlier versions do not have it.
-OPTIONAL_TABLES = frozenset({"gpu", "kernels", "iteration_marks"})
+OPTIONAL_TABLES = frozenset({"gpu", "kernels", "iteration_marks", "annotations", "allocations"})
 
 # The column by which the rows of each table are sorted.
 SORT = {
@@ -115,6 +131,8 @@ SORT = {
     "gpu": "t_ns",
     "kernels": "start_ns",
     "iteration_marks": "start_ns",
+    "annotations": "start_ns",
+    "allocations": "start_ns",
 }
 
 

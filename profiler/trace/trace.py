@@ -128,3 +128,11 @@ class Trace:
     def iteration_marks(self, rank: int) -> pd.DataFrame:
         """Return the table `iteration_marks` of one rank; empty where the source does not mark iterations."""
         return self.table(rank, "iteration_marks")
+
+    def annotations(self, rank: int) -> pd.DataFrame:
+        """Return the table `annotations` of one rank; empty where none were recorded."""
+        return self.table(rank, "annotations")
+
+    def allocations(self, rank: int) -> pd.DataFrame:
+        """Return the table `allocations` of one rank; empty where allocations were not recorded one by one."""
+        return self.table(rank, "allocations")
