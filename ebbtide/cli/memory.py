@@ -1,28 +1,86 @@
-"""`ebbtide memory`: memory pools per phase."""
+"""`ebbtide memory`: memory pools per phase, or what holds the memory at a time."""
 
 from __future__ import annotations
 
 import json
+import re
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ebbtide.cli.options import Json, Rank, TraceFile
 
+if TYPE_CHECKING:
+    from ebbtide.profiler.trace import Trace
+
+_UNITS_MS = {"": 1.0, "ms": 1.0, "s": 1000.0}
+
 
 def memory(
     trace: TraceFile,
     rank: Rank = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            "--at",
+            metavar="peak|oom|TIME",
+            help="Print what holds the memory at the peak, when it ran out, or at a time from the trace's start, e.g. "
+            "350ms or 12.5s.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE", help="Device (only with --at), e.g. cuda:1.", show_default="the rank's first"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print every memory pool per phase, and the differences: fragmentation, memory outside torch, free memory."""
+    """Print every memory pool per phase, and the differences: fragmentation, memory outside torch, free memory.
+
+    With --at, print what holds the memory at one time instead.
+    """
+    from ebbtide.profiler.trace import open_trace
+
+    if at is None:
+        if device is not None:
+            raise typer.BadParameter("--device needs --at")
+        _print_pools(open_trace(trace), rank, as_json)
+    else:
+        time_ms = None if at in ("peak", "oom") else _milliseconds(at)
+        _print_holders(open_trace(trace), rank, device, at, time_ms, as_json)
+
+
+def _milliseconds(text: str) -> float:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*(ms|s|)\s*", text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a time: write peak, oom, or a time like 350ms or 12.5s")
+    return float(match[1]) * _UNITS_MS[match[2]]
+
+
+def _print_pools(trace: Trace, rank: int | None, as_json: bool) -> None:
     from ebbtide.analysis.metrics.memory import memory_use
     from ebbtide.cli.render.memory import print_memory
     from ebbtide.cli.render.ranks import choose_ranks
-    from ebbtide.profiler.trace import open_trace
 
-    opened = open_trace(trace)
-    result = memory_use(opened, choose_ranks(opened, rank, as_json))
+    result = memory_use(trace, choose_ranks(trace, rank, as_json))
     if as_json:
         typer.echo(json.dumps(result.as_json()))
     else:
-        print_memory(opened, result)
+        print_memory(trace, result)
+
+
+def _print_holders(
+    trace: Trace, rank: int | None, device: str | None, at: str, time_ms: float | None, as_json: bool
+) -> None:
+    from ebbtide.analysis.metrics.holders.holders import holders_at
+    from ebbtide.cli.render.holders import print_holders
+    from ebbtide.cli.render.ranks import choose_ranks
+
+    number = choose_ranks(trace, rank, as_json=False)[0] if not as_json or rank is not None else trace.ranks[0]
+    span = trace.span_ns()
+    at_ns = round(span[0] + time_ms * 1e6) if span and time_ms is not None else None
+    result = holders_at(trace, number, at_ns, device)
+    if as_json:
+        nothing: dict[str, Any] = {"pool": None, "device": device, "t_ms": time_ms, "bytes": None, "holders": []}
+        typer.echo(json.dumps({"rank": number, **(result.as_json() if result else nothing)}))
+    else:
+        print_holders(trace, result, at)

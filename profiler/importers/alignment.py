@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
@@ -40,7 +41,10 @@ class _Addition:
     def span_ns(self) -> tuple[int, int] | None:
         """Return the first and last time of the rows; None if there are none."""
         times = [
-            np.asarray(part[column], np.int64) for part in self.parts for column in _SPAN_COLUMNS if column in part
+            pd.Series(part[column]).dropna().to_numpy(np.int64)
+            for part in self.parts
+            for column in _SPAN_COLUMNS
+            if column in part
         ]
         times = [values for values in times if values.size]
         return (int(min(map(np.min, times))), int(max(map(np.max, times)))) if times else None

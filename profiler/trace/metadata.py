@@ -198,12 +198,60 @@ class DeepSpeedInfo(_Section, frozen=True, kw_only=True):
     policy: str | None = None
 
 
+class HeldMemory(_Section, frozen=True, kw_only=True):
+    """Bytes of a device that a module holds. category: `parameter`, `buffer`, `gradient` or `optimizer_state`."""
+
+    device: str
+    category: str
+    module: str | None = None
+    bytes: Count
+
+
+class Inventory(_Section, frozen=True, kw_only=True):
+    """Parameters, buffers, gradients and optimizer state at one time. reason: `update` or `out of memory`."""
+
+    t_ns: TimeNs
+    iteration: Count | None = None
+    phase: str | None = None
+    reason: str | None = None
+    holders: tuple[HeldMemory, ...] = ()
+
+
+class OutOfMemoryRecord(_Section, frozen=True, kw_only=True):
+    """An out-of-memory error of the job.
+
+    Attributes:
+        device: The rank's own name of the device that had too little memory.
+        iteration: The iteration, as far as optimizers had stepped.
+        phase: The phase, or `other`.
+        requested_bytes: Bytes that were asked for.
+        free_bytes: Free bytes of the device.
+        reserved_bytes: Bytes that torch had reserved.
+        allocated_bytes: Bytes in use by tensors; on the CPU malloc's bytes in use.
+        capacity_bytes: Bytes of the device.
+        message: Text of the error.
+    """
+
+    t_ns: TimeNs
+    device: str | None = None
+    iteration: Count | None = None
+    phase: str | None = None
+    requested_bytes: Count | None = None
+    free_bytes: Count | None = None
+    reserved_bytes: Count | None = None
+    allocated_bytes: Count | None = None
+    capacity_bytes: Count | None = None
+    message: str | None = None
+
+
 class RankInfo(_Section, frozen=True, kw_only=True):
     """One rank: its process, devices, model and optimizers.
 
     Attributes:
         transfers_recorded: Whether the table `transfers` has every copy; if not, an empty table means nothing.
         transfers_spans_ns: The spans of time in which it has every copy, disjoint and ascending; empty: at all times.
+        inventories: What parameters, gradients and optimizer state held, by time.
+        out_of_memory: The first out-of-memory errors, by time.
         stopped: The reason for the end of the recording: `closed`, `iterations`, `max-size`, `fault` or `cut off`.
     """
 
@@ -226,6 +274,8 @@ class RankInfo(_Section, frozen=True, kw_only=True):
     model: ModelInfo = ModelInfo()
     optimizers: tuple[OptimizerInfo, ...] = ()
     numa: NumaPlacement | None = None
+    inventories: tuple[Inventory, ...] = ()
+    out_of_memory: tuple[OutOfMemoryRecord, ...] = ()
 
     @property
     def main_device(self) -> DeviceInfo:

@@ -6,21 +6,15 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 import numpy as np
-import pandas as pd
 
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.importers.torch_memory.rank_names import rank_of
-from ebbtide.profiler.importers.torch_memory.sandboxed_unpickler import ACTIONS, STATES
-from ebbtide.profiler.importers.torch_memory.snapshot_tables import read_tables
+from ebbtide.profiler.memory_snapshot.allocations import allocation_rows, blocks_in_use, releases_requested
+from ebbtide.profiler.memory_snapshot.reader import Snapshot, SnapshotError, read_snapshot
+from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
-# The year 2112.
-_MAX_US = 1 << 52
-_MAX_DEVICES = 1024
-# No device has this many bytes, and no job allocates this many in sum.
-_MAX_BYTES = 1 << 48
-_MAX_SUM_BYTES = float(1 << 62)
 _MAX_NOTES = 3
 
 _RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
@@ -39,12 +33,12 @@ class SnapshotImporter:
 
     def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
         for number, source in enumerate(sources):
-            read_snapshot(source, builder, number)
+            import_snapshot(source, builder, number)
         return []
 
 
-def read_snapshot(source: Source, builder: TraceBuilder, number: int) -> None:
-    """Add the pools `requested` and `reserved` of each device in a snapshot, in Unix times.
+def import_snapshot(source: Source, builder: TraceBuilder, number: int) -> None:
+    """Add each allocation, and the pools `requested` and `reserved`, of each device in a snapshot, in Unix times.
 
     A snapshot has the recorded events (or the last of them), and the blocks and segments at its end. So each pool ends
     at the size at that moment, and starts at that size minus the changes of the events: it includes what was allocated
@@ -60,14 +54,16 @@ def read_snapshot(source: Source, builder: TraceBuilder, number: int) -> None:
     Raises:
         SourceError: The file is not a snapshot, has no events, or is a second snapshot of one rank.
     """
-    tables = read_tables(source)
-    events, blocks, segments = (tables[table] for table in ("events", "blocks", "segments"))
+    try:
+        snapshot = read_snapshot(source.open)
+    except SnapshotError as error:
+        raise source.damaged(error) from None
+    events, segments = snapshot.events, snapshot.segments
     if events.empty:
         raise SourceError(
             f"{source} has no events, only the allocations at its end: "
             "call torch.cuda.memory._record_memory_history() before the steps to record"
         )
-    _check_ranges(source, tables)
     rank = rank_of(source, builder, SnapshotImporter.format, number)
     span = int(events["time_us"].min()) * 1000, int(events["time_us"].max()) * 1000
     reserved = segments.groupby("device")["bytes"].sum()
@@ -79,11 +75,22 @@ def read_snapshot(source: Source, builder: TraceBuilder, number: int) -> None:
             "the tables have all of them"
         )
     for device in devices:
-        snapshot = _DeviceSnapshot(source, builder, rank, f"cuda:{device}", span, events[events["device"] == device])
-        snapshot.add_requested(blocks[blocks["device"] == device])
-        snapshot.add_pool("reserved", _RESERVED, int(reserved.get(device, 0)))
-        snapshot.note_out_of_memory()
+        importer = _DeviceSnapshot(source, builder, rank, snapshot, int(device), span)
+        importer.add_requested()
+        importer.add_pool("reserved", _RESERVED, int(reserved.get(device, 0)))
+        importer.note_out_of_memory()
+    _add_annotations(rank, snapshot)
     builder.note(f"{source.path.name} is a memory snapshot: it has no phases and no link figures")
+
+
+def _add_annotations(rank: RankBuilder, snapshot: Snapshot) -> None:
+    """Add the ranges that torch and the job named, for example steps of optimizers."""
+    started: dict[tuple[str, int], int] = {}
+    for name, stage, device, t_us in snapshot.annotations:
+        if stage == "START":
+            started[name, device] = t_us
+        elif (name, device) in started:
+            rank.add("annotations", start_ns=started.pop((name, device)) * 1000, end_ns=t_us * 1000, name=name)
 
 
 class _DeviceSnapshot:
@@ -93,9 +100,9 @@ class _DeviceSnapshot:
         source: The file.
         builder: The trace so far.
         rank: Builder of the snapshot's rank.
-        name: Name of the device.
+        snapshot: The snapshot.
+        device: Number of the device.
         span_ns: First and last Unix time of the events of all devices.
-        events: Events of this device.
     """
 
     def __init__(
@@ -103,38 +110,39 @@ class _DeviceSnapshot:
         source: Source,
         builder: TraceBuilder,
         rank: RankBuilder,
-        name: str,
+        snapshot: Snapshot,
+        device: int,
         span_ns: tuple[int, int],
-        events: pd.DataFrame,
     ) -> None:
         self._file = source.path.name
         self._builder = builder
         self._rank = rank
-        self._name = name
-        self._events = events
+        self._snapshot = snapshot
+        self._device, self._name = device, f"cuda:{device}"
+        self._events = snapshot.events[snapshot.events["device"] == device]
         # Events are in their order, but the clocks of several cores may differ a little: times are made monotonic.
-        self._times_ns = np.maximum.accumulate(events["time_us"].to_numpy(np.int64)) * 1000
+        self._times_ns = np.maximum.accumulate(self._events["time_us"].to_numpy(np.int64)) * 1000
         # The first events may have been dropped: nothing is known about the time before the first that is left.
-        self._span_ns = (int(self._times_ns[0]) if len(events) else span_ns[0], span_ns[1])
-        if all(device["device"] != name for device in rank.meta["devices"]):
-            rank.meta["devices"].append({"device": name, "kind": "cuda", "capacity_bytes": None})
+        self._span_ns = (int(self._times_ns[0]) if len(self._times_ns) else span_ns[0], span_ns[1])
+        if all(entry["device"] != self._name for entry in rank.meta["devices"]):
+            rank.meta["devices"].append({"device": self._name, "kind": "cuda", "capacity_bytes": None})
 
-    def add_requested(self, blocks: pd.DataFrame) -> None:
-        """Add the pool `requested`, which ends at the requested sizes of the blocks in use."""
-        by_request = bool((self._events["action"] == ACTIONS["free_requested"]).any())
-        states = ["active_allocated"] if by_request else ["active_allocated", "active_awaiting_free"]
-        in_use = blocks[blocks["state"].isin([STATES[state] for state in states])]
+    def add_requested(self) -> None:
+        """Add the pool `requested`, which ends at the requested sizes of the blocks in use, and each allocation."""
+        in_use = blocks_in_use(self._snapshot, self._device, self._events)
         requested, blocked = in_use["requested"].sum(), in_use["bytes"].sum()
-        release = "free_requested" if by_request else "free_completed"
-        self.add_pool("requested", {"alloc": 1, release: -1}, int(requested))
+        release = "free_requested" if releases_requested(self._events) else "free_completed"
+        if self.add_pool("requested", {"alloc": 1, release: -1}, int(requested)):
+            rows = allocation_rows(self._snapshot, self._device, self._span_ns[0])
+            self._rank.extend("allocations", device=self._name, **rows.drop(columns="address"))
         if blocked > requested:
             self._note(
                 "`requested` counts the sizes that tensors requested, and their blocks are larger: at the end "
                 f"{blocked / 1e6:,.1f} MB for {requested / 1e6:,.1f} MB"
             )
 
-    def add_pool(self, pool: str, signs: dict[str, int], end_bytes: int) -> None:
-        """Add the size of a pool over time.
+    def add_pool(self, pool: str, signs: dict[str, int], end_bytes: int) -> bool:
+        """Add the size of a pool over time, and return whether it is known.
 
         Args:
             pool: Name of the pool.
@@ -149,7 +157,7 @@ class _DeviceSnapshot:
         missing = int(sums[-1] - sums.min()) - end_bytes
         if missing > 0 and (changes >= 0).all():
             self._note(f"no {pool} timeline: its releases were not recorded")
-            return
+            return False
         if missing > 0:
             self._note(f"the events do not add up to the memory in use at the end: {pool} may be too low")
         self._rank.extend(
@@ -159,6 +167,7 @@ class _DeviceSnapshot:
             pool=pool,
             bytes=np.append(sums, sums[-1]) + (end_bytes - sums[-1] + max(missing, 0)),
         )
+        return True
 
     def note_out_of_memory(self) -> None:
         """Add a note for each of the first failed allocations, and one for the number of the others."""
@@ -171,17 +180,3 @@ class _DeviceSnapshot:
 
     def _note(self, text: str) -> None:
         self._builder.note(f"{self._file}, {self._name}: {text}")
-
-
-def _check_ranges(source: Source, tables: dict[str, pd.DataFrame]) -> None:
-    """Raise SourceError for numbers that no allocator counts, so that no sum overflows."""
-    limits = {"device": _MAX_DEVICES, "time_us": _MAX_US, "bytes": _MAX_BYTES, "requested": _MAX_BYTES}
-    columns = [item for table in tables.values() if len(table) for item in table.items()]
-    for column, values in columns:
-        if column not in limits:
-            continue
-        low, high = int(values.min()), int(values.max())
-        if low < 0 or high >= limits[column]:
-            raise source.damaged(f"it has {low if low < 0 else high} for {column}")
-        if limits[column] == _MAX_BYTES and values.astype(float).sum() >= _MAX_SUM_BYTES:
-            raise source.damaged("its sizes add up to more than any device has")

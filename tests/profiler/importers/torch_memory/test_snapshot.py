@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.profiler.importers.source import Source, SourceError
-from ebbtide.profiler.importers.torch_memory.snapshot import SnapshotImporter, read_snapshot
+from ebbtide.profiler.importers.torch_memory.snapshot import SnapshotImporter, import_snapshot
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.conftest import examples, seeded
 from tests.profiler.importers.torch_memory.made_snapshots import START_US, Allocator, event, job, segment
@@ -27,7 +27,7 @@ def import_files(*files: Path) -> Trace:
     builder = TraceBuilder()
     for number, file in enumerate(files):
         assert SnapshotImporter().matches(Source(file))
-        read_snapshot(Source(file), builder, number)
+        import_snapshot(Source(file), builder, number)
     return builder.build()
 
 
@@ -56,7 +56,7 @@ ACTS = st.lists(
 
 @settings(max_examples=examples(25, by_default=12))
 @given(acts=ACTS, cut=st.floats(0, 0.99))
-def test_read_snapshot__gives_the_exact_sizes(tmp_path_factory: pytest.TempPathFactory, acts: Any, cut: float) -> None:
+def test_import_snapshot__gives_the_exact_sizes(tmp_path_factory: pytest.TempPathFactory, acts: Any, cut: float) -> None:
     allocator = job(acts)
     first = int(cut * len(allocator.events))
     path = write_snapshot(tmp_path_factory.mktemp("job") / "snapshot.pickle", **allocator.snapshot(first))
@@ -83,7 +83,7 @@ def truth(allocator: Allocator, sizes: list[int], first: int) -> dict[int, int]:
 
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("pool", ["requested", "reserved"])
-def test_read_snapshot__agrees_with_a_replay_of_real_files(name: str, pool: str) -> None:
+def test_import_snapshot__agrees_with_a_replay_of_real_files(name: str, pool: str) -> None:
     """The replay runs backwards, from the blocks at the end."""
     snapshot = pickle.loads(real(name).read_bytes())
     actions = [entry["action"] for entry in snapshot["device_traces"][0]]
@@ -104,7 +104,7 @@ def test_read_snapshot__agrees_with_a_replay_of_real_files(name: str, pool: str)
     assert rows[0][0] == snapshot["device_traces"][0][0]["time_us"]
 
 
-def test_read_snapshot__includes_memory_from_before_the_recording(tmp_path: Path) -> None:
+def test_import_snapshot__includes_memory_from_before_the_recording(tmp_path: Path) -> None:
     events = [event("alloc", 300, 0, 1), event("free_requested", 100, 5, 2), event("free_completed", 100, 5, 2)]
     trace = import_files(
         write_snapshot(tmp_path / "s.pickle", segments=[segment(4096, 300, 700)], device_traces=[events])
@@ -114,7 +114,7 @@ def test_read_snapshot__includes_memory_from_before_the_recording(tmp_path: Path
     assert any("0.0 MB for 0.0 MB" in note for note in trace.notes)
 
 
-def test_read_snapshot__counts_memory_awaiting_free_as_torch_does(tmp_path: Path) -> None:
+def test_import_snapshot__counts_memory_awaiting_free_as_torch_does(tmp_path: Path) -> None:
     """`allocated_bytes` falls with the request; with completed releases alone it is held until then."""
     segments = [segment(4096, 700), segment(4096, 600, state="active_awaiting_free")]
     both = [event("alloc", 600), event("free_requested", 600, 1)]
@@ -125,7 +125,7 @@ def test_read_snapshot__counts_memory_awaiting_free_as_torch_does(tmp_path: Path
     assert [size for _, size in pool_sizes(trace, "requested")] == [750, 700, 1300, 1300]
 
 
-def test_read_snapshot__has_every_device_the_busiest_first(tmp_path: Path) -> None:
+def test_import_snapshot__has_every_device_the_busiest_first(tmp_path: Path) -> None:
     traces = [[], [event("alloc", 512)], [event("alloc", 512, n) for n in range(3)], []]
     segments = [segment(8192, device=3), segment(4096, 512, device=1), segment(4096, 512, 512, 512, device=2)]
     trace = import_files(write_snapshot(tmp_path / "s.pickle", segments=segments, device_traces=traces))
@@ -136,14 +136,14 @@ def test_read_snapshot__has_every_device_the_busiest_first(tmp_path: Path) -> No
     assert trace.rank(0).transfers_recorded is False
 
 
-def test_read_snapshot__reads_packed_files(tmp_path: Path) -> None:
+def test_import_snapshot__reads_packed_files(tmp_path: Path) -> None:
     path = write_snapshot(tmp_path / "s.pickle", segments=[segment(4096, 512)], device_traces=[[event("alloc", 512)]])
     packed = tmp_path / "s.pickle.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert pool_sizes(import_files(packed), "requested") == pool_sizes(import_files(path), "requested")
 
 
-def test_read_snapshot__keeps_the_order_of_events_if_clocks_jump_back(tmp_path: Path) -> None:
+def test_import_snapshot__keeps_the_order_of_events_if_clocks_jump_back(tmp_path: Path) -> None:
     events = [event("alloc", 512, 9), event("alloc", 1024, 7), event("free_completed", 1024, 12)]
     trace = import_files(write_snapshot(tmp_path / "s.pickle", segments=[segment(4096, 512)], device_traces=[events]))
     assert pool_sizes(trace, "requested") == [
@@ -152,32 +152,32 @@ def test_read_snapshot__keeps_the_order_of_events_if_clocks_jump_back(tmp_path: 
 
 
 @pytest.mark.parametrize("parts", [{"device_traces": [[], []]}, {"device_traces": [[event("snapshot", 0)]]}, {}])
-def test_read_snapshot__names_the_call_that_records_events(tmp_path: Path, parts: Any) -> None:
+def test_import_snapshot__names_the_call_that_records_events(tmp_path: Path, parts: Any) -> None:
     with pytest.raises(SourceError, match=r"torch\.cuda\.memory\._record_memory_history\(\)"):
         import_files(write_snapshot(tmp_path / "s.pickle", segments=[segment(4096, 512)], **parts))
 
 
-def test_read_snapshot__refuses_a_snapshot_of_old_torch(tmp_path: Path) -> None:
+def test_import_snapshot__refuses_a_snapshot_of_old_torch(tmp_path: Path) -> None:
     (tmp_path / "s.pickle").write_bytes(pickle.dumps([segment(4096, 512)]))
     with pytest.raises(SourceError, match="has no events"):
         import_files(tmp_path / "s.pickle")
 
 
-def test_read_snapshot__has_no_timeline_without_releases(tmp_path: Path) -> None:
+def test_import_snapshot__has_no_timeline_without_releases(tmp_path: Path) -> None:
     events = [event("segment_alloc", 4096), event("alloc", 512), event("alloc", 1024, 1)]
     trace = import_files(write_snapshot(tmp_path / "s.pickle", segments=[segment(4096, 512)], device_traces=[events]))
     assert pool_sizes(trace, "requested") == []
     assert "s.pickle, cuda:0: no requested timeline: its releases were not recorded" in trace.notes
 
 
-def test_read_snapshot__notes_sizes_that_may_be_too_low(tmp_path: Path) -> None:
+def test_import_snapshot__notes_sizes_that_may_be_too_low(tmp_path: Path) -> None:
     events = [event("alloc", 512), event("alloc", 1024, 1), event("free_requested", 512, 2)]
     trace = import_files(write_snapshot(tmp_path / "s.pickle", segments=[segment(4096)], device_traces=[events]))
     assert [size for _, size in pool_sizes(trace, "requested")] == [0, 512, 1536, 1024, 1024]
     assert any("may be too low" in note for note in trace.notes)
 
 
-def test_read_snapshot__notes_out_of_memory(tmp_path: Path) -> None:
+def test_import_snapshot__notes_out_of_memory(tmp_path: Path) -> None:
     events = [event("alloc", 512), *(event("oom", 3 * 10**9, 10**6 * n) for n in range(5))]
     trace = import_files(write_snapshot(tmp_path / "s.pickle", segments=[segment(4096, 512)], device_traces=[events]))
     assert "s.pickle, cuda:0: out of memory at 2023-11-14 22:13:22 UTC, when 3.00 GB were requested" in trace.notes
@@ -208,20 +208,20 @@ def test_rank_of__refuses_two_files_of_one_rank(tmp_path: Path) -> None:
         {"time_us": 1 << 60},
     ],
 )
-def test_read_snapshot__refuses_impossible_numbers(tmp_path: Path, entry: dict[str, int]) -> None:
+def test_import_snapshot__refuses_impossible_numbers(tmp_path: Path, entry: dict[str, int]) -> None:
     events = [{**event("alloc", 512), **entry}]
     with pytest.raises(SourceError, match="is damaged"):
         import_files(write_snapshot(tmp_path / "s.pickle", segments=[segment(4096, 512)], device_traces=[events]))
 
 
-def test_read_snapshot__refuses_sums_that_would_overflow(tmp_path: Path) -> None:
+def test_import_snapshot__refuses_sums_that_would_overflow(tmp_path: Path) -> None:
     events = [event("alloc", (1 << 48) - 1, n) for n in range(1 << 15)]
     with pytest.raises(SourceError, match="add up to more than any device has"):
         import_files(write_snapshot(tmp_path / "s.pickle", device_traces=[events]))
 
 
 @pytest.mark.parametrize("name", [*REAL, "made"])
-def test_read_snapshot__reads_or_refuses_damaged_files(tmp_path: Path, name: str) -> None:
+def test_import_snapshot__reads_or_refuses_damaged_files(tmp_path: Path, name: str) -> None:
     drawn = random.Random(name)
     acts = [(drawn.randrange(4), drawn.randrange(1, 1 << 30), False, bool(drawn.randrange(2))) for _ in range(200)]
     original = pickle.dumps(job(acts).snapshot(0)) if name == "made" else real(name).read_bytes()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.profiler.importers.source import Source, SourceError
-from ebbtide.profiler.importers.torch_memory.snapshot_tables import read_tables
+from ebbtide.profiler.memory_snapshot.reader import Snapshot, SnapshotError, read_snapshot
 from tests.conftest import run_process
 
 EVENT = {"action": "alloc", "addr": 1, "size": 512, "stream": 0, "time_us": 1_700_000_000_000_000}
@@ -80,32 +80,36 @@ HOSTILE = {
 }
 
 
+def read(path: Path, seconds: int = 20) -> Snapshot:
+    return read_snapshot(Source(path).open, seconds)
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return tmp_path / "snapshot.pickle"
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_read_tables__raises_one_error_for_a_harmful_pickle(name: str, source: Path) -> None:
+def test_read_snapshot__raises_one_error_for_a_harmful_pickle(name: str, source: Path) -> None:
     source.write_bytes(HOSTILE[name])
-    with pytest.raises(SourceError) as refusal:
-        read_tables(Source(source), seconds=1)
-    assert str(source) in str(refusal.value)
+    with pytest.raises((SnapshotError, SourceError)) as refusal:
+        read(source, seconds=1)
+    assert str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
-def test_read_tables__harmful_pickles_cost_little_memory(tmp_path: Path) -> None:
+def test_read_snapshot__harmful_pickles_cost_little_memory(tmp_path: Path) -> None:
     for number, data in enumerate(HOSTILE.values()):
         (tmp_path / f"{number}.pickle").write_bytes(data)
     script = """if True:
         import resource, sys
         from pathlib import Path
-        from ebbtide.profiler.importers.torch_memory.snapshot_tables import read_tables
         from ebbtide.profiler.importers.source import Source, SourceError
+        from ebbtide.profiler.memory_snapshot.reader import SnapshotError, read_snapshot
         for path in Path(sys.argv[1]).iterdir():
             try:
-                read_tables(Source(path), seconds=1)
-            except SourceError:
+                read_snapshot(Source(path).open, seconds=1)
+            except (SnapshotError, SourceError):
                 continue
         # Its own ru_maxrss is that of whoever started it, where that was larger.
         own = next(line for line in open("/proc/self/status") if line.startswith("VmHWM:")).split()[1]
@@ -116,44 +120,83 @@ def test_read_tables__harmful_pickles_cost_little_memory(tmp_path: Path) -> None
     assert max(map(int, run.stdout.split())) << 10 < 512 << 20
 
 
-def test_read_tables__runs_nothing_from_the_file(tmp_path: Path, source: Path) -> None:
+def test_read_snapshot__runs_nothing_from_the_file(tmp_path: Path, source: Path) -> None:
     mark = tmp_path / "mark"
     source.write_bytes(pickle.dumps({"segments": [Caller(mark)]}))
-    with pytest.raises(SourceError, match=r"it asks to run posix\.system, which was refused"):
-        read_tables(Source(source))
+    with pytest.raises(SnapshotError, match=r"it asks to run posix\.system, which was refused"):
+        read(source)
     assert not mark.exists()
 
 
-def test_read_tables__removes_control_characters_from_errors(source: Path) -> None:
+def test_read_snapshot__removes_control_characters_from_errors(source: Path) -> None:
     source.write_bytes(b"\x80\x04\x8c\x04\x1b[2J\x8c\x01x\x93.")
-    with pytest.raises(SourceError, match=r"it asks to run \?\[2J\.x, which was refused"):
-        read_tables(Source(source))
+    with pytest.raises(SnapshotError, match=r"it asks to run \?\[2J\.x, which was refused"):
+        read(source)
 
 
-def test_read_tables__refuses_objects_outside_the_file(source: Path) -> None:
+def test_read_snapshot__refuses_objects_outside_the_file(source: Path) -> None:
     with source.open("wb") as file:
         Elsewhere(file).dump({"segments": ["outside"]})
-    with pytest.raises(SourceError, match="outside the file, which was refused"):
-        read_tables(Source(source))
+    with pytest.raises(SnapshotError, match="outside the file, which was refused"):
+        read(source)
 
 
-def test_read_tables__gives_the_reason_for_events_without_times(source: Path) -> None:
+def test_read_snapshot__gives_the_reason_for_events_without_times(source: Path) -> None:
     event = {key: value for key, value in EVENT.items() if key != "time_us"}
     source.write_bytes(pickle.dumps({"segments": [], "device_traces": [[event]]}))
-    with pytest.raises(SourceError, match="no times"):
-        read_tables(Source(source))
+    with pytest.raises(SnapshotError, match="no times"):
+        read(source)
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
-def test_read_tables__reads_plain_data(protocol: int, source: Path) -> None:
+def test_read_snapshot__reads_plain_data(protocol: int, source: Path) -> None:
     block = {"size": 1024, "state": "active_allocated"}
     blocks = [{**block, "requested_size": 700}, {**block, "history": [{"real_size": 600}]}, block]
     segment = {"device": 1, "address": 0, "total_size": 4096, "blocks": blocks}
     unknown = {"action": "user_defined", "size": 0}
     source.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[EVENT, unknown], []]}, protocol))
-    tables = read_tables(Source(source))
-    assert tables["events"].to_dict("records") == [
-        {"device": 0, "action": 0, "time_us": EVENT["time_us"], "bytes": EVENT["size"]}
+    snapshot = read(source)
+    assert snapshot.events.to_dict("records") == [
+        {"device": 0, "action": 0, "time_us": EVENT["time_us"], "bytes": 512, "address": 1, "stack": -1}
     ]
-    assert tables["segments"].to_dict("records") == [{"device": 1, "bytes": 4096}]
-    assert tables["blocks"]["requested"].tolist() == [700, 600, 1024]
+    assert snapshot.segments.to_dict("records") == [{"device": 1, "bytes": 4096, "pool": 0}]
+    assert snapshot.blocks["requested"].tolist() == [700, 600, 1024]
+    assert snapshot.blocks["address"].tolist() == [0, 1024, 2048]
+
+
+def frame(name: str, file: str = "/job/train.py", line: int = 1) -> dict[str, object]:
+    return {"name": name, "filename": file, "line": line}
+
+
+def test_read_snapshot__keeps_the_python_frames_of_stacks_and_each_stack_once(source: Path) -> None:
+    native = frame("at::empty_cuda", "??", 0), frame("_PyEval_EvalFrameDefault", "", 0)
+    stack = [native[0], frame("step"), native[1], frame("main", line=7)]
+    node = frame("torch::autograd::generated::MulBackward0::apply(std::vector<at::Tensor>)", "", 0)
+    engine = frame("torch::autograd::Engine::thread_main(std::shared_ptr<torch::autograd::GraphTask>)", "", 0)
+    workspace = frame("at::cuda::getNewWorkspace()", "", 0)
+    stacks = [stack, [*stack], [native[0], node, engine], [frame("recompute"), node, engine], [], [*native]]
+    stacks += [[workspace, node, engine]]
+    events = [{**EVENT, "frames": frames} for frames in stacks]
+    source.write_bytes(pickle.dumps({"segments": [], "device_traces": [events]}))
+    snapshot = read(source)
+    assert snapshot.stacks == [
+        "main (/job/train.py:7)\nstep (/job/train.py:1)",
+        "autograd engine\nMulBackward0",
+        "autograd engine\nMulBackward0\nrecompute (/job/train.py:1)",
+        "autograd engine\nMulBackward0\ncuBLAS workspace",
+    ]
+    assert snapshot.events["stack"].tolist() == [0, 0, 1, 2, -1, -1, 3]
+
+
+def test_read_snapshot__removes_control_characters_from_stacks(source: Path) -> None:
+    event = {**EVENT, "frames": [frame("\x1b[2J\n" + "x" * 1000)]}
+    source.write_bytes(pickle.dumps({"segments": [], "device_traces": [[event]]}))
+    (stack,) = read(source).stacks
+    assert stack == "?[2J?" + "x" * 295
+
+
+@pytest.mark.parametrize("size", [-1, 1 << 48])
+def test_read_snapshot__refuses_sizes_that_no_device_has(size: int, source: Path) -> None:
+    source.write_bytes(pickle.dumps({"segments": [], "device_traces": [[{**EVENT, "size": size}]]}))
+    with pytest.raises(SnapshotError, match=f"it has {size} for bytes"):
+        read(source)

@@ -1,0 +1,193 @@
+"""Divides the memory of a device at a time by what holds it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.metrics.devices import main_device, peak_pool
+from ebbtide.analysis.metrics.holders.categories import CATEGORIES, categorized_allocations
+from ebbtide.analysis.metrics.holders.stacks import call_site
+from ebbtide.analysis.timeseries.step_functions import Ints
+from ebbtide.profiler.trace import Trace
+
+_BEFORE = "allocated before the recording"
+_KEYS = ["category", "module", "site"]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Bytes held at a time by one category, module and call site; None where not known.
+
+    Attributes:
+        category: `parameter`, `gradient`, `optimizer_state`, `activation` or `temporary`; those of torch's profiler in
+            an imported memory timeline.
+        module: Dotted name of the module.
+        site: The place in the user's code that allocated it, as `function (file:line)`.
+        bytes: Bytes.
+    """
+
+    category: str | None
+    module: str | None
+    site: str | None
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The holders of the memory of a device at a time.
+
+    Attributes:
+        pool: The pool that was divided.
+        device: The device.
+        t_ms: The time, from the start of the trace.
+        bytes: Bytes of the pool at that time, the sum of all holders.
+        holders: The largest first.
+    """
+
+    pool: str
+    device: str
+    t_ms: float
+    bytes: int
+    holders: list[Holder]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `ebbtide memory --at ... --json` prints."""
+        return asdict(self)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a row per holder, with the fields of `Holder` as columns."""
+        return to_frame(self.holders, Holder)
+
+    def by(self, key: str) -> list[tuple[str | None, int]]:
+        """Return (value, bytes) for each value of `category`, `module` or `site`, the largest first."""
+        sums: dict[str | None, int] = {}
+        for holder in self.holders:
+            value = getattr(holder, key)
+            sums[value] = sums.get(value, 0) + holder.bytes
+        return sorted(sums.items(), key=lambda item: -item[1])
+
+
+def holders_at(trace: Trace, rank: int, at_ns: int | None = None, device: str | None = None) -> Holders | None:
+    """Divide the memory of a device at a time by what holds it.
+
+    The most exact record counts: each allocation (of a memory snapshot, or of `--allocator-iterations`), else tensors
+    by category (of a memory timeline), else what the recorder found of parameters, gradients and optimizer state.
+
+    Args:
+        trace: The trace.
+        rank: The rank.
+        at_ns: The time, ns; None: that of the largest use.
+        device: The device; None: the rank's first one.
+
+    Returns:
+        None if no memory of the device was recorded at that time.
+    """
+    device = device or main_device(trace, rank)
+    source = _divided_pool(trace, rank, device)
+    if device is None or source is None:
+        return None
+    times, sizes = _timeline(trace, rank, source, device)
+    if at_ns is None:
+        at_ns = int(times[np.argmax(sizes)])
+    position = int(np.searchsorted(times, at_ns, side="right")) - 1
+    if position < 0:
+        return None
+    total = int(sizes[position])
+    if source == "requested":
+        holders = _from_allocations(trace, rank, device, at_ns)
+    elif source == "tensors":
+        holders = _from_pools(trace, rank, device, at_ns)
+    else:
+        holders = _from_inventory(trace, rank, device, at_ns)
+    rest = total - sum(holder.bytes for holder in holders)
+    if rest > 0:
+        holders.append(Holder(None, None, None, rest))
+    span = trace.span_ns()
+    assert span is not None
+    holders.sort(key=lambda holder: -holder.bytes)
+    return Holders(source, device, (at_ns - span[0]) / 1e6, total, holders)
+
+
+def memory_by_category(trace: Trace, rank: int, device: str) -> dict[str | None, tuple[Ints, Ints]]:
+    """Return (times in ns, bytes) of each category of the recorded allocations of a device, None for those without one.
+
+    At each time the categories add up to the pool `requested`. Empty where allocations were not recorded.
+    """
+    rows = categorized_allocations(trace, rank, device)
+    categories = rows["category"].where(rows["category"].notna(), None)
+    timelines: dict[str | None, tuple[Ints, Ints]] = {}
+    for category in (*CATEGORIES, None):
+        live = rows[categories.isna() if category is None else categories == category]
+        if live.empty:
+            continue
+        released = live[live["end_ns"] < np.iinfo(np.int64).max]
+        times = np.concatenate([live["start_ns"], released["end_ns"]])
+        changes = np.concatenate([live["bytes"], -released["bytes"]])
+        order = np.argsort(times, kind="stable")
+        times, sizes = times[order], changes[order].cumsum()
+        last = np.append(times[1:] != times[:-1], True)
+        timelines[category] = times[last], sizes[last]
+    return timelines
+
+
+def _divided_pool(trace: Trace, rank: int, device: str | None) -> str | None:
+    """Return the pool whose holders are known best; None if the trace has no memory of the device."""
+    if (trace.allocations(rank)["device"] == device).any():
+        return "requested"
+    memory = trace.memory(rank)
+    pools = set(memory.loc[memory["device"] == device, "pool"])
+    pool = "tensors" if "tensors" in pools else peak_pool(trace)
+    return pool if pool in pools else None
+
+
+def _timeline(trace: Trace, rank: int, pool: str, device: str) -> tuple[Ints, Ints]:
+    memory = trace.memory(rank)
+    rows = memory[(memory["pool"] == pool) & (memory["device"] == device)]
+    return rows["t_ns"].to_numpy(np.int64), rows["bytes"].to_numpy(np.int64)
+
+
+def _from_allocations(trace: Trace, rank: int, device: str, at_ns: int) -> list[Holder]:
+    rows = categorized_allocations(trace, rank, device)
+    live = rows[(rows["start_ns"] <= at_ns) & (rows["end_ns"] > at_ns)]
+    stacks = live["stack"].cat.remove_unused_categories()
+    sites = np.array([*map(call_site, stacks.cat.categories), None], dtype=object)[stacks.cat.codes.to_numpy()]
+    older = (live["start_ns"] == rows["start_ns"].min()) & live["stack"].isna() & live["category"].isna()
+    live = live.assign(site=np.where(older, _BEFORE, sites))
+    sums = live.groupby(_KEYS, dropna=False, observed=True)["bytes"].sum()
+    holders = []
+    for key, size in sums.items():
+        category, module, site = (None if pd.isna(value) else str(value) for value in key)
+        holders.append(Holder(category, module, site, int(size)))
+    return holders
+
+
+def _from_pools(trace: Trace, rank: int, device: str, at_ns: int) -> list[Holder]:
+    holders = []
+    for pool in sorted(trace.memory(rank)["pool"].unique()):
+        _, slash, category = str(pool).partition("tensors/")
+        times, sizes = _timeline(trace, rank, str(pool), device)
+        position = int(np.searchsorted(times, at_ns, side="right")) - 1
+        if slash and category != "unknown" and position >= 0 and sizes[position] > 0:
+            holders.append(Holder(category, None, None, int(sizes[position])))
+    return holders
+
+
+def _from_inventory(trace: Trace, rank: int, device: str, at_ns: int) -> list[Holder]:
+    """Return what the recorder found of parameters and optimizer state, and in an update of gradients."""
+    inventories = trace.rank(rank).inventories
+    if not inventories:
+        return []
+    inventory = next((entry for entry in reversed(inventories) if entry.t_ns <= at_ns), inventories[0])
+    updates = trace.phases(rank)
+    updates = updates[updates["phase"] == "update"]
+    in_update = bool(((updates["start_ns"] <= at_ns) & (updates["end_ns"] >= at_ns)).any())
+    return [
+        Holder(entry.category, entry.module, None, entry.bytes)
+        for entry in inventory.holders
+        if entry.device == device and (entry.category != "gradient" or in_update or inventory.t_ns == at_ns)
+    ]
