@@ -9,6 +9,9 @@ from typing import Annotated
 import typer
 
 from ebbtide.cli.options import Force, size
+from ebbtide.phases import ITERATION_PARTS
+
+_RANGE_MEANINGS = (*ITERATION_PARTS, "iteration")
 
 
 def import_(
@@ -16,7 +19,8 @@ def import_(
         list[Path],
         typer.Argument(
             metavar="SOURCE...",
-            help="Files of one run: DeepSpeed log, NVML monitor CSV, torch.profiler traces, memory snapshot.",
+            help="Files of one run, or their folder: logs of DeepSpeed or Megatron-LM, torch.profiler traces, memory "
+            "snapshots and timelines, Nsight Systems exports, output of nvidia-smi, DCGM or other GPU monitors.",
         ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="RUN.ebb", help="Trace to write.")],
@@ -24,7 +28,8 @@ def import_(
         str | None,
         typer.Option(
             metavar="F",
-            help="Format: deepspeed-log, kineto, memory-timeline, nvml-monitor, torch-snapshot.",
+            help="Format: deepspeed-log, kineto, megatron-log, memory-timeline, nsys, nsys-csv, nvml-monitor, "
+            "torch-snapshot.",
             show_default="recognised by content",
         ),
     ] = None,
@@ -50,6 +55,15 @@ def import_(
             show_default="use their times, which must overlap",
         ),
     ] = None,
+    phase: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PHASE",
+            help="NVTX ranges of Nsight Systems called NAME are forward, backward, update, iteration, or other (none "
+            "of these); * in NAME stands for any text. Repeatable.",
+            show_default="by the words in their names",
+        ),
+    ] = None,
     force: Force = False,
 ) -> None:
     """Convert files of other tools into a trace.
@@ -58,12 +72,13 @@ def import_(
     """
     capacity_bytes = size(capacity) if capacity is not None else None
     lanes = _link(link) if link is not None else None
+    phases = dict(map(_phase, phase or []))
 
     from ebbtide.profiler.importers.importer import Hardware
     from ebbtide.profiler.importers.load import import_trace
     from ebbtide.profiler.recording import next_commands
 
-    trace = import_trace(sources, output, format, force, Hardware(capacity_bytes, lanes), align)
+    trace = import_trace(sources, output, format, force, Hardware(capacity_bytes, lanes), align, phases)
     for note in trace.notes:
         typer.echo(f"ebbtide: {note}", err=True)
     typer.echo(f"ebbtide: {next_commands(trace)}", err=True)
@@ -75,3 +90,10 @@ def _link(text: str) -> tuple[int, int]:
         raise typer.BadParameter(f"{text!r} is not a link: write generation x lanes, e.g. 5x16")
     generation, width = match.groups()
     return int(generation), int(width)
+
+
+def _phase(text: str) -> tuple[str, str]:
+    name, _, meaning = text.rpartition("=")
+    if not name or meaning not in _RANGE_MEANINGS:
+        raise typer.BadParameter(f"{text!r} assigns no phase: write NAME={'|'.join(_RANGE_MEANINGS)}")
+    return name, meaning

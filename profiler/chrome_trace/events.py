@@ -35,8 +35,13 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     sequence: _Whole = msgspec.field(name="Sequence number", default=MISSING)
     allocated: _Whole = msgspec.field(name="Total Allocated", default=MISSING)
     reserved: _Whole = msgspec.field(name="Total Reserved", default=MISSING)
+    address: _Whole = msgspec.field(name="Addr", default=MISSING)
+    size: _Whole = msgspec.field(name="Bytes", default=0)
     device_type: _Whole = msgspec.field(name="Device Type", default=MISSING)
     device_id: _Whole = msgspec.field(name="Device Id", default=MISSING)
+    collective: Any = msgspec.field(name="Collective name", default=None)
+    group_name: Any = msgspec.field(name="Process Group Name", default=None)
+    group_ranks: Any = msgspec.field(name="Process Group Ranks", default=None)
 
 
 class Event(msgspec.Struct, gc=False, frozen=True):
@@ -47,6 +52,7 @@ class Event(msgspec.Struct, gc=False, frozen=True):
         name: Name.
         ts: Start in microseconds after the trace's base; UNSET if the event has no time. `spans` converts to ns.
         dur: Duration in microseconds.
+        tid: Thread: a number, or the name of a stream; None if the event has none.
         args: The fields of `args` that are read.
     """
 
@@ -54,6 +60,7 @@ class Event(msgspec.Struct, gc=False, frozen=True):
     name: str = ""
     ts: _WholeUs | _FloatUs | UnsetType = UNSET
     dur: _WholeDurationUs | _FloatDurationUs = 0
+    tid: Any = None
     args: Args = Args()
 
 

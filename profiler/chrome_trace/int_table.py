@@ -29,5 +29,7 @@ class IntTable:
         self._blocks.append(np.column_stack(columns))
 
     def table(self) -> pd.DataFrame:
-        """Return all rows so far."""
-        return pd.DataFrame(np.concatenate(self._blocks), columns=[*self._names])
+        """Return all rows so far. Do not change them."""
+        # One block afterwards: the small ones would double the memory.
+        self._blocks = [np.concatenate(self._blocks)]
+        return pd.DataFrame(self._blocks[0], columns=[*self._names])

@@ -21,7 +21,8 @@ class Recognition(IntEnum):
     FIXED_LAYOUT = 1
     JSON_KEYS = 2
     COLUMN_NAMES = 3
-    WORDS = 4
+    LOG_LINES = 4
+    WORDS = 5
 
 
 class Stage(IntEnum):
@@ -60,10 +61,13 @@ class ImportOptions:
     Attributes:
         hardware: Figures that the user states. They replace those of the files after all imports.
         sources: All files of the run by format. A DeepSpeed log takes its time zone from a monitor file, for example.
+        phases: Meanings of NVTX ranges by their names, where `*` stands for any text: `forward`, `backward`, `update`,
+            `iteration`, or `other` for ranges that are none of these.
     """
 
     hardware: Hardware = Hardware()
     sources: Mapping[str, Sequence[Source]] = field(default_factory=dict)
+    phases: Mapping[str, str] = field(default_factory=dict)
 
 
 class Importer(Protocol):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ebbtide.profiler.importers.alignment import FileTimes
+from ebbtide.profiler.importers.folders import expand_folders
 from ebbtide.profiler.importers.importer import Hardware, ImportOptions
 from ebbtide.profiler.importers.registry import find_importers
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
 from ebbtide.profiler.trace import Trace, TraceBuilder
+
+# Formats whose importers read `ImportOptions.phases`.
+_FORMATS_WITH_RANGES = ("nsys", "nsys-csv")
 
 
 def import_trace(
@@ -21,17 +25,19 @@ def import_trace(
     force: bool = False,
     hardware: Hardware | None = None,
     align: str | None = None,
+    phases: Mapping[str, str] | None = None,
 ) -> Trace:
     """Write one trace from the files of one run.
 
     Args:
-        paths: The files. Several files must be from one run, on one clock.
+        paths: The files, or folders of files of one format. Several files must be from one run, on one clock.
         output: Path of the trace.
         format: Format of all files; None: each file is recognized by its contents.
         force: Replace an existing trace.
         hardware: Figures that replace those of the files.
         align: Move the files so that they begin at the same time: with the first one (`start`), or with the file of
             this path. None: their times are used as they are, and must overlap.
+        phases: Meanings of NVTX ranges by their names, see `ImportOptions`.
 
     Returns:
         The trace.
@@ -44,12 +50,18 @@ def import_trace(
     if format is not None and format not in importers:
         raise SourceError(f"{format!r} is not a format: choose one of {', '.join(importers)}")
     sources: dict[str, list[Source]] = {name: [] for name in importers}
-    for path in paths:
+    folder_notes: list[str] = []
+    files = expand_folders(paths, recognize, format, folder_notes)
+    for path in files:
         source = Source(path)
         sources[format or recognize(source)].append(source)
+    if phases and not any(sources[name] for name in _FORMATS_WITH_RANGES):
+        raise SourceError("--phase assigns NVTX ranges: none of the files is of Nsight Systems")
     builder = TraceBuilder("imported", clock={"name": "unix", "host": None, "wall_offset_ns": 0})
     builder.meta["imported"] = [{"format": name, "file": s.path.name} for name in importers for s in sources[name]]
-    options = ImportOptions(hardware or Hardware(), sources)
+    for note in folder_notes:
+        builder.note(note)
+    options = ImportOptions(hardware or Hardware(), sources, phases or {})
     undated: list[Source] = []
     times = FileTimes(builder)
     for importer in sorted(importers.values(), key=lambda importer: importer.stage):
@@ -57,7 +69,7 @@ def import_trace(
             undated += importer.import_into(builder, sources[importer.format], options)
             times.add(importer.format, sources[importer.format])
     if undated:
-        _accept_undated(undated[0], builder, alone=len(undated) == len(paths) or align is not None)
+        _accept_undated(undated[0], builder, alone=len(undated) == len(files) or align is not None)
     if align is None:
         times.check()
     else:
@@ -84,7 +96,8 @@ def _accept_undated(source: Source, builder: TraceBuilder, alone: bool) -> None:
     if not alone:
         raise SourceError(
             f"{source} has no dates, so it cannot be combined with other files: import it alone, or record dates next "
-            "time (nvidia-smi dmon -o DT; the output of a job: | ts '%Y-%m-%dT%H:%M:%.S'), or pass --align start"
+            "time (nvidia-smi dmon -o DT; `date +%s` before each scrape of dcgm-exporter; the output of a job: "
+            "| ts '%Y-%m-%dT%H:%M:%.S'), or pass --align start"
         )
     builder.meta["clock"] = {"name": "unknown", "host": None, "wall_offset_ns": None}
 

@@ -10,12 +10,12 @@ from ebbtide.profiler.importers.deepspeed.log_data import (
     HostMemory,
     MarkedPhase,
     MemoryMark,
-    MemoryReport,
     MicroStep,
     PhaseBoundary,
     StepTimers,
     UpdatePart,
 )
+from ebbtide.profiler.importers.deepspeed.memory_report import MemoryReport, read_reports
 from ebbtide.profiler.importers.deepspeed.partial_steps import micro_steps_of_marks, steps_of_micro_steps
 from ebbtide.profiler.importers.text_log import LogLine
 
@@ -30,11 +30,6 @@ _MARK = re.compile(r"\bEngine (before|after) (forward|backward|step)\b")
 _MARKED_PHASES = {"forward": FORWARD, "backward": BACKWARD, "step": UPDATE}
 _SIZE = r"(\d{1,7}(?:\.\d{1,9})?)"
 _MEMORY = re.compile(rf"\bMA {_SIZE} GB\s{{1,20}}Max_MA {_SIZE} GB\s{{1,20}}CA {_SIZE} GB\s{{1,20}}Max_CA {_SIZE} GB")
-# Megatron's report after its first iterations. Its MB are MiB.
-_REPORT = re.compile(
-    r"\[Rank (\d{1,7})\] \(after \d{1,12} iterations\) memory \(MB\) \| allocated: [\d.]{1,32} \| "
-    r"max allocated: (\d{1,9}(?:\.\d{1,20})?) \| reserved: [\d.]{1,32} \| max reserved: (\d{1,9}(?:\.\d{1,20})?)"
-)
 _HOST = re.compile(rf"CPU Virtual Memory:\s{{1,20}}used = {_SIZE} GB, percent = {_SIZE}%")
 # Limits per step. A log with more is damaged.
 _MAX_MICRO_STEPS = 1 << 16
@@ -77,10 +72,8 @@ class TimerReader:
         elif "CPU Virtual" in line.text and self.marks and (host := _HOST.search(line.text)):
             used, percent = map(float, host.groups())
             self.marks[-1].host = HostMemory(round(used * GIB), percent / 100)
-        elif "memory (MB)" in line.text:
-            for rank, allocated, reserved in _REPORT.findall(line.text):
-                peaks = (round(float(size) * 2**20) for size in (allocated, reserved))
-                self.reports[int(rank)] = MemoryReport(int(rank), *peaks)
+        else:
+            self.reports.update((report.rank, report) for report in read_reports(line.text))
 
     @property
     def timed_micro_steps(self) -> bool:

@@ -9,16 +9,17 @@ from ebbtide.phases import FORWARD
 from ebbtide.profiler.importers.deepspeed.clock import clock_offset_ns
 from ebbtide.profiler.importers.deepspeed.durations import TimerReader
 from ebbtide.profiler.importers.deepspeed.log_data import MarkedPhase, MemoryMark
-from ebbtide.profiler.importers.deepspeed.metadata import add_metadata
+from ebbtide.profiler.importers.deepspeed.memory_report import add_report
+from ebbtide.profiler.importers.deepspeed.metadata import add_metadata, monitored_ranks
 from ebbtide.profiler.importers.deepspeed.phases import TimedPhase, has_times, time_phases
-from ebbtide.profiler.importers.deepspeed.rows import add_memory, add_phases, add_report
+from ebbtide.profiler.importers.deepspeed.rows import add_memory, add_phases
 from ebbtide.profiler.importers.deepspeed.settings import JobSettings, SettingsReader
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.nvml_monitor.importer import FORMAT as MONITOR_FORMAT
 from ebbtide.profiler.importers.nvml_monitor.monitor import Coverage, read_coverage
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.importers.text_log import LogLine, read_lines, zone_ns
-from ebbtide.profiler.trace import RankBuilder, TraceBuilder
+from ebbtide.profiler.trace import TraceBuilder
 
 _SIGNATURES = re.compile(r"time \(ms\) \||\bMax_MA \d|see_memory_usage|[Dd]eep[Ss]peed|DEEPSPEED")
 # Number of lines that are searched for the signatures.
@@ -98,7 +99,7 @@ def read_log(source: Source, builder: TraceBuilder, monitors: Coverage | None) -
         builder.note(note)
     offset_ns = clock_offset_ns(source, builder, zone, _span_ns(phases, timers.marks), monitors) if timed else 0
     ranks = add_metadata(builder, settings_reader.settings, timers.marks)
-    phase_ranks = _ranks_with_phases(ranks, monitors)
+    phase_ranks = sorted({0, *monitored_ranks(ranks, monitors)})
     for rank in phase_ranks:
         add_phases(ranks[rank], phases, timers.steps, offset_ns)
     if len(ranks) > 1 and phases:
@@ -145,12 +146,3 @@ def _missing_parts(timers: TimerReader, settings: JobSettings, timed: bool) -> I
         yield "the log does not state the number of parameters"
     if settings.world_size is None:
         yield "the log does not state the number of ranks: 1 is assumed"
-
-
-def _ranks_with_phases(ranks: dict[int, RankBuilder], monitors: Coverage | None) -> list[int]:
-    """Return the ranks that get the phases: rank 0, and the other ranks whose device the monitor files cover."""
-    owners: dict[str, int] = {}
-    for rank, entry in ranks.items():
-        owners.setdefault(entry.meta["devices"][0]["device"], rank)
-    covered = [f"cuda:{number}" for number in monitors.devices] if monitors is not None else []
-    return sorted({0, *(owners[device] for device in covered if device in owners)})

@@ -49,20 +49,6 @@ class UpdatePart(NamedTuple):
     t_ns: int | None
 
 
-class MemoryReport(NamedTuple):
-    """Memory that Megatron printed once for a rank, in bytes.
-
-    Attributes:
-        rank: The rank.
-        peak_allocated: Peak of allocated memory since the start of the job.
-        peak_reserved: Peak of reserved memory since the start of the job.
-    """
-
-    rank: int
-    peak_allocated: int
-    peak_reserved: int
-
-
 class HostMemory(NamedTuple):
     """Memory in use on the whole host.
 

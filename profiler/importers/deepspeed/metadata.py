@@ -7,6 +7,7 @@ from typing import Any
 
 from ebbtide.profiler.importers.deepspeed.log_data import HostMemory, MemoryMark
 from ebbtide.profiler.importers.deepspeed.settings import JobSettings
+from ebbtide.profiler.importers.nvml_monitor.monitor import Coverage
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 # A log has data of rank 0, and monitor files of the ranks on its host: the files of more ranks would be empty.
@@ -43,7 +44,7 @@ def add_metadata(builder: TraceBuilder, settings: JobSettings, marks: list[Memor
         "subgroup_params": [subgroups[key] for key in sorted(subgroups)] or None,
         "activation_checkpointing": settings.checkpointing or None,
     }
-    ranks = _add_ranks(builder, settings)
+    ranks = add_ranks(builder, settings)
     shard, total = settings.shard_params(), settings.params()
     for rank, entry in ranks.items():
         entry.meta["model"] = {"total_params": total, "params": shard if shard is not None else total}
@@ -56,7 +57,8 @@ def add_metadata(builder: TraceBuilder, settings: JobSettings, marks: list[Memor
     return ranks
 
 
-def _add_ranks(builder: TraceBuilder, settings: JobSettings) -> dict[int, RankBuilder]:
+def add_ranks(builder: TraceBuilder, settings: JobSettings) -> dict[int, RankBuilder]:
+    """Add an entry for each rank of a job, with its device, and return the builders by rank."""
     world_size = settings.world_size or 1
     local_devices = settings.visible_devices or list(range(world_size))
     ranks = {}
@@ -69,3 +71,17 @@ def _add_ranks(builder: TraceBuilder, settings: JobSettings) -> dict[int, RankBu
             entry.meta["devices"] = [{"device": device, "kind": "cuda", "capacity_bytes": None, "link": None}]
         ranks[number] = entry
     return ranks
+
+
+def monitored_ranks(ranks: dict[int, RankBuilder], monitors: Coverage | None) -> list[int]:
+    """Return the ranks whose device monitor files cover.
+
+    Args:
+        ranks: The builders of the ranks.
+        monitors: What the files cover; None if there are none.
+    """
+    owners: dict[str, int] = {}
+    for rank, entry in ranks.items():
+        owners.setdefault(entry.meta["devices"][0]["device"], rank)
+    covered = [f"cuda:{number}" for number in monitors.devices] if monitors is not None else []
+    return [owners[device] for device in covered if device in owners]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ebbtide.phases import BACKWARD, UPDATE
-from ebbtide.profiler.importers.deepspeed.log_data import MemoryMark, MemoryReport, StepTimers
+from ebbtide.profiler.importers.deepspeed.log_data import MemoryMark, StepTimers
 from ebbtide.profiler.importers.deepspeed.phases import PhaseKey, TimedPhase, boundary_time_ns
 from ebbtide.profiler.trace import RankBuilder
 
@@ -33,13 +33,6 @@ def add_phases(entry: RankBuilder, phases: list[TimedPhase], steps: list[StepTim
 
 def _add_op(entry: RankBuilder, name: str, start: int, end: int, iteration: int) -> None:
     entry.add("ops", start_ns=start, end_ns=end, resource="host", name=name, iteration=iteration)
-
-
-def add_report(entry: RankBuilder, report: MemoryReport, start_ns: int) -> None:
-    """Add the peaks that Megatron reported of a rank, from the start of the first iteration on."""
-    device = entry.meta["devices"][0]["device"]
-    entry.memory(start_ns, report.peak_allocated, "allocated", device)
-    entry.memory(start_ns, report.peak_reserved, "reserved", device)
 
 
 def add_memory(

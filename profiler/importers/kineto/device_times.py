@@ -2,54 +2,24 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import numpy as np
 import pandas as pd
 
-from ebbtide.profiler.chrome_trace.events import Event, spans
-from ebbtide.profiler.chrome_trace.int_table import IntTable
+from ebbtide.profiler.gpu_activities.kinds import COMMUNICATION
 from ebbtide.profiler.importers.kineto.intervals import interval_index
-from ebbtide.profiler.importers.kineto.kernels import COMMUNICATION, kernel_table, kind_of
-
-ACTIVITIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"})
 
 
-class DeviceActivity:
-    """Collects the GPU activities of a trace, and the calls that launched them. Add all events before reading."""
+class DeviceTimes:
+    """Times at which a device ran what the host launched in intervals.
 
-    def __init__(self) -> None:
-        self._names: dict[str, int] = {}
-        self._activities = IntTable("start", "end", "correlation", "device", "stream", "kind", "name")
-        self._launches = IntTable("launched", "correlation")
+    Args:
+        work: `GpuActivities.work`.
+    """
 
-    def add_activities(self, events: list[Event]) -> None:
-        """Add events of the categories in ACTIVITIES."""
-        args = [(event.args.correlation, event.args.device, event.args.stream) for event in events]
-        names = [self._names.setdefault(event.name, len(self._names)) for event in events]
-        self._activities.add(*spans(events), *np.array(args, np.int64).T, [*map(kind_of, events)], names)
-
-    def add_launches(self, events: list[Event]) -> None:
-        """Add calls of the driver: events of `transfers.CALL_CATEGORIES`."""
-        self._launches.add(spans(events)[0], [event.args.correlation for event in events])
-
-    @cached_property
-    def _work(self) -> pd.DataFrame:
-        """All activities, with the time `launched`; missing where the call was not recorded."""
-        launches = self._launches.table().drop_duplicates("correlation").set_index("correlation")["launched"]
-        activities = self._activities.table()
-        launched = launches[launches.index > 0].astype("Int64").reindex(activities["correlation"])
-        return activities.assign(launched=launched.array)
-
-    def busiest(self) -> list[int]:
-        """Return the numbers of the devices that ran anything, by busy time in descending order."""
-        activities = self._work
-        busy = (activities["end"] - activities["start"]).groupby(activities["device"].clip(lower=0)).sum()
-        return [int(device) for device in busy.sort_values(ascending=False, kind="stable").index]
-
-    def kernels(self, base_ns: int) -> pd.DataFrame:
-        """Return the table `kernels`. base_ns: added to the times of the events."""
-        return kernel_table(self._work, [*self._names], base_ns)
+    def __init__(self, work: pd.DataFrame) -> None:
+        launched = work["launched"].notna()
+        self._work = work.loc[launched, ["start", "end", "device", "stream", "kind"]]
+        self._launches = work.loc[launched, "launched"].astype("int64")
 
     def times(self, phases: pd.DataFrame) -> pd.DataFrame:
         """Compute when the device ran each phase: from the first start to the last end of the work launched in it.
@@ -90,9 +60,8 @@ class DeviceActivity:
 
     def _launched_in(self, starts: pd.Series[int], ends: pd.Series[int]) -> pd.DataFrame:
         """Return the work that was launched in intervals, with the number of its `interval`."""
-        work = self._work[self._work["launched"].notna()]
-        work = work.assign(interval=interval_index(work["launched"].astype("int64"), starts, ends))
-        return work[work["interval"] >= 0]
+        interval = interval_index(self._launches, starts, ends)
+        return self._work.assign(interval=interval)[interval >= 0]
 
 
 def _on_main(work: pd.DataFrame) -> pd.Series[bool]:

@@ -13,13 +13,16 @@ from msgspec import UNSET
 
 from ebbtide.profiler.chrome_trace.events import Event
 from ebbtide.profiler.chrome_trace.reader import ChromeTrace
+from ebbtide.profiler.gpu_activities.activities import GpuActivities
+from ebbtide.profiler.gpu_activities.kinds import ACTIVITY_CATEGORIES, CALL_CATEGORIES
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.kineto import memory
-from ebbtide.profiler.importers.kineto.device_times import ACTIVITIES, DeviceActivity
+from ebbtide.profiler.importers.kineto.annotations import ANNOTATION, MAX_COUNT, Annotations
+from ebbtide.profiler.importers.kineto.device_times import DeviceTimes
 from ebbtide.profiler.importers.kineto.marks import CALLS, OPS, Marks
 from ebbtide.profiler.importers.kineto.phases import find_phases
 from ebbtide.profiler.importers.source import Source, SourceError
-from ebbtide.profiler.trace import RankBuilder, TraceBuilder, transfers
+from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 _HEAD = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\{.*"(?:traceEvents|schemaVersion)"\s*:|\[\s*\{.*"ph"\s*:)', re.DOTALL)
 _RANK = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
@@ -65,6 +68,7 @@ def read_trace(source: Source, builder: TraceBuilder, number: int) -> None:
     _add_phases(entry, contents, notes)
     _add_devices(entry, contents, _add_memory(entry, contents, notes))
     _add_device_activity(entry, contents, notes)
+    _add_annotations(entry, contents, notes)
     for note in notes:
         builder.note(f"{source.path.name}: {note}")
 
@@ -73,8 +77,8 @@ class _Contents:
     """The parts of a file's events that are kept."""
 
     def __init__(self, source: Source) -> None:
-        self.marks, self.device = Marks(), DeviceActivity()
-        self.memory, self.transfers = memory.AllocatorMemory(), transfers.Transfers()
+        self.marks, self.annotations = Marks(), Annotations()
+        self.device, self.memory = GpuActivities(), memory.AllocatorMemory()
         with source.open() as file:
             self.trace = ChromeTrace(cast(io.BufferedReader, file))
             try:
@@ -93,15 +97,14 @@ class _Contents:
         for category, events in by_category.items():
             if category in OPS:
                 self.marks.add_ops(events)
+                if category == ANNOTATION:
+                    self.annotations.add(events)
             elif category == CALLS:
                 self.marks.add_calls(events)
-            elif category in transfers.CALL_CATEGORIES:
-                self.device.add_launches(events)
-                self.transfers.add_calls(events)
-            elif category in ACTIVITIES:
+            elif category in CALL_CATEGORIES:
+                self.device.add_calls(events)
+            elif category in ACTIVITY_CATEGORIES:
                 self.device.add_activities(events)
-                if category in transfers.CATEGORIES:
-                    self.transfers.add(events)
             elif category in memory.CATEGORIES:
                 self.memory.add(events)
 
@@ -133,7 +136,8 @@ def _is_count(value: Any) -> bool:
 def _add_phases(entry: RankBuilder, contents: _Contents, notes: list[str]) -> None:
     marked = find_phases(contents.marks, notes)
     table, steps = marked.phases, marked.steps
-    times, step_ends = contents.device.times(table), contents.device.ends(steps)
+    device_times = DeviceTimes(contents.device.work)
+    times, step_ends = device_times.times(table), device_times.ends(steps)
     if contents.trace.stop_reason:
         # Kineto writes the events of the GPU last: those that are there may be a part of what a phase launched.
         times[:] = step_ends[:] = pd.NA
@@ -193,17 +197,25 @@ def _device_entry(name: str, card: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_device_activity(entry: RankBuilder, contents: _Contents, notes: list[str]) -> None:
-    table = contents.transfers.table(contents.trace.base_ns)
-    entry.extend("transfers", **table)
-    if contents.transfers.duplicates:
-        notes.append(f"copies that are in it twice are counted once: {contents.transfers.duplicates}")
+    device, base_ns = contents.device, contents.trace.base_ns
+    copies = device.transfers(base_ns)
+    entry.extend("transfers", **copies)
+    if device.duplicates:
+        notes.append(f"GPU activities that are in it twice are counted once: {device.duplicates}")
     if contents.trace.stop_reason:
         notes.append("copies are at its end, which is cut off: how much was copied is not known")
         return
-    if not contents.device.busiest():
+    if device.work.empty:
         notes.append("it has no GPU events, so no copies (ProfilerActivity.CUDA records them)")
         return
     entry.meta["transfers_recorded"] = True
-    entry.extend("kernels", **contents.device.kernels(contents.trace.base_ns))
-    if table.empty:
+    entry.extend("kernels", **device.kernels(base_ns))
+    if not len(copies["start_ns"]):
         notes.append("it has no copy between host and device")
+
+
+def _add_annotations(entry: RankBuilder, contents: _Contents, notes: list[str]) -> None:
+    ranges = contents.annotations
+    if not ranges.are_kept:
+        notes.append(f"its {ranges.count:,} annotations are left out: a trace keeps up to {MAX_COUNT:,}")
+    entry.extend("annotations", **ranges.columns(contents.trace.base_ns))

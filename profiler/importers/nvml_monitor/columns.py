@@ -5,22 +5,36 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ebbtide.profiler.importers.nvml_monitor.table import TIME, MonitorTable
+from ebbtide.profiler.importers.nvml_monitor.query import TIME
+from ebbtide.profiler.importers.nvml_monitor.table import MonitorTable
 from ebbtide.profiler.importers.nvml_monitor.times import RowTimes, assume_times, read_times
 
-# The names that such files give to each figure.
+# The names that such files give to each figure. Those of the state of a GPU are columns of the table `gpu`.
+STATE = {
+    "utilization_percent": ("utilization.gpu", "gpu_util", "gpu_utilization", "utilization_gpu", "gpu.utilization"),
+    "memory_utilization_percent": ("utilization.memory", "mem_util", "memory_util", "memory_utilization"),
+    "power_w": ("power.draw.instant", "power.draw", "power.draw.average", "pwr", "power_draw", "power_w", "power"),
+    "sm_clock_mhz": ("clocks.current.sm", "clocks.sm", "pclk", "sm_clock", "clocks.gr", "clocks.current.graphics"),
+    "memory_clock_mhz": ("clocks.current.memory", "clocks.mem", "mclk", "mem_clock", "memory_clock"),
+    "temperature_celsius": ("temperature.gpu", "gtemp", "gpu_temp", "temp", "temperature"),
+    "throttle_reasons": ("clocks_event_reasons.active", "clocks_throttle_reasons.active"),
+}
 FIGURES = {
     "used": ("memory.used", "mem_used", "memory_used", "fb"),
     "free": ("memory.free", "mem_free", "memory_free"),
     "total": ("memory.total", "mem_total", "memory_total"),
-    "h2d": ("rxpci", "rx_pci", "pcie.rx", "pcie_rx"),
-    "d2h": ("txpci", "tx_pci", "pcie.tx", "pcie_tx"),
+    "processes": ("memory.processes",),
+    "h2d": ("rxpci", "rx_pci", "pcie.rx", "pcie_rx", "pcirx"),
+    "d2h": ("txpci", "tx_pci", "pcie.tx", "pcie_tx", "pcitx"),
     "generation": ("pcie.link.gen.current", "pcie.link.gen.gpucurrent", "pcie.link.gen"),
     "width": ("pcie.link.width.current", "pcie.link.width"),
     "top_generation": ("pcie.link.gen.max", "pcie.link.gen.gpumax"),
     "top_width": ("pcie.link.width.max",),
+    **STATE,
 }
-_MEMORY, LINK = ("used", "free", "total"), ("h2d", "d2h")
+_MEMORY, LINK = ("used", "free", "total", "processes"), ("h2d", "d2h")
+# A file has something to import if it has a value of one of these.
+SAMPLED = ("used", "free", "processes", *LINK, *STATE)
 # `index` is the last choice: it may be the index of a data frame.
 _DEVICE = ("device_id", "gpu_id", "device", "gpu", "idx", "index")
 DEVICE_FIELDS = {
@@ -50,9 +64,7 @@ def read_figures(table: MonitorTable, columns: dict[str, int | None], notes: lis
     for figure, column in columns.items():
         figures[figure] = np.nan
         if column is not None:
-            numbers = table.text(column).str.extract(r"^(\d[\d.]{0,30}(?:[eE][+-]?\d{1,3})?)", expand=False)
-            values = pd.to_numeric(numbers, errors="coerce")
-            figures[figure] = values.where(values < _MAX_VALUE)
+            figures[figure] = _numbers(table.text(column))
     for group, default_unit in (_MEMORY, _default_memory_unit(table, columns, figures)), (LINK, 2**20):
         for figure in group:
             column = columns[figure]
@@ -62,7 +74,19 @@ def read_figures(table: MonitorTable, columns: dict[str, int | None], notes: lis
             figures[figure] *= _UNITS.get(unit, default_unit)
             if column is not None and group == LINK and unit not in _UNITS:
                 notes.append("does not state the unit of its PCIe figures: MiB/s is assumed")
+    power = columns["power_w"]
+    if power is not None and table.units[power] == "mw":
+        figures["power_w"] /= 1000
     return figures
+
+
+def _numbers(texts: pd.Series[str]) -> pd.Series[float]:
+    """Return the number at the start of each text, decimal or hexadecimal; NaN for none, and for impossible ones."""
+    is_hex = texts.str.fullmatch(r"0x[0-9a-fA-F]{1,16}")
+    decimal = texts.where(~is_hex, "").str.extract(r"^(\d[\d.]{0,30}(?:[eE][+-]?\d{1,3})?)", expand=False)
+    values = pd.to_numeric(decimal, errors="coerce").astype(float)
+    values[is_hex] = [float(int(text, 16)) for text in texts[is_hex]]
+    return values.where(values < _MAX_VALUE)
 
 
 def _default_memory_unit(table: MonitorTable, columns: dict[str, int | None], figures: pd.DataFrame) -> int:
@@ -109,4 +133,4 @@ def row_times(table: MonitorTable, device: pd.Series[float]) -> RowTimes:
         date, time = (table.text(table.names.index(name)) for name in ("date", "time"))
         return read_times(date + " " + time, device)
     column = table.column(TIME)
-    return assume_times(device) if column is None else read_times(table.text(column), device)
+    return assume_times(device, table.tool.time_hint) if column is None else read_times(table.text(column), device)

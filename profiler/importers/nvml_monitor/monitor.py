@@ -1,4 +1,4 @@
-"""Parses a monitor file: CSV of `nvidia-smi --query-gpu`, `nvidia-smi dmon`, and of scripts with the same figures."""
+"""Parses a monitor file: of nvidia-smi, DCGM, or scripts with the same figures."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from ebbtide.profiler.importers.nvml_monitor.columns import (
     DEVICE_FIELDS,
     FIGURES,
     LINK,
+    SAMPLED,
     read_devices,
     read_figures,
     row_times,
 )
-from ebbtide.profiler.importers.nvml_monitor.table import read_table
+from ebbtide.profiler.importers.nvml_monitor.dcgm import (
+    looks_like_dcgmi,
+    looks_like_exporter,
+    read_dcgmi,
+    read_exporter,
+)
+from ebbtide.profiler.importers.nvml_monitor.dmon import looks_like_dmon, read_dmon
+from ebbtide.profiler.importers.nvml_monitor.query import read_query
+from ebbtide.profiler.importers.nvml_monitor.table import MonitorTable, Tool, check_text
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
 
@@ -28,9 +37,11 @@ class Monitor:
 
     Attributes:
         source: The file.
-        rows: Columns device (int), t_ns, and the figures in bytes and bytes/s; NaN for a missing value.
+        rows: Columns device (int), t_ns, and the figures in bytes, bytes/s, and the units of the table `gpu`; NaN for
+            a missing value.
         dated: Whether times are Unix times.
         devices: Entry of each device for the trace's metadata, by number.
+        tool: The tool that wrote the file.
         notes: Assumptions and missing figures, one line each.
     """
 
@@ -38,6 +49,7 @@ class Monitor:
     rows: pd.DataFrame
     dated: bool
     devices: dict[int, dict[str, Any]]
+    tool: Tool
     notes: list[str]
 
     @property
@@ -67,13 +79,15 @@ def parse_monitor(source: Source) -> Monitor:
     columns = {figure: table.column(names) for figure, names in FIGURES.items()}
     if "pid" in table.names:
         raise SourceError(f"{source} lists processes, not devices: record it with `nvidia-smi dmon`")
-    if all(columns[figure] is None for figure in ("used", "free", *LINK)):
-        raise SourceError(f"{source} has neither memory nor link figures: record a column such as memory.used or rxpci")
-    notes: list[str] = []
-    figures = read_figures(table, columns, notes)
-    if figures[["used", "free", *LINK]].isna().all(axis=None):
+    if all(columns[figure] is None for figure in SAMPLED):
         raise SourceError(
-            f"{source} has no value of memory or of the link: record columns that the card supports, with "
+            f"{source} has no column of memory, link or state of a GPU: record columns such as memory.used or rxpci"
+        )
+    notes = list(table.notes)
+    figures = read_figures(table, columns, notes)
+    if figures[[*SAMPLED]].isna().all(axis=None):
+        raise SourceError(
+            f"{source} has no value of memory, link or state of a GPU: record columns that the card supports, with "
             "`nvidia-smi dmon -s mt` or `nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv -l 1`"
         )
     figures["device"] = read_devices(table, notes)
@@ -89,14 +103,25 @@ def parse_monitor(source: Source) -> Monitor:
     if figures["used"].isna().all():
         figures["used"] = figures["total"] - figures["free"]
     if figures[[*LINK]].isna().all(axis=None):
-        notes.append("has no PCIe figures (nvidia-smi dmon -s t records them): link throughput is not known")
-    if figures["used"].isna().all():
+        notes.append(f"has no PCIe figures ({table.tool.link_hint}): link throughput is not known")
+    if figures[["used", "processes"]].isna().all(axis=None):
         notes.append("has no memory figures")
     texts = {
         key: table.text(column) for key, names in DEVICE_FIELDS.items() if (column := table.column(names)) is not None
     }
     devices = {int(str(number)): _device_fields(rows, texts) for number, rows in figures.groupby("device")}
-    return Monitor(source, figures, times.dated, devices, [f"{source.path.name} {note}" for note in notes])
+    notes = [f"{source.path.name} {note}" for note in notes]
+    return Monitor(source, figures, times.dated, devices, table.tool, notes)
+
+
+def read_table(source: Source) -> MonitorTable:
+    """Read a monitor file. Raise SourceError if it has no header, no rows, or is not text."""
+    check_text(source)
+    if looks_like_exporter(source):
+        return read_exporter(source)
+    if looks_like_dcgmi(source):
+        return read_dcgmi(source)
+    return read_dmon(source) if looks_like_dmon(source) else read_query(source)
 
 
 def read_coverage(sources: Sequence[Source]) -> Coverage | None:

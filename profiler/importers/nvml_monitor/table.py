@@ -1,28 +1,39 @@
-"""Reads a monitor file as a table of text, with the names and units of its columns."""
+"""The contents of a monitor file as a table of text, with the names and units of its columns."""
 
 from __future__ import annotations
 
 import csv
-import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
 
 from ebbtide.profiler.importers.source import Source, SourceError
 
-# Names of the time column, which every CSV must have.
-TIME = ("timestamp", "time", "datetime", "date_time")
-_DMON = re.compile(r"#\s*(?:date|time|gpu)\b", re.IGNORECASE)
-# The units of dmon, for files without its line of units.
-_DMON_UNITS = {"fb": "mb", "rxpci": "mb/s", "txpci": "mb/s"}
-# A row of `nvidia-smi --query-gpu=timestamp,...` whose header was turned off.
-_BARE = re.compile(r"\d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{3},")
-_UNIT = re.compile(r"[\d.]{1,20}\s{0,4}([KMG]i?B|B)(?:/s)?", re.IGNORECASE)
 # No row is this long: a file without a line end in so many bytes is not a table.
 _BLOCK_BYTES = 1 << 20
 _MAX_HEADER_LINES = 50
-_MAX_UNIT_ROWS = 100
+# Number of rows with which the last one is compared.
+_MAX_COMPARED = 8
+
+
+@dataclass(frozen=True)
+class Tool:
+    """The tool that wrote a monitor file.
+
+    Attributes:
+        link_source: The counter behind its link figures, as in the column `source` of the table `link`.
+        link_window_ns: Averaging time of the link figures; None: the time since the sample before.
+        time_hint: The way to get times into such a file.
+        link_hint: The way to get link figures into such a file.
+    """
+
+    link_source: str = "nvml-throughput"
+    # Averaging time of nvmlDeviceGetPcieThroughput, which is the source of the PCIe columns of nvidia-smi.
+    link_window_ns: int | None = 20_000_000
+    time_hint: str = "dmon -o DT writes them"
+    link_hint: str = "nvidia-smi dmon -s t records them"
 
 
 @dataclass(frozen=True)
@@ -34,11 +45,15 @@ class MonitorTable:
         units: Units of the columns, in lower case; "" if the file does not state one.
         rows: Text; NaN for an empty field. Column n belongs to the n-th name. One more column holds the surplus field
             of rows that have too many.
+        tool: The tool that wrote the file.
+        notes: Lines on what was left out, each to follow the name of the file.
     """
 
     names: list[str]
     units: list[str]
     rows: pd.DataFrame
+    tool: Tool = Tool()
+    notes: list[str] = field(default_factory=list)
 
     def column(self, names: tuple[str, ...]) -> int | None:
         """Return the index of the column with the first of these names that the file has."""
@@ -49,74 +64,33 @@ class MonitorTable:
         return self.rows[column].fillna("").str.strip(' "')
 
 
-def looks_like_dmon(source: Source) -> bool:
-    """Return whether a file has a header of `nvidia-smi dmon`."""
-    return any(_DMON.match(line) for line in _first_lines(source))
-
-
-def header_names(source: Source) -> list[set[str]]:
-    """Return the names in each of the first lines, read as a header.
-
-    A line that begins with a time is a row of a file without a header. It gets the names that the header would have.
-    """
-    return [
-        {*TIME, "memory.used"} if _BARE.match(line) else {_name_and_unit(f)[0] for f in line.split(",")}
-        for line in _first_lines(source)
-    ]
-
-
-def read_table(source: Source) -> MonitorTable:
-    """Read a monitor file. Raise SourceError if it has no header, no rows, or is not text."""
-    with source.open() as file:
-        while block := file.read(_BLOCK_BYTES):
-            if b"\0" in block or (len(block) == _BLOCK_BYTES and b"\n" not in block and b"\r" not in block):
-                raise source.damaged("it is not a table of text")
-    return _read_dmon(source) if looks_like_dmon(source) else _read_csv(source)
-
-
-def _first_lines(source: Source) -> list[str]:
+def first_lines(source: Source) -> list[str]:
     """Return the lines that may be a header: other output may precede it."""
     return [line.strip() for line in source.head.decode("utf-8-sig", "replace").splitlines()[:_MAX_HEADER_LINES]]
 
 
-def _name_and_unit(field: str) -> tuple[str, str]:
-    """Split a header field such as `memory.used [MiB]` into name and unit."""
-    name, _, unit = field.strip(' "#').lower().partition("[")
-    return name.strip(), unit.strip(" ]")
+def check_text(source: Source) -> None:
+    """Raise SourceError if a file is not lines of text."""
+    with source.open() as file:
+        while block := file.read(_BLOCK_BYTES):
+            if b"\0" in block or (len(block) == _BLOCK_BYTES and b"\n" not in block and b"\r" not in block):
+                raise source.damaged("it is not a table of text")
 
 
-def _read_csv(source: Source) -> MonitorTable:
-    lines = _first_lines(source)
-    header = next(
-        (n for n, line in enumerate(lines) if {_name_and_unit(f)[0] for f in line.split(",")} & set(TIME)), None
-    )
-    if header is None:
-        raise SourceError(f"{source} has no header with a timestamp: record it with --format=csv, not csv,noheader")
-    fields = [_name_and_unit(field) for field in lines[header].split(",")]
-    rows = _read_rows(source, len(fields), skiprows=header + 1, skipinitialspace=True)
-    # A file that was appended to has its header again.
-    time_column = next(n for n, (name, _) in enumerate(fields) if name in TIME)
-    rows = rows[rows[time_column].fillna("").str.strip(' "').str.lower() != fields[time_column][0]]
-    # Each value has its unit, unless nounits was given: then the header has it.
-    units = [unit or _unit_of(rows[column]) for column, (_, unit) in enumerate(fields)]
-    return MonitorTable([name for name, _ in fields], units, rows)
+def read_rows(source: Source, columns: int, **options: Any) -> pd.DataFrame:
+    """Read rows of text.
 
+    Args:
+        source: The file.
+        columns: Number of columns that the header names.
+        options: Options of `pandas.read_csv`.
 
-def _read_dmon(source: Source) -> MonitorTable:
-    """Read output of `nvidia-smi dmon`.
+    Returns:
+        A frame as in `MonitorTable.rows`.
 
-    Lines with `#` are headers, names above units, and recur every few rows. Values are separated by spaces, or by
-    commas with `--format csv`.
+    Raises:
+        SourceError: The file has no rows.
     """
-    headers = [line.lstrip("# ").lower() for line in _first_lines(source) if line.startswith("#")]
-    comma = "," in headers[0]
-    names, *below = ([field.strip() for field in (line.split(",") if comma else line.split())] for line in headers[:2])
-    has_units = below and len(below[0]) == len(names) and below[0] != names
-    units = below[0] if has_units else [_DMON_UNITS.get(name, "") for name in names]
-    return MonitorTable(names, units, _read_rows(source, len(names), sep="," if comma else r"\s+", comment="#"))
-
-
-def _read_rows(source: Source, columns: int, **options: Any) -> pd.DataFrame:
     try:
         with source.text() as file:
             rows = pd.read_csv(
@@ -130,6 +104,40 @@ def _read_rows(source: Source, columns: int, **options: Any) -> pd.DataFrame:
     return rows
 
 
-def _unit_of(values: pd.Series[str]) -> str:
-    matches = (_UNIT.fullmatch(value.strip(' "')) for value in values.head(_MAX_UNIT_ROWS).dropna())
-    return next((match.group(1).lower() for match in matches if match), "")
+def ends_with_line_end(source: Source) -> bool:
+    """Return whether the last line of a file has its end. If not, the file may have been cut off."""
+    last = b""
+    with source.open() as file:
+        while block := file.read(_BLOCK_BYTES):
+            last = block[-1:]
+    return last in (b"\n", b"\r")
+
+
+def is_cut(last: str, others: Sequence[str]) -> bool:
+    """Return whether the last field of a file without a final line end looks cut off.
+
+    It does if it is shorter than the fields before it, or has lost the unit that they have.
+
+    Args:
+        last: The field.
+        others: The same field of the rows before, in order.
+    """
+    before = [text for text in (other.strip(' "') for other in others[-_MAX_COMPARED:]) if text]
+    last = last.strip(' "')
+    lost_unit = last[-1:].isdigit() and not any(text[-1].isdigit() for text in before)
+    return bool(before) and (lost_unit or len(last) < min(map(len, before)))
+
+
+def mark_cut_row(source: Source, rows: pd.DataFrame, columns: int) -> None:
+    """Give the last row a surplus field, so that it counts as unreadable, if the file was cut off within it.
+
+    Args:
+        source: The file.
+        rows: Its rows, as in `MonitorTable.rows`.
+        columns: Number of columns that the header names.
+    """
+    if len(rows) < 2 or ends_with_line_end(source):
+        return
+    *others, last = rows[columns - 1].iloc[-1 - _MAX_COMPARED :].fillna("")
+    if not last or is_cut(last, others):
+        rows.loc[rows.index[-1], columns] = "cut"

@@ -44,10 +44,15 @@ def read_times(stamps: pd.Series[str], device: pd.Series[float]) -> RowTimes:
     return _read_unix(unix) if unix_share >= day_share else _read_times_of_day(stamps.where(is_time_of_day), device)
 
 
-def assume_times(device: pd.Series[float]) -> RowTimes:
-    """Return times for a file without times: the rows of each device are 1 s apart."""
+def assume_times(device: pd.Series[float], hint: str) -> RowTimes:
+    """Return times for a file without times: the rows of each device are 1 s apart.
+
+    Args:
+        device: Number of the device of each row.
+        hint: The way to get times into such a file.
+    """
     ns = device.groupby(device).cumcount() * 1_000_000_000
-    note = "has no times (dmon -o DT writes them): its samples are assumed to be 1 s apart"
+    note = f"has no times ({hint}): its samples are assumed to be 1 s apart"
     return RowTimes(ns.astype("Int64"), False, note)
 
 

@@ -1,4 +1,4 @@
-"""Finds the rank of a file whose contents do not state it, from its name."""
+"""Finds the rank and the device of a file whose contents do not state them, from its name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 _RANK = re.compile(r"(?<![a-z])rank[-_.=]?(\d{1,6})(?!\d)", re.IGNORECASE)
+# `cuda1`, `cuda:1`, `cuda-1`, `cuda_1`; not the version in `cuda12.4`.
+_DEVICE = re.compile(r"(?<![a-z])cuda[-_:]?(\d{1,3})(?!\d|\.\d)", re.IGNORECASE)
+
+
+def device_in_name(source: Source) -> str | None:
+    """Return the device in the name of a file, such as `cuda:1` for `timeline-cuda1.raw.json.gz`; None without one."""
+    numbers = {int(digits) for digits in _DEVICE.findall(source.path.name)}
+    return f"cuda:{numbers.pop()}" if len(numbers) == 1 else None
 
 
 def rank_of(source: Source, builder: TraceBuilder, format: str, number: int) -> RankBuilder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.profiler.importers.source import Source, SourceError
-from ebbtide.profiler.importers.torch_memory.rank_names import rank_of
-from ebbtide.profiler.trace import TraceBuilder
+from ebbtide.profiler.importers.torch_memory.rank_names import device_in_name, rank_of
+from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 # In the order of torch.profiler._memory_profiler._CATEGORY_TO_INDEX.
 CATEGORIES = (
@@ -71,9 +71,9 @@ class TimelineImporter:
 def read_timeline(source: Source, builder: TraceBuilder, number: int) -> None:
     """Add the pool `tensors`, and `tensors/CATEGORY` for each category in the timeline.
 
-    A timeline is of one device and counts the tensors that the profiler saw: by the allocator's block if it saw the
-    allocation, by the tensor's own size if the tensor existed before. Times are those of torch's profiler, which are
-    Unix times in all versions since 2.1.
+    A timeline is of one device, which the name of the file may contain (`timeline-cuda1.raw.json.gz`). It counts the
+    tensors that the profiler saw: by the allocator's block if it saw the allocation, by the tensor's own size if the
+    tensor existed before. Times are those of torch's profiler, which are Unix times in all versions since 2.1.
 
     Args:
         source: The file.
@@ -98,14 +98,26 @@ def read_timeline(source: Source, builder: TraceBuilder, number: int) -> None:
     if not pools:
         raise SourceError(f"{source} is an empty memory timeline: record it with profile_memory=True")
     rank = rank_of(source, builder, TimelineImporter.format, number)
-    if not rank.meta["devices"]:
-        rank.meta["devices"].append({"device": "cuda:0", "kind": "cuda", "capacity_bytes": None})
-        builder.note(f"{source.path.name} does not state its device: cuda:0 is assumed")
+    device = _device(source, rank, builder)
     if int(pools["tensors"].times_ns[0]) not in _UNIX_NS:
         builder.note(f"{source.path.name}: its times are not Unix times, so they do not match those of other files")
-    device = rank.meta["devices"][0]["device"]
     for pool, sizes in pools.items():
         rank.extend("memory", t_ns=sizes.times_ns, device=device, pool=pool, bytes=sizes.sizes_bytes)
+
+
+def _device(source: Source, rank: RankBuilder, builder: TraceBuilder) -> str:
+    """Return the device of a timeline: the one in the file's name, else the rank's, else cuda:0."""
+    devices: list[dict[str, Any]] = rank.meta["devices"]
+    named = device_in_name(source)
+    if named is None and not devices:
+        builder.note(
+            f"{source.path.name} does not state its device: cuda:0 is assumed (put another one into the file's name, "
+            "e.g. timeline-cuda1.raw.json.gz)"
+        )
+    device: str = named or (devices[0]["device"] if devices else "cuda:0")
+    if all(entry["device"] != device for entry in devices):
+        devices.append({"device": device, "kind": "cuda", "capacity_bytes": None})
+    return device
 
 
 def _is_page(source: Source) -> bool:

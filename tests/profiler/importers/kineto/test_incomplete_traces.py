@@ -55,7 +55,7 @@ def test_transfers__count_an_event_once_and_no_impossible_size(tmp_path: Path) -
     large = [{**copy, "ts": ts, "args": {**copy["args"], "bytes": 2**62}} for ts in (30, 50)]
     trace = import_files(write_trace(tmp_path / "run.json", [copy, *large, copy]))
     assert trace.transfers(0)["bytes"].fillna(-1).tolist() == [5, -1, -1]
-    assert "run.json: copies that are in it twice are counted once: 1" in trace.notes
+    assert "run.json: GPU activities that are in it twice are counted once: 1" in trace.notes
     assert summarize(trace).transfers["h2d"].bytes == 5
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
 
 from ebbtide.analysis import TraceAnalysis
@@ -40,7 +42,50 @@ def test_kernels__have_kinds_launches_and_streams(tmp_path: Path) -> None:
     launches = [BASE + us * US for us in (11, 12, 13, 14)]
     assert kernels["launch_ns"].tolist()[:4] == launches
     assert kernels["launch_ns"].isna().tolist() == [False] * 4 + [True]
-    assert trace.transfers(0)["name"].tolist() == ["Memcpy HtoD (Pinned -> Device)"]
+    copies = trace.transfers(0)
+    assert copies["name"].tolist() == ["Memcpy HtoD (Pinned -> Device)"]
+    assert copies["launch_ns"].tolist() == [BASE + 15 * US]
+
+
+def test_kernels__name_the_process_groups_of_collectives(tmp_path: Path) -> None:
+    groups: list[dict[str, Any]] = [
+        {"Process Group Name": "3", "Process Group Ranks": "[0, 1]", "Collective name": "allreduce"},
+        {"Process Group Name": "0"},
+        {"Process Group Name": "5", "Process Group Ranks": "[0, 1]", "Collective name": "send"},
+        {"Collective name": "allreduce"},
+        {"Process Group Name": 7, "Process Group Ranks": [1, 2]},
+    ]
+    work = [
+        launched(10 + n, 20 + n, 20.5 + n, n + 1, name="ncclDevKernel_AllReduce", **args)
+        for n, args in enumerate(groups)
+    ]
+    trace = import_files(write_trace(tmp_path / "run.json", [event for pair in work for event in pair]))
+    labels = trace.kernels(0)["group"]
+    assert [None if label is None else str(label) for label in labels.astype(object).where(labels.notna(), None)] == [
+        "3 [0, 1]", "0", None, None, "7 [1, 2]",
+    ]  # fmt: skip
+
+
+def test_annotations__are_those_of_the_host_with_their_threads(tmp_path: Path) -> None:
+    ranges = [
+        span("load", 1, 2),
+        {**span("## forward ##", 3, 9), "tid": 77},
+        {**span("load", 4, 5.5), "tid": "python"},
+        span("load", 3, 4, "gpu_user_annotation"),
+    ]
+    trace = import_files(write_trace(tmp_path / "run.json", [*ranges, *launched(3, 4, 5, 1)]))
+    rows = trace.annotations(0)
+    assert (rows[["start_ns", "end_ns"]] - BASE).to_numpy().tolist() == [[1000, 2000], [3000, 9000], [4000, 5500]]
+    assert rows["name"].tolist() == ["load", "## forward ##", "load"]
+    assert rows["thread"].tolist() == [1, 77, pd.NA]
+
+
+def test_annotations__of_a_trace_with_too_many_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.profiler.importers.kineto.annotations.MAX_COUNT", 3)
+    for count in (3, 4):
+        trace = import_files(write_trace(tmp_path / "run.json", [span("load", n, n + 1) for n in range(count)]))
+        assert len(trace.annotations(0)) == (3 if count == 3 else 0)
+        assert any("4 annotations are left out" in note for note in trace.notes) == (count == 4)
 
 
 def test_kernels__are_not_known_where_the_file_is_cut_off(tmp_path: Path) -> None:

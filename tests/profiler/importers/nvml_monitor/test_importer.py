@@ -102,7 +102,7 @@ def test_read_figures__distinguishes_missing_values_from_zero(tmp_path: Path) ->
     assert used(trace) == [(1.0, 0.0), (5.0, 7.0)]
     assert not [note for note in trace.notes if "cannot be read" in note]
     without_values = text.replace(" 0 MiB", "[N/A]").replace(" 7 MiB", "[N/A]").replace("81559 MiB", "N/A")
-    with pytest.raises(SourceError, match="no value of memory or of the link"):
+    with pytest.raises(SourceError, match="no value of memory, link or state of a GPU"):
         import_text(tmp_path, without_values)
 
 
@@ -308,11 +308,11 @@ def test_parse_monitor__derives_used_from_total_and_free(tmp_path: Path) -> None
         ("timestamp, index, memory.used [MiB]\nnever, 0, 5 MiB\n", "has no row with a time"),
         ("timestamp, index, memory.used [MiB]\n2024/04/15 00:52:40.000, x, 5 MiB\n", "has no row with a time"),
         (
-            "# gpu   pid  type    fb  command\n# Idx     #   C/G    MB  name\n  0  123  C  5  python\n",
-            "lists processes",
+            "# gpu   pid  type    sm  command\n# Idx     #   C/G     %  name\n  0  123  C  5  python\n",
+            "lists processes without their memory: record it with `nvidia-smi pmon -s m -o DT`",
         ),
         (f"timestamp, pid, memory.used\n{START}, 5, 6\n", "lists processes"),
-        ("# gpu    pwr  gtemp\n# Idx      W      C\n    0     70     45\n", "has neither memory nor link figures"),
+        ("# gpu  mtemp\n# Idx      C\n    0     45\n", "has no column of memory, link or state"),
         ("# gpu     fb\n# Idx     MB\n", "has a header and no rows"),
         (QUERY + "\0" * 100, "is not a table of text"),
         (f"timestamp,gpu,fb\n{10**18},0,5\n{'9' * 19},0,6\n", None),
@@ -398,5 +398,7 @@ def test_import_trace__refuses_monitor_files_without_a_value(tmp_path: Path) -> 
     dmon = "#Date       Time        gpu     fb  rxpci  txpci\n#YYYYMMDD   HH:MM:SS    Idx     MB   MB/s   MB/s\n"
     rows = "".join(f" 20240415   00:52:{second}      0      -      -      -\n" for second in (40, 41))
     (tmp_path / "m.csv").write_text(dmon + rows)
-    with pytest.raises(SourceError, match="no value of memory or of the link: record columns that the card supports"):
+    with pytest.raises(
+        SourceError, match="no value of memory, link or state of a GPU: record columns that the card supports"
+    ):
         import_trace([tmp_path / "m.csv"], tmp_path / "run.ebb")

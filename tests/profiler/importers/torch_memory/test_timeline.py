@@ -137,12 +137,29 @@ def test_read_timeline__notes_an_assumed_device(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "t.json", [[START_NS, 2, 512, 0]])
     trace = import_files(file)
     assert [device.device for device in trace.rank(0).devices] == ["cuda:0"]
-    assert "t.json does not state its device: cuda:0 is assumed" in trace.notes
+    assert any("t.json does not state its device: cuda:0 is assumed" in note for note in trace.notes)
     builder = TraceBuilder()
     builder.rank(0, devices=[{"device": "cuda:3", "kind": "cuda"}])
     read_timeline(Source(file), builder, 0)
     assert set(builder.build().memory(0)["device"]) == {"cuda:3"}
     assert builder.meta["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("timeline_cuda1.raw.json", "cuda:1"),
+        ("rank-0.cuda-2.json", "cuda:2"),
+        ("CUDA:3.json", "cuda:3"),
+        ("torch2.9-cuda12.4.json", "cuda:0"),
+        ("cuda0-or-cuda1.json", "cuda:0"),
+    ],
+)
+def test_read_timeline__takes_the_device_from_the_name_of_the_file(tmp_path: Path, name: str, device: str) -> None:
+    trace = import_files(write_rows(tmp_path / name, [[START_NS, 2, 512, 0]]))
+    assert [entry.device for entry in trace.rank(0).devices] == [device]
+    assert set(trace.memory(0)["device"]) == {device}
+    assert any("cuda:0 is assumed" in note for note in trace.notes) == (device == "cuda:0")
 
 
 def test_read_timeline__notes_times_of_another_clock(tmp_path: Path) -> None:

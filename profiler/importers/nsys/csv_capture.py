@@ -1,0 +1,204 @@
+"""Makes a capture from CSV reports of `nsys stats`: cuda_gpu_trace, cuda_api_trace and those of NVTX ranges."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from ebbtide.profiler.chrome_trace.int_table import IntArray
+from ebbtide.profiler.importers.nsys.capture import (
+    LAUNCH_COLUMNS,
+    MISSING,
+    RANGE_COLUMNS,
+    WORK_COLUMNS,
+    Capture,
+    are_spans,
+    integer_frame,
+    process_of_pid,
+)
+from ebbtide.profiler.importers.nsys.csv_reports import Report, ReportKind, read_reports_of
+from ebbtide.profiler.importers.nsys.work_kinds import (
+    COMPUTE,
+    DEVICE_TO_HOST,
+    HOST_TO_DEVICE,
+    MEMSET,
+    MEMSET_NAME,
+    ON_DEVICE,
+    copy_kind,
+    copy_name,
+    separate_collectives,
+)
+from ebbtide.profiler.importers.source import Source, SourceError
+
+# "[CUDA memcpy HtoD]", "[CUDA memcpy Host-to-Device]", "[CUDA Unified Memory memcpy DtoH]"
+_COPY = re.compile(r"\[CUDA (?P<unified>Unified )?.*?memcpy (?:(?P<also>Unified) )?(?P<ends>.*)\]", re.IGNORECASE)
+_MEMSET = re.compile(r"\[CUDA memset\]", re.IGNORECASE)
+_DIRECTIONS = {"htod": HOST_TO_DEVICE, "dtoh": DEVICE_TO_HOST, "htoa": HOST_TO_DEVICE, "atoh": DEVICE_TO_HOST}
+# "NVIDIA A100-SXM4-40GB (0)"
+_DEVICE = re.compile(r"(.*)\((\d{1,4})\)\s*")
+# Unit of sizes in nsys' CSV files, which have three decimals.
+_MEGABYTE = 10**6
+
+
+def read_reports(sources: Sequence[Source]) -> Capture:
+    """Read the reports of one recording.
+
+    Raises:
+        SourceError: A file is damaged, or none has work of a GPU or NVTX ranges.
+    """
+    capture = Capture(memory_remedy="the SQLite export has it", ranges_remedy="add the report nvtx_gpu_proj_trace")
+    names: dict[str, int] = {}
+    parts: dict[ReportKind, list[pd.DataFrame]] = {kind: [] for kind in ReportKind}
+    for source in sources:
+        for report in read_reports_of(source):
+            if report.kind is ReportKind.WORK:
+                rows = _work(report, names, capture)
+            elif report.kind is ReportKind.CALLS:
+                rows = _calls(report)
+            else:
+                rows = _ranges(report, names)
+            incomplete = ~are_spans(rows if "end" in rows else rows.assign(end=rows["start"]))
+            if incomplete.any():
+                capture.notes.append(f"{int(incomplete.sum())} rows are incomplete and are left out")
+            parts[report.kind].append(rows[~incomplete])
+    capture.names = [*names]
+    capture.work = _joined(parts[ReportKind.WORK], WORK_COLUMNS)
+    separate_collectives(capture.work, capture.names)
+    capture.launches = _joined(parts[ReportKind.CALLS], LAUNCH_COLUMNS)
+    projected = parts[ReportKind.PROJECTED_RANGES]
+    # Both kinds of reports have the same ranges: those with device times come first and stay.
+    ranges = _joined([*projected, *parts[ReportKind.RANGES]], RANGE_COLUMNS)
+    capture.ranges = ranges.drop_duplicates(["process", "thread", "start", "end", "name"], ignore_index=True)
+    if projected:
+        gpu_times = ["gpu_start", "gpu_end"]
+        capture.ranges[gpu_times] = capture.ranges[gpu_times].fillna(MISSING).astype(np.int64)
+    if capture.work.empty and capture.ranges.empty:
+        raise SourceError(
+            f"{sources[0]} has no work of a GPU and no NVTX ranges: import `nsys stats --format csv --report "
+            "cuda_gpu_trace` or an SQLite export"
+        )
+    _assign_processes(capture)
+    return capture
+
+
+def _joined(parts: list[pd.DataFrame], columns: tuple[str, ...]) -> pd.DataFrame:
+    return pd.concat(parts, ignore_index=True) if parts else integer_frame(columns)
+
+
+def _numbered(texts: pd.Series, names: dict[str, int]) -> IntArray:
+    codes, used = pd.factorize(texts)
+    numbers = np.array([names.setdefault(str(text), len(names)) for text in used], np.int64)
+    result: IntArray = numbers[codes]
+    return result
+
+
+def _work(report: Report, names: dict[str, int], capture: Capture) -> pd.DataFrame:
+    """Return WORK_COLUMNS of a report, and add its devices to the capture."""
+    start, texts = report.integers("start"), report.texts("name")
+    size_column = next((column for column in ("bytes", "size") if column in report.rows), "bytes")
+    if report.units.get(size_column) == _MEGABYTE:
+        capture.notes.append("sizes of copies are rounded to 1000 bytes: the SQLite export has them exactly")
+    described = pd.DataFrame({"name": texts, "source": report.texts("srcmemkd"), "target": report.texts("dstmemkd")})
+    codes, used = pd.factorize(pd.MultiIndex.from_frame(described))
+    kinds = [_kind_and_name(*description) for description in used]
+    numbers = np.array([names.setdefault(name, len(names)) for _, name in kinds], np.int64)
+    device_codes, device_texts = pd.factorize(report.texts("device"))
+    devices = []
+    for text in device_texts:
+        match = _DEVICE.fullmatch(text)
+        devices.append(int(match.group(2)) if match else 0)
+        if match:
+            capture.devices[MISSING, devices[-1]] = {"name": match.group(1).strip() or None}
+    duration = report.integers("duration")
+    return pd.DataFrame(
+        {
+            "process": MISSING,
+            "start": start,
+            "end": (start + duration).where(duration >= 0, MISSING),
+            "device": np.array(devices, np.int64)[device_codes],
+            "stream": report.integers("strm"),
+            "correlation": report.integers("corrid"),
+            "kind": np.array([kind for kind, _ in kinds], np.int64)[codes],
+            "name": numbers[codes],
+            "bytes": report.integers(size_column),
+        }
+    )
+
+
+def _kind_and_name(name: str, source: str, target: str) -> tuple[int, str]:
+    """Return the kind and name of the work that a row describes by its name and the memories of a copy."""
+    if _MEMSET.match(name):
+        return MEMSET, MEMSET_NAME
+    copy = _COPY.match(name)
+    if copy is None:
+        return COMPUTE, name
+    ends = copy["ends"].lower()
+    first, _, last = ends.partition("-to-")
+    direction = _DIRECTIONS.get(f"{first[0]}to{last[0]}" if first and last else ends, ON_DEVICE)
+    memory = target if direction == DEVICE_TO_HOST else source
+    unified = bool(copy["unified"] or copy["also"])
+    return copy_kind(direction), copy_name(direction, memory if memory in ("Pinned", "Pageable") else None, unified)
+
+
+def _calls(report: Report) -> pd.DataFrame:
+    process, correlation = process_of_pid(report.integers("pid")), report.integers("corrid")
+    return pd.DataFrame({"process": process, "correlation": correlation, "start": report.integers("start")})
+
+
+def _ranges(report: Report, names: dict[str, int]) -> pd.DataFrame:
+    """Return RANGE_COLUMNS of a report, and the device times if it has them."""
+    projected = report.kind is ReportKind.PROJECTED_RANGES
+    # The name of the default domain, before the colon, is empty.
+    texts = report.texts("name").str.removeprefix(":")
+    start, duration = (
+        report.integers(column) for column in (("orig start", "orig duration") if projected else ("start", "duration"))
+    )
+    columns = {
+        "process": process_of_pid(report.integers("pid")),
+        "thread": report.integers("tid"),
+        "start": start,
+        "end": (start + duration).where(duration >= 0, MISSING),
+        "name": _numbered(texts, names),
+    }
+    if projected:
+        gpu_start, gpu_duration = report.integers("projected start"), report.integers("projected duration")
+        columns |= {"gpu_start": gpu_start, "gpu_end": gpu_start + gpu_duration}
+        # The report has a row for each process, without a range.
+        return pd.DataFrame(columns)[start >= 0]
+    return pd.DataFrame(columns)
+
+
+def _assign_processes(capture: Capture) -> None:
+    """Assign work to processes: by the calls that launched it, else by device."""
+    work = capture.work
+    calls = capture.launches[capture.launches["correlation"] > 0]
+    if len(calls):
+        # The same number in two processes does not tell which of them launched the work.
+        callers = calls.drop_duplicates(["process", "correlation"]).drop_duplicates("correlation", keep=False)
+        process = work["correlation"].map(callers.set_index("correlation")["process"])
+        capture.work = work.assign(process=process.fillna(MISSING).astype(np.int64))
+        if (capture.work["process"] >= 0).all():
+            return
+    devices = np.unique(work["device"]).tolist()
+    processes = np.unique(pd.concat([capture.ranges["process"], calls["process"]])).tolist()
+    if len(processes) == 1:
+        capture.work = work.assign(process=processes[0])
+        return
+    if not devices:
+        return
+    # Negative numbers stand for processes that are not known.
+    assigned = processes if len(processes) == len(devices) else [-2 - device for device in devices]
+    capture.work = work.assign(process=work["device"].map(dict(zip(devices, assigned, strict=True))))
+    if len(devices) > 1:
+        capture.notes.append(
+            "it does not say which process did which work, so each device counts as a rank (the report cuda_api_trace "
+            "says it)"
+        )
+    if processes and processes != assigned:
+        capture.notes.append(
+            f"NVTX ranges of {len(processes)} processes on {len(devices)} devices cannot be assigned: add the report "
+            "cuda_api_trace, or import the SQLite export"
+        )

@@ -1,0 +1,235 @@
+"""Reads SQLite exports of Nsight Systems.
+
+The tables are those of the SQLite schema reference in NVIDIA's documentation of Nsight Systems. Tables without rows are
+not exported, and columns differ between versions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ebbtide.profiler.importers.nsys.capture import (
+    MAX_TIME,
+    MEMORY_COLUMNS,
+    MISSING,
+    RANGE_COLUMNS,
+    WORK_COLUMNS,
+    Capture,
+    are_devices,
+    are_spans,
+    process_of,
+    thread_of,
+)
+from ebbtide.profiler.importers.nsys.database import Database
+from ebbtide.profiler.importers.nsys.target_info import read_devices, read_mpi_ranks, read_session_start
+from ebbtide.profiler.importers.nsys.work_kinds import (
+    COMPUTE,
+    DEVICE_TO_HOST,
+    HOST_TO_DEVICE,
+    MEMSET,
+    MEMSET_NAME,
+    ON_DEVICE,
+    copy_kind,
+    copy_name,
+    separate_collectives,
+)
+
+KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
+GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
+MEMSETS = "CUPTI_ACTIVITY_KIND_MEMSET"
+CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
+RANGES = "NVTX_EVENTS"
+MEMORY = "CUDA_GPU_MEMORY_USAGE_EVENTS"
+# An export has at least one of them.
+EXPORT_TABLES = (KERNELS, GRAPHS, COPIES, MEMSETS, CALLS, RANGES)
+
+_ACTIVITY = ("start", "end", "deviceId", "streamId")
+_OPTIONAL = {"correlationId": MISSING, "globalPid": MISSING}
+_PUSH_POP, _START_END, _DOMAIN = 59, 60, 75
+# CUDA_MEMCPY_KIND_*: to and from the host, arrays and unified memory included. 9 is a copy within the host.
+_H2D, _D2H, _HOST_TO_HOST, _UNKNOWN_COPY, _FIRST_UNIFIED = (1, 3, 11), (2, 4, 12), 9, 0, 11
+# CUDA_MEMOPR_MEMORY_KIND_*
+_HOST_MEMORY = {0: "Pageable", 1: "Pinned"}
+_DEVICE, _ARRAY, _STATIC = 2, 3, 5
+_MAX_COPY_BYTES = 1 << 44
+
+
+def read_capture(database: Database) -> Capture:
+    """Read what an export holds about GPUs and NVTX ranges.
+
+    Raises:
+        SourceError: A table lacks a column, or has values of the wrong type.
+    """
+    capture = Capture()
+    names = _Names()
+    parts = [_kernels(database, names), _graphs(database, names, capture.notes), _copies(database, names),
+             _memsets(database, names)]  # fmt: skip
+    capture.work = pd.concat(parts, ignore_index=True)
+    calls = database.integers(CALLS, ("start",), {"correlationId": MISSING, "globalTid": MISSING})
+    calls = calls[(calls["correlationId"] > 0) & calls["start"].between(0, MAX_TIME)]
+    capture.launches = pd.DataFrame(
+        {"process": process_of(calls["globalTid"]), "correlation": calls["correlationId"], "start": calls["start"]}
+    )
+    capture.ranges = _ranges(database, names)
+    capture.names = names.resolve(database)
+    separate_collectives(capture.work, capture.names)
+    _name_domains(capture)
+    if MEMORY in database.tables:
+        capture.memory = _memory(database)
+    capture.devices, capture.ranks = read_devices(database), read_mpi_ranks(database)
+    capture.session_ns = read_session_start(database)
+    return capture
+
+
+class _Names:
+    """Numbers texts: those of StringIds by their ids, others as they come."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, int] = {}
+        self._texts: list[str | None] = []
+        self._numbers: dict[str, int] = {}
+
+    def of_ids(self, ids: pd.Series) -> pd.Series:
+        """Return the number of the text of each id."""
+        unique, positions = np.unique(ids, return_inverse=True)
+        for identifier in map(int, unique):
+            if identifier not in self._ids:
+                self._ids[identifier] = len(self._texts)
+                self._texts.append(None)
+        numbers = np.array([self._ids[int(identifier)] for identifier in unique], np.int64)
+        return pd.Series(numbers[positions], ids.index, dtype=np.int64)
+
+    def of_text(self, text: str) -> int:
+        """Return the number of a text."""
+        if text not in self._numbers:
+            self._numbers[text] = len(self._texts)
+            self._texts.append(text)
+        return self._numbers[text]
+
+    def resolve(self, database: Database) -> list[str]:
+        """Return all texts by their number."""
+        texts = list(self._texts)
+        for identifier, text in database.labels("StringIds", "id", "value"):
+            if identifier in self._ids:
+                texts[self._ids[identifier]] = text
+        return ["(unnamed)" if text is None else text for text in texts]
+
+
+def _work(rows: pd.DataFrame, kind: Any, name: Any, **columns: Any) -> pd.DataFrame:
+    """Return rows of WORK_COLUMNS. Work whose end was not recorded is left out."""
+    work = pd.DataFrame(
+        {
+            "process": process_of(rows["globalPid"]),
+            "start": rows["start"],
+            "end": rows["end"],
+            "device": rows["deviceId"],
+            "stream": rows["streamId"],
+            "correlation": rows["correlationId"],
+            "kind": kind,
+            "name": name,
+            "bytes": MISSING,
+            **columns,
+        }
+    )
+    return work.loc[are_spans(work) & are_devices(work["device"]), [*WORK_COLUMNS]].astype(np.int64)
+
+
+def _kernels(database: Database, names: _Names) -> pd.DataFrame:
+    full = "demangledName" if "demangledName" in database.columns(KERNELS) else "shortName"
+    rows = database.integers(KERNELS, _ACTIVITY, {**_OPTIONAL, full: MISSING})
+    return _work(rows, COMPUTE, names.of_ids(rows[full]))
+
+
+def _graphs(database: Database, names: _Names, notes: list[str]) -> pd.DataFrame:
+    """Return the CUDA graphs that were recorded as wholes: the kernels in them were not."""
+    rows = database.integers(GRAPHS, _ACTIVITY, {**_OPTIONAL, "graphId": MISSING})
+    if len(rows):
+        notes.append(
+            f"{len(rows)} launches of CUDA graphs were recorded as wholes and count as compute: what ran in them, "
+            "copies and collectives included, is not known (nsys profile --cuda-graph-trace=node)"
+        )
+    unique, positions = np.unique(rows["graphId"], return_inverse=True)
+    numbers = np.array([names.of_text(f"CUDA graph {number}") for number in unique], np.int64)
+    return _work(rows, COMPUTE, numbers[positions])
+
+
+def _copies(database: Database, names: _Names) -> pd.DataFrame:
+    optional = {**_OPTIONAL, "srcKind": MISSING, "dstKind": MISSING}
+    rows = database.integers(COPIES, (*_ACTIVITY, "bytes", "copyKind"), optional)
+    rows = rows[rows["copyKind"] != _HOST_TO_HOST].reset_index(drop=True)
+    sorts, positions = np.unique(rows[["copyKind", "srcKind", "dstKind"]], axis=0, return_inverse=True)
+    kinds, numbers = [], []
+    for copy, source, target in sorts.tolist():
+        direction = _direction(copy, source, target)
+        host_memory = _HOST_MEMORY.get(target if direction == DEVICE_TO_HOST else source)
+        kinds.append(copy_kind(direction))
+        numbers.append(names.of_text(copy_name(direction, host_memory, unified=copy >= _FIRST_UNIFIED)))
+    size = rows["bytes"].where(rows["bytes"].between(0, _MAX_COPY_BYTES), MISSING)
+    kind, name = (np.array(values, np.int64)[positions.ravel()] for values in (kinds, numbers))
+    return _work(rows, kind, name, bytes=size)
+
+
+def _direction(copy: int, source: int, target: int) -> str:
+    """Return the direction of a copy by its kind, or by its memories where the kind is not known."""
+    if copy in _H2D or (copy == _UNKNOWN_COPY and source in _HOST_MEMORY and target == _DEVICE):
+        return HOST_TO_DEVICE
+    if copy in _D2H or (copy == _UNKNOWN_COPY and target in _HOST_MEMORY and source == _DEVICE):
+        return DEVICE_TO_HOST
+    return ON_DEVICE
+
+
+def _memsets(database: Database, names: _Names) -> pd.DataFrame:
+    rows = database.integers(MEMSETS, _ACTIVITY, _OPTIONAL)
+    return _work(rows, MEMSET, names.of_text(MEMSET_NAME))
+
+
+def _ranges(database: Database, names: _Names) -> pd.DataFrame:
+    """Return RANGE_COLUMNS, and `domain`: the number of the name of the range's domain, MISSING for the default one."""
+    optional = {"end": MISSING, "eventType": _PUSH_POP, "globalTid": MISSING, "textId": MISSING, "domainId": 0}
+    rows = database.integers(RANGES, ("start",), optional)
+    texts = pd.Series([text for (text,) in database.texts(RANGES, "text")], dtype=object)
+    rows["process"], rows["thread"] = process_of(rows["globalTid"]), thread_of(rows["globalTid"])
+    rows["name"] = names.of_ids(rows["textId"])
+    own_text = texts.notna().to_numpy(bool)
+    rows.loc[own_text, "name"] = [names.of_text(text) for text in texts[own_text]]
+    domains = rows[rows["eventType"] == _DOMAIN].drop_duplicates(["process", "domainId"], keep="last")
+    domains = domains[["process", "domainId", "name"]].rename(columns={"name": "domain"})
+    ended = rows["eventType"].isin((_PUSH_POP, _START_END)) & are_spans(rows)
+    ranges = rows[ended].merge(domains, "left", on=["process", "domainId"])
+    ranges["domain"] = ranges["domain"].fillna(MISSING).astype(np.int64)
+    return ranges[[*RANGE_COLUMNS, "domain"]]
+
+
+def _name_domains(capture: Capture) -> None:
+    """Put the name of their domain before the names of ranges outside the default one: `NCCL:ncclAllReduce`."""
+    ranges = capture.ranges
+    pairs = ranges[["domain", "name"]].to_numpy()
+    unique, positions = np.unique(pairs, axis=0, return_inverse=True)
+    numbers = []
+    for domain, name in unique.tolist():
+        numbers.append(name if domain == MISSING else len(capture.names))
+        if domain != MISSING:
+            capture.names.append(f"{capture.names[domain]}:{capture.names[name]}")
+    capture.ranges = ranges.assign(name=np.array(numbers, np.int64)[positions.ravel()]).drop(columns="domain")
+
+
+def _memory(database: Database) -> pd.DataFrame:
+    required = ("start", "globalPid", "deviceId", "address", "bytes", "memKind", "memoryOperationType")
+    rows = database.integers(MEMORY, required, {})
+    rows = rows[rows["memKind"].isin((_DEVICE, _ARRAY, _STATIC)) & (rows["bytes"] > 0)]
+    memory = pd.DataFrame(
+        {
+            "process": process_of(rows["globalPid"]),
+            "device": rows["deviceId"],
+            "t": rows["start"],
+            "address": rows["address"],
+            "bytes": rows["bytes"],
+            "released": rows["memoryOperationType"],
+        }
+    )
+    valid = memory["t"].between(0, MAX_TIME) & are_devices(memory["device"]) & (memory["bytes"] <= _MAX_COPY_BYTES)
+    return memory.loc[valid, [*MEMORY_COLUMNS]]
