@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
-import pandas as pd
 
 from ebbtide.analysis.metrics.iterations import slowest_times, steady_iterations
 from ebbtide.analysis.metrics.summary import summarize
+from ebbtide.analysis.metrics.totals import whole_trace
+from ebbtide.analysis.timeseries.two_samples import DifferenceInterval, beyond_spread, difference_interval
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import RankInfo
-
-_MIN_ITERATIONS = 3
-_STANDARD_ERRORS = 3.0
 
 
 @dataclass(frozen=True)
@@ -54,13 +51,29 @@ class TimeChange(Change):
 
     Attributes:
         beyond_spread: Whether the medians differ by more than their spread; see `beyond_spread`.
+        interval: The least and the largest difference b - a that the iterations allow; see `difference_interval`.
     """
 
     beyond_spread: bool | None
+    interval: DifferenceInterval | None
+
+    @property
+    def is_distinguishable(self) -> bool | None:
+        """Whether the difference can be told apart from noise: the medians differ by more than their spread, and the
+        interval does not contain 0. None with fewer than three iterations in one of the runs."""
+        if self.beyond_spread is None or self.interval is None:
+            return None
+        return self.beyond_spread and not self.interval.low <= 0 <= self.interval.high
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of `ebbtide diff --json`."""
-        return {**super().as_json(), "beyond_spread": self.beyond_spread}
+        interval = None if self.interval is None else asdict(self.interval)
+        return {
+            **super().as_json(),
+            "beyond_spread": self.beyond_spread,
+            "distinguishable": self.is_distinguishable,
+            "difference_interval": interval,
+        }
 
 
 @dataclass(frozen=True)
@@ -96,6 +109,7 @@ class Diff:
         h2d_bytes: Bytes moved to the device in each phase.
         d2h_bytes: Bytes moved to the host in each phase.
         setting_changes: Settings that differ; `facts` in JSON.
+        totals: Figures of the whole traces, which need no iterations.
     """
 
     a: str
@@ -107,6 +121,7 @@ class Diff:
     h2d_bytes: list[Change]
     d2h_bytes: list[Change]
     setting_changes: list[SettingChange]
+    totals: list[Change]
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide diff --json` prints."""
@@ -117,6 +132,7 @@ class Diff:
             "counted_iterations": {"a": self.counted[0], "b": self.counted[1]},
             **{name: [change.as_json() for change in getattr(self, name)] for name in figures},
             "facts": [change.as_json() for change in self.setting_changes],
+            "totals": [change.as_json() for change in self.totals],
         }
 
 
@@ -128,41 +144,24 @@ def compare(a: Trace, b: Trace) -> Diff:
     medians = {"iteration": (first.iteration_ms, second.iteration_ms)}
     medians |= {x.phase: (x.median_ms, y.median_ms) for x, y in phases}
     times = slowest_times(a), slowest_times(b)
-    beyond = {phase: beyond_spread(times[0][phase].dropna(), times[1][phase].dropna()) for phase in medians}
+    samples = {phase: (times[0][phase].dropna(), times[1][phase].dropna()) for phase in medians}
+    totals = asdict(whole_trace(a)), asdict(whole_trace(b))
     pools = first.memory.pools, second.memory.pools
     return Diff(
         a=str(a.path),
         b=str(b.path),
         counted=(len(steady_iterations(a).numbers), len(steady_iterations(b).numbers)),
-        median_ms=[TimeChange(phase, *ms, beyond[phase]) for phase, ms in medians.items()],
+        median_ms=[
+            TimeChange(phase, *ms, beyond_spread(*samples[phase]), difference_interval(*samples[phase]))
+            for phase, ms in medians.items()
+        ],
         peak_bytes=[Change(pool, pools[0].get(pool), pools[1].get(pool)) for pool in sorted({**pools[0], **pools[1]})],
         min_free_bytes=[Change(x.phase, x.min_free_bytes, y.min_free_bytes) for x, y in phases],
         h2d_bytes=[Change(x.phase, x.h2d_bytes, y.h2d_bytes) for x, y in phases],
         d2h_bytes=[Change(x.phase, x.d2h_bytes, y.d2h_bytes) for x, y in phases],
         setting_changes=list(_changes(_settings(a), _settings(b))),
+        totals=[Change(name, totals[0][name], totals[1][name]) for name in totals[0]],
     )
-
-
-def beyond_spread(a: pd.Series[float], b: pd.Series[float]) -> bool | None:
-    """Return whether the medians of two samples differ by more than three standard errors of their difference.
-
-    The standard error of a median is taken as 1.25 IQR / (1.35 sqrt(n)): McGill, Tukey and Larsen, "Variations of Box
-    Plots", The American Statistician 32 (1978), who draw notches by it. It holds for normal values and nearly so for
-    others, and a single outlier hardly changes it. Quartiles are at p (n + 1) (Weibull), which makes them wide for few
-    values: of samples of 3 to 200 values from one distribution, normal, log-normal or with a tenth of outliers, less
-    than 1 % differ by this rule. Iterations that resemble the ones before them (correlation 0.5) make that 5 %.
-
-    Returns:
-        None with fewer than three values in one of the samples.
-    """
-    if min(len(a), len(b)) < _MIN_ITERATIONS:
-        return None
-    return bool(abs(b.median() - a.median()) > _STANDARD_ERRORS * np.hypot(_standard_error(a), _standard_error(b)))
-
-
-def _standard_error(values: pd.Series[float]) -> float:
-    low, high = np.percentile(values, [25, 75], method="weibull")
-    return float(1.25 * (high - low) / (1.35 * np.sqrt(len(values))))
 
 
 def _settings(trace: Trace) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ebbtide.profiler.trace import Trace
 
 if TYPE_CHECKING:
+    from ebbtide.analysis.metrics.holders.holders import Holders
     from ebbtide.analysis.findings import Findings
     from ebbtide.analysis.metrics.activity.activity import GpuActivity
     from ebbtide.analysis.metrics.gpu_state import GpuState
@@ -109,6 +110,21 @@ class TraceAnalysis:
         from ebbtide.analysis.metrics.activity.activity import gpu_activity
 
         return gpu_activity(self.trace, rank)
+
+    def holders(self, rank: int | None = None, at_ns: int | None = None, device: str | None = None) -> Holders | None:
+        """Holders of the memory of a device at a time: by category, module and call site; None if it was not recorded.
+
+        Args:
+            rank: The rank; None: the first one.
+            at_ns: The time, ns; None: that of the largest use.
+            device: The device; None: the rank's first one.
+
+        Raises:
+            TraceError: The rank is not in the trace.
+        """
+        from ebbtide.analysis.metrics.holders.holders import holders_at
+
+        return holders_at(self.trace, self.trace.ranks[0] if rank is None else rank, at_ns, device)
 
     def findings(self) -> Findings:
         """Causes that hold the job back, with evidence and potential gain, the largest gain first."""

@@ -9,7 +9,11 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+# Version 1 has a limit of this or more where there is none.
+_NO_LIMIT = 1 << 60
 
 
 def memory_bytes(root: Path = Path("/")) -> int | None:
@@ -25,6 +29,43 @@ def memory_bytes(root: Path = Path("/")) -> int | None:
         if text.isdigit()
     ]
     return min(limits, default=None)
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """A control group with a limit of memory.
+
+    Attributes:
+        folder: Its folder.
+        limit_bytes: Its limit.
+        is_unified: Whether it is of version 2.
+    """
+
+    folder: Path
+    limit_bytes: int
+    is_unified: bool
+
+    def total_bytes(self) -> int | None:
+        """Return all memory that counts against the limit, pinned memory and cached files included."""
+        text = _text(self.folder / ("memory.current" if self.is_unified else "memory.usage_in_bytes"))
+        return int(text) if text and text.isdigit() else None
+
+    def used_bytes(self) -> int | None:
+        """Return the memory that counts against the limit, without cached files: the kernel drops those first."""
+        total = self.total_bytes()
+        prefix = "" if self.is_unified else "total_"
+        statistics = _text(self.folder / "memory.stat") or ""
+        cached = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", statistics, re.MULTILINE)
+        return None if total is None else max(total - sum(map(int, cached)), 0)
+
+
+def memory_group(pid: int, root: Path = Path("/")) -> MemoryGroup | None:
+    """Return the nearest control group above a process that limits its memory; None where none does."""
+    for folder, is_unified in _control_groups(root, "memory", str(pid)):
+        text = _text(folder / ("memory.max" if is_unified else "memory.limit_in_bytes"))
+        if text and text.isdigit() and int(text) < _NO_LIMIT:
+            return MemoryGroup(folder, int(text), is_unified)
+    return None
 
 
 def cores(root: Path = Path("/")) -> int:
@@ -55,19 +96,27 @@ def _control_group_values(root: Path, controller: str, unified: str, legacy: str
     """Yield the content of a control file in each control group above this process.
 
     `unified` and `legacy` name the file in version 2 and version 1. Where a value is spread over several files, their
-    names are separated by a space, and so are their contents. Inside a container the group's own path may not be
-    mounted, so the root of the mount is read in any case.
+    names are separated by a space, and so are their contents.
     """
-    for group_line in (_text(root / "proc/self/cgroup") or "").splitlines():
+    for folder, is_unified in _control_groups(root, controller, "self"):
+        texts = [_text(folder / name) for name in (unified if is_unified else legacy).split()]
+        if all(texts):
+            yield " ".join(text for text in texts if text)
+
+
+def _control_groups(root: Path, controller: str, process: str) -> Iterator[tuple[Path, bool]]:
+    """Yield the folder of each control group above a process, the nearest first, and whether it is of version 2.
+
+    Inside a container the group's own path may not be mounted, so the root of the mount is among them in any case.
+    """
+    for group_line in (_text(root / "proc" / process / "cgroup") or "").splitlines():
         _, names, path = group_line.split(":", 2)
         if names and controller not in names.split(","):
             continue
         mount = root / "sys/fs/cgroup" / (controller if names else "")
         group = Path(path.lstrip("/"))
         for folder in (group, *group.parents):
-            texts = [_text(mount / folder / name) for name in (legacy if names else unified).split()]
-            if all(texts):
-                yield " ".join(text for text in texts if text)
+            yield mount / folder, not names
 
 
 def _text(path: Path) -> str | None:

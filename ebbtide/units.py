@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SIZE = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Parse `500MB`, `2GiB` or `1e9` as bytes. Raises ValueError for anything else, and for less than a byte."""
+    match = _SIZE.fullmatch(text)
+    try:
+        number, unit, binary = match.groups() if match else ("", "", "")
+        scale = 1024 ** " KMGT".index(unit.upper()) if binary and unit else _DECIMAL[unit.upper()]
+        size = int(float(number) * scale)
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise ValueError(f"{text!r} is not a size: write it like 500MB, 2GiB or 1e9")
+    return size
 
 
 def bytes_unit(largest: float) -> tuple[float, str]:

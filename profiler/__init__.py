@@ -8,10 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ebbtide.profiler.memory_limits.limit import MemoryLimitExceeded, memory_limit
     from ebbtide.profiler.trace import Trace, TraceBuilder, TraceError, open_trace
     from ebbtide.profiler.tracer import Tracer
 
-__all__ = ["Trace", "TraceBuilder", "TraceError", "Tracer", "open_trace"]
+__all__ = [
+    "MemoryLimitExceeded",
+    "Trace",
+    "TraceBuilder",
+    "TraceError",
+    "Tracer",
+    "memory_limit",
+    "open_trace",
+]
+_MODULES = {"Tracer": "tracer", "MemoryLimitExceeded": "memory_limits.limit", "memory_limit": "memory_limits.limit"}
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +29,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.tracer" if name == "Tracer" else f"{__name__}.trace"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'trace')}"), name)

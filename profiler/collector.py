@@ -142,8 +142,14 @@ def _collect(
     options: Options,
     force: bool,
 ) -> None:
+    warned: list[str] = []
+
+    def warn(line: str) -> None:
+        warned.append(line)
+        _say(line)
+
     with new_trace(output, force):
-        recording = open_recording(output, list(command), options, job)
+        recording = open_recording(output, list(command), options, job, warn)
         os.write(status, _READY)
         # Closed without a word when the job is executed.
         reason = os.read(failure, 4096)
@@ -158,7 +164,8 @@ def _collect(
     recording.sampler.stop()
     result = finish_recording(recording, {"exit": exit_info} if exit_info else {}, options.first)
     for line in [*result.warnings, *map(next_commands, result.traces)]:
-        _say(line)
+        if line not in warned:
+            _say(line)
 
 
 def _wait(pidfd: int) -> None:

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,9 @@ def spool_folder(output: Path) -> Path:
     return (output / SPOOL).resolve()
 
 
-def open_recording(output: Path, command: list[str], options: Options, job: int) -> OpenRecording:
+def open_recording(
+    output: Path, command: list[str], options: Options, job: int, warn: Callable[[str], None] = lambda _: None
+) -> OpenRecording:
     """Fill the folder of a new trace with its first metadata, an empty folder for spools, and a lock.
 
     Args:
@@ -88,11 +90,12 @@ def open_recording(output: Path, command: list[str], options: Options, job: int)
         command: The recorded command.
         options: What to record.
         job: Process id of the job.
+        warn: Function to call with a warning while the job runs.
     """
     spools = spool_folder(output)
     spools.mkdir()
     lock = lock_recording(output, job)
-    sampler = Sampler(spools, max_bytes=options.max_bytes)
+    sampler = Sampler(spools, max_bytes=options.max_bytes, warn=warn)
     write_meta(output, first_meta(command, options, sampler.host))
     return OpenRecording(output, command, sampler, lock, _identity(output))
 
@@ -164,6 +167,7 @@ def finish_recording(recording: OpenRecording, changes: dict[str, Any], first_it
             shutil.rmtree(output, ignore_errors=True)
         return RecordingResult([], [*warnings, f"nothing was recorded: {empty_reason}"])
     warnings += [warning for trace in traces if (warning := _no_iterations(trace))]
+    warnings += [line for trace in traces if (line := _out_of_memory(trace))]
     return RecordingResult(traces, list(dict.fromkeys(warnings)))
 
 
@@ -171,6 +175,15 @@ def _no_iterations(trace: Trace) -> str | None:
     if any(trace.phases(rank)["iteration"].notna().any() for rank in trace.ranks):
         return None
     return explain_no_iterations(phase for rank in trace.ranks for phase in trace.phases(rank)["phase"].unique())
+
+
+def _out_of_memory(trace: Trace) -> str | None:
+    """Return the line on ranks that ran out of memory, with the command that explains it."""
+    ranks = [rank for rank in trace.ranks if trace.rank(rank).out_of_memory]
+    if not ranks:
+        return None
+    subject = "the job" if len(trace.ranks) == 1 else f"rank {', '.join(map(str, ranks))}"
+    return f"{subject} ran out of memory: ebbtide memory {shlex.quote(str(trace.path))} --at oom"
 
 
 def write_nested_marker() -> None:

@@ -35,8 +35,8 @@ class Tracer:
     Args:
         path: The trace to write.
         iterations: First iteration to record, and the end (exclusive); None: to the end of the block.
-        allocator_iterations: Number of iterations in which the CUDA allocator's history is recorded.
-        transfers: Whether to record each copy (CUPTI).
+        allocator_iterations: Number of iterations in which every allocation is recorded, with call stacks.
+        transfers: Whether to record copies and kernels of the GPU (CUPTI).
         max_bytes: Size limit of the process's spool, in bytes; None: no limit.
         poll_ms: Interval of memory readings between phase boundaries, in ms; 0: none.
         memory: Whether to read the memory of the process.
@@ -57,7 +57,7 @@ class Tracer:
         path: str | Path,
         *,
         iterations: tuple[int, int | None] = (0, None),
-        allocator_iterations: int = 3,
+        allocator_iterations: int = 0,
         transfers: bool = False,
         max_bytes: int | None = None,
         poll_ms: float = 25.0,

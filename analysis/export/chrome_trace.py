@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ebbtide.analysis.export.device_events import annotation_events, checked, count_launches, device_events
 from ebbtide.analysis.export.trace_events import Process, dumps
 from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
-from ebbtide.analysis.timeseries.lanes import any_overlap
 from ebbtide.analysis.timeseries.step_functions import Ints
-from ebbtide.errors import TraceError
 from ebbtide.output_files import new_output
 from ebbtide.profiler.trace import Trace
 
@@ -32,9 +31,10 @@ _LINK_NOTE = (
 def write_chrome_trace(trace: Trace, path: Path, force: bool = False) -> None:
     """Write a trace in the Trace Event Format (JSON), complete or not at all.
 
-    The file has a process per rank, with tracks for iterations, phases, copies and ops, and counters for memory
-    (bytes), link (bytes/s) and the state of the GPUs. Times are microseconds after the first time of the trace, which
-    is in `otherData`. Events are written one by one.
+    The file has a process per rank, with tracks for iterations, phases, named ranges, kernels and copies by stream,
+    launches and ops, flows from launches to kernels and copies, and counters for memory (bytes), link (bytes/s) and the
+    state of the GPUs. Times are microseconds, exact to the nanosecond, after the first time of the trace, which is in
+    `otherData` and, as Unix time if that is known, in `baseTimeNanoseconds`. Events are written one by one.
 
     Args:
         trace: The trace.
@@ -54,7 +54,10 @@ def write_chrome_trace(trace: Trace, path: Path, force: bool = False) -> None:
             binary = stack.enter_context(gzip.GzipFile("", "wb", 6, binary, mtime=0))
         file = stack.enter_context(io.TextIOWrapper(binary, encoding="utf-8", errors="replace", newline="\n"))
         origin = _first_ns(trace)
-        file.write(f'{{"otherData":{dumps(_about(trace, origin))},"traceEvents":[')
+        about = _about(trace, origin)
+        base = about["start_ns"] if about["start_unix_ns"] is None else about["start_unix_ns"]
+        head = {"displayTimeUnit": "ns", "baseTimeNanoseconds": base, "otherData": about}
+        file.write(f'{dumps(head)[:-1]},"traceEvents":[')
         for number, event in enumerate(events(trace, origin)):
             file.write(f",\n{event}" if number else f"\n{event}")
         file.write("\n]}\n")
@@ -64,13 +67,15 @@ def events(trace: Trace, origin_ns: int) -> Iterator[str]:
     """Yield every event of a trace as a JSON object; times count from origin_ns."""
     # Perfetto takes process 0 for the idle task, and a track with the number of its process for the main thread.
     tids = itertools.count(len(trace.ranks) + 1)
+    correlation = 1
     for pid, rank in enumerate(trace.ranks, start=1):
         process = Process(pid, tids, origin_ns)
         device = first_device(trace, rank).name
         yield from process.name_events(f"rank {rank} · {device}" if device else f"rank {rank}")
         yield from _phases(process, trace, rank)
-        yield from _copies(process, trace, rank)
-        yield from _kernels(process, trace, rank)
+        yield from annotation_events(process, trace, rank)
+        yield from device_events(process, trace, rank, correlation)
+        correlation += count_launches(trace, rank)
         yield from _ops(process, trace, rank)
         yield from _memory(process, trace, rank)
         yield from _link(process, trace, rank)
@@ -105,69 +110,47 @@ def _first_ns(trace: Trace) -> int:
             link["t_ns"] - link["window_ns"],
             trace.gpu(rank)["t_ns"],
             trace.kernels(rank)["start_ns"],
+            trace.kernels(rank)["launch_ns"].dropna(),
+            trace.transfers(rank)["launch_ns"].dropna(),
+            trace.annotations(rank)["start_ns"],
         ]
     return min((int(column.min()) for column in times if len(column)), default=0)
-
-
-def _checked(trace: Trace, rows: pd.DataFrame, kind: str) -> pd.DataFrame:
-    if (rows["end_ns"] < rows["start_ns"]).any():
-        raise TraceError(f"{trace.path} is damaged: {kind} ends before it starts")
-    return rows
 
 
 def _phases(process: Process, trace: Trace, rank: int) -> Iterator[str]:
     """Yield iterations and phases by host times, and phases with times of the device by those."""
     spans = intervals(trace, rank, device_times=False).spans
     spans = spans.assign(name="iteration " + spans["iteration"].astype(str))
-    yield from process.slices("iterations", "iteration", _checked(trace, spans, "an iteration"))
+    yield from process.slices("iterations", {"iteration": checked(trace, spans, "an iteration")})
     phases = trace.phases(rank).rename(columns={"phase": "name"})
     columns = ["name", "start_ns", "end_ns", "iteration", "micro_step"]
-    yield from process.slices("phases (host)", "phase", _checked(trace, phases[columns], "a phase"))
+    yield from process.slices("phases (host)", {"phase": checked(trace, phases[columns], "a phase")})
     device_phases = phases[phases["gpu_start_ns"].notna() & phases["gpu_end_ns"].notna()]
     device_phases = device_phases.assign(
         start_ns=device_phases["gpu_start_ns"].astype("int64"), end_ns=device_phases["gpu_end_ns"].astype("int64")
     )
-    yield from process.slices("phases (device)", "device phase", _checked(trace, device_phases[columns], "a phase"))
-
-
-def _copies(process: Process, trace: Trace, rank: int) -> Iterator[str]:
-    """Yield copies on a track per device and direction, or per stream where copies of one direction overlap."""
-    rows = _checked(trace, trace.transfers(rank), "a copy")
-    for (device, direction), group in rows.groupby(["device", "direction"], sort=True):
-        track = f"{direction} copies {device}"
-        if not any_overlap(group["start_ns"].to_numpy(np.int64), group["end_ns"].to_numpy(np.int64)):
-            yield from process.slices(track, "copy", group)
-            continue
-        for stream, part in group.groupby("stream", dropna=False):
-            yield from process.slices(f"{track} stream {'?' if pd.isna(stream) else stream}", "copy", part)
-
-
-def _kernels(process: Process, trace: Trace, rank: int) -> Iterator[str]:
-    """Yield kernels on a track per device and stream."""
-    rows = _checked(trace, trace.kernels(rank).astype({"device": str, "kind": str, "name": str}), "a kernel")
-    rows["us_since_launch"] = (rows["start_ns"] - rows.pop("launch_ns")).astype("Float64") / 1e3
-    for (device, stream), group in rows.groupby(["device", "stream"], sort=True, dropna=False):
-        yield from process.slices(f"kernels {device} stream {'?' if pd.isna(stream) else stream}", "kernel", group)
+    device_phases = checked(trace, device_phases[columns], "a phase")
+    yield from process.slices("phases (device)", {"device phase": device_phases})
 
 
 def _ops(process: Process, trace: Trace, rank: int) -> Iterator[str]:
     """Yield ops on a track per resource; an op is nested in its parent if both use the same resource."""
-    rows = _checked(trace, trace.ops(rank), "an op")
+    rows = checked(trace, trace.ops(rank), "an op")
     rows = rows.assign(row=np.arange(len(rows)))
     for resource, group in rows.groupby("resource", sort=True):
         index = {row: number for number, row in enumerate(group["row"])}
         parents = [None if pd.isna(parent) else index.get(parent) for parent in group["parent"]]
-        yield from process.slices(f"ops {resource}", "op", group, parents)
+        yield from process.slices(f"ops {resource}", {"op": group}, parents)
 
 
 def _memory(process: Process, trace: Trace, rank: int) -> Iterator[str]:
-    for (device, pool), rows in trace.memory(rank).groupby(["device", "pool"], sort=True):
+    for (device, pool), rows in trace.memory(rank).groupby(["device", "pool"], sort=True, observed=True):
         times, sizes = rows["t_ns"].tolist(), rows["bytes"].tolist()
         yield from process.counter(f"memory {device} {pool}", "bytes", times, sizes)
 
 
 def _link(process: Process, trace: Trace, rank: int) -> Iterator[str]:
-    for device, rows in trace.link(rank).groupby("device", sort=True):
+    for device, rows in trace.link(rank).groupby("device", sort=True, observed=True):
         for direction in DIRECTIONS:
             rates = rows[f"{direction}_bytes_per_s"].to_numpy(np.float64)
             is_sampled = np.isfinite(rates)
@@ -176,12 +159,12 @@ def _link(process: Process, trace: Trace, rank: int) -> Iterator[str]:
             times, values, gaps = _rate_line(ends, windows, rates[is_sampled])
             name = f"link {device} {direction}"
             yield from process.counter(name, "bytes/s", times.tolist(), values.tolist())
-            yield from process.slices(f"{name}: not sampled", "unknown", gaps)
+            yield from process.slices(f"{name}: not sampled", {"unknown": gaps})
 
 
 def _gpu(process: Process, trace: Trace, rank: int) -> Iterator[str]:
     """Yield a counter per device and column of the table `gpu`."""
-    for device, rows in trace.gpu(rank).groupby("device", sort=True):
+    for device, rows in trace.gpu(rank).groupby("device", sort=True, observed=True):
         for column in rows.columns.drop(["t_ns", "device"]):
             recorded = rows[np.isfinite(rows[column].astype("float64"))]
             quantity, _, unit = column.rpartition("_")

@@ -7,33 +7,77 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.timeseries.lanes import assign_lanes
+from ebbtide.analysis.timeseries.lanes import any_overlap, assign_lanes
+from ebbtide.analysis.timeseries.step_functions import Ints
 
 # Rows that are converted to Python objects at a time.
 _CHUNK = 20_000
+# Category and name of flows, as torch's profiler has them: from the CPU to the accelerator.
+_FLOW = "ac2g"
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def dumps(value: Any) -> str:
     """Return compact JSON. Letters are not escaped: Perfetto does not read every escape."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _ENCODER.encode(value)
 
 
-def microseconds(ns: int) -> str:
-    """Return nanoseconds, not negative, as a decimal number of microseconds.
+def microseconds(ns: Ints) -> list[str]:
+    """Return nanoseconds, not negative, as decimal numbers of microseconds.
 
     Perfetto multiplies by 1000 and truncates, so that 1.001 becomes 1000 ns: a slice may then overlap its neighbour,
     and Perfetto drops one of them. Numbers to which this would happen get a tenth of a nanosecond more.
     """
-    full, remainder = divmod(ns, 1000)
-    text = f"{full}.{remainder:03d}"
+    full, remainder = np.divmod(ns, 1000)
     # Perfetto's own parser adds the two parts; others find the nearest number.
-    return text if int((full + remainder / 1000) * 1000) == int(ns / 1000 * 1000) == ns else f"{text}1"
+    added = ((full + remainder / 1000) * 1000).astype(np.int64)
+    nearest = (ns / 1000 * 1000).astype(np.int64)
+    ends = np.where((added == ns) & (nearest == ns), "", "1")
+    return [f"{us}.{part:03d}{end}" for us, part, end in zip(full.tolist(), remainder.tolist(), ends, strict=True)]
+
+
+def arguments(rows: pd.DataFrame) -> list[str]:
+    """Return the columns of each row as a JSON object, null where a row has no value."""
+    texts = [[f"{dumps(str(name))}:{value}" for value in _json_values(rows[name])] for name in rows.columns]
+    if not texts:
+        return ["{}"] * len(rows)
+    return [f"{{{','.join(values)}}}" for values in zip(*texts, strict=True)]
+
+
+def _json_values(column: pd.Series[Any]) -> Iterator[str]:
+    """Yield the values of a column as JSON; each different text is converted once."""
+    texts: dict[Any, str] = {}
+    for value, is_known in zip(column.tolist(), column.notna().tolist(), strict=True):
+        if not is_known:
+            yield "null"
+        elif type(value) is int:
+            yield str(value)
+        elif isinstance(value, str):
+            yield texts.get(value) or texts.setdefault(value, dumps(value))
+        else:
+            yield dumps(value)
+
+
+def _contents(tables: Mapping[str, pd.DataFrame], indices: Ints) -> list[str]:
+    """Return category, name and arguments of some rows of all tables, as members of a JSON object."""
+    contents = [""] * len(indices)
+    begin = 0
+    for category, rows in tables.items():
+        positions = np.flatnonzero((indices >= begin) & (indices < begin + len(rows)))
+        part = rows.iloc[indices[positions] - begin]
+        texts = arguments(part.drop(columns=["name", "start_ns", "end_ns"]))
+        for position, name, args in zip(positions.tolist(), _json_values(part["name"]), texts, strict=True):
+            contents[position] = f'"cat":"{category}","name":{name},"args":{args}'
+        begin += len(rows)
+    return contents
 
 
 class Process:
@@ -62,18 +106,30 @@ class Process:
         yield self._metadata("process_sort_index", sort_index=self.pid)
 
     def slices(
-        self, track: str, category: str, rows: pd.DataFrame, parents: Sequence[int | None] | None = None
+        self,
+        track: str,
+        tables: Mapping[str, pd.DataFrame],
+        parents: Sequence[int | None] | None = None,
+        flow: Literal["start", "end"] | None = None,
     ) -> Iterator[str]:
         """Yield a slice per row, on one track, or on several if slices overlap.
 
         Args:
             track: Name of the track.
-            category: Category of the slices.
-            rows: Columns name, start_ns, end_ns; every other column becomes an argument, null where it has no value.
-            parents: For each row the index of its parent, or None; see `assign_lanes`.
+            tables: By category: columns name, start_ns, end_ns; every other column becomes an argument, null where it
+                has no value.
+            parents: For each row of all tables the index of its parent, or None; see `assign_lanes`.
+            flow: Start or end a flow at the start of each row that has a value in the column `correlation`, which all
+                tables must have; both ends have the same value, which no other flow of the file has.
         """
-        starts, ends = rows["start_ns"].to_numpy(np.int64), rows["end_ns"].to_numpy(np.int64)
-        order, lanes = assign_lanes(starts, ends, parents)
+        starts, ends = (
+            np.concatenate([np.empty(0, np.int64), *(rows[side].to_numpy(np.int64) for rows in tables.values())])
+            for side in ("start_ns", "end_ns")
+        )
+        if parents is None and not any_overlap(starts, ends):
+            order, lanes = np.lexsort((ends, starts)), np.zeros(len(starts), np.int64)
+        else:
+            order, lanes = assign_lanes(starts, ends, parents)
         tids = [next(self._tids) for _ in range(int(lanes.max()) + 1 if len(lanes) else 0)]
         for number, tid in enumerate(tids):
             name = track if number == 0 else f"{track} ({number + 1})"
@@ -81,23 +137,30 @@ class Process:
             yield self._metadata("thread_sort_index", tid, sort_index=next(self._order))
         for first in range(0, len(order), _CHUNK):
             indices = order[first : first + _CHUNK]
-            part = rows.iloc[indices].astype(object)
-            part = part.where(part.notna(), None)
-            for lane, row in zip(lanes[indices].tolist(), part.to_dict("records"), strict=True):
-                name, start, end = row.pop("name"), row.pop("start_ns"), row.pop("end_ns")
-                yield (
-                    f'{{"ph":"X","pid":{self.pid},"tid":{tids[lane]},"ts":{self._ts(start)},'
-                    f'"dur":{microseconds(end - start)},"cat":"{category}","name":{dumps(name)},"args":{dumps(row)}}}'
-                )
+            times = self._ts(starts[indices]), microseconds(ends[indices] - starts[indices])
+            contents = _contents(tables, indices)
+            for lane, ts, dur, content in zip(lanes[indices].tolist(), *times, contents, strict=True):
+                yield f'{{"ph":"X","pid":{self.pid},"tid":{tids[lane]},"ts":{ts},"dur":{dur},{content}}}'
+            if flow is not None:
+                numbers = pd.concat([rows["correlation"] for rows in tables.values()]).iloc[indices]
+                place = '"ph":"s"' if flow == "start" else '"ph":"f","bp":"e"'
+                for lane, ts, number, is_known in zip(
+                    lanes[indices].tolist(), times[0], numbers.tolist(), numbers.notna().tolist(), strict=True
+                ):
+                    if is_known:
+                        yield (
+                            f'{{{place},"id":{number},"pid":{self.pid},"tid":{tids[lane]},"ts":{ts},'
+                            f'"cat":"{_FLOW}","name":"{_FLOW}"}}'
+                        )
 
     def counter(self, name: str, series: str, times: Sequence[int], values: Sequence[float]) -> Iterator[str]:
         """Yield a step function: each value holds from its time to the next; times in order, values finite."""
         head = f'{{"ph":"C","pid":{self.pid},"name":{dumps(name)},"ts":'
         key = dumps(series)
-        for t, value in zip(times, values, strict=True):
-            yield f'{head}{self._ts(t)},"args":{{{key}:{value!r}}}}}'
+        for ts, value in zip(self._ts(np.array(times, np.int64)), values, strict=True):
+            yield f'{head}{ts},"args":{{{key}:{value!r}}}}}'
 
-    def _ts(self, ns: int) -> str:
+    def _ts(self, ns: Ints) -> list[str]:
         return microseconds(ns - self._origin_ns)
 
     def _metadata(self, kind: str, tid: int | None = None, **args: Any) -> str:

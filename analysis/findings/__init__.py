@@ -8,12 +8,15 @@ from ebbtide.analysis.findings import (
     between_phases,
     blocking_gradients,
     cpu_bound_update,
+    drift,
     exposed_communication,
     fragmentation,
     free_memory,
     gpu_idle,
     gradient_round_trip,
+    host_memory_limit,
     launch_bound,
+    memory_growth,
     memory_outside_torch,
     one_direction,
     pageable_copies,
@@ -54,9 +57,12 @@ RULES: tuple[Rule, ...] = (
     free_memory.check,
     memory_outside_torch.check,
     fragmentation.check,
+    memory_growth.check,
     swapping.check,
+    host_memory_limit.check,
     between_phases.check,
     slow_rank.check,
+    drift.check,
     gpu_idle.check,
     launch_bound.check,
     exposed_communication.check,
@@ -77,7 +83,9 @@ def find(trace: Trace) -> Findings:
     findings = [result for result in results if isinstance(result, Finding)]
     findings.sort(key=lambda finding: -(finding.potential_gain_ms or 0.0))
     unknown = tuple(result for result in results if isinstance(result, Unknown))
-    return Findings(tuple(findings), unknown, tuple(skipped))
+    not_looked = {entry.rule for entry in skipped} | {_name(phases.check)}
+    nothing_found = tuple(name for name in silent if name not in not_looked)
+    return Findings(tuple(findings), unknown, tuple(skipped), nothing_found)
 
 
 def _name(rule: Rule) -> str:

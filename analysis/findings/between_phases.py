@@ -5,7 +5,7 @@ from __future__ import annotations
 from ebbtide.analysis.findings.finding import Finding, clamp_gain
 from ebbtide.analysis.metrics.activity.iteration_activity import iteration_activity
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
-from ebbtide.phases import OTHER
+from ebbtide.phases import BACKWARD, FORWARD, OTHER
 from ebbtide.units import ms_text
 
 # Causes of time without compute that lie with the host, or with its copies.
@@ -22,6 +22,9 @@ def check(metrics: TraceMetrics) -> Finding | None:
     if other and len(activity):
         other = min(other, float(activity[_WAITING].sum(axis=1).max()))
     if not other or not iteration or other < _MIN_OTHER_SHARE * iteration:
+        return None
+    if metrics.phase_ms(FORWARD) is None or metrics.phase_ms(BACKWARD) is None:
+        # The time of a phase that was not recorded counts as other.
         return None
     busy = ", and the GPU neither computes nor communicates then" if len(activity) else ""
     return Finding(

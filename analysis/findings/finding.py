@@ -67,11 +67,13 @@ class Findings:
         findings: The findings, the largest potential gain first.
         unknown: The questions that the trace cannot answer.
         not_applicable: The rules that do not apply to the trace.
+        nothing_found: Names of the rules that looked at the job and found nothing.
     """
 
     findings: tuple[Finding, ...]
     unknown: tuple[Unknown, ...]
     not_applicable: tuple[NotApplicable, ...] = ()
+    nothing_found: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide findings --json` prints."""

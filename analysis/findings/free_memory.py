@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ebbtide.analysis.findings.common import record_memory
 from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
 from ebbtide.analysis.metrics.free_profile import fitting_params, param_bytes, state_bytes
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
@@ -14,19 +15,19 @@ _UNUSED_SHARE = 0.25
 
 
 def check(metrics: TraceMetrics) -> Finding | Unknown | None:
-    """Compare the free memory with the offloaded state and its gradients, by the rules of `fitting_params`."""
-    if not metrics.has_gpu or not metrics.iteration_ms:
+    """Compare the free memory with the offloaded state and its gradients, by the rules of `fitting_params`.
+
+    Without iterations the free memory of the whole trace counts, and there is no gain.
+    """
+    if not metrics.has_gpu:
         return None
     free, capacity = metrics.always_free_bytes, metrics.capacity_bytes
     if free is None or capacity is None:
-        return Unknown(
-            "free-memory",
-            "how much device memory is free all the time?",
-            "record on a machine with NVML, or import with --capacity and a monitor file",
-        )
+        return Unknown("free-memory", "how much device memory is free all the time?", record_memory(metrics))
+    moments = "of every steady iteration" if metrics.iteration_ms is not None else "of the trace"
     measured = (
-        f"{bytes_text(free)} of {bytes_text(capacity)} are free at every moment of every steady iteration (capacity "
-        f"minus {metrics.free_pool})"
+        f"{bytes_text(free)} of {bytes_text(capacity)} are free at every moment {moments} (capacity minus "
+        f"{metrics.free_pool})"
     )
     update, offloaded = metrics.phase_ms(UPDATE), metrics.offloaded_params
     fitting = fitting_params(metrics)

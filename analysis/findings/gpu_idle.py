@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ebbtide.analysis.findings.finding import Finding, clamp_gain
-from ebbtide.analysis.metrics.activity.iteration_activity import iteration_activity
+from ebbtide.analysis.findings.finding import Finding
+from ebbtide.analysis.findings.gpu_time import gpu_time, phase_times_text
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
-from ebbtide.phases import ITERATION_PARTS
 from ebbtide.units import ms_text
 
 # Every job has gaps between kernels. More than this share of the iteration is much.
@@ -25,24 +24,21 @@ _ADVICE = {
 
 
 def check(metrics: TraceMetrics) -> Finding | None:
-    """Compare the time in which nothing runs on the GPU with the iteration, of the rank that is idle most."""
-    activity, iteration = iteration_activity(metrics.trace), metrics.iteration_ms
-    if activity.empty or not iteration:
+    """Compare the time in which nothing runs on the GPU with the iteration, of the rank that is idle most; without
+    iterations, with the time from the first to the last activity."""
+    times = gpu_time(metrics)
+    if times is None:
         return None
-    idle_by_rank = sum(activity[f"cause_{cause}"] for cause in _CAUSES)
-    rank = int(idle_by_rank.idxmax())
-    idle = float(idle_by_rank[rank])
-    if idle < _MIN_SHARE * iteration:
+    rank, idle, total = times.worst(list(_CAUSES))
+    if idle < _MIN_SHARE * total:
         return None
-    causes = {cause: float(activity.loc[rank, f"cause_{cause}"]) for cause in _CAUSES}
-    by_phase = {phase: float(iteration_activity(metrics.trace, phase).loc[rank, "idle"]) for phase in ITERATION_PARTS}
-    places = ", ".join(f"{phase} {ms_text(ms)}" for phase, ms in by_phase.items() if ms > 0.01 * iteration)
+    causes = {cause: float(times.by_rank.loc[rank, f"cause_{cause}"]) for cause in _CAUSES}
     ordered = sorted(causes, key=lambda cause: -causes[cause])
     evidence = [
-        f"rank {rank}: nothing runs on the GPU for {ms_text(idle)} of {ms_text(iteration)} "
-        f"({100 * idle / iteration:.0f} %), late launches of up to 0.1 ms not included",
-        *(f"{ms_text(causes[cause])}: {_CAUSES[cause]}" for cause in ordered if causes[cause] > 0.01 * iteration),
+        f"rank {rank}: nothing runs on the GPU for {ms_text(idle)} of {ms_text(total)} "
+        f"({100 * idle / total:.0f} %), late launches of up to 0.1 ms not included",
+        *(f"{ms_text(causes[cause])}: {_CAUSES[cause]}" for cause in ordered if causes[cause] > 0.01 * total),
     ]
-    if places:
-        evidence.append(f"all idle time by phase: {places}")
-    return Finding("gpu-idle", "The GPU is idle", clamp_gain(idle), tuple(evidence), _ADVICE[ordered[0]])
+    if by_phase := phase_times_text(metrics, rank, "idle"):
+        evidence.append(f"all idle time by phase: {by_phase}")
+    return Finding("gpu-idle", "The GPU is idle", times.gain(idle), tuple(evidence), _ADVICE[ordered[0]])

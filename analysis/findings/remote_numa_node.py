@@ -21,7 +21,8 @@ def check(metrics: TraceMetrics) -> Finding | Unknown | None:
         return None
     evidence = [line for rank in metrics.trace.ranks if (line := _remote(metrics, rank)) is not None]
     if not evidence:
-        if all(_is_recorded(metrics, rank) for rank in metrics.trace.ranks):
+        # Files of other tools do not have the nodes, and only a job that was recorded can be recorded again.
+        if not metrics.is_recorded or all(_is_recorded(metrics, rank) for rank in metrics.trace.ranks):
             return None
         return Unknown(
             "remote-numa-node",

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 from ebbtide.analysis.findings.finding import NotApplicable
 from ebbtide.analysis.metrics.activity.busy_time import busy_time
+from ebbtide.analysis.metrics.drift import compared_quantities
+from ebbtide.analysis.metrics.holders.growth import memory_growth
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
+from ebbtide.analysis.timeseries.change_point import MIN_VALUES
+from ebbtide.phases import BACKWARD, FORWARD
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,10 @@ class Requirement:
 
 
 ITERATIONS = Requirement("finished iterations with phases", lambda metrics: metrics.iteration_ms is not None)
+PASSES = Requirement(
+    "phases of forward and backward",
+    lambda metrics: metrics.phase_ms(FORWARD) is not None and metrics.phase_ms(BACKWARD) is not None,
+)
 GPU = Requirement("a job on a GPU", lambda metrics: metrics.has_gpu)
 RANKS = Requirement("two ranks or more", lambda metrics: len(metrics.trace.ranks) > 1)
 OFFLOADED = Requirement("optimizer state in host memory", lambda metrics: bool(metrics.offloaded))
@@ -39,6 +47,21 @@ KERNELS = Requirement(
     "kernels of the GPU (import a torch.profiler trace)",
     lambda metrics: any(busy_time(metrics.trace, rank) is not None for rank in metrics.trace.ranks),
 )
+HOST_MEMORY = Requirement(
+    "memory of the host (`ebbtide profile` records it)",
+    lambda metrics: metrics.is_recorded or any(metrics.pool_peak(pool) is not None for pool in ("swap", "host")),
+)
+NUMA_NODES = Requirement(
+    "NUMA nodes of the host (`ebbtide profile` records them)",
+    lambda metrics: metrics.is_recorded or any(entry.numa is not None for entry in metrics.trace.meta.ranks),
+)
+ALLOCATIONS = Requirement(
+    "the allocations of three iterations (`ebbtide profile --allocator-iterations 3`)",
+    lambda metrics: any(memory_growth(metrics.trace, rank) is not None for rank in metrics.trace.ranks),
+)
+ENOUGH_VALUES = Requirement(
+    f"{MIN_VALUES} steady iterations or more", lambda metrics: bool(compared_quantities(metrics.trace))
+)
 
 # Name of a rule -> its conditions. Rules without an entry apply to every trace.
 REQUIREMENTS: dict[str, tuple[Requirement, ...]] = {
@@ -52,15 +75,18 @@ REQUIREMENTS: dict[str, tuple[Requirement, ...]] = {
     "pageable-copies": (ITERATIONS, GPU),
     "one-direction": (ITERATIONS, GPU),
     "shared-link": (GPU, RANKS),
-    "remote-numa-node": (GPU,),
-    "free-memory": (ITERATIONS, GPU),
-    "memory-outside-torch": (ITERATIONS, GPU),
-    "fragmentation": (ITERATIONS, GPU),
-    "between-phases": (ITERATIONS,),
+    "remote-numa-node": (GPU, NUMA_NODES),
+    "free-memory": (GPU,),
+    "memory-outside-torch": (GPU,),
+    "memory-growth": (ALLOCATIONS,),
+    "fragmentation": (GPU,),
+    "swapping": (HOST_MEMORY,),
+    "between-phases": (ITERATIONS, PASSES),
+    "drift": (ENOUGH_VALUES,),
     "slow-rank": (ITERATIONS, RANKS),
-    "gpu-idle": (ITERATIONS, KERNELS),
-    "launch-bound": (ITERATIONS, KERNELS),
-    "exposed-communication": (ITERATIONS, KERNELS),
+    "gpu-idle": (KERNELS,),
+    "launch-bound": (KERNELS,),
+    "exposed-communication": (KERNELS,),
 }
 
 

@@ -32,6 +32,6 @@ def check(metrics: TraceMetrics) -> Finding | Unknown | None:
             (f"{bytes_text(used)} of {bytes_text(capacity)} are in use",),
             "use less host memory before the host begins to swap",
         )
-    if swap is None and used is None:
+    if swap is None and used is None and metrics.is_recorded:
         return Unknown("swapping", "does the host swap?", "record with `ebbtide profile`, which reads each rank's swap")
     return None

@@ -1,9 +1,11 @@
-"""Results that are computed once per trace."""
+"""Results that are computed once per trace, or kept while they are in use."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import wraps
+from threading import Lock
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -30,5 +32,37 @@ def once_per_trace(
         if key not in of_trace:
             of_trace[key] = function(trace, *args, **kwargs)
         return of_trace[key]
+
+    return cached
+
+
+# Time series that are kept of each function: those of a job with 8 ranks, 3 pools each, and some more.
+_MAX_SERIES = 32
+
+
+def recent_per_trace(
+    function: Callable[Concatenate[Trace, P], Result],
+) -> Callable[Concatenate[Trace, P], Result]:
+    """Decorate a function like `once_per_trace`, for results as long as a table: only the 32 used last are kept.
+
+    The series of all ranks of a large job would not fit into memory together.
+    """
+    results: WeakKeyDictionary[Trace, OrderedDict[Any, Result]] = WeakKeyDictionary()
+    lock = Lock()
+
+    @wraps(function)
+    def cached(trace: Trace, /, *args: P.args, **kwargs: P.kwargs) -> Result:
+        key = args, tuple(sorted(kwargs.items()))
+        with lock:
+            of_trace = results.setdefault(trace, OrderedDict())
+            if key in of_trace:
+                of_trace.move_to_end(key)
+                return of_trace[key]
+        result = function(trace, *args, **kwargs)
+        with lock:
+            of_trace[key] = result
+            if len(of_trace) > _MAX_SERIES:
+                of_trace.popitem(last=False)
+        return result
 
     return cached

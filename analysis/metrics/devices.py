@@ -6,22 +6,29 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ebbtide.analysis.metrics.cache import once_per_trace
+from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.phases import OTHER
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import DeviceInfo
 
 
-@once_per_trace
+@recent_per_trace
 def memory_timeline(trace: Trace, rank: int, pool: str) -> tuple[Ints, Ints]:
     """Return (times in ns, bytes) of one pool: on the rank's first device, or on the host for a pool of the host."""
     rows = trace.memory(rank)
-    rows = rows[rows["pool"] == pool]
-    device = main_device(trace, rank)
-    if (rows["device"] == device).any():
-        rows = rows[rows["device"] == device]
-    return rows["t_ns"].to_numpy(np.int64), rows["bytes"].to_numpy(np.int64)
+    selected = (rows["pool"] == pool).to_numpy()
+    on_device = selected & (rows["device"] == main_device(trace, rank)).to_numpy()
+    if on_device.any():
+        selected = on_device
+    return rows["t_ns"].to_numpy(np.int64)[selected], rows["bytes"].to_numpy(np.int64)[selected]
+
+
+@once_per_trace
+def pool_peaks(trace: Trace, rank: int) -> dict[str, int]:
+    """Return the largest value of each recorded pool of a rank, bytes."""
+    pools = trace.labels(rank, "memory", "pool")
+    return {pool: int(memory_timeline(trace, rank, pool)[1].max()) for pool in pools}
 
 
 def in_read_iteration(trace: Trace, phases: pd.DataFrame, times: Ints) -> npt.NDArray[np.bool_]:
@@ -77,22 +84,24 @@ def first_device(trace: Trace, rank: int) -> DeviceInfo:
 
 
 # Pools that count the memory of a device, the most complete first. An imported memory timeline has only `tensors`.
-_FREE_POOLS = ("device", "reserved", "allocated", "requested", "tensors", "heap")
-_PEAK_POOLS = ("device", "allocated", "requested", "tensors", "heap")
+_FREE_POOLS = ("device", "cuda", "reserved", "allocated", "requested", "tensors", "heap")
+_PEAK_POOLS = ("device", "allocated", "requested", "tensors", "cuda", "heap")
 
 
 def free_pool(trace: Trace) -> str | None:
     """Return the pool that free memory is computed from; None where the trace has no memory of a device.
 
-    Free memory is the capacity minus this pool: the first one recorded of `device`, `reserved`, `allocated`,
-    `requested`, `tensors` and `heap`. Memory that torch has reserved is not free for others, even if no tensor uses it.
+    Free memory is the capacity minus this pool: the first one recorded of `device`, `cuda`, `reserved`,
+    `allocated`, `requested`, `tensors` and `heap`. Memory that torch has reserved is not free for others, even if no
+    tensor uses it.
     """
     return _first_recorded(trace, _FREE_POOLS)
 
 
 def peak_pool(trace: Trace) -> str | None:
-    """Return the pool whose peaks are reported: the first one recorded of `device`, `allocated`, `requested`, `tensors`
-    and `heap`; None where the trace has no memory of a device.
+    """Return the pool whose peaks are reported; None where the trace has no memory of a device.
+
+    It is the first one recorded of `device`, `allocated`, `requested`, `tensors`, `cuda` and `heap`.
 
     `reserved` is not one of them: it includes blocks that no tensor uses, so its peak says little about the job.
     """
@@ -106,4 +115,4 @@ def _first_recorded(trace: Trace, pools: tuple[str, ...]) -> str | None:
 
 @once_per_trace
 def _recorded_pools(trace: Trace) -> frozenset[str]:
-    return frozenset(pool for rank in trace.ranks for pool in trace.memory(rank)["pool"].unique())
+    return frozenset(pool for rank in trace.ranks for pool in trace.labels(rank, "memory", "pool"))

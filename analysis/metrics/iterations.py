@@ -64,10 +64,9 @@ def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
     phases = trace.phases(rank)
     phases = phases[phases["iteration"].notna()]
     columns = ["iteration", "micro_step", "phase"]
-    if device_times and len(phases) and phases["gpu_end_ns"].notna().all():
-        times = phases[["gpu_start_ns", "gpu_end_ns"]]
-    else:
-        times = phases[["start_ns", "end_ns"]]
+    if device_times and (phases.empty or phases["gpu_end_ns"].isna().any()):
+        return intervals(trace, rank, device_times=False)
+    times = phases[["gpu_start_ns", "gpu_end_ns"] if device_times else ["start_ns", "end_ns"]]
     frame = phases[columns].assign(
         iteration=phases["iteration"].astype("int64"),
         start_ns=times.iloc[:, 0].astype("int64"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.metrics.cache import once_per_trace
+from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.metrics.devices import link_peak, main_device
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints, cumulative, union
@@ -81,7 +81,7 @@ class Traffic:
         return idle
 
 
-@once_per_trace
+@recent_per_trace
 def traffic(trace: Trace, rank: int, direction: str) -> Traffic | None:
     """Return the traffic of a rank in one direction; None where neither copies nor counters were recorded."""
     if trace.rank(rank).transfers_recorded:
@@ -132,7 +132,7 @@ def copied_iterations(trace: Trace, rank: int) -> list[int]:
     return [int(iteration) for iteration in starts.index[whole]]
 
 
-@once_per_trace
+@recent_per_trace
 def both_busy(trace: Trace, rank: int) -> Between | None:
     """Return a function from starts and ends to the ns between in which copies ran in both directions at once; None
     where copies were not recorded."""
@@ -180,12 +180,13 @@ def covering(starts: Ints, ends: Ints) -> Total:
 def _of_counters(trace: Trace, rank: int, direction: str) -> Traffic | None:
     column = f"{direction}_bytes_per_s"
     rows = trace.link(rank)
-    rows = rows[(rows["device"] == main_device(trace, rank)) & rows[column].notna()]
-    if rows.empty:
+    selected = ((rows["device"] == main_device(trace, rank)) & rows[column].notna()).to_numpy(bool)
+    if not selected.any():
         return None
-    ends = rows["t_ns"].to_numpy(np.int64)
-    windows = rows["window_ns"].to_numpy(np.int64)
-    rates = rows[column].to_numpy(np.float64)
+    # Selecting rows of the table would copy its other columns, too.
+    ends = rows["t_ns"].to_numpy(np.int64)[selected]
+    windows = rows["window_ns"].to_numpy(np.int64)[selected]
+    rates = rows[column].to_numpy(np.float64)[selected]
     # A sample covers the time since the one before, even if its window is only a part of that time.
     spacing = np.diff(ends, prepend=ends[0] - windows[0])
     gap = spacing > _MAX_SPACINGS * np.median(spacing)

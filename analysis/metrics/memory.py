@@ -12,7 +12,7 @@ import pandas as pd
 from ebbtide.analysis.dataframes import to_frame
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, in_read_iteration, memory_timeline
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
-from ebbtide.analysis.timeseries.step_functions import Ints, peak_between
+from ebbtide.analysis.timeseries.step_functions import Ints, merge_times, peak_between
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
@@ -114,7 +114,7 @@ def difference(upper: tuple[Ints, Ints], lower: tuple[Ints, Ints]) -> tuple[Ints
     Returns:
         (times ns, values), from where both have a value.
     """
-    times = np.union1d(upper[0], lower[0])
+    times = merge_times(upper[0], lower[0])
     times = times[times >= max(upper[0][0], lower[0][0])]
     values = [sizes[np.searchsorted(edges, times, side="right") - 1] for edges, sizes in (upper, lower)]
     return times, np.maximum(values[0] - values[1], 0)

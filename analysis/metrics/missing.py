@@ -11,7 +11,10 @@ from ebbtide.profiler.trace.iteration_ends import explain_no_iterations
 
 NO_MEMORY = "no memory of a device was recorded; `ebbtide profile` records it (without `--record phases`)"
 NO_GPU_STATE = "utilization, power and clocks were not recorded; `ebbtide profile` records them with NVML"
-NO_KERNELS = "no kernels of the GPU were recorded; import a torch.profiler trace with ProfilerActivity.CUDA"
+NO_KERNELS = (
+    "no kernels of the GPU were recorded; `ebbtide profile --transfers` records them, and torch.profiler with "
+    "ProfilerActivity.CUDA"
+)
 NO_SUB_STEPS = (
     "no sub-steps of an update were recorded; `ebbtide profile` records those of DeepSpeed and InterleavedAdamW, and "
     "`ebbtide replay --save` simulates them"

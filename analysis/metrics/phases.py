@@ -67,6 +67,7 @@ def _link_rows(trace: Trace, rank: int, phases: pd.DataFrame) -> pd.DataFrame:
     return figures.sum().where(figures.count().eq(groups.size(), axis=0)).reset_index()
 
 
+@once_per_trace
 def phase_bytes(trace: Trace, rank: int, direction: str) -> pd.DataFrame | None:
     """Return the bytes moved per iteration (index) and phase (columns).
 

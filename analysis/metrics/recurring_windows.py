@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.metrics.iterations import intervals
-from ebbtide.analysis.timeseries.step_functions import Floats, Ints
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints, merge_times
 from ebbtide.analysis.timeseries.thresholds import FreeTimeline, intervals_at_least
 from ebbtide.phases import OTHER
 from ebbtide.profiler.trace import Trace
@@ -96,7 +96,7 @@ def _lower_envelope(envelopes: list[Envelope]) -> Envelope:
 
 
 def _lower(a: Envelope, b: Envelope) -> Envelope:
-    positions = np.union1d(a[0], b[0])
+    positions = merge_times(a[0], b[0])
     values = np.minimum(*(free[np.searchsorted(edges, positions, side="right") - 1] for edges, free in (a, b)))
     changes = np.append(True, np.diff(values) != 0)
     return positions[changes], values[changes]

@@ -14,14 +14,16 @@ from ebbtide.analysis.dataframes import to_frame
 from ebbtide.analysis.metrics.devices import (
     capacity_bytes,
     free_pool,
-    memory_timeline,
     peak_pool,
+    pool_peaks,
 )
 from ebbtide.analysis.metrics.gpu_state import GpuFigure, gpu_state
 from ebbtide.analysis.metrics.iterations import Intervals, intervals, median_ms, slowest_times, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations
 from ebbtide.analysis.metrics.missing import NO_GPU_STATE, no_link, partly_no_link
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
+from ebbtide.analysis.metrics.rank_figures import measure_ranks
+from ebbtide.analysis.metrics.totals import Totals, whole_trace
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import union_length
 from ebbtide.phases import ITERATION_PARTS, OTHER
@@ -101,6 +103,7 @@ class Summary:
         memory: Peaks.
         free_pool: The pool that free memory is computed from; None where no memory of a device was recorded.
         gpu: Utilization, power, clocks and temperature, one entry per quantity and phase; None where not recorded.
+        totals: Figures of the whole trace, of a trace without iterations; None of others.
         about: Lines on the job: command, device, model, optimizer.
         remarks: Lines on the quality of the data.
     """
@@ -114,6 +117,7 @@ class Summary:
     memory: MemorySummary
     free_pool: str | None
     gpu: list[GpuFigure] | None
+    totals: Totals | None
     about: list[str]
     remarks: list[str]
 
@@ -131,6 +135,7 @@ class Summary:
             "memory": memory,
             "free_pool": self.free_pool,
             "gpu": None if self.gpu is None else [asdict(figure) for figure in self.gpu],
+            "totals": None if self.totals is None else asdict(self.totals),
             "remarks": self.remarks,
         }
 
@@ -141,6 +146,7 @@ class Summary:
 
 def summarize(trace: Trace) -> Summary:
     """Summarize a trace. Medians leave the warm-up out."""
+    measure_ranks(trace)
     times = [intervals(trace, rank) for rank in trace.ranks]
     steady = steady_iterations(trace)
     pool, pool_of_free = peak_pool(trace), free_pool(trace)
@@ -179,6 +185,7 @@ def summarize(trace: Trace) -> Summary:
         memory=_memory(trace, pool),
         free_pool=pool_of_free,
         gpu=gpu_state(trace).figures or None,
+        totals=None if steady.numbers else whole_trace(trace),
         about=_about(trace),
         remarks=_remarks(trace),
     )
@@ -198,8 +205,8 @@ def _free(trace: Trace, rank: int, pool: str) -> pd.DataFrame | None:
 def _count(phase: str, times: list[Intervals]) -> int:
     if phase == OTHER:
         return max((len(rank.spans) for rank in times), default=0)
-    rows = [rank.phases[rank.phases["phase"] == phase] for rank in times]
-    return max((len(r[["iteration", "micro_step"]].drop_duplicates()) for r in rows), default=0)
+    rows = [rank.phases.loc[rank.phases["phase"] == phase, ["iteration", "micro_step"]] for rank in times]
+    return max((len(r.drop_duplicates()) for r in rows), default=0)
 
 
 def _transfers(trace: Trace, direction: str) -> TransferSummary:
@@ -217,9 +224,8 @@ def _transfers(trace: Trace, direction: str) -> TransferSummary:
 def _memory(trace: Trace, pool: str | None) -> MemorySummary:
     peaks: dict[str, int] = {}
     for rank in trace.ranks:
-        for name in trace.memory(rank)["pool"].unique():
-            _, sizes = memory_timeline(trace, rank, name)
-            peaks[name] = max(peaks.get(name, 0), int(sizes.max()))
+        for name, peak in pool_peaks(trace, rank).items():
+            peaks[name] = max(peaks.get(name, 0), peak)
     capacity = capacity_bytes(trace, trace.ranks[0]) if trace.ranks else None
     return MemorySummary(capacity, peaks.get(pool or ""), pool, dict(sorted(peaks.items())))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.metrics.deepspeed import DeepSpeedSetup, deepspeed_of
-from ebbtide.analysis.metrics.devices import capacity_bytes, first_device, free_pool
+from ebbtide.analysis.metrics.devices import capacity_bytes, first_device, free_pool, memory_timeline
 from ebbtide.analysis.metrics.iterations import intervals, median_ms, steady_iterations
 from ebbtide.analysis.metrics.link import LinkUse, PhaseLink, link_use
 from ebbtide.analysis.metrics.link_throughput import copied_iterations, copies
@@ -77,6 +77,11 @@ class TraceMetrics:
     def phase_ms(self, phase: str) -> float | None:
         """Return the median milliseconds of a phase on the slowest rank."""
         return median_ms(self.trace, phase)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether `ebbtide profile` recorded the job on its own host."""
+        return self.trace.meta.source == "recorded"
 
     @cached_property
     def has_gpu(self) -> bool:
@@ -236,14 +241,20 @@ class TraceMetrics:
 
     @cached_property
     def always_free_bytes(self) -> int | None:
-        """Device memory that is free at every moment of every steady iteration, on every rank."""
+        """Device memory that is free at every moment of every steady iteration, on every rank; without iterations, at
+        every moment of the trace."""
         free = []
         for rank in self.trace.ranks:
             capacity = capacity_bytes(self.trace, rank)
             if self.free_pool is None or capacity is None:
                 return None
-            peaks = phase_peaks(self.trace, rank, self.free_pool)
-            free.append(capacity - peaks[peaks.index.isin(self.steady_iterations)].max(axis=None))
+            if self.steady_iterations:
+                peaks = phase_peaks(self.trace, rank, self.free_pool)
+                largest = peaks[peaks.index.isin(self.steady_iterations)].max(axis=None)
+            else:
+                largest = np.max(memory_timeline(self.trace, rank, self.free_pool)[1], initial=-1)
+                largest = np.nan if largest < 0 else largest
+            free.append(capacity - largest)
         recorded = [size for size in free if not np.isnan(size)]
         return int(min(recorded)) if recorded else None
 

@@ -14,19 +14,21 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ebbtide.analysis.metrics.devices import first_device
+from ebbtide.analysis.metrics.missing import NO_MEMORY
 from ebbtide.analysis.plot.activity import activity_panels
 from ebbtide.analysis.plot.link import link_panels
 from ebbtide.analysis.plot.memory import memory_panels
 from ebbtide.analysis.plot.panels import PlotPanel, shared_scale
-from ebbtide.analysis.plot.phases import draw_phases
+from ebbtide.analysis.plot.phases import PhasesPanel, draw_phases
 from ebbtide.analysis.plot.styles import NOTE_COLOR
 from ebbtide.analysis.plot.text import number_iterations, plain_text, shorten_text
 from ebbtide.analysis.plot.views import IterationRange, View, make_views
 from ebbtide.analysis.plot.windows import IdlePanel, WindowsPanel, windows_panels
 from ebbtide.analysis.timeline.panels import Scale
+from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import Trace
 
-Kind = Literal["both", "memory", "link", "windows", "activity"]
+Kind = Literal["both", "memory", "link", "activity", "all", "windows"]
 _WIDTH = 11.0
 # Points: the widest text of a legend, and the sizes of the fonts.
 _LEGEND_WIDTH = 190.0
@@ -60,9 +62,10 @@ def draw(
         traces: The traces.
         span: Iterations [first, end) to show; end None: until the last one.
         rank: The rank to show; None: the first one of each trace.
-        kind: `memory` (of the device, and of the host where recorded), `link`, `both` (memory of the device, and the
-            link where recorded), `windows` (windows of free memory, and how idle the link is in them), or `activity`
-            (of the GPU, where kernels were recorded).
+        kind: `memory` (of the device, and of the host), `link`, `activity` (of the GPU), `both` (memory of the device,
+            and link; without memory, the activity of the GPU), `all` (memory, link and activity), or `windows`
+            (windows of free memory, and how idle the link is in them). Of `both` and `all` only what was recorded is
+            drawn.
         min_bytes: Least free memory of a window, bytes.
 
     Raises:
@@ -116,9 +119,16 @@ def _panels(view: View, kind: Kind, trace_count: int, min_bytes: int) -> list[Pl
     if kind == "windows":
         return windows_panels(view, tall, min_bytes)
     if kind == "activity":
-        return [*activity_panels(view, tall)]
-    link = link_panels(view, low, required=False) if kind == "both" else []
-    return [*memory_panels(view, tall, with_host=kind == "memory", required=not link), *link]
+        return [*activity_panels(view, tall, required=True)]
+    memory = memory_panels(view, tall, with_host=kind != "both")
+    if kind == "memory":
+        if not memory:
+            raise TraceError(f"rank {view.rank} of {view.trace.path}: {NO_MEMORY}")
+        return [*memory]
+    panels: list[PlotPanel] = [*memory, *link_panels(view, low if memory else (tall + low) / 2, required=False)]
+    if kind == "all" or not memory:
+        panels += activity_panels(view, (tall + low) / 2, required=False)
+    return panels or [PhasesPanel(view, low / 2)]
 
 
 def _draw_panel(axes: Axes, panel: PlotPanel, scale: Scale, is_first: bool, is_last: bool) -> None:
@@ -132,6 +142,8 @@ def _draw_panel(axes: Axes, panel: PlotPanel, scale: Scale, is_first: bool, is_l
     axes.tick_params(labelbottom=is_last)
     if is_last:
         axes.set_xlabel(f"time ({axis.unit})")
+    if not handles:
+        return
     figure = cast(Figure, axes.get_figure())
     labels = [plain_text(str(handle.get_label())) for handle in handles]
     legend = axes.legend(
@@ -153,12 +165,15 @@ def _notes(stack: Sequence[PlotPanel], kind: Kind) -> str:
     view = stack[0].view
     notes = [f"rank {view.rank}"] if len(view.trace.ranks) > 1 else []
     notes += [name] if (name := first_device(view.trace, view.rank).name) else []
-    if kind == "both" and not any(panel.name == "link" for panel in stack):
-        notes.append("no GPU link was recorded")
+    names = {panel.name for panel in stack}
+    if kind in ("both", "all"):
+        notes += ["no memory was recorded"] if not names & {"memory", "host memory"} else []
+        notes += ["no GPU link was recorded"] if "link" not in names else []
     if not view.has_room_for_phases:
         notes.append("phases too short to draw: show fewer --iterations")
     elif view.has_gpu_times and any(panel.on_gpu for panel in stack):
-        notes.append(f"phases behind the {'activity' if kind == 'activity' else 'link'}: GPU times")
+        on_gpu = " and ".join(panel.name for panel in stack if panel.on_gpu)
+        notes.append(f"phases behind the {on_gpu}: GPU times")
     return " · ".join([*notes, *(remark for panel in stack for remark in panel.remarks)])
 
 
@@ -190,7 +205,11 @@ def _names(traces: Sequence[Trace]) -> list[str]:
 
 
 def _title(names: Sequence[str], kind: Kind) -> str:
-    content = {"both": "memory and link", "windows": "windows of free memory", "activity": "GPU activity"}.get(
-        kind, kind
-    )
+    contents = {
+        "both": "memory and link",
+        "activity": "GPU activity",
+        "all": "memory, link and GPU activity",
+        "windows": "windows of free memory",
+    }
+    content = contents.get(kind, kind)
     return f"ebbtide: {content} of {', '.join(names)}"

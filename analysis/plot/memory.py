@@ -7,12 +7,12 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
 from ebbtide.analysis.plot.panels import ContentPanel, draw_level
+from ebbtide.analysis.plot.stacks import draw_stack
 from ebbtide.analysis.plot.styles import line_properties
 from ebbtide.analysis.plot.views import View
 from ebbtide.analysis.timeline.memory import device_memory_panel, host_memory_panel
 from ebbtide.analysis.timeline.panels import Scale
 from ebbtide.analysis.timeline.reduction import PICTURE
-from ebbtide.errors import TraceError
 
 _HOST_HEIGHT = 1.1
 # Lines of many short iterations would cover each other.
@@ -21,7 +21,7 @@ _BAND_OPACITY = 0.2
 
 
 class MemoryPanel(ContentPanel):
-    """Lines of memory pools; see `ContentPanel`."""
+    """Lines of memory pools, and the stack of categories behind them; see `ContentPanel`."""
 
     def draw(self, axes: Axes, scale: Scale) -> list[Artist]:
         drawn: list[Artist] = []
@@ -33,6 +33,8 @@ class MemoryPanel(ContentPanel):
             if line.lowest is not None:
                 lowest = line.lowest / scale.size
                 axes.stairs(sizes, edges, baseline=lowest, fill=True, color=style["color"], alpha=_BAND_OPACITY, lw=0)
+        if self.content.stack is not None:
+            drawn += draw_stack(axes, self.content.stack, self.view.axis, scale.size)
         if self.level is not None:
             drawn += draw_level(axes, self.view, self.level, scale, self.content.level_label)
         axes.set_ylim(0, scale.top / scale.size)
@@ -40,26 +42,17 @@ class MemoryPanel(ContentPanel):
         return drawn
 
 
-def memory_panels(view: View, height: float, with_host: bool, required: bool) -> list[MemoryPanel]:
-    """Return the panel of the device's memory, and below it that of the host's.
+def memory_panels(view: View, height: float, with_host: bool) -> list[MemoryPanel]:
+    """Return the panel of the device's memory, and below it that of the host's; those for which memory was recorded.
 
     Args:
         view: Trace, rank and interval.
         height: Height of the device's panel, inches.
         with_host: Include host memory; without memory of the device it is always included.
-        required: Raise if there is no panel.
-
-    Raises:
-        TraceError: There is no panel, and one is required.
     """
     device = device_memory_panel(view.trace, view.rank, view.axis, PICTURE)
     host = host_memory_panel(view.trace, view.rank, view.axis, PICTURE)
-    panels = []
-    # Without memory the panel shows the phases alone.
-    if device.lines or len(view.trace.phases(view.rank)):
-        panels.append(MemoryPanel(view, device, height))
-    if host is not None and (with_host or not device.lines):
-        panels.append(MemoryPanel(view, host, _HOST_HEIGHT))
-    if required and not panels:
-        raise TraceError(f"{view.trace.path} has neither phases nor memory samples: try --kind link")
+    panels = [] if device.is_empty else [MemoryPanel(view, device, height)]
+    if host is not None and (with_host or device.is_empty):
+        panels.append(MemoryPanel(view, host, _HOST_HEIGHT if panels else height))
     return panels

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from matplotlib.patches import Patch
 
 from ebbtide.analysis.plot.styles import BORDER_COLOR
 from ebbtide.analysis.plot.views import View
+from ebbtide.analysis.timeline.panels import Scale
 from ebbtide.analysis.timeline.styles import PHASE_COLORS, PHASE_OPACITY
 
 # A band that is a smaller share of the axis would be invisible: it is drawn as a line of this width in points.
@@ -43,3 +46,22 @@ def draw_phases(axes: Axes, view: View, on_gpu: bool) -> list[Artist]:
     for border in view.axis.x(view.iteration_spans(on_gpu)["start_ns"].to_numpy(np.int64)[1:]):
         axes.axvline(border, color=BORDER_COLOR, lw=0.6, zorder=0.5)
     return drawn
+
+
+@dataclass(frozen=True)
+class PhasesPanel:
+    """Phases alone, of a trace without anything else to draw; see `PlotPanel`."""
+
+    view: View
+    height: float
+    name: str = "phases"
+    largest: float = 1.0
+    level: float | None = None
+    level_required: bool = False
+    on_gpu: bool = False
+    remarks: Sequence[str] = ()
+
+    def draw(self, axes: Axes, scale: Scale) -> list[Artist]:
+        axes.set_yticks([])
+        axes.set_ylabel("phases")
+        return []

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ebbtide.analysis.timeline.styles import COLORS, BoxStyle, LineStyle
+from ebbtide.analysis.timeline.styles import COLORS, AreaStyle, BoxStyle, LineStyle
 
 # Text and borders between iterations.
 TEXT_COLOR, NOTE_COLOR, BORDER_COLOR, OUTLINE_COLOR = "#222222", "#444444", "#999999", "#777777"
+
+_HATCHES = {"rising": "////", "falling": "\\\\\\\\", "dots": "....", "cross": "xxxx", "horizontal": "----"}
+_HATCH_COLOR, _HATCH_OPACITY = "#ffffff", 0.55
 
 
 def line_properties(style: LineStyle, width_factor: float = 1.0) -> dict[str, Any]:
@@ -19,3 +22,9 @@ def line_properties(style: LineStyle, width_factor: float = 1.0) -> dict[str, An
 def box_properties(style: BoxStyle) -> dict[str, Any]:
     """Return the properties of a box."""
     return {"fc": COLORS[style.fill].light, "ec": COLORS[style.edge].light, "lw": style.edge_width}
+
+
+def area_properties(style: AreaStyle) -> dict[str, Any]:
+    """Return the properties of an area of a stack, behind lines and in front of phases."""
+    hatch = {"hatch": _HATCHES[style.hatch], "ec": (_HATCH_COLOR, _HATCH_OPACITY)} if style.hatch else {}
+    return {"fc": COLORS[style.color].light, "lw": 0, "zorder": 0.8, **hatch}

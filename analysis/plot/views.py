@@ -94,16 +94,18 @@ def _rank(trace: Trace, rank: int | None) -> int:
 
 
 def _bounds(trace: Trace, rank: int, iterations: IterationRange) -> tuple[int, int]:
-    """Return (start ns, end ns) of the iterations; of all of them, with a little of what followed."""
+    """Return (start ns, end ns) of the iterations; of all of them, with a little of what followed.
+
+    Without iterations it is everything that was recorded.
+    """
     if iterations != _ALL:
         return _iteration_bounds(trace, rank, iterations)
     recorded = recorded_interval(trace, rank)
     if recorded is None:
-        raise TraceError(f"{trace.path} has no phases, memory samples or link data: nothing to draw")
-    phases = trace.phases(rank)
-    if phases.empty:
+        raise TraceError(f"{trace.path} has no phases, memory samples, link data or kernels: nothing to draw")
+    phases, spans = trace.phases(rank), intervals(trace, rank, device_times=False).spans
+    if spans.empty:
         return recorded
-    spans = intervals(trace, rank, device_times=False).spans
     start = int(pd.concat([phases["start_ns"], spans["start_ns"]]).min())
     end = int(pd.concat([phases["end_ns"], phases["gpu_end_ns"].dropna()]).max())
     return start, min(end + int((end - start) * _SHARE_AFTER_LAST_PHASE), recorded[1])

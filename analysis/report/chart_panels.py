@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
+from ebbtide.analysis.report.chart_stacks import ChartArea, ChartStack, chart_stack
 from ebbtide.analysis.timeline.axis import TimeAxis
 from ebbtide.analysis.timeline.link import link_panel
 from ebbtide.analysis.timeline.memory import device_memory_panel, host_memory_panel
@@ -57,7 +58,7 @@ class ChartLine:
 
 @dataclass(frozen=True)
 class ChartPanel:
-    """Lines of one unit.
+    """Lines of one unit, and areas behind them.
 
     Attributes:
         name: `memory`, `host memory` or `link`.
@@ -67,6 +68,7 @@ class ChartPanel:
         level_label: Name and value of the level.
         free_pool: Pool whose line free memory is above, up to the level; None where there is no such line.
         notes: Remarks on how the lines are drawn.
+        stack: Areas behind the lines; None where there are none.
     """
 
     name: str
@@ -76,6 +78,7 @@ class ChartPanel:
     level_label: str
     free_pool: str | None
     notes: Sequence[str]
+    stack: ChartStack | None = None
 
     @property
     def unit(self) -> str:
@@ -91,6 +94,11 @@ class ChartPanel:
     def bottom(self) -> float:
         """Start of the value axis in its unit."""
         return -self.top if self.name == "link" else 0.0
+
+    @property
+    def areas(self) -> Sequence[ChartArea]:
+        """Areas from the top, in the order in which the page lists them."""
+        return () if self.stack is None else self.stack.areas[::-1]
 
     @property
     def is_level_off_scale(self) -> bool:
@@ -109,13 +117,14 @@ def chart_panels(trace: Trace, rank: int, axis: TimeAxis, max_points: int) -> li
     """
     kinds = min(trace.transfers(rank)["host_memory"].nunique(dropna=False), len(HOST_MEMORY_DASHES))
     line_count = trace.memory(rank)["pool"].nunique() + len(DIRECTIONS) * max(1, kinds)
+    # An area takes half the bytes of a line: its times are those of the whole stack.
     resolution = Resolution(slots=max(1, min(max_points // line_count, SCREEN_STEPS)), steps_per_slot=1)
     panels = (
         device_memory_panel(trace, rank, axis, resolution),
         host_memory_panel(trace, rank, axis, resolution),
         link_panel(trace, rank, axis, resolution),
     )
-    return [_chart_panel(panel, axis) for panel in panels if panel is not None and panel.lines]
+    return [_chart_panel(panel, axis) for panel in panels if panel is not None and not panel.is_empty]
 
 
 def _chart_panel(panel: TimelinePanel, axis: TimeAxis) -> ChartPanel:
@@ -139,6 +148,7 @@ def _chart_panel(panel: TimelinePanel, axis: TimeAxis) -> ChartPanel:
         level_label=panel.level_label,
         free_pool=panel.free_pool if has_free_pool else None,
         notes=notes,
+        stack=None if panel.stack is None else chart_stack(panel.name, panel.stack, axis, scale.size),
     )
 
 

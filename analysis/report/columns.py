@@ -87,6 +87,11 @@ def ms_column(label: str, values: Iterable[float | None], outliers: Iterable[boo
     return TableColumn(label, _cells(values, f"{{:,.{digits}f}}".format, outliers), "ms")
 
 
+def us_column(label: str, values: Iterable[float | None]) -> TableColumn:
+    """Return a column of microseconds."""
+    return TableColumn(label, _cells(values, "{:,.1f}".format), "us")
+
+
 def bytes_column(label: str, values: Iterable[float | None]) -> TableColumn:
     """Return a column of bytes, all in the unit that suits the largest."""
     values = list(values)

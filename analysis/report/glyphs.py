@@ -13,10 +13,20 @@ from bokeh.models import ColumnDataSource, GlyphRenderer, HoverTool, Quad, Scatt
 
 from ebbtide.analysis.report.chart_boxes import ChartBoxes
 from ebbtide.analysis.report.chart_panels import ChartLine
+from ebbtide.analysis.report.chart_stacks import ChartStack
 from ebbtide.analysis.report.colors import STRIP_OPACITY
 from ebbtide.analysis.timeline.styles import RECURRING, WINDOW
 
 _BAND_OPACITY = 0.2
+_HATCHES = {
+    "rising": "right_diagonal_line",
+    "falling": "left_diagonal_line",
+    "dots": "dot",
+    "cross": "diagonal_cross",
+    "horizontal": "horizontal_line",
+}
+# Pixels between the lines of a hatch.
+_HATCH_SCALE = 7
 # Outlines of more boxes than these would hide them.
 _MAX_OUTLINED = 400
 _OUTLINED = {style.fill: style for style in (WINDOW, RECURRING)}
@@ -49,6 +59,26 @@ def draw_line(plot: Any, line: ChartLine, edge: float) -> None:
         marks = ColumnDataSource({"x": line.above_peak, "y": np.full(len(line.above_peak), line.sign * edge)})
         marker = Scatter(x="x", y="y", size=7, marker="triangle" if line.sign > 0 else "inverted_triangle")
         _add(plot, f"{line.key}/above peak", [line.style.color], marks, marker)
+
+
+def draw_stack(plot: Any, stack: ChartStack, y_range: str = "default") -> None:
+    """Draw areas one above the other.
+
+    Args:
+        plot: A Bokeh figure.
+        stack: The areas. Their renderers have their keys as names, and one data source.
+        y_range: Name of the range of the plot that the values are in.
+    """
+    tops = {f"top {number}": area.top.astype(np.float32) for number, area in enumerate(stack.areas)}
+    source = ColumnDataSource({"x": stack.x, "bottom": np.zeros(len(stack.x), np.float32), **tops})
+    for area, low, high in zip(stack.areas, ["bottom", *tops], tops, strict=False):
+        glyph = VAreaStep(x="x", y1=low, y2=high, step_mode="after", fill_alpha=1)
+        if area.style.hatch is not None:
+            glyph.update(
+                hatch_pattern=_HATCHES[area.style.hatch], hatch_scale=_HATCH_SCALE, hatch_color="white", hatch_alpha=0.6
+            )
+        renderer = _add(plot, area.key, [area.style.color], source, glyph)
+        renderer.y_range_name = y_range
 
 
 def draw_boxes(plot: Any, color: str, boxes: ChartBoxes, bottom: float | str, top: float) -> GlyphRenderer:

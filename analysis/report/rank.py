@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ebbtide.analysis.metrics.activity.activity import gpu_activity
 from ebbtide.analysis.metrics.devices import free_memory_text
 from ebbtide.analysis.metrics.iteration_stats import Iterations
 from ebbtide.analysis.metrics.link import LinkUse
 from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
 from ebbtide.analysis.metrics.windows import Windows, find_windows
+from ebbtide.analysis.report.activity_tables import activity_tables
 from ebbtide.analysis.report.chart_panels import ChartPanel
+from ebbtide.analysis.report.chart_stacks import ChartLanes
 from ebbtide.analysis.report.columns import ReportTable
 from ebbtide.analysis.report.tables import iteration_table, window_tables
 from ebbtide.analysis.report.timeline import timeline_json
@@ -30,9 +33,11 @@ class RankView:
         timeline: Argument of Bokeh.embed.embed_item; None where nothing was recorded that a timeline could show.
         unit: Unit of the time axis.
         panels: Panels of the timeline, whose lines the page lists.
+        lanes: Lanes of activity of the timeline, whose areas the page lists; None where there are none.
         timeline_notes: Remarks on the timeline.
         windows: Tables of windows.
         windows_line: What the windows are, or why there are none.
+        activity: Tables of the GPU's activity; empty where kernels were not recorded.
         steps: Tables of sub-steps; empty where they were not recorded.
         iterations: Table of iterations; None where there are none.
         link: Tables of the link.
@@ -42,9 +47,11 @@ class RankView:
     timeline: dict[str, Any] | None
     unit: str
     panels: Sequence[ChartPanel]
+    lanes: ChartLanes | None
     timeline_notes: Sequence[str]
     windows: list[ReportTable]
     windows_line: str
+    activity: list[ReportTable]
     steps: list[ReportTable]
     iterations: ReportTable | None
     link: list[ReportTable]
@@ -71,9 +78,11 @@ def rank_view(
         timeline=timeline_json(content) if content else None,
         unit=content.axis.unit if content else "s",
         panels=content.panels if content else (),
+        lanes=content.activity if content else None,
         timeline_notes=content.notes if content else (),
         windows=window_tables(windows, free_memory_text(trace), limits.rows) if windows.windows else [],
         windows_line=_windows_line(trace, windows),
+        activity=activity_tables(gpu_activity(trace, rank)),
         steps=substep_tables(steps, limits.rows) if steps.steps else [],
         iterations=iteration_table(iterations, rank, limits.rows),
         link=link_tables(link, rank),

@@ -23,7 +23,8 @@ from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
 from ebbtide.analysis.report.chart_panels import ChartPanel
-from ebbtide.analysis.report.glyphs import add_tooltip, draw_boxes, draw_line
+from ebbtide.analysis.report.chart_stacks import ChartLanes
+from ebbtide.analysis.report.glyphs import add_tooltip, draw_boxes, draw_line, draw_stack
 from ebbtide.analysis.report.timeline_content import TimelineContent
 from ebbtide.analysis.report.tooltips import WINDOW
 from ebbtide.analysis.timeline.styles import LEVEL
@@ -31,7 +32,9 @@ from ebbtide.analysis.timeline.styles import LEVEL
 # More borders between iterations than these would be a surface.
 _MAX_BORDERS = 400
 _HEIGHTS = {"memory": 300, "host memory": 150, "link": 200}
-_STRIP_HEIGHT, _TIME_LABELS_HEIGHT = 26, 44
+_STRIP_HEIGHT, _LANE_HEIGHT, _TIME_LABELS_HEIGHT = 26, 40, 44
+# Share of the height of a lane that 100 % takes.
+_LANE_FILL = 0.85
 # The same for all plots, so that their frames are aligned.
 _LEFT, _RIGHT = 72, 12
 _LEVEL_DASH = [round(length) for length in LEVEL.dash]
@@ -45,6 +48,7 @@ def timeline_json(content: TimelineContent) -> dict[str, Any]:
     x_range = Range1d(start=start, end=end, bounds=(first - margin, last + margin), min_interval=(last - first) / 1e6)
     crosshair = Span(dimension="height", line_width=1, line_dash="dotted", tags=["muted"])
     plots = [_strips_plot(content, x_range)] if content.strips else []
+    plots += [_lanes_plot(content.activity, x_range)] if content.activity is not None else []
     plots += [_panel_plot(panel, content, x_range) for panel in content.panels]
     borders = np.array([label.start for label in content.iterations[1:]])
     for plot in plots:
@@ -110,6 +114,23 @@ def _strips_plot(content: TimelineContent, x_range: Range1d) -> Any:
     return plot
 
 
+def _lanes_plot(activity: ChartLanes, x_range: Range1d) -> Any:
+    """Draw a lane for each kind of activity; the values of each are percent, on a range of its own."""
+    rows, full = len(activity.lanes), 100 / _LANE_FILL
+    plot = _figure("activity", _LANE_HEIGHT * rows + 16, x_range, Range1d(start=0, end=rows))
+    plot.ygrid.visible = False
+    names = {rows - row - 1 + _LANE_FILL / 2: lane.name for row, lane in enumerate(activity.lanes)}
+    plot.yaxis.ticker = FixedTicker(ticks=list(names))
+    plot.yaxis.major_label_overrides = names
+    plot.yaxis.axis_line_alpha = plot.yaxis.major_tick_line_alpha = 0
+    for row, lane in enumerate(activity.lanes):
+        below = rows - row - 1
+        plot.extra_y_ranges[lane.name] = Range1d(start=-below * full, end=(rows - below) * full)
+        draw_stack(plot, lane.stack, lane.name)
+        plot.add_layout(Span(location=below, dimension="width", line_width=1, tags=["rule"]))
+    return plot
+
+
 def _round_numbers() -> Iterator[int]:
     """Yield 1, 2, 5, 10, 20, 50, ..."""
     return (first * 10**power for power in itertools.count() for first in (1, 2, 5))
@@ -125,6 +146,8 @@ def _panel_plot(panel: ChartPanel, content: TimelineContent, x_range: Range1d) -
     plot.yaxis.minor_tick_line_alpha = plot.xaxis.minor_tick_line_alpha = 0
     if panel is content.panels[0] and content.windows is not None and panel.level is not None:
         add_tooltip(plot, [draw_boxes(plot, "window", content.windows, "bottom", panel.level)], WINDOW)
+    if panel.stack is not None:
+        draw_stack(plot, panel.stack)
     for line in panel.lines:
         draw_line(plot, line, edge=panel.top)
     levels = [] if panel.level is None else [panel.level]

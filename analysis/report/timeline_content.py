@@ -19,6 +19,7 @@ from ebbtide.analysis.report.chart_boxes import (
     window_chart_boxes,
 )
 from ebbtide.analysis.report.chart_panels import ChartPanel, chart_panels
+from ebbtide.analysis.report.chart_stacks import ChartLanes, chart_lanes
 from ebbtide.analysis.timeline.axis import TimeAxis, recorded_interval
 from ebbtide.analysis.timeline.boxes import phase_boxes, recurring_boxes, substep_lanes, window_boxes
 from ebbtide.analysis.timeline.reduction import BoxSampler
@@ -51,12 +52,13 @@ class Strip:
 
 @dataclass(frozen=True)
 class TimelineContent:
-    """Everything that a timeline shows; it has at least one strip or panel.
+    """Everything that a timeline shows; it has at least one strip, panel or lane.
 
     Attributes:
         axis: The time axis. 0 is the start of the first iteration, or of the trace where it has none.
         initial: Start and end of what is shown at first, ns: the iterations.
         strips: Rows of boxes, from the top.
+        activity: Lanes of the GPU's activity, below the strips; None where kernels were not recorded.
         panels: Panels of lines, from the top.
         iterations: Numbers of iterations.
         windows: Windows of free memory, boxes of the first panel; None where there are none.
@@ -66,6 +68,7 @@ class TimelineContent:
     axis: TimeAxis
     initial: tuple[int, int]
     strips: Sequence[Strip]
+    activity: ChartLanes | None
     panels: Sequence[ChartPanel]
     iterations: Sequence[IterationLabel]
     windows: ChartBoxes | None
@@ -101,19 +104,25 @@ def timeline_content(trace: Trace, rank: int, windows: Windows | None, limits: D
     start, end = recorded[0], max(recorded[1], recorded[0] + 1)
     axis = TimeAxis(initial[0], start, end, end - start)
     panels = chart_panels(trace, rank, axis, limits.points)
+    activity = chart_lanes(trace, rank, axis, limits.points)
     builder = _BoxBuilder(trace, rank, axis, windows, starts, limits.boxes)
     strips = builder.strips()
-    if not strips and not panels:
+    if not strips and not panels and activity is None:
         return None
     labels = zip(map(int, spans["iteration"]), map(float, axis.x(starts)), map(float, axis.x(ends)), strict=True)
     return TimelineContent(
         axis=axis,
         initial=initial,
         strips=strips,
+        activity=activity,
         panels=panels,
         iterations=[IterationLabel(*label) for label in labels],
         windows=builder.windows(panels[0]) if panels else None,
-        notes=[*(note for panel in panels for note in panel.notes), *builder.notes()],
+        notes=[
+            *(activity.notes if activity is not None else ()),
+            *(note for panel in panels for note in panel.notes),
+            *builder.notes(),
+        ],
     )
 
 

@@ -50,9 +50,9 @@ class TimeAxis:
 
 
 def recorded_interval(trace: Trace, rank: int) -> tuple[int, int] | None:
-    """Return (start ns, end ns) of all phases, memory samples, link samples and copies; None where there are none."""
+    """Return (start ns, end ns) of phases, memory and link samples, copies and kernels; None where there are none."""
     phases, memory = trace.phases(rank), trace.memory(rank)["t_ns"]
-    link, copies = trace.link(rank), trace.transfers(rank)
+    link, copies, kernels = trace.link(rank), trace.transfers(rank), trace.kernels(rank)
     bounds = [
         (int(starts.min()), int(ends.max()))
         for starts, ends in (
@@ -61,6 +61,7 @@ def recorded_interval(trace: Trace, rank: int) -> tuple[int, int] | None:
             (memory, memory),
             (link["t_ns"] - link["window_ns"], link["t_ns"]),
             (copies["start_ns"], copies["end_ns"]),
+            (kernels["start_ns"], kernels["end_ns"]),
         )
         if len(starts) and len(ends)
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ebbtide.analysis.metrics.devices import (
@@ -16,26 +18,36 @@ from ebbtide.analysis.metrics.devices import (
 from ebbtide.analysis.timeline.axis import TimeAxis
 from ebbtide.analysis.timeline.panels import TimelineLine, TimelinePanel
 from ebbtide.analysis.timeline.reduction import Resolution
-from ebbtide.analysis.timeline.styles import LineStyle, pool_styles
+from ebbtide.analysis.timeline.stack import TimelineStack, stack_categories
+from ebbtide.analysis.timeline.styles import STACK_TOP, LineStyle, pool_styles
 from ebbtide.analysis.timeseries.step_functions import peak_between
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text
 
+# Pools `tensors/CATEGORY` are the parts of the pool `tensors`.
+_WHOLE = "tensors"
+_CATEGORY_PREFIX = f"{_WHOLE}/"
+
 
 def device_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> TimelinePanel:
-    """Return the panel of a rank's device; without lines where no memory was recorded in the interval.
+    """Return the panel of a rank's device; empty where no memory was recorded in the interval.
 
-    Pools of the host are in it where the device is the CPU.
+    Pools of the host are in it where the device is the CPU. Memory by category is a stack behind the lines.
     """
     capacity = capacity_bytes(trace, rank)
-    host_pools = _host_pools(trace, rank)
-    pools = [pool for pool in _pools(trace, rank) if pool not in host_pools]
+    excluded = _host_pools(trace, rank) | _category_pools(trace, rank)
+    pools = [pool for pool in _pools(trace, rank) if pool not in excluded]
+    stack = _category_stack(trace, rank, axis, resolution)
+    lines = _lines(trace, rank, pools, axis, resolution)
+    if stack is not None:
+        lines = tuple(replace(line, style=STACK_TOP) if line.name == _WHOLE else line for line in lines)
     return TimelinePanel(
         "host memory" if ran_on_cpu(trace) else "memory",
-        _lines(trace, rank, pools, axis, resolution),
+        lines,
         capacity,
         "" if capacity is None else f"{capacity_name(trace)} {bytes_text(capacity)}",
         None if capacity is None else free_pool(trace),
+        stack,
     )
 
 
@@ -65,6 +77,16 @@ def _host_pools(trace: Trace, rank: int) -> set[str]:
     rows = trace.memory(rank)
     on_device = set(rows.loc[rows["device"] == main_device(trace, rank), "pool"].unique())
     return set(rows.loc[rows["device"] == "cpu", "pool"].unique()) - on_device
+
+
+def _category_pools(trace: Trace, rank: int) -> set[str]:
+    return {pool for pool in _pools(trace, rank) if pool.startswith(_CATEGORY_PREFIX)}
+
+
+def _category_stack(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> TimelineStack | None:
+    pools = sorted(_category_pools(trace, rank))
+    sizes = {pool.removeprefix(_CATEGORY_PREFIX): memory_timeline(trace, rank, pool) for pool in pools}
+    return stack_categories(sizes, axis, resolution)
 
 
 def _lines(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ebbtide.analysis.timeline.stack import TimelineStack
 from ebbtide.analysis.timeline.styles import LineStyle
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.units import bytes_unit, ms_text
@@ -60,6 +61,7 @@ class TimelinePanel:
         level: Capacity (bytes) or peak (bytes/s), a line across the panel; None where unknown.
         level_label: Name and value of the level.
         free_pool: Pool whose line free memory is above, up to the level; None in panels without free memory.
+        stack: Areas behind the lines; None in panels without.
     """
 
     name: str
@@ -67,6 +69,12 @@ class TimelinePanel:
     level: float | None = None
     level_label: str = ""
     free_pool: str | None = None
+    stack: TimelineStack | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the panel has neither lines nor areas."""
+        return not self.lines and self.stack is None
 
     @property
     def is_link(self) -> bool:
@@ -76,7 +84,8 @@ class TimelinePanel:
     @property
     def largest(self) -> float:
         """Largest value that sets the scale; impossible rates above the link's peak do not."""
-        values = np.concatenate([[0.0], *(line.values for line in self.lines)])
+        tops = [] if self.stack is None else [self.stack.borders[-1]]
+        values = np.concatenate([[0.0], *(line.values for line in self.lines), *tops])
         values = values[~np.isnan(values)]
         limit = self.level if self.is_link and self.level is not None else np.inf
         return float(values[values <= limit].max())
@@ -85,10 +94,13 @@ class TimelinePanel:
     def reduction_note(self) -> str | None:
         """Remark on how reduced lines are drawn; None where every step is drawn."""
         slots = [line.slot_ns for line in self.lines if line.slot_ns is not None]
-        if not slots:
-            return None
-        how = "means" if self.is_link else "smallest to largest"
-        return f"{self.name}: {how} over {ms_text(max(slots) / 1e6)} each"
+        notes = []
+        if slots:
+            how = "means" if self.is_link else "smallest to largest"
+            notes.append(f"{self.name}: {how} over {ms_text(max(slots) / 1e6)} each")
+        if self.stack is not None and self.stack.slot_ns is not None:
+            notes.append(f"categories: at the largest sum in {ms_text(self.stack.slot_ns / 1e6)} each")
+        return "; ".join(notes) or None
 
 
 class Scale(NamedTuple):

@@ -41,6 +41,18 @@ class LineStyle(NamedTuple):
     fill: str | None = None
 
 
+class AreaStyle(NamedTuple):
+    """Style of an area.
+
+    Attributes:
+        color: Key of COLORS.
+        hatch: Key of HATCHES, so that areas differ in grey too; None for a plain area.
+    """
+
+    color: str
+    hatch: str | None = None
+
+
 class BoxStyle(NamedTuple):
     """Style of a box: keys of COLORS, and the width of the outline in points."""
 
@@ -81,6 +93,23 @@ COLORS = {
     "extra-6": Color("#b5523f", "#b5523f"),
     "extra-7": Color("#2a9fb0", "#2a9fb0"),
     "extra-8": Color("#c9609f", "#c9609f"),
+    "category-1": Color("#332288", "#6a5fd0"),
+    "category-2": Color("#ddcc77", "#e3d58a"),
+    "category-3": Color("#117733", "#3c9a5a"),
+    "category-4": Color("#88ccee", "#9fd6f2"),
+    "category-5": Color("#882255", "#c2528c"),
+    "category-6": Color("#e6a0b4", "#f0b3c4"),
+    "category-7": Color("#7b5fb3", "#9a7ee0"),
+    "category-8": Color("#d9dde0", "#5d6872"),
+    "category-9": Color("#44aa99", "#4fb8a6"),
+    "category-10": Color("#6b5a1e", "#a8904a"),
+    "compute": Color("#1b4f72", "#8ad0f5"),
+    "communication": Color("#8856a7", "#a578cc"),
+    "copy": Color("#d99a2b", "#e0ad55"),
+    "late-launch": Color("#e8a27c", "#f0b592"),
+    "host-busy": Color("#8c2f26", "#c4564a"),
+    "queue": Color("#5f7d95", "#8fa9bd"),
+    "unknown-cause": Color("#cfd5da", "#5f6a74"),
 }
 
 PHASE_COLORS = {phase: COLORS[phase].light for phase in ("forward", "backward", "update")}
@@ -100,8 +129,39 @@ POOL_STYLES = {
     "pinned": LineStyle("pinned", 1.3, _DASH_DOT),
     "swap": LineStyle("swap", 1.2, _DOTTED),
 }
+# The line of a pool along the top of the stack of its parts.
+STACK_TOP = LineStyle("tensors", 0.8)
 _EXTRA_COLORS = [name for name in COLORS if name.startswith("extra-")]
 _EXTRA_DASHES = (SOLID, _LONG, _DASH_DOT, _DOTTED)
+
+# Patterns of lines over areas.
+HATCHES = ("rising", "falling", "dots", "cross", "horizontal")
+# Categories of memory from the bottom of a stack, those that change least first, as torch's profiler names them.
+CATEGORY_STYLES = {
+    "parameter": AreaStyle("category-1"),
+    "optimizer_state": AreaStyle("category-2", "rising"),
+    "gradient": AreaStyle("category-3"),
+    "activation": AreaStyle("category-4"),
+    "autograd_detail": AreaStyle("category-5", "falling"),
+    "input": AreaStyle("category-6", "dots"),
+    "temporary": AreaStyle("category-7", "cross"),
+    "unknown": AreaStyle("category-8"),
+}
+# For categories of other names, and for all that are more than there are styles.
+_OTHER_CATEGORY_STYLES = (AreaStyle("category-9"), AreaStyle("category-10", "horizontal"))
+REST = "all others"
+
+# Kinds of activity of a GPU, and causes of its idle time.
+ACTIVITY_STYLES = {
+    "compute": AreaStyle("compute"),
+    "communication": AreaStyle("communication"),
+    "copy": AreaStyle("copy"),
+    "host_busy": AreaStyle("host-busy"),
+    "late_launch": AreaStyle("late-launch"),
+    "queue": AreaStyle("queue"),
+    "unknown": AreaStyle("unknown-cause"),
+    "not recorded": AreaStyle("other", "rising"),
+}
 
 LINK_COLORS = {direction: COLORS[direction].light for direction in ("h2d", "d2h")}
 UNKNOWN_HOST_MEMORY = "unknown host memory"
@@ -155,6 +215,20 @@ def pool_styles(pools: Iterable[str]) -> dict[str, LineStyle]:
         for number, pool in enumerate(others)
     }
     return {pool: POOL_STYLES.get(pool) or extra[pool] for pool in names}
+
+
+def category_styles(categories: Iterable[str]) -> dict[str, AreaStyle]:
+    """Return a style for each category, from the bottom of a stack; no two are the same.
+
+    Args:
+        categories: Names, the most important first. Those for which no style is left are not in the result.
+    """
+    names = list(dict.fromkeys(categories))
+    styles = {name: CATEGORY_STYLES[name] for name in names if name in CATEGORY_STYLES}
+    free = [*_OTHER_CATEGORY_STYLES, *(style for style in CATEGORY_STYLES.values() if style not in styles.values())]
+    styles |= zip((name for name in names if name not in styles), free, strict=False)
+    order = [*CATEGORY_STYLES.values(), *_OTHER_CATEGORY_STYLES]
+    return dict(sorted(styles.items(), key=lambda item: order.index(item[1])))
 
 
 def link_style(direction: str, dash: Dash) -> LineStyle:

@@ -22,13 +22,6 @@ def merged(*intervals: Union) -> Union:
     return union(starts, ends)
 
 
-def gaps(intervals: Union) -> Union:
-    """Return the intervals between the first start and the last end that no interval covers."""
-    starts, ends = intervals
-    open_gap = starts[1:] > ends[:-1]
-    return ends[:-1][open_gap], starts[1:][open_gap]
-
-
 def intersection(first: Union, second: Union) -> Union:
     """Return the time that two unions share."""
     (starts, ends), (other_starts, other_ends) = first, second

@@ -76,6 +76,9 @@ def _print_holders(
     from ebbtide.cli.render.ranks import choose_ranks
 
     number = choose_ranks(trace, rank, as_json=False)[0] if not as_json or rank is not None else trace.ranks[0]
+    if at == "oom":
+        _print_out_of_memory(trace, number, rank, as_json)
+        return
     span = trace.span_ns()
     at_ns = round(span[0] + time_ms * 1e6) if span and time_ms is not None else None
     result = holders_at(trace, number, at_ns, device)
@@ -84,3 +87,20 @@ def _print_holders(
         typer.echo(json.dumps({"rank": number, **(result.as_json() if result else nothing)}))
     else:
         print_holders(trace, result, at)
+
+
+def _print_out_of_memory(trace: Trace, first: int, rank: int | None, as_json: bool) -> None:
+    """Print the error of the rank; if none is named, of the first rank that has one."""
+    from ebbtide.analysis.metrics.out_of_memory import out_of_memory
+    from ebbtide.cli.render.out_of_memory import print_out_of_memory
+    from ebbtide.interleave.replay.state_offload import with_replayed_offload
+
+    ranks = [first] if rank is not None else trace.ranks
+    error = next((error for number in ranks if (error := out_of_memory(trace, number)) is not None), None)
+    if error is not None:
+        error = with_replayed_offload(trace, error)
+    if as_json:
+        nothing: dict[str, Any] = {"rank": first, "pool": None, "t_ms": None, "bytes": None, "holders": []}
+        typer.echo(json.dumps(error.as_json() if error is not None else nothing))
+    else:
+        print_out_of_memory(trace, error)

@@ -8,22 +8,15 @@ from typing import Annotated
 
 import typer
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_SIZE = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+from ebbtide.units import parse_bytes
 
 
 def size(text: str) -> int:
     """Parse `500MB`, `2GiB` or `1e9` as bytes. Raises BadParameter for anything else."""
-    match = _SIZE.fullmatch(text)
     try:
-        number, unit, binary = match.groups() if match else ("", "", "")
-        scale = 1024 ** " KMGT".index(unit.upper()) if binary and unit else _UNITS[unit.upper()]
-        value = int(float(number) * scale)
-    except (ValueError, OverflowError):
-        value = 0
-    if value <= 0:
-        raise typer.BadParameter(f"{text!r} is not a size: write it like 500MB, 2GiB or 1e9")
-    return value
+        return parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def count(text: str) -> int:

@@ -18,10 +18,11 @@ def plot(
         Path, typer.Option("-o", "--output", metavar="FILE", help="Picture to write: .png, .svg or .pdf.")
     ],
     kind: Annotated[
-        Literal["both", "memory", "link", "windows", "activity"],
+        Literal["both", "memory", "link", "activity", "all", "windows"],
         typer.Option(
             metavar="KIND",
-            help="What to draw: both (memory and link), memory, link, windows (of free memory), activity (of the GPU).",
+            help="What to draw: both (memory and link; without memory, activity), memory, link, activity (of the GPU), "
+            "all (of these that were recorded), windows (of free memory).",
         ),
     ] = "both",
     min_bytes: MinBytes = "1GiB",

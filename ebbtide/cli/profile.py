@@ -47,12 +47,14 @@ def profile(
     allocator_iterations: Annotated[
         int,
         typer.Option(
-            help="Number of iterations whose CUDA allocator history is recorded exactly.", parser=count, metavar="N"
+            help="Number of iterations in which every allocation is recorded, with call stacks; slows these down.",
+            parser=count,
+            metavar="N",
         ),
-    ] = 3,
+    ] = 0,
     transfers: Annotated[
         bool,
-        typer.Option("--transfers", help="Record each copy between host and GPU with CUPTI; slows the job slightly."),
+        typer.Option("--transfers", help="Record copies and kernels of the GPU with CUPTI; slows the job slightly."),
     ] = False,
     poll: Annotated[
         float,

@@ -67,9 +67,7 @@ def _state_on_device(metrics: TraceMetrics) -> int:
     """Return the bytes of optimizer state that the recorded job kept on the device of the first rank."""
     job = metrics.deepspeed
     if job is not None and job.offload_config:
-        rounded = job.rounded_ratio if job.real_ratio is None else None
-        offloaded_share = rounded if rounded is not None else job.cpu_share
-        return round((1 - offloaded_share) * STATE_BYTES * (metrics.params or 0))
+        return round((1 - job.cpu_share) * STATE_BYTES * (metrics.params or 0))
     optimizers = metrics.entry.optimizers
     if any(device.startswith("cuda") for optimizer in optimizers for device in optimizer.state_devices):
         return sum(optimizer.state_bytes or 0 for optimizer in optimizers)

@@ -23,6 +23,11 @@ class IterationRule:
         # Optimizer -> (the backwards that had begun at its last step, the iteration of that step).
         self._last_steps: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers that have stepped."""
+        return list(self._last_steps)
+
     def add_update(self, optimizers: list[Any], backwards: int) -> int | None:
         """Account for one update.
 

@@ -19,8 +19,8 @@ class Options:
         last: End of the iterations to record (exclusive); None: to the end of the job.
         max_bytes: Size limit of this process's spool, in bytes; None: no limit.
         poll_ms: Interval of memory readings between phase boundaries, in ms; 0: none.
-        allocator_iterations: Number of iterations in which the CUDA allocator's history is recorded.
-        transfers: Whether to record each copy (CUPTI).
+        allocator_iterations: Number of iterations in which every allocation is recorded, with call stacks.
+        transfers: Whether to record copies and kernels of the GPU (CUPTI).
         memory: Whether the process reads its memory; otherwise `poll_ms` and `allocator_iterations` mean nothing.
     """
 

@@ -63,6 +63,7 @@ class OutermostCall:
         if not recorder.enter(FORWARD):
             return call(*args, **kwargs)
         trains = True
+        recorder.called = module
         try:
             result = call(*args, **kwargs)
             trains = result.requires_grad if isinstance(result, self._tensor) else self._trains(result, module)
@@ -211,6 +212,7 @@ class TorchHooks:
         @functools.wraps(original)
         def patch_step_function(optimizer: Any) -> None:
             original(optimizer)
+            self._recorder.optimizers.add(optimizer)
             self._watch_steps(type(optimizer))
 
         return patch_step_function

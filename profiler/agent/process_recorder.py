@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -26,13 +27,19 @@ class ProcessRecorder:
         files: The files of this process, with the description of the job.
         gpu: The clock of the device.
         on_iteration: Functions to call with the number of each iteration that begins.
+        on_update: Functions to call at the start of each update.
+        on_error: Functions to call with an exception of the job.
         on_close: Functions to call when the recording ends.
+        on_restart: Functions to call in a forked child, which begins without any other function.
     """
 
     def __init__(self, torch: Any, directory: str, options: Options) -> None:
         self.live = True
         self.on_iteration: list[Callable[[int], None]] = []
+        self.on_update: list[Callable[[], None]] = []
+        self.on_error: list[Callable[[BaseException], None]] = []
         self.on_close: list[Callable[[], None]] = []
+        self.on_restart: list[Callable[[], None]] = []
         self._torch = torch
         self._directory = directory
         self._options = options
@@ -96,6 +103,23 @@ class ProcessRecorder:
             self.fail(error)
         return None
 
+    def read_memory(self) -> list[Reading]:
+        """Return readings of memory of now."""
+        return self._memory.read()
+
+    def report_error(self, error: BaseException) -> None:
+        """Pass an exception of the job on to `on_error`. Never raises."""
+        try:
+            for listener in self.on_error:
+                listener(error)
+        except Exception as fault:
+            self.fail(fault)
+
+    def flush(self) -> None:
+        """Write what was recorded so far to the spool, if there is one."""
+        if self._spool is not None:
+            self._spool.flush()
+
     def put_memory(self, time_ns: int, readings: list[Reading]) -> None:
         """Append readings of memory to the spool, if there is one."""
         if self._spool is not None:
@@ -142,6 +166,10 @@ class ProcessRecorder:
         if self.live:
             self.live = False
             self.files.job_info.note(f"recording ended by a fault of the recorder: {error!r}")
+            # A profiler that runs on would crash the process at its end.
+            for listener in self.on_close:
+                with contextlib.suppress(Exception):
+                    listener()
             self.files.close("fault")
         if _is_of_signal_handler(error):
             raise error
@@ -150,9 +178,11 @@ class ProcessRecorder:
         """Record a forked child as a process of its own, from its first phase on; the files are the parent's."""
         self.files.detach()
         # The captures have begun in the parent, and a hook that is left in place does nothing once `live` is False.
-        self.on_iteration.clear()
-        self.on_close.clear()
+        for listeners in (self.on_iteration, self.on_update, self.on_error, self.on_close):
+            listeners.clear()
         self._reset()
+        for listener in self.on_restart:
+            listener()
 
 
 def _is_of_signal_handler(error: BaseException) -> bool:

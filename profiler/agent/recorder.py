@@ -6,14 +6,16 @@ The phases come from `phase_hooks.py`, `deepspeed/phase_hooks.py` and `Tracer.ph
 from __future__ import annotations
 
 import _thread
+import sys
 import time
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
+from .exceptions import propagates
 from .gpu_clock import EventMark
 from .iterations import IterationRule
 from .memory_reader import PhaseReadings
-from .phase_record import BACKWARD, FORWARD, PhaseRecord
+from .phase_record import BACKWARD, FORWARD, UPDATE, PhaseRecord
 from .process_recorder import ProcessRecorder
 from .spool import ITERATION, START
 from .threads import TWO_TRAIN_NOTE, TrainingThreads
@@ -32,6 +34,8 @@ class Recorder(ProcessRecorder):
         recomputes: Whether a module was called inside a backward.
         stepped: The optimizers that stepped in the open phase.
         modules: The outermost modules that ran forward, with a number of each.
+        called: The outermost module of the open phase, if it is a forward.
+        optimizers: The optimizers of torch that were created.
         micro_batch: Number of the micro-batch that a pipeline schedule works on, from 1; 0: not known.
         source: Number of the outermost module of the open phase, if it is a forward; else 0.
         parts: The open update, if it may call a closure.
@@ -46,6 +50,8 @@ class Recorder(ProcessRecorder):
         self.recomputes = False
         self.stepped: list[Any] = []
         self.modules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.called: Any = None
+        self.optimizers: WeakSet[Any] = WeakSet()
         self.micro_batch = self.source = 0
         self.parts: Any = None
         self.deferred: list[PhaseRecord] | None = None
@@ -60,6 +66,24 @@ class Recorder(ProcessRecorder):
         self._previous = FORWARD
         self._readings = PhaseReadings(self._memory)
         self._start_mark: EventMark | None = None
+
+    @property
+    def iteration(self) -> int:
+        """Number of the current iteration, as far as optimizers have stepped."""
+        return self._rule.index + 1
+
+    def begin(self) -> bool:
+        """Begin to write, unless it was begun; return False if nothing is recorded now."""
+        if not self.live or not self._recording:
+            return False
+        if self._spool is None:
+            self._open_files(self.iteration)
+        return True
+
+    def model_and_optimizers(self) -> tuple[list[Any], list[Any]]:
+        """Return the outermost modules and the optimizers that are known by now."""
+        modules = [*self.modules, *([] if self.called is None else [self.called])]
+        return modules, list({id(o): o for o in (*self._rule.optimizers, *self.optimizers, *self.stepped)}.values())
 
     def enter(self, phase: int) -> bool:
         """Open a phase; return whether it is the outermost one. If so, `leave` must follow on this thread."""
@@ -77,9 +101,10 @@ class Recorder(ProcessRecorder):
             self.source = 0
             if self._rule.index < 0:
                 self._count_boundaries(phase)
-            if self._recording:
-                if self._spool is None:
-                    self._open_files(self._rule.index + 1)
+            if self.begin():
+                if phase == UPDATE:
+                    for listener in tuple(self.on_update):
+                        listener()
                 now_ns = time.monotonic_ns()
                 if phase == FORWARD and self._previous != FORWARD:
                     self._readings.begin_step(now_ns)
@@ -100,6 +125,9 @@ class Recorder(ProcessRecorder):
         if not self.in_phase:
             return  # a forked child of the phase
         try:
+            error = sys.exc_info()[1]
+            if error is not None and propagates(error):
+                self.report_error(error)
             parts, self.parts = self.parts, None
             if self.live:
                 if end_ns is None:
@@ -118,11 +146,10 @@ class Recorder(ProcessRecorder):
                     self._end_iteration(iteration, end_ns)
                 if self.stepped:
                     self.stepped.clear()
-        except Exception as error:
-            self.fail(error)
+        except Exception as fault:
+            self.fail(fault)
         finally:
-            self.in_phase = False
-            self._phase_lock.release()
+            self.release_phase()
 
     def _note_two_train(self) -> None:
         if self._owner != _thread.get_ident() and self.threads.trains and self.threads.has(self._owner):
@@ -143,6 +170,7 @@ class Recorder(ProcessRecorder):
 
     def release_phase(self) -> None:
         """Let the next phase begin, whether or not this one is recorded."""
+        self.called = None
         self.in_phase = False
         self._phase_lock.release()
 

@@ -35,7 +35,7 @@ GPU_STATE = 10  # [code: quantity, small: device, x: time ns, y: value in the un
 
 # Equal to `ebbtide.phases.PHASES`, which the agent cannot import. The order gives the codes.
 PHASES = ("forward", "backward", "update")
-POOLS = ("device", "reserved", "allocated", "heap", "rss", "pinned", "swap", "requested")
+POOLS = ("device", "reserved", "allocated", "heap", "rss", "pinned", "swap", "requested", "cgroup")
 LINK_SOURCES = ("nvml-counters", "gpm", "nvml-throughput")
 # In %, %, mW, MHz, MHz, degrees Celsius, and the bits of NVML's clock event reasons.
 GPU_QUANTITIES = (

@@ -45,6 +45,7 @@ def start(torch: Any, directory: str, options: Options) -> Any:
         # Imported here, so that a process without torch loads none of it.
         from .deepspeed.phase_hooks import DeepSpeedHooks
         from .detailed_capture import attach_captures
+        from .out_of_memory import attach_memory_records
         from .phase_hooks import TorchHooks
         from .recorder import Recorder
 
@@ -53,6 +54,7 @@ def start(torch: Any, directory: str, options: Options) -> Any:
         recorder.on_close.append(hooks.remove)
         recorder.on_close.append(DeepSpeedHooks(recorder, torch).remove)
         attach_captures(recorder, torch, options)
+        attach_memory_records(recorder, torch, options)
     except Exception as error:
         _write_marker(directory, "failed", f"torch {getattr(torch, '__version__', '?')}: {error!r}")
         return None

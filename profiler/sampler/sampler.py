@@ -28,6 +28,7 @@ from ebbtide.profiler.processes import recorded_processes
 from ebbtide.profiler.sampler.gpu import Gpu, open_gpus
 from ebbtide.profiler.sampler.gpu_state import GpuStateReader
 from ebbtide.profiler.sampler.host import describe_host, read_rss_bytes, read_swap_bytes
+from ebbtide.profiler.sampler.host_limit import HostLimitWatch
 from ebbtide.profiler.sampler.links import LinkSource, best_source
 from ebbtide.profiler.sampler.numa import NumaReader, describe_nodes
 from ebbtide.profiler.sampler.nvml import GpuLost, Nvml, NvmlError
@@ -36,7 +37,7 @@ _HOST_SECONDS = 0.1
 _STATE_SECONDS = 0.1
 _NUMA_SECONDS = 0.25
 _MAX_FAILURES = 10
-_DEVICE, _RSS, _SWAP = (POOLS.index(pool) for pool in ("device", "rss", "swap"))
+_DEVICE, _RSS, _SWAP, _CGROUP = (POOLS.index(pool) for pool in ("device", "rss", "swap", "cgroup"))
 
 
 class Sampler:
@@ -49,7 +50,8 @@ class Sampler:
         memory_ms: Interval between two readings of a card's memory, in ms.
         max_bytes: Size limit of the samples' spool, in bytes; None: no limit.
         library: A replacement for pynvml.
-        root: The folder that holds `sys` and `proc`, which NUMA nodes are read from.
+        root: The folder that holds `sys` and `proc`, which NUMA nodes and control groups are read from.
+        warn: Function to call with a warning while the job runs; it is among the notes, too.
 
     Attributes:
         host: The description of the host and its cards, for the trace's metadata.
@@ -63,8 +65,11 @@ class Sampler:
         max_bytes: int | None = None,
         library: Any = None,
         root: Path = Path("/"),
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.notes: list[str] = []
+        self._warn = warn
+        self._host_limit = HostLimitWatch(root)
         self.host = {**describe_host(), "numa_nodes": describe_nodes(root)}
         self._numa = NumaReader(directory, root)
         self._directory = directory
@@ -227,6 +232,13 @@ class Sampler:
             self._put_host_memory(_RSS, pid, read_rss_bytes(pid))
             if scan:
                 self._put_host_memory(_SWAP, pid, read_swap_bytes(pid))
+        for pid, used_bytes in self._host_limit.read(self._pids, scan):
+            self._put_host_memory(_CGROUP, pid, used_bytes)
+        if self._host_limit.description is not None:
+            self.host["memory_limit"] = self._host_limit.description
+        for warning in self._host_limit.new_warnings():
+            self.notes.append(warning)
+            self._warn(warning)
 
     def _read_numa(self) -> None:
         for pid in self._pids:

@@ -44,8 +44,9 @@ class RankBuilder:
 
     def frame(self, table: str) -> pd.DataFrame:
         """Return the rows so far. Raises ValueError for rows that do not fit the table."""
-        parts = [pd.DataFrame(columns) for columns in self._columns[table]]
-        parts = [frame(table, self._rows[table]), *(frame(table, part) for part in parts if len(part))]
+        parts = [frame(table, pd.DataFrame(columns)) for columns in self._columns[table]]
+        parts = [frame(table, self._rows[table]), *parts]
+        parts = [part for part in parts if len(part)] or parts[:1]
         return frame(table, pd.concat(parts)) if len(parts) > 1 else parts[0]
 
     def phase(
@@ -104,6 +105,7 @@ class RankBuilder:
         device: str = "cuda:0",
         launch_ns: int | None = None,
         stream: int | None = None,
+        group: str | None = None,
     ) -> RankBuilder:
         """Add work on a GPU and return the builder.
 
@@ -115,9 +117,10 @@ class RankBuilder:
             device: The GPU.
             launch_ns: The start of the call that launched it; None where not recorded.
             stream: The stream; None where not recorded.
+            group: The process group of a collective; None where not recorded.
         """
         row = {"start_ns": start_ns, "end_ns": end_ns, "kind": kind, "name": name, "device": device}
-        return self.add("kernels", **row, launch_ns=launch_ns, stream=stream)
+        return self.add("kernels", **row, launch_ns=launch_ns, stream=stream, group=group)
 
     def transfer(
         self,
@@ -136,7 +139,7 @@ class RankBuilder:
             end_ns: The end, in device time.
             size: Bytes; None where not recorded.
             device: The GPU.
-            columns: host_memory ("pinned", "pageable"), stream and name, where they were recorded.
+            columns: host_memory ("pinned", "pageable"), stream, launch_ns and name, where they were recorded.
         """
         self.meta["transfers_recorded"] = True
         row = {

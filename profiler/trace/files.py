@@ -122,7 +122,10 @@ def write_rank(path: Path, rank: int, tables: Mapping[str, pd.DataFrame]) -> Non
         if table in OPTIONAL_TABLES and tables[table].empty:
             continue
         rows = pa.Table.from_pandas(tables[table], schema=arrow_schema(table), preserve_index=False)
-        pq.write_table(rows.replace_schema_metadata(), folder / f"{table}.parquet", compression="zstd")
+        # Times hardly repeat: a dictionary of them would only take memory.
+        repeating = [column.name for column in TABLES[table] if not column.name.endswith("_ns")]
+        file = folder / f"{table}.parquet"
+        pq.write_table(rows.replace_schema_metadata(), file, compression="zstd", use_dictionary=repeating)
 
 
 def drop_ranks(path: Path, ranks: Iterable[int]) -> None:

@@ -82,6 +82,13 @@ class NumaPlacement(_Section, frozen=True, kw_only=True):
     memory_bytes: dict[str, Count] = {}
 
 
+class MemoryLimitInfo(_Section, frozen=True, kw_only=True):
+    """The limit of host memory for the job: that of the nearest control group with one."""
+
+    control_group: str | None = None
+    bytes: Count | None = None
+
+
 class HostInfo(_Section, frozen=True, kw_only=True):
     """The host of the recording. nvml: why NVML could not be used, None where it could."""
 
@@ -90,6 +97,7 @@ class HostInfo(_Section, frozen=True, kw_only=True):
     cpu: DeviceInfo = DeviceInfo()
     gpus: tuple[DeviceInfo, ...] = ()
     numa_nodes: tuple[NumaNodeInfo, ...] = ()
+    memory_limit: MemoryLimitInfo = MemoryLimitInfo()
     nvml: str | None = None
 
 

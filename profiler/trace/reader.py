@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ebbtide.errors import TraceError
+from ebbtide.profiler.trace.arrow_frames import arrow_frame, text_columns
 from ebbtide.profiler.trace.files import read_meta
 from ebbtide.profiler.trace.lock import wait_until_finished
 from ebbtide.profiler.trace.metadata_parsing import parse_meta
 from ebbtide.profiler.trace.recovery import recovered_traces
-from ebbtide.profiler.trace.schema import OPTIONAL_TABLES, TABLES, TraceColumn, frame
+from ebbtide.profiler.trace.schema import OPTIONAL_TABLES, TABLES, frame
 from ebbtide.profiler.trace.trace import Trace
 
 
@@ -39,7 +40,12 @@ def open_trace(path: str | Path) -> Trace:
         for table in [table for table in TABLES if table not in OPTIONAL_TABLES]:
             if not _parquet(path, entry.rank, table).is_file():
                 raise TraceError(f"{path} is damaged: {_parquet(path, entry.rank, table).name} is missing")
-    return Trace(path, raw_meta, lambda rank, table: _read(path, rank, table))
+    return Trace(
+        path,
+        raw_meta,
+        lambda rank, table: _read(path, rank, table),
+        lambda rank, table, column: _labels(path, rank, table, column),
+    )
 
 
 def _parquet(path: Path, rank: int, table: str) -> Path:
@@ -49,38 +55,40 @@ def _parquet(path: Path, rank: int, table: str) -> Path:
 def _read(path: Path, rank: int, table: str) -> pd.DataFrame:
     file = _parquet(path, rank, table)
     if table in OPTIONAL_TABLES and not file.exists():
-        return frame(table)
+        return _empty(table)
     try:
-        rows = pq.read_table(file)
-        for column in TABLES[table]:
-            _check(rows.schema, column)
-        arrays = {name: rows.column(name).to_pandas(types_mapper=_nullable) for name in rows.column_names}
-        return frame(table, arrays)
+        # Text of few different values is read as a dictionary: decoding each value takes three times as long.
+        # Files of earlier versions lack some columns.
+        metadata = pq.read_metadata(file)
+        text = [column for column in text_columns(table) if column in metadata.schema.names]
+        with pq.ParquetFile(file, metadata=metadata, read_dictionary=text, pre_buffer=True) as parquet:
+            rows = parquet.read()
+        return arrow_frame(table, rows)
     except (OSError, pa.ArrowException, ValueError, TypeError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TraceError(f"{path} is damaged: {file.name} of rank {rank} cannot be read ({reason})") from None
+        raise _damaged(path, file, rank, error) from None
 
 
-def _check(schema: pa.Schema, column: TraceColumn) -> None:
-    """Raise ValueError where a column is present with another kind of values; widths may differ."""
-    if column.name not in schema.names:
-        return
-    kind = schema.field(column.name).type
-    kinds = pa.types
-    fits = {
-        pa.int64(): kinds.is_integer,
-        pa.float64(): kinds.is_floating,
-        pa.string(): _is_text,
-    }[pa.string() if kinds.is_dictionary(column.type) else column.type](kind)
-    if not fits and not kinds.is_null(kind):
-        raise ValueError(f"its column {column.name} is {kind}, not {column.type}")
+@cache
+def _empty(table: str) -> pd.DataFrame:
+    return frame(table)
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    """Return whether values are text, encoded as a dictionary or not."""
-    values = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return bool(pa.types.is_string(values) or pa.types.is_large_string(values))
+def _labels(path: Path, rank: int, table: str, column: str) -> list[str]:
+    """Return the different values of a text column without reading the others, in order of appearance."""
+    file = _parquet(path, rank, table)
+    if table in OPTIONAL_TABLES and not file.exists():
+        return []
+    try:
+        metadata = pq.read_metadata(file)
+        if column not in metadata.schema.names:
+            return [str(label) for label in _read(path, rank, table)[column].dropna().unique()]
+        with pq.ParquetFile(file, metadata=metadata, read_dictionary=[column]) as parquet:
+            values = parquet.read(columns=[column]).column(column)
+        return [str(value) for value in values.unique().to_pylist() if value is not None]
+    except (OSError, pa.ArrowException, ValueError, TypeError, KeyError) as error:
+        raise _damaged(path, file, rank, error) from None
 
 
-def _nullable(kind: pa.DataType) -> Any:
-    return pd.Int64Dtype() if pa.types.is_integer(kind) else None
+def _damaged(path: Path, file: Path, rank: int, error: Exception) -> TraceError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return TraceError(f"{path} is damaged: {file.name} of rank {rank} cannot be read ({reason})")

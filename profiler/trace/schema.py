@@ -16,11 +16,20 @@ SPOOL = "spool"
 
 @dataclass(frozen=True)
 class TraceColumn:
-    """A column of a table: its Arrow type, and whether a value may be missing."""
+    """A column of a table.
+
+    Attributes:
+        name: Its name.
+        type: Its Arrow type in files.
+        nullable: Whether a value may be missing.
+        categorical: Whether frames have it as a category, with one copy of each value. Of a table with millions of
+            samples and few different labels, text takes several times the memory and time.
+    """
 
     name: str
     type: pa.DataType
     nullable: bool = False
+    categorical: bool = False
 
 
 _TIME = pa.int64()
@@ -40,16 +49,16 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
     ),
     "memory": (
         TraceColumn("t_ns", _TIME),
-        TraceColumn("device", _TEXT),
-        TraceColumn("pool", _TEXT),
+        TraceColumn("device", _TEXT, categorical=True),
+        TraceColumn("pool", _TEXT, categorical=True),
         TraceColumn("bytes", pa.int64()),
     ),
     "link": (
         TraceColumn("t_ns", _TIME),
-        TraceColumn("device", _TEXT),
+        TraceColumn("device", _TEXT, categorical=True),
         TraceColumn("h2d_bytes_per_s", pa.float64(), nullable=True),
         TraceColumn("d2h_bytes_per_s", pa.float64(), nullable=True),
-        TraceColumn("source", _TEXT),
+        TraceColumn("source", _TEXT, categorical=True),
         TraceColumn("window_ns", pa.int64()),
         TraceColumn("generation", pa.int64(), nullable=True),
         TraceColumn("width", pa.int64(), nullable=True),
@@ -94,6 +103,7 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
         TraceColumn("kind", _LABEL),
         TraceColumn("name", _LABEL),
         TraceColumn("launch_ns", _TIME, nullable=True),
+        TraceColumn("group", _LABEL, nullable=True),
     ),
     "iteration_marks": (
         TraceColumn("iteration", pa.int64()),
@@ -160,7 +170,14 @@ def frame(table: str, rows: Any = ()) -> pd.DataFrame:
         if not column.nullable and pd.isna(values).any():
             raise ValueError(f"the table {table} needs a column {column.name}, with a value in every row")
         columns[column.name] = values.astype(_dtype(column)).array
-    return pd.DataFrame(columns).sort_values(SORT[table], kind="stable", ignore_index=True)
+    return sort_by_time(table, pd.DataFrame(columns))
+
+
+def sort_by_time(table: str, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of a table sorted by time; those of one time keep their order."""
+    if rows[SORT[table]].is_monotonic_increasing:
+        return rows
+    return rows.sort_values(SORT[table], kind="stable", ignore_index=True)
 
 
 def _values(rows: Any, name: str) -> pd.Series:
@@ -178,6 +195,6 @@ def _dtype(column: TraceColumn) -> str:
         return "Int64" if column.nullable else "int64"
     if pa.types.is_floating(column.type):
         return "float64"
-    if pa.types.is_dictionary(column.type):
+    if column.categorical or pa.types.is_dictionary(column.type):
         return "category"
     return "string" if column.nullable else "str"

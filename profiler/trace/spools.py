@@ -12,12 +12,14 @@ import pandas as pd
 
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import HOST
+from ebbtide.profiler.memory_snapshot.recorded import read_recorded
 from ebbtide.profiler.sampler.numa import placement_file
-from ebbtide.profiler.trace import spool_ops, transfers
+from ebbtide.profiler.trace import slices, spool_ops
 from ebbtide.profiler.trace.iteration_ends import note_on_iterations
 from ebbtide.profiler.trace.metadata import NumaPlacement, RankInfo
 from ebbtide.profiler.trace.metadata_parsing import without_nulls
-from ebbtide.profiler.trace.schema import TABLES, frame
+from ebbtide.profiler.trace.out_of_memory_text import with_stated_figures
+from ebbtide.profiler.trace.schema import SORT, TABLES, frame
 from ebbtide.profiler.trace.spool_devices import device_names, note_on_unused_gpus, notes_on_devices, nvml_info
 from ebbtide.profiler.trace.spool_gpu import gpu_table
 from ebbtide.profiler.trace.spool_records import RECORD, Records, read_records
@@ -79,21 +81,36 @@ def _recover_rank(path: Path, records: Records, samples: Records, meta: dict[str
     data.tables["memory"] = frame("memory", memory)
     data.tables["link"] = frame("link", link_table(own, names))
     data.tables["gpu"] = gpu_table(samples, names)
-    copies = sorted(path.parent.glob(path.stem.replace("agent-", "") + "-copies-*.json"))
-    if copies:
-        wall_to_monotonic = int(header["x"]) - int(header["y"])
-        data.tables["transfers"], problems = transfers.read(copies, wall_to_monotonic)
-        notes += problems
+    slice_paths = sorted(path.parent.glob(path.stem.replace("agent-", "") + "-copies-*.json"))
+    if slice_paths:
+        recorded = slices.read(slice_paths, int(header["x"]) - int(header["y"]))
+        data.tables |= {"transfers": recorded.transfers, "kernels": recorded.kernels}
+        notes += recorded.problems
         entry["transfers_recorded"] = True
-        entry["transfers_spans_ns"] = transfers.spans_of(copies, data.tables["phases"])
+        entry["transfers_spans_ns"] = slices.spans_of(slice_paths, data.tables["phases"])
     elif options.get("transfers"):
         on_gpu = entry["devices"][0].get("kind") == "cuda"
         reason = "the profiler for them gave nothing" if on_gpu else "the job did not use a GPU"
         notes.append(f"no copies were recorded: {reason}")
+    notes += _add_allocations(data, path)
     first, end = options.get("iterations") or (0, None)
     if first or end is not None:
         _trim(data, first, end)
     return data
+
+
+def _add_allocations(data: RankData, path: Path) -> list[str]:
+    """Add the allocations that a process captured, if it did; return notes."""
+    description = path.with_name(path.stem.replace("agent-", "") + "-allocations-description.json")
+    if not description.exists():
+        return []
+    try:
+        recorded = read_recorded(description)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return [f"the recorded allocations could not be read ({error})"]
+    data.tables["allocations"] = frame("allocations", recorded.allocations)
+    data.tables["memory"] = frame("memory", pd.concat([data.tables["memory"], recorded.memory], ignore_index=True))
+    return []
 
 
 def _entry(header: Any, job_info: dict[str, Any], host: dict[str, Any], gpus: list[dict[str, Any]]) -> dict[str, Any]:
@@ -101,7 +118,7 @@ def _entry(header: Any, job_info: dict[str, Any], host: dict[str, Any], gpus: li
     devices = job_info.get("devices") or [host.get("cpu") or {"device": "cpu", "kind": "cpu"}]
     return {
         "host": host.get("name"),
-        **{key: value for key, value in job_info.items() if key != "notes"},
+        **{key: value for key, value in with_stated_figures(job_info).items() if key != "notes"},
         "rank": int(header["b"]),
         "pid": int(header["a"]),
         "world_size": int(header["c"]),
@@ -146,13 +163,15 @@ def _trim(data: RankData, first: int, end: int | None) -> None:
     data.tables["ops"] = spool_ops.select_rows(ops, _in_range(ops, first, end))
     begin_ns = data.meta.get("first_iteration_start_ns", 0)
     end_ns = phases["end_ns"].max() if end is not None and len(phases) else None
-    for table, column in (("memory", "t_ns"), ("link", "t_ns"), ("gpu", "t_ns"), ("transfers", "start_ns")):
-        rows = data.tables[table]
+    # The device finishes the last iteration later than the host.
+    device_end_ns = pd.concat([phases["end_ns"], phases["gpu_end_ns"].dropna()]).max()
+    for table in ("memory", "link", "gpu", "transfers", "kernels"):
+        rows, column = data.tables[table], SORT[table]
         if table == "memory":
             rows = _with_values_at(rows, begin_ns)
         inside = rows[column] >= begin_ns
         if end_ns is not None:
-            inside &= rows[column] <= end_ns
+            inside &= rows[column] <= (device_end_ns if table in ("transfers", "kernels") else end_ns)
         data.tables[table] = rows[inside].reset_index(drop=True)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pandas as pd
@@ -14,6 +16,10 @@ from ebbtide.profiler.trace.metadata import RankInfo, TraceMeta
 from ebbtide.profiler.trace.metadata_parsing import parse_meta
 
 Load = Callable[[int, str], pd.DataFrame]
+# Returns the different values of a text column (rank, table, column) without loading the table.
+LoadLabels = Callable[[int, str, str], list[str]]
+# The tables that were used last are kept in memory, up to this size: all of a usual trace, some ranks of a large one.
+_MAX_TABLE_BYTES = 1 << 28
 # Tables with figures over time, and their columns of first and last times.
 _SPANS = {
     "phases": ("start_ns", "end_ns"),
@@ -25,7 +31,9 @@ _SPANS = {
 
 
 class Trace:
-    """A trace: its metadata, and the tables of each rank, which are read at first use.
+    """A trace: its metadata, and the tables of each rank, which are read when they are used.
+
+    Tables stay in memory up to 256 MiB, those used last; others are read again. Several threads may read.
 
     Times are ns on one monotonic clock, sizes bytes, rates bytes/s.
 
@@ -34,11 +42,17 @@ class Trace:
         raw_meta: The object of meta.json, with keys that the format does not specify. Do not change it.
     """
 
-    def __init__(self, path: Path, raw_meta: dict[str, Any], load: Load) -> None:
+    def __init__(
+        self, path: Path, raw_meta: dict[str, Any], load: Load, load_labels: LoadLabels | None = None
+    ) -> None:
         self.path = path
         self.raw_meta = raw_meta
         self._load = load
-        self._tables: dict[tuple[int, str], pd.DataFrame] = {}
+        self._load_labels = load_labels
+        self._tables: OrderedDict[tuple[int, str], pd.DataFrame] = OrderedDict()
+        self._table_bytes = 0
+        # Several threads may compute figures of different ranks.
+        self._lock = Lock()
 
     def __repr__(self) -> str:
         meta = self.meta
@@ -48,6 +62,10 @@ class Trace:
     def meta(self) -> TraceMeta:
         """The typed metadata; its keys are those of meta.json, which docs/trace-format.md specifies."""
         return parse_meta(self.raw_meta, self.path)
+
+    @cached_property
+    def _entries(self) -> dict[int, RankInfo]:
+        return {entry.rank: entry for entry in reversed(self.meta.ranks)}
 
     @property
     def ranks(self) -> list[int]:
@@ -66,9 +84,8 @@ class Trace:
 
     def rank(self, rank: int) -> RankInfo:
         """Return the metadata of one rank. Raises TraceError for a rank that was not recorded."""
-        for entry in self.meta.ranks:
-            if entry.rank == rank:
-                return entry
+        if rank in self._entries:
+            return self._entries[rank]
         recorded = ", ".join(map(str, self.ranks)) or "none"
         raise TraceError(f"{self.path} has no rank {rank}: it has {recorded}")
 
@@ -76,7 +93,7 @@ class Trace:
         """Return the trace of one rank alone. Raises TraceError for a rank that was not recorded."""
         self.rank(rank)
         entries = [entry for entry in self.raw_meta["ranks"] if entry["rank"] == rank]
-        return Trace(self.path, {**self.raw_meta, "ranks": entries}, self.table)
+        return Trace(self.path, {**self.raw_meta, "ranks": entries}, self.table, self.labels)
 
     def span_ns(self, rank: int | None = None) -> tuple[int, int] | None:
         """Return the first and the last time of anything recorded of all ranks (None) or one; None if nothing was."""
@@ -93,9 +110,25 @@ class Trace:
         """Return a table of one rank, sorted by time, with the columns of docs/trace-format.md. Do not change it."""
         self.rank(rank)
         key = rank, name
-        if key not in self._tables:
-            self._tables[key] = self._load(rank, name)
-        return self._tables[key]
+        with self._lock:
+            if key in self._tables:
+                self._tables.move_to_end(key)
+                return self._tables[key]
+        table = self._load(rank, name)
+        with self._lock:
+            if key not in self._tables:
+                self._tables[key] = table
+                self._table_bytes += _size(table)
+            while self._table_bytes > _MAX_TABLE_BYTES and len(self._tables) > 1:
+                self._table_bytes -= _size(self._tables.popitem(last=False)[1])
+        return table
+
+    def labels(self, rank: int, name: str, column: str) -> list[str]:
+        """Return the different values of a text column of a table of one rank, in order of appearance."""
+        self.rank(rank)
+        if self._load_labels is None or (rank, name) in self._tables:
+            return [str(label) for label in self.table(rank, name)[column].dropna().unique()]
+        return self._load_labels(rank, name, column)
 
     def phases(self, rank: int) -> pd.DataFrame:
         """Return the table `phases` of one rank."""
@@ -136,3 +169,7 @@ class Trace:
     def allocations(self, rank: int) -> pd.DataFrame:
         """Return the table `allocations` of one rank; empty where allocations were not recorded one by one."""
         return self.table(rank, "allocations")
+
+
+def _size(table: pd.DataFrame) -> int:
+    return int(table.memory_usage(index=False).sum())

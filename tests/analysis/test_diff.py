@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.analysis.diff import Change, Diff, SettingChange, beyond_spread, compare
+from ebbtide.analysis.diff import Change, Diff, SettingChange, compare
 from ebbtide.analysis.metrics.summary import summarize
+from ebbtide.analysis.metrics.totals import whole_trace
+from ebbtide.analysis.timeseries.two_samples import beyond_spread
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.conftest import examples
@@ -87,7 +90,8 @@ def test_compare__figures_missing_in_one_run_are_null() -> None:
     figures = json.loads(json.dumps(diff.as_json(), allow_nan=False))
     assert figures["counted_iterations"] == {"a": 3, "b": 1}
     (update,) = (change for change in figures["median_ms"] if change["of"] == "update")
-    assert update == {"of": "update", "a": 5, "b": None, "difference": None, "ratio": None, "beyond_spread": None}
+    unknown = dict.fromkeys(("beyond_spread", "distinguishable", "difference_interval"))
+    assert update == {"of": "update", "a": 5, "b": None, "difference": None, "ratio": None, **unknown}
     for name in ("peak_bytes", "min_free_bytes", "h2d_bytes"):
         for change in figures[name]:
             assert (change["b"], change["difference"], change["ratio"]) == (None, None, None)
@@ -98,6 +102,46 @@ def test_compare__accepts_traces_without_iterations_or_ranks() -> None:
     assert diff.counted == (0, 3)
     assert [change.beyond_spread for change in diff.median_ms] == [None] * 5
     assert SettingChange("device.name", None, "NVIDIA H100") in diff.setting_changes
+
+
+def test_compare__does_not_distinguish_few_and_wide_iterations() -> None:
+    diff = compare(trained([100, 200, 400]), trained([110, 150, 500]))
+    update = of(diff.median_ms, "update")
+    assert (update.a, update.b, update.is_distinguishable) == (200, 150, False)
+    assert (update.interval.low, update.interval.high, update.interval.confidence) == (-290, 400, pytest.approx(0.9))
+    entry = update.as_json()
+    assert entry["distinguishable"] is False
+    assert entry["difference_interval"]["low"] == -290
+    # Three iterations are enough for a difference much larger than their spread.
+    clear = of(compare(trained([100, 101, 102]), trained([150, 151, 152])).median_ms, "update")
+    assert clear.is_distinguishable is True
+    assert (clear.interval.low, clear.interval.high) == (48, 52)
+
+
+def test_compare__has_totals_of_traces_without_iterations() -> None:
+    runs = []
+    for size, peak in ((64, 300), (128, 500)):
+        builder = TraceBuilder()
+        rank = builder.rank(0, devices=[GPU]).transfer("h2d", 0, MS, size).memory(0, peak).memory(4 * MS, 0)
+        rank.kernel(0, 2 * MS).kernel(3 * MS, 4 * MS, "communication")
+        builder.rank(1, devices=[GPU]).transfer("h2d", 0, MS, 1)
+        runs.append(builder.build())
+    diff = compare(*runs)
+    totals = {change.name: (change.a, change.b) for change in diff.totals}
+    assert totals == {
+        "span_ms": (4, 4),
+        "h2d_bytes": (65, 129),
+        "d2h_bytes": (0, 0),
+        "min_free_bytes": (700, 500),
+        "compute_ms": (2, 2),
+        "communication_ms": (1, 1),
+        "copy_ms": (1, 1),
+        "idle_ms": (1, 1),
+    }
+    assert [entry["of"] for entry in diff.as_json()["totals"]] == list(totals)
+    assert summarize(runs[0]).totals == whole_trace(runs[0])
+    assert summarize(trained([5] * 3)).totals is None
+    assert set(asdict(whole_trace(TraceBuilder().build())).values()) == {None}
 
 
 def test_compare__lists_differing_settings() -> None:

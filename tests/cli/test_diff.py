@@ -9,7 +9,7 @@ import pytest
 
 from ebbtide.analysis.diff import compare
 from ebbtide.cli.render.diff import headline
-from ebbtide.profiler.trace import Trace, open_trace
+from ebbtide.profiler.trace import Trace, TraceBuilder, open_trace
 from ebbtide.units import bytes_text, ms_text
 from tests.analysis.test_diff import trained, with_updates
 from tests.cli.test_bad_input import contents, refused
@@ -42,12 +42,13 @@ def test_diff__text_begins_with_the_largest_change(folder: Path) -> None:
     rows = {row.split("  ")[0]: row for row in lines}
     assert "+10.0 ms" in rows["update"]
     assert "beyond the spread" in rows["update"]
-    assert "within the spread" in rows["backward"]
+    assert "not distinguishable" in rows["backward"]
+    assert "+9.00 ms to +11.0 ms" in rows["update"]
     assert bytes_text(700) in rows["peak device"]
     assert "'a [/b].py'" in rows["command"]
     assert "model.params" not in run.stdout
     same = ebbtide_in_process("diff", "a.ebb", "a.ebb", cwd=folder)
-    assert "No time differs by more than the spread" in same.stdout
+    assert "No difference of times can be told apart from noise." in same.stdout
     assert "Differences of the setup" not in same.stdout
 
 
@@ -57,7 +58,7 @@ def test_diff__text_begins_with_the_largest_change(folder: Path) -> None:
         (trained([10] * 5), trained([11] * 5), f"update takes {ms_text(11)} in B and {ms_text(10)} in A, 1.10 times"),
         (trained([10] * 5), trained([10] * 5, peak=1400), "the peak of device memory is 1.37 KiB in B and 700 B in A"),
         (trained([10] * 5, moved=0), trained([10] * 5, moved=9), "update copies h2d 9 B in B and 0 B in A."),
-        (trained([10] * 5), trained([10] * 5, peak=703), "No time differs"),
+        (trained([10] * 5), trained([10] * 5, peak=703), "No difference of times"),
         (trained([10] * 2), trained([90] * 2), "cannot be compared"),
         (trained([]), trained([]), "cannot be compared"),
     ],
@@ -74,3 +75,17 @@ def test_diff__bad_input_is_one_line(folder: Path, command_line: str, message: s
     before = contents(folder)
     assert message in refused(ebbtide_in_process(*command_line.split(), cwd=folder))
     assert contents(folder) == before
+
+
+def test_diff__prints_totals_of_traces_without_iterations(tmp_path: Path) -> None:
+    for name, size in (("a", 10**6), ("b", 3 * 10**6)):
+        builder = TraceBuilder()
+        builder.rank(0).transfer("h2d", 0, 10**6, size)
+        builder.write(tmp_path / f"{name}.ebb")
+    run = ebbtide_in_process("diff", "a.ebb", "b.ebb", cwd=tmp_path)
+    assert (run.returncode, run.stderr) == (0, "")
+    (row,) = [text for text in run.stdout.splitlines() if "bytes to the device (h2d)" in text]
+    assert row.split()[-1] == "3.00"
+    assert "Median times" not in run.stdout
+    printed = ebbtide_in_process("summary", "a.ebb", cwd=tmp_path).stdout
+    assert f"bytes to the device (h2d) {bytes_text(10**6)}" in " ".join(printed.split())

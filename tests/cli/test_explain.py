@@ -16,7 +16,7 @@ from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.findings.jobs import CAPACITY, MS, PEAK, Job, async_copies, devices, offloaded, on_cpu
 from tests.analysis.findings.test_find import troubled
 from tests.analysis.metrics.deepspeed_jobs import deepspeed_job
-from tests.conftest import ebbtide
+from tests.conftest import ebbtide, ebbtide_in_process
 
 COMMANDS = ("findings", "link", "memory", "iterations", "windows", "steps", "activity")
 GPU = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": CAPACITY, "link": {"peak_bytes_per_s": PEAK}}
@@ -144,7 +144,7 @@ def text(capsys: Printed, *arguments: object) -> str:
 
 def test_findings__are_in_order_with_their_gains(written: dict[str, Path], capsys: Printed) -> None:
     result = answer(capsys, "findings", written["troubled"])
-    assert set(result) == {"findings", "unknown", "not_applicable"}
+    assert set(result) == {"findings", "unknown", "not_applicable", "nothing_found"}
     assert set(result["findings"][0]) == {"rule", "title", "worth_ms", "evidence", "advice"}
     output = text(capsys, "findings", written["troubled"])
     positions = [output.index(f"{n}. {f['title']}") for n, f in enumerate(result["findings"], 1)]
@@ -303,3 +303,16 @@ def test_findings__runs_as_a_process(written: dict[str, Path]) -> None:
     shown = ebbtide("findings", written["troubled"], "--json")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert len(json.loads(shown.stdout)["findings"]) == len(troubled().results.findings)
+
+
+def test_windows__tells_a_link_without_a_peak_from_one_that_was_not_recorded(tmp_path: Path) -> None:
+    builder = TraceBuilder()
+    device = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 2**34}
+    rank = builder.rank(0, devices=[device]).memory(0, 2**30).memory(10**9, 2**30)
+    builder.write(tmp_path / "bare.ebb")
+    rank.link(10**9, 10**9, "nvml-throughput", h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)
+    builder.write(tmp_path / "link.ebb")
+    bare, link = (ebbtide_in_process("windows", f"{name}.ebb", cwd=tmp_path).stdout for name in ("bare", "link"))
+    assert "link use was not recorded" in bare
+    assert "link use was not recorded" not in link
+    assert "ebbtide import --link 5x16" in link

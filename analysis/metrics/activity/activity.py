@@ -11,6 +11,7 @@ from ebbtide.analysis.dataframes import to_frame
 from ebbtide.analysis.metrics.activity.busy_time import busy_time
 from ebbtide.analysis.metrics.activity.collective_skew import CollectiveSkew, collective_skew
 from ebbtide.analysis.metrics.activity.idle_causes import time_without_compute
+from ebbtide.analysis.metrics.activity.launches import KernelLaunches, kernel_launches
 from ebbtide.analysis.metrics.activity.phase_activity import phase_activity
 from ebbtide.analysis.metrics.activity.top_kernels import KernelTime, top_kernels
 from ebbtide.analysis.metrics.iterations import steady_iterations
@@ -49,7 +50,8 @@ class TotalActivity:
     """GPU time of the whole trace; None where kernels were not recorded.
 
     Attributes:
-        span_ms: From the start of the first to the end of the last activity (kernel, copy, memset).
+        span_ms: From the start of the first to the end of the last activity (kernel, copy, memset), without the pauses
+            of a recording in slices.
         compute_ms: Time in which compute kernels run.
         communication_ms: Time in which collectives run.
         copy_ms: Time in which copies run.
@@ -76,8 +78,9 @@ class GpuActivity:
         total: The whole trace.
         without_compute: Milliseconds of the span in which no compute kernel runs, by cause (see
             `time_without_compute`); empty where kernels were not recorded.
+        launches: Launches of compute kernels; None where they were not recorded.
         kernels: The kernels with most time.
-        collectives: Waiting of the ranks for each other; None unless all ranks recorded the same collectives.
+        collectives: Waiting of the ranks for each other; None unless several ranks recorded the same collectives.
         missing: Lines on what is missing, and how to record it.
     """
 
@@ -85,6 +88,7 @@ class GpuActivity:
     phases: list[PhaseActivity]
     total: TotalActivity
     without_compute: dict[str, float]
+    launches: KernelLaunches | None
     kernels: list[KernelTime]
     collectives: CollectiveSkew | None
     missing: list[str]
@@ -113,7 +117,7 @@ def gpu_activity(trace: Trace, rank: int | None = None) -> GpuActivity:
     if rank is None:
         rank = next(iter(trace.ranks), None)
     if rank is None:
-        return GpuActivity(None, [], TotalActivity(), {}, [], None, [no_iterations(trace), NO_KERNELS])
+        return GpuActivity(None, [], TotalActivity(), {}, None, [], None, [no_iterations(trace), NO_KERNELS])
     trace.rank(rank)
     has_iterations = bool(steady_iterations(trace).numbers)
     missing = [] if has_iterations else [no_iterations(trace)]
@@ -125,6 +129,7 @@ def gpu_activity(trace: Trace, rank: int | None = None) -> GpuActivity:
         phases=_phases(trace, rank) if has_iterations else [],
         total=_total(trace, rank),
         without_compute=causes,
+        launches=kernel_launches(trace, rank),
         kernels=top_kernels(trace, rank, _MAX_KERNELS),
         collectives=collective_skew(trace),
         missing=missing,
@@ -149,8 +154,7 @@ def _total(trace: Trace, rank: int) -> TotalActivity:
     busy = busy_time(trace, rank)
     if busy is None:
         return TotalActivity()
-    starts, ends = busy.all
-    span = int(ends[-1] - starts[0])
+    span = length(busy.recorded)
     communication = length(busy.communication)
     exposed = length(difference(busy.communication, busy.compute))
     return TotalActivity(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.metrics.cache import once_per_trace
+from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.metrics.devices import main_device
-from ebbtide.analysis.timeseries.intervals import Union, merged
+from ebbtide.analysis.timeseries.intervals import Union, intersection, merged
 from ebbtide.analysis.timeseries.step_functions import union
 from ebbtide.profiler.trace import Trace
 
@@ -26,6 +26,7 @@ class BusyTime:
         copy: Copies, of any direction.
         memset: Memory that is set to a value.
         all: Any of these.
+        recorded: The time from the first start to the last end of any of these, without the pauses of a recording.
     """
 
     compute: Union
@@ -33,12 +34,20 @@ class BusyTime:
     copy: Union
     memset: Union
     all: Union
+    recorded: Union
 
 
-@once_per_trace
+@recent_per_trace
 def main_kernels(trace: Trace, rank: int) -> pd.DataFrame:
     """Return the rows of the table `kernels` of the rank's first device."""
     rows = trace.kernels(rank)
+    return rows[rows["device"] == main_device(trace, rank)].reset_index(drop=True)
+
+
+@recent_per_trace
+def main_transfers(trace: Trace, rank: int) -> pd.DataFrame:
+    """Return the rows of the table `transfers` of the rank's first device."""
+    rows = trace.transfers(rank)
     return rows[rows["device"] == main_device(trace, rank)].reset_index(drop=True)
 
 
@@ -48,11 +57,15 @@ def busy_time(trace: Trace, rank: int) -> BusyTime | None:
     rows = main_kernels(trace, rank)
     if not rows["kind"].isin(["compute", "communication"]).any():
         return None
-    transfers = trace.transfers(rank)
-    transfers = transfers[transfers["device"] == main_device(trace, rank)]
     times = {kind: _union(rows[rows["kind"] == kind]) for kind in KINDS}
-    times["copy"] = merged(times["copy"], _union(transfers))
-    return BusyTime(**times, all=merged(*times.values()))
+    times["copy"] = merged(times["copy"], _union(main_transfers(trace, rank)))
+    busy = merged(*times.values())
+    recorded = busy[0][:1], busy[1][-1:]
+    if spans := trace.rank(rank).transfers_spans_ns:
+        # Work that was launched in a span may end after it.
+        starts, ends = np.array(spans, np.int64).T
+        recorded = merged(intersection(recorded, (starts, ends)), busy)
+    return BusyTime(**times, all=busy, recorded=recorded)
 
 
 def _union(rows: pd.DataFrame) -> Union:

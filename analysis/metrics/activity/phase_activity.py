@@ -23,14 +23,16 @@ def phase_activity(trace: Trace, rank: int) -> pd.DataFrame:
     in which it runs. Copies, idle time and the causes belong to the phase in whose time they are.
 
     Returns:
-        A row per iteration and phase that it has, with columns iteration, phase and, in ms: compute, communication,
-        copy, idle (nothing runs), and `cause_` with each of CAUSES. Empty where kernels were not recorded.
+        A row per phase of each iteration that was recorded as a whole, with columns iteration, phase and, in ms:
+        compute, communication, copy, idle (nothing runs), and `cause_` with each of CAUSES. Empty where kernels were
+        not recorded.
     """
     busy = busy_time(trace, rank)
     columns = ["iteration", "phase", "compute", "communication", "copy", "idle", *(f"cause_{c}" for c in CAUSES)]
     on_device = intervals(trace, rank).with_other
     if busy is None or on_device.empty:
         return pd.DataFrame(columns=columns)
+    on_device = on_device[on_device["iteration"].isin(_recorded_iterations(trace, rank))]
     on_device = on_device.sort_values(["start_ns", "end_ns"], kind="stable", ignore_index=True)
     starts, ends = on_device["start_ns"].to_numpy(np.int64), on_device["end_ns"].to_numpy(np.int64)
     times = {
@@ -46,6 +48,18 @@ def phase_activity(trace: Trace, rank: int) -> pd.DataFrame:
         index = pd.MultiIndex.from_product([numbers, ITERATION_PARTS])
         sums[kind] = pd.Series(lengths, index=index).reindex(sums.index)
     return (sums / 1e6).reset_index()[columns]
+
+
+def _recorded_iterations(trace: Trace, rank: int) -> Ints:
+    """Return the iterations that lie within the time in which activity was recorded."""
+    iterations, spans = intervals(trace, rank).spans, trace.rank(rank).transfers_spans_ns
+    numbers: Ints = iterations["iteration"].to_numpy(np.int64)
+    if not spans:
+        return numbers
+    starts, ends = iterations["start_ns"].to_numpy(np.int64), iterations["end_ns"].to_numpy(np.int64)
+    recorded_starts, recorded_ends = np.array(spans, np.int64).T
+    whole: Ints = numbers[overlap_ns(starts, ends, (recorded_starts, recorded_ends)) == ends - starts]
+    return whole
 
 
 def _assigned(trace: Trace, rank: int, kind: str, numbers: Ints) -> tuple[Ints, Ints, Ints]:
@@ -76,7 +90,8 @@ def _assigned(trace: Trace, rank: int, kind: str, numbers: Ints) -> tuple[Ints, 
 
 
 def _ordered(phases: pd.DataFrame, numbers: Ints) -> pd.DataFrame:
-    """Return phases of some length in order of time, with their `group`."""
-    phases = phases[phases["end_ns"] > phases["start_ns"]].sort_values("start_ns", ignore_index=True)
+    """Return phases of some length of the iterations `numbers` in order of time, with their `group`."""
+    phases = phases[phases["iteration"].isin(numbers) & (phases["end_ns"] > phases["start_ns"])]
+    phases = phases.sort_values("start_ns", ignore_index=True)
     parts = phases["phase"].map({part: number for number, part in enumerate(ITERATION_PARTS)})
     return phases.assign(group=np.searchsorted(numbers, phases["iteration"]) * len(ITERATION_PARTS) + parts)

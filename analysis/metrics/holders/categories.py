@@ -20,7 +20,7 @@ from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.profiler.trace import Trace
 
 # In the order in which they are stacked, from what is held longest.
-CATEGORIES = ("parameter", "optimizer_state", "gradient", "activation", "temporary")
+CATEGORIES = ("parameter", "buffer", "optimizer_state", "gradient", "activation", "temporary")
 _OPTIMIZER_STEP = "Optimizer.step"
 Labels = npt.NDArray[np.object_]
 _NEVER = np.iinfo(np.int64).max

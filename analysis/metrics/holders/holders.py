@@ -44,6 +44,7 @@ class Holders:
     Attributes:
         pool: The pool that was divided.
         device: The device.
+        at_ns: The time.
         t_ms: The time, from the start of the trace.
         bytes: Bytes of the pool at that time, the sum of all holders.
         holders: The largest first.
@@ -51,13 +52,16 @@ class Holders:
 
     pool: str
     device: str
+    at_ns: int
     t_ms: float
     bytes: int
     holders: list[Holder]
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide memory --at ... --json` prints."""
-        return asdict(self)
+        entries = asdict(self)
+        del entries["at_ns"]
+        return entries
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a row per holder, with the fields of `Holder` as columns."""
@@ -98,7 +102,7 @@ def holders_at(trace: Trace, rank: int, at_ns: int | None = None, device: str | 
     if position < 0:
         return None
     total = int(sizes[position])
-    if source == "requested":
+    if (trace.allocations(rank)["device"] == device).any():
         holders = _from_allocations(trace, rank, device, at_ns)
     elif source == "tensors":
         holders = _from_pools(trace, rank, device, at_ns)
@@ -110,13 +114,14 @@ def holders_at(trace: Trace, rank: int, at_ns: int | None = None, device: str | 
     span = trace.span_ns()
     assert span is not None
     holders.sort(key=lambda holder: -holder.bytes)
-    return Holders(source, device, (at_ns - span[0]) / 1e6, total, holders)
+    return Holders(source, device, at_ns, (at_ns - span[0]) / 1e6, total, holders)
 
 
 def memory_by_category(trace: Trace, rank: int, device: str) -> dict[str | None, tuple[Ints, Ints]]:
     """Return (times in ns, bytes) of each category of the recorded allocations of a device, None for those without one.
 
-    At each time the categories add up to the pool `requested`. Empty where allocations were not recorded.
+    At each time the categories add up to the pool `requested` (`tensors` on the CPU). Empty where allocations were not
+    recorded.
     """
     rows = categorized_allocations(trace, rank, device)
     categories = rows["category"].where(rows["category"].notna(), None)
@@ -137,11 +142,9 @@ def memory_by_category(trace: Trace, rank: int, device: str) -> dict[str | None,
 
 def _divided_pool(trace: Trace, rank: int, device: str | None) -> str | None:
     """Return the pool whose holders are known best; None if the trace has no memory of the device."""
-    if (trace.allocations(rank)["device"] == device).any():
-        return "requested"
     memory = trace.memory(rank)
     pools = set(memory.loc[memory["device"] == device, "pool"])
-    pool = "tensors" if "tensors" in pools else peak_pool(trace)
+    pool = next((pool for pool in ("requested", "tensors") if pool in pools), peak_pool(trace))
     return pool if pool in pools else None
 
 

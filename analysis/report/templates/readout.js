@@ -16,14 +16,17 @@ function readout(section, doc) {
     [...doc.all_models].filter((model) => model.type === "GlyphRenderer").map((model) => [model.name, model]));
   const column = (name, field) => renderers.get(name).data_source.data[field];
   const unit = section.querySelector("[data-time]").dataset.time;
-  const text = (value, valueUnit) => (!Number.isFinite(value) ? "–" : `${value.toFixed(2)} ${valueUnit}`);
+  const text = (value, valueUnit, digits = 2) => (Number.isFinite(value) ? `${value.toFixed(digits)} ${valueUnit}` : "–");
   const keys = [...section.querySelectorAll("[data-line]")];
 
   // Rates of d2h are negative on the axis.
   const valueAt = (name, x) => {
     if (!renderers.has(name)) return undefined;
-    const times = column(name, "x");
-    return x > times[times.length - 1] ? undefined : Math.abs(column(name, "y")[lastIndexUpTo(times, x)]);
+    const { glyph, data_source: { data } } = renderers.get(name);
+    if (x > data.x[data.x.length - 1]) return undefined;
+    const index = lastIndexUpTo(data.x, x);
+    // An area of a stack lies between two columns.
+    return glyph.type === "VAreaStep" ? data[glyph.y2.field][index] - data[glyph.y1.field][index] : Math.abs(data.y[index]);
   };
   const phaseAt = (x) => {
     for (const phase of ["forward", "backward", "update"].filter((name) => renderers.has(name))) {
@@ -35,7 +38,7 @@ function readout(section, doc) {
   const show = (x) => {
     section.querySelector("[data-time]").textContent = `${x.toFixed(3)} ${unit}`;
     section.querySelector("[data-phase]").textContent = phaseAt(x);
-    for (const key of keys) key.querySelector("b").textContent = text(valueAt(key.dataset.line, x), key.dataset.unit);
+    for (const key of keys) key.querySelector("b").textContent = text(valueAt(key.dataset.line, x), key.dataset.unit, key.dataset.digits);
     const free = section.querySelector("[data-free]");
     if (free) free.querySelector("b").textContent = text(free.dataset.free - valueAt(free.dataset.above, x), free.dataset.unit);
   };

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ebbtide.analysis.metrics.activity.idle_causes import CAUSE_TEXTS
 from ebbtide.cli.render.tables import print_table
 from ebbtide.units import ms_text
 
@@ -15,15 +16,6 @@ if TYPE_CHECKING:
 
 _MAX_KERNELS = 10
 _MAX_NAME = 70
-CAUSE_TEXTS = {
-    "communication": "communication runs alone",
-    "copy": "copies run, no communication",
-    "memset": "memory is being set",
-    "late_launch": "idle: next kernel launched up to 0.1 ms late",
-    "host_busy": "idle: host launched nothing for over 0.1 ms",
-    "queue": "idle: next kernel was already launched",
-    "unknown": "idle: launch not recorded",
-}
 
 
 def print_activity(trace: Trace, activity: GpuActivity) -> None:
@@ -58,6 +50,13 @@ def print_activity(trace: Trace, activity: GpuActivity) -> None:
     ]
     if causes:
         print_table("Time without compute, whole trace", ["cause", "time", "share"], causes)
+    if activity.launches is not None:
+        launches = activity.launches
+        typer.echo(
+            f"compute kernels begin {launches.median_delay_us:,.0f} us after their launch (median; 95 %: "
+            f"{launches.p95_delay_us:,.0f} us), with {launches.median_queued:,.0f} more launched and not begun (95 %: "
+            f"{launches.p95_queued:,.0f})\n"
+        )
     kernels = [
         [_short(k.name), f"{k.count:,}", ms_text(k.time_ms), f"{k.mean_us:,.1f} us", f"{100 * k.share:.1f} %"]
         for k in activity.kernels[:_MAX_KERNELS]

@@ -19,6 +19,17 @@ _DEVICE_POOLS = ("device", "allocated", "heap")
 # Sizes of the same job differ by less than this share from run to run.
 _MIN_SHARE = 0.01
 
+_TOTAL_NAMES = {
+    "span_ms": "from first to last record",
+    "h2d_bytes": "bytes to the device (h2d)",
+    "d2h_bytes": "bytes to the host (d2h)",
+    "min_free_bytes": "least free memory",
+    "compute_ms": "GPU: compute",
+    "communication_ms": "GPU: communication",
+    "copy_ms": "GPU: copies",
+    "idle_ms": "GPU: idle",
+}
+
 Text = Callable[[float | None], str]
 
 
@@ -27,8 +38,22 @@ def print_diff(diff: Diff) -> None:
     typer.echo(f"A: {diff.a}, {diff.counted[0]} counted iterations")
     typer.echo(f"B: {diff.b}, {diff.counted[1]} counted iterations")
     typer.echo(headline(diff))
-    times = [[*_row(change.name, change, ms_text), _verdict(change)] for change in diff.median_ms]
-    print_table("Median times", ["phase", "A", "B", "B - A", "B / A", "verdict"], times)
+    if any((change.a, change.b) != (None, None) for change in diff.median_ms):
+        times = [
+            [*_row(change.name, change, ms_text), _possible(change), _verdict(change)] for change in diff.median_ms
+        ]
+        columns = ["phase", "A", "B", "B - A", "B / A", "B - A may be", "verdict"]
+        print_table("Median times", columns, times)
+        if remark := _interval_remark(diff):
+            typer.echo(remark)
+    if not all(diff.counted):
+        rows = [
+            _row(_TOTAL_NAMES[change.name], change, ms_text if change.name.endswith("_ms") else bytes_text)
+            for change in diff.totals
+            if (change.a, change.b) != (None, None)
+        ]
+        if rows:
+            print_table("Whole traces, all ranks", ["figure", "A", "B", "B - A", "B / A"], rows)
     sizes = [
         *((f"peak {change.name}", change) for change in diff.peak_bytes),
         *((f"free at peak, {change.name}", change) for change in diff.min_free_bytes),
@@ -48,11 +73,11 @@ def print_diff(diff: Diff) -> None:
 def headline(diff: Diff) -> str:
     """Return the largest change in one sentence.
 
-    It is the largest of the times that differ by more than their spread. If there is none, it is the largest of the
+    It is the largest of the times that can be told apart from noise. If there is none, it is the largest of the
     sizes, as a share of the peak or of all bytes copied in that direction.
     """
     iteration, *phases = diff.median_ms
-    times = [time for time in (*phases, iteration) if time.beyond_spread]
+    times = [time for time in (*phases, iteration) if time.is_distinguishable]
     if times:
         time = max(times, key=lambda time: abs(time.difference or 0))
         return _sentence("an iteration takes" if time is iteration else f"{time.name} takes", time, ms_text)
@@ -62,9 +87,9 @@ def headline(diff: Diff) -> str:
     share, subject, size = max(sizes, key=lambda size: size[0])
     if share >= _MIN_SHARE:
         return _sentence(subject, size, bytes_text)
-    if all(time.beyond_spread is None for time in diff.median_ms):
+    if all(time.is_distinguishable is None for time in diff.median_ms):
         return "Times cannot be compared: that takes three counted iterations in each run."
-    return "No time differs by more than the spread of the iterations."
+    return "No difference of times can be told apart from noise."
 
 
 def _share(change: Change, parts: list[Change]) -> float:
@@ -79,15 +104,38 @@ def _sentence(subject: str, change: Change, text: Text) -> str:
 
 
 def _row(name: str, change: Change, text: Text) -> list[str]:
-    sign = "+" if change.difference is not None and change.difference > 0 else ""
     ratio = "-" if change.ratio is None else f"{change.ratio:.2f}"
-    return [name, text(change.a), text(change.b), sign + text(change.difference), ratio]
+    return [name, text(change.a), text(change.b), _signed(change.difference, text), ratio]
+
+
+def _signed(value: float | None, text: Text) -> str:
+    return ("+" if value is not None and value > 0 else "") + text(value)
 
 
 def _verdict(change: TimeChange) -> str:
-    if change.beyond_spread is None:
+    if change.is_distinguishable is None:
         return "not known"
-    return "beyond the spread" if change.beyond_spread else "within the spread"
+    return "beyond the spread" if change.is_distinguishable else "not distinguishable"
+
+
+def _possible(change: TimeChange) -> str:
+    """Return the interval of the difference as text."""
+    if change.interval is None:
+        return "-"
+    return f"{_signed(change.interval.low, ms_text)} to {_signed(change.interval.high, ms_text)}"
+
+
+def _interval_remark(diff: Diff) -> str:
+    """Return what the intervals of the differences mean."""
+    intervals = [change.interval for change in diff.median_ms if change.interval is not None]
+    if not intervals:
+        return ""
+    confidence = min(interval.confidence for interval in intervals)
+    few = f"; {min(diff.counted)} iterations allow no more" if confidence < 0.99 else ""
+    return (
+        f"B - A may be: the differences that the iterations allow, with {100 * confidence:.0f} % confidence{few}. "
+        "Not distinguishable: noise alone may explain the difference."
+    )
 
 
 def _value_text(value: Any) -> str:

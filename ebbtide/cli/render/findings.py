@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def print_findings(trace: Trace, findings: Findings, iteration_ms: float | None) -> None:
     """Print findings with evidence, advice and estimated gain; `iteration_ms`: median iteration, None if not known."""
-    typer.echo(f"{trace.path}: {len(findings.findings)} finding{'s' if len(findings.findings) != 1 else ''}")
+    typer.echo(f"{trace.path}: {_counts(findings)}")
     for number, finding in enumerate(findings.findings, 1):
         gain = ""
         if finding.potential_gain_ms is not None:
@@ -31,10 +31,27 @@ def print_findings(trace: Trace, findings: Findings, iteration_ms: float | None)
         typer.echo("\nThis trace cannot answer:")
         for unknown in findings.unknown:
             typer.echo(f"   - {unknown.question}\n     {unknown.record}")
+    if findings.nothing_found:
+        typer.echo(f"\nRules that looked and found nothing:\n   {', '.join(findings.nothing_found)}")
     if findings.not_applicable:
         rules_by_needs: dict[tuple[str, ...], list[str]] = {}
         for entry in findings.not_applicable:
             rules_by_needs.setdefault(entry.needs, []).append(entry.rule)
-        typer.echo("\nRules that do not apply, and what they need:")
+        typer.echo("\nRules that do not apply, because they need what this trace or job does not have:")
         for needs, rules in rules_by_needs.items():
-            typer.echo(f"   - {', '.join(needs)}: {', '.join(rules)}")
+            typer.echo(f"   - {', '.join(rules)}\n     needs: {'; '.join(needs)}")
+
+
+def _counts(findings: Findings) -> str:
+    """Return how many rules have which result."""
+    findings_count = len(findings.findings)
+    counts = [f"{findings_count} finding{'s' if findings_count != 1 else ''}"]
+    if findings.unknown:
+        questions = len(findings.unknown)
+        counts.append(f"{questions} question{'s' if questions != 1 else ''} without an answer")
+    if findings.nothing_found:
+        silent = len(findings.nothing_found)
+        counts.append(f"{silent} rule{'s' if silent != 1 else ''} with nothing found")
+    if findings.not_applicable:
+        counts.append(f"{len(findings.not_applicable)} that do not apply")
+    return ", ".join(counts)

@@ -42,6 +42,7 @@ def print_summary(trace: Trace, summary: Summary) -> None:
         )
     else:
         typer.echo(f"figures are of the whole trace: {no_iterations(trace)}")
+        _print_totals(trace, summary)
     if counted and summary.free_pool is not None and summary.memory.capacity_bytes is not None:
         typer.echo(f"free at peak: {free_memory_text(trace)}\n")
     if summary.gpu is not None:
@@ -63,3 +64,25 @@ def print_summary(trace: Trace, summary: Summary) -> None:
         typer.echo(remark)
     for note in trace.notes:
         typer.echo(f"note: {note}")
+
+
+def _print_totals(trace: Trace, summary: Summary) -> None:
+    """Print the figures of a whole trace that were recorded."""
+    from ebbtide.analysis.metrics.devices import free_memory_text
+
+    totals = summary.totals
+    if totals is None or totals.span_ms is None:
+        return
+    several = ", all ranks" if summary.ranks > 1 else ""
+    rows = [
+        ["from first to last record", ms_text(totals.span_ms)],
+        [f"least free memory ({free_memory_text(trace)})", bytes_text(totals.min_free_bytes)],
+        [f"bytes to the device (h2d){several}", bytes_text(totals.h2d_bytes)],
+        [f"bytes to the host (d2h){several}", bytes_text(totals.d2h_bytes)],
+        [f"GPU: compute{several}", ms_text(totals.compute_ms)],
+        [f"GPU: communication{several}", ms_text(totals.communication_ms)],
+        [f"GPU: copies{several}", ms_text(totals.copy_ms)],
+        [f"GPU: idle{several}", ms_text(totals.idle_ms)],
+    ]
+    missing = bytes_text(None)
+    print_table("Whole trace", ["figure", "value"], [row for row in rows if row[1] != missing])

@@ -58,7 +58,14 @@ def print_windows(trace: Trace, windows: Windows) -> None:
         "could be copied in, updated and copied out during it"
     )
     if all(window.h2d_idle_share is None and window.d2h_idle_share is None for window in windows.windows):
-        reasons = "; ".join(link_reasons(trace, sorted({window.rank for window in windows.windows})))
+        ranks = sorted({window.rank for window in windows.windows})
+        if any(len(trace.link(rank)) for rank in ranks):
+            typer.echo(
+                "the peak rate of the link is not known, so idle shares are not known: `ebbtide import --link 5x16` "
+                "sets it (PCIe generation 5, 16 lanes)"
+            )
+            return
+        reasons = "; ".join(link_reasons(trace, ranks))
         reason = f" ({reasons})" if reasons else ""
         typer.echo(f"link use was not recorded{reason}, so idle shares are not known")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from decimal import Decimal
 from pathlib import Path
@@ -218,18 +217,3 @@ def test_write_chrome_trace__refuses_negative_lengths_and_writes_nothing(tmp_pat
     with pytest.raises(TraceError, match=f"an? {kind} ends before it starts"):
         write_chrome_trace(builder.build(), tmp_path / "x.json")
     assert os.listdir(tmp_path) == []
-
-
-def test_write_chrome_trace__has_a_track_of_kernels_per_stream(tmp_path: Path) -> None:
-    builder = TraceBuilder()
-    rank = builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda"}])
-    rank.kernel(1000, 3000, name="gemm", launch_ns=500, stream=7).kernel(2000, 3000, "communication", "nccl", stream=20)
-    write_chrome_trace(builder.build(), tmp_path / "run.json")
-    written = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
-    tracks = {e["tid"]: e["args"]["name"] for e in written if e["name"] == "thread_name"}
-    kernels = {tracks[e["tid"]]: (e["name"], e["ts"], e["dur"], e["args"]) for e in written if e.get("cat") == "kernel"}
-    common = {"device": "cuda:0"}
-    assert kernels["kernels cuda:0 stream 7"] == (
-        "gemm", 0, 2, {**common, "stream": 7, "kind": "compute", "us_since_launch": 0.5}
-    )  # fmt: skip
-    assert kernels["kernels cuda:0 stream 20"][3]["us_since_launch"] is None

@@ -30,6 +30,9 @@ from tests.analysis.export.trace_event_file import check, export_and_read, rows,
         '{"ph":"C","pid":1,"ts":0,"name":"n","args":{"v":NaN}}',
         '{"ph":"M","pid":1,"name":"thread_name","args":{"name":"n"}}',
         '{"ph":"M","pid":1,"tid":2,"name":"thread_name","args":{"name":"again"}}',
+        '{"ph":"s","pid":1,"tid":2,"ts":0,"id":1,"cat":"c","name":"n"}',
+        '{"ph":"s","pid":1,"tid":2,"ts":3,"id":1,"cat":"c","name":"n"},'
+        '{"ph":"f","bp":"e","pid":1,"tid":2,"ts":0,"id":1,"cat":"c","name":"n"}',
         '{"ph":"B","pid":1,"tid":2,"ts":0,"name":"n"}',
     ],
 )
@@ -39,15 +42,16 @@ def test_check__finds_broken_events(broken: str) -> None:
         '{"ph":"M","pid":1,"tid":2,"name":"thread_name","args":{"name":"t"}}',
         '{"ph":"X","pid":1,"tid":2,"ts":0,"dur":10.5,"cat":"c","name":"n","args":{}}',
     ]
-    check(f'{{"otherData":{{}},"traceEvents":[{",".join(valid)}]}}')
+    head = '{"displayTimeUnit":"ns","baseTimeNanoseconds":0,"otherData":{},"traceEvents":['
+    check(f"{head}{','.join(valid)}]}}")
     with pytest.raises((AssertionError, KeyError)):
-        check(f'{{"otherData":{{}},"traceEvents":[{",".join([*valid, broken])}]}}')
+        check(f"{head}{','.join([*valid, broken])}]}}")
 
 
 @example(1118)  # 1 + 0.118 is a little less than 1.118
 @given(st.integers(0, 10**13) | st.integers(0, 10**6))
 def test_microseconds__are_exact_for_every_reader(time: int) -> None:
-    text = microseconds(time)
+    (text,) = microseconds(np.array([time]))
     assert abs(Decimal(text) * 1000 - time) <= Decimal("0.1")
     assert round(float(text) * 1000) == time
     # As current and earlier readers of Perfetto do it.

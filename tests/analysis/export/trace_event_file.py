@@ -46,6 +46,12 @@ def slices(file: dict[str, Any], category: str, pid: int = 1) -> list[Event]:
     return selected
 
 
+def flows(file: dict[str, Any]) -> dict[int, tuple[Event, Event]]:
+    """Return by its number where each flow starts and ends."""
+    ends = {e["id"]: e for e in file["traceEvents"] if e["ph"] == "f"}
+    return {e["id"]: (e, ends[e["id"]]) for e in file["traceEvents"] if e["ph"] == "s"}
+
+
 def counter(file: dict[str, Any], name: str, pid: int = 1) -> list[tuple[int, Any]]:
     """Return (time ns, value) of a counter."""
     start = file["otherData"]["start_ns"]
@@ -84,15 +90,20 @@ def is_int(value: Any) -> bool:
 def check(text: str) -> None:
     """Raise AssertionError if a file breaks a rule of the format, or of Perfetto's readers."""
     file = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
-    assert set(file) == {"traceEvents", "otherData"}
+    assert set(file) == {"displayTimeUnit", "baseTimeNanoseconds", "otherData", "traceEvents"}
+    assert file["displayTimeUnit"] in ("ns", "ms")
+    assert is_int(file["baseTimeNanoseconds"])
     assert isinstance(file["traceEvents"], list)
     for event in file["traceEvents"]:
-        {"X": check_slice, "C": check_counter, "M": check_metadata}[event["ph"]](event)
+        {"X": check_slice, "C": check_counter, "M": check_metadata, "s": check_flow, "f": check_flow}[event["ph"]](
+            event
+        )
         assert is_int(event["pid"])
         assert event["pid"] > 0  # 0 is the idle task
     check_names(file["traceEvents"])
     check_counters_in_order(file["traceEvents"])
     check_nesting(file["traceEvents"])
+    check_flows(file["traceEvents"])
 
 
 def check_slice(event: Event) -> None:
@@ -114,6 +125,28 @@ def check_counter(event: Event) -> None:
     assert isinstance(event["name"], str)
     assert event["args"]
     assert all(is_number(value) for value in event["args"].values())
+
+
+def check_flow(event: Event) -> None:
+    keys = {"ph", "pid", "tid", "ts", "id", "cat", "name"}
+    assert set(event) == (keys if event["ph"] == "s" else keys | {"bp"})
+    assert event.get("bp", "e") == "e"  # bound to the slice that is open at its time, not to the next one
+    assert is_int(event["id"])
+
+
+def check_flows(events: list[Event]) -> None:
+    """Check that each flow has one start and one later end, each within a slice of its track that is written before."""
+    sides: dict[str, dict[int, Any]] = {"s": {}, "f": {}}
+    slices: set[tuple[int, Any]] = set()
+    for event in events:
+        if event["ph"] == "X":
+            slices.add((event["tid"], event["ts"]))
+        elif event["ph"] in sides:
+            assert event["id"] not in sides[event["ph"]]
+            sides[event["ph"]][event["id"]] = event["ts"]
+            assert (event["tid"], event["ts"]) in slices
+    assert set(sides["s"]) == set(sides["f"])
+    assert all(start <= sides["f"][flow] for flow, start in sides["s"].items())
 
 
 def check_metadata(event: Event) -> None:

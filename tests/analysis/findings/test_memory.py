@@ -111,7 +111,7 @@ def test_fragmentation__reports_memory_that_is_never_used(gap: float, reported: 
     assert (result is not None) == reported
     if reported:
         assert f"in the median iteration never less than {gap:.2f} GiB" in job.finding(fragmentation.check).evidence[0]
-        assert "empty_cache" not in job.finding(fragmentation.check).advice
+        assert "expandable_segments" not in job.finding(fragmentation.check).advice
 
 
 def without_capacity(job: Job) -> Job:

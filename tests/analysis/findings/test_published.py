@@ -45,9 +45,9 @@ def test_blocking_gradients__gain_matches_asynchronous_run(job: str) -> None:
 def test_cpu_bound_update__measures_cpu_rate_of_published_runs(job: str) -> None:
     results = find(run(f"{job}-async"))
     (update,) = [f for f in results.findings if f.rule == "cpu-bound-update"]
-    # The CPU updates as fast whichever share it has.
+    # The CPU updates as fast whichever share it has; the update of the resident subgroups on the GPU takes some time.
     rate = float(update.evidence[2].split("updates ")[1].split(" G")[0])
-    assert rate == pytest.approx(1.69, rel=0.05)
+    assert rate == pytest.approx(1.64, rel=0.05)
     # Interleaving, as published, brought a part of what the idle link could.
     before, after = TraceMetrics(run(f"{job}-blocking")), TraceMetrics(run(f"{job}-interleaved-2"))
     saved = (before.phase_ms("update") or 0) - (after.phase_ms("update") or 0)

@@ -31,10 +31,10 @@ def built(rows: list[Row], iterations: int = 3) -> Trace:
             start, end = start + number * LENGTH, end + number * LENGTH
             rank.phase(phase, start, end, number, 0, start + LAG, end + LAG)
     for kind, start, length, before in rows:
+        launch = None if before is None else start - before
         if kind == "h2d":
-            rank.transfer("h2d", start, start + length, 8)
+            rank.transfer("h2d", start, start + length, 8, launch_ns=launch)
         else:
-            launch = None if before is None else start - before
             rank.kernel(start, start + length, kind, kind, launch_ns=launch)
     return builder.build()
 
@@ -119,10 +119,47 @@ def test_causes__tell_late_launches_from_a_busy_host_and_a_queue() -> None:
         ("compute", 1025 * us, 10 * us, 2 * us),  # idle 1000 us, launched after 998 us
         ("compute", 1045 * us, 10 * us, 30 * us),  # idle 10 us, launched before
         ("compute", 1075 * us, 10 * us, None),  # idle 20 us
+        ("h2d", 1088 * us, 4 * us, 1 * us),  # idle 3 us, launched after 2 us
+        ("h2d", 1112 * us, 1 * us, None),  # idle 20 us
+        ("compute", 1613 * us, 1 * us, 450 * us),  # idle 500 us, launched after 50 us: a slow start
+        ("compute", 2214 * us, 1 * us, 200 * us),  # idle 600 us, launched after 400 us
     ]
     causes = activity(built(rows)).without_compute
-    idle = {"late_launch": 0.005, "host_busy": 1.0, "queue": 0.01, "unknown": 0.02}
-    assert causes == pytest.approx({"communication": 0, "copy": 0, "memset": 0, **idle})
+    idle = {"late_launch": 0.008, "host_busy": 1.6, "queue": 0.51, "unknown": 0.04}
+    assert causes == pytest.approx({"communication": 0, "copy": 0.005, "memset": 0, **idle})
+
+
+def test_activity__counts_only_the_time_that_was_recorded() -> None:
+    """Slices hold the first and the third of four iterations; work of the first runs on after its slice."""
+    trace = built([("compute", 8, 6, 2), ("compute", 30, 8, 9), ("compute", 70, 5, 2), ("compute", 85, 2, None)], 4)
+    trace.raw_meta["ranks"][0] |= {"transfers_recorded": True, "transfers_spans_ns": [[0, 33], [63, 93]]}
+    result = activity(Trace(trace.path, trace.raw_meta, trace.table))
+    # From 8 to 38, and from 63 to 87.
+    assert ns(result.total.span_ms) == 30 + 24
+    assert ns(result.total.compute_ms) == 6 + 8 + 5 + 2
+    assert ns(result.total.idle_ms) == 54 - 21
+    assert sum(map(ns, result.without_compute.values())) == 54 - 21
+    # The second and the fourth iteration, in which nothing was recorded, do not count.
+    phases = {phase.phase: phase for phase in result.phases}
+    assert ns(phases["forward"].compute_ms) == 5.5
+    assert ns(phases["forward"].idle_ms) == (2 + 3) / 2
+
+
+def test_launches__have_the_delays_and_the_queue_of_compute_kernels() -> None:
+    us = 1000
+    rows: list[Row] = [
+        ("compute", 10 * us, 50 * us, 5 * us),  # launched at 5
+        ("compute", 60 * us, 10 * us, 50 * us),  # at 10, when the first begins
+        ("compute", 70 * us, 10 * us, 50 * us),  # at 20, one waits
+        ("memset", 70 * us, 10 * us, 55 * us),
+        ("compute", 80 * us, 10 * us, 50 * us),  # at 30, two wait
+        ("compute", 95 * us, 10 * us, None),
+    ]
+    launches = activity(built(rows)).launches
+    assert launches is not None
+    assert (launches.count, launches.median_delay_us, launches.median_queued) == (4, 50, 0.5)
+    assert launches.p95_queued == pytest.approx(1.85)
+    assert activity(built([("compute", 5, 1, None)])).launches is None
 
 
 def test_activity__of_a_trace_without_iterations_has_totals_only() -> None:
@@ -174,6 +211,27 @@ def test_collectives__the_rank_with_the_shortest_came_last() -> None:
     assert skew is not None
     assert skew.count == 3
     assert [(wait.rank, ns(wait.wait_ms), wait.last) for wait in skew.waits] == [(0, 25, 2), (1, 20, 1)]
+
+
+def test_collectives__of_different_process_groups_are_compared_within_each() -> None:
+    """Two pairs of ranks reduce, then all four gather; one pair reduces once more often."""
+    builder = TraceBuilder()
+    pairs = {0: (10, 5), 1: (4, 9), 2: (7,), 3: (6,)}
+    everybody = (20, 30, 50, 40)
+    for number, lengths in pairs.items():
+        rank = builder.rank(number, devices=[GPU])
+        for position, length in enumerate((*lengths, everybody[number])):
+            is_last = position == len(lengths)
+            name = "ncclDevKernel_AllGather_RING_LL" if is_last else "ncclDevKernel_AllReduce_RING_LL"
+            group = "0 [0, 1, 2, 3]" if is_last else f"1 [{2 * (number // 2)}, {2 * (number // 2) + 1}]"
+            start = 100 * position
+            rank.kernel(start, start + length, "communication", name, launch_ns=start, group=group)
+        rank.kernel(900, 900 + number, "communication", "ncclDevKernel_SendRecv", launch_ns=900)
+    skew = activity(builder.build()).collectives
+    assert skew is not None
+    assert skew.count == 4
+    waits = [(wait.rank, ns(wait.wait_ms), wait.last) for wait in skew.waits]
+    assert waits == [(0, 6 + 0, 2), (1, 4 + 10, 1), (2, 1 + 30, 0), (3, 20, 1)]
 
 
 def test_collectives__are_compared_only_if_all_ranks_have_the_same() -> None:

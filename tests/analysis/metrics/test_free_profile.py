@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.analysis.findings import free_memory
+from ebbtide.analysis.findings import find, free_memory
 from ebbtide.analysis.findings.finding import Finding
 from ebbtide.analysis.metrics.free_profile import FreeStep, fitting_params, gradient_shares
+from ebbtide.analysis.metrics.memory import memory_use
+from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
+from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.interleave.simulation.simulator import simulate
@@ -31,19 +34,26 @@ def fits_in_findings(metrics: TraceMetrics) -> bool:
     return isinstance(finding, Finding) and finding.advice == "do not offload at all"
 
 
+QUICK = ("h100-20b-ratio0.5-async", "h100-20b-ratio0.8-interleaved-2", "a100-13b-async", "a100-ranks1-async")
+PUBLISHED = sorted(path.stem for path in TRACES.glob("*.ebb") if path.stem != "a100-torch-profiler")
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "h100-20b-async",
-        "h100-20b-ratio0.5-async",
-        "h100-20b-ratio0.8-interleaved-2",
-        "a100-13b-async",
-        "a100-ranks1-async",
-    ],
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PUBLISHED]
 )
 def test_fitting_params__agrees_with_replay_on_published_runs(name: str) -> None:
     trace = open_trace(TRACES / f"{name}.ebb")
-    assert fits_in_findings(TraceMetrics(trace)) == fits_in_replay(trace)
+    metrics = TraceMetrics(trace)
+    assert fits_in_findings(metrics) == fits_in_replay(trace)
+    # Every output computes free memory from the same pool, and says so.
+    pool = "device" if name.startswith("h100") else "reserved"
+    summary, windows = summarize(trace), find_windows(trace, GIB)
+    assert (summary.free_pool, windows.pool, metrics.free_pool) == (pool, pool, pool)
+    assert f"free device memory: capacity minus {pool}" in workload_of(trace).notes
+    assert any(f"capacity minus {pool}" in line for finding in find(trace).findings for line in finding.evidence)
+    (gap,) = [gap for gap in memory_use(trace, [0]).gaps if (gap.gap, gap.phase) == ("free", "update")]
+    (update,) = [phase for phase in summarize(trace.of_rank(0)).phases if phase.phase == "update"]
+    assert update.min_free_bytes == pytest.approx(gap.low_bytes, abs=1)
 
 
 @pytest.mark.parametrize(("free_bytes", "fits"), [(12.5e9, False), (13.9e9, False), (14.1e9, True)])

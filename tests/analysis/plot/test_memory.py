@@ -133,12 +133,27 @@ def test_draw_memory__draws_pools_of_a_cpu_job_on_one_panel() -> None:
 
 def test_draw_memory__gives_each_unknown_pool_a_style() -> None:
     builder = TraceBuilder()
-    pools = ["tensors", "$a_b$", "_hidden", *(f"tensors/{number}" for number in range(8)), "allocated"]
+    pools = ["tensors", "$a_b$", "_hidden", *(f"pool {number}" for number in range(8)), "allocated"]
     for number, pool in enumerate(pools):
         builder.rank(0).memory(0, number + 1, pool).memory(5, number + 2, pool)
     (panel,) = draw([builder.build()]).axes
-    assert labels(panel) == ["allocated", "tensors", "$a_b$", " _hidden", *(f"tensors/{number}" for number in range(8))]
+    assert labels(panel) == ["allocated", "tensors", "$a_b$", " _hidden", *(f"pool {number}" for number in range(8))]
     assert len({(patch.get_edgecolor(), str(patch.get_linestyle())) for patch in panel.patches}) == len(pools)
+
+
+def test_draw_memory__stacks_categories_below_the_line_of_all_tensors() -> None:
+    builder = TraceBuilder()
+    rank = builder.rank(0)
+    for pool, first, second in (("tensors", 6, 9), ("tensors/activation", 2, 5), ("tensors/parameter", 4, 4)):
+        rank.memory(0, first * MIB, pool).memory(6 * MS, second * MIB, pool)
+    rank.memory(10 * MS, 9 * MIB, "tensors")
+    (panel,) = draw([builder.build()]).axes
+    assert labels(panel) == ["tensors", "activation", "parameter"]
+    areas = {str(p.get_label()): p.get_data() for p in panel.patches if isinstance(p, StepPatch) and p.get_fill()}
+    assert areas["parameter"].baseline.tolist() == [0, 0]
+    assert areas["parameter"].values.tolist() == areas["activation"].baseline.tolist() == [4, 4]
+    assert areas["activation"].values.tolist() == [6, 9] == steps(panel, "tensors")[1].tolist()[:2]
+    assert panel.get_ylim()[1] > 9
 
 
 def test_pool_styles__differ_by_dash_within_a_panel() -> None:

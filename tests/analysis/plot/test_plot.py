@@ -175,7 +175,7 @@ def test_draw__draws_a_link_alone_but_not_as_memory() -> None:
     builder.rank(0, devices=[GPU]).link(5 * MS, 5 * MS, "gpm", h2d_bytes_per_s=1e9)
     (link,) = draw([builder.build()]).axes
     assert link.get_ylabel() == "link (GB/s)"
-    with pytest.raises(TraceError, match="neither phases nor memory samples"):
+    with pytest.raises(TraceError, match="no memory of a device was recorded"):
         draw([builder.build()], kind="memory")
 
 
@@ -192,6 +192,10 @@ def test_draw__draws_memory_alone_and_phases_alone() -> None:
     assert steps(upper, "device")[1].tolist() == [3, 5]
     assert bands(upper) == {}
     assert bands(lower) == {"forward": [(0, 5)]}  # of an iteration that never finished
+    assert (lower.get_ylabel(), list(lower.get_yticks())) == ("phases", [])
+    assert "no memory was recorded" in notes(lower)
+    with pytest.raises(TraceError, match="no memory of a device was recorded"):
+        draw([phases.build("phases.ebb")], kind="memory")
 
 
 def test_draw__omits_bands_of_short_iterations() -> None:

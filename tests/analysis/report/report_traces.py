@@ -103,3 +103,20 @@ def long(iterations: int = 3000) -> Trace:
                     "phases", phase=phase, iteration=number, micro_step=step, start_ns=begins, end_ns=ends, **gpu
                 )
     return builder.build("long.ebb")
+
+
+def with_kernels(builder: TraceBuilder, kernels: int = 40, length: int = 2 * MS) -> TraceBuilder:
+    """Add kernels to rank 0 that fill half of the time, every fourth of them a collective, and their launches."""
+    starts = np.arange(kernels) * 2 * length
+    kinds = np.where(np.arange(kernels) % 4 == 3, "communication", "compute")
+    names = np.char.add(kinds, np.char.mod(" <kernel %d>", np.arange(kernels) % 50))
+    columns = {"device": "cuda:0", "stream": 7, "kind": kinds, "name": names, "launch_ns": starts - length // 2}
+    builder.rank(0).extend("kernels", start_ns=starts, end_ns=starts + length, **columns)
+    return builder
+
+
+def with_categories(builder: TraceBuilder) -> TraceBuilder:
+    """Add memory by category to rank 0: 4 GiB of parameters, and activations that grow from 2 to 5 GiB at 20 ms."""
+    for pool, first, second in (("tensors", 6, 9), ("tensors/activation", 2, 5), ("tensors/parameter", 4, 4)):
+        builder.rank(0).memory(0, first * GIB, pool).memory(20 * MS, second * GIB, pool)
+    return builder

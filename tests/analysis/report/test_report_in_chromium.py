@@ -20,7 +20,7 @@ from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.analysis.report import write_report
 from ebbtide.profiler.trace import Trace
 from tests.analysis.report.chromium import chromium, errors, point, prefer, requests, run
-from tests.analysis.report.report_traces import GIB, hostile, long, trained, with_copies
+from tests.analysis.report.report_traces import GIB, hostile, long, trained, with_categories, with_copies, with_kernels
 
 MIN_BYTES = 20 * GIB
 # A figure of the timeline by its name, and the window coordinates of a point of its data.
@@ -310,4 +310,23 @@ def test_page__opens_for_a_long_trace(chrome: Chrome, shown: Any) -> None:
 
 def test_page__opens_for_an_empty_trace(chrome: Chrome, shown: Any) -> None:
     shown(trained(0).build())
+    assert errors(chrome) == []
+
+
+def test_timeline__reads_and_hides_areas_of_stacks(chrome: Chrome, shown: Any) -> None:
+    shown(with_categories(with_kernels(trained())).build())
+    scroll_to_timeline(chrome)
+    point(chrome, *window_point(chrome, "memory", 41, 20))
+    read = "return document.querySelector(`[data-line='${arguments[0]}'] b`).textContent"
+    for key, text in (
+        ("memory/category activation", "5.00 GiB"),
+        ("memory/category parameter", "4.00 GiB"),
+        ("activity/compute/category compute", "100 %"),
+        ("activity/communication/category communication", "0 %"),
+    ):
+        wait(chrome, lambda key=key, text=text: run(chrome, read, key) == text)
+    button = chrome.find_element(By.CSS_SELECTOR, "[data-line='memory/category activation']")
+    button.click()
+    hidden = "return [...Bokeh.documents.at(-1).all_models].find((m) => m.name === arguments[0]).visible"
+    assert run(chrome, hidden, "memory/category activation") is False
     assert errors(chrome) == []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.timeseries.step_functions import cumulative, peak_between, union_length
+from ebbtide.analysis.timeseries.step_functions import cumulative, merge_times, peak_between, union_length
 
 Pair = tuple[int, int]
 Amount = tuple[int, int, int]
@@ -151,3 +151,9 @@ def test_union_length__equals_count_of_covered_nanoseconds(pairs: list[Pair], of
     starts, ends = columns(pairs)
     covered = {time for start, end in pairs for time in range(start, end)}
     assert union_length(starts + offset, ends + offset) == len(covered)
+
+
+@given(st.lists(small | offsets), st.lists(small | offsets), st.sampled_from([np.int64, np.float64]))
+def test_merge_times__is_the_sorted_union(first: list[int], second: list[int], kind: type) -> None:
+    a, b = np.array(sorted(first), kind), np.array(sorted(second), kind)
+    assert list(merge_times(a, b)) == list(np.union1d(a, b))

@@ -1,86 +1,203 @@
-"""Memory samples from the history of the CUDA allocator."""
+"""Allocations of some iterations: on the CPU in a real job, on CUDA with the calls of a scripted allocator."""
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ebbtide.profiler.agent.detailed_capture import AllocatorHistory, allocator_samples
-from ebbtide.profiler.agent.memory_reader import REQUESTED, RESERVED
+import pytest
+
+from ebbtide.analysis.metrics.holders.holders import holders_at, memory_by_category
+from ebbtide.profiler.agent.allocation_capture import AllocationCapture
 from ebbtide.profiler.agent.options import Options
+from ebbtide.profiler.memory_snapshot.recorded import read_recorded
+from ebbtide.profiler.trace import Trace, open_trace
+from tests.conftest import run_process
+
+JOB = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(500, 64)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(64, 500, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.blocks(self.embedding(x)))
+
+torch.manual_seed(0)
+model = Model()
+optimizer = torch.optim.AdamW(model.parameters())
+for number in range(6):
+    tokens = torch.randint(0, 500, (8, 32))
+    optimizer.zero_grad()
+    {before}
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    optimizer.step()
+    {after}
+print(loss.item())
+"""
+# The tied weight counts once.
+PARAMS = 500 * 64 + 2 * (64 * 256 + 256 + 256 * 64 + 64)
+TENSORS = 1 + 2 * 4
+WITH_A_PROFILER = {
+    "before": "profiler = torch.profiler.profile() if number == 3 else None; profiler and profiler.start()",
+    "after": "profiler and profiler.stop()",
+}
 
 
-def entry(action: str, size: int, time_us: int) -> dict[str, Any]:
-    return {"action": action, "addr": 4096, "size": size, "stream": 0, "time_us": time_us, "device": 0}
-
-
-def samples(trace: list[dict[str, Any]], requested: int = 0, reserved: int = 0) -> list[tuple[int, int, int]]:
-    return list(allocator_samples(trace, requested, reserved))
-
-
-def test_allocator_samples__are_none_for_an_empty_trace() -> None:
-    assert samples([], 5, 10) == []
-
-
-def test_allocator_samples__count_a_block_until_its_release_is_requested() -> None:
-    trace = [entry("alloc", 100, 1), entry("free_requested", 100, 5), entry("free_completed", 100, 9)]
-    assert samples(trace) == [(REQUESTED, 1_000, 100), (REQUESTED, 5_000, 0)]
-
-
-def test_allocator_samples__count_segments_allocated_and_mapped() -> None:
-    trace = [
-        entry("segment_alloc", 2048, 1),
-        entry("segment_map", 512, 2),
-        entry("segment_unmap", 512, 3),
-        entry("segment_free", 2048, 4),
+def profiled(folder: Path, *options: str, **parts: str) -> tuple[Trace, Any]:
+    script = folder / "train.py"
+    script.write_text(
+        JOB.replace("{before}", parts.get("before", "pass")).replace("{after}", parts.get("after", "pass"))
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "ebbtide",
+        "profile",
+        "-o",
+        folder / "run.ebb",
+        *options,
+        "--",
+        sys.executable,
+        script,
     ]
-    assert [size for _, _, size in samples(trace)] == [2048, 2560, 2048, 0]
-    assert {pool for pool, _, _ in samples(trace)} == {RESERVED}
+    run = run_process(command)
+    assert run.returncode == 0, run.stderr
+    return open_trace(folder / "run.ebb"), run
 
 
-def test_allocator_samples__include_blocks_from_before_the_history() -> None:
-    trace = [
-        entry("segment_alloc", 2048, 1),
-        entry("alloc", 300, 2),
-        entry("free_requested", 1000, 3),  # a block from before
-        entry("free_completed", 1000, 4),
-        entry("alloc", 50, 5),
-    ]
-    assert samples(trace, requested=5350, reserved=10_048) == [
-        (RESERVED, 1_000, 10_048),
-        (REQUESTED, 2_000, 6300),
-        (REQUESTED, 3_000, 5300),
-        (REQUESTED, 5_000, 5350),
-    ]
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Any]:
+    return profiled(tmp_path_factory.mktemp("job"), "--allocator-iterations", "2")
 
 
-def test_allocator_samples__ignore_other_events() -> None:
-    trace = [entry("alloc", 7, 1), entry("snapshot", 0, 2), entry("oom", 99, 3), entry("user_defined", 1, 4)]
-    assert samples(trace, requested=7) == [(REQUESTED, 1_000, 7)]
+def test_allocation_capture__holders_of_a_known_model_are_exact(recorded: tuple[Trace, Any]) -> None:
+    trace = recorded[0]
+    phases = trace.phases(0)
+    update = phases[(phases["phase"] == "update") & (phases["iteration"] == 3)].iloc[0]
+    holders = holders_at(trace, 0, int(update["start_ns"]))
+    assert holders is not None
+    assert holders.pool == "tensors"
+    sizes = dict(holders.by("category"))
+    assert sizes["parameter"] == sizes["gradient"] == 4 * PARAMS
+    # Two moments, and a step of 4 bytes per tensor.
+    assert sizes["optimizer_state"] == 8 * PARAMS + 4 * TENSORS
+    modules = {holder.module: holder.bytes for holder in holders.holders if holder.category == "parameter"}
+    assert modules["blocks.1.up"] == 4 * (64 * 256 + 256)
+    assert modules["embedding"] == 4 * 500 * 64
 
 
-def test_allocator_history__agrees_with_the_readings() -> None:
-    # Before: one block, 1000 bytes asked for and 1024 given. Then 700 asked for, 1024 given; then the first is freed.
-    now = {
-        "allocated_bytes.all": 1024,
-        "requested_bytes.all": 700,
-        "reserved_bytes.all": 2048,
-    }
-    stats = {name.partition(".")[0]: {"all": {"current": size}} for name, size in now.items()}
-    trace = [entry("alloc", 700, 1), entry("free_requested", 1000, 2), entry("free_completed", 1000, 3)]
+def test_allocation_capture__knows_nearly_all_of_the_peak(recorded: tuple[Trace, Any]) -> None:
+    holders = holders_at(recorded[0], 0)
+    assert holders is not None
+    sizes = dict(holders.by("category"))
+    assert sum(sizes.values()) == holders.bytes
+    assert sizes.get(None, 0) <= 0.05 * holders.bytes
+    assert sizes["activation"] > 0
+
+
+def test_allocation_capture__activations_have_the_module_and_the_line_that_made_them(
+    recorded: tuple[Trace, Any],
+) -> None:
+    rows = recorded[0].allocations(0)
+    up = rows[(rows["module"] == "blocks.0.up") & rows["category"].isna()]
+    assert len(up)
+    assert any("forward (" in stack and "train.py" in stack for stack in up["stack"].dropna())
+    timelines = memory_by_category(recorded[0], 0, "cpu")
+    assert all(sizes.min() >= 0 for _, sizes in timelines.values())
+
+
+def test_allocation_capture__leaves_the_streams_and_the_result_of_the_job_alone(
+    recorded: tuple[Trace, Any], tmp_path: Path
+) -> None:
+    trace, run = recorded
+    _, plain = profiled(tmp_path)
+    assert run.stdout == plain.stdout
+    assert all(line.startswith("ebbtide: ") for line in run.stderr.splitlines())
+    assert set(trace.memory(0)["pool"]) >= {"heap", "tensors"}
+    assert not list(trace.path.glob("spool/*"))
+
+
+def test_allocation_capture__ends_before_the_job_begins_a_profiler_of_its_own(tmp_path: Path) -> None:
+    trace, _ = profiled(tmp_path, "--allocator-iterations", "3", **WITH_A_PROFILER)
+    assert any("the job uses a profiler" in note for note in trace.notes)
+    assert len(trace.allocations(0)) > 0
+
+
+def event(action: str, size: int, time_us: int, addr: int = 4096) -> dict[str, Any]:
+    return {"action": action, "addr": addr, "size": size, "stream": 0, "time_us": time_us, "device": 0}
+
+
+def test_allocation_capture__reads_the_history_of_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Before: one block, 1000 bytes asked for. Then 700 asked for; then the first is freed.
+    events = [event("alloc", 700, 1), event("free_requested", 1000, 2, 512), event("free_completed", 1000, 3, 512)]
     block = {"size": 1024, "requested_size": 700, "address": 4096, "state": "active_allocated"}
     segment = {"device": 0, "address": 4096, "total_size": 2048, "blocks": [block]}
-    snapshot = {"device_traces": [trace], "segments": [segment]}
-    memory = SimpleNamespace(_snapshot=lambda: snapshot, _record_memory_history=lambda **_: None)
+    snapshot = {"device_traces": [events], "segments": [segment]}
+    states: list[Any] = []
+    memory = SimpleNamespace(
+        _snapshot=lambda: snapshot, _record_memory_history=lambda **options: states.append(options["enabled"])
+    )
     cuda = SimpleNamespace(current_device=lambda: 0, is_initialized=lambda: True, memory=memory)
-    torch = SimpleNamespace(
-        cuda=cuda, _C=SimpleNamespace(_cuda_memoryStats=lambda _: stats, _cuda_isHistoryEnabled=lambda: False)
-    )
-    requested: list[int] = []
-    recorder: Any = SimpleNamespace(
-        put=lambda kind, pool, device, x, y: requested.append(y) if pool == REQUESTED else None,
-    )
-    history = AllocatorHistory(recorder, torch, Options(allocator_iterations=1))
-    history.enter_iteration(2)
-    history.enter_iteration(3)
-    assert requested == [1700, 700]
+    torch: Any = SimpleNamespace(cuda=cuda, _C=SimpleNamespace(_cuda_isHistoryEnabled=lambda: False))
+    notes: list[str] = []
+    files = SimpleNamespace(path=lambda name: str(tmp_path / name), job_info=SimpleNamespace(note=notes.append))
+    recorder: Any = SimpleNamespace(files=files, model_and_optimizers=lambda: ([], []))
+    owners = [(4096, 700, "gradient", "layer")]
+    monkeypatch.setattr("ebbtide.profiler.agent.allocation_capture.list_blocks", lambda *_: owners)
+    capture = AllocationCapture(recorder, torch, Options(allocator_iterations=1))
+    capture.enter_iteration(1)
+    assert states == []
+    capture.enter_iteration(2)
+    capture.enter_update()
+    capture.enter_iteration(3)
+    assert states == ["all", None]
+    description = tmp_path / "allocations-description.json"
+    entries = json.loads(description.read_text())
+    entries["wall_to_monotonic_ns"] = 5
+    entries["owners"] = [[2_500, owners]]
+    description.write_text(json.dumps(entries))
+    tables = read_recorded(description)
+    requested = tables.memory[tables.memory["pool"] == "requested"]
+    assert list(zip(requested["t_ns"], requested["bytes"], strict=True)) == [
+        (1_005, 1000),
+        (1_005, 1700),
+        (2_005, 700),
+        (3_005, 700),
+    ]
+    assert tables.allocations[["bytes", "category", "module", "device"]].astype(object).to_numpy().tolist() == [
+        [700, "gradient", "layer", "cuda:0"],
+        [1000, None, None, "cuda:0"],
+    ]
+    assert notes == []
+
+
+def test_allocation_capture__leaves_a_history_of_the_job_alone(tmp_path: Path) -> None:
+    cuda = SimpleNamespace(current_device=lambda: 0, is_initialized=lambda: True, memory=None)
+    torch: Any = SimpleNamespace(cuda=cuda, _C=SimpleNamespace(_cuda_isHistoryEnabled=lambda: True))
+    notes: list[str] = []
+    files = SimpleNamespace(job_info=SimpleNamespace(note=notes.append))
+    recorder: Any = SimpleNamespace(files=files, model_and_optimizers=lambda: ([], []))
+    capture = AllocationCapture(recorder, torch, Options(allocator_iterations=1))
+    for iteration in (2, 3):
+        capture.enter_iteration(iteration)
+    assert len(notes) == 1
+    assert "history of its own" in notes[0]

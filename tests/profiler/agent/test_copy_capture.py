@@ -141,6 +141,9 @@ def test_copy_capture__limits_the_events_of_a_slice_and_its_share_of_the_time(
         events[0] += 5_000
     copies.close()
     sizes = [path.stat().st_size for path in sorted(recorder.folder.glob("copies-*.json"), key=lambda path: path.name)]
+    # What the device still ran while the profiler stopped is in the slice.
+    bounds = [int(bound) for bound in sorted(recorder.folder.glob("copies-*.json"))[0].stem.split("-")[1:]]
+    assert bounds == [1_000, 150_001_000]
     # In 200 s there is time for 2 s of stopping, or 40 slices; pauses that grow leave fewer.
     assert 4 < len(sizes) < 12
     assert max(sizes) <= 25_000 * 250

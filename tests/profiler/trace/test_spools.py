@@ -21,6 +21,7 @@ from ebbtide.profiler.trace.builder import TraceBuilder
 from ebbtide.profiler.trace.finish import finish
 from ebbtide.profiler.trace.metadata import DeepSpeedInfo, DeviceInfo
 from ebbtide.profiler.trace.reader import open_trace
+from ebbtide.profiler.trace.spool_records import read_records
 from ebbtide.profiler.trace.spools import RankData, recover
 from tests.conftest import FUZZ
 
@@ -91,6 +92,33 @@ def test_recover__reads_iterations_phases_and_memory_of_a_complete_spool(tmp_pat
     assert column(data, "bytes", "memory") == [1000 + n for n in range(1, 13)]
     assert set(column(data, "device", "memory")) == {"cpu"}
     assert data.meta["first_iteration_start_ns"] == 10
+
+
+def test_recover__reads_kernels_of_the_requested_iterations_from_slices(tmp_path: Path) -> None:
+    # A kernel in each iteration (of 30 ns), and one that begins when the host has ended the third.
+    starts = [15, 45, 75, 100, 110]
+    events = [
+        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": start / 1000, "dur": 0.005, "args": {"correlation": start}}
+        for start in starts
+    ]
+    events += [{**event, "cat": "cuda_runtime", "ts": event["ts"] - 0.004} for event in events]
+
+    def recovered_slices(records: Sequence[Record], **options: Any) -> RankData:
+        (tmp_path / "agent-here-1.spool").unlink(missing_ok=True)
+        header = read_records(written(tmp_path, records), [])[0]  # type: ignore[index]
+        trace = {"baseTimeNanoseconds": int(header["y"]) - int(header["x"]), "traceEvents": events}
+        (tmp_path / "here-1-copies-9-130.json").write_text(json.dumps(trace))
+        data, _ = recovered(tmp_path, options={"transfers": True, **options})
+        assert data.meta["transfers_spans_ns"] == [(9, 130)]
+        return data
+
+    data = recovered_slices(FOUR)
+    assert column(data, "start_ns", "kernels") == starts
+    assert column(data, "launch_ns", "kernels") == [start - 4 for start in starts]
+    device_times = {"kind": kinds.GPU_TIMES, "a": 9, "x": 92, "y": 101}
+    records = [{"kind": kinds.START, "a": 1, "x": 38}, *step(1), *step(2), device_times]
+    data = recovered_slices(records, iterations=[1, 3])
+    assert column(data, "start_ns", "kernels") == [45, 75, 100]
 
 
 def test_recover__reads_the_complete_records_of_a_spool_cut_at_any_byte(tmp_path: Path) -> None:

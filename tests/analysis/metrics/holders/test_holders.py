@@ -10,6 +10,7 @@ import pytest
 
 from ebbtide.analysis.metrics.holders.categories import categorized_allocations
 from ebbtide.analysis.metrics.holders.holders import Holder, holders_at, memory_by_category
+from ebbtide.analysis.metrics.holders.stack_tree import stack_tree
 from ebbtide.analysis.metrics.holders.stacks import call_site, part_of_step
 from ebbtide.profiler.importers.source import Source
 from ebbtide.profiler.importers.torch_memory.snapshot import import_snapshot
@@ -193,3 +194,21 @@ def test_holders_at__knows_the_model_of_a_published_snapshot() -> None:
 )
 def test_stacks__tell_part_and_call_site(stack: str, part: str, site: str) -> None:
     assert (part_of_step(stack), call_site(stack)) == (part, site)
+
+
+def test_stack_tree__adds_up_at_every_frame() -> None:
+    root = stack_tree(job(), 0)
+    assert root is not None
+    assert (root.label, root.bytes) == ("requested", 2714)
+    assert [(child.label, child.bytes) for child in root.largest_first()][:2] == [
+        ("parameter", 1000),
+        ("optimizer_state", 800),
+    ]
+    main = root.children["activation"].children["main (/job/train.py:9)"]
+    assert [child.label for child in main.largest_first()] == ["forward (/job/model.py:3)"]
+    assert root.children["not known"].children["no call stack"].bytes == 64
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        pending += node.children.values()
+        assert not node.children or sum(child.bytes for child in node.children.values()) == node.bytes

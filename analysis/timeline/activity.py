@@ -1,0 +1,88 @@
+"""Lanes of a GPU's activity: in each step, the share of the time that it computes, communicates, copies and is idle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ebbtide.analysis.metrics.activity.busy_time import busy_time
+from ebbtide.analysis.metrics.activity.idle_causes import time_without_compute
+from ebbtide.analysis.timeline.axis import TimeAxis
+from ebbtide.analysis.timeline.reduction import Resolution
+from ebbtide.analysis.timeline.stack import StackLayer, TimelineStack
+from ebbtide.analysis.timeline.styles import ACTIVITY_STYLES
+from ebbtide.analysis.timeseries.intervals import Union, difference, overlap_ns
+from ebbtide.analysis.timeseries.step_functions import Ints
+from ebbtide.profiler.trace import Trace
+
+# Causes of idle time from the bottom of their lane, with the names of their areas.
+IDLE_CAUSES = {
+    "host_busy": "idle: host busy",
+    "late_launch": "idle: late launch",
+    "queue": "idle: queue",
+    "unknown": "idle: launch not recorded",
+}
+# Name of the time between the first and the last activity in which a recording paused.
+PAUSE = "not recorded"
+
+
+@dataclass(frozen=True)
+class ActivityLane:
+    """One lane: its name, and a stack whose values are shares of the time, 0 to 1."""
+
+    name: str
+    stack: TimelineStack
+
+
+def activity_lanes(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> list[ActivityLane]:
+    """Return the lanes of a rank's first device from the bottom: idle, copy, communication, compute.
+
+    Where there are more changes than the resolution allows, a step is a slot of the axis, and a share is that of the
+    slot. Otherwise shares are 0 or 1. Idle time is split by its cause; with it are the pauses of a recording.
+
+    Returns:
+        No lanes where kernels were not recorded.
+    """
+    busy = busy_time(trace, rank)
+    if busy is None:
+        return []
+    causes = time_without_compute(trace, rank)
+    idle = {cause: causes[cause] for cause in IDLE_CAUSES if cause in causes}
+    starts, ends = busy.recorded
+    idle[PAUSE] = difference((starts[:1], ends[-1:]), busy.recorded)
+    lanes: dict[str, dict[str, Union]] = {"idle": idle}
+    for name, times in (("copy", busy.copy), ("communication", busy.communication), ("compute", busy.compute)):
+        lanes[name] = {name: times}
+    edges, slot_ns = _edges([times for parts in lanes.values() for times in parts.values()], axis, resolution)
+    length = np.maximum(np.diff(edges), 1)
+    return [
+        ActivityLane(
+            lane,
+            TimelineStack(
+                edges,
+                tuple(
+                    StackLayer(
+                        IDLE_CAUSES.get(part, part),
+                        overlap_ns(edges[:-1], edges[1:], times) / length,
+                        ACTIVITY_STYLES[part],
+                    )
+                    for part, times in parts.items()
+                    if lane != "idle" or len(times[0])
+                ),
+                slot_ns,
+            ),
+        )
+        for lane, parts in lanes.items()
+    ]
+
+
+def _edges(times: list[Union], axis: TimeAxis, resolution: Resolution) -> tuple[Ints, float | None]:
+    """Return the edges of steps within the axis, and the length of a slot if they are slots."""
+    changes = np.unique(np.concatenate([side for union in times for side in union]))
+    changes = changes[(changes > axis.start_ns) & (changes < axis.end_ns)]
+    slots = resolution.slots_within(axis.end_ns - axis.start_ns, axis.length_ns)
+    if len(changes) < resolution.steps_per_slot * slots:
+        return np.concatenate([[axis.start_ns], changes, [axis.end_ns]]).astype(np.int64), None
+    edges = np.linspace(axis.start_ns, axis.end_ns, slots + 1).astype(np.int64)
+    return np.unique(edges), axis.length_ns / resolution.slots

@@ -1,0 +1,102 @@
+"""Compares the medians of two samples that may be small, wide and of any shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import pandas as pd
+
+from ebbtide.analysis.timeseries.step_functions import Floats
+
+_MIN_VALUES = 3
+_STANDARD_ERRORS = 3.0
+_CONFIDENCE = 0.99
+# Of larger samples the distribution of the rank sum is nearly normal.
+_MAX_EXACT = 30
+_NORMAL_99 = 2.5758293035489004
+# Larger samples are thinned out evenly: all pairs of two values are compared.
+_MAX_VALUES = 1000
+
+
+@dataclass(frozen=True)
+class DifferenceInterval:
+    """The differences between two samples that their values allow.
+
+    Attributes:
+        low: Smallest difference b - a.
+        high: Largest difference b - a.
+        confidence: Probability that the interval holds the difference: 0.99, or less where few values allow no more.
+    """
+
+    low: float
+    high: float
+    confidence: float
+
+
+def difference_interval(a: pd.Series[float], b: pd.Series[float]) -> DifferenceInterval | None:
+    """Return the interval of the difference b - a of two samples.
+
+    It is the one of the Wilcoxon-Mann-Whitney test, exact for up to 30 values in each: the sorted differences of all
+    pairs without as many at both ends as chance explains (Hollander and Wolfe, "Nonparametric Statistical Methods",
+    section 4.3). It assumes that both samples have the same shape, and nothing about that shape. Of three values
+    against three it is from the smallest to the largest difference, which holds in 90 % of cases.
+
+    Returns:
+        None with fewer than three values in one of the samples.
+    """
+    if min(len(a), len(b)) < _MIN_VALUES:
+        return None
+    first, second = _thinned(a.to_numpy(np.float64)), _thinned(b.to_numpy(np.float64))
+    pairs = np.sort(np.subtract.outer(second, first), axis=None)
+    left_out, confidence = _left_out(len(first), len(second))
+    return DifferenceInterval(float(pairs[left_out]), float(pairs[-1 - left_out]), confidence)
+
+
+def _thinned(values: Floats) -> Floats:
+    return values[:: -(-len(values) // _MAX_VALUES)]
+
+
+@lru_cache(maxsize=64)
+def _left_out(first: int, second: int) -> tuple[int, float]:
+    """Return how many differences are left out at each end, and the confidence of the interval."""
+    if max(first, second) > _MAX_EXACT:
+        spread = np.sqrt(first * second * (first + second + 1) / 12)
+        return max(int(first * second / 2 - _NORMAL_99 * spread), 0), _CONFIDENCE
+    # The number of arrangements of both samples with each rank statistic, by the recurrence of Mann and Whitney.
+    counts = np.zeros((second + 1, first * second + 1))
+    counts[:, 0] = 1.0
+    for _ in range(first):
+        row = np.zeros_like(counts)
+        row[0, 0] = 1.0
+        for others in range(1, second + 1):
+            # The largest value is of the second sample, or of the first: then it is above all of the second.
+            row[others] = row[others - 1]
+            row[others, others:] += counts[others, : counts.shape[1] - others]
+        counts = row
+    tails = np.cumsum(counts[second]) / counts[second].sum()
+    left_out = int(np.searchsorted(tails, (1 - _CONFIDENCE) / 2, side="right"))
+    return max(left_out - 1, 0), min(float(1 - 2 * tails[max(left_out - 1, 0)]), _CONFIDENCE)
+
+
+def beyond_spread(a: pd.Series[float], b: pd.Series[float]) -> bool | None:
+    """Return whether the medians of two samples differ by more than three standard errors of their difference.
+
+    The standard error of a median is taken as 1.25 IQR / (1.35 sqrt(n)): McGill, Tukey and Larsen, "Variations of Box
+    Plots", The American Statistician 32 (1978), who draw notches by it. It holds for normal values and nearly so for
+    others, and a single outlier hardly changes it. Quartiles are at p (n + 1) (Weibull), which makes them wide for few
+    values: of samples of 3 to 200 values from one distribution, normal, log-normal or with a tenth of outliers, less
+    than 1 % differ by this rule. Iterations that resemble the ones before them (correlation 0.5) make that 5 %.
+
+    Returns:
+        None with fewer than three values in one of the samples.
+    """
+    if min(len(a), len(b)) < _MIN_VALUES:
+        return None
+    return bool(abs(b.median() - a.median()) > _STANDARD_ERRORS * np.hypot(_standard_error(a), _standard_error(b)))
+
+
+def _standard_error(values: pd.Series[float]) -> float:
+    low, high = np.percentile(values, [25, 75], method="weibull")
+    return float(1.25 * (high - low) / (1.35 * np.sqrt(len(values))))

@@ -1,0 +1,185 @@
+"""Measure commands on a trace of many ranks and iterations.
+
+    python benchmarks/fleet.py FOLDER [--ranks 512] [--iterations 1000] [--commands summary,report] [--rounds 1]
+
+Makes the trace FOLDER/fleet-RANKSxITERATIONS.ebb unless it exists, and runs commands on it, each as a process of its
+own. The trace is a real one (`--trace`), repeated: rank n repeats rank n of the real trace, modulo its ranks. All ranks
+start an iteration together, every 4 s. Phases differ by 1 % (standard deviation) between iterations of a rank; one rank
+in 64 takes 5 % longer. Memory (each pool of the real trace's first rank) and link are sampled every 20 ms, with 1 ms of
+jitter; memory differs by up to 64 MiB, link rates by 5 %. Prints Markdown. Processor time tells what a command costs
+on a machine on which other work runs, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from tables import machine_line, spread, table
+
+from ebbtide.profiler.trace import Trace, open_trace
+from ebbtide.profiler.trace.files import new_trace, write_meta, write_rank
+from ebbtide.profiler.trace.schema import TABLES, frame
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = ["summary", "iterations", "memory", "link", "windows", "findings", "report"]
+PERIOD_NS = 4_000_000_000
+SAMPLE_NS = 20_000_000
+JITTER_NS = 1_000_000
+SLOW_EVERY = 64
+Ints = npt.NDArray[np.int64]
+
+
+class Repetition:
+    """Rank `rank` of a new trace: one of the real trace, with its iterations after warm-up over and over."""
+
+    def __init__(self, trace: Trace, rank: int, iterations: int) -> None:
+        self.trace = trace
+        self.rank = rank
+        self.source = trace.ranks[rank % len(trace.ranks)]
+        self.random = np.random.default_rng(rank)
+        self.phases = trace.phases(self.source)
+        ends = self.phases.groupby("iteration")["end_ns"].max()
+        starts = ends.shift(fill_value=int(self.phases["start_ns"].min()))
+        steady = ends.index[2:]
+        self.numbers = [*ends.index[:2], *(steady[n % len(steady)] for n in range(iterations - 2))]
+        self.real_starts = starts[self.numbers].to_numpy(np.int64)
+        self.real_ends = ends[self.numbers].to_numpy(np.int64)
+        slow = 1.05 if rank % SLOW_EVERY == SLOW_EVERY - 1 else 1.0
+        lengths = np.clip(slow * self.random.normal(0.9, 0.009, iterations), 0.5, 1.0) * PERIOD_NS
+        self.scales = lengths / (self.real_ends - self.real_starts)
+        self.starts = int(starts.iloc[0]) + PERIOD_NS * np.arange(iterations)
+
+    def new_phases(self) -> pd.DataFrame:
+        """Return the table `phases`."""
+        by_number = dict(list(self.phases.groupby("iteration")))
+        rows = pd.concat([by_number[number].assign(iteration=n) for n, number in enumerate(self.numbers)])
+        index = rows["iteration"].to_numpy(np.int64)
+        for column in ("start_ns", "end_ns"):
+            since = rows[column].to_numpy(np.int64) - self.real_starts[index]
+            rows[column] = self.starts[index] + (since * self.scales[index]).astype(np.int64)
+        return frame("phases", rows.assign(gpu_start_ns=pd.NA, gpu_end_ns=pd.NA))
+
+    def sample_times(self) -> tuple[Ints, Ints]:
+        """Return the times of samples, ns, in the new trace and at the same positions in the real one."""
+        count = len(self.numbers) * PERIOD_NS // SAMPLE_NS
+        offsets = SAMPLE_NS * np.arange(1, count) + self.random.integers(-JITTER_NS, JITTER_NS, count - 1)
+        index = offsets // PERIOD_NS
+        real = self.real_starts[index] + ((offsets - index * PERIOD_NS) / self.scales[index]).astype(np.int64)
+        return self.starts[0] + offsets, np.minimum(real, self.real_ends[index])
+
+    def memory(self) -> pd.DataFrame:
+        """Return the table `memory`. Pools that the real rank lacks are those of the real trace's first rank."""
+        device = self.trace.rank(self.source).main_device.device
+        tables = []
+        for pool, rank in self._pools():
+            rows = self.trace.memory(rank)
+            rows = rows[rows["pool"] == pool]
+            times, real = self.sample_times()
+            sizes = rows["bytes"].to_numpy(np.int64)[latest(rows, real)]
+            sizes = sizes - (self.random.integers(0, 32, len(sizes)) << 21)
+            tables.append(pd.DataFrame({"t_ns": times, "device": device, "pool": pool, "bytes": np.maximum(sizes, 0)}))
+        return frame("memory", pd.concat(tables))
+
+    def _pools(self) -> Iterator[tuple[str, int]]:
+        own = set(self.trace.memory(self.source)["pool"])
+        for pool in self.trace.memory(self.trace.ranks[0])["pool"].unique():
+            yield pool, self.source if pool in own else self.trace.ranks[0]
+
+    def link(self) -> pd.DataFrame:
+        """Return the table `link`."""
+        rows = self.trace.link(self.source)
+        times, real = self.sample_times()
+        samples = rows.iloc[latest(rows, real)].reset_index(drop=True)
+        for column in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
+            samples[column] = samples[column] * self.random.uniform(0.95, 1.0, len(samples))
+        return frame("link", samples.assign(t_ns=times, window_ns=SAMPLE_NS))
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """Return all tables of the rank."""
+        made = {"phases": self.new_phases(), "memory": self.memory(), "link": self.link()}
+        return {name: made.get(name, frame(name)) for name in TABLES}
+
+    def meta(self) -> dict[str, Any]:
+        """Return the rank's entry of meta.json."""
+        entry = next(entry for entry in self.trace.raw_meta["ranks"] if entry["rank"] == self.source)
+        return {**copy.deepcopy(entry), "rank": self.rank, "first_iteration_start_ns": int(self.starts[0])}
+
+
+def latest(rows: pd.DataFrame, times: Ints) -> Ints:
+    """Return the row of the latest sample at each time, or of the first one."""
+    found = np.searchsorted(rows["t_ns"].to_numpy(np.int64), times, side="right") - 1
+    return np.maximum(found, 0).astype(np.int64)
+
+
+def make_rank(real: Path, path: Path, rank: int, iterations: int) -> dict[str, Any]:
+    """Write the tables of one rank and return its entry of meta.json."""
+    made = Repetition(open_trace(real), rank, iterations)
+    write_rank(path, rank, made.tables())
+    return made.meta()
+
+
+def make_trace(real: Path, path: Path, ranks: int, iterations: int) -> None:
+    """Write a trace of many ranks and iterations."""
+    meta = dict(open_trace(real).raw_meta)
+    with new_trace(path), multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool:
+        tasks = [(real, path, rank, iterations) for rank in range(ranks)]
+        write_meta(path, {**meta, "ranks": pool.starmap(make_rank, tasks, chunksize=4)})
+
+
+def cost(command: list[str]) -> tuple[float, float, float]:
+    """Return the wall time and the processor time in s, and the peak resident memory in GB of one process."""
+    begin = time.perf_counter()
+    with tempfile.TemporaryFile() as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - begin
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            output.seek(0)
+            sys.exit(f"{' '.join(command)} failed: {output.read().decode(errors='replace')[-2000:]}")
+    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e9
+
+
+def disk_bytes(path: Path) -> int:
+    """Return the size of a file, or of all files of a folder."""
+    return sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--trace", type=Path, default=ROOT / "traces" / "h100-20b-async.ebb")
+    parser.add_argument("--ranks", type=int, default=512)
+    parser.add_argument("--iterations", type=int, default=1000)
+    parser.add_argument("--commands", type=lambda text: text.split(","), default=COMMANDS)
+    parser.add_argument("--rounds", type=int, default=1)
+    arguments = parser.parse_args()
+    path = arguments.folder / f"fleet-{arguments.ranks}x{arguments.iterations}.ebb"
+    if not path.exists():
+        make_trace(arguments.trace, path, arguments.ranks, arguments.iterations)
+    size = f"{arguments.ranks} ranks, {arguments.iterations} iterations, {disk_bytes(path) / 1e9:.2f} GB on disk"
+    print(f"{time.strftime('%Y-%m-%d')}, {machine_line()}, {size}, {arguments.rounds} rounds: median (least to most)\n")
+    rows = []
+    for name in arguments.commands:
+        output = arguments.folder / "report.html"
+        words = [name, str(path), *(["--force", "-o", str(output)] if name == "report" else [])]
+        costs = [cost([sys.executable, "-m", "ebbtide", *words]) for _ in range(arguments.rounds)]
+        written = f"{disk_bytes(output) / 1e6:.1f} MB" if name == "report" else ""
+        rows.append([f"`ebbtide {name}`", *(spread(column, 1) for column in zip(*costs, strict=True)), written])
+    table(["command", "wall time, s", "processor time, s", "peak memory, GB", "output file"], rows)
+
+
+if __name__ == "__main__":
+    main()

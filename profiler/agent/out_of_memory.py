@@ -1,0 +1,159 @@
+"""Records the out-of-memory errors of a job, and what parameters, gradients and optimizer state hold."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from .exceptions import ExceptionHooks
+from .inventory import list_holders
+from .memory_reader import ALLOCATED, HEAP, RESERVED
+from .options import Options
+from .recorder import Recorder
+from .spool import PHASES
+
+# The first iterations create gradients and optimizer state: the inventory of a later one is the typical one.
+_SETTLED_ITERATION = 2
+_MAX_ERRORS = 3
+_MAX_FIRST = 3
+_MAX_MESSAGE = 2000
+
+
+def attach_memory_records(recorder: Recorder, torch: Any, options: Options) -> None:
+    """Add inventories of memory and records of out-of-memory errors to `recorder`."""
+    if not options.memory:
+        return
+
+    def attach() -> None:
+        inventories = Inventories(recorder, options)
+        recorder.on_iteration.append(inventories.enter_iteration)
+        recorder.on_update.append(inventories.enter_update)
+        watch = OutOfMemoryWatch(recorder, torch, inventories)
+        recorder.on_iteration.append(watch.attach_observer)
+        recorder.on_error.append(watch.see)
+
+    attach()
+    recorder.on_restart.append(attach)
+    recorder.on_close.append(ExceptionHooks(recorder.report_error).remove)
+
+
+class Inventories:
+    """Takes inventories: at the end of the first update, at the start of one that is typical, and when asked to."""
+
+    def __init__(self, recorder: Recorder, options: Options) -> None:
+        self._recorder = recorder
+        self._first = options.first
+        self._settled = max(options.first, _SETTLED_ITERATION)
+        self._at_first: list[dict[str, Any]] = []
+        self._others: list[dict[str, Any]] = []
+        self._first_updates = 0
+
+    def enter_iteration(self, iteration: int) -> None:
+        """Take an inventory at the end of the first iteration; if another update extends it, take it again."""
+        if iteration == self._first + 1 and self._first_updates < _MAX_FIRST:
+            self._first_updates += 1
+            self._at_first = [self._take(time.monotonic_ns(), iteration - 1, "update", "update")]
+            self._write()
+
+    def enter_update(self) -> None:
+        """Take an inventory at the start of the first update of the typical iteration."""
+        iteration = self._recorder.iteration
+        if iteration >= self._settled:
+            self._recorder.on_update.remove(self.enter_update)
+            self._others.append(self._take(time.monotonic_ns(), iteration, "update", "update"))
+            self._write()
+
+    def add_out_of_memory(self, t_ns: int, iteration: int, phase: str) -> None:
+        """Take an inventory at an out-of-memory error, which has the time of the error."""
+        self._others.append(self._take(t_ns, iteration, phase, "out of memory"))
+        self._write()
+
+    def _take(self, t_ns: int, iteration: int, phase: str, reason: str) -> dict[str, Any]:
+        holders = list_holders(*self._recorder.model_and_optimizers())
+        return {"t_ns": t_ns, "iteration": iteration, "phase": phase, "reason": reason, "holders": holders}
+
+    def _write(self) -> None:
+        self._recorder.files.job_info.set("inventories", self._at_first + self._others)
+
+
+class OutOfMemoryWatch:
+    """Records out-of-memory errors, up to a number: from torch's observer on CUDA, and from exceptions."""
+
+    def __init__(self, recorder: Recorder, torch: Any, inventories: Inventories) -> None:
+        self._recorder = recorder
+        self._torch = torch
+        self._inventories = inventories
+        self._kind: Any = getattr(torch, "OutOfMemoryError", None) or torch.cuda.OutOfMemoryError
+        self._records: list[dict[str, Any]] = []
+        self._attached = False
+        # The last record of the observer, whose exception was not seen yet.
+        self._unexplained: dict[str, Any] | None = None
+        # Identity and text of the last exception: with the exception itself, tensors would stay alive.
+        self._last: tuple[int, str] | None = None
+
+    def attach_observer(self, iteration: int) -> None:
+        """Ask torch's CUDA allocator to report its errors, once the job uses it. It cannot be asked to stop."""
+        attach = getattr(self._torch._C, "_cuda_attach_out_of_memory_observer", None)
+        if not self._attached and attach is not None and self._torch.cuda.is_initialized():
+            self._attached = True
+            attach(self.observe)
+
+    def observe(self, device: int, requested: int, total: int, free: int) -> None:
+        """Record an allocation that failed. Called by torch inside of it, on any thread; never raises."""
+        try:
+            if not self._recorder.live:
+                return
+            readings = {(pool, number): size for pool, number, size in self._recorder.read_memory()}
+            self._unexplained = self._add(
+                device=f"cuda:{device}",
+                requested_bytes=requested,
+                free_bytes=free,
+                capacity_bytes=total,
+                allocated_bytes=readings.get((ALLOCATED, device)),
+                reserved_bytes=readings.get((RESERVED, device)),
+            )
+        except Exception as error:
+            self._recorder.fail(error)
+
+    def see(self, error: BaseException) -> None:
+        """Record an exception if it says that memory ran out, and was not recorded yet."""
+        recorder = self._recorder
+        if not isinstance(error, RuntimeError) or not recorder.live:
+            return
+        text = str(error)
+        on_cpu = "DefaultCPUAllocator" in text and "you tried to allocate" in text
+        if not on_cpu and not isinstance(error, self._kind) and "CUDA error: out of memory" not in text:
+            return
+        if (id(error), text) == self._last:
+            return
+        self._last = id(error), text
+        text = text[:_MAX_MESSAGE]
+        unexplained, self._unexplained = self._unexplained, None
+        if unexplained is not None and not on_cpu:
+            unexplained["message"] = text
+            self._write()
+            return
+        cuda = self._torch.cuda
+        device = "cpu" if on_cpu or not cuda.is_initialized() else f"cuda:{cuda.current_device()}"
+        heap = None
+        if device == "cpu" and "allocated by" not in text:  # else the message has the figure of that moment
+            heap = next((size for pool, _, size in recorder.read_memory() if pool == HEAP), None)
+        self._add(device=device, allocated_bytes=heap, message=text)
+
+    def _add(self, **figures: Any) -> dict[str, Any] | None:
+        """Add a record and an inventory; return None if there are enough, or nothing is recorded now."""
+        recorder = self._recorder
+        if len(self._records) >= _MAX_ERRORS or not recorder.begin():
+            return None
+        t_ns, iteration = time.monotonic_ns(), recorder.iteration
+        phase = PHASES[recorder.phase] if recorder.in_phase else "other"
+        record = {"t_ns": t_ns, "iteration": iteration, "phase": phase, "message": None, **figures}
+        self._records.append(record)
+        self._write()
+        # The process may end at once: what is cheap and certain was written first.
+        self._inventories.add_out_of_memory(t_ns, iteration, phase)
+        return record
+
+    def _write(self) -> None:
+        self._recorder.files.job_info.set("out_of_memory", self._records)
+        self._recorder.flush()
