@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from ebbtide.profiler.trace import Trace
 
 if TYPE_CHECKING:
-    from ebbtide.analysis.metrics.holders.holders import Holders
     from ebbtide.analysis.findings import Findings
     from ebbtide.analysis.metrics.activity.activity import GpuActivity
     from ebbtide.analysis.metrics.gpu_state import GpuState
+    from ebbtide.analysis.metrics.holders.holders import Holders
     from ebbtide.analysis.metrics.iteration_stats import Iterations
     from ebbtide.analysis.metrics.link import LinkUse
     from ebbtide.analysis.metrics.memory import MemoryUse

@@ -1,13 +1,14 @@
 """Measure the cost of recording a training step.
 
-    python benchmarks/overhead.py [--blocks 60] [--record phases] [--plot overhead.png]
+    python benchmarks/overhead.py [--blocks 60] [--record phases|allocations] [--plot overhead.png]
     python benchmarks/overhead.py --whole-runs [--rounds 9]
 
 The first is an A/B in one process: short blocks of steps with the agent attached alternate with blocks without it, on,
 off, off, on. Each ratio compares two neighbouring blocks, by the median step of each, so that slow changes of the
 speed of the machine cancel. With each median stands the interval in which it lies with a confidence of 95 %. The ratio
-of CPU times counts all threads of the process, and other work on the machine hardly changes it. The second compares
-whole runs of the example: bare, under `ebbtide profile` and torch.profiler with memory recording, in turn and in
+of CPU times counts all threads of the process, and other work on the machine hardly changes it. With allocations, every
+iteration of a block is captured, and the pause at the end of a capture is printed for each. The second compares whole
+runs of the example: bare, under `ebbtide profile` and torch.profiler with memory recording, in turn and in
 changing order. Prints Markdown.
 """
 
@@ -32,6 +33,8 @@ from tables import machine_line, spread, table
 # files are created at the first phase, and the interpreter specializes its code anew for the hooks.
 STEP_MS = {0.5: (150, 50), 1.0: (80, 30), 3.0: (40, 20), 20.0: (8, 5), 400.0: (2, 1)}
 AIMS = {0.5: 0.10, 3.0: 0.03, 20.0: 0.01}
+# `all` and `phases` as the option of `ebbtide profile`; `allocations` as with its option --allocator-iterations.
+RECORDS = ("all", "phases", "allocations")
 
 
 class Block(NamedTuple):
@@ -42,11 +45,12 @@ class Block(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """The cost of recording at one length of step."""
+    """The cost of recording at one length of step. ends_ms: pauses at the end of the recording, per recorded step."""
 
     step_ms: list[float]
     wall_ratios: list[float]
     cpu_ratios: list[float]
+    ends_ms: list[float]
 
 
 def make_step(aim_ms: float) -> Callable[[], None]:
@@ -100,14 +104,15 @@ def run_block(step: Callable[[], None], steps: int) -> Block:
 
 
 @contextmanager
-def recorded(folder: str, memory: bool = True) -> Iterator[None]:
-    """Record this process into a folder in the block, as `ebbtide profile` would, with or without memory."""
+def recorded(folder: str, record: str = "all") -> Iterator[None]:
+    """Record this process into a folder in the block, as `ebbtide profile` would; `record` is one of RECORDS."""
     import torch
 
     from ebbtide.profiler.agent.options import Options
     from ebbtide.profiler.agent.start import start, stop
 
-    recorder = start(torch, folder, Options(allocator_iterations=0, memory=memory))
+    iterations = 10**6 if record == "allocations" else 0
+    recorder = start(torch, folder, Options(allocator_iterations=iterations, memory=record != "phases"))
     if recorder is None:
         raise SystemExit("the agent could not attach to this torch")
     try:
@@ -118,7 +123,7 @@ def recorded(folder: str, memory: bool = True) -> Iterator[None]:
         stop()
 
 
-def measure(aim_ms: float, blocks: int, memory: bool, folder: str) -> Cost:
+def measure(aim_ms: float, blocks: int, record: str, folder: str) -> Cost:
     """Alternate blocks with and without the recorder."""
     step = make_step(aim_ms)
     steps, warm_up = STEP_MS[aim_ms]
@@ -127,11 +132,14 @@ def measure(aim_ms: float, blocks: int, memory: bool, folder: str) -> Cost:
         if not on:
             run_block(step, warm_up)
             return run_block(step, steps)
-        with recorded(folder, memory):
+        with recorded(folder, record):
             run_block(step, warm_up)
-            return run_block(step, steps)
+            timed = run_block(step, steps)
+            begin = time.perf_counter()
+        cost.ends_ms.append((time.perf_counter() - begin) * 1e3 / (warm_up + steps))
+        return timed
 
-    cost = Cost([], [], [])
+    cost = Cost([], [], [], [])
     for number in range(blocks):
         order = (True, False) if number % 2 == 0 else (False, True)
         pair = {on: block(on) for on in order}
@@ -177,7 +185,7 @@ def draw(costs: dict[float, Cost], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def blocks_in_one_process(blocks: int, memory: bool, plot: Path | None) -> None:
+def blocks_in_one_process(blocks: int, record: str, plot: Path | None) -> None:
     """Print the table of the A/B in this process, and draw it."""
     import torch
 
@@ -186,21 +194,22 @@ def blocks_in_one_process(blocks: int, memory: bool, plot: Path | None) -> None:
     costs, rows = {}, []
     with tempfile.TemporaryDirectory() as folder:
         for aim_ms in STEP_MS:
-            costs[aim_ms] = cost = measure(aim_ms, blocks, memory, folder)
+            costs[aim_ms] = cost = measure(aim_ms, blocks, record, folder)
             low, middle, high = median_interval(cost.step_ms)
             added_us = (statistics.median(cost.wall_ratios) - 1) * middle * 1e3
-            aim = f"{100 * AIMS[aim_ms]:.0f} %" if aim_ms in AIMS else ""
+            aim = f"{100 * AIMS[aim_ms]:.0f} %" if aim_ms in AIMS and record != "allocations" else ""
             rows.append(
                 [
                     f"{middle:.2f} ({low:.2f} to {high:.2f})",
                     percent_interval(cost.wall_ratios),
                     percent_interval(cost.cpu_ratios),
                     f"{added_us:.0f}",
+                    f"{1e3 * statistics.median(cost.ends_ms):.0f}",
                     aim,
                 ]
             )
             print(f"  {aim_ms} ms: {rows[-1]}", file=sys.stderr, flush=True)
-    table(["step without, ms", "step time", "CPU time", "added per step, us", "aim"], rows)
+    table(["step without, ms", "step time", "CPU time", "added per step, us", "at the end per step, us", "aim"], rows)
     if plot is not None:
         draw(costs, plot)
 
@@ -279,7 +288,7 @@ def whole_runs(rounds: int) -> None:
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("--blocks", type=int, default=60, help="pairs of blocks per length of step (default: 60)")
-    flags.add_argument("--record", choices=("all", "phases"), default="all", help="as the option of `ebbtide profile`")
+    flags.add_argument("--record", choices=RECORDS, default="all", help="what is recorded (default: all)")
     flags.add_argument("--plot", type=Path, help="picture to write (default: none)")
     flags.add_argument("--whole-runs", action="store_true", help="compare whole runs of the example instead")
     flags.add_argument("--rounds", type=int, default=9, help="rounds of whole runs (default: 9)")
@@ -288,7 +297,7 @@ def main() -> None:
     if args.whole_runs:
         whole_runs(2 if args.quick else args.rounds)
     else:
-        blocks_in_one_process(4 if args.quick else args.blocks, args.record == "all", args.plot)
+        blocks_in_one_process(4 if args.quick else args.blocks, args.record, args.plot)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from typing import Any
 
 from ebbtide.analysis.metrics.activity.activity import gpu_activity
 from ebbtide.analysis.metrics.devices import free_memory_text
+from ebbtide.analysis.metrics.holders.holders import holders_at
+from ebbtide.analysis.metrics.holders.stack_tree import stack_tree
 from ebbtide.analysis.metrics.iteration_stats import Iterations
 from ebbtide.analysis.metrics.link import LinkUse
 from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
@@ -16,6 +18,8 @@ from ebbtide.analysis.report.activity_tables import activity_tables
 from ebbtide.analysis.report.chart_panels import ChartPanel
 from ebbtide.analysis.report.chart_stacks import ChartLanes
 from ebbtide.analysis.report.columns import ReportTable
+from ebbtide.analysis.report.holders_table import holders_table
+from ebbtide.analysis.report.stack_graph import stack_graph
 from ebbtide.analysis.report.tables import iteration_table, window_tables
 from ebbtide.analysis.report.timeline import timeline_json
 from ebbtide.analysis.report.timeline_content import DetailLimits, timeline_content
@@ -35,6 +39,8 @@ class RankView:
         panels: Panels of the timeline, whose lines the page lists.
         lanes: Lanes of activity of the timeline, whose areas the page lists; None where there are none.
         timeline_notes: Remarks on the timeline.
+        holders: Table of the holders of memory at its peak; None where they are not known.
+        stacks: Graph of the call stacks that hold memory at its peak, as SVG; None where they were not recorded.
         windows: Tables of windows.
         windows_line: What the windows are, or why there are none.
         activity: Tables of the GPU's activity; empty where kernels were not recorded.
@@ -49,6 +55,8 @@ class RankView:
     panels: Sequence[ChartPanel]
     lanes: ChartLanes | None
     timeline_notes: Sequence[str]
+    holders: ReportTable | None
+    stacks: str | None
     windows: list[ReportTable]
     windows_line: str
     activity: list[ReportTable]
@@ -73,6 +81,7 @@ def rank_view(
     windows = find_windows(trace, min_bytes, [rank])
     content = timeline_content(trace, rank, windows if windows.windows else None, limits)
     steps = sub_steps(trace, [rank])
+    tree = stack_tree(trace, rank)
     return RankView(
         rank=rank,
         timeline=timeline_json(content) if content else None,
@@ -80,6 +89,8 @@ def rank_view(
         panels=content.panels if content else (),
         lanes=content.activity if content else None,
         timeline_notes=content.notes if content else (),
+        holders=holders_table(holders_at(trace, rank)),
+        stacks=stack_graph(tree) if tree else None,
         windows=window_tables(windows, free_memory_text(trace), limits.rows) if windows.windows else [],
         windows_line=_windows_line(trace, windows),
         activity=activity_tables(gpu_activity(trace, rank)),

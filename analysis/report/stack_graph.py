@@ -21,7 +21,7 @@ def stack_graph(root: StackNode) -> str:
     depth = _draw(root, 0.0, 0, "root", root.bytes, rectangles)
     height = (depth + 1) * _ROW_HEIGHT
     return (
-        f'<svg class="stacks" viewBox="0 0 {_WIDTH} {height}" role="img" '
+        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" '
         f'aria-label="Call stacks that hold {bytes_text(root.bytes)}">{"".join(rectangles)}</svg>'
     )
 

@@ -15,18 +15,20 @@ from ebbtide.analysis.metrics.devices import (
     peak_pool,
     ran_on_cpu,
 )
+from ebbtide.analysis.metrics.holders.holders import memory_by_category, recorded_span
 from ebbtide.analysis.timeline.axis import TimeAxis
 from ebbtide.analysis.timeline.panels import TimelineLine, TimelinePanel
 from ebbtide.analysis.timeline.reduction import Resolution
 from ebbtide.analysis.timeline.stack import TimelineStack, stack_categories
 from ebbtide.analysis.timeline.styles import STACK_TOP, LineStyle, pool_styles
-from ebbtide.analysis.timeseries.step_functions import peak_between
+from ebbtide.analysis.timeseries.step_functions import Ints, peak_between
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text
 
 # Pools `tensors/CATEGORY` are the parts of the pool `tensors`.
 _WHOLE = "tensors"
 _CATEGORY_PREFIX = f"{_WHOLE}/"
+_UNKNOWN = "unknown"
 
 
 def device_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> TimelinePanel:
@@ -35,9 +37,12 @@ def device_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Res
     Pools of the host are in it where the device is the CPU. Memory by category is a stack behind the lines.
     """
     capacity = capacity_bytes(trace, rank)
-    excluded = _host_pools(trace, rank) | _category_pools(trace, rank)
-    pools = [pool for pool in _pools(trace, rank) if pool not in excluded]
     stack = _category_stack(trace, rank, axis, resolution)
+    excluded = _host_pools(trace, rank) | _category_pools(trace, rank)
+    if stack is not None and trace.meta.source == "recorded":
+        # Its line would go on where nothing was recorded; the stack has the same top.
+        excluded.add(_WHOLE)
+    pools = [pool for pool in _pools(trace, rank) if pool not in excluded]
     lines = _lines(trace, rank, pools, axis, resolution)
     if stack is not None:
         lines = tuple(replace(line, style=STACK_TOP) if line.name == _WHOLE else line for line in lines)
@@ -84,9 +89,24 @@ def _category_pools(trace: Trace, rank: int) -> set[str]:
 
 
 def _category_stack(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> TimelineStack | None:
+    """Return memory by category: from recorded allocations, else from an imported memory timeline."""
+    device = main_device(trace, rank)
+    by_category = memory_by_category(trace, rank, device) if device is not None else {}
+    if by_category:
+        end_ns = recorded_span(trace, rank, device)[1]
+        return stack_categories(
+            {name or _UNKNOWN: _until(sizes, end_ns) for name, sizes in by_category.items()}, axis, resolution
+        )
     pools = sorted(_category_pools(trace, rank))
     sizes = {pool.removeprefix(_CATEGORY_PREFIX): memory_timeline(trace, rank, pool) for pool in pools}
     return stack_categories(sizes, axis, resolution)
+
+
+def _until(timeline: tuple[Ints, Ints], end_ns: int) -> tuple[Ints, Ints]:
+    """Return a timeline that is 0 from `end_ns` on: allocations are recorded for a part of a job."""
+    times, sizes = timeline
+    before = times < end_ns
+    return np.append(times[before], end_ns), np.append(sizes[before], 0)
 
 
 def _lines(

@@ -139,6 +139,7 @@ HATCHES = ("rising", "falling", "dots", "cross", "horizontal")
 # Categories of memory from the bottom of a stack, those that change least first, as torch's profiler names them.
 CATEGORY_STYLES = {
     "parameter": AreaStyle("category-1"),
+    "buffer": AreaStyle("category-9"),
     "optimizer_state": AreaStyle("category-2", "rising"),
     "gradient": AreaStyle("category-3"),
     "activation": AreaStyle("category-4"),
@@ -148,7 +149,7 @@ CATEGORY_STYLES = {
     "unknown": AreaStyle("category-8"),
 }
 # For categories of other names, and for all that are more than there are styles.
-_OTHER_CATEGORY_STYLES = (AreaStyle("category-9"), AreaStyle("category-10", "horizontal"))
+_OTHER_CATEGORY_STYLES = (AreaStyle("category-10", "horizontal"),)
 REST = "all others"
 
 # Kinds of activity of a GPU, and causes of its idle time.

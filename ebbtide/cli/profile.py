@@ -85,7 +85,7 @@ def profile(
         transfers=transfers,
         memory=record == "all",
     )
-    profile_job(command, Path(_fill_placeholders(output) if output else _name(command)), options, force)
+    profile_job(command, Path(_fill_placeholders(output) if output else trace_name(command)), options, force)
 
 
 def _fill_placeholders(output: str) -> str:
@@ -99,7 +99,7 @@ def _fill_placeholders(output: str) -> str:
     return _PLACEHOLDER.sub(lambda match: values[match[0]], output)
 
 
-def _name(command: list[str]) -> str:
+def trace_name(command: list[str]) -> str:
     """Return a default name for the trace: the name of the script and the time."""
     script = next((Path(word).stem for word in command if word.endswith(".py")), Path(command[0]).name)
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', script)}-{time.strftime('%Y%m%d-%H%M%S')}.ebb"

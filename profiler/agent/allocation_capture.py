@@ -103,6 +103,7 @@ class AllocationCapture:
         with open(target + ".new", "w", encoding="utf-8") as file:
             json.dump(description, file)
         os.replace(target + ".new", target)
+        self._owners, self._calls = [], []
         if source.full:
             self._recorder.files.job_info.note(f"the allocator history holds only its last {_MAX_ENTRIES} events")
 
@@ -167,4 +168,6 @@ class _Profile:
         if not os.path.isdir(os.path.dirname(path)):  # Kineto would write a line to stderr.
             return False
         profiler.export_chrome_trace(path)
+        # Its events take hundreds of MB, and it refers to itself.
+        profiler.profiler = None
         return True

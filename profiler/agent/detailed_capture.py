@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import _thread
-import functools
 import os
 import time
 from typing import Any
 
 from .allocation_capture import AllocationCapture
 from .options import Options
+from .profiler_guard import GuardedProfiler
 from .recorder import Recorder
 
 # A slice is at most so long, and about as large (20,000 events); the first one is a single iteration.
@@ -43,16 +42,10 @@ class CopyCapture:
         self._recorder = recorder
         self._torch = torch
         self._options = options
-        self._profiler: Any = None
-        self._thread = self._first_ns = self._begin_ns = self._stop_ns = self._length_ns = 0
+        self._profiler = GuardedProfiler(torch, self._yield_to_job)
+        self._first_ns = self._begin_ns = self._stop_ns = self._length_ns = 0
         self._held_ns = self._resume_ns = 0
         self._given_up = False
-        # A profiler begins in one or the other of these.
-        self._profile = torch.autograd.profiler.profile
-        methods = {name: self._profile.__dict__.get(name) for name in ("_prepare_trace", "__enter__")}
-        self._originals = {name: method for name, method in methods.items() if method is not None}
-        for name, method in self._originals.items():
-            setattr(self._profile, name, self._yield_to_job(method))
 
     def enter_iteration(self, iteration: int) -> None:
         """Stop or start the profiler at the beginning of an iteration."""
@@ -60,30 +53,28 @@ class CopyCapture:
         outside = iteration < self._options.first or (last is not None and iteration >= last)
         if outside or now_ns >= self._stop_ns:
             self.stop()
-        if self._profiler or outside or self._given_up or now_ns < self._resume_ns:
+        if self._profiler.running or outside or self._given_up or now_ns < self._resume_ns:
             return
         if self._torch.cuda.is_initialized():
             self._start()
 
     def _start(self) -> None:
-        if self._torch._C._autograd._profiler_enabled():
+        begin_ns = time.monotonic_ns()
+        if not self._profiler.start(activities=[self._torch.profiler.ProfilerActivity.CUDA]):
             self._give_up("the job uses a profiler of its own")
             return
-        self._thread, cuda = _thread.get_ident(), self._torch.profiler.ProfilerActivity.CUDA
-        self._begin_ns = time.monotonic_ns()
-        self._stop_ns, self._first_ns = self._begin_ns + self._length_ns, self._first_ns or self._begin_ns
-        self._profiler = self._torch.profiler.profile(activities=[cuda])
-        self._profiler.start()
+        self._begin_ns = begin_ns
+        self._stop_ns, self._first_ns = begin_ns + self._length_ns, self._first_ns or begin_ns
 
     def stop(self) -> None:
         """End the slice and write it, if one runs."""
-        if self._profiler is None or self._given_up:
+        if self._profiler.running is None or self._given_up:
             return
-        if self._thread != _thread.get_ident():  # A thread can only stop its own profiler: torch crashes.
+        if not self._profiler.on_its_thread:
             self._give_up("the recording ended on another thread")
             return
-        profiler, self._profiler, stop_ns = self._profiler, None, time.monotonic_ns()
-        profiler.stop()
+        stop_ns = time.monotonic_ns()
+        profiler = self._profiler.stop()
         # The profiler waits for the device, which runs behind the host: all that it ran until now is in the slice.
         end_ns = time.monotonic_ns()
         path = self._recorder.files.path(f"copies-{self._begin_ns}-{end_ns}.json")
@@ -98,22 +89,13 @@ class CopyCapture:
     def close(self) -> None:
         """End the slice, and restore torch's profiler."""
         self.stop()
-        for name, method in self._originals.items():
-            setattr(self._profile, name, method)
+        self._profiler.restore()
 
     def _give_up(self, reason: str) -> None:
         self._given_up = True
         self._recorder.files.job_info.note(f"copies were not recorded to the end: {reason}")
 
-    def _yield_to_job(self, original: Any) -> Any:
-        """Wrap a method in which a profiler begins: one of the job's ends this capture."""
-
-        @functools.wraps(original)
-        def begin(profiler: Any, *args: Any, **kwargs: Any) -> Any:
-            ours = self._profiler
-            if ours is not None and getattr(ours, "profiler", None) not in (None, profiler):
-                self.stop()
-                self._give_up("the job uses a profiler of its own")
-            return original(profiler, *args, **kwargs)
-
-        return begin
+    def _yield_to_job(self) -> None:
+        """End the capture before the job begins a profiler of its own."""
+        self.stop()
+        self._give_up("the job uses a profiler of its own")

@@ -156,7 +156,7 @@ class TraceBuilder:
     """Builds a trace in memory (`build`) or on disk (`write`).
 
     Args:
-        source: "recorded", "imported" or "simulated".
+        source: "recorded", "imported", "simulated" or "predicted".
         meta: Further keys of meta.json.
 
     Attributes:

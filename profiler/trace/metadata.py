@@ -305,7 +305,7 @@ class TraceMeta(_Section, frozen=True, kw_only=True):
 
     ranks: tuple[RankInfo, ...]
     state: Literal["complete", "recording"] = "complete"
-    source: Literal["recorded", "imported", "simulated"] | None = None
+    source: Literal["recorded", "imported", "simulated", "predicted"] | None = None
     ebbtide: str | None = None
     command: tuple[str, ...] = ()
     cwd: str | None = None

@@ -17,6 +17,7 @@ from ebbtide.profiler.trace import Trace
 
 _BEFORE = "allocated before the recording"
 _KEYS = ["category", "module", "site"]
+_NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -79,42 +80,48 @@ class Holders:
 def holders_at(trace: Trace, rank: int, at_ns: int | None = None, device: str | None = None) -> Holders | None:
     """Divide the memory of a device at a time by what holds it.
 
-    The most exact record counts: each allocation (of a memory snapshot, or of `--allocator-iterations`), else tensors
-    by category (of a memory timeline), else what the recorder found of parameters, gradients and optimizer state.
+    The most exact record counts: each allocation (of a memory snapshot, or of `--allocator-iterations` in these
+    iterations), else tensors by category (of a memory timeline), else what the recorder found of parameters, gradients
+    and optimizer state.
 
     Args:
         trace: The trace.
         rank: The rank.
-        at_ns: The time, ns; None: that of the largest use.
+        at_ns: The time, ns; None: that of the largest use in this record.
         device: The device; None: the rank's first one.
 
     Returns:
         None if no memory of the device was recorded at that time.
     """
     device = device or main_device(trace, rank)
-    source = _divided_pool(trace, rank, device)
-    if device is None or source is None:
+    if device is None:
         return None
-    times, sizes = _timeline(trace, rank, source, device)
+    detailed = _detailed_pool(trace, rank, device)
+    start_ns, end_ns = recorded_span(trace, rank, device) if detailed else (0, -1)
+    in_detail = at_ns is None or start_ns <= at_ns <= end_ns
+    pool = detailed if detailed and in_detail else peak_pool(trace)
+    times, sizes = _timeline(trace, rank, pool, device) if pool else (_NONE, _NONE)
+    if not len(times):
+        return None
     if at_ns is None:
         at_ns = int(times[np.argmax(sizes)])
     position = int(np.searchsorted(times, at_ns, side="right")) - 1
     if position < 0:
         return None
     total = int(sizes[position])
-    if (trace.allocations(rank)["device"] == device).any():
-        holders = _from_allocations(trace, rank, device, at_ns)
-    elif source == "tensors":
-        holders = _from_pools(trace, rank, device, at_ns)
-    else:
+    if pool != detailed:
         holders = _from_inventory(trace, rank, device, at_ns)
+    elif (trace.allocations(rank)["device"] == device).any():
+        holders = _from_allocations(trace, rank, device, at_ns)
+    else:
+        holders = _from_pools(trace, rank, device, at_ns)
     rest = total - sum(holder.bytes for holder in holders)
     if rest > 0:
         holders.append(Holder(None, None, None, rest))
     span = trace.span_ns()
     assert span is not None
     holders.sort(key=lambda holder: -holder.bytes)
-    return Holders(source, device, at_ns, (at_ns - span[0]) / 1e6, total, holders)
+    return Holders(pool or "", device, at_ns, (at_ns - span[0]) / 1e6, total, holders)
 
 
 def memory_by_category(trace: Trace, rank: int, device: str) -> dict[str | None, tuple[Ints, Ints]]:
@@ -140,12 +147,20 @@ def memory_by_category(trace: Trace, rank: int, device: str) -> dict[str | None,
     return timelines
 
 
-def _divided_pool(trace: Trace, rank: int, device: str | None) -> str | None:
-    """Return the pool whose holders are known best; None if the trace has no memory of the device."""
+def recorded_span(trace: Trace, rank: int, device: str) -> tuple[int, int]:
+    """Return the first and last time at which the pool of the recorded allocations of a device is known, ns."""
     memory = trace.memory(rank)
-    pools = set(memory.loc[memory["device"] == device, "pool"])
-    pool = next((pool for pool in ("requested", "tensors") if pool in pools), peak_pool(trace))
-    return pool if pool in pools else None
+    times = memory.loc[(memory["device"] == device) & (memory["pool"] == _detailed_pool(trace, rank, device)), "t_ns"]
+    return int(times.min()), int(times.max())
+
+
+def _detailed_pool(trace: Trace, rank: int, device: str) -> str | None:
+    """Return the pool that recorded allocations, or categories, add up to; None where there are none."""
+    memory = trace.memory(rank)
+    pools = set(memory.loc[memory["device"] == device, "pool"].unique())
+    if not (trace.allocations(rank)["device"] == device).any() and not any(p.startswith("tensors/") for p in pools):
+        return None
+    return next((pool for pool in ("requested", "tensors") if pool in pools), None)
 
 
 def _timeline(trace: Trace, rank: int, pool: str, device: str) -> tuple[Ints, Ints]:

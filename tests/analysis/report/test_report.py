@@ -93,7 +93,7 @@ def test_page__begins_with_findings_their_gain_and_open_questions() -> None:
     unknown = Unknown("copies", "are copies pinned?", "record them: `ebbtide profile --transfers`")
     skipped = NotApplicable("slow-rank", ("two ranks or more",))
     shown = parse(trained().build(), Findings((finding, idle), (unknown,), (skipped,)))
-    assert shown.texts["h3"][3] == "Rules that do not apply"
+    assert shown.texts["summary"] == ["Rules that do not apply: 1"]
     assert "needs two ranks or more" in shown.text
     assert shown.texts["h2"][:2] == ["Findings", "Summary"]
     assert shown.texts["h3"][:3] == ["The update waits <b>", "Memory is idle", "What this trace does not show"]

@@ -59,5 +59,5 @@ def test_labels__are_the_values_of_the_column_without_reading_the_table(tmp_path
     with pytest.raises(TraceError, match="needs a column pool"):
         open_trace(path).labels(1, "memory", "pool")
     memory.write_bytes(b"PAR1")
-    with pytest.raises(TraceError, match="memory.parquet of rank 1 cannot be read"):
+    with pytest.raises(TraceError, match=r"memory\.parquet of rank 1 cannot be read"):
         open_trace(path).labels(1, "memory", "pool")
