@@ -91,8 +91,7 @@ def _category_pools(trace: Trace, rank: int) -> set[str]:
 def _category_stack(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> TimelineStack | None:
     """Return memory by category: from recorded allocations, else from an imported memory timeline."""
     device = main_device(trace, rank)
-    by_category = memory_by_category(trace, rank, device) if device is not None else {}
-    if by_category:
+    if device is not None and (by_category := memory_by_category(trace, rank, device)):
         end_ns = recorded_span(trace, rank, device)[1]
         return stack_categories(
             {name or _UNKNOWN: _until(sizes, end_ns) for name, sizes in by_category.items()}, axis, resolution

@@ -15,12 +15,11 @@ from ebbtide.profiler.gpu_activities.kinds import (
     ACTIVITY_CATEGORIES,
     CALL_CATEGORIES,
     COMMUNICATION,
-    KINDS,
     TRANSFER,
     kind_of,
-    transfer_kind,
 )
 from ebbtide.profiler.gpu_activities.process_groups import process_group
+from ebbtide.profiler.gpu_activities.tables import kernel_columns, transfer_columns
 
 # No copy has so many bytes, and no trace has so many copies that their sum overflows.
 _MAX_BYTES = 1 << 44
@@ -94,43 +93,18 @@ class GpuActivities:
 
     def transfers(self, base_ns: int) -> dict[str, Any]:
         """Return the columns of the table `transfers`. base_ns: added to the times of the events."""
-        rows = self.work[self.work["kind"] == TRANSFER]
-        names = np.array([*self._names], dtype=object)
-        kinds = {number: transfer_kind(names[number]) for number in rows["name"].unique()}
-        stated, recorded = _matching(self._sizes.table(), rows["correlation"])
-        sizes = rows["bytes"].mask((rows["bytes"] == MISSING) & recorded, stated)
-        return {
-            **_times(rows, base_ns),
-            "device": "cuda:" + rows["device"].clip(lower=0).astype(str),
-            "direction": [kinds[name].direction for name in rows["name"]],
-            "bytes": sizes.astype("Int64").mask(~sizes.between(0, _MAX_BYTES)),
-            "host_memory": [kinds[name].host_memory for name in rows["name"]],
-            "name": names[rows["name"]],
-        }
+        copies = self.work[self.work["kind"] == TRANSFER]
+        stated, recorded = _matching(self._sizes.table(), copies["correlation"])
+        sizes = copies["bytes"].mask((copies["bytes"] == MISSING) & recorded, stated)
+        copies = copies.assign(bytes=sizes.where(sizes.between(0, _MAX_BYTES), MISSING))
+        return transfer_columns(copies, [*self._names], base_ns)
 
     def kernels(self, base_ns: int) -> dict[str, Any]:
         """Return the columns of the table `kernels`. base_ns: added to the times of the events."""
-        rows = self.work[self.work["kind"] != TRANSFER]
-        names, groups = [*self._names], [group for group in self._groups if group is not None]
-        devices, device_codes = np.unique(rows["device"].clip(lower=0), return_inverse=True)
-        used, name_codes = np.unique(rows["name"], return_inverse=True)
-        return {
-            **_times(rows, base_ns),
-            "device": pd.Categorical.from_codes(device_codes, [f"cuda:{device}" for device in devices]),
-            "kind": pd.Categorical.from_codes(rows["kind"], [*KINDS]),
-            "name": pd.Categorical.from_codes(name_codes, [names[number] for number in used]),
-            "group": pd.Categorical.from_codes(rows["group"], groups),
-        }
-
-
-def _times(rows: pd.DataFrame, base_ns: int) -> dict[str, Any]:
-    """Return the columns that both tables have."""
-    return {
-        "start_ns": (rows["start"] + base_ns).to_numpy(),
-        "end_ns": (rows["end"] + base_ns).to_numpy(),
-        "launch_ns": (rows["launched"] + base_ns).array,
-        "stream": rows["stream"].astype("Int64").mask(rows["stream"] == MISSING).array,
-    }
+        groups = [group for group in self._groups if group is not None]
+        codes = self.work.loc[self.work["kind"] != TRANSFER, "group"]
+        columns = kernel_columns(self.work, [*self._names], base_ns)
+        return {**columns, "group": pd.Categorical.from_codes(codes, groups)}
 
 
 def _matching(calls: pd.DataFrame, correlations: pd.Series[int]) -> tuple[IntArray, npt.NDArray[np.bool_]]:

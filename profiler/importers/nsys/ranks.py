@@ -10,6 +10,7 @@ import pandas as pd
 
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
 from ebbtide.profiler.gpu_activities.kinds import TRANSFER
+from ebbtide.profiler.gpu_activities.tables import kernel_columns, transfer_columns
 from ebbtide.profiler.importers.importer import ImportOptions
 from ebbtide.profiler.importers.kineto.device_times import DeviceTimes
 from ebbtide.profiler.importers.nsys import memory, tables
@@ -118,8 +119,8 @@ class _Rank:
             self._notes.append("it has no work of a GPU, so no kernels and no copies (nsys profile --trace=cuda,nvtx)")
             return
         self._entry.meta["transfers_recorded"] = True
-        self._entry.extend("kernels", **tables.kernel_columns(self._work, self._capture.names, self._base_ns))
-        self._entry.extend("transfers", **tables.transfer_columns(self._work, self._capture.names, self._base_ns))
+        self._entry.extend("kernels", **kernel_columns(self._work, self._capture.names, self._base_ns))
+        self._entry.extend("transfers", **transfer_columns(self._work, self._capture.names, self._base_ns))
         if not self._work["kind"].eq(TRANSFER).any():
             self._notes.append("it has no copy between host and device")
 
