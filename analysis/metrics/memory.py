@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pandas as pd
 
@@ -15,6 +16,7 @@ from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Ints, merge_times, peak_between
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.metadata import AllocatorState
 
 # Gap -> (upper pool, lower pool): two counts of the same memory.
 GAPS = {
@@ -65,14 +67,26 @@ class Gap:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Recorded pools and gaps of every rank and phase."""
+    """Recorded pools and gaps of every rank and phase.
+
+    Attributes:
+        pools: The pools.
+        gaps: The differences between pools.
+        allocators: (rank, segments of torch's allocator at the end of a memory snapshot), of each device.
+    """
 
     pools: list[PoolUse]
     gaps: list[Gap]
+    allocators: tuple[tuple[int, AllocatorState], ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide memory --json` prints."""
-        return asdict(self)
+        allocators = [{"rank": rank, **msgspec.structs.asdict(state)} for rank, state in self.allocators]
+        return {
+            "pools": [asdict(pool) for pool in self.pools],
+            "gaps": [asdict(gap) for gap in self.gaps],
+            "allocators": allocators,
+        }
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a row per rank, phase and pool, with the fields of `PoolUse` as columns."""
@@ -85,7 +99,8 @@ def memory_use(trace: Trace, ranks: Sequence[int] | None = None) -> MemoryUse:
     gaps: list[Gap] = []
     iterations = steady_iterations(trace).numbers
     pool_of_free = free_pool(trace)
-    for rank in trace.ranks if ranks is None else ranks:
+    ranks = trace.ranks if ranks is None else ranks
+    for rank in ranks:
         phases = intervals(trace, rank, device_times=False).with_other
         phases = phases[phases["iteration"].isin(iterations)]
         recorded = sorted(trace.memory(rank)["pool"].unique())
@@ -103,7 +118,7 @@ def memory_use(trace: Trace, ranks: Sequence[int] | None = None) -> MemoryUse:
             differences["free"] = times, np.maximum(capacity - used, 0)
         for gap, timeline in differences.items():
             gaps += [Gap(rank, phase, gap, low, peak) for phase, low, peak in _per_phase(trace, phases, timeline)]
-    return MemoryUse(pools, gaps)
+    return MemoryUse(pools, gaps, tuple((rank, state) for rank in ranks for state in trace.rank(rank).allocators))
 
 
 def difference(upper: tuple[Ints, Ints], lower: tuple[Ints, Ints]) -> tuple[Ints, Ints]:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from ebbtide.profiler.memory_snapshot.allocations import blocks_in_use, releases_requested
 from ebbtide.profiler.memory_snapshot.reader import Snapshot
-from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS
+from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS, STATES
 
 POOLS = ("requested", "reserved")
 _RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
@@ -82,3 +82,30 @@ def pool_rows(snapshot: Snapshot, device: int) -> pd.DataFrame:
         timeline = pool_timeline(snapshot, device, pool)
         parts.append(pd.DataFrame({"t_ns": timeline.t_ns, "pool": pool, "bytes": timeline.bytes}))
     return pd.concat(parts, ignore_index=True)
+
+
+def allocator_state(snapshot: Snapshot, device: int) -> dict[str, int]:
+    """Return the segments of a device at the end of a snapshot, in bytes where not a count.
+
+    Keys:
+        segments, private_segments: Number of all segments, and of those in private pools (of CUDA graphs).
+        reserved_bytes, private_bytes: Bytes of all segments, and of those in private pools.
+        allocated_bytes, requested_bytes: Bytes of the blocks in use, and what tensors requested of them.
+        inactive_bytes: Bytes of free blocks in segments that also have blocks in use: torch cannot return them.
+        largest_free_bytes: The largest free block, the most that torch can allocate without a new segment.
+    """
+    segments = snapshot.segments[snapshot.segments["device"] == device]
+    blocks = snapshot.blocks[snapshot.blocks["device"] == device]
+    free = blocks[blocks["state"] == STATES["inactive"]]
+    in_use = blocks[blocks["state"] != STATES["inactive"]]
+    private = segments[segments["pool"] == 1]
+    return {
+        "segments": len(segments),
+        "private_segments": len(private),
+        "reserved_bytes": int(segments["bytes"].sum()),
+        "private_bytes": int(private["bytes"].sum()),
+        "allocated_bytes": int(in_use["bytes"].sum()),
+        "requested_bytes": int(in_use["requested"].sum()),
+        "inactive_bytes": int(free.loc[free["segment"].isin(in_use["segment"]), "bytes"].sum()),
+        "largest_free_bytes": int(free["bytes"].max()) if len(free) else 0,
+    }

@@ -225,6 +225,27 @@ class Inventory(_Section, frozen=True, kw_only=True):
     holders: tuple[HeldMemory, ...] = ()
 
 
+class AllocatorState(_Section, frozen=True, kw_only=True):
+    """The segments of torch's allocator on a device, at the end of a memory snapshot.
+
+    Attributes:
+        private_segments: Segments in private pools, of CUDA graphs; `private_bytes` are theirs.
+        requested_bytes: What tensors requested of `allocated_bytes`, the blocks in use.
+        inactive_bytes: Free blocks in segments that also have blocks in use: torch cannot return them.
+        largest_free_bytes: The largest free block: the most that torch can allocate without a new segment.
+    """
+
+    device: str
+    segments: Count
+    private_segments: Count
+    reserved_bytes: Count
+    private_bytes: Count
+    allocated_bytes: Count
+    requested_bytes: Count
+    inactive_bytes: Count
+    largest_free_bytes: Count
+
+
 class OutOfMemoryRecord(_Section, frozen=True, kw_only=True):
     """An out-of-memory error of the job.
 
@@ -283,6 +304,7 @@ class RankInfo(_Section, frozen=True, kw_only=True):
     optimizers: tuple[OptimizerInfo, ...] = ()
     numa: NumaPlacement | None = None
     inventories: tuple[Inventory, ...] = ()
+    allocators: tuple[AllocatorState, ...] = ()
     out_of_memory: tuple[OutOfMemoryRecord, ...] = ()
 
     @property

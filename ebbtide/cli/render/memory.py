@@ -13,6 +13,7 @@ from ebbtide.units import bytes_text
 if TYPE_CHECKING:
     from ebbtide.analysis.metrics.memory import Gap, MemoryUse, PoolUse
     from ebbtide.profiler.trace import Trace
+    from ebbtide.profiler.trace.metadata import AllocatorState
 
 
 def print_memory(trace: Trace, memory: MemoryUse) -> None:
@@ -40,3 +41,18 @@ def print_memory(trace: Trace, memory: MemoryUse) -> None:
     if gaps:
         print_table("Differences between pools", ["difference", "phase", "lowest", "highest"], gaps[:MAX_ROWS])
         print_omitted(len(gaps))
+    for rank, state in memory.allocators:
+        print_allocator(rank, state)
+
+
+def print_allocator(rank: int, state: AllocatorState) -> None:
+    """Print the segments of torch's allocator at the end of a memory snapshot."""
+    rows = [
+        ["reserved", bytes_text(state.reserved_bytes), f"{state.segments:,} segments"],
+        ["of these in private pools", bytes_text(state.private_bytes), f"{state.private_segments:,} segments"],
+        ["allocated", bytes_text(state.allocated_bytes), "blocks in use"],
+        ["requested", bytes_text(state.requested_bytes), "what tensors asked for"],
+        ["inactive", bytes_text(state.inactive_bytes), "free, in segments with blocks in use"],
+        ["largest free block", bytes_text(state.largest_free_bytes), ""],
+    ]
+    print_table(f"Allocator at the end, rank {rank}, {state.device}", ["bytes of", "size", ""], rows)

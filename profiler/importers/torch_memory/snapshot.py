@@ -11,7 +11,7 @@ from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stag
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.importers.torch_memory.rank_names import rank_of
 from ebbtide.profiler.memory_snapshot.allocations import allocation_rows, blocks_in_use
-from ebbtide.profiler.memory_snapshot.pools import pool_timeline, start_ns
+from ebbtide.profiler.memory_snapshot.pools import allocator_state, pool_timeline, start_ns
 from ebbtide.profiler.memory_snapshot.reader import Snapshot, SnapshotError, read_snapshot
 from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
@@ -113,6 +113,8 @@ class _DeviceSnapshot:
             rows = allocation_rows(self._snapshot, self._device, start_ns(self._snapshot, self._device))
             self._rank.extend("allocations", device=self._name, **rows.drop(columns="address"))
         self._add_pool("reserved")
+        state = {"device": self._name, **allocator_state(self._snapshot, self._device)}
+        self._rank.meta.setdefault("allocators", []).append(state)
         in_use = blocks_in_use(self._snapshot, self._device, self._events)
         requested, blocked = in_use["requested"].sum(), in_use["bytes"].sum()
         if blocked > requested:

@@ -61,3 +61,15 @@ def test_allocation_rows__end_at_the_request_of_the_release(tmp_path: Path) -> N
         (10, None, 200),
         (12, None, 50),
     ]
+
+
+def test_allocator_state__tells_private_pools_and_memory_that_cannot_be_returned(tmp_path: Path) -> None:
+    private = {**segment(8192, 1000), "segment_pool_id": (0, 3), "address": 1 << 20}
+    empty = {**segment(2048), "address": 1 << 21}
+    snapshot = {"segments": [segment(4096, 700, 600), private, empty], "device_traces": [[event("alloc", 700)]]}
+    (state,) = imported(tmp_path / "s.pickle", snapshot).rank(0).allocators
+    assert (state.device, state.segments, state.private_segments) == ("cuda:0", 3, 1)
+    assert (state.reserved_bytes, state.private_bytes) == (4096 + 8192 + 2048, 8192)
+    assert (state.allocated_bytes, state.requested_bytes) == (1024 + 1024 + 1024, 2300)
+    assert state.inactive_bytes == (4096 - 2048) + (8192 - 1024)
+    assert state.largest_free_bytes == 8192 - 1024
