@@ -123,6 +123,7 @@ def steady_iterations(trace: Trace) -> SteadyIterations:
     warmup = trace.meta.warmup_iterations
     if warmup is None:
         warmup = _WARMUP_ITERATIONS if len(numbers) >= _MIN_ITERATIONS_FOR_WARMUP else 0
+    warmup = min(warmup, len(numbers))
     return SteadyIterations(numbers[warmup:], warmup)
 
 

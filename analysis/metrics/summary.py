@@ -232,7 +232,7 @@ def _memory(trace: Trace, pool: str | None) -> MemorySummary:
 
 def _about(trace: Trace) -> list[str]:
     """Describe the job in a few lines: command, device, model, optimizer."""
-    lines = []
+    lines = ["predicted by a dry run, not measured"] if trace.meta.source == "predicted" else []
     if command := trace.meta.command:
         lines.append(f"command: {command_text(command)}")
     for entry in trace.meta.ranks[:1]:
@@ -275,7 +275,8 @@ def _remarks(trace: Trace) -> list[str]:
         if trace.rank(rank).transfers_spans_ns and len(copied_iterations(trace, rank)) < len(numbers):
             shown = f"{len(copied_iterations(trace, rank))} of {len(numbers)}"
             remarks.append(f"rank {rank}: copies were recorded in {shown} iterations; the others count as not known")
-    if _has_gpu(trace) and trace.meta.source != "simulated" and not any(len(trace.gpu(rank)) for rank in trace.ranks):
+    is_real = trace.meta.source not in ("simulated", "predicted")
+    if _has_gpu(trace) and is_real and not any(len(trace.gpu(rank)) for rank in trace.ranks):
         remarks.append(NO_GPU_STATE)
     if trace.meta.state == "recording":
         remarks.append("this trace is not finished: its recording was cut off or is still running")

@@ -25,7 +25,12 @@ MAX_RANKS = 8
 _MAX_POINTS = 80_000
 _MAX_BOXES = 4_500
 _MIN_ROWS = 50
-_SOURCES = {"recorded": "a recorded run", "imported": "an imported run", "simulated": "a simulation"}
+_SOURCES = {
+    "recorded": "a recorded run",
+    "imported": "an imported run",
+    "simulated": "a simulation",
+    "predicted": "predicted by a dry run",
+}
 
 
 @dataclass(frozen=True)

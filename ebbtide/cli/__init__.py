@@ -28,12 +28,12 @@ COMMANDS = {
         "plot",
         "report",
     ),
-    "Predict": ("calibrate", "replay", "sweep"),
+    "Predict": ("dry-run", "calibrate", "replay", "sweep"),
     "Run": ("compare",),
     "Files": ("export", "tables"),
 }
 # A command is the function of its name in the module of its name, except these: (module, function).
-_ELSEWHERE = {"import": ("import_", "import_")}
+_ELSEWHERE = {"import": ("import_", "import_"), "dry-run": ("dry_run", "dry_run")}
 
 
 def make_app(command: str | None = None) -> typer.Typer:
@@ -53,7 +53,7 @@ def make_app(command: str | None = None) -> typer.Typer:
                 module, function = _ELSEWHERE.get(name, (name, name))
                 run_command = getattr(import_module(f"ebbtide.cli.{module}"), function)
                 # All words after the first one that is not an option belong to the recorded job.
-                settings = {"allow_interspersed_args": False} if name == "profile" else {}
+                settings = {"allow_interspersed_args": False} if name in ("profile", "dry-run") else {}
                 app.command(name, rich_help_panel=heading, context_settings=settings)(run_command)
     return app
 

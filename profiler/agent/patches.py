@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
+_MISSING = object()
+
 
 class Patches:
     """Replaces attributes, and restores all of them at `undo`, the last one first."""
@@ -12,8 +14,8 @@ class Patches:
         self._originals: list[tuple[Any, str, Any]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Replace an attribute that `owner` itself has."""
-        self._originals.append((owner, name, owner.__dict__[name]))
+        """Replace an attribute of `owner`, which it may inherit or lack."""
+        self._originals.append((owner, name, owner.__dict__.get(name, _MISSING)))
         setattr(owner, name, value)
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
@@ -26,4 +28,7 @@ class Patches:
         """Restore every attribute that was replaced."""
         while self._originals:
             owner, name, original = self._originals.pop()
-            setattr(owner, name, original)
+            if original is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)

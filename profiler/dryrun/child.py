@@ -1,0 +1,104 @@
+"""Runs the job of a dry run in this process, which the command starts for it.
+
+python -m ebbtide.profiler.dryrun OUTPUT OPTIONS train.py ARGUMENTS...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from ebbtide.errors import UserError
+from ebbtide.machines.machine import machine_from
+from ebbtide.profiler.dryrun.errors import DryRunFinished
+
+_CANNOT_FAKE = 2
+
+
+def main(arguments: list[str]) -> int:
+    """Run the job, write its trace, and return the exit status: 2 for what cannot be faked, else the job's own.
+
+    Args:
+        arguments: Path of the trace, settings as JSON, and the job: a script, `-m MODULE` or `-c CODE`, and its
+            arguments.
+    """
+    try:
+        import torch
+
+        from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
+        from ebbtide.profiler.dryrun.trace_of_run import trace_of_run
+    except ImportError as error:
+        return _fail(f"a dry run needs torch 2.13 in the environment of ebbtide: {error}")
+    output, words, *job = arguments
+    settings = json.loads(words)
+    force, machine = settings.pop("force"), settings.pop("machine")
+    options = DryRunOptions(**settings, machine=machine_from(machine, "the machine") if machine else None)
+    try:
+        with DryRun(options) as run:
+            run.user_files.watch_opens()
+            status = _run_job(job)
+        if status == _CANNOT_FAKE:
+            return status
+        builder = trace_of_run(run, ["python", *job], torch.__version__)
+        builder.meta["exit"] = {"code": status}
+        builder.write(Path(output), force)
+    except UserError as error:
+        return _fail(str(error))
+    for line in (*run.user_files.lines(), f"predicted {run.memory.summary(options.capacity_bytes)}", output):
+        print(f"ebbtide: {line}", file=sys.stderr)
+    return status
+
+
+def _run_job(job: list[str]) -> int:
+    """Run a script, `-m MODULE` or `-c CODE` as Python does, and return its exit status."""
+    from ebbtide.profiler.dryrun.failures import explain_failure
+
+    try:
+        if job[0] == "-m":
+            sys.argv = job[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(job[1], run_name="__main__", alter_sys=True)
+        elif job[0] == "-c":
+            sys.argv = ["-c", *job[2:]]
+            sys.path.insert(0, "")
+            exec(compile(job[1], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv = job
+            sys.path.insert(0, str(Path(job[0]).resolve().parent))
+            runpy.run_path(job[0], run_name="__main__")
+    except DryRunFinished:
+        return 0
+    except SystemExit as error:
+        return _status(error.code)
+    except Exception as error:
+        reason = explain_failure(error)
+        if reason is not None:
+            return _fail(reason)
+        traceback.print_exception(_without_own_frames(error))
+        return 1
+    return 0
+
+
+def _status(code: object) -> int:
+    """Return the exit status of `sys.exit(code)`."""
+    if code is None or isinstance(code, int):
+        return code or 0
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _without_own_frames(error: BaseException) -> BaseException:
+    """Return an exception without the frames that run the job."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        frames = frames.tb_next
+    return error.with_traceback(frames)
+
+
+def _fail(message: str) -> int:
+    print(f"ebbtide: {' '.join(message.split())}", file=sys.stderr)
+    return _CANNOT_FAKE

@@ -1,0 +1,17 @@
+"""Errors and signals of dry runs."""
+
+from __future__ import annotations
+
+from ebbtide.errors import UserError
+
+
+class DryRunError(UserError):
+    """A job that cannot be dry-run: what it uses, and what to do."""
+
+
+class CannotFakeError(RuntimeError):
+    """An operation of the job that cannot be faked; the message names it and says what to do."""
+
+
+class DryRunFinished(BaseException):
+    """Raised in the job when its iterations are done. Not an `Exception`, which the job might catch."""

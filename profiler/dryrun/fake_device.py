@@ -1,0 +1,212 @@
+"""Runs each operation of the job: on fake tensors where the device takes part, for real elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ebbtide.profiler.dryrun.call_stacks import CallStacks
+from ebbtide.profiler.dryrun.clock import VirtualClock
+from ebbtide.profiler.dryrun.device_memory import DeviceMemory
+from ebbtide.profiler.dryrun.errors import CannotFakeError
+from ebbtide.profiler.dryrun.shadow_values import MAX_ELEMENTS, ShadowValues, tensors_in
+from ebbtide.profiler.dryrun.transfers import Transfers
+from ebbtide.profiler.dryrun.unknown_shapes import UnknownShapes
+from ebbtide.profiler.dryrun.workspaces import CublasWorkspaces
+
+_aten = torch.ops.aten
+_FACTORIES = frozenset(
+    {
+        _aten.empty.memory_format,
+        _aten.empty_strided.default,
+        _aten.zeros.default,
+        _aten.ones.default,
+        _aten.full.default,
+        _aten.rand.default,
+        _aten.randn.default,
+    }
+)
+_device_of = torch.ops.prim.device.default
+_COPIES = frozenset({_aten._to_copy.default, _aten.copy_.default})
+
+
+class HostlessFakeMode(FakeTensorMode):  # type: ignore[misc]
+    """Fake tensors that never touch a device, though CUDA looks available."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return True
+
+
+class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
+    """Decides for every operation whether it runs on fake tensors, and follows the memory of the device.
+
+    Tensors of the host with more than `MAX_ELEMENTS` elements are fake too: weights before they are moved.
+
+    Args:
+        clock: The clock.
+        memory: The memory of the device.
+        transfers: The copies between host and device.
+        stacks: The call stacks.
+        modules: Names of the modules that run, the innermost last.
+        workspaces: The workspaces of cuBLAS.
+
+    Attributes:
+        fake_mode: The mode that makes fake tensors.
+        values: The values of small tensors.
+        shapes: The operations whose shapes depend on values.
+        enabled: False while a checkpoint is loaded.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        memory: DeviceMemory,
+        transfers: Transfers,
+        stacks: CallStacks,
+        modules: list[str],
+        workspaces: CublasWorkspaces,
+    ) -> None:
+        super().__init__()
+        self.fake_mode = HostlessFakeMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        self.modules = modules
+        self.values = ShadowValues()
+        self.shapes = UnknownShapes(self.fake_mode, self.values)
+        self.enabled = True
+        self._clock, self._memory, self._transfers, self._stacks = clock, memory, transfers, stacks
+        self._workspaces = workspaces
+        # Fake tensors work in one thread at a time.
+        self._lock = threading.RLock()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a wrapper around each operation would cost time
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _device_of:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        kwargs = kwargs or {}
+        if not self.enabled:
+            return func(*args, **kwargs)
+        if kwargs.get("pin_memory"):
+            result = self.__torch_dispatch__(func, types, args, {**kwargs, "pin_memory": None})
+            return result.pin_memory() if result.device.type == "cpu" else result
+        has_fakes = False
+        for kind in types:
+            if issubclass(kind, FakeTensor):
+                has_fakes = True
+            elif kind is not torch.Tensor and kind is not torch.nn.Parameter:
+                return NotImplemented
+        device = kwargs.get("device")
+        on_device = device is not None and torch.device(device).type == "cuda"
+        if not has_fakes and not on_device and not self._is_large_factory(func, args, kwargs):
+            return func(*args, **kwargs)
+        with self._lock:
+            return self._run_fake(func, types, args, kwargs)
+
+    def wrap_thread(self, run: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Wrap the method that runs a thread, so that operations in new threads are faked, too."""
+
+        def run_in_mode(thread: Any) -> None:
+            with self:
+                run(thread)
+
+        return run_in_mode
+
+    def to_fake(self, tensor: Any) -> Any:
+        """Return a fake tensor like a tensor."""
+        return tensor if isinstance(tensor, FakeTensor) else self.fake_mode.from_tensor(tensor)
+
+    @staticmethod
+    def _is_large_factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if func not in _FACTORIES or not args:
+            return False
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        elements = 1
+        for size in args[0]:
+            elements *= size
+        return elements > MAX_ELEMENTS and dtype.is_floating_point
+
+    def _run_fake(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is _aten._local_scalar_dense.default:
+            return self._read_value(args[0])
+        if kwargs.get("generator") is not None:
+            kwargs = {**kwargs, "generator": None}
+        args = self.shapes.without_boolean_index(func, args)
+        try:
+            result = self.shapes.run(func, args, kwargs)
+            if result is None:
+                result = self.fake_mode.dispatch(func, types, args, kwargs)
+        except DataDependentOutputException as error:
+            raise CannotFakeError(f"cannot dry-run {error.func}: it depends on values") from error
+        except DynamicOutputShapeException as error:
+            raise CannotFakeError(f"cannot dry-run {error.func}: the shape of its result depends on values") from error
+        except UnsupportedOperatorException as error:
+            raise CannotFakeError(
+                f"cannot dry-run {error.func}: it has no implementation for fake tensors; register one with "
+                "torch.library.register_fake"
+            ) from error
+        inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
+        outputs = list(tensors_in((result,)))
+        self.values.follow(func, args, kwargs, inputs, outputs)
+        if not self._count_copy(func, inputs, outputs):
+            self._advance(func, args, kwargs, result, (*inputs, *outputs))
+        self._follow_storages(func, outputs)
+        if args and isinstance(args[0], torch.Tensor) and not isinstance(args[0], FakeTensor):
+            schema = func._schema
+            if schema.is_mutable and schema.name.endswith("_") and isinstance(result, torch.Tensor):
+                return args[0]  # an operation in place on a real tensor, with fake arguments
+        return result
+
+    def _read_value(self, tensor: Any) -> Any:
+        if tensor.device.type == "cuda":
+            self._transfers.add("d2h", tensor.element_size())
+        return self.values.value_of(tensor)
+
+    def _count_copy(self, func: Any, inputs: list[Any], outputs: list[Any]) -> bool:
+        """Return whether an operation is a copy between host and device, and count it."""
+        if func not in _COPIES:
+            return False
+        source = inputs[0] if func is _aten._to_copy.default else inputs[1]
+        target = outputs[0]
+        kinds = source.device.type, target.device.type
+        # Data types are converted on the host, in copies to the device into a pageable buffer.
+        if kinds == ("cpu", "cuda"):
+            same_dtype = source.dtype == target.dtype
+            self._transfers.add("h2d", target.numel() * target.element_size(), source if same_dtype else None)
+        elif kinds == ("cuda", "cpu"):
+            self._transfers.add("d2h", target.numel() * source.element_size(), target)
+        return bool(kinds[0] != kinds[1])
+
+    def _follow_storages(self, func: Any, outputs: list[Any]) -> None:
+        """Follow the storages that an operation made on the device."""
+        for tensor in outputs:
+            if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
+                storage = tensor.untyped_storage()
+                if not self._memory.has(storage):
+                    stack = self._stacks.current()
+                    self._memory.add(storage, stack, self.modules[-1] if self.modules else None)
+                    self._workspaces.note(func, stack)
+
+    def _advance(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: tuple[Any, ...]) -> None:
+        """Advance the clock by the kernel of an operation; one that only makes a view has none."""
+        if func.is_view:
+            return
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.device.type == "cuda")
+        if size:
+            formula = flop_registry.get(func._overloadpacket)
+            self._clock.run_kernel(formula(*args, **kwargs, out_val=result) if formula else 0, size)

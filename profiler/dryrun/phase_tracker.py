@@ -1,0 +1,171 @@
+"""Phases and iterations of a dry run, on its clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch.nn.modules import module as torch_modules
+from torch.optim import optimizer as torch_optimizers
+
+from ebbtide.phases import PHASES
+from ebbtide.profiler.agent.iterations import IterationRule
+from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.agent.phase_hooks import OutermostCall, wrap_backward
+from ebbtide.profiler.agent.phase_record import BACKWARD, FORWARD, UPDATE
+from ebbtide.profiler.agent.threads import TrainingThreads
+from ebbtide.profiler.dryrun.clock import VirtualClock
+
+
+@dataclass
+class FakePhase:
+    """A phase that ran, with its times in ns; iteration: None until an update ends it."""
+
+    phase: str
+    start_ns: int
+    end_ns: int
+    iteration: int | None = None
+
+
+class PhaseTracker:
+    """Detects phases by the rules of the recorder; `OutermostCall` and `wrap_backward` report to it as to `Recorder`.
+
+    Args:
+        clock: The clock.
+        on_update: Called before an outermost optimizer step, when its gradients exist, and after it.
+        on_iteration: Called with the number of finished iterations, when an update has ended one.
+
+    Attributes:
+        phases: The phases so far.
+        rule: The numbering of iterations.
+        modules: The outermost modules that ran forward, with a number of each.
+        optimizers: Those that have begun to step.
+        module_names: Names of the modules that run now, the innermost last.
+    """
+
+    def __init__(self, clock: VirtualClock, on_update: Callable[[], None], on_iteration: Callable[[int], None]) -> None:
+        self.phases: list[FakePhase] = []
+        self.rule = IterationRule()
+        self.modules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.module_names: list[str] = []
+        self.optimizers: WeakSet[Any] = WeakSet()
+        # Read and set by the hooks of the recorder.
+        self.live, self.recomputes, self.source = True, False, 0
+        self.called: Any = None
+        self.threads = TrainingThreads()
+        self._clock, self._on_update, self._on_iteration = clock, on_update, on_iteration
+        # Code and start of the open phase.
+        self._open: tuple[int, int] | None = None
+        self._step_depth = 0
+        self._backwards = self._numbered = 0
+        self._names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        self._handles: list[Any] = []
+
+    @property
+    def in_phase(self) -> bool:
+        """Whether a phase is open, to which belongs what begins now."""
+        return self._open is not None
+
+    @property
+    def phase(self) -> int:
+        """Code of the open phase."""
+        return self._open[0] if self._open else FORWARD
+
+    def install(self, patches: Patches) -> None:
+        """Hook torch until `patches.undo()` and `remove()`."""
+        patches.set(torch.nn.Module, "_compiled_call_impl", OutermostCall(self, torch))  # type: ignore[arg-type]
+        for owner in (torch.autograd, torch.autograd.graph):
+            original = torch.autograd.graph._engine_run_backward
+            patches.set(owner, "_engine_run_backward", wrap_backward(self, torch.compiler.is_compiling, original))  # type: ignore[arg-type]
+        patches.set(torch.amp.GradScaler, "step", self._wrap_scaler(torch.amp.GradScaler.step))
+        self._handles = [
+            torch_optimizers.register_optimizer_step_pre_hook(self._before_step),
+            torch_optimizers.register_optimizer_step_post_hook(self._after_step),
+            torch_modules.register_module_forward_pre_hook(self._enter_module),
+            torch_modules.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks that torch registers."""
+        for handle in self._handles:
+            handle.remove()
+
+    def enter(self, phase: int) -> bool:
+        """Open a phase; return whether it is the outermost one."""
+        if not self.live:
+            return False
+        if phase == BACKWARD:
+            self._backwards += 1
+        if self.in_phase:
+            return False
+        self._open = phase, self._clock.tick()
+        return True
+
+    def leave(self, keep: bool = True) -> None:
+        """Close the open phase, and keep it or not."""
+        if self._open is not None and keep:
+            phase, start_ns = self._open
+            self.phases.append(FakePhase(PHASES[phase], start_ns, self._clock.tick()))
+        self._open = self.called = None
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Open an update, and return the arguments with a closure that has phases of its own."""
+        self.optimizers.add(optimizer)
+        self._step_depth += 1
+        if self._step_depth > 1 or not self.enter(UPDATE):
+            return None
+        self._on_update()
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._wrap_closure(args[1]), *args[2:]), kwargs
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._wrap_closure(kwargs["closure"])}
+        return None
+
+    def _wrap_closure(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Before its closure is called, an optimizer has done nothing.
+            self.leave(keep=False)
+            result = closure(*args, **kwargs)
+            self.enter(UPDATE)
+            return result
+
+        return call
+
+    def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        self._step_depth -= 1
+        if self._step_depth or not self.live or self.phase != UPDATE:
+            return
+        self._on_update()
+        self.leave()
+        iteration = self.rule.add_update([optimizer], self._backwards)
+        if iteration is not None:
+            for phase in self.phases[self._numbered :]:
+                phase.iteration = iteration
+            self._numbered = len(self.phases)
+            self._on_iteration(iteration + 1)
+
+    def _wrap_scaler(self, original: Any) -> Any:
+        """Make a step through a scaler one update, with the unscaling of gradients in it."""
+
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._before_step(optimizer, (), {})
+            result = original(scaler, optimizer, *args, **kwargs)
+            self._after_step(optimizer, (), {})
+            return result
+
+        return step
+
+    def _enter_module(self, module: Any, _args: Any) -> None:
+        name = self._names.get(module)
+        if name is None:
+            for path, part in module.named_modules():
+                self._names.setdefault(part, path or type(module).__name__)
+            name = self._names[module]
+        self.module_names.append(name)
+
+    def _leave_module(self, _module: Any, _args: Any, _result: Any) -> None:
+        if self.module_names:
+            self.module_names.pop()

@@ -1,0 +1,173 @@
+"""A dry run inside a process: installs everything, and removes it again."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch._dynamo  # classifies torch's functions, which must happen before they are replaced
+
+from ebbtide.machines.machine import Machine
+from ebbtide.profiler.agent.inventory import list_blocks
+from ebbtide.profiler.agent.model_info import describe_model, describe_optimizers
+from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.dryrun.attention import AttentionChoice, register_attention
+from ebbtide.profiler.dryrun.call_stacks import CallStacks
+from ebbtide.profiler.dryrun.clock import VirtualClock
+from ebbtide.profiler.dryrun.cuda_stubs import CudaStubs
+from ebbtide.profiler.dryrun.device_memory import DeviceMemory
+from ebbtide.profiler.dryrun.errors import DryRunFinished
+from ebbtide.profiler.dryrun.fake_cuda import DEFAULT_CAPACITY_BYTES, capability_of, patch_cuda
+from ebbtide.profiler.dryrun.fake_device import FakeDeviceMode
+from ebbtide.profiler.dryrun.libraries import LibraryPatches
+from ebbtide.profiler.dryrun.phase_tracker import PhaseTracker
+from ebbtide.profiler.dryrun.tensor_patches import patch_tensors
+from ebbtide.profiler.dryrun.transfers import Transfers
+from ebbtide.profiler.dryrun.user_files import UserFiles
+from ebbtide.profiler.dryrun.workspaces import CublasWorkspaces, workspace_bytes
+
+
+@dataclass(frozen=True)
+class DryRunOptions:
+    """Options of a dry run.
+
+    Attributes:
+        iterations: Iterations after which the job is ended.
+        capacity_bytes: Memory of the device; None: not stated.
+        device_name: Name of the device.
+        machine: The machine, for the rates of its link; None: not named.
+    """
+
+    iterations: int = 2
+    capacity_bytes: int | None = None
+    device_name: str = "dry run"
+    machine: Machine | None = None
+
+
+class DryRun:
+    """A context in which CUDA tensors of this process are fake, and what they do is counted.
+
+    Leaving it restores torch. Tensors made inside must not be used afterwards.
+
+    Args:
+        options: The options.
+
+    Attributes:
+        clock, memory, transfers, stacks, mode, tracker, attention, user_files: What was counted.
+        model, optimizers: Descriptions of the job's model and optimizers, as in meta.json.
+        finished: Whether all iterations were reached.
+
+    Raises:
+        DryRunError: This build of torch cannot be faked.
+    """
+
+    def __init__(self, options: DryRunOptions | None = None) -> None:
+        self.options = options or DryRunOptions()
+        self.clock = VirtualClock(self.options.machine)
+        self.memory = DeviceMemory(self.clock)
+        self.transfers = Transfers(self.clock)
+        self.stacks = CallStacks(torch)
+        self.tracker = PhaseTracker(self.clock, self._classify, self._end_iteration)
+        self.mode = FakeDeviceMode(
+            self.clock,
+            self.memory,
+            self.transfers,
+            self.stacks,
+            self.tracker.module_names,
+            CublasWorkspaces(self.memory, workspace_bytes(capability_of(self.options.device_name))),
+        )
+        self.model: dict[str, Any] = {}
+        self.optimizers: list[dict[str, Any]] = []
+        self.finished = False
+        self.attention = AttentionChoice()
+        self.user_files = UserFiles(self.mode)
+        self._patches = Patches()
+
+    def __enter__(self) -> DryRun:
+        self._stubs = CudaStubs(torch, devices=1)
+        capacity = self.options.capacity_bytes or DEFAULT_CAPACITY_BYTES
+        patch_cuda(self._patches, self.clock, self.memory, self.options.device_name, capacity)
+        patch_tensors(self._patches, self.memory, self.stacks, self.tracker.module_names, self.mode.values)
+        self.user_files.install(self._patches)
+        self.tracker.install(self._patches)
+        self._libraries = LibraryPatches(self._patches)
+        self._attention = register_attention(self.attention)
+        self._only_lifts_cpu = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)
+        self._multithreading = torch.autograd.set_multithreading_enabled(False)
+        bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+        self._patches.set(threading.Thread, "_bootstrap_inner", self.mode.wrap_thread(bootstrap))
+        self.mode.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        self._freeze()
+        self.mode.__exit__(kind, error, traceback)
+        self._multithreading.__exit__(None, None, None)
+        torch._C._set_only_lift_cpu_tensors(self._only_lifts_cpu)
+        self._attention._destroy()
+        self._libraries.remove()
+        self.tracker.remove()
+        self._patches.undo()
+        self._stubs.remove()
+        return isinstance(error, DryRunFinished)
+
+    def notes(self) -> list[str]:
+        """Return lines for people: what is predicted, what is assumed, and what was met in the job."""
+        notes = [
+            "predicted by a dry run: the job ran without a GPU, on tensors without values; the CUDA context, NCCL and "
+            "workspaces of libraries other than cuBLAS are not included",
+            f"times are not predicted: the clock advances by assumed rates ({self.clock.description})",
+        ]
+        number = sum(self.mode.values.placeholders.values())
+        if number:
+            notes.append(
+                f"the job read {number:,} values of tensors, which a dry run does not have: it got 1 for "
+                "numbers and False for booleans"
+            )
+        if self._libraries.compiles:
+            notes.append("torch.compile was left out: the memory is that of the eager model")
+        if self.mode.shapes.bounds:
+            names = ", ".join(f"{name} ({count:,})" for name, count in self.mode.shapes.bounds.most_common())
+            notes.append(f"shapes that depend on values count with the largest possible size: {names}")
+        if self.attention.counts:
+            chosen = ", ".join(f"{kernel} ({count:,})" for kernel, count in self.attention.counts.most_common())
+            notes.append(f"kernels chosen for scaled_dot_product_attention: {chosen}")
+        if self.tracker.rule.index < 0:
+            notes.append("no optimizer of torch stepped: there are no iterations")
+        elif not self.finished:
+            finished = self.tracker.rule.index + 1
+            notes.append(f"the job ended by itself after {finished} of {self.options.iterations} iterations")
+        return notes
+
+    def _classify(self) -> None:
+        """Note which storages hold parameters, buffers, gradients and optimizer state."""
+        modules, optimizers = list(self.tracker.modules), list(self.tracker.optimizers)
+        self.memory.set_categories(list_blocks(modules, optimizers, _storage_address))
+
+    def _end_iteration(self, finished: int) -> None:
+        optimizers = self.tracker.rule.optimizers
+        self.model = describe_model(list(self.tracker.modules), optimizers)
+        self.optimizers = describe_optimizers(optimizers)
+        if finished >= self.options.iterations:
+            self.finished = True
+            self._freeze()
+            raise DryRunFinished
+
+    def _freeze(self) -> None:
+        """Count nothing any more: frameworks move and save tensors when they end."""
+        if self.tracker.live:
+            self._classify()
+        self.tracker.live = False
+        self.memory.close()
+        self.transfers.close()
+        self.user_files.stop_watching()
+
+
+def _storage_address(storage: Any) -> int:
+    return int(storage._cdata)

@@ -1,0 +1,134 @@
+"""Values of small fake tensors, as far as they follow from values that the job has."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
+
+_aten = torch.ops.aten
+MAX_ELEMENTS = 65_536
+# Gradients count as finite: the flag that it writes keeps its value.
+_FINITE_CHECK = _aten._amp_foreach_non_finite_check_and_unscale_.default
+_RANDOM = torch.Tag.nondeterministic_seeded
+_UNINITIALIZED = frozenset(
+    {_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default}
+)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among arguments or results of an operation, which are values or lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+class ShadowValues:
+    """Real storages beside fake ones. Jobs branch on masks, positions and steps, which rarely depend on weights.
+
+    Attributes:
+        placeholders: How often a value was read that is not known, by dtype.
+    """
+
+    def __init__(self) -> None:
+        self.placeholders: Counter[str] = Counter()
+        # Address of a fake storage -> (its real storage, the reference whose callback removes the entry)
+        self._storages: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, tensor: Any) -> Any:
+        """Return a real tensor that shares the known values of a tensor; None if they are not known."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        entry = self._storages.get(tensor.untyped_storage()._cdata)
+        if entry is None:
+            return None
+        return torch.empty(0, dtype=tensor.dtype).set_(entry[0], tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def value_of(self, tensor: Any) -> Any:
+        """Return the value of a tensor with one element: 1.0, 1 or False by its dtype where it is not known."""
+        real = self.of(tensor)
+        if real is not None:
+            return real.item()
+        self.placeholders[str(tensor.dtype).removeprefix("torch.")] += 1
+        return _placeholder(tensor.dtype)
+
+    def array_of(self, tensor: Any) -> Any:
+        """Return a real tensor with the values of a tensor, or with placeholders."""
+        real = self.of(tensor)
+        if real is None:
+            self.placeholders[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+            real = torch.full(tensor.shape, _placeholder(tensor.dtype), dtype=tensor.dtype)
+        return real
+
+    def set(self, tensor: Any, real: Any) -> None:
+        """Set the values of a fake tensor whose storage is its own."""
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        if tensor.storage_offset() or copy.untyped_storage().nbytes() != tensor.untyped_storage().nbytes():
+            return
+        copy.copy_(real)
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._storages[key] = copy.untyped_storage(), weakref.ref(storage, lambda _: self._storages.pop(key, None))
+
+    def compute(self, func: Any, args: Any, kwargs: Any, inputs: list[Any]) -> Any:
+        """Return the real result of an operation; None where an input is not known, or values are random."""
+        if _RANDOM in func.tags or func in _UNINITIALIZED:
+            return None
+        for tensor in inputs:
+            if isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata not in self._storages:
+                return None
+        args, kwargs = tree_map_only(torch.Tensor, self.of, (args, kwargs))
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        try:
+            return func(*args, **kwargs)
+        except Exception:
+            return None  # an operation that only a device has
+
+    def follow(self, func: Any, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any]) -> None:
+        """Compute the values of what an operation has made or written, and forget those that are not known now."""
+        if any(tensor.numel() > MAX_ELEMENTS for tensor in outputs):
+            self._forget_written(func, args, kwargs)
+            return
+        result = self.compute(func, args, kwargs, inputs)
+        if result is None:
+            if func is not _FINITE_CHECK:
+                self._forget_written(func, args, kwargs)
+            return
+        for output, real in zip(outputs, tensors_in((result,)), strict=False):
+            if isinstance(output, FakeTensor) and output.untyped_storage()._cdata not in self._storages:
+                self.set(output, real)
+
+    def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        if not self._storages or not func._schema.is_mutable:
+            return
+        positions, names = _written(func)
+        written = [args[position] for position in positions if position < len(args)]
+        written += [kwargs[name] for name in names if name in kwargs]
+        for tensor in tensors_in(written):
+            if isinstance(tensor, FakeTensor):
+                self._storages.pop(tensor.untyped_storage()._cdata, None)
+
+
+def _placeholder(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point:
+        return 1.0
+    if dtype.is_complex:
+        return 1.0 + 0.0j
+    return False if dtype == torch.bool else 1
+
+
+@cache
+def _written(func: Any) -> tuple[list[int], list[str]]:
+    """Return positions and names of the arguments that an operation writes."""
+    arguments = func._schema.arguments
+    written = [number for number, item in enumerate(arguments) if item.alias_info and item.alias_info.is_write]
+    return written, [arguments[number].name for number in written]

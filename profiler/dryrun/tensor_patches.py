@@ -1,0 +1,113 @@
+"""Replaces methods of tensors and modules that cannot change a real tensor into a fake one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer as torch_optimizers
+from torch.utils import _foreach_utils
+
+from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.dryrun.call_stacks import CallStacks
+from ebbtide.profiler.dryrun.device_memory import DeviceMemory
+from ebbtide.profiler.dryrun.shadow_values import ShadowValues
+
+# Attributes that make a tensor a fake one; all others are the job's own.
+_FAKE_ATTRIBUTES = frozenset(vars(FakeTensor).get("__annotations__", ())) | {"_is_param"}
+
+
+def become(tensor: Any, content: Any) -> None:
+    """Give a tensor the content and the class of another one; its identity and its own attributes stay."""
+    attributes = {key: value for key, value in tensor.__dict__.items() if key not in _FAKE_ATTRIBUTES}
+    tensor.__class__, content.__class__ = content.__class__, tensor.__class__
+    tensor.__dict__, content.__dict__ = content.__dict__, tensor.__dict__
+    torch._C._swap_tensor_impl(tensor, content)
+    tensor.__dict__.update(attributes)
+
+
+def patch_tensors(
+    patches: Patches, memory: DeviceMemory, stacks: CallStacks, modules: list[str], values: ShadowValues
+) -> None:
+    """Replace the methods until `patches.undo()`.
+
+    Args:
+        patches: The replacements.
+        memory: The memory of the device, which learns of storages that change their size.
+        stacks: The call stacks.
+        modules: Names of the modules that run, the innermost last.
+        values: The values of small tensors.
+    """
+    data = torch._C.TensorBase.data
+
+    def set_data(tensor: Any, value: Any) -> None:
+        if isinstance(tensor, FakeTensor) or isinstance(value, FakeTensor):
+            _replace_content(tensor, value)
+        else:
+            data.__set__(tensor, value)
+
+    patches.set(torch.Tensor, "data", property(data.__get__, set_data))
+    patches.set(torch.nn.Module, "_apply", _apply)
+    original_format = torch.Tensor.__format__
+
+    def format_tensor(tensor: Any, specification: str) -> Any:
+        """Format a fake scalar by its value, as torch does with a real one."""
+        if isinstance(tensor, FakeTensor) and tensor.dim() == 0:
+            return format(tensor.item(), specification)
+        return original_format(tensor, specification)
+
+    patches.set(torch.Tensor, "__format__", format_tensor)
+    original_numpy = torch.Tensor.numpy
+
+    def convert_to_numpy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the values of a fake tensor on the host, or placeholders."""
+        if isinstance(tensor, FakeTensor) and tensor.device.type == "cpu":
+            tensor = values.array_of(tensor)
+        return original_numpy(tensor, *args, **kwargs)
+
+    patches.set(torch.Tensor, "numpy", convert_to_numpy)
+    resize = torch.UntypedStorage.resize_
+
+    def resize_storage(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        memory.resize(storage, stacks.current(), modules[-1] if modules else None)
+        return result
+
+    patches.set(torch.UntypedStorage, "resize_", resize_storage)
+    for owner in (torch_optimizers, _foreach_utils):
+        patches.set(owner, "_foreach_supported_types", [*owner._foreach_supported_types, FakeTensor])
+
+
+def _replace_content(tensor: Any, value: Any) -> None:
+    gradient, requires_gradient = tensor.grad, tensor.requires_grad
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    content = value.detach()
+    if is_parameter:
+        content = torch.nn.Parameter(content, requires_grad=requires_gradient)
+    elif requires_gradient:
+        content.requires_grad_()
+    become(tensor, content)
+    tensor.grad = gradient
+
+
+def _apply(self: Any, function: Any, recurse: bool = True) -> Any:
+    """Apply a function to the parameters and buffers of a module, as `torch.nn.Module._apply` does."""
+    if recurse:
+        for child in self.children():
+            child._apply(function)
+    for parameter in self._parameters.values():
+        if parameter is None:
+            continue
+        gradient = parameter.grad
+        with torch.no_grad():
+            applied = function(parameter)
+            if applied is not parameter:
+                parameter.grad = None
+                parameter.data = applied
+            if gradient is not None:
+                parameter.grad = function(gradient).requires_grad_(gradient.requires_grad)
+    for key, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[key] = function(buffer)
+    return self

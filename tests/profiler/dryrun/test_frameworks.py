@@ -1,0 +1,133 @@
+"""Jobs with frameworks, unmodified: Trainer of transformers, Lightning, accelerate, and convolutions with offload."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from ebbtide.profiler.dryrun import child, session
+from ebbtide.profiler.trace import open_trace
+from tests.profiler.dryrun.forked import run_forked
+
+assert session  # imported here, so that forked processes have it
+
+TRAINER = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        tokens = torch.randint(0, 1000, (128,))
+        return {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+
+config = LlamaConfig(vocab_size=1000, hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=4)
+arguments = TrainingArguments("out", per_device_train_batch_size=2, max_steps=5, bf16=True, report_to=[])
+Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=Data()).train()
+"""
+LIGHTNING = """
+import pytorch_lightning as pl
+import torch
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(512, 10)
+
+    def training_step(self, batch, index):
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+data = torch.utils.data.TensorDataset(torch.randn(256, 512), torch.randint(10, (256,)))
+loader = torch.utils.data.DataLoader(data, 32, num_workers=2)
+trainer = pl.Trainer(accelerator="gpu", devices=1, precision="bf16-mixed", max_steps=6, logger=False)
+trainer.fit(Module(), loader)
+"""
+ACCELERATE = """
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
+model = torch.nn.Linear(512, 10)
+data = torch.utils.data.TensorDataset(torch.randn(256, 512), torch.randint(10, (256,)))
+loader = torch.utils.data.DataLoader(data, 32, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+for inputs, labels in loader:
+    with accelerator.accumulate(model):
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        accelerator.backward(loss)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    print(accelerator.gather(loss).mean().item())
+"""
+CONVOLUTIONS = """
+import torch
+from torch import nn
+
+net = nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+net = net.cuda().to(memory_format=torch.channels_last)
+rnn = nn.LSTM(64, 64, num_layers=2, batch_first=True).cuda()
+optimizer = torch.optim.SGD([*net.parameters(), *rnn.parameters()], lr=0.1, momentum=0.9)
+generator = torch.Generator(device="cuda").manual_seed(1)
+start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+while True:
+    start.record(torch.cuda.current_stream())
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        features = net(torch.randn(8, 3, 64, 64, device="cuda", generator=generator))
+    loss = torch.compile(rnn)(features.unsqueeze(1))[0].mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    end.record()
+    print(start.elapsed_time(end) > 0, torch.cuda.max_memory_allocated(), features.argmax(1).cpu().numpy())
+"""
+
+
+def dry_run(folder: Path, script: str) -> Path:
+    """Return the trace of a script that ends after two iterations, run in a fork."""
+    (folder / "job.py").write_text(script)
+    settings = {"iterations": 2, "capacity_bytes": None, "device_name": "h100", "machine": None, "force": False}
+
+    def start() -> int:
+        os.chdir(folder)
+        with open("log", "w", encoding="utf-8") as file:
+            sys.stdout = sys.stderr = file
+            return child.main([str(folder / "run.ebb"), json.dumps(settings), "job.py"])
+
+    status = run_forked(start)
+    assert status == 0, (folder / "log").read_text(encoding="utf-8")
+    return folder / "run.ebb"
+
+
+@pytest.mark.parametrize(
+    ("script", "forwards", "backwards", "note"),
+    [
+        pytest.param(TRAINER, 1, 1, "flash (4)", marks=pytest.mark.slow),
+        pytest.param(LIGHTNING, 1, 1, "", marks=pytest.mark.slow),
+        pytest.param(ACCELERATE, 2, 2, "", marks=pytest.mark.slow),
+        (CONVOLUTIONS, 2, 1, "torch.compile was left out"),
+    ],
+)
+def test_dry_run__runs_frameworks_unmodified(
+    tmp_path: Path, script: str, forwards: int, backwards: int, note: str
+) -> None:
+    trace = open_trace(dry_run(tmp_path, script))
+    phases = trace.phases(0)
+    finished = phases[phases["iteration"].notna()]
+    assert finished.groupby("iteration")["phase"].value_counts().unstack().to_dict("index") == {
+        iteration: {"forward": forwards, "backward": backwards, "update": 1} for iteration in (0, 1)
+    }
+    assert any(note in line for line in trace.notes)
+    assert (trace.allocations(0)["category"] == "optimizer_state").any()

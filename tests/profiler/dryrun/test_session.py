@@ -1,0 +1,362 @@
+"""Small jobs in a dry run: bytes, categories, phases, copies, and torch as it was afterwards."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ebbtide.profiler.dryrun.failures import explain_failure
+from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
+from tests.profiler.dryrun.forked import run_forked
+
+WIDTH, BATCH = 512, 32
+# Parameters of the layer of WIDTH x WIDTH with its bias, and their bytes in fp32.
+LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+
+
+def dry_run(job: Callable[[], Any], iterations: int = 2, **options: Any) -> tuple[Any, Any]:
+    """Return the finished dry run of a job, and what the job returned (None if it was ended)."""
+    result = None
+    with DryRun(DryRunOptions(iterations=iterations, **options)) as run:
+        result = job()
+    return run, result
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5, **autocast: Any) -> None:
+    """Train on squares of random outputs."""
+    for _ in range(steps):
+        with torch.autocast("cuda", enabled=bool(autocast), **autocast):
+            loss = model(torch.randn(BATCH, WIDTH).to("cuda")).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def held_bytes(run: Any, category: str) -> int:
+    """Return the bytes that blocks of a category hold at the end."""
+    return sum(block.size for block in run.memory.blocks if block.category == category and block.end_ns is None)
+
+
+def test_dry_run__counts_parameters_gradients_and_state_by_category_and_module() -> None:
+    def job() -> None:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).to("cuda")
+        train(model, torch.optim.AdamW(model.parameters()))
+
+    def observe() -> Any:
+        run, _ = dry_run(job)
+        modules = Counter[str]()
+        for block in run.memory.blocks:
+            if block.category == "optimizer_state" and block.end_ns is None:
+                modules[block.module] += block.size
+        held_now = {category: held_bytes(run, category) for category in ("parameter", "gradient", "optimizer_state")}
+        return held_now, dict(modules), run.finished, run.model["params"]
+
+    held_now, modules, finished, params = run_forked(observe)
+    assert held_now == {"parameter": 2 * LAYER_BYTES, "gradient": 2 * LAYER_BYTES, "optimizer_state": 4 * LAYER_BYTES}
+    assert modules == {"0": 2 * LAYER_BYTES, "2": 2 * LAYER_BYTES}
+    assert (finished, params) == (True, 2 * LAYER_BYTES // 4)
+
+
+def test_dry_run__ends_the_job_after_its_iterations_and_numbers_phases() -> None:
+    def job() -> None:
+        model = nn.Linear(WIDTH, WIDTH).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(9):
+            for _ in range(2):
+                model(torch.randn(BATCH, WIDTH, device="cuda")).sum().backward()
+            optimizer.step()
+
+    def observe() -> Any:
+        run, _ = dry_run(job, iterations=3)
+        times = [time for phase in run.tracker.phases for time in (phase.start_ns, phase.end_ns)]
+        assert all(before < after for before, after in pairwise(times))
+        return [(phase.phase, phase.iteration) for phase in run.tracker.phases]
+
+    phases = run_forked(observe)
+    micro_steps = ["forward", "backward"] * 2 + ["update"]
+    assert phases == [(phase, iteration) for iteration in range(3) for phase in micro_steps]
+
+
+def test_dry_run__restores_torch() -> None:
+    def observe() -> Any:
+        before = torch.load, torch.nn.Module._apply, torch.Tensor.data, torch.Generator, torch.compile
+        dry_run(lambda: torch.ones(8, device="cuda").sum().item())
+        after = torch.load, torch.nn.Module._apply, torch.Tensor.data, torch.Generator, torch.compile
+        with pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
+            torch.ones(8, device="cuda")
+        model = nn.Linear(3, 3).double()
+        model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+        return before == after, torch.cuda.is_available(), torch.cuda.device_count(), model.weight.grad.sum().item()
+
+    assert run_forked(observe) == (True, False, 0, 18.0)
+
+
+def test_dry_run__keeps_the_identity_of_moved_parameters_and_their_attributes() -> None:
+    def job() -> Any:
+        model = nn.Module()
+        model.embedding, model.head = nn.Embedding(1000, WIDTH), nn.Linear(WIDTH, 1000, bias=False)
+        model.head.weight = model.embedding.weight
+        model.embedding.weight.no_decay = True
+        before = model.embedding.weight
+        optimizer = torch.optim.SGD(model.parameters())
+        model.to("cuda", torch.bfloat16)
+        weight = model.head.weight
+        return (
+            weight is before is model.embedding.weight is optimizer.param_groups[0]["params"][0],
+            isinstance(weight, nn.Parameter) and weight.is_leaf and weight.requires_grad,
+            weight.no_decay,
+            weight.device.type,
+            str(weight.dtype),
+            torch.cuda.memory_allocated(),
+        )
+
+    result = run_forked(lambda: dry_run(job)[1])
+    assert result == (True, True, True, "cuda", "torch.bfloat16", 2 * 1000 * WIDTH)
+
+
+def test_dry_run__counts_copies_and_which_are_pinned() -> None:
+    def job() -> None:
+        pinned = torch.randn(1000).pin_memory()
+        on_device = pinned.to("cuda", non_blocking=True)
+        torch.zeros(300).to("cuda", torch.float16)
+        on_device.cpu()
+        on_device.sum().item()
+        on_device.add(1).clone()
+
+    copies = run_forked(lambda: [(c.direction, c.size, c.host_memory) for c in dry_run(job)[0].transfers.rows])
+    assert copies == [
+        ("h2d", 4000, "pinned"),
+        ("h2d", 600, "pageable"),
+        ("d2h", 4000, "pageable"),
+        ("d2h", 4, "pageable"),
+    ]
+
+
+def test_dry_run__knows_values_that_do_not_depend_on_weights() -> None:
+    def job() -> Any:
+        mask = torch.ones(4, 6, dtype=torch.bool, device="cuda")
+        before = bool(mask.all())
+        mask[1, 2] = False
+        positions = torch.arange(10, device="cuda")[::3]
+        kept = positions[positions > 4]
+        unknown = torch.randn(5, device="cuda")
+        flags = unknown > 0
+        followed = bool(mask.all()), mask.sum().item(), kept.tolist(), positions.cpu().numpy().tolist()
+        return before, *followed, f"{unknown.sum():.2f}", unknown[flags].shape, unknown.cpu().numpy().tolist()
+
+    def observe() -> Any:
+        run, values = dry_run(job)
+        return values, run.notes()
+
+    values, notes = run_forked(observe)
+    assert values == (True, False, 23, [6, 9], [0, 3, 6, 9], "1.00", (5,), [1.0] * 5)
+    assert any("largest possible size: nonzero (1)" in note for note in notes)
+    assert any("the job read 6 values" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head", "mask", "kernel"),
+    [
+        (torch.bfloat16, 64, False, "flash"),
+        (torch.float32, 64, False, "efficient"),
+        (torch.bfloat16, 64, True, "efficient"),
+        (torch.float32, 33, False, "math"),
+    ],
+)
+def test_attention__is_that_which_cuda_chooses(dtype: torch.dtype, head: int, mask: bool, kernel: str) -> None:
+    length = 512
+
+    def job() -> int:
+        q, k, v = (torch.randn(2, 4, length, head, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+        bias = torch.ones(length, length, dtype=torch.bool, device="cuda") if mask else None
+        before = torch.cuda.memory_allocated()
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=not mask)
+        out.float().sum().backward()
+        assert q.grad is not None
+        assert q.grad.shape == q.shape
+        return before
+
+    def observe() -> Any:
+        run, _ = dry_run(job)
+        scores = 2 * 4 * length * length * dtype.itemsize
+        return dict(run.attention.counts), any(block.size == scores for block in run.memory.blocks)
+
+    # Only the kernel that is not fused makes the matrix of scores.
+    assert run_forked(observe) == ({kernel: 1}, kernel == "math")
+
+
+@pytest.mark.parametrize(("options", "temporaries"), [({"foreach": False}, 3), ({}, 8), ({"fused": True}, 0)])
+def test_adamw__has_the_temporaries_of_its_implementation(options: dict[str, bool], temporaries: int) -> None:
+    layers = 8
+
+    def job() -> None:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))).cuda()
+        train(model, torch.optim.AdamW(model.parameters(), **options))
+
+    def observe() -> Any:
+        run, _ = dry_run(job)
+        update = run.tracker.phases[-1]
+        inside = [row[1] for row in run.memory.timeline if update.start_ns <= row[0] <= update.end_ns]
+        before = [row[1] for row in run.memory.timeline if row[0] < update.start_ns][-1]
+        return (max([before, *inside]) - before) / (4 * WIDTH * WIDTH)
+
+    assert run_forked(observe) == pytest.approx(temporaries, abs=0.1)
+
+
+def test_autocast__keeps_half_precision_copies_of_weights_during_the_forward() -> None:
+    def job() -> None:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)).cuda()
+        train(model, torch.optim.AdamW(model.parameters()), dtype=torch.bfloat16)
+
+    def observe() -> Any:
+        run, _ = dry_run(job)
+        forward = run.tracker.phases[3]
+        return [
+            block.size
+            for block in run.memory.blocks
+            if forward.start_ns <= block.start_ns <= forward.end_ns and block.size == 2 * WIDTH * WIDTH
+        ]
+
+    assert run_forked(observe) == [2 * WIDTH * WIDTH]
+
+
+def test_checkpointing__saves_the_activations_inside_of_blocks() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Blocks(nn.Module):
+        def __init__(self, recompute: bool) -> None:
+            super().__init__()
+            self.recompute = recompute
+            self.blocks = nn.ModuleList(
+                nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.GELU()))) for _ in range(4)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+            return x
+
+    def job(recompute: bool) -> None:
+        model = Blocks(recompute).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(3):
+            model(torch.randn(4096, 64, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def observe() -> Any:
+        runs = [dry_run(lambda recompute=recompute: job(recompute))[0] for recompute in (False, True)]
+        assert [phase.phase for phase in runs[1].tracker.phases[:3]] == ["forward", "backward", "update"]
+        return [run.memory.most_bytes for run in runs]
+
+    plain, recomputed = run_forked(observe)
+    activation = 4 * 4096 * 64
+    # 64 saved tensors, against 4 inputs and the 16 of one block.
+    assert plain - recomputed == pytest.approx((64 - 20) * activation, abs=4 * activation)
+
+
+def test_grad_scaler__steps_since_gradients_count_as_finite() -> None:
+    def job() -> None:
+        model = nn.Linear(WIDTH, WIDTH).cuda()
+        optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), torch.amp.GradScaler("cuda")
+        for _ in range(3):
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(torch.randn(BATCH, WIDTH, device="cuda")).float().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    def observe() -> Any:
+        run, _ = dry_run(job)
+        return held_bytes(run, "optimizer_state"), [phase.phase for phase in run.tracker.phases]
+
+    # Two moments of each parameter, and a step of 4 B for each of the two.
+    assert run_forked(observe) == (2 * LAYER_BYTES + 8, ["forward", "backward", "update"] * 2)
+
+
+def test_closure__has_phases_of_its_own_inside_the_update() -> None:
+    def job() -> None:
+        model = nn.Linear(WIDTH, WIDTH).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.randn(BATCH, WIDTH, device="cuda")).sum()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+
+    phases = run_forked(lambda: [(p.phase, p.iteration) for p in dry_run(job)[0].tracker.phases])
+    kinds = [phase for phase, iteration in phases if iteration == 1]
+    assert kinds[-3:] == ["forward", "backward", "update"]
+    assert kinds.count("backward") == 1
+
+
+def test_data_loader__with_workers_loads_in_the_process() -> None:
+    def job() -> int:
+        data = torch.utils.data.TensorDataset(torch.randn(64, 3000), torch.arange(64))
+        loader = torch.utils.data.DataLoader(data, 16, shuffle=True, num_workers=4, pin_memory=True)
+        return len({label for _, labels in loader for label in labels.tolist()})
+
+    assert run_forked(lambda: dry_run(job)[1]) == 64
+
+
+def test_threads__share_the_device() -> None:
+    def job() -> int:
+        tensors: list[torch.Tensor] = []
+
+        def work() -> None:
+            for _ in range(20):
+                tensors.append(torch.ones(1000, device="cuda") + 1)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+    assert run_forked(lambda: dry_run(job)[1]) == 4 * 20 * 4000
+
+
+def test_storage__that_is_resized_is_released() -> None:
+    def job() -> list[int]:
+        tensor = torch.empty(1 << 20, device="cuda")
+        sizes = [torch.cuda.memory_allocated()]
+        for size in (0, 4 << 20):
+            tensor.untyped_storage().resize_(size)
+            sizes.append(torch.cuda.memory_allocated())
+        return sizes
+
+    assert run_forked(lambda: dry_run(job)[1]) == [4 << 20, 0, 4 << 20]
+
+
+def test_operation__without_a_fake_implementation_is_named() -> None:
+    def job() -> str | None:
+        library = torch.library.Library("dry_run_test", "DEF")
+        library.define("secret(Tensor x) -> Tensor")
+        library.impl("secret", lambda x: x, "CPU")
+        try:
+            torch.ops.dry_run_test.secret(torch.ones(3, device="cuda"))
+        except Exception as error:
+            return explain_failure(error)
+        return None
+
+    line = run_forked(lambda: dry_run(job)[1])
+    assert line is not None
+    assert "dry_run_test" in line
+    assert "register_fake" in line
+    assert "test_session.py:" in line
