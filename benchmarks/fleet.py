@@ -120,8 +120,8 @@ class Repetition:
 
 def latest(rows: pd.DataFrame, times: Ints) -> Ints:
     """Return the row of the latest sample at each time, or of the first one."""
-    found = np.searchsorted(rows["t_ns"].to_numpy(np.int64), times, side="right") - 1
-    return np.maximum(found, 0).astype(np.int64)
+    index = np.searchsorted(rows["t_ns"].to_numpy(np.int64), times, side="right") - 1
+    return np.maximum(index, 0).astype(np.int64)
 
 
 def make_rank(real: Path, path: Path, rank: int, iterations: int) -> dict[str, Any]:
@@ -148,7 +148,8 @@ def cost(command: list[str]) -> tuple[float, float, float]:
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             output.seek(0)
-            sys.exit(f"{' '.join(command)} failed: {output.read().decode(errors='replace')[-2000:]}")
+            text = output.read().decode(errors="replace")[-2000:]
+            sys.exit(f"{' '.join(command)} ended with {process.returncode}: {text}")
     return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e9
 
 

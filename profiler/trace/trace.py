@@ -42,9 +42,7 @@ class Trace:
         raw_meta: The object of meta.json, with keys that the format does not specify. Do not change it.
     """
 
-    def __init__(
-        self, path: Path, raw_meta: dict[str, Any], load: Load, load_labels: LoadLabels | None = None
-    ) -> None:
+    def __init__(self, path: Path, raw_meta: dict[str, Any], load: Load, load_labels: LoadLabels | None = None) -> None:
         self.path = path
         self.raw_meta = raw_meta
         self._load = load

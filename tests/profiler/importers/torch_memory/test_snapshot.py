@@ -56,7 +56,9 @@ ACTS = st.lists(
 
 @settings(max_examples=examples(25, by_default=12))
 @given(acts=ACTS, cut=st.floats(0, 0.99))
-def test_import_snapshot__gives_the_exact_sizes(tmp_path_factory: pytest.TempPathFactory, acts: Any, cut: float) -> None:
+def test_import_snapshot__gives_the_exact_sizes(
+    tmp_path_factory: pytest.TempPathFactory, acts: Any, cut: float
+) -> None:
     allocator = job(acts)
     first = int(cut * len(allocator.events))
     path = write_snapshot(tmp_path_factory.mktemp("job") / "snapshot.pickle", **allocator.snapshot(first))
