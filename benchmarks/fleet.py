@@ -158,6 +158,15 @@ def disk_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
 
 
+def measure(name: str, path: Path, rounds: int) -> list[str]:
+    """Run a command some times, and return its row of the table."""
+    output = path.parent / "report.html"
+    words = [name, str(path), *(["--force", "-o", str(output)] if name == "report" else [])]
+    costs = [cost([sys.executable, "-m", "ebbtide", *words]) for _ in range(rounds)]
+    written = f"{disk_bytes(output) / 1e6:.1f} MB" if name == "report" else ""
+    return [f"`ebbtide {name}`", *(spread(column, 1) for column in zip(*costs, strict=True)), written]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -172,14 +181,10 @@ def main() -> None:
         make_trace(arguments.trace, path, arguments.ranks, arguments.iterations)
     size = f"{arguments.ranks} ranks, {arguments.iterations} iterations, {disk_bytes(path) / 1e9:.2f} GB on disk"
     print(f"{time.strftime('%Y-%m-%d')}, {machine_line()}, {size}, {arguments.rounds} rounds: median (least to most)\n")
-    rows = []
-    for name in arguments.commands:
-        output = arguments.folder / "report.html"
-        words = [name, str(path), *(["--force", "-o", str(output)] if name == "report" else [])]
-        costs = [cost([sys.executable, "-m", "ebbtide", *words]) for _ in range(arguments.rounds)]
-        written = f"{disk_bytes(output) / 1e6:.1f} MB" if name == "report" else ""
-        rows.append([f"`ebbtide {name}`", *(spread(column, 1) for column in zip(*costs, strict=True)), written])
-    table(["command", "wall time, s", "processor time, s", "peak memory, GB", "output file"], rows)
+    table(
+        ["command", "wall time, s", "processor time, s", "peak memory, GB", "output file"],
+        (measure(name, path, arguments.rounds) for name in arguments.commands),
+    )
 
 
 if __name__ == "__main__":

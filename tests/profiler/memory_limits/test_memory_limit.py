@@ -13,7 +13,6 @@ from ebbtide.profiler import MemoryLimitExceeded, memory_limit
 from ebbtide.profiler.memory_limits import cuda
 from ebbtide.profiler.memory_limits.held_blocks import BEFORE, MemoryEvent, replay
 
-pytest_plugins = ("ebbtide.profiler.pytest_plugin",)
 MB = 10**6
 
 
