@@ -13,6 +13,7 @@ from msgspec import Meta
 from ebbtide.errors import MachineError
 from ebbtide.json_files import convert_object, number_range, read_object
 from ebbtide.machines.box import Box, box_from, rate_of_rank
+from ebbtide.machines.gpu_compute import GpuCompute, gpu_compute_from
 
 # Ranges of today's machines; a value outside of them is in the wrong unit. A rate of 0 would be a resource that the
 # machine does not have, which is null.
@@ -53,6 +54,7 @@ class Machine:
         operation_s: The time of each operation that does not depend on its size: launch and synchronization.
         pinned_memory_bytes: Host memory that the rank may pin; None: all of its part.
         box: Totals of the box; None: measured with one rank, or not known with how many.
+        gpu: Peak rates of the GPU's arithmetic; None: not known.
         extra: Further keys of the file, which are kept.
     """
 
@@ -74,6 +76,7 @@ class Machine:
     operation_s: OverheadS | None = None
     pinned_memory_bytes: HostBytes | None = None
     box: Box | None = None
+    gpu: GpuCompute | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     def for_ranks(self, ranks: int) -> Machine:
@@ -125,7 +128,8 @@ class Machine:
     def as_json(self) -> dict[str, Any]:
         """Return the object of a machine file."""
         values = {key: getattr(self, key) for key in _KEYS}
-        return {**values, "box": asdict(self.box) if self.box else None, **self.extra}
+        objects = {key: asdict(part) if part else None for key, part in (("box", self.box), ("gpu", self.gpu))}
+        return {**values, **objects, **self.extra}
 
     def save(self, path: Path) -> None:
         """Write a machine file. Raises MachineError where that fails."""
@@ -159,9 +163,13 @@ def machine_from(values: dict[str, Any], where: str) -> Machine:
     """
     extra = {key: value for key, value in values.items() if key not in _KEYS}
     rates = {"name": where, **{key: values[key] for key in _KEYS if values.get(key) is not None}}
-    box = rates.pop("box", None)
+    box, gpu = rates.pop("box", None), rates.pop("gpu", None)
     machine = convert_object({**rates, "extra": extra}, Machine, where, MachineError)
-    return machine if box is None else replace(machine, box=box_from(box, where))
+    return replace(
+        machine,
+        box=None if box is None else box_from(box, where),
+        gpu=None if gpu is None else gpu_compute_from(gpu, where),
+    )
 
 
 def load_machine(path: Path) -> Machine:

@@ -14,8 +14,9 @@ from tests.conftest import Recorded
 
 Record = Callable[..., Recorded]
 
-# A phase agrees if it is as long as the job's own timer says, to within the larger of these.
-RELATIVE, ABSOLUTE_NS = 0.03, 200_000
+# A phase agrees if it is as long as the job's own timer says, to within the larger of these. The job's timer includes
+# what the recorder does at an edge of a phase: up to 0.3 ms where it writes the iteration to its file.
+RELATIVE, ABSOLUTE_NS = 0.03, 500_000
 
 STEPS = 8
 # Other processes on the machine may stop a job between its own timer and the recorder's: they can only move the two

@@ -1,0 +1,48 @@
+"""The rates at which a GPU computes: peaks of its data sheet, for the times of a dry run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from ebbtide.errors import MachineError
+from ebbtide.json_files import convert_object, number_range
+
+PeakFlops = Annotated[float, number_range(1e9, 1e18)]
+MemoryRate = Annotated[float, number_range(1e9, 1e15)]
+
+
+@dataclass(frozen=True)
+class GpuCompute:
+    """Peak rates of a GPU; None is not known.
+
+    Attributes:
+        name: Its name, as torch reports it.
+        compute_capability: As in "9.0"; None for GPUs without one.
+        flops_per_s: Peak of dense matrix products by type: `float32`, `tf32`, `float16`, `bfloat16`, `float8`.
+        memory_bytes_per_s: Traffic with device memory.
+        peer_bytes_per_s: Copies to other GPUs of its box, in one direction (NVLink, or PCIe where there is none).
+    """
+
+    name: Annotated[str, Meta(description="a text")] | None = None
+    compute_capability: Annotated[str, Meta(pattern=r"^\d+\.\d+$", description='a text as in "9.0"')] | None = None
+    flops_per_s: dict[str, PeakFlops] = field(default_factory=dict)
+    memory_bytes_per_s: MemoryRate | None = None
+    peer_bytes_per_s: MemoryRate | None = None
+
+
+def gpu_compute_from(values: Any, where: str) -> GpuCompute:
+    """Convert the object `gpu` of a machine file.
+
+    Args:
+        values: The object.
+        where: The source, for messages.
+
+    Raises:
+        MachineError: It is not an object, or a value has the wrong type or is out of range.
+    """
+    if not isinstance(values, dict):
+        raise MachineError(f"{where}: gpu is {values!r:.40}; it must be an object with the peak rates of the GPU")
+    return convert_object(values, GpuCompute, f"{where}: gpu", MachineError)
