@@ -44,6 +44,13 @@ def iterations(text: str) -> tuple[int, int | None]:
     return first, last
 
 
+def machine_in_host(machine: str | None, host: str | None) -> str | None:
+    """Return the name of a machine whose GPU is in another host. Raises BadParameter for a host without a machine."""
+    if host is not None and machine is None:
+        raise typer.BadParameter("--host is another host for the GPU of a machine: name the machine, too")
+    return machine if host is None else f"{machine}@{host}"
+
+
 TraceFile = Annotated[Path, typer.Argument(metavar="RUN.ebb", help="Trace to read.")]
 Rank = Annotated[
     int | None,
@@ -66,8 +73,17 @@ Machine = Annotated[
     typer.Option(
         "--machine",
         metavar="M",
-        help="Machine file, or name of a preset.",
+        help="Machine file, or name of a preset; M@SPEC is its GPU in another host (--host).",
         show_default="the one recorded in the trace",
+    ),
+]
+Host = Annotated[
+    str | None,
+    typer.Option(
+        "--host",
+        metavar="SPEC",
+        help="Another host for the machine's GPU, e.g. ddr5-2ch,16-cores,pcie4x16,256GB; the same as --machine M@SPEC.",
+        show_default="that of the machine",
     ),
 ]
 Policies = Annotated[

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist
+from typing import Any, Literal, TypeVar
 
+from ebbtide.errors import MachineError
+from ebbtide.machines.box import Box
 from ebbtide.machines.machine import Machine
 
 # Value of `source.kind` in machine files whose rates are those of data sheets.
 DATA_SHEETS = "data sheets"
+_Rates = TypeVar("_Rates", Machine, Box)
 Basis = Literal["fitted", "measured", "data sheets", "unknown"]
 
 
@@ -23,6 +29,7 @@ class Accuracy:
         undetermined: Rates that these runs do not determine.
         fitted_ranks: Numbers of ranks on a host that these runs had, ascending.
         ranks: Ranks on a host that the rates are for; None: not known.
+        uncertainty: The factor within which each rate is known, as in `uncertainty_of`.
     """
 
     basis: Basis
@@ -31,6 +38,7 @@ class Accuracy:
     undetermined: tuple[str, ...] = ()
     fitted_ranks: tuple[int, ...] = ()
     ranks: int | None = None
+    uncertainty: dict[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Return the object `accuracy` of `ebbtide replay --json`."""
@@ -41,10 +49,17 @@ class Accuracy:
             "undetermined": list(self.undetermined),
             "fitted_ranks_per_host": list(self.fitted_ranks),
             "ranks_per_host": self.ranks,
+            "uncertainty": self.uncertainty,
         }
 
     def text(self) -> str:
         """Return the accuracy in a line for people."""
+        if self.basis == "data sheets" and self.uncertainty:
+            key, factor = max(self.uncertainty.items(), key=lambda item: item[1])
+            return (
+                f"rates from data sheets and assumed shares of their peaks, the least certain within a factor of "
+                f"{factor:.3g} ({key}): predictions from this machine are not validated"
+            )
         if self.largest_error is None:
             return _NOT_VALIDATED[self.basis]
         runs = f"{self.runs} run{'s' if self.runs > 1 else ''}"
@@ -82,12 +97,81 @@ def accuracy_of(machine: Machine) -> Accuracy:
                 sorted({number for number in _object(fit, "ranks").values() if isinstance(number, int)})
             ),
             ranks=ranks,
+            uncertainty=uncertainty_of(machine),
         )
     if fit:
-        return Accuracy("fitted", ranks=ranks)
+        return Accuracy("fitted", ranks=ranks, uncertainty=uncertainty_of(machine))
     if source.get("kind") == DATA_SHEETS:
-        return Accuracy("data sheets", ranks=ranks)
-    return Accuracy("measured" if _object(machine.extra, "measured") else "unknown", ranks=ranks)
+        return Accuracy("data sheets", ranks=ranks, uncertainty=uncertainty_of(machine))
+    basis: Basis = "measured" if _object(machine.extra, "measured") else "unknown"
+    return Accuracy(basis, ranks=ranks, uncertainty=uncertainty_of(machine))
+
+
+def uncertainty_of(machine: Machine) -> dict[str, float]:
+    """Return the factor within which each rate is known: one standard error, normal in the logarithm.
+
+    It is that of the fit (`fit.uncertainty` of the file) or of the data sheets (`uncertainty`). A measured rate is
+    known as well as its runs agree, and no better than within 5 %.
+
+    Returns:
+        Factors of at least 1 by the key of the rate; rates without a known uncertainty are missing.
+    """
+    factors = {key: _measured_factor(entry) for key, entry in _object(machine.extra, "measured").items()}
+    for stated in (_object(_object(machine.extra, "fit"), "uncertainty"), _object(machine.extra, "uncertainty")):
+        factors |= {key: float(value) for key, value in stated.items() if isinstance(value, (int, float))}
+    return {key: value for key, value in factors.items() if math.isfinite(value) and value >= 1}
+
+
+def at_quantile(machine: Machine, quantile: float, keys: Iterable[str] | None = None) -> Machine:
+    """Return the machine with its rates at a quantile of their uncertainty.
+
+    Errors are normal in the logarithm and all rates err in the same direction, which gives a wider range than
+    independent errors do. At a low quantile rates are low and times (`step_overhead_s`, `operation_s`) long.
+
+    Args:
+        machine: The machine.
+        quantile: From 0 to 1, both excluded; 0.16 and 0.84 are one standard error from the rates as they are.
+        keys: The rates to change; None: all with a known uncertainty.
+
+    Raises:
+        MachineError: The quantile is not between 0 and 1.
+    """
+    if not 0 < quantile < 1:
+        raise MachineError(f"{quantile:g} is not a quantile: write a number between 0 and 1, like 0.16")
+    deviations = NormalDist().inv_cdf(quantile)
+    chosen = None if keys is None else set(keys)
+    factors = {
+        key: factor ** (-deviations if key in _TIMES else deviations)
+        for key, factor in uncertainty_of(machine).items()
+        if chosen is None or key in chosen
+    }
+    box = machine.box
+    if box is not None:
+        own = {key: factors[key] for key in _SHARED if key in factors}
+        alone = {f"one_rank_{key}": factors.get(f"box.one_rank_{key}", factor) for key, factor in own.items()}
+        box = _scaled(box, {**own, **alone})
+    return replace(_scaled(machine, factors), box=box)
+
+
+# Keys whose values are times, not rates.
+_TIMES = ("step_overhead_s", "operation_s")
+# Rates that also have a total in `box`.
+_SHARED = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
+_LEAST_MEASURED_FACTOR = 1.05
+# Standard deviations from the 10th to the 90th percentile of a normal distribution.
+_SPREAD_DEVIATIONS = 2 * NormalDist().inv_cdf(0.9)
+
+
+def _measured_factor(entry: Any) -> float:
+    spread = entry.get("spread", 0.0) if isinstance(entry, dict) else 0.0
+    has_spread = isinstance(spread, (int, float))
+    return max(_LEAST_MEASURED_FACTOR, 1 + spread / _SPREAD_DEVIATIONS) if has_spread else _LEAST_MEASURED_FACTOR
+
+
+def _scaled(values: _Rates, factors: dict[str, float]) -> _Rates:
+    """Return an object with its known values multiplied by the factors of their keys."""
+    changed = {key: getattr(values, key, None) for key in factors}
+    return replace(values, **{key: value * factors[key] for key, value in changed.items() if value is not None})
 
 
 def _object(values: dict[str, Any], key: str) -> dict[str, Any]:

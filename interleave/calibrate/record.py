@@ -7,6 +7,7 @@ from typing import Any
 
 from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.interleave.calibrate.timing import Timing
+from ebbtide.machines.gpu_compute import GpuCompute
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Record:
         rates: Rates by their keys in a machine file.
         alone: The same rates of one rank while the others on its host are idle; empty where not measured.
         measured: How each rate was measured, the number of runs, and their spread.
+        gpu: Arithmetic and memory of the GPU; None where there is none.
         extra: Further keys of the machine file.
         notes: Lines for the user.
     """
@@ -45,12 +47,17 @@ class Record:
     rates: dict[str, float] = field(default_factory=dict)
     alone: dict[str, float] = field(default_factory=dict)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
+    gpu: GpuCompute | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def rate(self, key: str, value: float, how: str, timing: Timing | None = None) -> None:
         """Record a rate and how it was measured."""
         self.rates[key] = value
+        self.describe(key, how, timing)
+
+    def describe(self, key: str, how: str, timing: Timing | None = None) -> None:
+        """Record how a value of the machine file was measured."""
         runs = {"runs": timing.runs, "spread": round(timing.spread, 4)} if timing is not None else {}
         self.measured[key] = {"how": how, **runs}
 

@@ -11,7 +11,7 @@ import torch
 
 from ebbtide import host_limits
 from ebbtide.errors import MachineError
-from ebbtide.interleave.calibrate import counters, cpu, gpu, host_memory, link, operations
+from ebbtide.interleave.calibrate import counters, cpu, gpu, gpu_compute, host_memory, link, operations
 from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.interleave.calibrate.record import Record, Setup
 from ebbtide.machines.box import Box
@@ -59,6 +59,7 @@ _PARTS_WITH_GPU = (
     Part("pageable copies", link.measure_pageable_copies, 2),
     Part("update on the GPU", gpu.measure_update, 1),
     Part("cast on the GPU", gpu.measure_cast, 1),
+    Part("arithmetic of the GPU", gpu_compute.measure_compute, 5),
     Part("overhead of a step", gpu.measure_overhead, 1),
     Part("update during copies", link.measure_contention, 3),
     Part("link counters of the GPU", counters.check_counters, 6),
@@ -93,7 +94,7 @@ def calibrate(ranks: Ranks, seconds: float, name: str, progress: PartProgress = 
         # The simulator's prediction: both share the bandwidth of host memory, slowed by the same factor.
         demand = contention.pop("asked_host_bytes_per_s")
         contention["fluid_share"] = min(1.0, rates["host_memory_bytes_per_s"] / demand)
-    return Machine(name=name, **rates, box=box, extra={**extra, "notes": record.notes})
+    return Machine(name=name, **rates, box=box, gpu=record.gpu, extra={**extra, "notes": record.notes})
 
 
 def _box(ranks: Ranks, rates_by_rank: list[dict[str, float]], alone: dict[str, float]) -> Box:

@@ -133,9 +133,9 @@ def test_find_machine__accepts_a_file_a_preset_or_the_recorded_machine(tmp_path:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (None, "name one with --machine, a file (`ebbtide calibrate` writes it) or one of a100"),
+        (None, "name one with --machine, a file (`ebbtide calibrate` writes it) or one of a10, a100"),
         ("", "cannot be read"),
-        ("h100", "there is no machine 'h100': name a file, or one of a100"),
+        ("h100", "there is no machine 'h100': name a file, or one of a10, a100"),
         ("h100.json", "machine file h100.json cannot be read: No such file"),
         ("no/where", "machine file no/where cannot be read"),
         ("x" * 300, "there is no machine 'xxx"),

@@ -10,6 +10,7 @@ from ebbtide.units import bytes_text, ms_text, rate_text
 
 if TYPE_CHECKING:
     from ebbtide.machines.box import Box
+    from ebbtide.machines.gpu_compute import GpuCompute
     from ebbtide.machines.machine import Machine
 
 
@@ -51,6 +52,8 @@ def print_machine(machine: Machine) -> None:
     print_table(f"{machine.name}, rates of one rank{ranks}", ["", "rate", "source"], rows)
     if machine.box is not None:
         _print_box(machine, machine.box)
+    if machine.gpu is not None:
+        _print_gpu(machine, machine.gpu)
     fit = machine.extra.get("fit")
     if fit is not None:
         print_table(
@@ -68,9 +71,16 @@ def _print_box(machine: Machine, box: Box) -> None:
     rows = []
     for key in ("cpu_update_params_per_s", "host_memory_bytes_per_s"):
         label, text = _RATES[key]
-        values = vars(box)
-        rows.append([label, text(values[key]), text(values[f"one_rank_{key}"])])
+        rows.append([label, text(getattr(box, key)), text(getattr(box, f"one_rank_{key}"))])
     print_table(f"{machine.name}, the box", ["", f"total of {box.ranks} ranks", "one rank, the others idle"], rows)
+
+
+def _print_gpu(machine: Machine, gpu: GpuCompute) -> None:
+    rows = [[f"products in {precision}", f"{flops / 1e12:.4g} TFLOP/s"] for precision, flops in gpu.flops_per_s.items()]
+    if gpu.memory_bytes_per_s is not None:
+        rows.append(["device memory, read and written", f"{gpu.memory_bytes_per_s / 1e12:.4g} TB/s"])
+    capability = f", compute capability {gpu.compute_capability}" if gpu.compute_capability else ""
+    print_table(f"{machine.name}, the GPU: {gpu.name or 'not known'}{capability}", ["", "rate"], rows)
 
 
 def _source(machine: Machine, key: str) -> str:

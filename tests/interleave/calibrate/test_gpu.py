@@ -27,7 +27,14 @@ def test_calibrate__measures_every_rate(measured: dict[str, Any]) -> None:
     keys = [key for key in measured if key.endswith(("_per_s", "_bytes", "_s"))]
     rates = [key for key in keys if key != "pinned_memory_bytes"]
     assert [key for key in rates if not measured[key]] == []
-    assert set(rates) - {"working_set_bytes"} == set(measured["measured"])
+    described = {key for key in measured["measured"] if not key.startswith("gpu.")}
+    assert set(rates) - {"working_set_bytes"} == described
+
+
+def test_calibrate__measures_the_gpu(measured: dict[str, Any]) -> None:
+    gpu = measured["gpu"]
+    assert gpu["flops_per_s"]["float16"] > gpu["flops_per_s"]["float32"]
+    assert gpu["memory_bytes_per_s"] > measured["host_memory_bytes_per_s"]
 
 
 def test_calibrate__rates_of_copies_are_plausible(measured: dict[str, Any]) -> None:

@@ -1,0 +1,66 @@
+"""Measurement of arithmetic and device memory. The same code runs on the CPU here, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ebbtide.interleave.calibrate import gpu_compute
+from ebbtide.interleave.calibrate.ranks import Ranks
+from ebbtide.interleave.calibrate.record import Record, Setup
+from ebbtide.interleave.calibrate.timing import Timing
+
+CPU = torch.device("cpu")
+SETUP = Setup(Ranks(), threads=1, cores=1, working_set=1 << 20, window_s=0.0, device=None)
+
+
+@pytest.mark.parametrize("precision", ["float32", "tf32", "float16", "bfloat16"])
+def test_measure_product__counts_the_operations_of_all_products(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products: list[tuple[torch.dtype, str]] = []
+    product_of = torch.mm
+
+    def mm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        products.append((left.dtype, torch.get_float32_matmul_precision()))
+        return product_of(left, right, out=out)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    before = torch.get_float32_matmul_precision()
+    flops_per_s, timing = gpu_compute.measure_product(CPU, precision, 64, SETUP)
+    # One run is not measured.
+    in_a_run = len(products) / (timing.runs + 1)
+    assert flops_per_s * timing.seconds == pytest.approx(in_a_run * 2 * 64**3)
+    dtype = torch.float32 if precision in ("float32", "tf32") else getattr(torch, precision)
+    assert set(products) == {(dtype, "high" if precision == "tf32" else "highest")}
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_measure_device_memory__counts_bytes_read_and_written() -> None:
+    bytes_per_s, timing = gpu_compute.measure_device_memory(CPU, 1 << 20, SETUP)
+    assert bytes_per_s * timing.seconds == pytest.approx(gpu_compute._LAUNCHED * 2 * (1 << 20))
+
+
+def test_record__a_gpu_and_how_it_was_measured_become_part_of_the_file() -> None:
+    record = Record()
+    record.describe("gpu.memory_bytes_per_s", "copies", Timing(0.1, 3, 0.02))
+    assert record.measured == {"gpu.memory_bytes_per_s": {"how": "copies", "runs": 3, "spread": 0.02}}
+    assert record.rates == {}
+
+
+@pytest.mark.gpu
+def test_measure_compute__measures_the_gpu() -> None:
+    record = Record()
+    gpu_compute.measure_compute(replace(SETUP, device=0, window_s=0.3), record)
+    gpu = record.gpu
+    assert gpu is not None
+    assert gpu.name == torch.cuda.get_device_name(0)
+    assert gpu.memory_bytes_per_s is not None
+    assert 1e10 < gpu.memory_bytes_per_s < 2e13
+    assert gpu.flops_per_s["float16"] > gpu.flops_per_s["float32"] > 1e12
+    assert set(record.measured) == {
+        "gpu.memory_bytes_per_s",
+        *(f"gpu.flops_per_s.{precision}" for precision in gpu.flops_per_s),
+    }
