@@ -36,6 +36,22 @@ COMMANDS: dict[str, list[str | Path]] = {
         "1011:1013",
         "-o",
     ],
+    "plan.png": [
+        "plan",
+        "--params",
+        "13e9",
+        "--ranks",
+        "4",
+        "--micro-batch",
+        "2",
+        *(
+            part
+            for name in ("a10", "a100-40gb-pcie", "a100-80gb-sxm", "l40s", "h100-80gb-pcie", "h100-80gb")
+            for part in ("--machine", name)
+        ),
+        *(part for price in ("4", "6", "16", "8", "12", "24") for part in ("--price-per-hour", price)),
+        "-o",
+    ],
     "policies.png": ["replay", TRACES / "a100-13b-async.ebb", "--machine", "a100-40gb-published", "--plot"],
 }
 REPORT = "report.png"

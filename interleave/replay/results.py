@@ -160,11 +160,11 @@ def _result(text: str, schedule: Schedule, machine: Machine) -> PolicyResult:
         peak_device_bytes=schedule.peak_device_bytes,
         host_bytes=host,
         fits=fits,
-        limited_by=_limiting_resource(schedule, machine),
+        limited_by=limiting_resource(schedule, machine),
     )
 
 
-def _limiting_resource(schedule: Schedule, machine: Machine) -> str:
+def limiting_resource(schedule: Schedule, machine: Machine) -> str:
     """Return what limits the update: host memory bandwidth, else the busiest resource, else dependencies."""
     if schedule.update_s <= 0:
         return "nothing"

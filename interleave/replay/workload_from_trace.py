@@ -5,6 +5,7 @@ from __future__ import annotations
 from ebbtide.analysis.metrics.deepspeed import DeepSpeedSetup
 from ebbtide.analysis.metrics.free_profile import param_bytes, state_bytes
 from ebbtide.analysis.metrics.gradient_wait import gradient_wait
+from ebbtide.analysis.metrics.prediction import prediction_line
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.errors import WorkloadError
 from ebbtide.interleave.model.workload import Workload
@@ -42,7 +43,7 @@ def workload_of(trace: Trace) -> Workload:
         )
     bytes_per_param = param_bytes(metrics.entry)
     waiting_ms = _gradient_wait_ms(metrics, backward)
-    notes = []
+    notes = [f"times and memory are {line}"] if (line := prediction_line(trace)) else []
     if waiting_ms:
         notes.append(
             f"the recorded backward waited about {waiting_ms:.0f} ms for gradient copies (an estimate): replayed "

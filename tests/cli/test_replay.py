@@ -121,6 +121,15 @@ def test_replay__unknown_values_are_null(folder: Path, capsys: Printed) -> None:
     assert "not known" in output
 
 
+def test_replay__puts_the_gpu_of_a_machine_into_another_host(folder: Path, capsys: Printed) -> None:
+    options = "--workload w.json --policy zero-offload"
+    by_name = answer(capsys, f"{options} --machine rtx4090@ddr5-2ch,8-cores")
+    by_option = answer(capsys, f"{options} --machine rtx4090 --host ddr5-2ch,8-cores")
+    assert by_option == by_name
+    assert by_name["machine"]["host"]["spec"] == "ddr5-4800-2ch,8-cores,pcie5x16,128GiB,1-rank"
+    assert by_name["accuracy"]["basis"] == "data sheets"
+
+
 def test_replay__is_deterministic_and_its_output_can_be_replayed(folder: Path) -> None:
     first, second = (
         ebbtide(
@@ -243,7 +252,9 @@ BAD = [
         "there is no machine: name one with --machine, a file (`ebbtide calibrate` writes it) or one of",
     ),
     ("run.ebb", "there is no machine"),
-    ("--workload w.json --machine nosuch", "there is no machine 'nosuch': name a file, or one of a100"),
+    ("--workload w.json --machine nosuch", "there is no machine 'nosuch': name a file, or one of a10, a100"),
+    ("--workload w.json --host ddr5-2ch", "name the machine, too"),
+    ("--workload w.json --machine rtx4090 --host ddr5", "host 'ddr5': 'ddr5' is not a part of a host; write parts"),
     (f"--workload w.json --machine {'x' * 300}", "there is no machine"),
     ("--workload w.json --machine truncated.json", "machine file truncated.json is not JSON"),
     ("--workload truncated.json --machine m.json", "workload file truncated.json is not JSON"),
@@ -365,6 +376,6 @@ def test_replay__a_published_run_uses_its_own_number_of_ranks(capsys: Printed) -
     assert result["machine"]["box"]["ranks"] == 2
     assert result["machine"]["host_memory_bytes"] == pytest.approx(540e9 / 2, rel=0.01)
     accuracy = result["accuracy"]
-    assert (accuracy["basis"], accuracy["runs"], accuracy["fitted_ranks_per_host"]) == ("fitted", 7, [4])
+    assert (accuracy["basis"], accuracy["runs"], accuracy["fitted_ranks_per_host"]) == ("fitted", 8, [4])
     assert 0 < accuracy["largest_error"] < 0.03
     assert "h2d_bytes_per_s" in accuracy["undetermined"]

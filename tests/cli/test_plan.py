@@ -1,0 +1,130 @@
+"""`ebbtide plan` on traces, workload files and sizes: its output, and the input that it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbtide.cli import run
+from tests.conftest import ebbtide
+from tests.interleave.experiments.sweep.sweeps import write_files
+from tests.interleave.provisioning.jobs import gpu_machine
+
+Printed = pytest.CaptureFixture[str]
+TRACE = Path(__file__).parents[2] / "traces" / "a100-13b-async.ebb"
+# The keys of the contract; more follow.
+KEYS = {
+    "machine", "fits", "change", "policy", "device_bytes", "host_bytes", "iteration_ms", "iteration_low_ms",
+    "iteration_high_ms", "tokens_per_s", "cost_per_billion_tokens", "limited_by", "code",
+}  # fmt: skip
+SIZE = "--params 2e9 --layers 24 --hidden 2560"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path)
+    for name, size in (("small", 16e9), ("large", 80e9), ("tiny", 1.1e9)):
+        gpu_machine(gpu_memory_bytes=size, name=name).save(tmp_path / f"{name}.json")
+    (tmp_path / "taken.png").write_text("kept")
+    return tmp_path
+
+
+def answer(capsys: Printed, arguments: str) -> Any:
+    """Run `ebbtide plan` and return the JSON object that it prints."""
+    assert run(["plan", *arguments.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_plan__json_of_a_size_has_the_keys_of_each_machine(folder: Path) -> None:
+    machines = ["--machine", "small.json", "large.json", "tiny.json", "--price-per-hour", "2"]
+    done = ebbtide("plan", *SIZE.split(), *machines, "--json", cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    printed = json.loads(done.stdout)
+    assert list(printed) == ["job", "plans"]
+    assert printed["job"]["params"] == 2e9
+    small, large, tiny = printed["plans"]
+    assert small.keys() >= KEYS
+    assert [plan["machine"] for plan in (small, large, tiny)] == ["small", "large", "tiny"]
+    assert (large["fits"], large["change"], large["policy"]) == (True, None, "gpu-only")
+    assert (small["fits"], small["change"]) == (False, {"policy": small["policy"]})
+    assert small["cost_per_billion_tokens"] == pytest.approx(2 / 3600 * 1e9 / small["tokens_per_s"])
+    assert (tiny["fits"], tiny["change"], tiny["policy"], tiny["iteration_ms"]) == (False, None, None, None)
+
+
+def test_plan__of_a_trace_on_its_machine_is_the_recommendation(folder: Path, capsys: Printed) -> None:
+    printed = answer(capsys, f"{TRACE} --machine a100-40gb-published --sequence 2048 --policy zero-offload")
+    (plan,) = printed["plans"]
+    assert (plan["fits"], plan["change"], plan["policy"]) == (True, None, "zero-offload")
+    assert plan["iteration_low_ms"] < 6091 < plan["iteration_high_ms"]
+    assert plan["tokens_per_s"] == pytest.approx(4 * 2048 / plan["iteration_ms"] * 1e3)
+    assert plan["lines"]["deepspeed_config"]["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+
+
+def test_plan__of_a_workload_file_keeps_its_times(folder: Path, capsys: Printed) -> None:
+    (plan,) = answer(capsys, "--workload w.json --machine m.json")["plans"]
+    assert run(["replay", "--workload", "w.json", "--machine", "m.json", "--policy", "adaptive", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert plan["change"] == {"policy": "adaptive"}
+    assert plan["iteration_ms"] == pytest.approx(result["iteration_ms"])
+    assert plan["tokens_per_s"] is None
+
+
+def test_plan__table_is_sorted_and_ends_with_lines_to_paste(folder: Path, capsys: Printed) -> None:
+    prices = "--price-per-hour 1 --price-per-hour 100"
+    assert run(["plan", *SIZE.split(), "--machine", "small.json", "large.json", *prices.split()]) == 0
+    output = capsys.readouterr().out
+    rows = [line.split()[0] for line in output.splitlines() if line.startswith(("  small", "  large"))]
+    assert rows == ["small", "large"]
+    assert "with offload" in output
+    assert "cost, 1e9" in output
+    assert "small: adaptive, 1 rank on 1 host" in output
+    assert output.rstrip().endswith(")")
+    assert "InterleavedAdamW(" in output
+    assert run(["plan", *SIZE.split(), "--machine", "small.json", "large.json", "--sort", "iteration"]) == 0
+    output = capsys.readouterr().out
+    assert [line.split()[0] for line in output.splitlines() if line.startswith(("  small", "  large"))] == rows[::-1]
+
+
+def test_plan__draws_a_picture(folder: Path, capsys: Printed) -> None:
+    arguments = f"{SIZE} --machine small.json large.json tiny.json --price-per-hour 2"
+    for name in ("plan.svg", "plan.png"):
+        assert run(["plan", *arguments.split(), "-o", name]) == 0
+    assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (folder / "plan.svg").read_text()
+
+
+def test_plan__host_changes_the_host_of_a_preset(folder: Path, capsys: Printed) -> None:
+    (plan,) = answer(capsys, f"{SIZE} --machine rtx4090 --host ddr5-2ch,16-cores,pcie4x16,64GB")["plans"]
+    assert plan["host_capacity_bytes"] == 64e9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--machine large.json", "one of the three"),
+        (f"{TRACE} {SIZE} --machine large.json", "one of the three"),
+        ("nothing.ebb --machine large.json", "nothing.ebb"),
+        (f"{SIZE} large.json", "name machines with --machine"),
+        (f"{SIZE} --machine missing.json", "missing.json"),
+        (f"{SIZE} --machine large.json --policy fastest", "there is no policy 'fastest'"),
+        (f"{SIZE} --machine large.json --price-per-hour 1 --price-per-hour 2", "2 prices for 1 machines"),
+        (f"{SIZE} --machine large.json --tokens 5", "not a multiple"),
+        (f"{SIZE} --machine m.json", "has no gpu.flops_per_s"),
+        (f"{SIZE} --machine large.json --host 3-cats", "3-cats"),
+        (f"{SIZE} --machine large.json -o plan.gif", "must end in .png"),
+        (f"{SIZE} --machine large.json -o taken.png", "taken.png"),
+        ("--params 0 --machine large.json", "--params must be at least 1"),
+        ("--workload w.json --machine m.json --layers 3", "need --params"),
+    ],
+)
+def test_plan__refuses_in_one_line(folder: Path, capsys: Printed, arguments: str, message: str) -> None:
+    assert run(["plan", *arguments.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert message in printed.err
+    assert (folder / "taken.png").read_text() == "kept"
