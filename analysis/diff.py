@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ebbtide.analysis.metrics.iterations import slowest_times, steady_iterations
+from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.totals import whole_trace
 from ebbtide.analysis.timeseries.two_samples import DifferenceInterval, beyond_spread, difference_interval
@@ -110,6 +111,7 @@ class Diff:
         d2h_bytes: Bytes moved to the host in each phase.
         setting_changes: Settings that differ; `facts` in JSON.
         totals: Figures of the whole traces, which need no iterations.
+        predicted: Whether a dry run made each.
     """
 
     a: str
@@ -122,6 +124,7 @@ class Diff:
     d2h_bytes: list[Change]
     setting_changes: list[SettingChange]
     totals: list[Change]
+    predicted: tuple[bool, bool]
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide diff --json` prints."""
@@ -133,6 +136,7 @@ class Diff:
             **{name: [change.as_json() for change in getattr(self, name)] for name in figures},
             "facts": [change.as_json() for change in self.setting_changes],
             "totals": [change.as_json() for change in self.totals],
+            **({"predicted": {"a": self.predicted[0], "b": self.predicted[1]}} if any(self.predicted) else {}),
         }
 
 
@@ -161,6 +165,7 @@ def compare(a: Trace, b: Trace) -> Diff:
         d2h_bytes=[Change(x.phase, x.d2h_bytes, y.d2h_bytes) for x, y in phases],
         setting_changes=list(_changes(_settings(a), _settings(b))),
         totals=[Change(name, totals[0][name], totals[1][name]) for name in totals[0]],
+        predicted=(is_predicted(a), is_predicted(b)),
     )
 
 

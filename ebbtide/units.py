@@ -47,6 +47,13 @@ def ms_text(milliseconds: float | None) -> str:
     return f"{milliseconds:,.{digits}f} ms"
 
 
+def range_text(low_ms: float | None, high_ms: float | None) -> str:
+    """Format a range of milliseconds, as in `12.3 to 15.8 ms`."""
+    if low_ms is None or high_ms is None:
+        return "-"
+    return f"{ms_text(low_ms).removesuffix(' ms')} to {ms_text(high_ms)}"
+
+
 def rate_text(bytes_per_s: float | None) -> str:
     """Format a rate, as in `12.3 GB/s`; units are decimal, as for links."""
     if bytes_per_s is None:

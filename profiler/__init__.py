@@ -1,4 +1,4 @@
-"""Makes traces: `Tracer` records inside a script, `TraceBuilder` takes rows from elsewhere, `open_trace` reads them.
+"""Makes traces: `Tracer` records inside a script, `DryRun` predicts, `TraceBuilder` takes rows, `open_trace` reads.
 
 Importing this package loads nothing else, since that happens inside training jobs.
 """
@@ -8,11 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
+    from ebbtide.profiler.dryrun.trace_of_run import trace_of_run
     from ebbtide.profiler.memory_limits.limit import MemoryLimitExceeded, memory_limit
     from ebbtide.profiler.trace import Trace, TraceBuilder, TraceError, open_trace
     from ebbtide.profiler.tracer import Tracer
 
 __all__ = [
+    "DryRun",
+    "DryRunOptions",
     "MemoryLimitExceeded",
     "Trace",
     "TraceBuilder",
@@ -20,8 +24,16 @@ __all__ = [
     "Tracer",
     "memory_limit",
     "open_trace",
+    "trace_of_run",
 ]
-_MODULES = {"Tracer": "tracer", "MemoryLimitExceeded": "memory_limits.limit", "memory_limit": "memory_limits.limit"}
+_MODULES = {
+    "DryRun": "dryrun.session",
+    "DryRunOptions": "dryrun.session",
+    "Tracer": "tracer",
+    "MemoryLimitExceeded": "memory_limits.limit",
+    "memory_limit": "memory_limits.limit",
+    "trace_of_run": "dryrun.trace_of_run",
+}
 
 
 def __getattr__(name: str) -> Any:

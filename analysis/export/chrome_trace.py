@@ -18,6 +18,7 @@ from ebbtide.analysis.export.trace_events import Process, dumps
 from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
+from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.output_files import new_output
 from ebbtide.profiler.trace import Trace
@@ -71,7 +72,8 @@ def events(trace: Trace, origin_ns: int) -> Iterator[str]:
     for pid, rank in enumerate(trace.ranks, start=1):
         process = Process(pid, tids, origin_ns)
         device = first_device(trace, rank).name
-        yield from process.name_events(f"rank {rank} · {device}" if device else f"rank {rank}")
+        parts = (f"rank {rank}", device, "predicted" if is_predicted(trace) else None)
+        yield from process.name_events(" · ".join(part for part in parts if part))
         yield from _phases(process, trace, rank)
         yield from annotation_events(process, trace, rank)
         yield from device_events(process, trace, rank, correlation)

@@ -22,6 +22,7 @@ from ebbtide.analysis.metrics.iterations import Intervals, intervals, median_ms,
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations
 from ebbtide.analysis.metrics.missing import NO_GPU_STATE, no_link, partly_no_link
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
+from ebbtide.analysis.metrics.prediction import TimeRange, is_predicted, predicted_range, prediction_line
 from ebbtide.analysis.metrics.rank_figures import measure_ranks
 from ebbtide.analysis.metrics.totals import Totals, whole_trace
 from ebbtide.analysis.timeseries.statistics import median_or_none
@@ -44,6 +45,7 @@ class PhaseSummary:
         h2d_bytes: Bytes moved to the device per iteration, median over iterations and ranks.
         d2h_bytes: Bytes moved to the host per iteration, median over iterations and ranks.
         share: `median_ms` as a share of `Summary.iteration_ms`. Medians need not add up, so shares need not either.
+        low_ms, high_ms: Of a predicted trace, `median_ms` under fast and under slow assumptions.
     """
 
     phase: str
@@ -55,6 +57,13 @@ class PhaseSummary:
     h2d_bytes: int | None
     d2h_bytes: int | None
     share: float | None
+    low_ms: float | None = None
+    high_ms: float | None = None
+
+    def as_json(self, is_predicted: bool) -> dict[str, Any]:
+        """Return the entry of the phase in JSON; only a predicted trace has `low_ms` and `high_ms`."""
+        values = asdict(self)
+        return values if is_predicted else {key: values[key] for key in values if key not in ("low_ms", "high_ms")}
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,9 @@ class Summary:
         totals: Figures of the whole trace, of a trace without iterations; None of others.
         about: Lines on the job: command, device, model, optimizer.
         remarks: Lines on the quality of the data.
+        is_predicted: Whether a dry run made the trace; `predicted` in JSON.
+        iteration_range: Of a predicted trace, `iteration_ms` under fast and under slow assumptions;
+            `iteration_low_ms` and `iteration_high_ms` in JSON.
     """
 
     iterations: int
@@ -120,6 +132,8 @@ class Summary:
     totals: Totals | None
     about: list[str]
     remarks: list[str]
+    is_predicted: bool = False
+    iteration_range: TimeRange | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide summary --json` prints."""
@@ -130,14 +144,23 @@ class Summary:
             "warmup_iterations": self.warmup_iterations,
             "ranks": self.ranks,
             "iteration_ms": self.iteration_ms,
-            "phases": [asdict(phase) for phase in self.phases],
+            "phases": [phase.as_json(self.is_predicted) for phase in self.phases],
             "transfers": {direction: asdict(transfer) for direction, transfer in self.transfers.items()},
             "memory": memory,
             "free_pool": self.free_pool,
             "gpu": None if self.gpu is None else [asdict(figure) for figure in self.gpu],
             "totals": None if self.totals is None else asdict(self.totals),
             "remarks": self.remarks,
+            **self._prediction(),
         }
+
+    def _prediction(self) -> dict[str, Any]:
+        """Return the keys that only a predicted trace has."""
+        if not self.is_predicted:
+            return {}
+        times = self.iteration_range
+        low_ms, high_ms = (None, None) if times is None else (times.low_ms, times.high_ms)
+        return {"predicted": True, "iteration_low_ms": low_ms, "iteration_high_ms": high_ms}
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a row per phase, with the fields of `PhaseSummary` as columns."""
@@ -173,6 +196,7 @@ def summarize(trace: Trace) -> Summary:
                 h2d_bytes=_median_bytes(moved["h2d"][phase]),
                 d2h_bytes=_median_bytes(moved["d2h"][phase]),
                 share=median / total if median is not None and total else None,
+                **_range(predicted_range(trace, phase)),
             )
         )
     return Summary(
@@ -188,7 +212,13 @@ def summarize(trace: Trace) -> Summary:
         totals=None if steady.numbers else whole_trace(trace),
         about=_about(trace),
         remarks=_remarks(trace),
+        is_predicted=is_predicted(trace),
+        iteration_range=predicted_range(trace, "iteration"),
     )
+
+
+def _range(values: TimeRange | None) -> dict[str, float | None]:
+    return {"low_ms": None, "high_ms": None} if values is None else {"low_ms": values.low_ms, "high_ms": values.high_ms}
 
 
 def _stack(tables: Iterable[pd.DataFrame | None], iterations: list[int]) -> pd.DataFrame:
@@ -232,7 +262,7 @@ def _memory(trace: Trace, pool: str | None) -> MemorySummary:
 
 def _about(trace: Trace) -> list[str]:
     """Describe the job in a few lines: command, device, model, optimizer."""
-    lines = ["predicted by a dry run, not measured"] if trace.meta.source == "predicted" else []
+    lines = [line] if (line := prediction_line(trace)) else []
     if command := trace.meta.command:
         lines.append(f"command: {command_text(command)}")
     for entry in trace.meta.ranks[:1]:

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.analysis.metrics.missing import NO_MEMORY
+from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.analysis.plot.activity import activity_panels
 from ebbtide.analysis.plot.link import link_panels
 from ebbtide.analysis.plot.memory import memory_panels
@@ -196,10 +197,11 @@ def _write_head(axes: Axes, panel: PlotPanel, name: str, notes: str) -> None:
 
 
 def _names(traces: Sequence[Trace]) -> list[str]:
-    """Return the names of traces; the paths of those that share a name."""
+    """Return the names of traces; the paths of those that share a name. Traces of dry runs are marked."""
     names = [trace.name for trace in traces]
     return [
         plain_text(name if names.count(name) == 1 else str(trace.path))
+        + (" (predicted)" if is_predicted(trace) else "")
         for name, trace in zip(names, traces, strict=True)
     ]
 

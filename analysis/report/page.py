@@ -18,7 +18,7 @@ from ebbtide.analysis.report.rank import RankView, rank_view
 from ebbtide.analysis.report.tables import MAX_ROWS, rank_table, summary_table
 from ebbtide.analysis.report.timeline_content import DetailLimits
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import bytes_text
+from ebbtide.units import bytes_text, range_text
 
 # Limits that keep a page smaller than 5 MB. Points and boxes of each kind are those of all ranks together.
 MAX_RANKS = 8
@@ -132,7 +132,10 @@ def _figures(trace: Trace, summary: Summary) -> list[KeyFigure]:
     figures = []
     if summary.iteration_ms is not None:
         steady = summary.iterations - summary.warmup_iterations
-        figures.append(KeyFigure("iteration", f"{summary.iteration_ms:,.0f} ms", f"median of {steady}"))
+        context = f"median of {steady}"
+        if (whole := summary.iteration_range) is not None:
+            context = f"predicted: {range_text(whole.low_ms, whole.high_ms)}"
+        figures.append(KeyFigure("iteration", f"{summary.iteration_ms:,.0f} ms", context))
     memory = summary.memory
     if memory.peak_bytes is not None:
         capacity = "capacity unknown"

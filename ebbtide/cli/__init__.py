@@ -28,7 +28,7 @@ COMMANDS = {
         "plot",
         "report",
     ),
-    "Predict": ("dry-run", "calibrate", "replay", "sweep"),
+    "Predict": ("dry-run", "plan", "calibrate", "replay", "sweep"),
     "Run": ("compare",),
     "Files": ("export", "tables"),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -21,11 +20,13 @@ def activity(
     """Print how long the GPU computes, communicates, copies and is idle, and why it does not compute."""
     from ebbtide.analysis.metrics.activity.activity import gpu_activity
     from ebbtide.cli.render.activity import print_activity
+    from ebbtide.cli.render.prediction import print_json, print_prediction
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)
     result = gpu_activity(opened, rank)
     if as_json:
-        typer.echo(json.dumps(result.as_json()))
+        print_json(opened, result.as_json())
     else:
+        print_prediction(opened)
         print_activity(opened, result)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ebbtide.cli.options import Force, size
+from ebbtide.cli.options import Force, Host, machine_in_host, size
 
 
 def dry_run(
@@ -28,6 +28,7 @@ def dry_run(
         str | None,
         typer.Option("--machine", metavar="M", help="Machine file, or name of a preset.", show_default="none"),
     ] = None,
+    host: Host = None,
     capacity: Annotated[
         str | None,
         typer.Option(
@@ -37,6 +38,16 @@ def dry_run(
     iterations: Annotated[
         int, typer.Option("--iterations", metavar="N", help="Iterations after which the job is ended.", min=1)
     ] = 2,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks",
+            metavar="N",
+            help="Ranks of the job; rank 0 is run with process groups of N ranks.",
+            min=1,
+            show_default="those of torchrun",
+        ),
+    ] = None,
     force: Force = False,
 ) -> None:
     """Predict the device memory and the copies of a training job, without a GPU.
@@ -51,7 +62,7 @@ def dry_run(
 
     if gpu is not None and machine is not None:
         raise UserError("name the GPU with --gpu or the machine with --machine, not both")
-    name = gpu or machine
+    name = machine_in_host(gpu or machine, host)
     start_dry_run(
         command,
         output or Path(trace_name(command)),
@@ -59,4 +70,5 @@ def dry_run(
         capacity_bytes=size(capacity) if capacity is not None else None,
         machine=find_machine(name) if name is not None else None,
         force=force,
+        ranks=ranks,
     )

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
-import typer
-
 from ebbtide.cli.options import Json, TraceFile
 
 
@@ -17,11 +13,13 @@ def findings(
     from ebbtide.analysis.findings import find
     from ebbtide.analysis.metrics.iterations import median_ms
     from ebbtide.cli.render.findings import print_findings
+    from ebbtide.cli.render.prediction import print_json, print_prediction
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)
     result = find(opened)
     if as_json:
-        typer.echo(json.dumps(result.as_json()))
+        print_json(opened, result.as_json())
     else:
+        print_prediction(opened)
         print_findings(opened, result, median_ms(opened, "iteration"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,12 +58,14 @@ def _milliseconds(text: str) -> float:
 def _print_pools(trace: Trace, rank: int | None, as_json: bool) -> None:
     from ebbtide.analysis.metrics.memory import memory_use
     from ebbtide.cli.render.memory import print_memory
+    from ebbtide.cli.render.prediction import print_json, print_prediction
     from ebbtide.cli.render.ranks import choose_ranks
 
     result = memory_use(trace, choose_ranks(trace, rank, as_json))
     if as_json:
-        typer.echo(json.dumps(result.as_json()))
+        print_json(trace, result.as_json())
     else:
+        print_prediction(trace)
         print_memory(trace, result)
 
 
@@ -73,6 +74,7 @@ def _print_holders(
 ) -> None:
     from ebbtide.analysis.metrics.holders.holders import holders_at
     from ebbtide.cli.render.holders import print_holders
+    from ebbtide.cli.render.prediction import print_json, print_prediction
     from ebbtide.cli.render.ranks import choose_ranks
 
     number = choose_ranks(trace, rank, as_json=False)[0] if not as_json or rank is not None else trace.ranks[0]
@@ -84,8 +86,9 @@ def _print_holders(
     result = holders_at(trace, number, at_ns, device)
     if as_json:
         nothing: dict[str, Any] = {"pool": None, "device": device, "t_ms": time_ms, "bytes": None, "holders": []}
-        typer.echo(json.dumps({"rank": number, **(result.as_json() if result else nothing)}))
+        print_json(trace, {"rank": number, **(result.as_json() if result else nothing)})
     else:
+        print_prediction(trace)
         print_holders(trace, result, at)
 
 
@@ -93,6 +96,7 @@ def _print_out_of_memory(trace: Trace, first: int, rank: int | None, as_json: bo
     """Print the error of the rank; if none is named, of the first rank that has one."""
     from ebbtide.analysis.metrics.out_of_memory import out_of_memory
     from ebbtide.cli.render.out_of_memory import print_out_of_memory
+    from ebbtide.cli.render.prediction import print_json, print_prediction
     from ebbtide.interleave.replay.state_offload import with_replayed_offload
 
     ranks = [first] if rank is not None else trace.ranks
@@ -101,6 +105,7 @@ def _print_out_of_memory(trace: Trace, first: int, rank: int | None, as_json: bo
         error = with_replayed_offload(trace, error)
     if as_json:
         nothing: dict[str, Any] = {"rank": first, "pool": None, "t_ms": None, "bytes": None, "holders": []}
-        typer.echo(json.dumps(error.as_json() if error is not None else nothing))
+        print_json(trace, error.as_json() if error is not None else nothing)
     else:
+        print_prediction(trace)
         print_out_of_memory(trace, error)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ebbtide.cli.options import Force, Json, Machine, Plot, Policies, count, size
+from ebbtide.cli.options import Force, Host, Json, Machine, Plot, Policies, count, machine_in_host, size
 from ebbtide.cli.outputs import check_outputs, new_outputs, picture_format, print_outputs
 from ebbtide.machines.box import MAX_RANKS
 
@@ -51,6 +51,7 @@ def replay(
         ),
     ] = None,
     machine: Machine = None,
+    host: Host = None,
     policy: Policies = None,
     policy_file: Annotated[
         Path | None,
@@ -73,6 +74,7 @@ def replay(
     """Predict the iteration time under other offload policies, and the lower bound for any policy."""
     job_size = _job_size(params, ranks, forward_ms, backward_ms)
     free = size(free_bytes) if free_bytes is not None else None
+    machine = machine_in_host(machine, host)
     check_outputs(plot, save)
 
     from ebbtide.cli.render.recommendation import print_recommendation

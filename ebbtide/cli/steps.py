@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -20,6 +19,7 @@ def steps(
 ) -> None:
     """Print the sub-steps of the update: time on CPU and GPU, and the copies that each one waits for."""
     from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
+    from ebbtide.cli.render.prediction import print_json, print_prediction
     from ebbtide.cli.render.ranks import choose_ranks
     from ebbtide.cli.render.steps import print_steps
     from ebbtide.profiler.trace import open_trace
@@ -27,6 +27,7 @@ def steps(
     opened = open_trace(trace)
     result = sub_steps(opened, choose_ranks(opened, rank, as_json), subgroups or as_json)
     if as_json:
-        typer.echo(json.dumps(result.as_json()))
+        print_json(opened, result.as_json())
     else:
+        print_prediction(opened)
         print_steps(opened, result)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,6 +28,7 @@ def windows(
     span = parse_iterations(iterations) if iterations is not None else None
 
     from ebbtide.analysis.metrics.windows import find_windows
+    from ebbtide.cli.render.prediction import print_json, print_prediction
     from ebbtide.cli.render.ranks import choose_ranks
     from ebbtide.cli.render.windows import print_windows
     from ebbtide.profiler.trace import open_trace
@@ -37,10 +37,11 @@ def windows(
     all_windows = find_windows(opened, min_size, choose_ranks(opened, rank, as_json))
     result = _select(all_windows, min_ms, span)
     if as_json:
-        typer.echo(json.dumps(result.as_json()))
+        print_json(opened, result.as_json())
     elif all_windows.windows and not result.windows:
         typer.echo(f"none of the {len(all_windows.windows)} windows matches --min-ms and --iterations")
     else:
+        print_prediction(opened)
         print_windows(opened, result)
 
 

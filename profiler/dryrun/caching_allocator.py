@@ -2,143 +2,151 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from ebbtide.profiler.dryrun.allocator_pools import (
+    ROUNDING,
+    SMALL,
+    AddressSpace,
+    AllocatorBlock,
+    BlockPool,
+)
+from ebbtide.profiler.dryrun.allocator_settings import AllocatorSettings
+from ebbtide.profiler.dryrun.expandable_pool import ExpandablePool
 
-# Constants of c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h.
-ROUNDING = 512
-_SMALL = 1 << 20
-_SMALL_SEGMENT = 2 << 20
-_LARGE_SEGMENT = 20 << 20
-_MIN_LARGE = 10 << 20
-_LARGE_ROUNDING = 2 << 20
+# Memory of a device that the CUDA context and its kernels take: a process of the H100 runs in traces/ holds 0.35 GB
+# before it allocates, and 0.3 to 0.6 GB are common.
+CONTEXT_BYTES = 500_000_000
+_NOT_INCLUDED = (
+    "beside the pools, a GPU holds the CUDA context (0.3 to 0.6 GB; 0.5 GB of the capacity are kept free for it), "
+    "buffers of NCCL where there are several ranks (0.2 GB and more), and for moments the workspaces of cuDNN"
+)
 
 
-def round_size(size: int) -> int:
-    """Return the bytes of the block that a request of `size` bytes gets."""
-    return max(ROUNDING, -(-size // ROUNDING) * ROUNDING)
+def device_allocator(capacity_bytes: int | None) -> CachingAllocator:
+    """Return the allocator of a GPU with the settings of the environment, beside the CUDA context.
 
-
-@dataclass(eq=False)
-class AllocatorBlock:
-    """A block of a segment.
-
-    Attributes:
-        address: Its address in the simulation.
-        size: Its bytes.
-        pool: The free blocks of its pool.
-        free: Whether nobody uses it.
-        previous, next: Its neighbours in the segment.
+    Raises:
+        DryRunError: A setting has a value that torch refuses.
     """
-
-    address: int
-    size: int
-    pool: _FreeBlocks = field(repr=False)
-    free: bool = False
-    previous: AllocatorBlock | None = field(default=None, repr=False)
-    next: AllocatorBlock | None = field(default=None, repr=False)
-
-
-class _FreeBlocks:
-    """The free blocks of one pool, by size and address."""
-
-    def __init__(self, small: bool) -> None:
-        self.small = small
-        self._keys: list[tuple[int, int]] = []
-        self._blocks: dict[int, AllocatorBlock] = {}
-
-    def add(self, block: AllocatorBlock) -> None:
-        block.free = True
-        insort(self._keys, (block.size, block.address))
-        self._blocks[block.address] = block
-
-    def remove(self, block: AllocatorBlock) -> None:
-        block.free = False
-        del self._keys[bisect_left(self._keys, (block.size, block.address))]
-        del self._blocks[block.address]
-
-    def best_fit(self, size: int) -> AllocatorBlock | None:
-        index = bisect_left(self._keys, (size, 0))
-        return self._blocks[self._keys[index][1]] if index < len(self._keys) else None
-
-    def whole_segments(self) -> list[AllocatorBlock]:
-        return [block for block in self._blocks.values() if block.previous is None and block.next is None]
+    limit = None if capacity_bytes is None else capacity_bytes - CONTEXT_BYTES
+    return CachingAllocator(AllocatorSettings.from_environment(), limit)
 
 
 class CachingAllocator:
-    """Torch's allocator on one stream with its default settings (no expandable segments).
+    """Torch's allocator, by the rules of c10/cuda/CUDACachingAllocator.cpp.
+
+    Args:
+        settings: Its settings; None: those that torch has by default.
+        capacity_bytes: Memory for segments: before they need more, those without a block in use are given back. A job
+            that needs more is not stopped. None: no limit.
 
     Attributes:
+        settings: Its settings.
         allocated_bytes: Bytes of the blocks in use.
-        reserved_bytes: Bytes of the segments.
-        segments_allocated: How many segments were taken from the device so far.
+        retries: How often segments were given back, since no memory was left.
     """
 
-    def __init__(self) -> None:
-        self.allocated_bytes = self.reserved_bytes = self.segments_allocated = 0
-        self._pools = {True: _FreeBlocks(True), False: _FreeBlocks(False)}
-        self._next_address = _LARGE_ROUNDING
+    def __init__(self, settings: AllocatorSettings | None = None, capacity_bytes: int | None = None) -> None:
+        self.settings = settings or AllocatorSettings()
+        self.allocated_bytes = self.retries = 0
+        self._capacity_bytes = capacity_bytes
+        self._space = AddressSpace()
+        # (stream, whether it is that of small blocks) -> pool
+        self._pools: dict[tuple[int, bool], BlockPool] = {}
+        # Blocks that were given back while another stream uses them: until when, and the block.
+        self._awaited: list[tuple[int, AllocatorBlock]] = []
 
-    def allocate(self, size: int) -> AllocatorBlock:
-        """Return a block for a request of `size` bytes, from the smallest free block that fits or a new segment."""
-        size = round_size(size)
-        pool = self._pools[size <= _SMALL]
-        block = pool.best_fit(size)
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the segments."""
+        return sum(pool.reserved_bytes for pool in self._pools.values())
+
+    @property
+    def segments_allocated(self) -> int:
+        """Number of segments that were taken from the device so far."""
+        return sum(pool.segments_allocated for pool in self._pools.values())
+
+    def round_size(self, size: int) -> int:
+        """Return the bytes of the block that a request of `size` bytes gets."""
+        divisions = self.settings.divisions_of(size)
+        if divisions > 1 and size > ROUNDING * divisions:
+            return _next_division(size, divisions)
+        return max(ROUNDING, -(-size // ROUNDING) * ROUNDING)
+
+    def allocate(self, size: int, stream: int = 0, now_ns: int = 0) -> AllocatorBlock:
+        """Return a block for a request of `size` bytes on a stream.
+
+        It is the smallest free block of that stream that fits, or a part of a new segment.
+
+        Args:
+            size: Bytes.
+            stream: Number of the stream.
+            now_ns: The time, at which blocks that other streams have used until then become free.
+        """
+        self._free_awaited(now_ns)
+        size = self.round_size(size)
+        pool = self._pool(stream, size <= SMALL)
+        block = pool.take(size)
         if block is None:
-            block = self._new_segment(size, pool)
-        else:
-            pool.remove(block)
-        rest = block.size - size
-        if rest >= ROUNDING if pool.small else rest > _SMALL:
-            self._split(block, size)
+            self._make_room(pool.segment_bytes(size))
+            block = pool.grow(size)
+        if pool.splits(block, size):
+            pool.add(block.cut(size))
         self.allocated_bytes += block.size
         return block
 
-    def free(self, block: AllocatorBlock) -> None:
-        """Give a block back; it becomes one with its free neighbours."""
+    def free(self, block: AllocatorBlock, until_ns: int | None = None) -> None:
+        """Give a block back. until_ns: when other streams have used it; None: no other stream has."""
         self.allocated_bytes -= block.size
-        before, after = block.previous, block.next
-        if before is not None and before.free:
-            block.pool.remove(before)
-            before.size += block.size
-            before.next = after
-            if after is not None:
-                after.previous = before
-            block = before
-        if after is not None and after.free:
-            block.pool.remove(after)
-            block.size += after.size
-            block.next = after.next
-            if after.next is not None:
-                after.next.previous = block
-        block.pool.add(block)
+        if until_ns is None:
+            block.pool.add(block)
+        else:
+            self._awaited.append((until_ns, block))
 
     def empty_cache(self) -> None:
-        """Give every segment without a block in use back to the device."""
+        """Give the device all memory without a block in use, after the streams have finished."""
+        for _, block in self._awaited:
+            block.pool.add(block)
+        self._awaited.clear()
         for pool in self._pools.values():
-            for block in pool.whole_segments():
-                pool.remove(block)
-                self.reserved_bytes -= block.size
+            pool.release_cached()
 
-    def _new_segment(self, size: int, pool: _FreeBlocks) -> AllocatorBlock:
-        segment = _segment_size(size)
-        block = AllocatorBlock(self._next_address, segment, pool)
-        self._next_address += -(-segment // _LARGE_ROUNDING) * _LARGE_ROUNDING
-        self.reserved_bytes += segment
-        self.segments_allocated += 1
-        return block
+    def notes(self) -> list[str]:
+        """Return lines for people: what is not in its memory, its settings, and shortage of memory."""
+        notes = [_NOT_INCLUDED]
+        if self.settings != AllocatorSettings():
+            notes.append(f"settings of the caching allocator: {self.settings.description}")
+        if self.retries:
+            notes.append(
+                f"the caching allocator had no memory left {self.retries:,} times, and gave cached segments back: on a "
+                "GPU this makes the job slow"
+            )
+        return notes
 
-    def _split(self, block: AllocatorBlock, size: int) -> None:
-        rest = AllocatorBlock(block.address + size, block.size - size, block.pool, True, block, block.next)
-        if block.next is not None:
-            block.next.previous = rest
-        block.size, block.next = size, rest
-        block.pool.add(rest)
+    def _pool(self, stream: int, small: bool) -> BlockPool:
+        key = stream, small
+        if key not in self._pools:
+            kind = ExpandablePool if self.settings.expandable else BlockPool
+            self._pools[key] = kind(small, self.settings, self._space)
+        return self._pools[key]
+
+    def _make_room(self, size: int) -> None:
+        if self._capacity_bytes is not None and self.reserved_bytes + size > self._capacity_bytes:
+            self.retries += 1
+            self.empty_cache()
+
+    def _free_awaited(self, now_ns: int) -> None:
+        if not self._awaited:
+            return
+        done = [block for until_ns, block in self._awaited if until_ns <= now_ns]
+        self._awaited = [entry for entry in self._awaited if entry[0] > now_ns]
+        for block in done:
+            block.pool.add(block)
 
 
-def _segment_size(size: int) -> int:
-    if size <= _SMALL:
-        return _SMALL_SEGMENT
-    if size < _MIN_LARGE:
-        return _LARGE_SEGMENT
-    return -(-size // _LARGE_ROUNDING) * _LARGE_ROUNDING
+def _next_division(size: int, divisions: int) -> int:
+    """Round a size up to one of the steps between two powers of two."""
+    if size & (size - 1) == 0:
+        return size
+    floor = 1 << (size.bit_length() - 1)
+    step = floor >> (divisions.bit_length() - 1)
+    return floor << 1 if step == 0 else -(-size // step) * step

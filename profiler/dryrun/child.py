@@ -17,6 +17,7 @@ from ebbtide.machines.machine import machine_from
 from ebbtide.profiler.dryrun.errors import DryRunFinished
 
 _CANNOT_FAKE = 2
+_INTERRUPTED = 130
 
 
 def main(arguments: list[str]) -> int:
@@ -27,8 +28,6 @@ def main(arguments: list[str]) -> int:
             arguments.
     """
     try:
-        import torch
-
         from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
         from ebbtide.profiler.dryrun.trace_of_run import trace_of_run
     except ImportError as error:
@@ -39,11 +38,10 @@ def main(arguments: list[str]) -> int:
     options = DryRunOptions(**settings, machine=machine_from(machine, "the machine") if machine else None)
     try:
         with DryRun(options) as run:
-            run.user_files.watch_opens()
             status = _run_job(job)
         if status == _CANNOT_FAKE:
             return status
-        builder = trace_of_run(run, ["python", *job], torch.__version__)
+        builder = trace_of_run(run, ["python", *job])
         builder.meta["exit"] = {"code": status}
         builder.write(Path(output), force)
     except UserError as error:
@@ -72,6 +70,9 @@ def _run_job(job: list[str]) -> int:
             runpy.run_path(job[0], run_name="__main__")
     except DryRunFinished:
         return 0
+    except KeyboardInterrupt:
+        print("ebbtide: interrupted: the trace has what ran so far", file=sys.stderr)
+        return _INTERRUPTED
     except SystemExit as error:
         return _status(error.code)
     except Exception as error:

@@ -1,48 +1,190 @@
-"""The clock of a dry run, which advances by the work of the job at assumed rates."""
+"""The clock of a dry run: times of the host and of the GPU's queues, under fast, typical and slow assumptions."""
 
 from __future__ import annotations
 
-from ebbtide.machines.machine import Machine
+from dataclasses import dataclass
 
-# Typical rates, for the order of magnitude: these times are not a prediction.
-FLOPS_PER_S = 100e12
-DEVICE_BYTES_PER_S = 1.5e12
-LINK_BYTES_PER_S = 20e9
-KERNEL_NS = 5_000
+from ebbtide.machines.machine import Machine
+from ebbtide.profiler.dryrun import time_priors as priors
+from ebbtide.profiler.dryrun.gpu_rates import GpuRates
+from ebbtide.profiler.dryrun.kernel_work import KernelWork
+from ebbtide.profiler.dryrun.simulated_time import SimulatedTime
+from ebbtide.profiler.dryrun.time_priors import CASES, TYPICAL, PriorRange
+
+# Streams of the collectives of NCCL, which are not those of the job.
+COMMUNICATION_STREAM = 1_000
+
+Times = tuple[int, ...]  # one in each of the cases
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedKernel:
+    """A kernel: its work, its stream, and its times in ns in the typical case."""
+
+    work: KernelWork
+    stream: int
+    launch_ns: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedCopy:
+    """Times of a copy in ns in the typical case, and its stream."""
+
+    stream: int
+    launch_ns: int
+    start_ns: int
+    end_ns: int
 
 
 class VirtualClock:
     """A clock that stands still between operations.
 
+    Three simulations advance side by side, one for each of `CASES`. The trace has the typical one.
+
     Args:
-        machine: The machine, whose rates of the link are used where they are known.
+        machine: The machine, whose rates are used where they are known.
 
     Attributes:
-        now_ns: The time since the start of the job.
+        rates: The rates of the GPU.
+        kernels: The kernels so far, in order of launch.
+        stream: The current stream; 0 is the default one.
+        in_job: Whether a phase has begun: before, work on the host takes no time.
     """
 
     def __init__(self, machine: Machine | None = None) -> None:
-        self.now_ns = 0
-        self._h2d = (machine and machine.h2d_bytes_per_s) or LINK_BYTES_PER_S
-        self._d2h = (machine and machine.d2h_bytes_per_s) or LINK_BYTES_PER_S
-
-    def tick(self) -> int:
-        """Advance by 1 ns, so that events keep their order, and return the time."""
-        self.now_ns += 1
-        return self.now_ns
-
-    def run_kernel(self, flops: int, size: int) -> None:
-        """Advance by a kernel that does `flops` operations and reads and writes `size` bytes."""
-        self.now_ns += KERNEL_NS + round(1e9 * max(flops / FLOPS_PER_S, size / DEVICE_BYTES_PER_S))
-
-    def run_copy(self, direction: str, size: int) -> None:
-        """Advance by a copy of `size` bytes. direction: `h2d` or `d2h`."""
-        self.now_ns += KERNEL_NS + round(1e9 * size / (self._h2d if direction == "h2d" else self._d2h))
+        self.rates = GpuRates(machine)
+        self.kernels: list[LaunchedKernel] = []
+        self.stream = 0
+        self.in_job = False
+        self._cases = tuple(SimulatedTime() for _ in CASES)
+        self._typical = self._cases[TYPICAL]
+        self._machine_name = machine.name if machine is not None else None
+        pinned = machine and {"h2d": machine.h2d_bytes_per_s, "d2h": machine.d2h_bytes_per_s}
+        pageable = machine and {"h2d": machine.h2d_pageable_bytes_per_s, "d2h": machine.d2h_pageable_bytes_per_s}
+        self._pinned = {key: (pinned and pinned[key]) or priors.PINNED_BYTES_PER_S for key in ("h2d", "d2h")}
+        self._pageable = {
+            key: (pageable and pageable[key]) or priors.PAGEABLE_SHARE * self._pinned[key] for key in ("h2d", "d2h")
+        }
+        self._closed = False
 
     @property
-    def description(self) -> str:
-        """The assumed rates, in words."""
-        return (
-            f"{FLOPS_PER_S / 1e12:.0f} TFLOP/s, {DEVICE_BYTES_PER_S / 1e12:.1f} TB/s, {KERNEL_NS / 1e3:.0f} us per "
-            f"kernel, {self._h2d / 1e9:.1f} GB/s to the device and {self._d2h / 1e9:.1f} GB/s from it"
-        )
+    def now_ns(self) -> int:
+        """The time of the host since the start of the job, in the typical case."""
+        return self._typical.host_ns
+
+    @property
+    def host_times(self) -> Times:
+        """The time of the host in each case."""
+        return tuple(case.host_ns for case in self._cases)
+
+    def tick(self) -> int:
+        """Advance the host by 1 ns, so that events keep their order, and return the time."""
+        for case in self._cases:
+            case.host_ns += 1
+        return self._typical.host_ns
+
+    def run_host(self, times_ns: PriorRange | list[int]) -> None:
+        """Advance the host by a time in each case."""
+        for case, time_ns in zip(self._cases, times_ns, strict=True):
+            case.host_ns += round(time_ns)
+
+    def run_kernel(self, work: KernelWork, stream: int | None = None) -> None:
+        """Launch a kernel on a stream; None: the current one."""
+        stream = self.stream if stream is None else stream
+        launch_ns = self.tick()
+        times = None
+        for number, duration in enumerate(self.rates.kernel_ns(work)):
+            latency = round(priors.LAUNCH_NS[number])
+            launched = self._cases[number].launch(stream, latency, duration)
+            times = launched if number == TYPICAL else times
+        assert times is not None
+        if not self._closed:
+            self.kernels.append(LaunchedKernel(work, stream, launch_ns, *times))
+
+    def run_collective(self, work: KernelWork, is_async: bool = False) -> Times:
+        """Launch a collective after the work of the current stream, and return its end in each case.
+
+        Args:
+            work: The collective.
+            is_async: Whether the current stream goes on without waiting for it.
+        """
+        self.wait(self.record(), COMMUNICATION_STREAM)
+        self.run_kernel(work, COMMUNICATION_STREAM)
+        done = self.record(COMMUNICATION_STREAM)
+        if not is_async:
+            self.wait(done)
+        return done
+
+    def run_copy(self, direction: str, size: int, pinned: bool, blocking: bool) -> LaunchedCopy:
+        """Copy `size` bytes between host and device on the current stream.
+
+        A blocking copy makes the host wait for the stream, as `Tensor.to` does. One that is not makes it wait for
+        nothing if the host's memory is pinned, else while the data pass a pinned buffer of the driver.
+
+        Args:
+            direction: `h2d` or `d2h`.
+            size: Bytes.
+            pinned: Whether the memory of the host is pinned.
+            blocking: Whether the host waits.
+        """
+        rate = (self._pinned if pinned else self._pageable)[direction]
+        launch_ns = self.tick()
+        times = None
+        for number, case in enumerate(self._cases):
+            duration = round(1e9 * size / (rate * priors.COPY_EFFICIENCY[number]) + priors.COPY_NS[number])
+            launched = case.launch(self.stream, round(priors.LAUNCH_NS[number]), duration, direction)
+            if blocking or (not pinned and direction == "d2h"):
+                case.synchronize(self.stream)
+            elif not pinned:
+                case.host_ns += duration
+            times = launched if number == TYPICAL else times
+        assert times is not None
+        return LaunchedCopy(self.stream, launch_ns, *times)
+
+    def record(self, stream: int | None = None) -> Times:
+        """Return when the GPU passes an event that is recorded now on a stream, in each case; None: the current one."""
+        stream = self.stream if stream is None else stream
+        return tuple(case.reached_ns(stream) for case in self._cases)
+
+    def wait(self, event: Times, stream: int | None = None) -> None:
+        """Make a stream wait for an event; None: the current one."""
+        for case, until_ns in zip(self._cases, event, strict=True):
+            case.wait(self.stream if stream is None else stream, until_ns)
+
+    def synchronize(self, stream: int | None = None) -> None:
+        """Make the host wait for a stream; None: for all."""
+        for case in self._cases:
+            case.synchronize(stream)
+
+    def synchronize_event(self, event: Times) -> None:
+        """Make the host wait for an event."""
+        for case, until_ns in zip(self._cases, event, strict=True):
+            case.host_ns = max(case.host_ns, until_ns)
+
+    def close(self) -> None:
+        """Keep no more kernels."""
+        self._closed = True
+
+    def assumptions(self) -> dict[str, str]:
+        """Return what the times rest on, in words."""
+        rates = [(key, self._pinned[key] / 1e9, self._pageable[key] / 1e9) for key in self._pinned]
+        link = ", ".join(f"{pinned:.1f} GB/s {key} ({pageable:.1f} pageable)" for key, pinned, pageable in rates)
+        matrix, python = priors.MATRIX_EFFICIENCY["bfloat16"][self.rates.is_hopper], priors.PYTHON_OPERATION_NS
+        memory, engine = priors.MEMORY_EFFICIENCY[priors.WorkClass.ELEMENTWISE], priors.ENGINE_OPERATION_NS
+        return {
+            "gpu": self.rates.description,
+            "link": link,
+            "efficiency": f"large matrix products in half precision reach {_percents(matrix)} of the peak, "
+            f"element-wise operations {_percents(memory)} of the rate of memory (fast, typical, slow)",
+            "host": f"{_microseconds(python)} us per operation from Python, {_microseconds(engine)} us in the backward",
+        }
+
+
+def _percents(prior: PriorRange) -> str:
+    return " / ".join(f"{100 * value:.0f}" for value in prior) + " %"
+
+
+def _microseconds(prior: PriorRange) -> str:
+    return " / ".join(f"{value / 1e3:g}" for value in prior)

@@ -6,8 +6,10 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.profiler.dryrun.caching_allocator import AllocatorBlock, CachingAllocator
+from ebbtide.profiler.dryrun.allocator_pools import AllocatorBlock
+from ebbtide.profiler.dryrun.caching_allocator import CachingAllocator
 from ebbtide.profiler.dryrun.clock import VirtualClock
+from ebbtide.profiler.dryrun.time_priors import TYPICAL
 
 
 @dataclass(eq=False, slots=True)
@@ -21,6 +23,7 @@ class DeviceBlock:
         module: Dotted name of the module that ran, None outside of modules.
         end_ns: When it was released; None: held to the end.
         category: `parameter`, `buffer`, `gradient`, `optimizer_state`, or `temporary` for a workspace; None: another.
+        streams: Other streams that use it, as the job said by `Tensor.record_stream`.
     """
 
     start_ns: int
@@ -30,10 +33,15 @@ class DeviceBlock:
     end_ns: int | None = None
     category: str | None = None
     allocated: AllocatorBlock | None = None
+    streams: tuple[int, ...] = ()
 
 
 class DeviceMemory:
     """Follows the storages of fake tensors on the device.
+
+    Args:
+        clock: The clock, which knows the current stream.
+        allocator: The simulated allocator; None: one with torch's default settings.
 
     Attributes:
         requested_bytes: Bytes in use, as tensors requested them.
@@ -44,12 +52,12 @@ class DeviceMemory:
         allocator: The simulated allocator.
     """
 
-    def __init__(self, clock: VirtualClock) -> None:
+    def __init__(self, clock: VirtualClock, allocator: CachingAllocator | None = None) -> None:
         self.requested_bytes = self.peak_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.blocks: list[DeviceBlock] = []
         self.timeline: list[tuple[int, int, int, int]] = []
-        self.allocator = CachingAllocator()
+        self.allocator = allocator or CachingAllocator()
         self.most_bytes = self.most_reserved_bytes = 0
         self._clock = clock
         # Address of a storage -> (its block, the reference whose callback releases it)
@@ -75,6 +83,28 @@ class DeviceMemory:
         if not self._closed:
             self._allocate(DeviceBlock(0, 0, stack, None, category="temporary"), size)
 
+    def add_temporaries(self, sizes: list[int], stack: int) -> None:
+        """Add memory that a kernel takes while it runs."""
+        if not self._closed:
+            blocks = [DeviceBlock(0, 0, stack, None, category="temporary") for _ in sizes]
+            for block, size in zip(blocks, sizes, strict=True):
+                self._allocate(block, size)
+            for block in blocks:
+                self._free(block)
+
+    def take_over(self, old: Any, new: Any) -> bool:
+        """Let a new storage have the memory of an old one, and return whether that is followed and as large.
+
+        An operation in place looks like this, where fake tensors run it out of place.
+        """
+        entry = self._live.get(old._cdata)
+        if entry is None or self._closed or entry[0].size != new.nbytes() or self.has(new):
+            return False
+        del self._live[old._cdata]
+        key = new._cdata
+        self._live[key] = entry[0], weakref.ref(new, lambda _reference: self._release(key))
+        return True
+
     def resize(self, storage: Any, stack: int, module: str | None) -> None:
         """Account for a storage that has changed its size, as FSDP2 does to free and to allocate parameters."""
         entry = self._live.get(storage._cdata)
@@ -85,6 +115,12 @@ class DeviceMemory:
         block = DeviceBlock(0, 0, stack, module, category=before.category)
         self._live[storage._cdata] = block, reference
         self._allocate(block, storage.nbytes())
+
+    def record_stream(self, storage: Any, stream: int) -> None:
+        """Note that a stream uses a storage: when it is released, its memory waits for that stream."""
+        entry = self._live.get(storage._cdata)
+        if entry is not None and stream not in entry[0].streams:
+            entry[0].streams += (stream,)
 
     def set_categories(self, holders: list[tuple[int, int, str, str | None]]) -> None:
         """Set category and module of storages. holders: (address of the storage, bytes, category, module)."""
@@ -122,7 +158,7 @@ class DeviceMemory:
         block.size = size
         block.start_ns = self._clock.tick()
         if size:
-            block.allocated = self.allocator.allocate(size)
+            block.allocated = self.allocator.allocate(size, self._clock.stream, block.start_ns)
             self.requested_bytes += size
             self.blocks.append(block)
             self._note_change(block.start_ns)
@@ -130,7 +166,8 @@ class DeviceMemory:
     def _free(self, block: DeviceBlock) -> None:
         if block.allocated is not None:
             block.end_ns = self._clock.tick()
-            self.allocator.free(block.allocated)
+            reached = [self._clock.record(stream)[TYPICAL] for stream in block.streams]
+            self.allocator.free(block.allocated, max(reached, default=None))
             block.allocated = None
             self.requested_bytes -= block.size
             self._note_change(block.end_ns)

@@ -23,14 +23,20 @@ _MESSAGES = (
         "fake tensors have no values: leave out what needs them, such as metrics, for the dry run",
     ),
     (
-        re.compile(
-            r"(DispatchStub: missing kernel|(?<=dummy base class )\w+|(?<=type )torch\.cuda\.\w+(?= not available))"
-        ),
-        "it needs a build of torch with CUDA",
+        re.compile(r"(DispatchStub: missing kernel|(?<=dummy base class )\w+)"),
+        "it needs a build of torch with CUDA: leave it out for the dry run",
     ),
     (
-        re.compile(r"doesn't have (NCCL) built in"),
-        "a dry run has one rank and no process group; leave out torch.distributed",
+        re.compile(r"(\d+ active drivers)"),
+        "a Triton kernel needs a device: wrap it with torch.library.triton_op, and register a fake implementation",
+    ),
+    (
+        re.compile(r"no rule registered for HigherOrderOperator (\w+)"),
+        "it has no form without compilation that the dry run knows: use scaled_dot_product_attention for the dry run",
+    ),
+    (
+        re.compile(r"^(Wait timeout)$"),
+        "it waits for a key of the group's store that another rank sets, and there is no other rank",
     ),
 )
 

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-import weakref
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from ebbtide.machines.gpu_compute import GpuCompute
+from ebbtide.machines.gpu_sheets import GPU_SHEETS
 from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.clock import VirtualClock
 from ebbtide.profiler.dryrun.device_memory import DeviceMemory
-from ebbtide.profiler.dryrun.fake_streams import FakeStream, HostGenerator, event_class
+from ebbtide.profiler.dryrun.fake_streams import DeviceGenerator, FakeStreams, HostGenerator
 
 # Memory of the device where no capacity is stated: as an 80 GB card.
 DEFAULT_CAPACITY_BYTES = 80 * 10**9
-# Compute capability by the beginning of a machine's name; jobs and torch choose kernels by it.
-_CAPABILITIES = {
-    "a100": (8, 0),
-    "a10": (8, 6),
-    "rtx3090": (8, 6),
-    "rtx4090": (8, 9),
-    "l40s": (8, 9),
-    "b200": (10, 0),
-    "rtx5090": (12, 0),
-}
-_HOPPER = (9, 0)
+# Where no GPU is named: that of an H100.
+_DEFAULT_CAPABILITY = "9.0"
 _PROCESSORS = 132
 
 
-def capability_of(name: str) -> tuple[int, int]:
-    """Return the compute capability of a device by its name; that of an H100 for one that is not listed."""
-    names = (prefix for prefix in _CAPABILITIES if name.lower().startswith(prefix))
-    return _CAPABILITIES.get(next(names, ""), _HOPPER)
+def capability_of(name: str, gpu: GpuCompute | None = None) -> tuple[int, int]:
+    """Return the compute capability of a device, by which jobs and torch choose kernels.
+
+    Args:
+        name: The device's name, which may be that of a preset.
+        gpu: Its rates; None: those of the preset, or of an H100 for other names.
+    """
+    if gpu is None and name in GPU_SHEETS:
+        gpu = GPU_SHEETS[name].compute
+    major, minor = ((gpu and gpu.compute_capability) or _DEFAULT_CAPABILITY).split(".")
+    return int(major), int(minor)
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
@@ -44,7 +42,15 @@ def _constant(value: Any) -> Any:
     return lambda *_args, **_kwargs: value
 
 
-def patch_cuda(patches: Patches, clock: VirtualClock, memory: DeviceMemory, name: str, capacity_bytes: int) -> None:
+def patch_cuda(
+    patches: Patches,
+    clock: VirtualClock,
+    memory: DeviceMemory,
+    name: str,
+    capability: tuple[int, int],
+    capacity_bytes: int,
+    devices: int = 1,
+) -> None:
     """Replace torch's CUDA functions until `patches.undo()`.
 
     Args:
@@ -52,28 +58,29 @@ def patch_cuda(patches: Patches, clock: VirtualClock, memory: DeviceMemory, name
         clock: The clock of events.
         memory: The memory that torch's functions report.
         name: The name of the device.
+        capability: Its compute capability.
         capacity_bytes: Its memory.
+        devices: Devices of the host; the job's process uses the first one.
     """
     cuda = torch.cuda
-    major, minor = capability = capability_of(name)
+    major, minor = capability
     properties = SimpleNamespace(
         name=name, major=major, minor=minor, total_memory=capacity_bytes, multi_processor_count=_PROCESSORS,
         is_integrated=False, is_multi_gpu_board=False, max_threads_per_multi_processor=2048, warp_size=32,
         regs_per_multiprocessor=65536, shared_memory_per_block=49152, shared_memory_per_block_optin=166912,
         shared_memory_per_multiprocessor=167936, L2_cache_size=41943040, gcnArchName="", uuid="dry-run",
     )  # fmt: skip
-    stream = FakeStream()
     allocator = memory.allocator
     functions: dict[str, Any] = {
+        **FakeStreams(clock).functions(),
         "is_available": _constant(True),
         "_is_compiled": _constant(True),
         "is_initialized": _constant(True),
         "_lazy_init": _nothing,
         "init": _nothing,
-        "device_count": _constant(1),
+        "device_count": _constant(devices),
         "current_device": _constant(0),
         "set_device": _nothing,
-        "synchronize": _nothing,
         "ipc_collect": _nothing,
         "_exchange_device": _constant(0),
         "_maybe_exchange_device": _constant(0),
@@ -85,13 +92,6 @@ def patch_cuda(patches: Patches, clock: VirtualClock, memory: DeviceMemory, name
         "is_bf16_supported": _constant(True),
         "is_tf32_supported": _constant(True),
         "utilization": _constant(0),
-        "current_stream": _constant(stream),
-        "default_stream": _constant(stream),
-        "set_stream": _nothing,
-        "stream": lambda stream=None: nullcontext(stream),
-        "Stream": FakeStream,
-        "ExternalStream": FakeStream,
-        "Event": event_class(clock),
         "is_current_stream_capturing": _constant(False),
         "manual_seed": _nothing,
         "manual_seed_all": _nothing,
@@ -102,6 +102,7 @@ def patch_cuda(patches: Patches, clock: VirtualClock, memory: DeviceMemory, name
         "get_rng_state_all": lambda *_args: [torch.zeros(16, dtype=torch.uint8)],
         "set_rng_state": _nothing,
         "set_rng_state_all": _nothing,
+        "default_generators": tuple(DeviceGenerator() for _ in range(devices)),
     }
     statistics: dict[str, Any] = {
         "memory_allocated": lambda *_args: allocator.allocated_bytes,
@@ -128,17 +129,20 @@ def patch_cuda(patches: Patches, clock: VirtualClock, memory: DeviceMemory, name
     for key in ("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed", "get_rng_state",
                 "get_rng_state_all", "set_rng_state", "set_rng_state_all"):  # fmt: skip
         patches.set(cuda.random, key, functions[key])
-    _patch_extension(patches)
-    _patch_pinning(patches)
+    _patch_extension(patches, devices)
+
+    def record_stream(tensor: Any, stream: Any) -> None:
+        memory.record_stream(tensor.untyped_storage(), stream.stream_id)
+
+    patches.set(torch.Tensor, "record_stream", record_stream)
     patches.set(torch, "Generator", HostGenerator)
-    for key in ("range_push", "range_pop", "range_start", "range_end", "mark"):
-        patches.set(cuda.nvtx, key, _constant(0))
+    patches.set(cuda.nvtx, "mark", _nothing)
 
 
-def _patch_extension(patches: Patches) -> None:
+def _patch_extension(patches: Patches, devices: int) -> None:
     """Add functions of the extension that a CPU build lacks and that Python code of torch calls."""
     for key, value in {
-        "_cuda_getDeviceCount": _constant(1),
+        "_cuda_getDeviceCount": _constant(devices),
         "_cuda_getDevice": _constant(0),
         "_cuda_setDevice": _nothing,
         "_cuda_synchronize": _nothing,
@@ -151,26 +155,6 @@ def _patch_extension(patches: Patches) -> None:
         patches.set(torch._C, key, value)
 
 
-def _patch_pinning(patches: Patches) -> None:
-    """Follow pinned memory, which a CPU build does not have, and ignore streams."""
-    pinned: set[int] = set()
-
-    def pin_memory(tensor: Any, *_args: Any, **_kwargs: Any) -> Any:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in pinned:
-            pinned.add(key)
-            weakref.finalize(storage, pinned.discard, key)
-        return tensor
-
-    def is_pinned(tensor: Any, *_args: Any, **_kwargs: Any) -> bool:
-        return tensor.untyped_storage()._cdata in pinned
-
-    patches.set(torch.Tensor, "pin_memory", pin_memory)
-    patches.set(torch.Tensor, "is_pinned", is_pinned)
-    patches.set(torch.Tensor, "record_stream", _nothing)
-
-
 def _statistics(memory: DeviceMemory) -> dict[str, int]:
     allocator = memory.allocator
     pairs = {
@@ -181,4 +165,4 @@ def _statistics(memory: DeviceMemory) -> dict[str, int]:
     }
     values = {f"{key}.all.current": now for key, (now, _) in pairs.items()}
     values.update({f"{key}.all.peak": peak for key, (_, peak) in pairs.items()})
-    return {**values, "num_alloc_retries": 0, "num_ooms": 0}
+    return {**values, "num_alloc_retries": allocator.retries, "num_ooms": 0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,16 +16,20 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from ebbtide.profiler.dryrun.call_stacks import CallStacks
 from ebbtide.profiler.dryrun.clock import VirtualClock
+from ebbtide.profiler.dryrun.collectives import COLLECTIVE_NAMESPACES, Collectives
 from ebbtide.profiler.dryrun.device_memory import DeviceMemory
 from ebbtide.profiler.dryrun.errors import CannotFakeError
+from ebbtide.profiler.dryrun.fused_norms import WHOLE_ON_DEVICE
+from ebbtide.profiler.dryrun.host_memory import FakeHostMemory
+from ebbtide.profiler.dryrun.in_place import in_place_target
+from ebbtide.profiler.dryrun.operation_timer import OperationTimer
 from ebbtide.profiler.dryrun.shadow_values import MAX_ELEMENTS, ShadowValues, tensors_in
 from ebbtide.profiler.dryrun.transfers import Transfers
 from ebbtide.profiler.dryrun.unknown_shapes import UnknownShapes
-from ebbtide.profiler.dryrun.workspaces import CublasWorkspaces
+from ebbtide.profiler.dryrun.workspaces import KernelWorkspaces
 
 _aten = torch.ops.aten
 _FACTORIES = frozenset(
@@ -38,8 +43,17 @@ _FACTORIES = frozenset(
         _aten.randn.default,
     }
 )
+_attention = _aten.scaled_dot_product_attention.default
+_is_pinned = _aten.is_pinned.default
 _device_of = torch.ops.prim.device.default
 _COPIES = frozenset({_aten._to_copy.default, _aten.copy_.default})
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    if func in WHOLE_ON_DEVICE:
+        return False
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 class HostlessFakeMode(FakeTensorMode):  # type: ignore[misc]
@@ -61,11 +75,13 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         transfers: The copies between host and device.
         stacks: The call stacks.
         modules: Names of the modules that run, the innermost last.
-        workspaces: The workspaces of cuBLAS.
+        workspaces: What kernels take beside tensors.
+        host_memory: The memory of the host.
 
     Attributes:
         fake_mode: The mode that makes fake tensors.
         values: The values of small tensors.
+        collectives: The collectives.
         shapes: The operations whose shapes depend on values.
         enabled: False while a checkpoint is loaded.
     """
@@ -77,7 +93,8 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         transfers: Transfers,
         stacks: CallStacks,
         modules: list[str],
-        workspaces: CublasWorkspaces,
+        workspaces: KernelWorkspaces,
+        host_memory: FakeHostMemory,
     ) -> None:
         super().__init__()
         self.fake_mode = HostlessFakeMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
@@ -85,8 +102,10 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         self.values = ShadowValues()
         self.shapes = UnknownShapes(self.fake_mode, self.values)
         self.enabled = True
-        self._clock, self._memory, self._transfers, self._stacks = clock, memory, transfers, stacks
-        self._workspaces = workspaces
+        self._memory, self._transfers, self._stacks = memory, transfers, stacks
+        self._timer = OperationTimer(clock, modules)
+        self.collectives = Collectives(clock, self.values)
+        self._workspaces, self._host_memory = workspaces, host_memory
         # Fake tensors work in one thread at a time.
         self._lock = threading.RLock()
 
@@ -99,6 +118,8 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         if func is _device_of:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        if func is _is_pinned:
+            return args[0].is_pinned()
         kwargs = kwargs or {}
         if not self.enabled:
             return func(*args, **kwargs)
@@ -115,6 +136,9 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         on_device = device is not None and torch.device(device).type == "cuda"
         if not has_fakes and not on_device and not self._is_large_factory(func, args, kwargs):
             return func(*args, **kwargs)
+        if _is_composite(func):
+            with self:  # DTensor calls it from below autograd, which would take it apart
+                return func.decompose(*args, **kwargs)
         with self._lock:
             return self._run_fake(func, types, args, kwargs)
 
@@ -144,6 +168,12 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
     def _run_fake(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _aten._local_scalar_dense.default:
             return self._read_value(args[0])
+        if torch.is_inference_mode_enabled():
+            result = self._decompose(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        if func.namespace == "c10d":
+            return self.collectives.run(func, args, kwargs)
         if kwargs.get("generator") is not None:
             kwargs = {**kwargs, "generator": None}
         args = self.shapes.without_boolean_index(func, args)
@@ -163,50 +193,59 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
         outputs = list(tensors_in((result,)))
         self.values.follow(func, args, kwargs, inputs, outputs)
-        if not self._count_copy(func, inputs, outputs):
-            self._advance(func, args, kwargs, result, (*inputs, *outputs))
-        self._follow_storages(func, outputs)
+        if func.namespace in COLLECTIVE_NAMESPACES:
+            self.collectives.account(func, args, kwargs, outputs)
+        elif not self._count_copy(func, args, kwargs, inputs, outputs):
+            self._timer.run(func, args, kwargs, result, inputs, outputs)
+        self._follow_storages(func, args, kwargs, result, outputs)
         if args and isinstance(args[0], torch.Tensor) and not isinstance(args[0], FakeTensor):
             schema = func._schema
             if schema.is_mutable and schema.name.endswith("_") and isinstance(result, torch.Tensor):
                 return args[0]  # an operation in place on a real tensor, with fake arguments
         return result
 
+    def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation by its parts, as torch does outside of inference mode, or return NotImplemented."""
+        with self:
+            if func is _attention:
+                return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
+            return func.decompose(*args, **kwargs)
+
     def _read_value(self, tensor: Any) -> Any:
         if tensor.device.type == "cuda":
             self._transfers.add("d2h", tensor.element_size())
         return self.values.value_of(tensor)
 
-    def _count_copy(self, func: Any, inputs: list[Any], outputs: list[Any]) -> bool:
+    def _count_copy(self, func: Any, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any]) -> bool:
         """Return whether an operation is a copy between host and device, and count it."""
         if func not in _COPIES:
             return False
         source = inputs[0] if func is _aten._to_copy.default else inputs[1]
         target = outputs[0]
         kinds = source.device.type, target.device.type
+        blocking = not (kwargs.get("non_blocking") or (func is _aten.copy_.default and len(args) > 2 and args[2]))
         # Data types are converted on the host, in copies to the device into a pageable buffer.
         if kinds == ("cpu", "cuda"):
             same_dtype = source.dtype == target.dtype
-            self._transfers.add("h2d", target.numel() * target.element_size(), source if same_dtype else None)
+            size = target.numel() * target.element_size()
+            self._transfers.add("h2d", size, source if same_dtype else None, blocking)
         elif kinds == ("cuda", "cpu"):
-            self._transfers.add("d2h", target.numel() * source.element_size(), target)
+            self._transfers.add("d2h", target.numel() * source.element_size(), target, blocking)
         return bool(kinds[0] != kinds[1])
 
-    def _follow_storages(self, func: Any, outputs: list[Any]) -> None:
-        """Follow the storages that an operation made on the device."""
+    def _follow_storages(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Any]) -> None:
+        """Follow the storages that an operation made."""
+        on_device = False
+        reused = in_place_target(func, args)
         for tensor in outputs:
-            if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
-                storage = tensor.untyped_storage()
-                if not self._memory.has(storage):
-                    stack = self._stacks.current()
-                    self._memory.add(storage, stack, self.modules[-1] if self.modules else None)
-                    self._workspaces.note(func, stack)
-
-    def _advance(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: tuple[Any, ...]) -> None:
-        """Advance the clock by the kernel of an operation; one that only makes a view has none."""
-        if func.is_view:
-            return
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.device.type == "cuda")
-        if size:
-            formula = flop_registry.get(func._overloadpacket)
-            self._clock.run_kernel(formula(*args, **kwargs, out_val=result) if formula else 0, size)
+            if not isinstance(tensor, FakeTensor):
+                continue
+            storage = tensor.untyped_storage()
+            if tensor.fake_device.type != "cuda":
+                self._host_memory.follow(storage)
+                continue
+            on_device = True
+            if not self._memory.has(storage) and (reused is None or not self._memory.take_over(reused, storage)):
+                self._memory.add(storage, self._stacks.current(), self.modules[-1] if self.modules else None)
+        if on_device:
+            self._workspaces.note(func, args, kwargs, result)

@@ -11,10 +11,11 @@ from torch.utils.data import dataloader
 
 from ebbtide.profiler.agent.imports import when_imported
 from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.dryrun.extensions import patch_extensions
 
 
 class LibraryPatches:
-    """Patches of data loaders, torch.compile and transformers, from creation to `remove`.
+    """Patches of data loaders, torch.compile, transformers, extensions and NVML, from creation to `remove`.
 
     Args:
         patches: The replacements.
@@ -28,9 +29,12 @@ class LibraryPatches:
         patches.set(dataloader.DataLoader, "_get_iterator", _iterate_here)
         compile_function = torch.compile
 
-        def compile_eagerly(*args: Any, **kwargs: Any) -> Any:
+        def compile_eagerly(model: Any = None, **options: Any) -> Any:
+            # DeepSpeed compiles a function of Muon whenever it is imported, whether or not the job uses it.
+            if str(getattr(model, "__module__", None)).startswith("deepspeed."):
+                return model
             self.compiles = True
-            return compile_function(*args, **kwargs)
+            return compile_function(model, **options)
 
         patches.set(torch, "compile", compile_eagerly)
         torch.compiler.set_stance("force_eager")
@@ -40,10 +44,12 @@ class LibraryPatches:
             # It would build masks that it leaves out for real tensors.
             lambda module: patches.set(module, "is_fake_tensor", lambda _tensor: False),
         )
+        self._cancel_extensions = patch_extensions(patches)
 
     def remove(self) -> None:
         """Stop waiting for imports, and let torch.compile work again."""
         self._cancel()
+        self._cancel_extensions()
         torch.compiler.set_stance("default")
 
 

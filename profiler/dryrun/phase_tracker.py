@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +18,25 @@ from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.agent.phase_hooks import OutermostCall, wrap_backward
 from ebbtide.profiler.agent.phase_record import BACKWARD, FORWARD, UPDATE
 from ebbtide.profiler.agent.threads import TrainingThreads
-from ebbtide.profiler.dryrun.clock import VirtualClock
+from ebbtide.profiler.dryrun.clock import Times, VirtualClock
 
 
 @dataclass
 class FakePhase:
-    """A phase that ran, with its times in ns; iteration: None until an update ends it."""
+    """A phase that ran.
+
+    Attributes:
+        phase: Its name.
+        start_ns, end_ns: Times of the host.
+        gpu_start, gpu_end: When the device passed the same two points, in each case of the clock.
+        iteration: Its iteration; None until an update ends it.
+    """
 
     phase: str
     start_ns: int
     end_ns: int
+    gpu_start: Times
+    gpu_end: Times
     iteration: int | None = None
 
 
@@ -57,8 +67,8 @@ class PhaseTracker:
         self.called: Any = None
         self.threads = TrainingThreads()
         self._clock, self._on_update, self._on_iteration = clock, on_update, on_iteration
-        # Code and start of the open phase.
-        self._open: tuple[int, int] | None = None
+        # Code of the open phase, and its start for the host and the device.
+        self._open: tuple[int, int, Times] | None = None
         self._step_depth = 0
         self._backwards = self._numbered = 0
         self._names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
@@ -80,7 +90,8 @@ class PhaseTracker:
         for owner in (torch.autograd, torch.autograd.graph):
             original = torch.autograd.graph._engine_run_backward
             patches.set(owner, "_engine_run_backward", wrap_backward(self, torch.compiler.is_compiling, original))  # type: ignore[arg-type]
-        patches.set(torch.amp.GradScaler, "step", self._wrap_scaler(torch.amp.GradScaler.step))
+        scaler_step = self.wrap_update(torch.amp.GradScaler.step, lambda _scaler, optimizer, *_: optimizer)
+        patches.set(torch.amp.GradScaler, "step", scaler_step)
         self._handles = [
             torch_optimizers.register_optimizer_step_pre_hook(self._before_step),
             torch_optimizers.register_optimizer_step_post_hook(self._after_step),
@@ -101,14 +112,16 @@ class PhaseTracker:
             self._backwards += 1
         if self.in_phase:
             return False
-        self._open = phase, self._clock.tick()
+        self._clock.in_job = True
+        self._open = phase, self._clock.tick(), self._clock.record()
         return True
 
     def leave(self, keep: bool = True) -> None:
         """Close the open phase, and keep it or not."""
         if self._open is not None and keep:
-            phase, start_ns = self._open
-            self.phases.append(FakePhase(PHASES[phase], start_ns, self._clock.tick()))
+            phase, start_ns, gpu_start = self._open
+            end_ns = self._clock.tick()
+            self.phases.append(FakePhase(PHASES[phase], start_ns, end_ns, gpu_start, self._clock.record()))
         self._open = self.called = None
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -139,24 +152,34 @@ class PhaseTracker:
         if self._step_depth or not self.live or self.phase != UPDATE:
             return
         self._on_update()
-        self.leave()
         iteration = self.rule.add_update([optimizer], self._backwards)
+        # One before any backward makes the optimizer's state, and is no training.
+        self.leave(keep=iteration is not None)
         if iteration is not None:
             for phase in self.phases[self._numbered :]:
                 phase.iteration = iteration
             self._numbered = len(self.phases)
             self._on_iteration(iteration + 1)
 
-    def _wrap_scaler(self, original: Any) -> Any:
-        """Make a step through a scaler one update, with the unscaling of gradients in it."""
+    def wrap_update(self, original: Callable[..., Any], optimizer_of: Callable[..., Any]) -> Callable[..., Any]:
+        """Make each call of a method one update, whatever optimizers step in it.
 
-        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        A call of `GradScaler.step` unscales the gradients before, and DeepSpeed's optimizers contain others.
+
+        Args:
+            original: The method.
+            optimizer_of: Returns the optimizer of a call from its positional arguments.
+        """
+
+        @functools.wraps(original)
+        def update(*args: Any, **kwargs: Any) -> Any:
+            optimizer = optimizer_of(*args)
             self._before_step(optimizer, (), {})
-            result = original(scaler, optimizer, *args, **kwargs)
+            result = original(*args, **kwargs)
             self._after_step(optimizer, (), {})
             return result
 
-        return step
+        return update
 
     def _enter_module(self, module: Any, _args: Any) -> None:
         name = self._names.get(module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,11 +29,16 @@ class FakeSafetensors:
     """
 
     def __init__(self, filename: Any, framework: str = "pt", device: Any = "cpu", **_options: Any) -> None:
-        with open(os.fspath(filename), "rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > _MAX_HEADER_BYTES:
-                raise ValueError(f"{filename} is not a safetensors file")
-            self._entries: dict[str, Any] = json.loads(file.read(size))
+        if isinstance(filename, bytes):
+            size = int.from_bytes(filename[:8], "little")
+            header = filename[8 : 8 + size]
+        else:
+            with open(os.fspath(filename), "rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header = file.read(size) if size <= _MAX_HEADER_BYTES else b""
+        if len(header) != size:
+            raise ValueError(f"{filename!r} is not a safetensors file")
+        self._entries: dict[str, Any] = json.loads(header)
         self._metadata: dict[str, str] | None = self._entries.pop("__metadata__", None)
         self._device = device
 
@@ -56,6 +62,10 @@ class FakeSafetensors:
     def get_tensor(self, name: str) -> Any:
         """Return a tensor."""
         return self.get_slice(name)[...]
+
+    def get_tensors(self) -> dict[str, Any]:
+        """Return all tensors by name."""
+        return {name: self.get_tensor(name) for name in self._entries}
 
     def get_slice(self, name: str) -> FakeSlice:
         """Return a tensor that is made when it is indexed."""
@@ -81,24 +91,52 @@ class FakeSlice:
         return whole[index].to(self._device)
 
 
-def patch_safetensors(patches: Patches, count_save: Callable[..., None]) -> None:
+def header_of(tensors: dict[str, Any], metadata: dict[str, str] | None) -> bytes:
+    """Return the beginning of a safetensors file: the length of the header, and the header."""
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    offset = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    header = json.dumps(entries).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
+def patch_safetensors(patches: Patches, save_tensors: Callable[[dict[str, Any], Any, bytes], None]) -> None:
     """Replace what reads and writes safetensors files until `patches.undo()`; nothing where it is not installed.
 
     Args:
         patches: The replacements.
-        count_save: Counts the tensors that would have been saved.
+        save_tensors: Gets the tensors that would have been saved, the file or None, and the header of the file.
     """
     try:
         import safetensors
-        import safetensors.torch
+        import safetensors.torch as library
     except ImportError:
         return
 
-    def load_file(filename: Any, device: Any = "cpu", **_options: Any) -> dict[str, Any]:
-        file = FakeSafetensors(filename, device=device)
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    def write_file(tensors: dict[str, Any], filename: Any, metadata: dict[str, str] | None = None) -> None:
+        save_tensors(tensors, filename, header_of(tensors, metadata))
 
-    patches.set(safetensors, "safe_open", FakeSafetensors)
-    patches.set(safetensors.torch, "safe_open", FakeSafetensors)
-    patches.set(safetensors.torch, "load_file", load_file)
-    patches.set(safetensors.torch, "save_file", count_save)
+    def to_bytes(tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:
+        header = header_of(tensors, metadata)
+        save_tensors(tensors, None, header)
+        return header
+
+    original = safetensors.safe_open
+    for module in list(sys.modules.values()):
+        if vars(module).get("safe_open") is original:
+            patches.set(module, "safe_open", FakeSafetensors)
+    # Below the public functions, which a library may have taken already.
+    flatten = "_flatten_as_ptr" if hasattr(library, "_flatten_as_ptr") else "_flatten"
+    patches.set(library, flatten, lambda tensors, *_references: tensors)
+    patches.set(library, "serialize_file", write_file)
+    patches.set(library, "serialize", to_bytes)
+    patches.set(library, "deserialize", FakeSafetensors)
+    patches.set(library, "_view2torch", FakeSafetensors.get_tensors)

@@ -14,20 +14,31 @@ from ebbtide.machines.machine import Machine
 from ebbtide.profiler.agent.inventory import list_blocks
 from ebbtide.profiler.agent.model_info import describe_model, describe_optimizers
 from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.dryrun.annotations import NamedRanges
 from ebbtide.profiler.dryrun.attention import AttentionChoice, register_attention
+from ebbtide.profiler.dryrun.caching_allocator import device_allocator
 from ebbtide.profiler.dryrun.call_stacks import CallStacks
 from ebbtide.profiler.dryrun.clock import VirtualClock
 from ebbtide.profiler.dryrun.cuda_stubs import CudaStubs
+from ebbtide.profiler.dryrun.deepspeed.patching import DeepSpeedPatches
 from ebbtide.profiler.dryrun.device_memory import DeviceMemory
 from ebbtide.profiler.dryrun.errors import DryRunFinished
 from ebbtide.profiler.dryrun.fake_cuda import DEFAULT_CAPACITY_BYTES, capability_of, patch_cuda
 from ebbtide.profiler.dryrun.fake_device import FakeDeviceMode
+from ebbtide.profiler.dryrun.fused_norms import register_fused_norms
+from ebbtide.profiler.dryrun.host_memory import FakeHostMemory
+from ebbtide.profiler.dryrun.legacy_tensor_types import patch_legacy_types
 from ebbtide.profiler.dryrun.libraries import LibraryPatches
+from ebbtide.profiler.dryrun.missing_kernels import register_missing_kernels
+from ebbtide.profiler.dryrun.parallelism.data_parallel import patch_data_parallel
+from ebbtide.profiler.dryrun.parallelism.model_parallel import ModelParallelPatches
+from ebbtide.profiler.dryrun.parallelism.process_groups import ProcessGroups
 from ebbtide.profiler.dryrun.phase_tracker import PhaseTracker
+from ebbtide.profiler.dryrun.shadow_values import MAX_READS
 from ebbtide.profiler.dryrun.tensor_patches import patch_tensors
 from ebbtide.profiler.dryrun.transfers import Transfers
 from ebbtide.profiler.dryrun.user_files import UserFiles
-from ebbtide.profiler.dryrun.workspaces import CublasWorkspaces, workspace_bytes
+from ebbtide.profiler.dryrun.workspaces import kernel_workspaces
 
 
 @dataclass(frozen=True)
@@ -38,13 +49,17 @@ class DryRunOptions:
         iterations: Iterations after which the job is ended.
         capacity_bytes: Memory of the device; None: not stated.
         device_name: Name of the device.
-        machine: The machine, for the rates of its link; None: not named.
+        machine: The machine, for its rates and its compute capability; None: not named.
+        ranks: Ranks of the job, whose rank 0 is run; None: not stated, and process groups have one rank.
+        ranks_per_node: Ranks on one host; None: all of them.
     """
 
     iterations: int = 2
     capacity_bytes: int | None = None
     device_name: str = "dry run"
     machine: Machine | None = None
+    ranks: int | None = None
+    ranks_per_node: int | None = None
 
 
 class DryRun:
@@ -56,7 +71,8 @@ class DryRun:
         options: The options.
 
     Attributes:
-        clock, memory, transfers, stacks, mode, tracker, attention, user_files: What was counted.
+        clock, memory, host_memory, transfers, annotations, stacks, mode, tracker, attention, deepspeed, user_files:
+            What was counted.
         model, optimizers: Descriptions of the job's model and optimizers, as in meta.json.
         finished: Whether all iterations were reached.
 
@@ -66,9 +82,13 @@ class DryRun:
 
     def __init__(self, options: DryRunOptions | None = None) -> None:
         self.options = options or DryRunOptions()
-        self.clock = VirtualClock(self.options.machine)
-        self.memory = DeviceMemory(self.clock)
+        machine = self.options.machine
+        self._capability = capability_of(self.options.device_name, machine.gpu if machine is not None else None)
+        self.clock = VirtualClock(machine)
+        self.memory = DeviceMemory(self.clock, device_allocator(self.options.capacity_bytes))
+        self.host_memory = FakeHostMemory(self.clock)
         self.transfers = Transfers(self.clock)
+        self.annotations = NamedRanges(self.clock)
         self.stacks = CallStacks(torch)
         self.tracker = PhaseTracker(self.clock, self._classify, self._end_iteration)
         self.mode = FakeDeviceMode(
@@ -77,24 +97,40 @@ class DryRun:
             self.transfers,
             self.stacks,
             self.tracker.module_names,
-            CublasWorkspaces(self.memory, workspace_bytes(capability_of(self.options.device_name))),
+            kernel_workspaces(self.memory, self.stacks, self.options.device_name, self._capability),
+            self.host_memory,
         )
         self.model: dict[str, Any] = {}
         self.optimizers: list[dict[str, Any]] = []
         self.finished = False
         self.attention = AttentionChoice()
         self.user_files = UserFiles(self.mode)
+        self.process_groups = ProcessGroups(self.options.ranks, self.options.ranks_per_node)
         self._patches = Patches()
 
     def __enter__(self) -> DryRun:
-        self._stubs = CudaStubs(torch, devices=1)
+        self._stubs = CudaStubs(torch, self.process_groups.ranks_per_node)
         capacity = self.options.capacity_bytes or DEFAULT_CAPACITY_BYTES
-        patch_cuda(self._patches, self.clock, self.memory, self.options.device_name, capacity)
+        devices = self.process_groups.ranks_per_node
+        patch_cuda(
+            self._patches, self.clock, self.memory, self.options.device_name, self._capability, capacity, devices
+        )
+        patch_legacy_types(self._patches)
+        self.annotations.install(self._patches)
+        self.process_groups.install(self._patches)
+        self.mode.collectives.install(self._patches)
+        patch_data_parallel(self._patches, self.mode.collectives)
         patch_tensors(self._patches, self.memory, self.stacks, self.tracker.module_names, self.mode.values)
         self.user_files.install(self._patches)
+        self.host_memory.install(self._patches)
         self.tracker.install(self._patches)
         self._libraries = LibraryPatches(self._patches)
+        machine = self.options.machine
+        self._model_parallel = ModelParallelPatches(self._patches, self.mode)
+        self.deepspeed = DeepSpeedPatches(self._patches, self.tracker, self.clock, self.process_groups, machine)
         self._attention = register_attention(self.attention)
+        register_fused_norms(self._attention)
+        register_missing_kernels(self._attention)
         self._only_lifts_cpu = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
         self._multithreading = torch.autograd.set_multithreading_enabled(False)
@@ -112,18 +148,25 @@ class DryRun:
         torch._C._set_only_lift_cpu_tensors(self._only_lifts_cpu)
         self._attention._destroy()
         self._libraries.remove()
+        self.deepspeed.remove()
+        self._model_parallel.remove()
         self.tracker.remove()
+        self.process_groups.remove()
         self._patches.undo()
+        self.user_files.close()
         self._stubs.remove()
         return isinstance(error, DryRunFinished)
 
     def notes(self) -> list[str]:
         """Return lines for people: what is predicted, what is assumed, and what was met in the job."""
         notes = [
-            "predicted by a dry run: the job ran without a GPU, on tensors without values; the CUDA context, NCCL and "
-            "workspaces of libraries other than cuBLAS are not included",
-            f"times are not predicted: the clock advances by assumed rates ({self.clock.description})",
+            "predicted by a dry run: the job ran without a GPU, on tensors without values",
+            "times are predicted from FLOPs, bytes and launches at stated efficiencies, under fast, typical and slow "
+            f"assumptions: {'; '.join(self.clock.assumptions().values())}",
         ]
+        notes += self.process_groups.notes(self.clock.rates.gpu.peer_bytes_per_s)
+        notes += self.memory.allocator.notes()
+        notes += self.host_memory.notes()
         number = sum(self.mode.values.placeholders.values())
         if number:
             notes.append(
@@ -138,6 +181,8 @@ class DryRun:
         if self.attention.counts:
             chosen = ", ".join(f"{kernel} ({count:,})" for kernel, count in self.attention.counts.most_common())
             notes.append(f"kernels chosen for scaled_dot_product_attention: {chosen}")
+        if self.mode.values.waited:
+            notes.append(f"the job was ended: it read {MAX_READS:,} unknown values without an optimizer step")
         if self.tracker.rule.index < 0:
             notes.append("no optimizer of torch stepped: there are no iterations")
         elif not self.finished:
@@ -154,6 +199,7 @@ class DryRun:
         optimizers = self.tracker.rule.optimizers
         self.model = describe_model(list(self.tracker.modules), optimizers)
         self.optimizers = describe_optimizers(optimizers)
+        self.mode.values.reads = 0
         if finished >= self.options.iterations:
             self.finished = True
             self._freeze()
@@ -165,8 +211,11 @@ class DryRun:
             self._classify()
         self.tracker.live = False
         self.memory.close()
+        self.host_memory.close()
         self.transfers.close()
-        self.user_files.stop_watching()
+        self.clock.close()
+        self.annotations.close()
+        self.user_files.stop_listing()
 
 
 def _storage_address(storage: Any) -> int:

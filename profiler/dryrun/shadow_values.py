@@ -12,8 +12,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
+from ebbtide.profiler.dryrun.conditions import Conditions
+from ebbtide.profiler.dryrun.errors import DryRunFinished
+
 _aten = torch.ops.aten
 MAX_ELEMENTS = 65_536
+# A job that reads so many unknown values in one iteration waits for one of them.
+MAX_READS = 100_000
 # Gradients count as finite: the flag that it writes keeps its value.
 _FINITE_CHECK = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -36,10 +41,15 @@ class ShadowValues:
 
     Attributes:
         placeholders: How often a value was read that is not known, by dtype.
+        reads: Reads of such values since the last iteration.
+        waited: Whether the job was ended because it read too many of them.
     """
 
     def __init__(self) -> None:
         self.placeholders: Counter[str] = Counter()
+        self.reads = 0
+        self.waited = False
+        self._conditions = Conditions(self.of)
         # Address of a fake storage -> (its real storage, the reference whose callback removes the entry)
         self._storages: dict[int, tuple[Any, Any]] = {}
 
@@ -57,16 +67,27 @@ class ShadowValues:
         real = self.of(tensor)
         if real is not None:
             return real.item()
-        self.placeholders[str(tensor.dtype).removeprefix("torch.")] += 1
-        return _placeholder(tensor.dtype)
+        self._count_read(tensor, 1)
+        return self._unknown(tensor)
 
     def array_of(self, tensor: Any) -> Any:
         """Return a real tensor with the values of a tensor, or with placeholders."""
         real = self.of(tensor)
         if real is None:
-            self.placeholders[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
-            real = torch.full(tensor.shape, _placeholder(tensor.dtype), dtype=tensor.dtype)
+            self._count_read(tensor, tensor.numel())
+            real = torch.full(tensor.shape, self._unknown(tensor), dtype=tensor.dtype)
         return real
+
+    def _unknown(self, tensor: Any) -> Any:
+        condition = self._conditions.get(tensor) if tensor.dtype == torch.bool else None
+        return _placeholder(tensor.dtype) if condition is None else condition
+
+    def _count_read(self, tensor: Any, elements: int) -> None:
+        self.placeholders[str(tensor.dtype).removeprefix("torch.")] += elements
+        self.reads += 1
+        if self.reads > MAX_READS:
+            self.waited = True
+            raise DryRunFinished
 
     def set(self, tensor: Any, real: Any) -> None:
         """Set the values of a fake tensor whose storage is its own."""
@@ -95,27 +116,31 @@ class ShadowValues:
 
     def follow(self, func: Any, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any]) -> None:
         """Compute the values of what an operation has made or written, and forget those that are not known now."""
-        if any(tensor.numel() > MAX_ELEMENTS for tensor in outputs):
-            self._forget_written(func, args, kwargs)
-            return
-        result = self.compute(func, args, kwargs, inputs)
+        large = any(tensor.numel() > MAX_ELEMENTS for tensor in outputs)
+        result = None if large else self.compute(func, args, kwargs, inputs)
         if result is None:
             if func is not _FINITE_CHECK:
                 self._forget_written(func, args, kwargs)
+            self._conditions.follow(func, args, kwargs, outputs)
             return
         for output, real in zip(outputs, tensors_in((result,)), strict=False):
             if isinstance(output, FakeTensor) and output.untyped_storage()._cdata not in self._storages:
                 self.set(output, real)
 
-    def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        if not self._storages or not func._schema.is_mutable:
-            return
-        positions, names = _written(func)
-        written = [args[position] for position in positions if position < len(args)]
-        written += [kwargs[name] for name in names if name in kwargs]
-        for tensor in tensors_in(written):
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Forget the values of tensors, since something else is written to them."""
+        for tensor in tensors:
             if isinstance(tensor, FakeTensor):
                 self._storages.pop(tensor.untyped_storage()._cdata, None)
+                self._conditions.forget(tensor)
+
+    def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        if not func._schema.is_mutable or not (self._storages or self._conditions):
+            return
+        positions, names = written_arguments(func)
+        written = [args[position] for position in positions if position < len(args)]
+        written += [kwargs[name] for name in names if name in kwargs]
+        self.forget(tensors_in(written))
 
 
 def _placeholder(dtype: torch.dtype) -> Any:
@@ -127,7 +152,7 @@ def _placeholder(dtype: torch.dtype) -> Any:
 
 
 @cache
-def _written(func: Any) -> tuple[list[int], list[str]]:
+def written_arguments(func: Any) -> tuple[list[int], list[str]]:
     """Return positions and names of the arguments that an operation writes."""
     arguments = func._schema.arguments
     written = [number for number, item in enumerate(arguments) if item.alias_info and item.alias_info.is_write]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as torch_optimizers
 from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.call_stacks import CallStacks
 from ebbtide.profiler.dryrun.device_memory import DeviceMemory
 from ebbtide.profiler.dryrun.shadow_values import ShadowValues
 
+# No process has memory at these addresses, so that code which uses one fails at once.
+_FAKE_ADDRESSES = 1 << 60
 # Attributes that make a tensor a fake one; all others are the job's own.
 _FAKE_ATTRIBUTES = frozenset(vars(FakeTensor).get("__annotations__", ())) | {"_is_param"}
 
@@ -23,6 +27,10 @@ def become(tensor: Any, content: Any) -> None:
     attributes = {key: value for key, value in tensor.__dict__.items() if key not in _FAKE_ATTRIBUTES}
     tensor.__class__, content.__class__ = content.__class__, tensor.__class__
     tensor.__dict__, content.__dict__ = content.__dict__, tensor.__dict__
+    for name in copyreg._slotnames(type(tensor)):  # type: ignore[attr-defined]
+        before = getattr(tensor, name)
+        setattr(tensor, name, getattr(content, name))
+        setattr(content, name, before)
     torch._C._swap_tensor_impl(tensor, content)
     tensor.__dict__.update(attributes)
 
@@ -42,7 +50,11 @@ def patch_tensors(
     data = torch._C.TensorBase.data
 
     def set_data(tensor: Any, value: Any) -> None:
-        if isinstance(tensor, FakeTensor) or isinstance(value, FakeTensor):
+        if isinstance(tensor, FakeTensor) and isinstance(value, FakeTensor):
+            # Keeps a gradient of another size, as DeepSpeed has it while it releases the parameter.
+            data.__set__(tensor, value)
+            tensor.fake_device = value.fake_device
+        elif isinstance(tensor, FakeTensor) or isinstance(value, FakeTensor):
             _replace_content(tensor, value)
         else:
             data.__set__(tensor, value)
@@ -67,6 +79,7 @@ def patch_tensors(
         return original_numpy(tensor, *args, **kwargs)
 
     patches.set(torch.Tensor, "numpy", convert_to_numpy)
+    _patch_addresses(patches)
     resize = torch.UntypedStorage.resize_
 
     def resize_storage(storage: Any, size: int) -> Any:
@@ -77,6 +90,25 @@ def patch_tensors(
     patches.set(torch.UntypedStorage, "resize_", resize_storage)
     for owner in (torch_optimizers, _foreach_utils):
         patches.set(owner, "_foreach_supported_types", [*owner._foreach_supported_types, FakeTensor])
+
+
+def _patch_addresses(patches: Patches) -> None:
+    """Give each fake storage an address of its own: jobs and libraries find shared weights by it."""
+    of_storage, of_tensor = torch.UntypedStorage.data_ptr, torch.Tensor.data_ptr
+
+    def storage_address(storage: Any) -> int:
+        return int(_FAKE_ADDRESSES | storage._cdata if storage.device.type == "meta" else of_storage(storage))
+
+    def tensor_address(tensor: Any) -> int:
+        if not isinstance(tensor, FakeTensor):
+            return int(of_tensor(tensor))
+        if not tensor.numel():
+            return 0
+        storage = _FAKE_ADDRESSES | int(tensor.untyped_storage()._cdata)
+        return storage + int(tensor.storage_offset() * tensor.element_size())
+
+    patches.set(torch.UntypedStorage, "data_ptr", storage_address)
+    patches.set(torch.Tensor, "data_ptr", tensor_address)
 
 
 def _replace_content(tensor: Any, value: Any) -> None:
@@ -104,7 +136,10 @@ def _apply(self: Any, function: Any, recurse: bool = True) -> Any:
             applied = function(parameter)
             if applied is not parameter:
                 parameter.grad = None
-                parameter.data = applied
+                if is_traceable_wrapper_subclass(applied):
+                    become(parameter, torch.nn.Parameter(applied, parameter.requires_grad))
+                else:
+                    parameter.data = applied
             if gradient is not None:
                 parameter.grad = function(gradient).requires_grad_(gradient.requires_grad)
     for key, buffer in self._buffers.items():

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 
 from ebbtide.profiler.dryrun.session import DryRun
+from ebbtide.profiler.dryrun.time_priors import TYPICAL
+from ebbtide.profiler.dryrun.time_ranges import predicted_times
 from ebbtide.profiler.trace import TraceBuilder
 from ebbtide.profiler.trace.micro_steps import micro_steps
 
 _DEVICE = "cuda:0"
 _POOLS = ("requested", "allocated", "reserved")
+_HOST_POOLS = ("heap", "pinned")
 
 
-def trace_of_run(run: DryRun, command: list[str], torch_version: str) -> TraceBuilder:
-    """Build the trace of a finished dry run.
+def trace_of_run(run: DryRun, command: Sequence[str] = ()) -> TraceBuilder:
+    """Build the trace of a finished dry run; its `write(path)` writes it.
 
     Args:
-        run: The dry run.
-        command: The job's command.
-        torch_version: The version of torch.
+        run: The dry run, whose context was left.
+        command: The job's command, for the metadata.
     """
     builder = TraceBuilder("predicted", clock={"name": "simulated", "host": None, "wall_offset_ns": 0})
     # The first iteration makes the optimizer state; alone it is better than no figures.
-    builder.meta.update(command=command, warmup_iterations=1 if run.tracker.rule.index > 0 else 0)
+    builder.meta.update(command=list(command), warmup_iterations=1 if run.tracker.rule.index > 0 else 0)
     if run.options.machine is not None:
         builder.meta["machine"] = run.options.machine.as_json()
     device = {
@@ -35,25 +39,30 @@ def trace_of_run(run: DryRun, command: list[str], torch_version: str) -> TraceBu
         "name": run.options.device_name,
         "capacity_bytes": run.options.capacity_bytes,
     }
+    builder.meta["prediction"] = {
+        "machine": run.options.machine.name if run.options.machine is not None else None,
+        "assumptions": run.clock.assumptions(),
+        "times": predicted_times(run.tracker.phases, 0),
+    }
     rank = builder.rank(
         0,
-        world_size=1,
+        world_size=run.process_groups.ranks,
         devices=[device],
         transfers_recorded=True,
         first_iteration_start_ns=0,
         started_ns=0,
         stopped="iterations" if run.finished else "closed",
-        argv=command,
+        argv=list(command),
         python=sys.version.split()[0],
-        torch=torch_version,
+        torch=torch.__version__,
     )
     if run.model:
         rank.meta.update(model=run.model, optimizers=run.optimizers)
+    if run.deepspeed.description is not None:
+        builder.meta["deepspeed"] = run.deepspeed.description
     _add_phases(run, rank)
     _add_memory(run, rank)
-    for copy in run.transfers.rows:
-        times = copy.start_ns, copy.end_ns
-        rank.transfer(copy.direction, *times, copy.size, _DEVICE, host_memory=copy.host_memory)
+    _add_activity(run, rank)
     for note in run.notes():
         builder.note(note)
     return builder
@@ -61,8 +70,18 @@ def trace_of_run(run: DryRun, command: list[str], torch_version: str) -> TraceBu
 
 def _add_phases(run: DryRun, rank: Any) -> None:
     phases = pd.DataFrame(
-        [(phase.iteration, phase.phase, phase.start_ns, phase.end_ns) for phase in run.tracker.phases],
-        columns=["iteration", "phase", "start_ns", "end_ns"],
+        [
+            (
+                phase.iteration,
+                phase.phase,
+                phase.start_ns,
+                phase.end_ns,
+                phase.gpu_start[TYPICAL],
+                phase.gpu_end[TYPICAL],
+            )
+            for phase in run.tracker.phases
+        ],
+        columns=["iteration", "phase", "start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns"],
     )
     if len(phases):
         phases["iteration"] = phases["iteration"].astype("Int64")
@@ -70,12 +89,44 @@ def _add_phases(run: DryRun, rank: Any) -> None:
         rank.extend("phases", **{column: phases[column] for column in phases})
 
 
+def _add_activity(run: DryRun, rank: Any) -> None:
+    for copy in run.transfers.rows:
+        times = copy.times
+        rank.transfer(
+            copy.direction,
+            times.start_ns,
+            times.end_ns,
+            copy.size,
+            _DEVICE,
+            host_memory=copy.host_memory,
+            stream=times.stream,
+            launch_ns=times.launch_ns,
+        )
+    if kernels := run.clock.kernels:
+        rank.extend(
+            "kernels",
+            start_ns=[kernel.start_ns for kernel in kernels],
+            end_ns=[kernel.end_ns for kernel in kernels],
+            device=_DEVICE,
+            stream=[kernel.stream for kernel in kernels],
+            kind=[kernel.work.kind for kernel in kernels],
+            name=[kernel.work.name for kernel in kernels],
+            launch_ns=[kernel.launch_ns for kernel in kernels],
+            group=[kernel.work.group for kernel in kernels],
+            flops=[kernel.work.flops for kernel in kernels],
+            bytes=[kernel.work.bytes for kernel in kernels],
+        )
+    for named in run.annotations.rows:
+        rank.add("annotations", start_ns=named.start_ns, end_ns=named.end_ns, name=named.name, thread=named.thread)
+
+
 def _add_memory(run: DryRun, rank: Any) -> None:
-    timeline = np.array(run.memory.timeline, dtype=np.int64).reshape(-1, 1 + len(_POOLS))
-    for column, pool in enumerate(_POOLS, 1):
-        sizes = timeline[:, column]
-        changed = np.append(True, sizes[1:] != sizes[:-1])[: len(sizes)]
-        rank.extend("memory", t_ns=timeline[changed, 0], device=_DEVICE, pool=pool, bytes=sizes[changed])
+    for device, pools, rows in ((_DEVICE, _POOLS, run.memory.timeline), ("cpu", _HOST_POOLS, run.host_memory.timeline)):
+        timeline = np.array(rows, dtype=np.int64).reshape(-1, 1 + len(pools))
+        for column, pool in enumerate(pools, 1):
+            sizes = timeline[:, column]
+            changed = np.append(True, sizes[1:] != sizes[:-1])[: len(sizes)]
+            rank.extend("memory", t_ns=timeline[changed, 0], device=device, pool=pool, bytes=sizes[changed])
     blocks = run.memory.blocks
     if not blocks:
         return

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.profiler.dryrun.clock import VirtualClock
+from ebbtide.profiler.dryrun.clock import LaunchedCopy, VirtualClock
 
 
 @dataclass(frozen=True)
 class FakeTransfer:
     """A copy: its times in ns, direction (`h2d`, `d2h`), bytes, and `host_memory` (`pinned` or `pageable`)."""
 
-    start_ns: int
-    end_ns: int
+    times: LaunchedCopy
     direction: str
     size: int
     host_memory: str
@@ -31,15 +30,13 @@ class Transfers:
         self._clock = clock
         self._closed = False
 
-    def add(self, direction: str, size: int, host_tensor: Any = None) -> None:
-        """Add a copy of `size` bytes that starts now."""
+    def add(self, direction: str, size: int, host_tensor: Any = None, blocking: bool = True) -> None:
+        """Add a copy of `size` bytes that is launched now; `blocking`: whether the host waits for it."""
         if self._closed or not size:
             return
         pinned = host_tensor is not None and host_tensor.is_pinned()
-        start_ns = self._clock.tick()
-        self._clock.run_copy(direction, size)
-        row = FakeTransfer(start_ns, self._clock.now_ns, direction, size, "pinned" if pinned else "pageable")
-        self.rows.append(row)
+        times = self._clock.run_copy(direction, size, pinned, blocking)
+        self.rows.append(FakeTransfer(times, direction, size, "pinned" if pinned else "pageable"))
 
     def close(self) -> None:
         """Count nothing any more."""

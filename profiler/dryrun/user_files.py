@@ -2,101 +2,152 @@
 
 from __future__ import annotations
 
+import io
 import os
-import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from ebbtide.profiler.agent.imports import when_imported
 from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.fake_device import FakeDeviceMode
+from ebbtide.profiler.dryrun.file_system.compiled_writers import patch_writers
+from ebbtide.profiler.dryrun.file_system.guard import guard
+from ebbtide.profiler.dryrun.file_system.patching import FileFunctions, absolute
+from ebbtide.profiler.dryrun.file_system.paths import is_inside, outermost
+from ebbtide.profiler.dryrun.file_system.programs import leave_out_programs
+from ebbtide.profiler.dryrun.file_system.view import FileView
+from ebbtide.profiler.dryrun.loggers import disable_loggers
 from ebbtide.profiler.dryrun.safetensors_files import patch_safetensors
+from ebbtide.profiler.dryrun.saved_contents import MARK_BYTES, SavedContents, is_mark
 from ebbtide.profiler.dryrun.shadow_values import MAX_ELEMENTS
 
 # Checkpoints up to this size are read, so that steps and random states in them have values.
 _MAX_READ_BYTES = 64 << 20
 _MAX_LISTED = 8
-_LEFT_OUT = ("/dev/", "/proc/", "/sys/")
-_WRITES = os.O_WRONLY | os.O_RDWR
-# Experiment loggers that can be switched off from outside.
-_LOGGERS = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled"}
 
 
 class UserFiles:
-    """The files that the job saves, loads and opens.
+    """The files that the job saves, loads, opens and removes.
 
     Args:
         mode: The mode that fakes operations.
 
     Attributes:
-        saved_bytes: Bytes of the tensors that the job would have saved.
-        saves: How often it would have saved.
         opened: Files that it opened for writing, in order.
     """
 
     def __init__(self, mode: FakeDeviceMode) -> None:
-        self.saved_bytes = self.saves = 0
         self.opened: dict[str, None] = {}
         self._mode = mode
-        self._watching = False
+        self._saved = SavedContents()
+        self._view: FileView | None = None
+        self._listing = True
+        self._programs: dict[str, None] = {}
+        self._cancels: list[Callable[[], None]] = []
 
     def install(self, patches: Patches) -> None:
-        """Replace what saves and loads until `patches.undo()`."""
-        patches.set(torch, "save", self.count_save)
+        """Replace what saves, loads and changes files until `patches.undo()` and `close()`."""
+        self._view = FileView()
+        FileFunctions(self._view, self._note_opened).install(patches)
+        leave_out_programs(patches, self._note_program)
+        guard.start(self._view)
+        patches.set(torch, "save", self._save)
         patches.set(torch, "load", self._wrap_load(torch.load))
-        patch_safetensors(patches, self.count_save)
-        for name, value in _LOGGERS.items():
-            os.environ.setdefault(name, value)
+        patch_safetensors(patches, self._save_tensors)
+        self._cancels = [
+            disable_loggers(patches),
+            patch_writers(patches, self._view),
+            when_imported("torch.distributed.checkpoint", lambda module: self._patch_distributed(module, patches)),
+        ]
 
-    def watch_opens(self) -> None:
-        """List from now on the files that are opened for writing. This cannot be undone in a process."""
-        self._watching = True
-        sys.addaudithook(self._audit)
+    def stop_listing(self) -> None:
+        """List no more files: the job is at its end."""
+        self._listing = False
 
-    def stop_watching(self) -> None:
-        """List no more files."""
-        self._watching = False
-
-    def count_save(self, content: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Count what would have been saved, and write nothing."""
-        storages = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-            for tensor in tree_iter(content)
-            if isinstance(tensor, torch.Tensor)
-        }
-        self.saves += 1
-        self.saved_bytes += sum(storages.values())
+    def close(self) -> None:
+        """Remove what the job has made, when its replacements are undone."""
+        guard.stop()
+        for cancel in self._cancels:
+            cancel()
+        if self._view is not None:
+            self._view.close()
 
     def lines(self) -> list[str]:
         """Return lines for people about files."""
         lines = []
-        if self.saves:
-            times = "once" if self.saves == 1 else f"{self.saves} times"
-            lines.append(f"the job saved {times}, {self.saved_bytes / 1e9:,.2f} GB in all: nothing of it was written")
+        if self._saved.saves:
+            times = "once" if self._saved.saves == 1 else f"{self._saved.saves} times"
+            size = self._saved.saved_bytes / 1e9
+            lines.append(f"the job saved {times}, {size:,.2f} GB in all: nothing of it was written")
         if self.opened:
-            names = list(self.opened)
-            rest = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-            lines.append(f"files that the job opened for writing: {', '.join(names[:_MAX_LISTED])}{rest}")
+            lines.append(f"the job opened files for writing; new ones were removed again: {_listed(self.opened)}")
+        if self._view is not None and self._view.preserved:
+            preserved = _listed(self._view.preserved)
+            lines.append(f"files that the job changed, removed or renamed are as they were: {preserved}")
+        if self._programs:
+            lines.append(f"programs that the job called to change files were not run: {', '.join(self._programs)}")
         return lines
 
+    def _note_program(self, name: str) -> None:
+        self._programs[name] = None
+
+    def _note_opened(self, path: str) -> None:
+        if self._listing:
+            self.opened[path] = None
+
+    def _save(self, content: Any, file: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Keep what would have been saved in memory, as `torch.save` takes it."""
+        self._write(file, self._saved.keep(content))
+
+    def _save_tensors(self, tensors: dict[str, Any], file: Any, header: bytes) -> None:
+        """Count tensors that would have been saved, and write their header for the job alone."""
+        self._saved.count(tensors)
+        for tensor in tensors.values():
+            tensor.detach().cpu()  # as saving does
+        if file is not None:
+            self._write(file, header)
+
+    def _write(self, file: Any, data: bytes) -> None:
+        path = absolute(file)
+        if path is None:
+            file.write(data)
+        elif self._view is not None and self._view.is_protected(path):
+            with self._view.lock:
+                Path(self._view.stand_in(path)).write_bytes(data)
+
     def _wrap_load(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def load(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-            is_path = isinstance(file, (str, os.PathLike))
-            if is_path and Path(file).is_file() and Path(file).stat().st_size > _MAX_READ_BYTES:
+        def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+            head = _read_head(f)
+            if is_mark(head):
+                return self._saved.restore(head, _device_of(map_location))
+            locations: dict[int, str] = {}
+
+            def to_host(storage: Any, location: str) -> Any:
+                locations[storage._cdata] = location
+                return storage
+
+            is_path = isinstance(f, (str, os.PathLike))
+            if is_path and os.path.isfile(f) and os.path.getsize(f) > _MAX_READ_BYTES:
                 kwargs.pop("mmap", None)
                 self._mode.enabled = False
                 try:
                     with self._mode.fake_mode:
-                        content = original(file, "cpu", *args, **kwargs)
+                        content = original(f, "cpu", *args, **kwargs)
                 finally:
                     self._mode.enabled = True
             else:
-                content = original(file, "cpu", *args, **kwargs)
-            device = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
-            return tree_map_only(torch.Tensor, lambda tensor: self._loaded(tensor, device), content)
+                content = original(f, to_host, *args, **kwargs)
+
+            def place(tensor: Any) -> Any:
+                location = locations.get(tensor.untyped_storage()._cdata, "cpu")
+                return self._loaded(tensor, _device_of(map_location, location))
+
+            return tree_map_only(torch.Tensor, place, content)
 
         return load
 
@@ -105,12 +156,65 @@ class UserFiles:
             tensor = self._mode.to_fake(tensor)
         return tensor.to(device)
 
-    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event != "open" or not self._watching:
-            return
-        path, mode, flags = arguments
-        if isinstance(path, bytes):
-            path = os.fsdecode(path)
-        writes = any(letter in mode for letter in "wax+") if isinstance(mode, str) else bool(flags & _WRITES)
-        if writes and isinstance(path, str) and not path.startswith(_LEFT_OUT) and "__pycache__" not in path:
-            self.opened[path] = None
+    def _patch_distributed(self, module: Any, patches: Patches) -> None:
+        """Replace the functions of torch.distributed.checkpoint."""
+
+        def save(state_dict: Any, *, checkpoint_id: Any = None, **_options: Any) -> None:
+            content = {
+                key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in state_dict.items()
+            }
+            if checkpoint_id is None:
+                self._save(content, io.BytesIO())
+            else:
+                os.makedirs(checkpoint_id, exist_ok=True)
+                self._save(content, os.path.join(checkpoint_id, ".metadata"))
+
+        def save_later(state_dict: Any, **options: Any) -> Any:
+            save(state_dict, **options)
+            future: Future[None] = Future()
+            future.set_result(None)
+            return future
+
+        def load(state_dict: Any, *, checkpoint_id: Any = None, **_options: Any) -> None:
+            """Leave the tensors as they are: a checkpoint has the shapes of the state that it is loaded into."""
+            if checkpoint_id is not None and not os.path.isdir(checkpoint_id):
+                raise FileNotFoundError(f"no checkpoint at {checkpoint_id}")
+
+        for name, function in (("save", save), ("async_save", save_later), ("load", load)):
+            patches.set(module, name, function)
+
+
+def _device_of(map_location: Any, saved: str | None = None) -> Any:
+    """Return the device that `torch.load` would load to; None: the one that the tensor came from.
+
+    Args:
+        map_location: The argument of torch.load.
+        saved: The device in the file.
+    """
+    if isinstance(map_location, (str, torch.device)):
+        return map_location
+    if isinstance(map_location, dict):
+        return map_location.get(saved, saved)
+    return saved if map_location is None else "cpu"
+
+
+def _read_head(file: Any) -> bytes:
+    """Return the first bytes of a path or a file, whose position stays; none where they cannot be read."""
+    if isinstance(file, (str, os.PathLike)):
+        if not os.path.isfile(file):
+            return b""
+        with open(file, "rb") as opened:
+            return opened.read(MARK_BYTES)
+    if not (hasattr(file, "seek") and hasattr(file, "tell")):
+        return b""
+    position = file.tell()
+    head = file.read(MARK_BYTES)
+    file.seek(position)
+    return head if isinstance(head, bytes) else b""
+
+
+def _listed(paths: dict[str, None]) -> str:
+    """Return paths for people: without those in a folder that is listed, and the first ones only."""
+    names = [os.path.relpath(path) if is_inside(path, os.getcwd()) else path for path in outermost(paths)]
+    rest = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + rest

@@ -14,6 +14,7 @@ from msgspec import Meta
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 TimeNs = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Milliseconds = Annotated[float, Meta(ge=0, le=1e15)]
 BytesPerS = Annotated[float, Meta(ge=0, le=1e18)]
 
 
@@ -313,6 +314,30 @@ class RankInfo(_Section, frozen=True, kw_only=True):
         return self.devices[0] if self.devices else DeviceInfo()
 
 
+class PredictedTime(_Section, frozen=True, kw_only=True):
+    """The range of the time of a part of an iteration: `iteration`, a phase, or `other`."""
+
+    rank: Count
+    iteration: Count
+    phase: str
+    low_ms: Milliseconds
+    high_ms: Milliseconds
+
+
+class PredictionInfo(_Section, frozen=True, kw_only=True):
+    """The basis of a predicted trace.
+
+    Attributes:
+        machine: The machine whose rates were used; None: none was named.
+        assumptions: What the times rest on, in words, by subject.
+        times: Times under fast and slow assumptions; the tables have those under typical ones.
+    """
+
+    machine: str | None = None
+    assumptions: dict[str, str] = {}
+    times: tuple[PredictedTime, ...] = ()
+
+
 class TraceMeta(_Section, frozen=True, kw_only=True):
     """The metadata of a trace.
 
@@ -322,6 +347,7 @@ class TraceMeta(_Section, frozen=True, kw_only=True):
         hosts: Names of the hosts of a merged trace.
         machine: The object of a machine file, of a simulated trace.
         policy: The policy of a simulated trace.
+        prediction: The basis of a predicted trace.
         provenance: The origin of a trace that others published.
     """
 
@@ -343,6 +369,7 @@ class TraceMeta(_Section, frozen=True, kw_only=True):
     deepspeed: DeepSpeedInfo | None = None
     machine: dict[str, Any] | None = None
     policy: str | None = None
+    prediction: PredictionInfo | None = None
     exit: ExitStatus = ExitStatus()
     notes: tuple[str, ...] = ()
     provenance: dict[str, Any] | None = None

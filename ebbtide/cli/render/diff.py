@@ -35,8 +35,10 @@ Text = Callable[[float | None], str]
 
 def print_diff(diff: Diff) -> None:
     """Print the largest change in one sentence, then all changes of times, sizes and setup."""
-    typer.echo(f"A: {diff.a}, {diff.counted[0]} counted iterations")
-    typer.echo(f"B: {diff.b}, {diff.counted[1]} counted iterations")
+    runs = zip("AB", (diff.a, diff.b), diff.counted, diff.predicted, strict=True)
+    for letter, path, counted, predicted in runs:
+        origin = ", predicted by a dry run" if predicted else ""
+        typer.echo(f"{letter}: {path}{origin}, {counted} counted iterations")
     typer.echo(headline(diff))
     if any((change.a, change.b) != (None, None) for change in diff.median_ms):
         times = [

@@ -8,10 +8,10 @@ import typer
 
 from ebbtide.cli.render.gpu import print_gpu
 from ebbtide.cli.render.tables import print_table
-from ebbtide.units import bytes_text, ms_text
+from ebbtide.units import bytes_text, ms_text, range_text
 
 if TYPE_CHECKING:
-    from ebbtide.analysis.metrics.summary import Summary
+    from ebbtide.analysis.metrics.summary import PhaseSummary, Summary
     from ebbtide.profiler.trace import Trace
 
 
@@ -26,18 +26,35 @@ def print_summary(trace: Trace, summary: Summary) -> None:
     for about_line in summary.about:
         typer.echo(f"  {about_line}")
     pool = summary.memory.pool or "memory"
-    rows = [["iteration", ms_text(summary.iteration_ms), *[""] * 6]]
+    whole = summary.iteration_range
+    spread = "" if whole is None else range_text(whole.low_ms, whole.high_ms)
+    rows = [["iteration", ms_text(summary.iteration_ms), spread, *[""] * 5]]
     for phase in summary.phases:
         share = "-" if phase.share is None else f"{100 * phase.share:.0f} %"
         sizes = (phase.peak_bytes, phase.min_free_bytes, phase.h2d_bytes, phase.d2h_bytes)
         rows.append(
-            [phase.phase, ms_text(phase.median_ms), ms_text(phase.p95_ms), share, *(bytes_text(size) for size in sizes)]
+            [
+                phase.phase,
+                ms_text(phase.median_ms),
+                _spread(summary, phase),
+                share,
+                *(bytes_text(size) for size in sizes),
+            ]
         )
     if counted:
         slowest = ", times of the slowest rank (--rank N for one rank)" if summary.ranks > 1 else ""
         print_table(
             f"Medians over {counted} iterations{slowest} (highest peaks: see below)",
-            ["phase", "time", "p95", "share", f"peak {pool}", "free at peak", "h2d", "d2h"],
+            [
+                "phase",
+                "time",
+                "range" if summary.is_predicted else "p95",
+                "share",
+                f"peak {pool}",
+                "free at peak",
+                "h2d",
+                "d2h",
+            ],
             rows,
         )
     else:
@@ -64,6 +81,11 @@ def print_summary(trace: Trace, summary: Summary) -> None:
         typer.echo(remark)
     for note in trace.notes:
         typer.echo(f"note: {note}")
+
+
+def _spread(summary: Summary, phase: PhaseSummary) -> str:
+    """Return the 95th percentile of measured times; of predicted ones, which repeat, the range."""
+    return range_text(phase.low_ms, phase.high_ms) if summary.is_predicted else ms_text(phase.p95_ms)
 
 
 def _print_totals(trace: Trace, summary: Summary) -> None:

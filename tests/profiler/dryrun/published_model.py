@@ -19,7 +19,9 @@ class Projection(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device="cuda"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("bsi,oi->bso", x, self.weight)
+        # As einsum of torch 2.7 did; that of 2.13 exchanges the operands, and its result is contiguous.
+        product = torch.bmm(self.weight.unsqueeze(0), x.flatten(0, -2).t().unsqueeze(0))
+        return product.squeeze(0).t().view(*x.shape[:-1], -1)
 
 
 class Norm(nn.Module):
@@ -30,8 +32,8 @@ class Norm(nn.Module):
         self.gain = nn.Parameter(torch.ones(WIDTH, device="cuda"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        root = torch.sqrt(torch.einsum("bsd,bsd->bs", x, x) / WIDTH + 1e-5)
-        return x / root.unsqueeze(-1) * self.gain
+        root = torch.sqrt(torch.linalg.vector_norm(x, dim=-1) ** 2 / WIDTH + 1e-5)
+        return torch.einsum("d,bsd->bsd", self.gain, x / root.unsqueeze(-1)).to(x.dtype)
 
 
 class Rotation(nn.Module):
@@ -48,7 +50,8 @@ class Rotation(nn.Module):
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-        even, odd_part = x[..., ::2], x[..., 1::2]
+        pairs = x.unflatten(-1, (-1, 2))
+        even, odd_part = pairs[..., 0], pairs[..., 1]
         rotated = torch.empty_like(x)
         rotated[..., ::2] = cos * even - sin * odd_part
         rotated[..., 1::2] = sin * even + cos * odd_part
@@ -93,8 +96,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm_1(x))
         normalized = self.norm_2(x)
-        gate = self.w1(normalized)
-        return x + self.w2(gate * torch.sigmoid(gate) * self.w3(normalized))
+        gate, linear = self.w1(normalized), self.w3(normalized)
+        return x + self.w2(gate * torch.sigmoid(gate) * linear)
 
 
 class PublishedModel(nn.Module):
@@ -111,6 +114,15 @@ class PublishedModel(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def published_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy by its parts."""
+    logits, targets = logits.view(-1, VOCABULARY), targets.view(-1)
+    shifted = logits - logits.max(dim=-1, keepdim=True)[0]
+    sums = torch.exp(shifted).sum(dim=-1)
+    chosen = shifted[torch.arange(len(targets), device="cuda"), targets]
+    return torch.mean(torch.log(sums) - chosen)
 
 
 class SimpleAdamW(torch.optim.Optimizer):

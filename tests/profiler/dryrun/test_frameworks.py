@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.profiler.dryrun import child, session
+from ebbtide.profiler.dryrun import child, session, shadow_values
 from ebbtide.profiler.trace import open_trace
 from tests.profiler.dryrun.forked import run_forked
 
@@ -95,7 +95,24 @@ while True:
 """
 
 
-def dry_run(folder: Path, script: str) -> Path:
+EXAMPLES = Path(__file__).parents[3] / "examples" / "dry_run"
+LOOP_WITHOUT_OPTIMIZER = """
+import torch
+
+x = torch.randn(300, 300, device="cuda")
+while (x - x @ x).norm() > 0.5:
+    x = x @ x / x.norm()
+"""
+INTERRUPTED = """
+import torch
+
+net = torch.nn.Linear(300, 300).cuda()
+net(torch.randn(2, 300, device="cuda")).sum().backward()
+raise KeyboardInterrupt
+"""
+
+
+def dry_run(folder: Path, script: str, *arguments: str, status: int = 0) -> Path:
     """Return the trace of a script that ends after two iterations, run in a fork."""
     (folder / "job.py").write_text(script)
     settings = {"iterations": 2, "capacity_bytes": None, "device_name": "h100", "machine": None, "force": False}
@@ -104,10 +121,9 @@ def dry_run(folder: Path, script: str) -> Path:
         os.chdir(folder)
         with open("log", "w", encoding="utf-8") as file:
             sys.stdout = sys.stderr = file
-            return child.main([str(folder / "run.ebb"), json.dumps(settings), "job.py"])
+            return child.main([str(folder / "run.ebb"), json.dumps(settings), "job.py", *arguments])
 
-    status = run_forked(start)
-    assert status == 0, (folder / "log").read_text(encoding="utf-8")
+    assert run_forked(start) == status, (folder / "log").read_text(encoding="utf-8")
     return folder / "run.ebb"
 
 
@@ -131,3 +147,41 @@ def test_dry_run__runs_frameworks_unmodified(
     }
     assert any(note in line for line in trace.notes)
     assert (trace.allocations(0)["category"] == "optimizer_state").any()
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Return every path below a folder with its content."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def test_dry_run__leaves_checkpoints_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "tokens.bin").write_bytes(bytes(4000))
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "best.pt").write_bytes(b"the best of last week")
+    before = contents(output)
+    arguments = "--data tokens.bin --output output --layers 2 --width 64 --heads 2 --context 64 --vocabulary 512"
+    more = "--batch 2 --accumulation 2 --evaluate-every 1 --evaluation-batches 2 --dtype float16"
+    script = (EXAMPLES / "pretrain.py").read_text(encoding="utf-8")
+    trace = open_trace(dry_run(tmp_path, script, *arguments.split(), *more.split()))
+    assert contents(output) == before
+    log = (tmp_path / "log").read_text(encoding="utf-8")
+    assert "the job saved 2 times" in log
+    assert "are as they were: output/best.pt" in log
+    assert "step 0  evaluation loss 1.0000" in log
+    assert any("torch.compile was left out" in note for note in trace.notes)
+    phases = trace.phases(0)
+    counts = phases[phases["iteration"] == 1]["phase"].value_counts()
+    assert (counts["backward"], counts["update"]) == (2, 1)
+
+
+def test_dry_run__ends_a_loop_that_waits_for_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow_values, "MAX_READS", 10)
+    trace = open_trace(dry_run(tmp_path, LOOP_WITHOUT_OPTIMIZER))
+    assert any("unknown values without an optimizer step" in note for note in trace.notes)
+
+
+def test_dry_run__writes_its_trace_when_it_is_interrupted(tmp_path: Path) -> None:
+    trace = open_trace(dry_run(tmp_path, INTERRUPTED, status=130))
+    assert trace.phases(0)["phase"].tolist() == ["forward", "backward"]
+    assert trace.meta.exit.code == 130

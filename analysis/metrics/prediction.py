@@ -1,0 +1,51 @@
+"""Traces of dry runs: the line that says so, and the ranges of their times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from ebbtide.analysis.metrics.cache import once_per_trace
+from ebbtide.analysis.metrics.iterations import steady_iterations
+from ebbtide.analysis.timeseries.statistics import median_or_none
+from ebbtide.profiler.trace import Trace
+
+
+@dataclass(frozen=True)
+class TimeRange:
+    """The time of a part of an iteration under fast and under slow assumptions, ms."""
+
+    low_ms: float
+    high_ms: float
+
+
+def is_predicted(trace: Trace) -> bool:
+    """Return whether a dry run made a trace."""
+    return trace.meta.source == "predicted"
+
+
+def prediction_line(trace: Trace) -> str | None:
+    """Return the line that every output has for a trace of a dry run; None for others."""
+    if not is_predicted(trace):
+        return None
+    machine = trace.meta.prediction.machine if trace.meta.prediction is not None else None
+    return f"predicted by a dry run, not measured{f' (machine {machine})' if machine else ''}"
+
+
+@once_per_trace
+def predicted_range(trace: Trace, part: str) -> TimeRange | None:
+    """Return the range of the time of a phase, `other` or `iteration`.
+
+    Each end is the median over the steady iterations of the slowest rank's time, as that of measured times is.
+
+    Returns:
+        None where no range is known: measured traces, or no steady iteration.
+    """
+    if trace.meta.prediction is None:
+        return None
+    rows = [(time.iteration, time.low_ms, time.high_ms) for time in trace.meta.prediction.times if time.phase == part]
+    slowest = pd.DataFrame(rows, columns=["iteration", "low_ms", "high_ms"]).groupby("iteration").max()
+    slowest = slowest[slowest.index.isin(steady_iterations(trace).numbers)]
+    low, high = median_or_none(slowest["low_ms"]), median_or_none(slowest["high_ms"])
+    return None if low is None or high is None else TimeRange(low, high)

@@ -1,0 +1,1 @@
+"""Runs DeepSpeed in a dry run: its own code, with stand-ins for what it compiles."""

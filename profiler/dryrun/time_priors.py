@@ -1,0 +1,99 @@
+"""Stated priors for the times of a dry run, each with a fast, a typical and a slow value.
+
+They are not fitted to a job. Their sources are measurements that others published:
+
+- Matrix products: the largest rate of any shape is 86 % of the data sheet's on A100 SXM, 82 % on A100 PCIe, 80 % on
+  H100 SXM, 78 % on B200 and 60 % on MI300X (table of maximum achievable matmul FLOPS of Bekman's "Machine Learning
+  Engineering", bfloat16). Large training jobs as a whole reach 44 to 57 % of it on A100 (Narayanan et al. 2021,
+  Korthikanti et al. 2022), of which part is other work.
+- Attention: FlashAttention-2 reaches up to 73 % forward and 63 % backward on A100, and 30 to 35 % on H100, whose
+  instructions it does not use (Dao 2023; Shah et al. 2024; benchmarks of `sdpa` in pytorch/benchmark #2296).
+- Memory: copies and element-wise kernels on 4 GiB reach 91 % on H100-class cards; layer norms of PyTorch reach 72 to
+  80 % of an H100's (published comparisons with Triton). Short rows and scattered accesses reach less.
+- Host: one operation issued from Python takes 4.2 us on a current host without autograd. In
+  traces/a100-torch-profiler.ebb the median time between two launches is 33 us in forwards and 17 us in backwards, under
+  a profiler that about doubles it, and no kernel starts sooner than 7 us after the start of its launching call.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class PriorRange(NamedTuple):
+    """Values of a quantity in the three cases, whose indices are those of `CASES`."""
+
+    fast: float
+    typical: float
+    slow: float
+
+
+CASES = PriorRange._fields
+TYPICAL = CASES.index("typical")
+
+
+class WorkClass(Enum):
+    """Classes of kernels that differ in the share of the peak rates that they reach."""
+
+    MATRIX = "matrix products"
+    CONVOLUTION = "convolutions"
+    ATTENTION = "fused attention"
+    ATTENTION_BACKWARD = "backward of fused attention"
+    ELEMENTWISE = "element-wise operations"
+    REDUCTION = "reductions and norms"
+    FOREACH = "operations on lists of tensors"
+    INDEXED = "gathers and scatters"
+    COLLECTIVE = "collectives"
+
+
+# Shares of the peak of matrix units that large products reach, on compute capabilities below 9, and from 9 on. The fast
+# value is that of the best shape; the others are 0.88 and 0.74 of it.
+_HALF = PriorRange(0.86, 0.76, 0.64), PriorRange(0.8, 0.7, 0.59)
+MATRIX_EFFICIENCY = {
+    "float32": (PriorRange(0.9, 0.8, 0.65),) * 2,
+    "tf32": (PriorRange(0.8, 0.68, 0.55), PriorRange(0.7, 0.6, 0.5)),
+    "float16": _HALF,
+    "bfloat16": _HALF,
+    "float8": (PriorRange(0.75, 0.6, 0.46),) * 2,
+}
+# A product whose smallest dimension is d reaches the share d / (d + SMALL_DIMENSION) of this: its tiles are not filled.
+SMALL_DIMENSION = 32
+CONVOLUTION_EFFICIENCY = PriorRange(0.7, 0.5, 0.35)
+# On compute capabilities below 9, and from 9 on.
+ATTENTION_EFFICIENCY = PriorRange(0.65, 0.55, 0.42), PriorRange(0.4, 0.32, 0.27)
+ATTENTION_BACKWARD_EFFICIENCY = PriorRange(0.58, 0.47, 0.37), PriorRange(0.36, 0.28, 0.22)
+# Shares of the rate of device memory.
+MEMORY_EFFICIENCY = {
+    WorkClass.MATRIX: PriorRange(0.92, 0.8, 0.65),
+    WorkClass.CONVOLUTION: PriorRange(0.9, 0.75, 0.55),
+    WorkClass.ATTENTION: PriorRange(0.9, 0.75, 0.55),
+    WorkClass.ATTENTION_BACKWARD: PriorRange(0.85, 0.65, 0.45),
+    WorkClass.ELEMENTWISE: PriorRange(0.93, 0.83, 0.7),
+    WorkClass.REDUCTION: PriorRange(0.88, 0.75, 0.58),
+    WorkClass.FOREACH: PriorRange(0.92, 0.82, 0.68),
+    WorkClass.INDEXED: PriorRange(0.7, 0.4, 0.2),
+}
+# Share of the rate between GPUs that a collective of many bytes reaches.
+COLLECTIVE_EFFICIENCY = PriorRange(0.85, 0.7, 0.5)
+# Device time of a kernel beside its work: start, end, and the gap to the next one.
+KERNEL_NS = PriorRange(1_500, 2_500, 4_000)
+COLLECTIVE_NS = PriorRange(10_000, 25_000, 60_000)
+# From a launch to the earliest start of its kernel.
+LAUNCH_NS = PriorRange(3_000, 5_000, 8_000)
+# Host time of an operation: called from Python, called by the autograd engine, and one without a kernel.
+PYTHON_OPERATION_NS = PriorRange(5_000, 9_000, 16_000)
+ENGINE_OPERATION_NS = PriorRange(3_500, 6_000, 11_000)
+VIEW_NS = PriorRange(700, 1_500, 3_000)
+# Of each tensor in a list, in addition.
+LIST_TENSOR_NS = PriorRange(150, 300, 600)
+# Copies between host and device: share of the machine's rates, and where a machine states none, rates.
+COPY_EFFICIENCY = PriorRange(1.1, 1.0, 0.85)
+PINNED_BYTES_PER_S = 20e9
+PAGEABLE_SHARE = 0.4
+COPY_NS = PriorRange(5_000, 8_000, 12_000)
+# Operations on tensors of the host: bytes read and written per second, and the share of a machine's rate.
+HOST_BYTES_PER_S = 20e9
+HOST_EFFICIENCY = PriorRange(1.2, 0.8, 0.4)
+# Launches that CUDA queues at most; the host waits at the next one.
+MAX_QUEUED = 1024
