@@ -8,6 +8,7 @@ from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, OpKind, Pla
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.event_loop import COMPUTE, CPU, D2H, GPU, H2D, INFINITE, TaskGraph, run_tasks
+from ebbtide.interleave.simulation.iterations import IterationWork, run_iterations
 from ebbtide.machines.machine import Machine
 
 _INDEX = {"cpu": CPU, "gpu": GPU, "h2d": H2D, "d2h": D2H}
@@ -58,8 +59,26 @@ class Simulator:
             MachineError: The machine lacks a rate that the plan needs.
             PlanError: Operations wait for each other.
         """
-        points = sorted({op.point for op in plan.ops} | {FORWARD, BACKWARD, UPDATE})
-        points = [point for point in points if 0.0 < point <= UPDATE]
+        points = {op.point for op in plan.ops} | {FORWARD, BACKWARD, UPDATE}
+        if plan.has_late_operations:
+            points |= {op.due for op in plan.ops if op.due is not None}
+            return self._run_iterations(plan, sorted(point for point in points if 0.0 < point <= UPDATE))
+        return self._run_iteration(plan, sorted(point for point in points if 0.0 < point <= UPDATE), limit_s)
+
+    def _run_iterations(self, plan: Plan, points: list[float]) -> Schedule:
+        resource, alone_s, demand = self._work_of(plan)
+        work = IterationWork(
+            resource,
+            alone_s,
+            demand,
+            points,
+            _compute_lengths(self._workload, points),
+            self._machine.step_overhead_s or 0.0,
+            self._link_left,
+        )
+        return run_iterations(plan, self._workload, work, self._duplex_bytes_per_s, self._host_bytes_per_s)
+
+    def _run_iteration(self, plan: Plan, points: list[float], limit_s: float) -> Schedule | None:
         graph = self._task_graph(plan, points)
         try:
             times = run_tasks(graph, self._duplex_bytes_per_s, self._host_bytes_per_s, limit_s)

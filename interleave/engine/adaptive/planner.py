@@ -129,6 +129,11 @@ class Planner:
                 f"policy {self.policy}: the update here writes half-precision parameters, so that none are converted "
                 "on the GPU: choose params=pipelined or params=blocking"
             )
+        if plan.has_late_operations:
+            raise EngineError(
+                f"policy {self.policy}: updates under the next forward can only be simulated so far: choose "
+                "overlap=none"
+            )
         schedule = worst_case(plan, self.workload)
         return plan, max(schedule.peak_device_bytes, plan_bytes(schedule, self._subgroups))
 
