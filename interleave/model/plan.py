@@ -238,8 +238,8 @@ class _PlanChecker:
                 raise self._error(op, "is not followed by a flush")
 
     def _check_late_operations(self) -> None:
-        """What follows a late operation is late; parameters are new before the next forward uses them; and the next
-        iteration touches a subgroup only when its late operations have ended."""
+        """Check that what follows a late operation is late, that parameters are new before the next forward uses them,
+        and that the next iteration touches a subgroup only when its late operations have ended."""
         ops, needed = self._plan.ops, forward_points(self._workload)
         latest_due = [OTHER] * self._plan.subgroups
         for op in ops:

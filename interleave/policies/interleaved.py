@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from ebbtide.errors import PolicyError
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.late_updates import OVERLAP, with_overlap
+from ebbtide.interleave.policies.overlap import OVERLAP, with_overlap
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
 from ebbtide.interleave.policies.registry import GRADS, PARAMS, DefaultRun, PolicySpec, policy, to_number
 from ebbtide.interleave.policies.twin_flow import resident_range

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.late_updates import OVERLAP, with_overlap
+from ebbtide.interleave.policies.overlap import OVERLAP, with_overlap
 from ebbtide.interleave.policies.registry import GRADS, PARAMS, DefaultRun, PolicySpec, policy, reject_value
 from ebbtide.interleave.policies.zero_offload import all_on_cpu
 from ebbtide.machines.machine import Machine

@@ -69,6 +69,11 @@ def run_iterations(
         iterations *= 2
 
 
+def late_gpu_operations(plan: Plan) -> list[int]:
+    """Return the indices of the late operations of the GPU, which compute does not run beside."""
+    return [index for index, op in enumerate(plan.ops) if op.due is not None and op.resource == "gpu"]
+
+
 def _task_graph(plan: Plan, work: IterationWork, iterations: int) -> TaskGraph:
     """Return the tasks of iterations in a row. Those of an earlier iteration go first on each resource."""
     rest = len(work.points) + 1
@@ -79,6 +84,10 @@ def _task_graph(plan: Plan, work: IterationWork, iterations: int) -> TaskGraph:
     )
     compute_until = {point: 1 + len(plan.ops) + number for number, point in enumerate(work.points)}
     overhead = work.tasks - 1
+    late_on_gpu = late_gpu_operations(plan)
+    graph.stops_compute = frozenset(
+        number * work.tasks + 1 + index for number in range(iterations) for index in late_on_gpu
+    )
     # Compute after a point is the next task; what waits for a point of the iteration waits for the task before it.
     for number in range(iterations):
         base = number * work.tasks

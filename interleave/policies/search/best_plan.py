@@ -7,15 +7,18 @@ from dataclasses import replace
 
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.policies.registry import make_plan
 from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.local_search import LocalSearch
 from ebbtide.interleave.policies.search.merging import merged_workloads
+from ebbtide.interleave.policies.search.minimum_costs import INFINITE
 from ebbtide.interleave.policies.search.other_policies import Level, rank_others, worth_comparing
 from ebbtide.interleave.policies.search.placement import Placement
 from ebbtide.interleave.policies.search.placement_search import PlacementSearch
-from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
+from ebbtide.interleave.policies.search.plan_costs import PlanCosts
 from ebbtide.interleave.simulation.bound import OptimalShares, optimal_shares
+from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 
 # More subgroups than these are merged for the search over placements, and not searched one by one.
@@ -36,20 +39,38 @@ _NEAR_BOUND = 1.001
 _LEAST_GAIN = 1e-12
 
 
-def find_best_plan(workload: Workload, machine: Machine, text: str) -> Plan:
+def find_best_plan(workload: Workload, machine: Machine, text: str, overlap: Overlap = NO_OVERLAP) -> Plan:
     """Return the fastest plan found, with a remark that says what it is.
+
+    With an overlap it is never slower than the one without.
 
     Args:
         workload: The workload, whose free device memory must be known.
         machine: The machine. Without its rate of updates on the GPU there are none.
         text: The policy's string.
+        overlap: Phases that updates may run in.
 
     Raises:
         MachineError: The machine lacks a rate.
     """
+    if overlap == NO_OVERLAP:
+        return _search(workload, machine, text, overlap)
+    plans = [_search(workload, machine, text, choice) for choice in (NO_OVERLAP, overlap)]
+    return min(plans, key=lambda plan: _exact_cost(plan, workload, machine))
+
+
+def _exact_cost(plan: Plan, workload: Workload, machine: Machine) -> tuple[bool, bool, float]:
+    """Return whether a plan exceeds the memory of the device, and of the host, and the seconds of its iteration."""
+    schedule = simulate(plan, workload, machine)
+    exceeds_host = schedule.host_bytes() > (machine.host_memory_bytes or INFINITE)
+    return not schedule.fits_device(None), exceeds_host, schedule.iteration_s
+
+
+def _search(workload: Workload, machine: Machine, text: str, overlap: Overlap) -> Plan:
+    """Return the fastest plan found with an overlap."""
     # From few subgroups to all of them.
     levels = [
-        Level(merged, PlanCosts(merged.workload, machine, text, _PLACEMENT_OPS))
+        Level(merged, PlanCosts(merged.workload, machine, text, _PLACEMENT_OPS, overlap))
         for merged in merged_workloads(workload, _MAX_SEARCHED_SUBGROUPS, _MAX_REFINED_SUBGROUPS)
     ]
     shares = [optimal_shares(levels[0].merged.workload, machine, whole) for whole in (False, True)]
@@ -82,7 +103,8 @@ def _search_one_by_one(costs: PlanCosts, shares: list[OptimalShares]) -> Assignm
     if is_even and len(workload.subgroups) > _MAX_SUBGROUPS_ONE_BY_ONE:
         return starts[0]
     costs.ops_left = _ASSIGNMENT_OPS
-    target_s = workload.compute_s + _NEAR_BOUND * max(entry.exposed_s for entry in shares)
+    # The bound is that of plans without late operations.
+    target_s = 0.0 if costs.overlap.forward else workload.compute_s + _NEAR_BOUND * max(s.exposed_s for s in shares)
     return LocalSearch(costs, target_s).run(starts)
 
 

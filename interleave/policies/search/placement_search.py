@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from ebbtide.interleave.policies.search.assignment import Assignment, other_cpu_shares
 from ebbtide.interleave.policies.search.capacity import subgroups_that_fit
+from ebbtide.interleave.policies.search.minimum_costs import INFINITE
 from ebbtide.interleave.policies.search.placement import Placement, PlacementChange
-from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
+from ebbtide.interleave.policies.search.plan_costs import PlanCosts
 from ebbtide.interleave.simulation.bound import OptimalShares
 
 # One subgroup is fetched, one is updated, one is flushed.
@@ -61,7 +62,7 @@ class PlacementSearch:
 
     def assignment(self, placement: Placement) -> Assignment:
         """Return the assignment of a placement."""
-        return placement.assignment(self._workload, self._ranking)
+        return placement.assignment(self._workload, self._ranking, self._costs.overlap.forward)
 
     def cost(self, placement: Placement, limit: float = INFINITE) -> float:
         """Return the cost of a placement; see `PlanCosts.cost`."""
@@ -128,7 +129,8 @@ class PlacementSearch:
                         best = candidate
             opposite_gradients = replace(best, round_trip_gradients=best.moved - best.round_trip_gradients)
             opposite_order = replace(best, interleave_cpu_gpu=not best.interleave_cpu_gpu)
-            for opposite in (opposite_order, opposite_gradients):
+            opposite_end = replace(best, moved_late=not best.moved_late)
+            for opposite in (opposite_order, opposite_gradients, opposite_end):
                 best = self._better(best, opposite) or best
             if best == before:
                 for share in other_cpu_shares(best.cpu_share) if self._costs.cpu_slows_copies else ():
@@ -147,6 +149,11 @@ class PlacementSearch:
     def _clamp(self, placement: Placement) -> Placement:
         """Return the nearest placement that is possible."""
         clamped = placement.clamped(len(self._workload.subgroups), self._fit_in_update, self._fit_at_start)
+        if self._costs.overlap.forward:
+            # Late flushes may run at the start of the next iteration anyway.
+            return replace(clamped, late=0)
+        # Choices that make no difference count as one.
+        clamped = replace(clamped, moved_late=True)
         return replace(clamped, interleave_cpu_gpu=False) if self._workload.needs_all_gradients else clamped
 
     def _seeds(self, all_shares: Iterable[OptimalShares]) -> Iterator[Placement]:

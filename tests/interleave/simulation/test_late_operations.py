@@ -15,7 +15,9 @@ from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.interleave.simulation.cycle import is_exact, run_cycle
+from ebbtide.interleave.simulation.iterations import run_iterations
+from ebbtide.interleave.simulation.simulator import Simulator, simulate
 from ebbtide.machines.machine import Machine
 from tests.interleave.strategies import machines, workloads
 
@@ -47,6 +49,33 @@ def test_simulate__waits_in_the_forward_for_the_slowest_update() -> None:
     """At half the rate each update ends 1 s later than the forward wants it."""
     schedule = ran("pipelined", JOB, replace(BOX, cpu_update_params_per_s=0.5e9))
     assert schedule.forward_s == pytest.approx(2.2 + 2 + 2 + 2 + 1)
+
+
+def test_simulate__stops_compute_during_late_updates_on_the_gpu() -> None:
+    """Subgroup 1 is fetched in 1.2 s after the backward, and updated in 4 s; 0 is new 1.4 s after the backward."""
+    slow_gpu = replace(BOX, gpu_update_params_per_s=0.25e9)
+    two = replace(JOB, params=2_000_000_000, gpu_free=((0.0, 100e9),))
+    schedule = ran("interleaved:2", two, slow_gpu)
+    update = next(end for op, _, end in schedule.items() if op.kind == "update" and op.resource == "gpu")
+    assert update == pytest.approx(schedule.iteration_s - schedule.update_s + 5.2)
+    assert schedule.update_s == pytest.approx(0.2)
+    assert schedule.forward_s == pytest.approx(5.2 - 0.2 + 4)
+
+
+@given(late_policies, workloads(), machines())
+def test_run_cycle__is_as_long_as_any_of_many_iterations(policy: str, workload: Workload, machine: Machine) -> None:
+    plan = make_plan(f"{policy},overlap=forward", workload, machine)
+    assert is_exact(plan)
+    work = Simulator(workload, machine).iteration_work(plan)
+    limits = machine.duplex_bytes_per_s or math.inf, machine.host_memory_bytes_per_s or math.inf
+    cycle = run_cycle(plan, workload, work, *limits, math.inf)
+    steady = run_iterations(plan, workload, work, *limits)
+    assert cycle is not None
+    for key in ("other_s", "forward_s", "backward_s", "update_s"):
+        assert getattr(cycle, key) == pytest.approx(getattr(steady, key), rel=1e-7, abs=1e-9), key
+    assert cycle.starts == pytest.approx(steady.starts, rel=1e-7, abs=1e-9)
+    assert cycle.ends == pytest.approx(steady.ends, rel=1e-7, abs=1e-9)
+    assert run_cycle(plan, workload, work, *limits, cycle.iteration_s * 1.001) is not None
 
 
 @given(late_policies, workloads(), machines())
