@@ -50,6 +50,8 @@ class Op(NamedTuple):
         release: Bytes of device memory freed when it ends.
         due: The point of the next iteration at which compute waits until it has ended; None: it ends with the update of
             its own iteration. Operations with a point are called late.
+        speculative: Whether an update on the CPU writes beside the old state, before clipping has said that it is
+            valid.
     """
 
     kind: OpKind
@@ -64,6 +66,7 @@ class Op(NamedTuple):
     acquire: float = 0.0
     release: float = 0.0
     due: float | None = None
+    speculative: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,11 @@ class Plan:
     def has_late_operations(self) -> bool:
         """Whether operations may end in the next iteration."""
         return any(op.due is not None for op in self.ops)
+
+    @property
+    def speculated(self) -> frozenset[int]:
+        """The subgroups whose updates are speculative. Each needs memory for its new state beside the old one."""
+        return frozenset(op.subgroup for op in self.ops if op.speculative)
 
     def counts(self) -> dict[str, int]:
         """Return the number of operations of each kind; updates are counted per resource (`update on cpu`)."""
@@ -192,14 +200,19 @@ class _PlanChecker:
             self._require(op, "update")
             if self._indices["upload"][subgroup] >= 0:
                 raise self._error(op, "comes after the upload")
+            self._require_validation(op)
         elif op.kind == "upload":
             self._require(op, "cast" if self._indices["cast"][subgroup] >= 0 else "update")
+            self._require_validation(op)
         elif op.kind == "update":
             self._check_update(op)
 
     def _check_update(self, op: Op) -> None:
         subgroup = op.subgroup
-        if self._clipping and (self._clip < 0 or self._clip not in op.after):
+        if op.speculative:
+            if op.resource != "cpu" or not self._clipping or self._workload.gradients_held_until_step:
+                raise self._error(op, "cannot be speculative: updates on the CPU can, before clipping")
+        elif self._clipping and (self._clip < 0 or self._clip not in op.after):
             raise self._error(op, "does not wait for the clipping of all gradients")
         if op.resource == "cpu":
             if subgroup in self._plan.resident or self._indices["fetch"][subgroup] >= 0:
@@ -214,6 +227,12 @@ class _PlanChecker:
             self._require(op, "gradient up")
         elif not self._clipping:
             self._require_gradient(op)
+
+    def _require_validation(self, op: Op) -> None:
+        """Check that nothing uses the result of a speculative update before clipping has said that it is valid."""
+        update = self._plan.ops[self._indices["update"][op.subgroup]]
+        if update.speculative and (self._clip < 0 or self._clip not in op.after):
+            raise self._error(op, "does not wait for the clipping that its update speculates about")
 
     def _require_gradient(self, op: Op) -> None:
         if op.point < self._gradient_points[op.subgroup]:

@@ -212,13 +212,15 @@ class Schedule:
         return sum(moved.values()) + sum(buffers)
 
     def host_bytes(self) -> float:
-        """Return the host memory that the plan needs: state that is not resident, and separate buffers for gradients
-        that are copied down and parameters that are copied up."""
+        """Return the host memory that the plan needs: state that is not resident, a second place for state that is
+        updated speculatively, and separate buffers for gradients that are copied down and parameters that are copied
+        up."""
         sizes = self.workload.subgroups
         offloaded = sum(size for subgroup, size in enumerate(sizes) if subgroup not in self.plan.resident)
         down = sum(op.nbytes for op in self.plan.ops if op.kind == "gradient down")
         up = sum(op.nbytes for op in self.plan.ops if op.kind == "upload")
-        return self.workload.state_bytes * offloaded + down + up
+        spare = sum(sizes[subgroup] for subgroup in self.plan.speculated)
+        return self.workload.state_bytes * (offloaded + spare) + down + up
 
 
 def _fits(used: float, free: float) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ebbtide.errors import PolicyError
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.overlap import OVERLAP, OVERLAPS
+from ebbtide.interleave.policies.overlap import OVERLAP, overlaps_of
 from ebbtide.interleave.policies.registry import DefaultRun, PolicySpec, policy, reject_value
 from ebbtide.interleave.policies.search.best_plan import find_best_plan
 from ebbtide.machines.machine import Machine
@@ -26,7 +26,7 @@ def adaptive(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
             "in a workload file), or a trace with the memory of a GPU"
         )
     machine.need(_NEEDED, f"policy {spec.text}")
-    plan = find_best_plan(workload, machine, spec.text, OVERLAPS[spec.options["overlap"]])
+    plan = find_best_plan(workload, machine, spec.text, *overlaps_of(spec.options["overlap"]))
     if machine.gpu_update_params_per_s is None:
         without_gpu = f"{machine.name} has no gpu_update_params_per_s, so the GPU updates nothing"
         return replace(plan, remark=f"{plan.remark}; {without_gpu}")

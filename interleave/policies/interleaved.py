@@ -35,7 +35,7 @@ def interleaved(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
         builder.resident(subgroup)
     on_cpu = sorted(set(offloaded) - set(on_gpu))
     _interleave(builder, on_cpu, on_gpu, spec.options["params"])
-    return with_overlap(builder.plan(), workload, spec.options["overlap"])
+    return with_overlap(builder.plan(), workload, machine, spec.options["overlap"])
 
 
 def _interleave(builder: PlanBuilder, on_cpu: Sequence[int], on_gpu: Sequence[int], params: str) -> None:

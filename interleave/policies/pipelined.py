@@ -14,4 +14,4 @@ from ebbtide.machines.machine import Machine
 def pipelined(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Update all subgroups on the CPU, conversions and copies overlapped: the fair baseline for interleaving."""
     reject_value(spec)
-    return with_overlap(all_on_cpu(workload, spec), workload, spec.options["overlap"])
+    return with_overlap(all_on_cpu(workload, spec), workload, machine, spec.options["overlap"])

@@ -13,9 +13,9 @@ from ebbtide.interleave.simulation.iterations import IterationWork, run_iteratio
 from ebbtide.machines.machine import Machine
 
 _INDEX = {"cpu": CPU, "gpu": GPU, "h2d": H2D, "d2h": D2H}
-# What the duration of an operation depends on: kind, resource, parameters, bytes, whether host memory is pageable, and
-# the share of the CPU's update rate.
-_OpClass = tuple[OpKind, Resource, int, float, bool, float]
+# What the duration of an operation depends on: kind, resource, parameters, bytes, whether host memory is pageable,
+# whether an update is speculative, and the share of the CPU's update rate.
+_OpClass = tuple[OpKind, Resource, int, float, bool, bool, float]
 
 
 def simulate(plan: Plan, workload: Workload, machine: Machine) -> Schedule:
@@ -134,7 +134,7 @@ class Simulator:
         """Return resource, seconds alone, and bytes/s of host memory traffic of each operation."""
         share = plan.cpu_share
         work = self._work
-        classes: list[_OpClass] = [(op[0], op[1], op[3], op[4], op[7], share) for op in plan.ops]
+        classes: list[_OpClass] = [(op[0], op[1], op[3], op[4], op[7], op[12], share) for op in plan.ops]
         try:
             entries = [work[op_class] for op_class in classes]
         except KeyError:

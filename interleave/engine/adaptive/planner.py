@@ -134,6 +134,10 @@ class Planner:
                 f"policy {self.policy}: updates under the next forward can only be simulated so far: choose "
                 "overlap=none"
             )
+        if plan.speculated:
+            raise EngineError(
+                f"policy {self.policy}: updates inside the backward can only be simulated so far: choose overlap=none"
+            )
         schedule = worst_case(plan, self.workload)
         return plan, max(schedule.peak_device_bytes, plan_bytes(schedule, self._subgroups))
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
+from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import STEP, UPDATE, Plan, gradient_ready_points
+from ebbtide.interleave.model.speculation import speculate
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.overlap import NO_OVERLAP, Overlap, late
+from ebbtide.interleave.policies.overlap import late
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
 from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.capacity import FreeMemory, FreePoints
@@ -58,6 +60,8 @@ def plan_of(
         for subgroup in assignment.on_cpu:
             builder.on_cpu(subgroup)
     plan = builder.plan(validate=False)
+    if overlap.backward:
+        plan = speculate(plan, workload, assignment.speculated, assignment.uploads_first and not overlap.forward)
     if overlap.forward:
         plan = late(plan, workload, frozenset() if assignment.moved_late else frozenset(moved))
     if assignment.on_cpu:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.policies.registry import make_plan
 from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.local_search import LocalSearch
@@ -18,7 +18,7 @@ from ebbtide.interleave.policies.search.placement import Placement
 from ebbtide.interleave.policies.search.placement_search import PlacementSearch
 from ebbtide.interleave.policies.search.plan_costs import PlanCosts
 from ebbtide.interleave.simulation.bound import OptimalShares, optimal_shares
-from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.interleave.simulation.steps import simulate_steps
 from ebbtide.machines.machine import Machine
 
 # More subgroups than these are merged for the search over placements, and not searched one by one.
@@ -39,31 +39,22 @@ _NEAR_BOUND = 1.001
 _LEAST_GAIN = 1e-12
 
 
-def find_best_plan(workload: Workload, machine: Machine, text: str, overlap: Overlap = NO_OVERLAP) -> Plan:
+def find_best_plan(workload: Workload, machine: Machine, text: str, *overlaps: Overlap) -> Plan:
     """Return the fastest plan found, with a remark that says what it is.
 
-    With an overlap it is never slower than the one without.
+    It is never slower than the one without overlap.
 
     Args:
         workload: The workload, whose free device memory must be known.
         machine: The machine. Without its rate of updates on the GPU there are none.
         text: The policy's string.
-        overlap: Phases that updates may run in.
+        *overlaps: Phases that updates may run in, beside none. The first of equally fast plans is returned.
 
     Raises:
         MachineError: The machine lacks a rate.
     """
-    if overlap == NO_OVERLAP:
-        return _search(workload, machine, text, overlap)
-    plans = [_search(workload, machine, text, choice) for choice in (NO_OVERLAP, overlap)]
-    return min(plans, key=lambda plan: _exact_cost(plan, workload, machine))
-
-
-def _exact_cost(plan: Plan, workload: Workload, machine: Machine) -> tuple[bool, bool, float]:
-    """Return whether a plan exceeds the memory of the device, and of the host, and the seconds of its iteration."""
-    schedule = simulate(plan, workload, machine)
-    exceeds_host = schedule.host_bytes() > (machine.host_memory_bytes or INFINITE)
-    return not schedule.fits_device(None), exceeds_host, schedule.iteration_s
+    plans = [_search(workload, machine, text, choice) for choice in dict.fromkeys((NO_OVERLAP, *overlaps))]
+    return min(plans, key=lambda plan: simulate_steps(plan, workload, machine).cost(machine)) if overlaps else plans[0]
 
 
 def _search(workload: Workload, machine: Machine, text: str, overlap: Overlap) -> Plan:
@@ -73,7 +64,7 @@ def _search(workload: Workload, machine: Machine, text: str, overlap: Overlap) -
         Level(merged, PlanCosts(merged.workload, machine, text, _PLACEMENT_OPS, overlap))
         for merged in merged_workloads(workload, _MAX_SEARCHED_SUBGROUPS, _MAX_REFINED_SUBGROUPS)
     ]
-    shares = [optimal_shares(levels[0].merged.workload, machine, whole) for whole in (False, True)]
+    shares = [optimal_shares(levels[0].merged.workload, machine, whole, overlap) for whole in (False, True)]
     assignments = _search_merged(levels, shares) if len(levels) > 1 else [_search_one_by_one(levels[0].costs, shares)]
     costs = levels[-1].costs
     plan = costs.plan(assignments[-1])
@@ -103,8 +94,7 @@ def _search_one_by_one(costs: PlanCosts, shares: list[OptimalShares]) -> Assignm
     if is_even and len(workload.subgroups) > _MAX_SUBGROUPS_ONE_BY_ONE:
         return starts[0]
     costs.ops_left = _ASSIGNMENT_OPS
-    # The bound is that of plans without late operations.
-    target_s = 0.0 if costs.overlap.forward else workload.compute_s + _NEAR_BOUND * max(s.exposed_s for s in shares)
+    target_s = workload.compute_s + _NEAR_BOUND * max(entry.exposed_s for entry in shares)
     return LocalSearch(costs, target_s).run(starts)
 
 

@@ -98,6 +98,9 @@ class LocalSearch:
             return self._with_round_trips(assignment)
         if self._costs.cpu_slows_copies and draw.random() < 0.5:
             return replace(assignment, cpu_share=draw.choice(other_cpu_shares(assignment.cpu_share)))
+        if self._costs.overlap.backward and draw.random() < 0.5:
+            speculated = assignment.speculated + draw.choice((-2, -1, 1, 2))
+            return replace(assignment, speculated=min(max(speculated, 0), count))
         if self._costs.overlap.forward and draw.random() < 0.2:
             return replace(assignment, moved_late=not assignment.moved_late)
         if draw.random() < 0.5 and not self._costs.workload.needs_all_gradients:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ebbtide.interleave.model.durations import Durations, host_traffic, norm_s
+from ebbtide.interleave.model.overlap import Overlap
 from ebbtide.interleave.model.plan import BACKWARD, STEP, UPDATE, Plan, gradient_ready_points
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.overlap import Overlap
 from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.capacity import FreeMemory
 from ebbtide.machines.machine import Machine
@@ -64,6 +64,10 @@ class MinimumCosts:
         moved = sum(map(size, assignment.moved))
         down_s = (moved - sum(map(size, assignment.late))) * self._flush_s
         cpu_s, gpu_s = on_cpu * self._cpu_s / assignment.cpu_share, on_gpu * self._gpu_s
+        if self._overlap.backward and assignment.speculated and workload.clipping:
+            # Of steps in which nothing is computed again; the CPU may work from the first gradient on.
+            within_s = self._first_gradient_s + max(cpu_s, self._host_s * workload.cpu_update_bytes * on_cpu)
+            return max(workload.compute_s + self._prefix_s + gpu_s, within_s)
         if not workload.needs_all_gradients:
             if self._overlap.forward:
                 within_s = self._first_gradient_s + max(cpu_s, gpu_s, down_s)
@@ -97,6 +101,8 @@ class MinimumCosts:
     def of_plan(self, plan: Plan) -> float:
         """Return a lower bound of the cost of any plan, from the work of each resource since the update began."""
         workload = self._workload
+        if plan.speculated:
+            return workload.compute_s + self._overhead_s
         durations = Durations(plan, workload, self._machine)
         # Of operations that end with the step, and of all.
         on_time_s, busy_s = (dict.fromkeys(("cpu", "gpu", "h2d", "d2h"), 0.0) for _ in range(2))

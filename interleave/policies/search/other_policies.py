@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ebbtide.errors import MachineError, PolicyError
+from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
-from ebbtide.interleave.policies.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.policies.registry import POLICIES, make_plan, parse
 from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.merging import MergedWorkload
@@ -107,7 +107,8 @@ def worth_comparing(others: list[OtherPlan], levels: list[Level], own: list[Assi
 def _texts(own_text: str, count: int, overlap: Overlap) -> Iterator[str]:
     """Yield the strings of all policies that plans of so many subgroups are compared with.
 
-    With an overlap these are the policies that have the option, since others are compared without it.
+    With an overlap these are the policies that have the option, since others are compared without it. Variants do not
+    speculate: how much would have to be searched for each.
     """
     option = "" if overlap == NO_OVERLAP else f",overlap={overlap.name}"
     for name, registered in POLICIES.items():
@@ -117,11 +118,11 @@ def _texts(own_text: str, count: int, overlap: Overlap) -> Iterator[str]:
             yield registered.default_run.text + option
     for text in _VARIANTS:
         spec = parse(text)
-        if option and "overlap" not in POLICIES[spec.name].options:
+        if option and ("overlap" not in POLICIES[spec.name].options or not overlap.forward):
             continue
         # Larger strides than there are subgroups are all alike.
         if spec.name != "interleaved" or int((spec.value or "").partition("@")[0]) <= count:
-            yield text + option
+            yield text + (",overlap=forward" if option else "")
 
 
 def _plan(costs: PlanCosts, text: str) -> Plan | None:

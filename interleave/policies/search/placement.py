@@ -19,6 +19,7 @@ class PlacementChange(NamedTuple):
     early: int = 0
     late: int = 0
     round_trip_gradients: int = 0
+    speculated: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Placement:
             backward. Otherwise they come first. Where updates may end in the next forward: whether the two alternate
             in its order. Otherwise the GPU's come first.
         cpu_share: The share of the CPU's update rate that is used.
+        speculated: Where updates may run in the backward: how many of the last subgroups of the CPU do.
         moved_late: Where updates may end in the next forward: whether those of moved subgroups do.
     """
 
@@ -49,6 +51,7 @@ class Placement:
     interleave_cpu_gpu: bool = True
     cpu_share: float = 1.0
     moved_late: bool = True
+    speculated: int = 0
 
     def clamped(self, count: int, fit_in_update: int, fit_at_start: int) -> Placement:
         """Return the nearest placement that is possible.
@@ -62,7 +65,10 @@ class Placement:
         moved = min(max(self.moved, 0), count - resident)
         slots = min(max(self.slots, 1), moved, fit_in_update - resident)
         if not slots:
-            return Placement(resident, 0, 0)
+            moved = 0
+        speculated = min(max(self.speculated, 0), count - resident - moved)
+        if not slots:
+            return Placement(resident, 0, 0, speculated=speculated)
         early = min(max(self.early, 0), slots)
         late = min(max(self.late, 0), slots, fit_at_start - resident)
         round_trips = min(max(self.round_trip_gradients, 0), resident + moved)
@@ -74,6 +80,7 @@ class Placement:
             early=early,
             late=late,
             round_trip_gradients=round_trips,
+            speculated=speculated,
         )
 
     def changed(self, change: PlacementChange, times: int = 1) -> Placement:
@@ -86,6 +93,7 @@ class Placement:
             early=self.early + times * change.early,
             late=self.late + times * change.late,
             round_trip_gradients=self.round_trip_gradients + times * change.round_trip_gradients,
+            speculated=self.speculated + times * change.speculated,
         )
 
     def split(self, factor: int, buffers: int) -> Placement:
@@ -105,6 +113,7 @@ class Placement:
             early=early,
             late=late,
             round_trip_gradients=factor * self.round_trip_gradients,
+            speculated=factor * self.speculated,
         )
 
     def assignment(self, workload: Workload, ranking: Sequence[int], by_need: bool = False) -> Assignment:
@@ -137,6 +146,7 @@ class Placement:
             slots=max(1, self.slots),
             cpu_share=self.cpu_share,
             moved_late=self.moved_late,
+            speculated=self.speculated,
         )
 
     def _in_forward_order(self, workload: Workload, offloaded: list[int]) -> tuple[list[int], list[int]]:

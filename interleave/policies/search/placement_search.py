@@ -35,6 +35,12 @@ _CHANGES = (
     PlacementChange(round_trip_gradients=1),
     PlacementChange(slots=1, early=1, round_trip_gradients=1),
 )
+# The same where updates may run in the backward.
+_SPECULATION_CHANGES = (
+    PlacementChange(speculated=1),
+    PlacementChange(moved=-1, speculated=1),
+    PlacementChange(resident=-1, speculated=1),
+)
 # Changes that reduce device memory if they are undone: fewer residents, fewer slots, both.
 _MEMORY_CHANGES = (
     PlacementChange(resident=1),
@@ -77,7 +83,11 @@ class PlacementSearch:
             shares: Solutions of the bound.
             count: How many placements to return.
         """
-        candidates = list(dict.fromkeys(self._clamp(seed) for seed in self._seeds(shares)))
+        shares = list(shares)
+        plain = [self._clamp(seed) for seed in self._seeds(shares)]
+        candidates = list(
+            dict.fromkeys(self._clamp(seed) for start in plain for seed in self._speculating(start, shares))
+        )
         minimums = {seed: self._costs.min_cost(self.assignment(seed)) for seed in candidates}
         best: list[tuple[float, Placement]] = []
         ops_after = self._costs.ops_left * (1 - _SEEDS_SHARE)
@@ -120,9 +130,10 @@ class PlacementSearch:
         """
         step = step or max(1, len(self._workload.subgroups) // 8)
         best = start
+        changes = (*_CHANGES, *_SPECULATION_CHANGES) if self._costs.overlap.backward else _CHANGES
         while step and self._costs.ops_left > 0:
             before = best
-            for change in _CHANGES:
+            for change in changes:
                 for sign in (1, -1):
                     # As far as it helps.
                     while (candidate := self._better(best, best.changed(change, sign * step))) is not None:
@@ -149,12 +160,23 @@ class PlacementSearch:
     def _clamp(self, placement: Placement) -> Placement:
         """Return the nearest placement that is possible."""
         clamped = placement.clamped(len(self._workload.subgroups), self._fit_in_update, self._fit_at_start)
+        if not self._costs.overlap.backward or self._workload.gradients_held_until_step:
+            clamped = replace(clamped, speculated=0)
         if self._costs.overlap.forward:
             # Late flushes may run at the start of the next iteration anyway.
             return replace(clamped, late=0)
         # Choices that make no difference count as one.
         clamped = replace(clamped, moved_late=True)
         return replace(clamped, interleave_cpu_gpu=False) if self._workload.needs_all_gradients else clamped
+
+    def _speculating(self, seed: Placement, all_shares: list[OptimalShares]) -> Iterator[Placement]:
+        """Yield a placement with some choices of how much is speculated."""
+        count = len(self._workload.subgroups)
+        yield seed
+        if self._costs.overlap.backward:
+            for shares in all_shares:
+                yield replace(seed, speculated=int(shares.speculated * count))
+            yield replace(seed, speculated=count)
 
     def _seeds(self, all_shares: Iterable[OptimalShares]) -> Iterator[Placement]:
         """Yield placements to start from, which may have to be clamped."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.speculation import redone
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.assignment_plan import plan_of
 from ebbtide.interleave.policies.search.capacity import FreeMemory
@@ -111,6 +112,15 @@ class PlanCosts:
             return _Evaluation(limit, limit, exact=False)
         seconds = schedule.iteration_s
         begin_s = seconds - schedule.update_s
+        share = self.workload.clip_active_share
+        if plan.speculated and share:
+            self.ops_left -= len(plan.ops) + _OPS_PER_PLAN
+            again = redone(plan)
+            redone_limit = (limit - (1 - share) * seconds) / share
+            redone_schedule = self._simulator.run(again, redone_limit, steady=False)
+            if redone_schedule is None:
+                return _Evaluation(limit, limit, exact=False)
+            seconds = (1 - share) * seconds + share * redone_schedule.iteration_s
         late_s = sum([end - begin_s for end in schedule.ends if end > begin_s]) / plan.subgroups
         moved_s = sum([op.nbytes for op in plan.ops]) / self._link_bytes_per_s
         factor = 1.0

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from ebbtide.interleave.model.overlap import OVERLAPS
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.overlap import OVERLAPS
 from ebbtide.interleave.policies.search.assignment import CPU_SHARES, ROLES, Assignment
 from ebbtide.interleave.policies.search.minimum_costs import INFINITE
 from ebbtide.interleave.policies.search.plan_costs import PlanCosts
