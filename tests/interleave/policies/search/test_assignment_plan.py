@@ -40,6 +40,7 @@ def assignments(draw: st.DrawFn, count: int) -> Assignment:
         uploads_first=draw(st.booleans()),
         cpu_share=draw(st.sampled_from(CPU_SHARES)),
         moved_late=draw(st.booleans()),
+        speculated=draw(st.integers(0, count)),
     )
 
 
@@ -74,6 +75,18 @@ def test_cost__is_that_of_the_simulated_plan_and_no_less_than_its_bound(
     else:
         assert costs.seconds(assignment) == INFINITE
     assert costs.min_cost_of_plan(schedule.plan) <= schedule.iteration_s * (1 + 1e-9)
+
+
+@given(workloads(max_subgroups=8), machines(), st.sampled_from(["backward", "both"]), st.data())
+def test_cost__of_speculative_updates_is_no_less_than_its_bound(
+    workload: Workload, machine: Machine, overlap: str, data: st.DataObject
+) -> None:
+    assignment = data.draw(assignments(len(workload.subgroups)))
+    costs = PlanCosts(workload, machine, "test", 10**6, OVERLAPS[overlap])
+    plan, seconds = costs.plan(assignment), costs.seconds(assignment)
+    assert plan.speculated <= set(assignment.on_cpu)
+    assert costs.min_cost(assignment) <= seconds * (1 + 1e-9)
+    assert seconds == INFINITE or costs.min_cost_of_plan(plan) <= seconds * (1 + 1e-9)
 
 
 @given(workloads(max_subgroups=8), machines(), st.data())
