@@ -69,8 +69,13 @@ def test_as_json__has_the_keys_of_the_contract() -> None:
     # Keys may be added to it, these may not change.
     assert list(values) == ["workload", "machine", "results", "bound", "skipped", "accuracy"]
     assert [result["policy"] for result in values["results"]] == list(BUILT_IN)
-    assert all(list(result) == RESULT for result in values["results"])
-    assert list(values["bound"]) == BOUND
+    added = ["speculated_subgroups", "redone_iteration_ms"]
+    assert all(list(result) == [*RESULT, *added] for result in values["results"])
+    overlap_keys = ["overlap_iteration_ms", "overlap_exposed_ms", "overlap_exposed_whole_subgroups_ms"]
+    assert list(values["bound"]) == [*BOUND, "overlap", *overlap_keys]
+    # The built-in policies have no overlap.
+    assert values["bound"].pop("overlap") == "none"
+    assert [values["bound"][key] for key in overlap_keys] == [values["bound"][key] for key in BOUND[1:]]
     assert {key: values["machine"][key] for key in ("name", "duplex_bytes_per_s", "step_overhead_s")} == {
         "name": "box",
         "duplex_bytes_per_s": None,
@@ -154,3 +159,15 @@ def test_replay__has_no_fitting_policy_below_the_bound() -> None:
             if result.fits:
                 assert result.iteration_ms >= replayed.bound.iteration_s * 1e3 * (1 - 1e-6)
                 assert result.exposed_ms >= replayed.bound.exposed_whole_s * 1e3 * (1 - 1e-6)
+
+
+def test_replay__has_the_bound_of_the_overlap_of_all_policies() -> None:
+    policies = ["pipelined", "pipelined,overlap=backward", "interleaved:2,overlap=forward"]
+    replayed = replay(workload(), machine(), policies)
+    assert replayed.overlap.name == "both"
+    assert replayed.overlap_bound.iteration_s < replayed.bound.iteration_s
+    plain, speculating, _ = replayed.results
+    assert plain.redone_iteration_ms is None
+    assert speculating.speculated_subgroups > 0
+    assert speculating.redone_iteration_ms is not None
+    assert speculating.iteration_ms < speculating.redone_iteration_ms
