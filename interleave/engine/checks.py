@@ -9,6 +9,7 @@ import torch
 
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.local_shards import flat_like, is_dense, local_shard
+from ebbtide.interleave.policies.late_updates import OVERLAP
 from ebbtide.phases import PHASES
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,6 +44,17 @@ def check_options(
     for size in budget.values() if by_phase else (budget,):
         if size is not None and not (isinstance(size, int | float) and size >= 0):
             raise EngineError(f"memory_budget is {size!r}: it must be bytes, at least 0, or a dict of bytes by phase")
+
+
+def with_overlap_option(policy: str, overlap: str) -> str:
+    """Return the policy with the option `overlap`. Raises EngineError if the policy has another one."""
+    if overlap not in OVERLAP:
+        raise EngineError(f"overlap is {overlap!r}: it must be one of {', '.join(map(repr, OVERLAP))}")
+    if overlap == "none" or f"overlap={overlap}" in policy:
+        return policy
+    if "overlap=" in policy:
+        raise EngineError(f"policy is {policy!r} and overlap {overlap!r}: they must not contradict each other")
+    return f"{policy},overlap={overlap}"
 
 
 def check_group(group: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ class Planner:
         machine: The first rates.
         subgroups: The subgroups of the optimizer.
         streamed: Whether gradients are offloaded as soon as they are computed.
+        allows_late: Whether plans may have late operations.
 
     Attributes:
         policy: The policy.
@@ -46,8 +47,16 @@ class Planner:
         needed_bytes: Device memory that the last plan may use, in bytes.
     """
 
-    def __init__(self, policy: str, machine: Machine, subgroups: Sequence[Subgroup], streamed: bool) -> None:
+    def __init__(
+        self,
+        policy: str,
+        machine: Machine,
+        subgroups: Sequence[Subgroup],
+        streamed: bool,
+        allows_late: bool = False,
+    ) -> None:
         self.policy = policy
+        self._allows_late = allows_late
         self.machine = machine
         self._subgroups = subgroups
         width = max((subgroup.dtype.itemsize for subgroup in subgroups), default=2)
@@ -129,17 +138,30 @@ class Planner:
                 f"policy {self.policy}: the update here writes half-precision parameters, so that none are converted "
                 "on the GPU: choose params=pipelined or params=blocking"
             )
-        if plan.has_late_operations:
-            raise EngineError(
-                f"policy {self.policy}: updates under the next forward can only be simulated so far: choose "
-                "overlap=none"
-            )
         if plan.speculated:
             raise EngineError(
-                f"policy {self.policy}: updates inside the backward can only be simulated so far: choose overlap=none"
+                f"policy {self.policy}: updates inside the backward can only be simulated so far: choose overlap=none "
+                "or overlap=forward"
             )
+        self._check_late_operations(plan)
         schedule = worst_case(plan, self.workload)
         return plan, max(schedule.peak_device_bytes, plan_bytes(schedule, self._subgroups))
+
+    def _check_late_operations(self, plan: Plan) -> None:
+        """Raise EngineError if something could read or overwrite what late operations work with."""
+        late = [op for op in plan.ops if op.due is not None]
+        if late and not self._allows_late:
+            raise EngineError(
+                f"policy {self.policy}: updates under the next forward need the module whose forward waits for them: "
+                "InterleavedAdamW(..., overlap='forward', model=model)"
+            )
+        if self.workload.gradients_held_until_step and any(
+            op.kind == "update" and op.resource == "gpu" and op.subgroup in plan.kept_gradients for op in late
+        ):
+            raise EngineError(
+                f"policy {self.policy}: updates on the GPU under the next forward read gradients that the job may have "
+                "overwritten: choose gradients='streamed', or pipelined"
+            )
 
     def observe(self, schedule: Schedule) -> None:
         """Update phases and rates from the measured schedule of a step."""
