@@ -221,7 +221,7 @@ def test_step__goes_on_after_an_operation_failed_under_the_forward() -> None:
     ("options", "error", "message"),
     [
         ({"model": None}, EngineError, "need the module whose forward waits"),
-        ({"overlap": "backward"}, EngineError, "overlap is 'backward': it must be one of 'none', 'forward'"),
+        ({"overlap": "backward"}, EngineError, "overlap is 'backward': it must be 'none' or 'forward'"),
         ({"policy": "interleaved:2"}, EngineError, "choose gradients='streamed'"),
         ({"policy": "gpu-only"}, PolicyError, "no option 'overlap=forward'"),
         ({"model": 3}, EngineError, "model is 3: it must be the torch.nn.Module"),
