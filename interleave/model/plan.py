@@ -268,6 +268,9 @@ class _PlanChecker:
                 continue
             if op.kind not in LATE_KINDS:
                 raise self._error(op, "cannot be late")
+            in_place = self._workload.gradients_held_until_step and op.subgroup in self._plan.kept_gradients
+            if in_place and op.kind == "update":
+                raise self._error(op, "cannot be late: the job holds its gradient only until the step returns")
             limit = needed[op.subgroup] if op.kind in WRITES_PARAMETERS else BACKWARD
             if not FORWARD <= op.due <= limit:
                 raise self._error(op, f"is due at point {op.due}, which must be from {FORWARD} to {limit}")

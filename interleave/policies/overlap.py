@@ -83,6 +83,7 @@ def late(plan: Plan, workload: Workload, on_time: frozenset[int] = frozenset()) 
     Parameters are due when the next forward first uses them, and state that is copied to the host before the next
     backward. Updates of resident state are short and stay with the step, as does state that is parked: it leaves the
     device when the iteration begins. State is not fetched again before the backward, by which it has been flushed.
+    Gradients that the job holds until the step are its own again when the step returns, so none is used later.
 
     Args:
         plan: The plan.
@@ -90,7 +91,8 @@ def late(plan: Plan, workload: Workload, on_time: frozenset[int] = frozenset()) 
         on_time: Further subgroups whose operations end with the step.
     """
     needed = forward_points(workload)
-    on_time = _with_predecessors(plan, on_time | plan.resident | plan.parked)
+    used_in_place = plan.kept_gradients if workload.gradients_held_until_step else frozenset()
+    on_time = _with_predecessors(plan, on_time | plan.resident | plan.parked | used_in_place)
 
     def late_op(op: Op) -> Op:
         if op.kind not in LATE_KINDS or op.subgroup in on_time:

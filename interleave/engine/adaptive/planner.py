@@ -14,7 +14,7 @@ from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.policies import make_plan, parse
 from ebbtide.machines.machine import Machine
 from ebbtide.units import bytes_text
 
@@ -56,6 +56,7 @@ class Planner:
         allows_late: bool = False,
     ) -> None:
         self.policy = policy
+        self._is_adaptive = parse(policy).name == "adaptive"
         self._allows_late = allows_late
         self.machine = machine
         self._subgroups = subgroups
@@ -97,7 +98,7 @@ class Planner:
         begin_s = time.perf_counter()
         plan, needed_bytes = self._plan_and_bytes(budget)
         # `adaptive` fits phases by its own rates: with the slow link of the worst case it would use no window.
-        limit = max_budget(budget) if self.policy == "adaptive" else min_budget(budget)
+        limit = max_budget(budget) if self._is_adaptive else min_budget(budget)
         for smaller in self._smaller_budgets(budget, limit, needed_bytes):
             if limit is None or needed_bytes <= limit:
                 break
@@ -122,7 +123,7 @@ class Planner:
         """Return what to plan with if a plan needs more than its budget."""
         if isinstance(budget, Mapping):
             return [float(min(budget.values()))]
-        if self.policy != "adaptive" or not limit:
+        if not self._is_adaptive or not limit:
             return []
         # Blocks that uneven subgroups share are larger than most states in them.
         return [limit * limit / needed_bytes, 0.0]
@@ -143,25 +144,13 @@ class Planner:
                 f"policy {self.policy}: updates inside the backward can only be simulated so far: choose overlap=none "
                 "or overlap=forward"
             )
-        self._check_late_operations(plan)
-        schedule = worst_case(plan, self.workload)
-        return plan, max(schedule.peak_device_bytes, plan_bytes(schedule, self._subgroups))
-
-    def _check_late_operations(self, plan: Plan) -> None:
-        """Raise EngineError if something could read or overwrite what late operations work with."""
-        late = [op for op in plan.ops if op.due is not None]
-        if late and not self._allows_late:
+        if plan.has_late_operations and not self._allows_late:
             raise EngineError(
                 f"policy {self.policy}: updates under the next forward need the module whose forward waits for them: "
                 "InterleavedAdamW(..., overlap='forward', model=model)"
             )
-        if self.workload.gradients_held_until_step and any(
-            op.kind == "update" and op.resource == "gpu" and op.subgroup in plan.kept_gradients for op in late
-        ):
-            raise EngineError(
-                f"policy {self.policy}: updates on the GPU under the next forward read gradients that the job may have "
-                "overwritten: choose gradients='streamed', or pipelined"
-            )
+        schedule = worst_case(plan, self.workload)
+        return plan, max(schedule.peak_device_bytes, plan_bytes(schedule, self._subgroups))
 
     def observe(self, schedule: Schedule) -> None:
         """Update phases and rates from the measured schedule of a step."""
@@ -179,7 +168,7 @@ class Planner:
 
     def replan_reason(self, budget: Budget | None) -> str | None:
         """Return why a new plan is due; None if it is not."""
-        if self._planned is None or self.policy != "adaptive" or self._steps <= _WARM_UP_STEPS:
+        if self._planned is None or not self._is_adaptive or self._steps <= _WARM_UP_STEPS:
             return None
         job, machine, planned_budget = self._planned
         limit = max_budget(budget)

@@ -20,6 +20,7 @@ from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import OperationFailed
 from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.policies import parse
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import STATE_BYTES
 from ebbtide.units import bytes_text
@@ -64,6 +65,7 @@ class AdaptiveRunner:
         allows_late: bool = False,
     ) -> None:
         self.policy = policy
+        self._is_adaptive = parse(policy).name == "adaptive"
         self._device = device
         self.kernel = CpuKernel(threads)
         self._machine = machine
@@ -115,7 +117,7 @@ class AdaptiveRunner:
         Raises:
             EngineError, PolicyError, MachineError: If there is no plan for the subgroups.
         """
-        if self._machine is not None or self.policy != "adaptive":
+        if self._machine is not None or not self._is_adaptive:
             machine = self._machine or Machine(name="unknown")
             Planner(self.policy, machine, subgroups, self._streamed, self._allows_late).plan(self._budget)
 
@@ -163,7 +165,7 @@ class AdaptiveRunner:
         if self._planner is not None:
             # Its rates are corrected by the steps so far.
             machine = self._planner.machine
-        elif self._machine is None and self.policy == "adaptive":
+        elif self._machine is None and self._is_adaptive:
             budget = self._budget if self._budget is not None else self.device.free_bytes()
             machine = probe(self.device, self.kernel, total_params, min_budget(budget))
         else:
@@ -312,7 +314,7 @@ class AdaptiveRunner:
         """Return the free device memory. For `adaptive` it is 0 before the first step has shown what the job uses."""
         free_bytes = self.device.free_bytes()
         has_stepped = self._engine is not None and self._engine.last_schedule is not None
-        return free_bytes if has_stepped or free_bytes is None or self.policy != "adaptive" else 0.0
+        return free_bytes if has_stepped or free_bytes is None or not self._is_adaptive else 0.0
 
     def _limited(self, size: float) -> float:
         if self._state_share < 1:

@@ -17,10 +17,14 @@ from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from tests.interleave.engine.jobs import Outcome
-from tests.interleave.engine.training import Job, ReferenceOptimizer, throttle_cpu
+from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer, throttle_cpu
 from tests.interleave.engine.twins import Jitter, JitteryDevice
 
-CASES = [("pipelined", "kept"), ("pipelined", "streamed"), ("interleaved:2", "streamed"), ("interleaved:1", "streamed")]
+CASES = [
+    (policy, mode)
+    for policy in ("pipelined", "interleaved:2", "interleaved:1", "adaptive")
+    for mode in ("kept", "streamed")
+]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -34,6 +38,8 @@ def late_optimizer(job: Job, policy: str, mode: str, **options: Any) -> Iterator
         "model": job.net,
         **options,
     }
+    if policy == "adaptive":
+        arguments |= {"machine": MACHINE, "memory_budget": 20e3}
     optimizer = InterleavedAdamW(job.net.parameters(), policy=policy, gradients=mode, **arguments)
     throttle_cpu(optimizer, lambda: 2e6)
     try:
@@ -222,7 +228,11 @@ def test_step__goes_on_after_an_operation_failed_under_the_forward() -> None:
     [
         ({"model": None}, EngineError, "need the module whose forward waits"),
         ({"overlap": "backward"}, EngineError, "overlap is 'backward': it must be 'none' or 'forward'"),
-        ({"policy": "interleaved:2"}, EngineError, "choose gradients='streamed'"),
+        (
+            {"policy": "pipelined,overlap=both", "overlap": "none"},
+            EngineError,
+            "inside the backward can only be simulated so far",
+        ),
         ({"policy": "gpu-only"}, PolicyError, "no option 'overlap=forward'"),
         ({"model": 3}, EngineError, "model is 3: it must be the torch.nn.Module"),
         ({"policy": "pipelined,overlap=none"}, EngineError, "must not contradict each other"),
