@@ -223,13 +223,22 @@ def test_step__goes_on_after_an_operation_failed_under_the_forward() -> None:
         assert job.outcome() == same.outcome()
 
 
+SPECULATIVE = {
+    "policy": "pipelined,overlap=both",
+    "overlap": "none",
+    "machine": MACHINE,
+    "gradients": "streamed",
+    "max_grad_norm": 1.0,
+}
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"model": None}, EngineError, "need the module whose forward waits"),
         ({"overlap": "backward"}, EngineError, "overlap is 'backward': it must be 'none' or 'forward'"),
         (
-            {"policy": "pipelined,overlap=both", "overlap": "none"},
+            SPECULATIVE,
             EngineError,
             "inside the backward can only be simulated so far",
         ),
