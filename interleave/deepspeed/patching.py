@@ -11,12 +11,11 @@ from types import TracebackType
 from typing import Any
 
 from ebbtide.interleave.deepspeed.settings import Settings
-from ebbtide.interleave.deepspeed.supported import check_engine, check_version
+from ebbtide.interleave.deepspeed.supported import check_engine, check_policy, check_version
 from ebbtide.interleave.engine.adaptive.budget import Budget
 from ebbtide.interleave.engine.checks import check_options
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.policies import parse
 from ebbtide.machines.machine import Machine
 
 log = logging.getLogger("ebbtide")
@@ -82,7 +81,7 @@ def enable(
     """
     check_version()
     check_options("streamed", subgroup_params, threads, memory_budget)
-    parse(policy)
+    check_policy(policy)
 
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401  derives from what is replaced below

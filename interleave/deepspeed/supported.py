@@ -8,6 +8,7 @@ from typing import Any
 from ebbtide.interleave.engine.checks import check_group
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.reference import Hyper
+from ebbtide.interleave.policies import parse
 
 # The tested versions: these and those between them.
 FIRST, LAST = (0, 19, 8), (0, 19, 8)
@@ -24,6 +25,14 @@ def check_version() -> None:
         raise EngineError(
             f"DeepSpeed {installed} is not tested with ebbtide: install {_text(FIRST)}"
             + (f" to {_text(LAST)}" if LAST != FIRST else "")
+        )
+
+
+def check_policy(policy: str) -> None:
+    """Check the policy. Raises EngineError if its updates would run under the next forward."""
+    if parse(policy).options.get("overlap", "none") != "none":
+        raise EngineError(
+            f"policy {policy}: updates under the next forward are not supported with DeepSpeed: choose overlap=none"
         )
 
 

@@ -45,6 +45,17 @@ def check_options(
             raise EngineError(f"memory_budget is {size!r}: it must be bytes, at least 0, or a dict of bytes by phase")
 
 
+def with_overlap_option(policy: str, overlap: str) -> str:
+    """Return the policy with the option `overlap`. Raises EngineError if the policy has another one."""
+    if overlap not in ("none", "forward"):
+        raise EngineError(f"overlap is {overlap!r}: it must be 'none' or 'forward'")
+    if overlap == "none" or f"overlap={overlap}" in policy:
+        return policy
+    if "overlap=" in policy:
+        raise EngineError(f"policy is {policy!r} and overlap {overlap!r}: they must not contradict each other")
+    return f"{policy},overlap={overlap}"
+
+
 def check_group(group: dict[str, Any]) -> None:
     """Check the hyperparameters of a parameter group. Raises EngineError if one is not valid or not supported."""
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -26,19 +26,29 @@ class GradientCollector:
         engine: The engine that updates them.
         norm: Receives every gradient that is offloaded.
         streamed: Whether gradients are offloaded as soon as they are computed.
+        finish_step: Waits for late operations of the step before.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], engine: Engine, norm: GradientNorm, streamed: bool) -> None:
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        engine: Engine,
+        norm: GradientNorm,
+        streamed: bool,
+        finish_step: Callable[[], None],
+    ) -> None:
         self._params = params
         self._engine = engine
         self._norm = norm
         self._streamed = streamed
+        self._finish_step = finish_step
         # The placeholders in p.grad of the offloaded gradients, by the parameter's index.
         self._placeholders: dict[int, torch.Tensor] = {}
         self._progress = BackwardProgress(params, self._on_ready)
 
     def collect(self) -> dict[int, torch.Tensor]:
         """Return the gradients that were not offloaded, flat, by the parameter's index."""
+        self._finish_step()
         engine = self._engine
         if not (engine.is_running and all(map(self._is_unchanged, engine.offloaded_params))):
             self.recall()
@@ -50,6 +60,7 @@ class GradientCollector:
 
     def recall(self) -> None:
         """Put offloaded gradients back into `p.grad`, with what was added to them since, and stop the plan."""
+        self._finish_step()
         gradients = self._engine.recall_gradients([local_shard(param).detach() for param in self._params])
         for index, gradient in gradients.items():
             param, placeholder = self._params[index], self._placeholders[index]
@@ -82,6 +93,7 @@ class GradientCollector:
         if engine.device.is_capturing():
             # The gradients are computed when the graph is replayed, and are submitted at the step.
             return
+        self._finish_step()
         if self._streamed and engine.is_running and index not in engine.offloaded_params:
             gradient = flat_gradient(param)
             self._norm.add_all({index: gradient})

@@ -121,7 +121,7 @@ class OffloadedParams:
             self._set_states(self._stop(), states)
 
     def prepare_step(self, params: Sequence[torch.Tensor]) -> tuple[Engine, list[torch.Tensor]]:
-        """Follow what the job did to the parameters since the step before.
+        """Follow what the job did to the parameters since the step before, whose late operations end first.
 
         Args:
             params: The parameters that need state; the engine may have more.
@@ -133,6 +133,7 @@ class OffloadedParams:
             EngineError: If the parameters moved after the first step, or the calling thread captures a CUDA graph.
         """
         engine = self.open(params)
+        self._runner.finish_step()
         if engine.device.is_capturing():
             raise EngineError(
                 "step() cannot be captured in a CUDA graph: capture forward and backward only, and call step() after "
@@ -144,18 +145,28 @@ class OffloadedParams:
             self.add(params)
         return self._runner.engine, self._follow_values()
 
-    def end_step(self, values: Sequence[torch.Tensor]) -> None:
-        """Prepare for the next step, after a step that was done.
+    def end_step(self) -> None:
+        """Prepare for the next step, after a step that was done, perhaps but for late operations."""
+        self._has_stepped = self._has_state = True
+        self.collector.end_step()
+
+    def finish_step(self, values: Sequence[torch.Tensor]) -> None:
+        """Take the parameters as those that the masters round to, after late operations have ended.
 
         Args:
             values: The parameters, as from `prepare_step`.
         """
-        self._has_stepped = self._has_state = True
         self._record_values(values)
-        self.collector.end_step()
+
+    def wait_for(self, params: Sequence[torch.Tensor]) -> None:
+        """Wait until late operations have written these parameters."""
+        if not self._runner.closed and self._runner.engine.is_late:
+            index = {param: number for number, param in enumerate(self.params)}
+            self._runner.wait_for_params([index[param] for param in params if param in index])
 
     def close(self) -> None:
-        """Stop watching backwards, and close the engine."""
+        """Finish late operations, stop watching backwards, and close the engine."""
+        self._runner.finish_step()
         if self.params:
             self.collector.close()
         self._runner.close()
@@ -179,7 +190,7 @@ class OffloadedParams:
         if self.params:
             self.collector.close()
         self.norm = GradientNorm(self._runner.device, self._max_grad_norm)
-        self.collector = GradientCollector(params, engine, self.norm, self._streamed)
+        self.collector = GradientCollector(params, engine, self.norm, self._streamed, self._runner.finish_step)
         self.params = list(params)
         self._layouts = _layouts(params)
         self._set_states(engine, states or [None] * len(params))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
@@ -10,9 +11,10 @@ import torch
 
 from ebbtide.interleave.engine.adaptive.budget import Budget
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
-from ebbtide.interleave.engine.checks import check_group, check_options
+from ebbtide.interleave.engine.checks import check_group, check_options, with_overlap_option
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.forward_gates import ForwardGates
 from ebbtide.interleave.engine.numerics.loss_scale import LossScale
 from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
 from ebbtide.interleave.engine.offloaded_params import OffloadedParams
@@ -47,6 +49,9 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             finite is skipped.
         device: By default the device of the parameters; for parameters on the CPU an emulated one.
         threads: Number of threads for updates on the CPU; by default all cores of this rank.
+        overlap: `forward` to update parameters under the next forward, as far as it does not use them yet; then `step`
+            returns before. Read parameters outside of `model` only after `synchronize()`.
+        model: With `overlap`: the module whose forward uses the parameters, so that it waits for them.
 
     Raises:
         EngineError: If a parameter or an option is not supported.
@@ -71,6 +76,8 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         loss_scale: float | Literal["dynamic"] | None = None,
         device: Device | None = None,
         threads: int | None = None,
+        overlap: Literal["none", "forward"] = "none",
+        model: torch.nn.Module | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_group(defaults)
@@ -78,10 +85,15 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         self._loss_scale = LossScale(loss_scale)
         streamed = gradients == "streamed"
         # The caller closes a device that it passes.
-        self._runner = AdaptiveRunner(policy, machine, memory_budget, threads, streamed, device, owns_device=False)
+        policy = with_overlap_option(policy, overlap)
+        self._runner = AdaptiveRunner(
+            policy, machine, memory_budget, threads, streamed, device, owns_device=False, allows_late=model is not None
+        )
         self._offloaded = OffloadedParams(self._runner, device is None, subgroup_params, streamed, max_grad_norm)
         try:
             super().__init__(params, defaults)
+            weak_self = weakref.ref(self)
+            self._gates = None if model is None else ForwardGates(model, lambda params: _wait(weak_self, params))
             self._offloaded.plan_or_open(self._params_with_state())
         except BaseException:
             self._runner.close()
@@ -145,8 +157,17 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         if scale is None:
             self._skip_step(engine)
             return loss
-        self._runner.step(values, self._scalars(updated, scale), lambda: self._end_step(updated, values))
+        scalars = self._scalars(updated, scale)
+        self._runner.step(values, scalars, lambda: self._end_step(updated), lambda: offloaded.finish_step(values))
         return loss
+
+    def synchronize(self) -> None:
+        """Wait until the last step has written all parameters. Only with `overlap` it may not have when it returned.
+
+        Raises:
+            EngineError: As `step`.
+        """
+        self._runner.finish_step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also update the parameters of a group from now on.
@@ -199,7 +220,10 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
                 self._set_step_count(param, step)
 
     def close(self) -> None:
-        """End the threads and release all memory; it cannot step afterwards. Deleting it does the same."""
+        """Finish the last step, end the threads and release all memory; it cannot step afterwards. Deleting it does the
+        same, but for late updates."""
+        if self._gates is not None:
+            self._gates.remove()
         self._offloaded.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -220,12 +244,12 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             raise EngineError("a gradient is infinite or not a number: this step was skipped, nothing was changed")
         log.info("ebbtide: a gradient is not finite: step skipped, loss scale now %g", self._loss_scale.value)
 
-    def _end_step(self, updated: Collection[int], values: Sequence[torch.Tensor]) -> None:
-        """Count a step for the parameters of these indices, which have these values now."""
+    def _end_step(self, updated: Collection[int]) -> None:
+        """Count a step for the parameters of these indices."""
         for index in updated:
             param = self._offloaded.params[index]
             self._set_step_count(param, self._step_count(param) + 1)
-        self._offloaded.end_step(values)
+        self._offloaded.end_step()
 
     def _group_params(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -266,3 +290,9 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             hyper = Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
             hypers.update(dict.fromkeys(group["params"], hyper))
         return hypers
+
+
+def _wait(optimizer_ref: weakref.ref[InterleavedAdamW], params: Sequence[torch.Tensor]) -> None:
+    optimizer = optimizer_ref()
+    if optimizer is not None:
+        optimizer._offloaded.wait_for(params)

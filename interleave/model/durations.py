@@ -103,6 +103,7 @@ class Durations:
             "cpu": (machine.cpu_update_params_per_s or 1.0) * plan.cpu_share,
             "gpu": machine.gpu_update_params_per_s or 1.0,
         }
+        self._out_of_place_share = machine.out_of_place_share
         self._cast_rates = {"cpu": machine.cpu_cast_params_per_s or 1.0, "gpu": machine.gpu_cast_params_per_s or 1.0}
         self._norm_s = norm_s(workload, machine)
         self._operation_s = machine.operation_s or 0.0
@@ -112,7 +113,8 @@ class Durations:
         if op.kind == "clip":
             return self._norm_s
         if op.kind == "update":
-            return self._operation_s + op.params / self._update_rates[op.resource]
+            share = self._out_of_place_share if op.speculative else 1.0
+            return self._operation_s + op.params / (self._update_rates[op.resource] * share)
         if op.kind == "cast":
             return self._operation_s + op.params / self._cast_rates[op.resource]
         return self._operation_s + op.nbytes / self._copy_rates[op.pageable][op.resource]

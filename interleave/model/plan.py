@@ -28,6 +28,11 @@ _RESOURCES_OF_KIND: dict[OpKind, tuple[Resource, ...]] = {
 }
 
 
+# Operations that may end in the next iteration, and those of them that write parameters.
+LATE_KINDS: frozenset[OpKind] = frozenset({"gradient up", "fetch", "update", "flush", "cast", "upload"})
+WRITES_PARAMETERS: frozenset[OpKind] = frozenset({"update", "cast", "upload"})
+
+
 class Op(NamedTuple):
     """One operation on one subgroup.
 
@@ -43,6 +48,10 @@ class Op(NamedTuple):
         blocking: Whether forward and backward stop until it has ended.
         acquire: Bytes of device memory allocated when it starts.
         release: Bytes of device memory freed when it ends.
+        due: The point of the next iteration at which compute waits until it has ended; None: it ends with the update of
+            its own iteration. Operations with a point are called late.
+        speculative: Whether an update on the CPU writes beside the old state, before clipping has said that it is
+            valid.
     """
 
     kind: OpKind
@@ -56,6 +65,8 @@ class Op(NamedTuple):
     blocking: bool = False
     acquire: float = 0.0
     release: float = 0.0
+    due: float | None = None
+    speculative: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,16 @@ class Plan:
         _PlanChecker(self, workload).run()
         return self
 
+    @property
+    def has_late_operations(self) -> bool:
+        """Whether operations may end in the next iteration."""
+        return any(op.due is not None for op in self.ops)
+
+    @property
+    def speculated(self) -> frozenset[int]:
+        """The subgroups whose updates are speculative. Each needs memory for its new state beside the old one."""
+        return frozenset(op.subgroup for op in self.ops if op.speculative)
+
     def counts(self) -> dict[str, int]:
         """Return the number of operations of each kind; updates are counted per resource (`update on cpu`)."""
         totals: dict[str, int] = {}
@@ -113,6 +134,7 @@ class _PlanChecker:
 
     def __init__(self, plan: Plan, workload: Workload) -> None:
         self._plan = plan
+        self._workload = workload
         self._clipping = workload.clipping
         self._gradient_points = (
             [UPDATE] * plan.subgroups if workload.gradients_held_until_step else gradient_ready_points(workload)
@@ -146,6 +168,8 @@ class _PlanChecker:
         if abs(allocated) > 1e-6:
             raise PlanError(f"policy {self._plan.policy}: {allocated:.0f} bytes of device memory are not released")
         self._check_outputs()
+        if self._plan.has_late_operations:
+            self._check_late_operations()
 
     def _check_clip(self, op: Op) -> None:
         """Clipping runs once and needs every gradient."""
@@ -176,14 +200,19 @@ class _PlanChecker:
             self._require(op, "update")
             if self._indices["upload"][subgroup] >= 0:
                 raise self._error(op, "comes after the upload")
+            self._require_validation(op)
         elif op.kind == "upload":
             self._require(op, "cast" if self._indices["cast"][subgroup] >= 0 else "update")
+            self._require_validation(op)
         elif op.kind == "update":
             self._check_update(op)
 
     def _check_update(self, op: Op) -> None:
         subgroup = op.subgroup
-        if self._clipping and (self._clip < 0 or self._clip not in op.after):
+        if op.speculative:
+            if op.resource != "cpu" or not self._clipping or self._workload.gradients_held_until_step:
+                raise self._error(op, "cannot be speculative: updates on the CPU can, before clipping")
+        elif self._clipping and (self._clip < 0 or self._clip not in op.after):
             raise self._error(op, "does not wait for the clipping of all gradients")
         if op.resource == "cpu":
             if subgroup in self._plan.resident or self._indices["fetch"][subgroup] >= 0:
@@ -198,6 +227,12 @@ class _PlanChecker:
             self._require(op, "gradient up")
         elif not self._clipping:
             self._require_gradient(op)
+
+    def _require_validation(self, op: Op) -> None:
+        """Check that nothing uses the result of a speculative update before clipping has said that it is valid."""
+        update = self._plan.ops[self._indices["update"][op.subgroup]]
+        if update.speculative and (self._clip < 0 or self._clip not in op.after):
+            raise self._error(op, "does not wait for the clipping that its update speculates about")
 
     def _require_gradient(self, op: Op) -> None:
         if op.point < self._gradient_points[op.subgroup]:
@@ -221,6 +256,29 @@ class _PlanChecker:
             if op.resource == "gpu" and subgroup not in self._plan.resident and self._indices["flush"][subgroup] < 0:
                 raise self._error(op, "is not followed by a flush")
 
+    def _check_late_operations(self) -> None:
+        """Check that what follows a late operation is late, that parameters are new before the next forward uses them,
+        and that the next iteration touches a subgroup only when its late operations have ended."""
+        ops, needed = self._plan.ops, forward_points(self._workload)
+        latest_due = [OTHER] * self._plan.subgroups
+        for op in ops:
+            if op.due is None:
+                if any(ops[index].due is not None for index in op.after):
+                    raise self._error(op, "waits for a late operation and is not late")
+                continue
+            if op.kind not in LATE_KINDS:
+                raise self._error(op, "cannot be late")
+            in_place = self._workload.gradients_held_until_step and op.subgroup in self._plan.kept_gradients
+            if in_place and op.kind == "update":
+                raise self._error(op, "cannot be late: the job holds its gradient only until the step returns")
+            limit = needed[op.subgroup] if op.kind in WRITES_PARAMETERS else BACKWARD
+            if not FORWARD <= op.due <= limit:
+                raise self._error(op, f"is due at point {op.due}, which must be from {FORWARD} to {limit}")
+            latest_due[op.subgroup] = max(latest_due[op.subgroup], op.due)
+        for op in ops:
+            if op.subgroup >= 0 and op.point < latest_due[op.subgroup]:
+                raise self._error(op, "may start before the late operations of the iteration before have ended")
+
     def _error(self, op: Op, problem: str) -> PlanError:
         return PlanError(f"policy {self._plan.policy}: {op.kind} of subgroup {op.subgroup} {problem}")
 
@@ -235,6 +293,18 @@ def gradient_ready_points(workload: Workload) -> list[float]:
         params_done += size
         points.append(min(BACKWARD + params_done / workload.params, UPDATE))
     return points[::-1]
+
+
+def forward_points(workload: Workload) -> list[float]:
+    """Return the point of the iteration at which the forward first uses the parameters of each subgroup.
+
+    The forward uses subgroups in their order, each for a time in proportion to its parameters.
+    """
+    points, params_done = [], 0
+    for size in workload.subgroups:
+        points.append(FORWARD + params_done / workload.params)
+        params_done += size
+    return points
 
 
 def point_at(workload: Workload, seconds: float) -> float:

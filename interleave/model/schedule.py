@@ -14,7 +14,9 @@ from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
 
 @dataclass(frozen=True)
 class Schedule:
-    """A plan with the times of one iteration.
+    """A plan with the times of one iteration, which repeats.
+
+    Late operations (see `Op.due`) may end in the next iteration: their times then exceed the length of this one.
 
     Attributes:
         plan: The plan that was run.
@@ -59,15 +61,18 @@ class Schedule:
         begin = self.iteration_s - self.update_s
         busy = dict.fromkeys(RESOURCES, 0.0)
         for op, start, end in self.items():
-            busy[op.resource] += max(0.0, end - max(start, begin))
+            busy[op.resource] += max(0.0, min(end, self.iteration_s) - max(start, begin))
         return {resource: min(1.0, s / self.update_s) if self.update_s > 0 else 0.0 for resource, s in busy.items()}
 
     def host_traffic_in_update(self) -> float:
         """Return the bytes of host memory that CPU updates, casts and copies read and write during the update."""
-        begin = self.iteration_s - self.update_s
+        begin, over = self.iteration_s - self.update_s, self.iteration_s
         total = 0.0
         for op, start, end in self.items():
-            share = 1.0 if start >= begin else (end - begin) / (end - start) if end > begin else 0.0
+            if start >= begin and end <= over:
+                share = 1.0
+            else:
+                share = max(0.0, min(end, over) - max(start, begin)) / (end - start) if end > start else 0.0
             total += share * host_traffic(op, self.workload)
         return total
 
@@ -94,9 +99,20 @@ class Schedule:
             if op.release:
                 changes.append((end, -op.release))
         changes += self._kept_gradient_changes()
+        if self.plan.has_late_operations:
+            changes = self._wrapped(changes)
         # At equal times memory is released before it is allocated.
         changes.sort()
         return changes
+
+    def _wrapped(self, changes: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        """Move changes after the end of the iteration to where the iteration before made them.
+
+        What was allocated in an earlier iteration and is released in this one is in use from the start.
+        """
+        length = self.iteration_s
+        in_use = sum(-size * (time // length) for time, size in changes)
+        return [(0.0, in_use), *((time % length, size) for time, size in changes)]
 
     def _parked_at_start(self) -> float:
         sizes = self.workload.subgroups
@@ -196,13 +212,15 @@ class Schedule:
         return sum(moved.values()) + sum(buffers)
 
     def host_bytes(self) -> float:
-        """Return the host memory that the plan needs: state that is not resident, and separate buffers for gradients
-        that are copied down and parameters that are copied up."""
+        """Return the host memory that the plan needs: state that is not resident, a second place for state that is
+        updated speculatively, and separate buffers for gradients that are copied down and parameters that are copied
+        up."""
         sizes = self.workload.subgroups
         offloaded = sum(size for subgroup, size in enumerate(sizes) if subgroup not in self.plan.resident)
         down = sum(op.nbytes for op in self.plan.ops if op.kind == "gradient down")
         up = sum(op.nbytes for op in self.plan.ops if op.kind == "upload")
-        return self.workload.state_bytes * offloaded + down + up
+        spare = sum(sizes[subgroup] for subgroup in self.plan.speculated)
+        return self.workload.state_bytes * (offloaded + spare) + down + up
 
 
 def _fits(used: float, free: float) -> bool:

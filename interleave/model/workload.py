@@ -17,6 +17,8 @@ from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 # (seconds from the iteration's start, bytes free from there on), in order; the first at 0.
 FreeMemorySteps = tuple[tuple[float, float], ...]
 _MAX_SUBGROUPS = 10_000_000
+# Where it is not known in how many steps clipping changes anything.
+DEFAULT_CLIP_ACTIVE_SHARE = 0.05
 _SIZES = "a list of whole numbers above 0 that add up to params"
 Params = Annotated[float, number_range(1, 1e15)]
 Seconds = Annotated[float, number_range(0, 1e6)]
@@ -26,6 +28,7 @@ BusyShare = Annotated[
     float, Meta(ge=0, lt=1, description="a number from 0 to less than 1: a link that is always busy moves nothing")
 ]
 Sizes = Annotated[list[Annotated[int, Meta(ge=1)]], Meta(max_length=_MAX_SUBGROUPS, description=_SIZES)]
+ClipActiveShare = Annotated[float, number_range(0, 1)]
 Flag = Annotated[bool, Meta(description="true or false")]
 
 
@@ -48,6 +51,7 @@ class Workload:
         h2d_busy_share: The share of the link's time that the job's own copies to the device take.
         d2h_busy_share: The same of copies to the host.
         clipping: Whether all gradients are needed before any update.
+        clip_active_share: Share of the steps in which they change an update: the norm is clipped, or not finite.
         norm: Where the norm of the gradients, for which clipping waits, is computed: "host" or "device". None: its time
             is not known, or part of the machine's step_overhead_s.
         collective_bytes: (phase, bytes to the device, bytes to the host) that the job's collectives (all-gather,
@@ -75,6 +79,7 @@ class Workload:
     h2d_busy_share: float = 0.0
     d2h_busy_share: float = 0.0
     clipping: bool = True
+    clip_active_share: float = DEFAULT_CLIP_ACTIVE_SHARE
     norm: Literal["host", "device"] | None = None
     collective_bytes: tuple[tuple[str, float, float], ...] = ()
     gpu_slack_bytes: float = 0.0
@@ -173,6 +178,7 @@ class WorkloadFile(msgspec.Struct):
     h2d_busy_share: BusyShare = 0.0
     d2h_busy_share: BusyShare = 0.0
     clipping: Flag = True
+    clip_active_share: ClipActiveShare = DEFAULT_CLIP_ACTIVE_SHARE
     norm: Annotated[Literal["host", "device"], Meta(description='"host" or "device"')] | None = None
     collective_bytes: Annotated[
         _CollectiveBytes,
@@ -218,6 +224,7 @@ def workload_from(values: dict[str, Any], where: str) -> Workload:
         h2d_busy_share=file.h2d_busy_share,
         d2h_busy_share=file.d2h_busy_share,
         clipping=file.clipping,
+        clip_active_share=file.clip_active_share,
         norm=file.norm,
         collective_bytes=file.collective_bytes.items(),
         gpu_slack_bytes=file.gpu_slack_bytes,

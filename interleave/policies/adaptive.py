@@ -7,6 +7,7 @@ from dataclasses import replace
 from ebbtide.errors import PolicyError
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.overlap import OVERLAP, overlaps_of
 from ebbtide.interleave.policies.registry import DefaultRun, PolicySpec, policy, reject_value
 from ebbtide.interleave.policies.search.best_plan import find_best_plan
 from ebbtide.machines.machine import Machine
@@ -14,7 +15,7 @@ from ebbtide.machines.machine import Machine
 _NEEDED = ("h2d_bytes_per_s", "d2h_bytes_per_s", "host_memory_bytes_per_s", "cpu_update_params_per_s")
 
 
-@policy("adaptive", DefaultRun("adaptive", position=50))
+@policy("adaptive", DefaultRun("adaptive", position=50), overlap=OVERLAP)
 def adaptive(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Keep state resident in memory that is always free, park it in windows, stream it or update on the CPU, as the
     rates allow."""
@@ -25,7 +26,7 @@ def adaptive(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
             "in a workload file), or a trace with the memory of a GPU"
         )
     machine.need(_NEEDED, f"policy {spec.text}")
-    plan = find_best_plan(workload, machine, spec.text)
+    plan = find_best_plan(workload, machine, spec.text, *overlaps_of(spec.options["overlap"]))
     if machine.gpu_update_params_per_s is None:
         without_gpu = f"{machine.name} has no gpu_update_params_per_s, so the GPU updates nothing"
         return replace(plan, remark=f"{plan.remark}; {without_gpu}")

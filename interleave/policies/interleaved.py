@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from ebbtide.errors import PolicyError
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.overlap import OVERLAP, with_overlap
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
 from ebbtide.interleave.policies.registry import GRADS, PARAMS, DefaultRun, PolicySpec, policy, to_number
 from ebbtide.interleave.policies.twin_flow import resident_range
@@ -16,7 +17,7 @@ from ebbtide.machines.machine import Machine
 BUFFERS = 2
 
 
-@policy("interleaved", DefaultRun("interleaved:2", position=40), grads=GRADS, params=PARAMS)
+@policy("interleaved", DefaultRun("interleaved:2", position=40), grads=GRADS, params=PARAMS, overlap=OVERLAP)
 def interleaved(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Fetch every K-th subgroup, update it on the GPU and flush it while the CPU updates the others; K@R does so
     within the share R that is offloaded, and keeps the rest resident."""
@@ -34,7 +35,7 @@ def interleaved(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
         builder.resident(subgroup)
     on_cpu = sorted(set(offloaded) - set(on_gpu))
     _interleave(builder, on_cpu, on_gpu, spec.options["params"])
-    return builder.plan()
+    return with_overlap(builder.plan(), workload, machine, spec.options["overlap"])
 
 
 def _interleave(builder: PlanBuilder, on_cpu: Sequence[int], on_gpu: Sequence[int], params: str) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ebbtide.errors import MachineError, PolicyError
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.interleave.simulation.steps import simulate_steps
 from ebbtide.machines.machine import Machine
 
 
@@ -37,17 +37,17 @@ class _Rung(NamedTuple):
 
 
 def explain(workload: Workload, machine: Machine) -> list[AblationStep]:
-    """Add one mechanism at a time, from ZeRO-Offload with blocking gradients to the adaptive policy.
+    """Add one mechanism at a time, from ZeRO-Offload with blocking gradients to the adaptive policy with overlap.
 
     Mechanisms that need a rate or a property of the workload that is not known are left out.
     """
     steps: list[AblationStep] = []
     for rung in _ladder(workload):
         try:
-            schedule = simulate(make_plan(rung.policy, rung.workload, machine), rung.workload, machine)
+            simulated = simulate_steps(make_plan(rung.policy, rung.workload, machine), rung.workload, machine)
         except (MachineError, PolicyError):
             continue
-        iteration_ms = schedule.iteration_s * 1e3
+        iteration_ms = simulated.mean("iteration_s") * 1e3
         gain_ms = steps[-1].iteration_ms - iteration_ms if steps else 0.0
         steps.append(AblationStep(rung.mechanism, rung.policy, iteration_ms, gain_ms))
     return steps
@@ -65,3 +65,6 @@ def _ladder(workload: Workload) -> Iterator[_Rung]:
     yield _Rung("shares and residents from the rates, in memory that is always free", "adaptive", without_windows)
     if len(workload.gpu_free or ()) > 1:
         yield _Rung("windows: state parked in memory that is free for a while", "adaptive", workload)
+    yield _Rung("late updates, under the next forward", "adaptive,overlap=forward", workload)
+    if workload.clipping and not workload.gradients_held_until_step:
+        yield _Rung("speculative updates, inside the backward", "adaptive,overlap=both", workload)

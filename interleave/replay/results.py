@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ebbtide.errors import MachineError, PolicyError
+from ebbtide.interleave.model.overlap import BOTH, NO_OVERLAP, OVERLAPS, Overlap
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import BUILT_IN, make_plan
+from ebbtide.interleave.policies import BUILT_IN, make_plan, parse
 from ebbtide.interleave.simulation.bound import Bound, bound
-from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.interleave.simulation.steps import Steps, simulate_steps
 from ebbtide.machines.accuracy import accuracy_of
 from ebbtide.machines.machine import Machine
 
@@ -38,6 +39,9 @@ class PolicyResult:
         peak_device_bytes: Largest device memory of the plan.
         host_bytes: Host memory of the plan.
         fits: Whether both memories suffice; None if it is not known.
+        speculated_subgroups: Subgroups that are updated before it is known whether clipping changes them.
+        redone_iteration_ms: Iteration time of a step that clipping changes; None if nothing is speculated. Times above
+            are the mean over all steps, other figures those of a step that it does not change.
         limited_by: What limits the update: a resource, "host memory" (its bandwidth), "dependencies" or "nothing".
     """
 
@@ -55,6 +59,8 @@ class PolicyResult:
     host_bytes: float
     fits: bool | None
     limited_by: str
+    speculated_subgroups: int
+    redone_iteration_ms: float | None
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,9 @@ class Replay:
         machine: The machine.
         results: A result per policy.
         schedules: The schedule of each result.
-        bound: Lower bounds of any policy.
+        bound: Lower bounds of any policy without overlap.
+        overlap: The overlap of all policies together.
+        overlap_bound: Lower bounds of any policy with that overlap or a part of it.
         skipped: Built-in policies that were left out, and why.
     """
 
@@ -75,6 +83,8 @@ class Replay:
     results: list[PolicyResult]
     schedules: list[Schedule]
     bound: Bound
+    overlap: Overlap
+    overlap_bound: Bound
     skipped: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
@@ -88,6 +98,10 @@ class Replay:
                 "iteration_ms": self.bound.iteration_s * 1e3,
                 "exposed_ms": self.bound.exposed_s * 1e3,
                 "exposed_whole_subgroups_ms": self.bound.exposed_whole_s * 1e3,
+                "overlap": self.overlap.name,
+                "overlap_iteration_ms": self.overlap_bound.iteration_s * 1e3,
+                "overlap_exposed_ms": self.overlap_bound.exposed_s * 1e3,
+                "overlap_exposed_whole_subgroups_ms": self.overlap_bound.exposed_whole_s * 1e3,
             },
             "skipped": self.skipped,
             "accuracy": accuracy_of(self.machine).as_json(),
@@ -110,17 +124,29 @@ def replay(workload: Workload, machine: Machine, policies: Sequence[str] | None 
     skipped = {}
     for text in policies or BUILT_IN:
         try:
-            schedule = simulate(make_plan(text, workload, machine), workload, machine)
+            steps = simulate_steps(make_plan(text, workload, machine), workload, machine)
         except (MachineError, PolicyError) as error:
             if policies:
                 raise
             skipped[text] = str(error)
             continue
-        schedules.append(schedule)
-        results.append(_result(text, schedule, machine))
+        schedules.append(steps.valid)
+        results.append(_result(text, steps, machine))
     if not results and skipped:
         raise MachineError(next(iter(skipped.values())))
-    return Replay(workload, machine, results, schedules, bound(workload, machine), skipped)
+    without_overlap, overlap = bound(workload, machine), _overlap_of_all(results, schedules)
+    overlap_bound = without_overlap if overlap == NO_OVERLAP else bound(workload, machine, overlap)
+    return Replay(workload, machine, results, schedules, without_overlap, overlap, overlap_bound, skipped)
+
+
+def _overlap_of_all(results: list[PolicyResult], schedules: list[Schedule]) -> Overlap:
+    """Return the overlap that any policy asks for in its string, or its plan has."""
+    asked = [OVERLAPS.get(parse(result.policy).options.get("overlap", "none"), BOTH) for result in results]
+    plans = [schedule.plan for schedule in schedules]
+    return Overlap(
+        forward=any(overlap.forward for overlap in asked) or any(plan.has_late_operations for plan in plans),
+        backward=any(overlap.backward for overlap in asked) or any(plan.speculated for plan in plans),
+    )
 
 
 def workload_json(workload: Workload) -> dict[str, Any]:
@@ -137,7 +163,8 @@ def workload_json(workload: Workload) -> dict[str, Any]:
     return values
 
 
-def _result(text: str, schedule: Schedule, machine: Machine) -> PolicyResult:
+def _result(text: str, steps: Steps, machine: Machine) -> PolicyResult:
+    schedule = steps.valid
     host = schedule.host_bytes()
     fits = schedule.fits_device(machine.gpu_memory_bytes)
     if machine.host_memory_bytes is None:
@@ -148,12 +175,12 @@ def _result(text: str, schedule: Schedule, machine: Machine) -> PolicyResult:
         fits = False
     return PolicyResult(
         policy=text,
-        iteration_ms=schedule.iteration_s * 1e3,
-        forward_ms=schedule.forward_s * 1e3,
-        backward_ms=schedule.backward_s * 1e3,
-        update_ms=schedule.update_s * 1e3,
-        other_ms=schedule.other_s * 1e3,
-        exposed_ms=schedule.exposed_s * 1e3,
+        iteration_ms=steps.mean("iteration_s") * 1e3,
+        forward_ms=steps.mean("forward_s") * 1e3,
+        backward_ms=steps.mean("backward_s") * 1e3,
+        update_ms=steps.mean("update_s") * 1e3,
+        other_ms=steps.mean("other_s") * 1e3,
+        exposed_ms=steps.mean("exposed_s") * 1e3,
         h2d_bytes=schedule.moved_bytes("h2d"),
         d2h_bytes=schedule.moved_bytes("d2h"),
         busy=schedule.busy_shares(),
@@ -161,6 +188,8 @@ def _result(text: str, schedule: Schedule, machine: Machine) -> PolicyResult:
         host_bytes=host,
         fits=fits,
         limited_by=limiting_resource(schedule, machine),
+        speculated_subgroups=len(schedule.plan.speculated),
+        redone_iteration_ms=None if steps.redone is None else steps.redone.iteration_s * 1e3,
     )
 
 

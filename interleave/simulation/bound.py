@@ -6,12 +6,14 @@ import itertools
 from dataclasses import dataclass, replace
 
 from ebbtide.interleave.model.durations import norm_s
+from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.bound_program import BoundProgram
-from ebbtide.interleave.simulation.intervals import intervals_of
+from ebbtide.interleave.simulation.intervals import OVERHEAD, cycle_intervals_of, intervals_of
 from ebbtide.interleave.simulation.linear_program import Vector
 from ebbtide.interleave.simulation.whole_subgroups import WholeSubgroupProgram
 from ebbtide.machines.machine import Machine
+from ebbtide.phases import BACKWARD, UPDATE
 
 _NEEDED = ("h2d_bytes_per_s", "d2h_bytes_per_s", "host_memory_bytes_per_s", "cpu_update_params_per_s")
 # Free memory below so many bytes per parameter is near the tolerance of the solver, 1e-7 of the state.
@@ -44,6 +46,7 @@ class OptimalShares:
         early: Further state that is on the device when the update begins.
         late: Further state that is on the device when the iteration begins.
         on_cpu: Parameters that the CPU updates.
+        speculated: Those of them that it updates before the step.
         exposed_s: The bound itself: seconds that the optimizer adds to the iteration.
     """
 
@@ -51,68 +54,99 @@ class OptimalShares:
     early: float
     late: float
     on_cpu: float
+    speculated: float
     exposed_s: float
 
 
-def bound(workload: Workload, machine: Machine) -> Bound:
+def bound(workload: Workload, machine: Machine, overlap: Overlap = NO_OVERLAP) -> Bound:
     """Compute the bounds of a workload on a machine.
 
-    If the free memory is not known, all memory of the device counts as free: no policy is below that bound.
+    With an overlap they hold for all plans without it, too. A step that is clipped has no use of speculation, so the
+    bound is the mean of both kinds of steps. If the free memory is not known, all memory of the device counts as free:
+    no policy is below that bound.
 
     Raises:
         MachineError: The machine lacks a rate.
     """
     machine.need(_NEEDED, "the bound")
-    exposed = _min_update_s(workload, machine, windows=True, whole_subgroups=False)
+    exposed, whole = (_mean_exposed_s(workload, machine, whole, overlap) for whole in (False, True))
     return Bound(
-        update_s=_min_update_s(workload, machine, windows=False, whole_subgroups=False),
+        update_s=_min_exposed_s(workload, machine, windows=False, whole_subgroups=False, overlap=NO_OVERLAP),
         iteration_s=workload.compute_s + exposed,
         exposed_s=exposed,
-        exposed_whole_s=_min_update_s(workload, machine, windows=True, whole_subgroups=True),
+        # The rows of some other bound may be tighter.
+        exposed_whole_s=max(whole, exposed),
     )
 
 
-def optimal_shares(workload: Workload, machine: Machine, whole_subgroups: bool) -> OptimalShares:
-    """Return how the bound is reached, with or without whole subgroups.
+def optimal_shares(
+    workload: Workload, machine: Machine, whole_subgroups: bool, overlap: Overlap = NO_OVERLAP
+) -> OptimalShares:
+    """Return how the bound is reached, with or without whole subgroups, in steps that are not clipped.
 
     Raises:
         MachineError: The machine lacks a rate.
     """
     machine.need(_NEEDED, "the bound")
-    program, values = _solve(workload, machine, windows=True, whole_subgroups=whole_subgroups)
+    program, values = _solve(workload, machine, True, whole_subgroups, overlap)
     last = len(program.intervals) - 1
     state = [max(0.0, values[program.state_before(index)]) for index in range(last + 2)]
     resident = min(state)
+    exposed_s = _exposed_s(workload, machine, program, values)
+    if overlap.forward:
+        # The intervals begin with the backward; nothing has to be on the device when an iteration begins.
+        update = next(i for i, interval in enumerate(program.intervals) if interval.phase == UPDATE)
+        early, late = state[update] - resident, 0.0
+    else:
+        early, late = max(state[:-1]) - resident, state[0] - resident
+    on_cpu = [float(values[program.variable("cpu updates", index)]) for index in range(last + 1)]
+    phases = [interval.phase for interval in program.intervals]
     return OptimalShares(
         resident=resident,
-        early=max(state[:-1]) - resident,
-        late=state[0] - resident,
+        early=early,
+        late=late,
         on_cpu=float(values[program.variable("total cpu updates", last)]),
-        exposed_s=_update_s(workload, machine, program, values),
+        speculated=sum(share for share, phase in zip(on_cpu, phases, strict=True) if phase in (BACKWARD, OVERHEAD)),
+        exposed_s=exposed_s,
     )
 
 
-def _min_update_s(workload: Workload, machine: Machine, windows: bool, whole_subgroups: bool) -> float:
-    """Return the shortest update, s, its overhead included."""
-    return _update_s(workload, machine, *_solve(workload, machine, windows, whole_subgroups))
+def _mean_exposed_s(workload: Workload, machine: Machine, whole_subgroups: bool, overlap: Overlap) -> float:
+    """Return the bound of the exposed time, s, over steps that are clipped and steps that are not."""
+    exposed_s = _min_exposed_s(workload, machine, True, whole_subgroups, overlap)
+    if not overlap.backward:
+        return exposed_s
+    redone_s = _min_exposed_s(workload, machine, True, whole_subgroups, Overlap(overlap.forward, False))
+    share = workload.clip_active_share
+    return (1 - share) * exposed_s + share * max(redone_s, exposed_s)
 
 
-def _update_s(workload: Workload, machine: Machine, program: BoundProgram, values: Vector) -> float:
-    """Return the length of the update in a solution, s, its overhead included."""
-    length_s = max(0.0, float(values[program.variable("update length")])) * program.time_unit_s
+def _min_exposed_s(
+    workload: Workload, machine: Machine, windows: bool, whole_subgroups: bool, overlap: Overlap
+) -> float:
+    """Return the shortest update with all waits before the backward, s, its overhead included."""
+    return _exposed_s(workload, machine, *_solve(workload, machine, windows, whole_subgroups, overlap))
+
+
+def _exposed_s(workload: Workload, machine: Machine, program: BoundProgram, values: Vector) -> float:
+    """Return the exposed time of a solution, s, with the overhead of the update."""
+    length_s = max(0.0, float(values[program.variable("exposed")])) * program.time_unit_s
     return (machine.step_overhead_s or 0.0) + norm_s(workload, machine) + length_s
 
 
-def _solve(workload: Workload, machine: Machine, windows: bool, whole_subgroups: bool) -> tuple[BoundProgram, Vector]:
-    """Return the program and the values of its variables where the update is shortest.
+def _solve(
+    workload: Workload, machine: Machine, windows: bool, whole_subgroups: bool, overlap: Overlap
+) -> tuple[BoundProgram, Vector]:
+    """Return the program and the values of its variables where the exposed time is shortest.
 
     Args:
         workload: The workload.
         machine: The machine.
         windows: Whether state may move outside of the update.
         whole_subgroups: Whether plans consist of whole subgroups.
+        overlap: Phases that updates may run in.
     """
-    intervals = intervals_of(workload, machine)
+    intervals = (cycle_intervals_of if overlap.forward else intervals_of)(workload, machine)
     # The time that CPU and GPU need together without any waiting. With extremely different rates the update is so much
     # longer than this that the solver fails; the time unit then has to be longer.
     compute_s = workload.params / ((machine.cpu_update_params_per_s or 0.0) + (machine.gpu_update_params_per_s or 0.0))
@@ -124,8 +158,8 @@ def _solve(workload: Workload, machine: Machine, windows: bool, whole_subgroups:
     ]
     kind = WholeSubgroupProgram if whole_subgroups else BoundProgram
     for variant, time_unit_s in itertools.product((intervals, rounded), (compute_s, 1e5 * compute_s, 1e10 * compute_s)):
-        program = kind(workload, machine, variant, windows, time_unit_s)
-        values = program.minimize(program.variable("update length"))
+        program = kind(workload, machine, variant, windows, time_unit_s, overlap)
+        values = program.minimize(program.variable("exposed"))
         if values is not None:
             return program, values
     raise RuntimeError("the bound's linear program has no solution")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.intervals import OVERHEAD, IterationInterval
 from ebbtide.interleave.simulation.linear_program import LinearProgram
@@ -22,13 +23,16 @@ _TOTALS = {
 }
 # There are as many runs of intervals as pairs of edges, of which there are at most so many.
 _MAX_EDGES = 14
+# For sums of shares.
+_SHARE_TOLERANCE = 1e-9
 
 
 class BoundProgram(LinearProgram):
     """The linear program.
 
     Variables: the flows of each interval, the state on the device after each interval and before the first, the kept
-    gradients, and the length of the update without its overhead.
+    gradients, the length of the update without its overhead, and the exposed time. Where updates may end in the next
+    forward also the waits before the backward; the intervals then begin with the backward (`cycle_intervals_of`).
 
     The solver's tolerances are absolute, so all values are kept near 1: parameters are shares of all parameters,
     bytes are per parameter, times are in units of `time_unit_s`.
@@ -45,8 +49,10 @@ class BoundProgram(LinearProgram):
         intervals: list[IterationInterval],
         windows: bool,
         time_unit_s: float,
+        overlap: Overlap = NO_OVERLAP,
     ) -> None:
         super().__init__()
+        self._overlap = overlap
         self._workload = workload
         self._machine = machine
         self.intervals = intervals
@@ -55,11 +61,17 @@ class BoundProgram(LinearProgram):
             for name in (*_FLOWS, *_TOTALS.values(), "state"):
                 self.add_variable(name, index)
             self._forbid_flows(interval, index, windows)
-        for name in ("state at start", "update length"):
+        for name in ("state at start", "update length", "exposed"):
             self.add_variable(name)
         self.add_variable("kept gradients", upper=1.0)
+        waits = [self.add_variable("wait", index) for index in self._late_intervals()]
+        waits.append(self.variable("update length"))
+        self.add_row({self.variable("exposed"): 1.0, **dict.fromkeys(waits, -1.0)}, lower=0.0)
         for index, interval in enumerate(intervals):
             self._add_interval(interval, index)
+        self._end_before_needed()
+        if overlap.backward:
+            self._limit_speculation()
         self._update_once()
         self._balance_totals()
 
@@ -71,9 +83,13 @@ class BoundProgram(LinearProgram):
         """Set flows to 0 that an interval cannot have."""
         forbidden = set()
         if interval.phase in (OTHER, FORWARD):
-            forbidden |= {"cpu updates", "gpu updates", "gradients down", "gradients up", "uploaded"}
+            forbidden |= {"gradients down"}
+            if not self._overlap.forward:
+                forbidden |= {"cpu updates", "gpu updates", "gradients up", "uploaded"}
         if interval.phase in (BACKWARD, OVERHEAD) and self._workload.needs_all_gradients:
-            forbidden |= {"cpu updates", "gpu updates", "gradients up", "uploaded"}
+            forbidden |= {"gpu updates", "gradients up", "uploaded"}
+            if not self._overlap.backward or self._workload.gradients_held_until_step:
+                forbidden |= {"cpu updates"}
         if interval.phase == BACKWARD and self._workload.gradients_held_until_step:
             forbidden |= {"gradients down"}
         if not windows and interval.phase not in (OVERHEAD, UPDATE):
@@ -85,17 +101,25 @@ class BoundProgram(LinearProgram):
         for name in forbidden:
             self.limit(self.variable(name, index), 0.0)
 
-    def _limit_rate(self, terms: dict[int, float], interval: IterationInterval, rate: float) -> None:
+    def _late_intervals(self) -> list[int]:
+        """Return the intervals in which late updates may run."""
+        if not self._overlap.forward:
+            return []
+        return [i for i, interval in enumerate(self.intervals) if interval.phase in (OTHER, FORWARD)]
+
+    def _limit_rate(self, terms: dict[int, float], index: int, rate: float) -> None:
         """Require that the terms take at most the interval's length at this rate.
 
         Terms are divided by the rate: the solver may neglect work that takes hardly any time, but not a rate that
         multiplies the length.
         """
         times = {variable: factor / rate for variable, factor in terms.items()}
+        interval = self.intervals[index]
         if interval.phase == UPDATE:
-            self.add_row({**times, self.variable("update length"): -1.0}, upper=0.0)
-        else:
-            self.add_row(times, upper=interval.length_s / self.time_unit_s)
+            times[self.variable("update length")] = -1.0
+        elif self._overlap.forward and interval.phase in (OTHER, FORWARD):
+            times[self.variable("wait", index)] = -1.0
+        self.add_row(times, upper=interval.length_s / self.time_unit_s)
 
     def _add_interval(self, interval: IterationInterval, index: int) -> None:
         workload, machine = self._workload, self._machine
@@ -110,21 +134,26 @@ class BoundProgram(LinearProgram):
         }
         down = {flow("flushed"): workload.state_bytes, flow("gradients down"): workload.grad_bytes}
         up_left, down_left = interval.link_left
-        self._limit_rate(up, interval, self._link_rate("h2d") * up_left)
-        self._limit_rate(down, interval, self._link_rate("d2h") * down_left)
+        self._limit_rate(up, index, self._link_rate("h2d") * up_left)
+        self._limit_rate(down, index, self._link_rate("d2h") * down_left)
         if machine.duplex_bytes_per_s is not None:
-            self._limit_rate({**up, **down}, interval, self._scaled_rate(machine.duplex_bytes_per_s))
+            self._limit_rate({**up, **down}, index, self._scaled_rate(machine.duplex_bytes_per_s))
         cpu_traffic = {flow("cpu updates"): workload.cpu_update_bytes}
-        self._limit_rate({**cpu_traffic, **up, **down}, interval, self._scaled_rate(machine.host_memory_bytes_per_s))
-        self._limit_rate({flow("cpu updates"): 1.0}, interval, self._scaled_rate(machine.cpu_update_params_per_s))
+        self._limit_rate({**cpu_traffic, **up, **down}, index, self._scaled_rate(machine.host_memory_bytes_per_s))
+        self._limit_rate({flow("cpu updates"): 1.0}, index, self._scaled_rate(machine.cpu_update_params_per_s))
         if machine.gpu_update_params_per_s is not None:
-            self._limit_rate({flow("gpu updates"): 1.0}, interval, self._scaled_rate(machine.gpu_update_params_per_s))
+            gpu_rate = self._scaled_rate(machine.gpu_update_params_per_s)
+            self._limit_rate({flow("gpu updates"): 1.0}, index, gpu_rate)
+            if self._overlap.forward and interval.phase in (OTHER, FORWARD):
+                # Compute stands still during updates on the GPU.
+                self.add_row({flow("gpu updates"): 1 / gpu_rate, self.variable("wait", index): -1.0}, upper=0.0)
         before = self.state_before(index)
         self.add_row({flow("state"): 1.0, before: -1.0, flow("fetched"): -1.0, flow("flushed"): 1.0}, 0.0, 0.0)
         self.add_row({flow("gpu updates"): 1.0, before: -1.0, flow("fetched"): -1.0}, upper=0.0)
-        ready_after = interval.gradients_ready if interval.phase in (BACKWARD, OVERHEAD) else 0.0
+        may_be_left = self._overlap.forward or interval.phase in (BACKWARD, OVERHEAD)
+        ready_after = interval.gradients_ready if may_be_left else 0.0
         self._limit_memory(interval, flow("state"), ready_after, index + 1)
-        ready_before = self.intervals[index - 1].gradients_ready if index and interval.phase != OTHER else 0.0
+        ready_before = self.intervals[index - 1].gradients_ready if index else 0.0
         self._limit_memory(interval, before, ready_before, index)
         for name, total in _TOTALS.items():
             earlier = {self.variable(total, index - 1): -1.0} if index else {}
@@ -146,10 +175,40 @@ class BoundProgram(LinearProgram):
     def _update_once(self) -> None:
         """Require that state updated in a run of intervals was on the device or was fetched in it: nothing is updated
         twice. If all updates are in the last interval, that interval's own row says the same."""
-        for before, run in self._runs() if not self._workload.needs_all_gradients else ():
+        in_one_interval = self._workload.needs_all_gradients and not self._overlap.forward
+        for before, run in () if in_one_interval else self._runs():
             updates = {self.variable("gpu updates", i): 1.0 for i in run}
             fetches = {self.variable("fetched", i): -1.0 for i in run}
             self.add_row({**updates, **fetches, before: -1.0}, upper=0.0)
+
+    def _end_before_needed(self) -> None:
+        """Require that parameters are new when the next forward uses them."""
+        new: dict[int, float] = {}
+        uploads: dict[int, float] = {}
+        for index, interval in enumerate(self.intervals):
+            new = {**new, self.variable("uploaded", index): 1.0, self.variable("gpu updates", index): 1.0}
+            uploads[self.variable("uploaded", index)] = -1.0
+            if interval.forward_done is not None:
+                self.add_row(new, lower=self._needed_share(interval.forward_done))
+                self.add_row({self.variable("total cpu updates", index): 1.0, **uploads}, lower=0.0)
+
+    def _needed_share(self, forward_done: float) -> float:
+        """Return the share of the parameters that must be new when so much of the forward is done."""
+        return forward_done * (1 - _SHARE_TOLERANCE)
+
+    def _limit_speculation(self) -> None:
+        """Require that updates before the step take as long as out of place, and that the host has memory for their
+        results beside the state."""
+        workload, machine = self._workload, self._machine
+        early = [i for i, interval in enumerate(self.intervals) if interval.phase in (BACKWARD, OVERHEAD)]
+        rate = self._scaled_rate(machine.cpu_update_params_per_s) * machine.out_of_place_share
+        for index in early if workload.clipping else ():
+            self._limit_rate({self.variable("cpu updates", index): 1.0}, index, rate)
+        if machine.host_memory_bytes is not None and workload.clipping:
+            on_cpu = {self.variable("cpu updates", i): 1.0 + (i in early) for i in range(len(self.intervals))}
+            available = machine.host_memory_bytes / workload.params / workload.state_bytes
+            # A plan without speculation that needs more than there is can be simulated too.
+            self.add_row(on_cpu, upper=max(available, 1.0))
 
     def _limit_memory(
         self, interval: IterationInterval, state: int, gradients_ready: float, intervals_passed: int

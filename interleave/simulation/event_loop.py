@@ -24,6 +24,7 @@ class TaskGraph:
         pending: How many tasks each task waits for. Running the graph counts them down.
         successors: The tasks that wait for each task.
         link_left: By task of `COMPUTE`: the shares of the link that are left meanwhile, to the device and to the host.
+        stops_compute: Tasks of `GPU` during which tasks of `COMPUTE` stand still.
     """
 
     def __init__(self, resource: list[int], alone_s: list[float], demand: list[float]) -> None:
@@ -33,6 +34,7 @@ class TaskGraph:
         self.pending = [0] * len(resource)
         self.successors: list[list[int]] = [[] for _ in resource]
         self.link_left: dict[int, tuple[float, float]] = {}
+        self.stops_compute: frozenset[int] = frozenset()
 
     def add_dependency(self, task: int, successor: int) -> None:
         """Let one task wait for another."""
@@ -80,6 +82,7 @@ def run_tasks(
     cpu_left = up_left = down_left = 0.0
     cpu_since = up_since = down_since = 0.0
     link_left, up_share, down_share = graph.link_left, 1.0, 1.0
+    stops_compute = graph.stops_compute
     now = 0.0
     done = 0
     while done < total:
@@ -88,6 +91,8 @@ def run_tasks(
             compute = heappop(compute_ready)
             starts[compute] = now
             compute_end = now + alone_s[compute]
+            if gpu in stops_compute:
+                compute_end += gpu_end - now
             if link_left:
                 changed = True
                 up_share, down_share = link_left.get(compute, (1.0, 1.0))
@@ -95,6 +100,8 @@ def run_tasks(
             gpu = heappop(gpu_ready)
             starts[gpu] = now
             gpu_end = now + alone_s[gpu]
+            if gpu in stops_compute and compute >= 0:
+                compute_end += alone_s[gpu]
             if now + gpu_work_s > limit_s:
                 return None
             gpu_work_s -= alone_s[gpu]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ebbtide.interleave.model.durations import link_shares, norm_s
 from ebbtide.interleave.model.plan import BACKWARD as BACKWARD_POINT
-from ebbtide.interleave.model.plan import gradient_ready_points
+from ebbtide.interleave.model.plan import FORWARD as FORWARD_POINT
+from ebbtide.interleave.model.plan import forward_points, gradient_ready_points
 from ebbtide.interleave.model.workload import Workload, value_at
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
@@ -16,6 +17,8 @@ from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 OVERHEAD = "overhead"
 # Where updates follow their gradients, so many of the last gradients, and so many of all, begin a new interval.
 _LAST_CUTS, _SPREAD_CUTS = 4, 4
+# Where updates may end in the forward, at most about so many subgroups, evenly spread, begin a new interval.
+_FORWARD_CUTS = 12
 # The shortest interval that a gradient begins, as a share of the backward.
 _LEAST_INTERVAL = 1e-6
 
@@ -30,6 +33,7 @@ class IterationInterval:
         free_bytes: Free device memory.
         gradients_ready: Share of the gradients that the backward has computed by its end.
         link_left: Shares of the link that the job's collectives leave, to the device and to the host.
+        forward_done: Share of the forward that is done by its end, where updates may end in the forward; else None.
     """
 
     phase: str
@@ -37,6 +41,7 @@ class IterationInterval:
     free_bytes: float
     gradients_ready: float
     link_left: tuple[float, float] = (1.0, 1.0)
+    forward_done: float | None = None
 
 
 def gradient_ready_s(workload: Workload) -> list[float]:
@@ -79,3 +84,29 @@ def intervals_of(workload: Workload, machine: Machine) -> list[IterationInterval
     intervals.append(IterationInterval(OVERHEAD, overhead_s, in_update, 1.0))
     intervals.append(IterationInterval(UPDATE, 0.0, in_update, 1.0))
     return intervals
+
+
+def cycle_intervals_of(workload: Workload, machine: Machine) -> list[IterationInterval]:
+    """Return the intervals from the beginning of a backward to that of the next, the forward cut into pieces.
+
+    The first piece of the forward has no length: it is the wait before it.
+    """
+    intervals = intervals_of(workload, machine)
+    before = [interval for interval in intervals if interval.phase == OTHER]
+    forward = [interval for interval in intervals if interval.phase == FORWARD]
+    rest = intervals[len(before) + len(forward) :]
+    first_free = (forward or rest)[0].free_bytes
+    link_left = link_shares(workload, machine).get(FORWARD, (1.0, 1.0))
+    pieces = [IterationInterval(FORWARD, 0.0, first_free, 1.0, link_left, 0.0)]
+    done = 0.0
+    starts = sorted({point - FORWARD_POINT for point in forward_points(workload)})
+    # The use of the last subgroup is the last thing that may wait.
+    selected = {*starts[:: max(1, -(-len(starts) // _FORWARD_CUTS))], starts[-1]}
+    for interval in forward:
+        end = done + interval.length_s / workload.forward_s
+        for cut in (*(share for share in sorted(selected) if done < share < end), end):
+            length_s = (cut - done) * workload.forward_s
+            pieces.append(replace(interval, length_s=length_s, gradients_ready=1.0, forward_done=min(cut, 1.0)))
+            done = cut
+    pieces[-1] = replace(pieces[-1], forward_done=1.0)
+    return [*rest, *(replace(interval, gradients_ready=1.0) for interval in before), *pieces]

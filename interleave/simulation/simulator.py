@@ -7,13 +7,15 @@ from ebbtide.interleave.model.durations import Durations, host_traffic, link_sha
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, OpKind, Plan, Resource
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.simulation.cycle import is_exact, run_cycle
 from ebbtide.interleave.simulation.event_loop import COMPUTE, CPU, D2H, GPU, H2D, INFINITE, TaskGraph, run_tasks
+from ebbtide.interleave.simulation.iterations import IterationWork, run_iterations
 from ebbtide.machines.machine import Machine
 
 _INDEX = {"cpu": CPU, "gpu": GPU, "h2d": H2D, "d2h": D2H}
-# What the duration of an operation depends on: kind, resource, parameters, bytes, whether host memory is pageable, and
-# the share of the CPU's update rate.
-_OpClass = tuple[OpKind, Resource, int, float, bool, float]
+# What the duration of an operation depends on: kind, resource, parameters, bytes, whether host memory is pageable,
+# whether an update is speculative, and the share of the CPU's update rate.
+_OpClass = tuple[OpKind, Resource, int, float, bool, bool, float]
 
 
 def simulate(plan: Plan, workload: Workload, machine: Machine) -> Schedule:
@@ -44,12 +46,14 @@ class Simulator:
         # Resource, seconds and bytes/s of host memory traffic of each class of operations that has occurred.
         self._work: dict[_OpClass, tuple[int, float, float]] = {}
 
-    def run(self, plan: Plan, limit_s: float = INFINITE) -> Schedule | None:
+    def run(self, plan: Plan, limit_s: float = INFINITE, steady: bool = True) -> Schedule | None:
         """Run a plan.
 
         Args:
             plan: The plan.
             limit_s: A length of the iteration beyond which its exact length does not matter.
+            steady: Whether to repeat an iteration with late operations until it takes as long as the one before. One
+                cycle (see `run_cycle`) is nearly as exact, and a quarter of the work.
 
         Returns:
             The schedule; None if the iteration was given up since it takes longer than the limit.
@@ -58,8 +62,38 @@ class Simulator:
             MachineError: The machine lacks a rate that the plan needs.
             PlanError: Operations wait for each other.
         """
-        points = sorted({op.point for op in plan.ops} | {FORWARD, BACKWARD, UPDATE})
-        points = [point for point in points if 0.0 < point <= UPDATE]
+        if plan.has_late_operations:
+            work = self.iteration_work(plan)
+            limits = self._duplex_bytes_per_s, self._host_bytes_per_s
+            if steady and not is_exact(plan):
+                return run_iterations(plan, self._workload, work, *limits)
+            return run_cycle(plan, self._workload, work, *limits, limit_s)
+        points = {op.point for op in plan.ops} | {FORWARD, BACKWARD, UPDATE}
+        return self._run_iteration(plan, sorted(point for point in points if 0.0 < point <= UPDATE), limit_s)
+
+    def iteration_work(self, plan: Plan) -> IterationWork:
+        """Return the tasks of an iteration under a plan with late operations."""
+        points = sorted(
+            {
+                FORWARD,
+                BACKWARD,
+                UPDATE,
+                *(op.due for op in plan.ops if op.due is not None),
+                *(op.point for op in plan.ops if 0.0 < op.point <= UPDATE),
+            }
+        )
+        resource, alone_s, demand = self._work_of(plan)
+        return IterationWork(
+            resource,
+            alone_s,
+            demand,
+            points,
+            _compute_lengths(self._workload, points),
+            self._machine.step_overhead_s or 0.0,
+            self._link_left,
+        )
+
+    def _run_iteration(self, plan: Plan, points: list[float], limit_s: float) -> Schedule | None:
         graph = self._task_graph(plan, points)
         try:
             times = run_tasks(graph, self._duplex_bytes_per_s, self._host_bytes_per_s, limit_s)
@@ -100,7 +134,7 @@ class Simulator:
         """Return resource, seconds alone, and bytes/s of host memory traffic of each operation."""
         share = plan.cpu_share
         work = self._work
-        classes: list[_OpClass] = [(op[0], op[1], op[3], op[4], op[7], share) for op in plan.ops]
+        classes: list[_OpClass] = [(op[0], op[1], op[3], op[4], op[7], op[12], share) for op in plan.ops]
         try:
             entries = [work[op_class] for op_class in classes]
         except KeyError:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from itertools import accumulate
 from typing import NamedTuple
 
+from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.bound_program import BoundProgram
 from ebbtide.interleave.simulation.intervals import IterationInterval, gradient_ready_s
@@ -39,10 +42,11 @@ class WholeSubgroupProgram(BoundProgram):
         intervals: list[IterationInterval],
         windows: bool,
         time_unit_s: float,
+        overlap: Overlap = NO_OVERLAP,
     ) -> None:
-        super().__init__(workload, machine, intervals, windows, time_unit_s)
-        values = self.minimize(self.variable("update length"))
-        min_length = max(0.0, float(values[self.variable("update length")])) if values is not None else 0.0
+        super().__init__(workload, machine, intervals, windows, time_unit_s, overlap)
+        # The length is from the rows above alone.
+        min_length = self._least_length() if overlap == NO_OVERLAP else 0.0
         # Subgroups as shares of all parameters.
         sizes = [size / workload.params for size in workload.subgroups]
         smallest = min(sizes)
@@ -57,6 +61,9 @@ class WholeSubgroupProgram(BoundProgram):
                 for name in ("fetched", "gpu updates"):
                     self.limit(self.variable(name, index), 0.0)
             self._divide_into_modes(interval, index)
+        if overlap != NO_OVERLAP:
+            # The rows below are about updates that begin and end with the step.
+            return
         if even:
             self._limit_memory_time(min_length)
         if workload.needs_all_gradients:
@@ -65,6 +72,19 @@ class WholeSubgroupProgram(BoundProgram):
             self._order_streams(smallest)
         else:
             self._follow_gradients()
+
+    def _least_length(self) -> float:
+        """Return the shortest update that the rows so far allow."""
+        values = self.minimize(self.variable("update length"))
+        return max(0.0, float(values[self.variable("update length")])) if values is not None else 0.0
+
+    def _needed_share(self, forward_done: float) -> float:
+        """Return the share of the subgroups that the forward has begun to use, or begins to use next."""
+        sizes = self._workload.subgroups
+        ends = [total / self._workload.params for total in accumulate(sizes)]
+        # The subgroup that begins here is needed too; the tolerance is for sums of shares.
+        begun = bisect_right([0.0, *ends[:-1]], forward_done * (1 + _TOLERANCE))
+        return ends[begun - 1] * (1 - _TOLERANCE)
 
     def _free_share(self, interval: IterationInterval) -> float:
         """Return the share of all parameters whose state fits into the free memory.
@@ -136,7 +156,7 @@ class WholeSubgroupProgram(BoundProgram):
         workload = self._workload
         rates = modes(workload, self._machine)
         times = [self.add_variable(f"time in mode {number}", index) for number in range(len(rates))]
-        self._limit_rate(dict.fromkeys(times, 1.0), interval, 1.0)
+        self._limit_rate(dict.fromkeys(times, 1.0), index, 1.0)
         work = ModeWork(
             {self.variable("cpu updates", index): 1.0},
             {

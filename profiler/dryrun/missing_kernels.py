@@ -12,7 +12,8 @@ def register_missing_kernels(library: Any) -> None:
     for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adagrad_", "_fused_adagrad_.tensor_lr"):
         library.impl(name, _update_in_place, "Meta")
     for overload in ("", ".Tensor"):
-        library.impl(f"_use_cudnn_ctc_loss{overload}", _is_not_used, "Meta")
+        for owner in ("cudnn", "miopen"):
+            library.impl(f"_use_{owner}_ctc_loss{overload}", _is_not_used, "Meta")
         library.impl(f"_ctc_loss{overload}", _ctc_loss, "Meta")
         library.impl(f"_ctc_loss_backward{overload}", _ctc_loss_backward, "Meta")
 

@@ -89,7 +89,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 def test_replay__json_has_the_documented_keys(folder: Path, capsys: Printed) -> None:
     printed = answer(capsys, "--workload w.json --machine m.json")
-    # `skipped`, `accuracy` and `limited_by` are additions.
+    # `skipped`, `accuracy`, `limited_by`, speculation and `overlap` are additions.
     assert list(printed) == ["workload", "machine", "results", "bound", "skipped", "accuracy"]
     assert all(list(result) == RESULT for result in printed["results"])
     assert list(printed["bound"]) == BOUND
@@ -173,7 +173,9 @@ def test_replay__table_has_a_row_per_policy_and_the_bound(folder: Path, capsys: 
 def test_replay__explain_and_recommend_are_printed_and_in_the_json(folder: Path, capsys: Printed) -> None:
     printed = answer(capsys, "--workload w.json --machine m.json --policy pipelined --explain --recommend")
     steps = printed["explain"]
-    assert [list(step) for step in steps] == [["mechanism", "policy", "iteration_ms", "gain_ms"]] * 6
+    assert [list(step) for step in steps] == [["mechanism", "policy", "iteration_ms", "gain_ms"]] * 8
+    assert [step["policy"] for step in steps[-2:]] == ["adaptive,overlap=forward", "adaptive,overlap=both"]
+    assert "overlap" not in printed["recommend"]["policy"]
     total_gain_ms = steps[0]["iteration_ms"] - steps[-1]["iteration_ms"]
     assert sum(step["gain_ms"] for step in steps) == pytest.approx(total_gain_ms)
     assert list(printed["recommend"])[:6] == [

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ebbtide.cli.render.tables import print_table
+from ebbtide.interleave.model.overlap import NO_OVERLAP
 from ebbtide.machines.accuracy import accuracy_of
 from ebbtide.units import bytes_text, ms_text
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def print_replay(replayed: Replay, baseline: str) -> None:
     """Print the iteration of each policy and the lower bound; `baseline`: policy that speed-ups are relative to."""
-    job, bound = replayed.workload, replayed.bound
+    job, bound = replayed.workload, replayed.overlap_bound
     params = f"{job.params / 1e9:.3g} G parameters per rank in {len(job.subgroups):,} subgroups"
     typer.echo(f"{job.name} on {replayed.machine.name}: {params}")
     for note in job.notes:
@@ -41,15 +42,27 @@ def print_replay(replayed: Replay, baseline: str) -> None:
     ]
     bound_ms = bound.iteration_s * 1e3
     speed_up = f"{baseline_ms / bound_ms:.2f}x" if bound_ms else "-"
-    rows.append(["bound", ms_text(bound_ms), speed_up, "", "", ms_text(bound.exposed_s * 1e3), "", "", ""])
+    overlap = "" if replayed.overlap == NO_OVERLAP else f", overlap={replayed.overlap.name}"
+    rows.append([f"bound{overlap}", ms_text(bound_ms), speed_up, "", "", ms_text(bound.exposed_s * 1e3), "", "", ""])
     times = ["iteration", "speed-up", "backward", "update", "exposed"]
     columns = ["policy", *times, "update limited by", "device memory", "fits"]
     print_table(f"One iteration under each policy (speed-up over {baseline})", columns, rows)
     for result, schedule in zip(replayed.results, replayed.schedules, strict=True):
         if schedule.plan.remark:
             typer.echo(f"{result.policy}: {schedule.plan.remark}")
+    _print_speculation(replayed)
     for name, reason in replayed.skipped.items():
         typer.echo(f"left out: {name} ({reason})")
+
+
+def _print_speculation(replayed: Replay) -> None:
+    """Print what is assumed of speculative updates, if any policy has them."""
+    if not any(result.speculated_subgroups for result in replayed.results):
+        return
+    clipped = f"{100 * replayed.workload.clip_active_share:.3g} % of the steps are clipped (clip_active_share)"
+    share = replayed.machine.out_of_place_share
+    origin = "measured" if replayed.machine.cpu_out_of_place_share is not None else "assumed, not measured here"
+    typer.echo(f"speculative updates: {clipped}; they run at {share:.3g} of the CPU's rate ({origin})")
 
 
 def print_accuracy(machine: Machine) -> None:

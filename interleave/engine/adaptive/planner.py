@@ -14,7 +14,7 @@ from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.policies import make_plan, parse
 from ebbtide.machines.machine import Machine
 from ebbtide.units import bytes_text
 
@@ -38,6 +38,7 @@ class Planner:
         machine: The first rates.
         subgroups: The subgroups of the optimizer.
         streamed: Whether gradients are offloaded as soon as they are computed.
+        allows_late: Whether plans may have late operations.
 
     Attributes:
         policy: The policy.
@@ -46,8 +47,17 @@ class Planner:
         needed_bytes: Device memory that the last plan may use, in bytes.
     """
 
-    def __init__(self, policy: str, machine: Machine, subgroups: Sequence[Subgroup], streamed: bool) -> None:
+    def __init__(
+        self,
+        policy: str,
+        machine: Machine,
+        subgroups: Sequence[Subgroup],
+        streamed: bool,
+        allows_late: bool = False,
+    ) -> None:
         self.policy = policy
+        self._is_adaptive = parse(policy).name == "adaptive"
+        self._allows_late = allows_late
         self.machine = machine
         self._subgroups = subgroups
         width = max((subgroup.dtype.itemsize for subgroup in subgroups), default=2)
@@ -88,7 +98,7 @@ class Planner:
         begin_s = time.perf_counter()
         plan, needed_bytes = self._plan_and_bytes(budget)
         # `adaptive` fits phases by its own rates: with the slow link of the worst case it would use no window.
-        limit = max_budget(budget) if self.policy == "adaptive" else min_budget(budget)
+        limit = max_budget(budget) if self._is_adaptive else min_budget(budget)
         for smaller in self._smaller_budgets(budget, limit, needed_bytes):
             if limit is None or needed_bytes <= limit:
                 break
@@ -113,7 +123,7 @@ class Planner:
         """Return what to plan with if a plan needs more than its budget."""
         if isinstance(budget, Mapping):
             return [float(min(budget.values()))]
-        if self.policy != "adaptive" or not limit:
+        if not self._is_adaptive or not limit:
             return []
         # Blocks that uneven subgroups share are larger than most states in them.
         return [limit * limit / needed_bytes, 0.0]
@@ -128,6 +138,16 @@ class Planner:
             raise EngineError(
                 f"policy {self.policy}: the update here writes half-precision parameters, so that none are converted "
                 "on the GPU: choose params=pipelined or params=blocking"
+            )
+        if plan.speculated:
+            raise EngineError(
+                f"policy {self.policy}: updates inside the backward can only be simulated so far: choose overlap=none "
+                "or overlap=forward"
+            )
+        if plan.has_late_operations and not self._allows_late:
+            raise EngineError(
+                f"policy {self.policy}: updates under the next forward need the module whose forward waits for them: "
+                "InterleavedAdamW(..., overlap='forward', model=model)"
             )
         schedule = worst_case(plan, self.workload)
         return plan, max(schedule.peak_device_bytes, plan_bytes(schedule, self._subgroups))
@@ -148,7 +168,7 @@ class Planner:
 
     def replan_reason(self, budget: Budget | None) -> str | None:
         """Return why a new plan is due; None if it is not."""
-        if self._planned is None or self.policy != "adaptive" or self._steps <= _WARM_UP_STEPS:
+        if self._planned is None or not self._is_adaptive or self._steps <= _WARM_UP_STEPS:
             return None
         job, machine, planned_budget = self._planned
         limit = max_budget(budget)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import OperationFailed
 from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.policies import parse
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import STATE_BYTES
 from ebbtide.units import bytes_text
@@ -43,6 +45,8 @@ class AdaptiveRunner:
         streamed: Whether gradients are offloaded as soon as they are computed.
         device: The device; None if `open_device` sets it later.
         owns_device: Whether to close the device together with this object.
+        allows_late: Whether plans may have late operations: something calls `wait_for_params` before the parameters are
+            read.
 
     Attributes:
         policy: The policy.
@@ -58,13 +62,18 @@ class AdaptiveRunner:
         streamed: bool,
         device: Device | None,
         owns_device: bool,
+        allows_late: bool = False,
     ) -> None:
         self.policy = policy
+        self._is_adaptive = parse(policy).name == "adaptive"
         self._device = device
         self.kernel = CpuKernel(threads)
         self._machine = machine
         self._budget = budget
         self._streamed = streamed
+        self._allows_late = allows_late
+        # To call when the late operations of the last step have ended.
+        self._on_finished: Callable[[], None] = _do_nothing
         # Limit of device memory, after it ran out once, in bytes.
         self._memory_limit: float | None = None
         self._state_share = 1.0
@@ -108,9 +117,9 @@ class AdaptiveRunner:
         Raises:
             EngineError, PolicyError, MachineError: If there is no plan for the subgroups.
         """
-        if self._machine is not None or self.policy != "adaptive":
+        if self._machine is not None or not self._is_adaptive:
             machine = self._machine or Machine(name="unknown")
-            Planner(self.policy, machine, subgroups, self._streamed).plan(self._budget)
+            Planner(self.policy, machine, subgroups, self._streamed, self._allows_late).plan(self._budget)
 
     @property
     def engine(self) -> Engine:
@@ -156,12 +165,12 @@ class AdaptiveRunner:
         if self._planner is not None:
             # Its rates are corrected by the steps so far.
             machine = self._planner.machine
-        elif self._machine is None and self.policy == "adaptive":
+        elif self._machine is None and self._is_adaptive:
             budget = self._budget if self._budget is not None else self.device.free_bytes()
             machine = probe(self.device, self.kernel, total_params, min_budget(budget))
         else:
             machine = self._machine or Machine(name="unknown")
-        planner = Planner(self.policy, machine, subgroups, self._streamed)
+        planner = Planner(self.policy, machine, subgroups, self._streamed, self._allows_late)
         plan = planner.plan(self._current_budget())
         dtypes = {(subgroup.grad_dtype, subgroup.dtype) for subgroup in subgroups}
         self.kernel.warm_up(dtypes)
@@ -179,29 +188,60 @@ class AdaptiveRunner:
         self._apply_plan(self._next_plan or self.plan)
 
     def step(
-        self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None], on_done: Callable[[], None]
+        self,
+        values: Sequence[torch.Tensor],
+        scalars: Sequence[Scalars | None],
+        on_done: Callable[[], None],
+        on_finished: Callable[[], None] | None = None,
     ) -> None:
         """Run `Engine.step`, and make a new plan if one is due.
+
+        If the plan has late operations, `finish_step` must follow before anything else but `wait_for_params`.
 
         Args:
             values: As for `Engine.step`.
             scalars: As for `Engine.step`.
             on_done: Called when the step is done. This includes a step with an interrupt, since the engine completes
                 the step before it raises KeyboardInterrupt.
+            on_finished: Called when its late operations have ended, too.
 
         Raises:
             EngineError: If the state is lost, or an operation failed for another reason than device memory.
         """
+        self._on_finished = on_finished or _do_nothing
         if self._budget is None:
             # Again after the step: jobs may return memory to the device before it, or use more memory then.
             self.device.sample_memory()
+        self._run_to_end(lambda: self.engine.step(values, scalars), on_done)
+
+    def wait_for_params(self, params: Iterable[int]) -> None:
+        """Wait until the late operations of the last step have written parameters, by their indices.
+
+        Raises:
+            EngineError: As `step`.
+        """
+        if self._engine is not None and self._engine.is_late and not self._engine.wait_for_params(params):
+            self.finish_step()
+
+    def finish_step(self) -> None:
+        """Wait until the late operations of the last step have ended, and make a new plan if one is due.
+
+        Raises:
+            EngineError: As `step`.
+        """
+        if self._engine is not None and self._engine.is_late:
+            self._run_to_end(self._engine.finish_step, _do_nothing)
+
+    def _run_to_end(self, run: Callable[[], Any], on_done: Callable[[], None]) -> None:
+        """Run a step of the engine or the rest of it, and what follows when all its operations have ended."""
         failure: OperationFailed | None = None
         try:
-            self.engine.step(values, scalars)
+            run()
         except OperationFailed as error:
             failure = error
         except KeyboardInterrupt:
             on_done()
+            self._on_finished()
             raise
         except Exception as error:
             self.close()
@@ -209,6 +249,9 @@ class AdaptiveRunner:
                 f"an update failed midway ({error}) and the optimizer's state is lost: resume from a checkpoint"
             ) from error
         on_done()
+        if self.engine.is_late:
+            return
+        self._on_finished()
         if failure is not None:
             self._handle_failure(failure)
         elif self.engine.last_schedule is not None:
@@ -271,12 +314,16 @@ class AdaptiveRunner:
         """Return the free device memory. For `adaptive` it is 0 before the first step has shown what the job uses."""
         free_bytes = self.device.free_bytes()
         has_stepped = self._engine is not None and self._engine.last_schedule is not None
-        return free_bytes if has_stepped or free_bytes is None or self.policy != "adaptive" else 0.0
+        return free_bytes if has_stepped or free_bytes is None or not self._is_adaptive else 0.0
 
     def _limited(self, size: float) -> float:
         if self._state_share < 1:
             size *= self._state_share
         return size if self._memory_limit is None else min(size, self._memory_limit)
+
+
+def _do_nothing() -> None:
+    """Do nothing."""
 
 
 def _call_all(closers: list[Callable[[], None]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.engine.runtime.step_inputs import StepInputs
 from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.engine.runtime.trace_recording import record_operations
-from ebbtide.interleave.model.plan import BACKWARD, STEP, UPDATE, Plan
+from ebbtide.interleave.model.plan import BACKWARD, STEP, UPDATE, WRITES_PARAMETERS, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 
@@ -69,6 +69,13 @@ class Engine:
         # When the backward began, and when it ended.
         self._backward_mark: Mark | None = None
         self._step_mark: Mark | None = None
+        # When the last step returned, while its late operations are not known to have ended; None: they have.
+        self._returned_s: float | None = None
+        # Late operations that write the parameters of each subgroup, and how long the forward waited for them.
+        self._late_writes: list[list[int]] = []
+        self._waited_s = 0.0
+        # The same of the forward of this iteration, which was over when its plan began.
+        self._iteration_waited_s = 0.0
         # Parameters whose gradients were offloaded in this iteration, before the step.
         self._offloaded_params: set[int] = set()
         # Number of parameters of each subgroup whose gradients were not offloaded yet; marks behind those that were.
@@ -90,11 +97,20 @@ class Engine:
         """The parameters whose gradients were offloaded in this iteration."""
         return frozenset(self._offloaded_params)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the last step has returned and its late operations are not known to have ended: see `finish_step`."""
+        return self._returned_s is not None
+
     def set_plan(self, plan: Plan, workload: Workload) -> None:
         """Use a plan from now on, and start the operations that it has before the next step."""
         self.quiesce()
         self._plan, self._workload = plan, workload
         self._block_sizes = block_sizes(worst_case(plan, workload), self.store.subgroups)
+        self._late_writes = [[] for _ in self.store.subgroups]
+        for index, op in enumerate(plan.ops):
+            if op.due is not None and op.kind in WRITES_PARAMETERS:
+                self._late_writes[op.subgroup].append(index)
         self._begin()
 
     def quiesce(self) -> None:
@@ -159,15 +175,18 @@ class Engine:
             self._executor.mark_available(subgroup, [mark])
         self._executor.advance_to(UPDATE)
 
-    def step(self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None]) -> Schedule:
+    def step(self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None]) -> Schedule | None:
         """Update all parameters, after `submit_gradients`.
+
+        With late operations it returns before they have ended: `finish_step` must follow before anything else but
+        `wait_for_params`.
 
         Args:
             values: The parameters, flat.
             scalars: Factors by parameter; None for a parameter that this step does not update.
 
         Returns:
-            The measured schedule.
+            The measured schedule; None before `finish_step`.
 
         Raises:
             OperationFailed: If an operation of the plan failed and the step was completed on the CPU.
@@ -180,6 +199,48 @@ class Engine:
         assert self._step_mark is not None
         self._executor.mark_available(_SCALARS, [self._step_mark])
         self._executor.advance_to(STEP)
+        if not self._plan.has_late_operations:
+            return self.finish_step()
+        try:
+            is_on_time = self._executor.wait(lambda run: not run.remaining_on_time)
+        except KeyboardInterrupt:
+            self.finish_step()
+            raise
+        if is_on_time:
+            self._returned_s = time.perf_counter()
+            return None
+        return self.finish_step()
+
+    def wait_for_params(self, params: Iterable[int]) -> bool:
+        """Wait until late operations have written parameters, by their indices, and return whether they have.
+
+        If not, an operation has failed, and `finish_step` raises.
+        """
+        begin_s = time.perf_counter()
+        writes = [
+            index
+            for param in params
+            for subgroup in self.store.subgroups_of(param)
+            for index in self._late_writes[subgroup]
+        ]
+        try:
+            return self._executor.wait(lambda run: all(run.done[index] for index in writes))
+        finally:
+            self._waited_s += time.perf_counter() - begin_s
+
+    def finish_step(self) -> Schedule:
+        """Wait until the last step has ended, with its late operations, and begin the next iteration.
+
+        Returns:
+            The measured schedule.
+
+        Raises:
+            OperationFailed, EngineError: As `step`.
+        """
+        assert self._plan is not None
+        assert self._workload is not None
+        assert self._step_mark is not None
+        returned_s, self._returned_s = self._returned_s, None
         try:
             run = self._executor.finish()
         except OperationFailed as failure:
@@ -191,24 +252,30 @@ class Engine:
             raise
         finally:
             self._offloaded_params.clear()
-        end_s = time.perf_counter() - run.begin_s
+        end_s = (time.perf_counter() if returned_s is None else returned_s) - run.begin_s
         record_operations(run)
         step_s = self._step_mark.time_s - run.begin_s
         backward_s = min((self._backward_mark or self._step_mark).time_s - run.begin_s, step_s)
+        forward_s = max(0.0, backward_s)
         job = replace(
-            self._workload, other_s=0.0, forward_s=max(0.0, backward_s), backward_s=max(0.0, step_s - backward_s)
+            self._workload,
+            other_s=0.0,
+            forward_s=max(0.0, forward_s - self._iteration_waited_s),
+            backward_s=max(0.0, step_s - backward_s),
         )
+        # What was waited since is of the iteration that has begun.
+        self._iteration_waited_s, self._waited_s = self._waited_s, 0.0
         self.last_schedule = Schedule(
             plan=self._plan,
             workload=job,
             starts=run.starts,
             ends=run.ends,
             other_s=0.0,
-            forward_s=job.forward_s,
+            forward_s=forward_s,
             backward_s=job.backward_s,
             update_s=end_s - step_s,
         )
-        self._begin()
+        self._begin(returned_s)
         return self.last_schedule
 
     def close(self) -> None:
@@ -217,7 +284,8 @@ class Engine:
         self.store.inputs = StepInputs([])
         self.store.release()
 
-    def _begin(self) -> None:
+    def _begin(self, begin_s: float | None = None) -> None:
+        """Begin an iteration. begin_s: when it began, on the clock of time.perf_counter; None: now."""
         assert self._plan is not None
         assert self._workload is not None
         if not self._is_running:
@@ -234,6 +302,6 @@ class Engine:
         inputs = {index: op.subgroup for index, op in enumerate(self._plan.ops) if op.kind == "gradient down"}
         # Operations that use the scalars of the step wait for them, at whatever point they may begin.
         inputs |= {index: _SCALARS for index, op in enumerate(self._plan.ops) if op.kind in _STEP_KINDS}
-        self._executor.begin(self._plan, inputs)
+        self._executor.begin(self._plan, inputs, begin_s)
         self._executor.advance_to(0.0)
         self._is_running = True

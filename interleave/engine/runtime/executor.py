@@ -59,17 +59,18 @@ class Executor:
         for thread in self._threads:
             thread.start()
 
-    def begin(self, plan: Plan, inputs: Mapping[int, int] | None = None) -> None:
+    def begin(self, plan: Plan, inputs: Mapping[int, int] | None = None, begin_s: float | None = None) -> None:
         """Begin an iteration: operations that wait for no point of it may run from now on.
 
         Args:
             plan: The plan to run.
             inputs: The input that an operation also waits for, as a number: see `mark_available`.
+            begin_s: When the iteration began, on the clock of time.perf_counter; None: now.
 
         Raises:
             EngineError: If the executor is closed.
         """
-        run = PlanRun(plan, inputs or {})
+        run = PlanRun(plan, inputs or {}, begin_s)
         with self._changed:
             if self._closed:
                 raise EngineError("the executor is closed: no plan can begin")
@@ -98,6 +99,22 @@ class Executor:
                 return
             run.mark_available(number, marks)
             self._changed.notify_all()
+
+    def wait(self, is_enough: Callable[[PlanRun], bool]) -> bool:
+        """Wait until enough operations of the run are done, and return whether they are.
+
+        Args:
+            is_enough: Tells so of a run.
+
+        Returns:
+            False if an operation failed or the executor was closed before; `finish` then raises.
+        """
+        with self._changed:
+            run = self._run
+            if run is None:
+                return True
+            self._changed.wait_for(lambda: self._closed or self._error is not None or is_enough(run))
+            return is_enough(run) and self._error is None
 
     def finish(self) -> PlanRun:
         """Wait until the run has ended, and return it.

@@ -21,6 +21,7 @@ class PlanRun:
     Args:
         plan: The plan.
         inputs: The input that an operation also waits for, as a number.
+        begin_s: Start of the run, on the clock of time.perf_counter; None: now.
 
     Attributes:
         plan: The plan.
@@ -30,16 +31,18 @@ class PlanRun:
         done: Whether each operation has ended without an error.
         point: The point of the iteration that the job has reached.
         remaining: Number of operations that have not ended.
+        remaining_on_time: Number of those among them that are not late.
     """
 
-    def __init__(self, plan: Plan, inputs: Mapping[int, int]) -> None:
+    def __init__(self, plan: Plan, inputs: Mapping[int, int], begin_s: float | None = None) -> None:
         count = len(plan.ops)
         self.plan = plan
-        self.begin_s = time.perf_counter()
+        self.begin_s = time.perf_counter() if begin_s is None else begin_s
         self.starts, self.ends = [0.0] * count, [0.0] * count
         self.done = [False] * count
         self.point = -1.0
         self.remaining = count
+        self.remaining_on_time = sum(op.due is None for op in plan.ops)
         self._taken = [False] * count
         # The mark behind each operation that is issued; and what its stream waits for besides operations.
         self._end_marks: list[Mark | None] = [None] * count
@@ -121,6 +124,7 @@ class PlanRun:
         self.starts[index], self.ends[index] = start_s - self.begin_s, end_s - self.begin_s
         self.done[index] = True
         self.remaining -= 1
+        self.remaining_on_time -= self.plan.ops[index].due is None
         self._end_marks[index] = None
         was_issued = self.plan.ops[index].resource != "cpu"
         for dependent in self._dependents[index]:

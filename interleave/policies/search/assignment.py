@@ -31,6 +31,8 @@ class Assignment:
             tells whether that is enough.
         uploads_first: Whether uploads of updated parameters come before fetches on the link, if both are ready.
         cpu_share: The share of the CPU's update rate that is used (see `Plan`).
+        speculated: Where updates may run in the backward: how many of the last subgroups of the CPU do.
+        moved_late: Where updates may end in the next forward: whether those of moved subgroups do.
     """
 
     on_cpu: tuple[int, ...]
@@ -43,6 +45,8 @@ class Assignment:
     gradients_in_flight: int = 2
     uploads_first: bool = True
     cpu_share: float = 1.0
+    moved_late: bool = True
+    speculated: int = 0
 
     def role(self, subgroup: int) -> Role:
         """Return the role of a subgroup."""

@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
+from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import STEP, UPDATE, Plan, gradient_ready_points
+from ebbtide.interleave.model.speculation import speculate
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.overlap import late
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
 from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.capacity import FreeMemory, FreePoints
 
 
-def plan_of(workload: Workload, memory: FreeMemory, assignment: Assignment, text: str, validate: bool = True) -> Plan:
+def plan_of(
+    workload: Workload,
+    memory: FreeMemory,
+    assignment: Assignment,
+    text: str,
+    validate: bool = True,
+    overlap: Overlap = NO_OVERLAP,
+) -> Plan:
     """Make the plan of an assignment.
 
     Subgroups that must be flushed should come before those that stay, in the order of the moved ones.
@@ -23,6 +33,7 @@ def plan_of(workload: Workload, memory: FreeMemory, assignment: Assignment, text
         assignment: The assignment.
         text: The policy's string.
         validate: Whether to check the plan; the search checks its result only.
+        overlap: Phases that updates may run in.
 
     Raises:
         PlanError: The plan is not valid.
@@ -32,12 +43,12 @@ def plan_of(workload: Workload, memory: FreeMemory, assignment: Assignment, text
     kept = [subgroup for subgroup in (*resident, *moved) if subgroup not in assignment.round_trips]
     if workload.needs_all_gradients:
         kept = memory.gradients_that_fit(resident, kept, moved, assignment.slots)
-    late = [subgroup for subgroup in moved if subgroup in assignment.late]
-    builder.leave(late)
+    flushed_later = [subgroup for subgroup in moved if subgroup in assignment.late]
+    builder.leave(flushed_later)
     builder.gradients(keep=frozenset(kept))
     if moved:
         free = memory.points(resident, kept, assignment.gradients_in_flight)
-        stream = _Stream(builder, assignment, free, frozenset(kept), late)
+        stream = _Stream(builder, assignment, free, frozenset(kept), flushed_later)
     if assignment.uploads_first:
         for subgroup in assignment.on_cpu:
             builder.on_cpu(subgroup)
@@ -48,8 +59,14 @@ def plan_of(workload: Workload, memory: FreeMemory, assignment: Assignment, text
     if not assignment.uploads_first:
         for subgroup in assignment.on_cpu:
             builder.on_cpu(subgroup)
-    plan = builder.plan(validate)
-    return replace(plan, cpu_share=assignment.cpu_share) if assignment.on_cpu else plan
+    plan = builder.plan(validate=False)
+    if overlap.backward:
+        plan = speculate(plan, workload, assignment.speculated, assignment.uploads_first and not overlap.forward)
+    if overlap.forward:
+        plan = late(plan, workload, frozenset() if assignment.moved_late else frozenset(moved))
+    if assignment.on_cpu:
+        plan = replace(plan, cpu_share=assignment.cpu_share)
+    return plan.validate(workload) if validate else plan
 
 
 class _Stream:

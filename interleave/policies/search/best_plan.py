@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.registry import make_plan
 from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.local_search import LocalSearch
 from ebbtide.interleave.policies.search.merging import merged_workloads
+from ebbtide.interleave.policies.search.minimum_costs import INFINITE
 from ebbtide.interleave.policies.search.other_policies import Level, rank_others, worth_comparing
 from ebbtide.interleave.policies.search.placement import Placement
 from ebbtide.interleave.policies.search.placement_search import PlacementSearch
-from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
+from ebbtide.interleave.policies.search.plan_costs import PlanCosts
 from ebbtide.interleave.simulation.bound import OptimalShares, optimal_shares
+from ebbtide.interleave.simulation.steps import simulate_steps
 from ebbtide.machines.machine import Machine
 
 # More subgroups than these are merged for the search over placements, and not searched one by one.
@@ -36,23 +39,32 @@ _NEAR_BOUND = 1.001
 _LEAST_GAIN = 1e-12
 
 
-def find_best_plan(workload: Workload, machine: Machine, text: str) -> Plan:
+def find_best_plan(workload: Workload, machine: Machine, text: str, *overlaps: Overlap) -> Plan:
     """Return the fastest plan found, with a remark that says what it is.
+
+    It is never slower than the one without overlap.
 
     Args:
         workload: The workload, whose free device memory must be known.
         machine: The machine. Without its rate of updates on the GPU there are none.
         text: The policy's string.
+        *overlaps: Phases that updates may run in, beside none. The first of equally fast plans is returned.
 
     Raises:
         MachineError: The machine lacks a rate.
     """
+    plans = [_search(workload, machine, text, choice) for choice in dict.fromkeys((NO_OVERLAP, *overlaps))]
+    return min(plans, key=lambda plan: simulate_steps(plan, workload, machine).cost(machine)) if overlaps else plans[0]
+
+
+def _search(workload: Workload, machine: Machine, text: str, overlap: Overlap) -> Plan:
+    """Return the fastest plan found with an overlap."""
     # From few subgroups to all of them.
     levels = [
-        Level(merged, PlanCosts(merged.workload, machine, text, _PLACEMENT_OPS))
+        Level(merged, PlanCosts(merged.workload, machine, text, _PLACEMENT_OPS, overlap))
         for merged in merged_workloads(workload, _MAX_SEARCHED_SUBGROUPS, _MAX_REFINED_SUBGROUPS)
     ]
-    shares = [optimal_shares(levels[0].merged.workload, machine, whole) for whole in (False, True)]
+    shares = [optimal_shares(levels[0].merged.workload, machine, whole, overlap) for whole in (False, True)]
     assignments = _search_merged(levels, shares) if len(levels) > 1 else [_search_one_by_one(levels[0].costs, shares)]
     costs = levels[-1].costs
     plan = costs.plan(assignments[-1])

@@ -7,7 +7,8 @@ from dataclasses import replace
 from random import Random
 
 from ebbtide.interleave.policies.search.assignment import ROLES, Assignment, Role, other_cpu_shares
-from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
+from ebbtide.interleave.policies.search.minimum_costs import INFINITE
+from ebbtide.interleave.policies.search.plan_costs import PlanCosts
 
 # Without clipping: for how many kept gradients memory may be set aside.
 _GRADIENTS_IN_FLIGHT = (0, 1, 2)
@@ -97,6 +98,11 @@ class LocalSearch:
             return self._with_round_trips(assignment)
         if self._costs.cpu_slows_copies and draw.random() < 0.5:
             return replace(assignment, cpu_share=draw.choice(other_cpu_shares(assignment.cpu_share)))
+        if self._costs.overlap.backward and draw.random() < 0.5:
+            speculated = assignment.speculated + draw.choice((-2, -1, 1, 2))
+            return replace(assignment, speculated=min(max(speculated, 0), count))
+        if self._costs.overlap.forward and draw.random() < 0.2:
+            return replace(assignment, moved_late=not assignment.moved_late)
         if draw.random() < 0.5 and not self._costs.workload.needs_all_gradients:
             return replace(assignment, gradients_in_flight=draw.choice(_GRADIENTS_IN_FLIGHT))
         return replace(assignment, uploads_first=not assignment.uploads_first)
@@ -126,6 +132,8 @@ class LocalSearch:
         def sort_key(other: int) -> tuple[bool, int]:
             if not workload.needs_all_gradients:
                 return False, -other
+            if self._costs.overlap.forward:
+                return False, other
             if role == "cpu":
                 # The upload of the last update comes after it, so the smallest one is last.
                 return False, -workload.subgroups[other]

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ebbtide.errors import MachineError, PolicyError
+from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.policies.registry import POLICIES, make_plan, parse
 from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.merging import MergedWorkload
-from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
+from ebbtide.interleave.policies.search.minimum_costs import INFINITE
+from ebbtide.interleave.policies.search.plan_costs import PlanCosts
 
 # Parameters of policies that are compared, besides those of their default runs.
 _VARIANTS = (
@@ -58,7 +60,8 @@ def rank_others(costs: PlanCosts, own_text: str) -> list[OtherPlan]:
         costs: Simulates plans.
         own_text: Name of the policy that is compared, which is left out.
     """
-    plans = {text: plan for text in _texts(own_text, len(costs.workload.subgroups)) if (plan := _plan(costs, text))}
+    texts = _texts(own_text, len(costs.workload.subgroups), costs.overlap)
+    plans = {text: plan for text in texts if (plan := _plan(costs, text))}
     minimums = {text: costs.min_cost_of_plan(plan) for text, plan in plans.items()}
     best = INFINITE
     ranked = []
@@ -101,16 +104,25 @@ def worth_comparing(others: list[OtherPlan], levels: list[Level], own: list[Assi
     return texts[: max(1, _OTHER_SUBGROUPS // len(levels[-1].merged.workload.subgroups))]
 
 
-def _texts(own_text: str, count: int) -> Iterator[str]:
-    """Yield the strings of all policies that plans of so many subgroups are compared with."""
+def _texts(own_text: str, count: int, overlap: Overlap) -> Iterator[str]:
+    """Yield the strings of all policies that plans of so many subgroups are compared with.
+
+    With an overlap these are the policies that have the option, since others are compared without it. Variants do not
+    speculate: how much would have to be searched for each.
+    """
+    option = "" if overlap == NO_OVERLAP else f",overlap={overlap.name}"
     for name, registered in POLICIES.items():
-        if registered.default_run is not None and name != parse(own_text).name:
-            yield registered.default_run.text
+        if registered.default_run is None or name == parse(own_text).name:
+            continue
+        if not option or "overlap" in registered.options:
+            yield registered.default_run.text + option
     for text in _VARIANTS:
         spec = parse(text)
+        if option and ("overlap" not in POLICIES[spec.name].options or not overlap.forward):
+            continue
         # Larger strides than there are subgroups are all alike.
         if spec.name != "interleaved" or int((spec.value or "").partition("@")[0]) <= count:
-            yield text
+            yield text + (",overlap=forward" if option else "")
 
 
 def _plan(costs: PlanCosts, text: str) -> Plan | None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from ebbtide.interleave.policies.search.assignment import Assignment, other_cpu_shares
 from ebbtide.interleave.policies.search.capacity import subgroups_that_fit
+from ebbtide.interleave.policies.search.minimum_costs import INFINITE
 from ebbtide.interleave.policies.search.placement import Placement, PlacementChange
-from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
+from ebbtide.interleave.policies.search.plan_costs import PlanCosts
 from ebbtide.interleave.simulation.bound import OptimalShares
 
 # One subgroup is fetched, one is updated, one is flushed.
@@ -33,6 +34,12 @@ _CHANGES = (
     PlacementChange(resident=1, moved=-1, slots=-1, early=-1, late=-1),
     PlacementChange(round_trip_gradients=1),
     PlacementChange(slots=1, early=1, round_trip_gradients=1),
+)
+# The same where updates may run in the backward.
+_SPECULATION_CHANGES = (
+    PlacementChange(speculated=1),
+    PlacementChange(moved=-1, speculated=1),
+    PlacementChange(resident=-1, speculated=1),
 )
 # Changes that reduce device memory if they are undone: fewer residents, fewer slots, both.
 _MEMORY_CHANGES = (
@@ -61,7 +68,7 @@ class PlacementSearch:
 
     def assignment(self, placement: Placement) -> Assignment:
         """Return the assignment of a placement."""
-        return placement.assignment(self._workload, self._ranking)
+        return placement.assignment(self._workload, self._ranking, self._costs.overlap.forward)
 
     def cost(self, placement: Placement, limit: float = INFINITE) -> float:
         """Return the cost of a placement; see `PlanCosts.cost`."""
@@ -76,7 +83,11 @@ class PlacementSearch:
             shares: Solutions of the bound.
             count: How many placements to return.
         """
-        candidates = list(dict.fromkeys(self._clamp(seed) for seed in self._seeds(shares)))
+        shares = list(shares)
+        plain = [self._clamp(seed) for seed in self._seeds(shares)]
+        candidates = list(
+            dict.fromkeys(self._clamp(seed) for start in plain for seed in self._speculating(start, shares))
+        )
         minimums = {seed: self._costs.min_cost(self.assignment(seed)) for seed in candidates}
         best: list[tuple[float, Placement]] = []
         ops_after = self._costs.ops_left * (1 - _SEEDS_SHARE)
@@ -119,16 +130,18 @@ class PlacementSearch:
         """
         step = step or max(1, len(self._workload.subgroups) // 8)
         best = start
+        changes = (*_CHANGES, *_SPECULATION_CHANGES) if self._costs.overlap.backward else _CHANGES
         while step and self._costs.ops_left > 0:
             before = best
-            for change in _CHANGES:
+            for change in changes:
                 for sign in (1, -1):
                     # As far as it helps.
                     while (candidate := self._better(best, best.changed(change, sign * step))) is not None:
                         best = candidate
             opposite_gradients = replace(best, round_trip_gradients=best.moved - best.round_trip_gradients)
             opposite_order = replace(best, interleave_cpu_gpu=not best.interleave_cpu_gpu)
-            for opposite in (opposite_order, opposite_gradients):
+            opposite_end = replace(best, moved_late=not best.moved_late)
+            for opposite in (opposite_order, opposite_gradients, opposite_end):
                 best = self._better(best, opposite) or best
             if best == before:
                 for share in other_cpu_shares(best.cpu_share) if self._costs.cpu_slows_copies else ():
@@ -147,7 +160,23 @@ class PlacementSearch:
     def _clamp(self, placement: Placement) -> Placement:
         """Return the nearest placement that is possible."""
         clamped = placement.clamped(len(self._workload.subgroups), self._fit_in_update, self._fit_at_start)
+        if not self._costs.overlap.backward or self._workload.gradients_held_until_step:
+            clamped = replace(clamped, speculated=0)
+        if self._costs.overlap.forward:
+            # Late flushes may run at the start of the next iteration anyway.
+            return replace(clamped, late=0)
+        # Choices that make no difference count as one.
+        clamped = replace(clamped, moved_late=True)
         return replace(clamped, interleave_cpu_gpu=False) if self._workload.needs_all_gradients else clamped
+
+    def _speculating(self, seed: Placement, all_shares: list[OptimalShares]) -> Iterator[Placement]:
+        """Yield a placement with some choices of how much is speculated."""
+        count = len(self._workload.subgroups)
+        yield seed
+        if self._costs.overlap.backward:
+            for shares in all_shares:
+                yield replace(seed, speculated=int(shares.speculated * count))
+            yield replace(seed, speculated=count)
 
     def _seeds(self, all_shares: Iterable[OptimalShares]) -> Iterator[Placement]:
         """Yield placements to start from, which may have to be clamped."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ebbtide.interleave.model.durations import Durations, host_traffic, norm_s
-from ebbtide.interleave.model.plan import BACKWARD, STEP, UPDATE, Plan, gradient_ready_points
+from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
+from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.speculation import redone
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.assignment_plan import plan_of
 from ebbtide.interleave.policies.search.capacity import FreeMemory
+from ebbtide.interleave.policies.search.minimum_costs import INFINITE, MinimumCosts
 from ebbtide.interleave.simulation.simulator import Simulator
 from ebbtide.machines.machine import Machine
 
-INFINITE = float("inf")
 # Factor of the cost of plans that do not fit into host memory: if none fits, the fastest is still the one to show.
 _HOST_MEMORY_PENALTY = 1e3
 # Weights in the cost: of the times by which operations end after the backward, summed and divided by the number of
@@ -37,49 +38,38 @@ class PlanCosts:
         workload: The workload.
         machine: The machine. All its rates that plans need must be known, that of updates on the GPU excepted.
         text: The policy's string in the plans made here.
+        overlap: Phases that updates may run in.
         memory: Its free memory.
         cpu_slows_copies: Whether updates on the CPU and copies together need more than host memory gives.
         ops_left: Work that the search may still do, in simulated operations.
     """
 
-    def __init__(self, workload: Workload, machine: Machine, text: str, max_ops: int) -> None:
+    def __init__(
+        self, workload: Workload, machine: Machine, text: str, max_ops: int, overlap: Overlap = NO_OVERLAP
+    ) -> None:
         self.workload = workload
         self.machine = machine
         self.text = text
+        self.overlap = overlap
         self.ops_left = max_ops
         self.memory = FreeMemory(workload)
         self._simulator = Simulator(workload, machine)
         self._link_bytes_per_s = (machine.h2d_bytes_per_s or 1.0) + (machine.d2h_bytes_per_s or 1.0)
-        # Seconds per byte, and per parameter, of each resource alone.
-        self._h2d_s = 1 / ((machine.h2d_bytes_per_s or 1.0) * (1 - workload.h2d_busy_share))
-        self._d2h_s = 1 / ((machine.d2h_bytes_per_s or 1.0) * (1 - workload.d2h_busy_share))
-        self._host_s = 1 / (machine.host_memory_bytes_per_s or INFINITE)
-        self._cpu_s = 1 / (machine.cpu_update_params_per_s or INFINITE)
-        self._gpu_s = 1 / (machine.gpu_update_params_per_s or INFINITE)
-        link_bytes_per_s = min(1 / self._h2d_s + 1 / self._d2h_s, machine.duplex_bytes_per_s or INFINITE)
-        self.cpu_slows_copies = machine.gpu_update_params_per_s is not None and (
-            workload.cpu_update_bytes / self._cpu_s + link_bytes_per_s > 1 / self._host_s
-        )
-        self._flush_s = workload.state_bytes * self._d2h_s
-        begin_s = workload.compute_s - workload.backward_s
-        ready_s = [begin_s + workload.backward_s * (p - BACKWARD) for p in gradient_ready_points(workload)]
-        # When each subgroup is done if it alone follows its gradient: on the CPU, resident, flushed.
-        on_cpu_s = workload.grad_bytes * self._d2h_s + self._cpu_s + workload.param_bytes * self._h2d_s
-        self._least_ends_s = [
-            [ready + rate * size for ready, size in zip(ready_s, workload.subgroups, strict=True)]
-            for rate in (on_cpu_s, self._gpu_s, self._gpu_s + self._flush_s)
-        ]
+        self._minimums = MinimumCosts(workload, machine, self.memory, overlap)
+        self.cpu_slows_copies = self._minimums.cpu_slows_copies
         self._evaluations: dict[Assignment, _Evaluation] = {}
         # The plan made last: with many subgroups it takes long to make it again.
         self._latest: tuple[Assignment, Plan] | None = None
-        self._prefix_s = (machine.step_overhead_s or 0.0) + norm_s(workload, machine)
 
     def plan(self, assignment: Assignment, validate: bool = True) -> Plan:
         """Make the plan of an assignment."""
         if self._latest is None or self._latest[0] is not assignment:
-            self._latest = assignment, plan_of(self.workload, self.memory, assignment, self.text, validate=False)
+            self._latest = assignment, self._plan_of(assignment)
         plan = self._latest[1]
         return plan.validate(self.workload) if validate else plan
+
+    def _plan_of(self, assignment: Assignment) -> Plan:
+        return plan_of(self.workload, self.memory, assignment, self.text, validate=False, overlap=self.overlap)
 
     def cost(self, assignment: Assignment, limit: float = INFINITE) -> float:
         """Return the cost of an assignment: its seconds, and a little for late operations and for bytes that it moves.
@@ -108,62 +98,29 @@ class PlanCosts:
         return self._simulated(plan, limit).seconds
 
     def min_cost(self, assignment: Assignment) -> float:
-        """Return a lower bound of the cost of an assignment, from the work of each resource alone."""
-        workload, machine = self.workload, self.machine
-        sizes, size = workload.subgroups, workload.subgroups.__getitem__
-        on_cpu = sum(map(size, assignment.on_cpu))
-        on_gpu = workload.params - on_cpu
-        if (on_gpu and machine.gpu_update_params_per_s is None) or not self.memory.holds(assignment):
-            return INFINITE
-        moved = sum(map(size, assignment.moved))
-        down_s = (moved - sum(map(size, assignment.late))) * self._flush_s
-        after_gradients_s = max(on_cpu * self._cpu_s / assignment.cpu_share, on_gpu * self._gpu_s, down_s)
-        if not workload.needs_all_gradients:
-            # Updates begin with the first gradient.
-            first_s = workload.compute_s - workload.backward_s * (1 - sizes[-1] / workload.params)
-            return max(first_s + after_gradients_s, self._last_end_s(assignment))
-        fetched = moved - sum(map(size, assignment.early))
-        up = workload.state_bytes * fetched + workload.param_bytes * on_cpu
-        down = workload.state_bytes * down_s / self._flush_s
-        traffic = workload.cpu_update_bytes * on_cpu + up + down
-        least_s = max(self._prefix_s + after_gradients_s, up * self._h2d_s, traffic * self._host_s)
-        if machine.duplex_bytes_per_s is not None:
-            least_s = max(least_s, (up + down) / machine.duplex_bytes_per_s)
-        return workload.compute_s + least_s
-
-    def _last_end_s(self, assignment: Assignment) -> float:
-        """Return a lower bound of when the last subgroup is done, each alone after its gradient."""
-        on_cpu, resident, flushed = (ends.__getitem__ for ends in self._least_ends_s)
-        return max(
-            *map(on_cpu, assignment.on_cpu),
-            *map(resident, assignment.resident),
-            *(resident(s) if s in assignment.late else flushed(s) for s in assignment.moved),
-            0.0,
-        )
+        """Return a lower bound of the cost of an assignment (see `MinimumCosts`)."""
+        return self._minimums.of_assignment(assignment)
 
     def min_cost_of_plan(self, plan: Plan) -> float:
-        """Return a lower bound of the cost of any plan, from the work of each resource in the update."""
-        workload, machine = self.workload, self.machine
-        durations = Durations(plan, workload, machine)
-        busy_s = dict.fromkeys(("cpu", "gpu", "h2d", "d2h"), 0.0)
-        traffic = 0.0
-        for op in plan.ops:
-            if op.point >= UPDATE:
-                busy_s[op.resource] += durations.seconds(op)
-                traffic += host_traffic(op, workload)
-        overhead_s = (machine.step_overhead_s or 0.0) if any(op.point >= STEP for op in plan.ops) else 0.0
-        memory_s = traffic / (machine.host_memory_bytes_per_s or INFINITE)
-        return workload.compute_s + max(
-            busy_s["cpu"], busy_s["h2d"], busy_s["d2h"], busy_s["gpu"], memory_s, overhead_s
-        )
+        """Return a lower bound of the cost of any plan (see `MinimumCosts`)."""
+        return self._minimums.of_plan(plan)
 
     def _simulated(self, plan: Plan, limit: float) -> _Evaluation:
         self.ops_left -= len(plan.ops) + _OPS_PER_PLAN
-        schedule = self._simulator.run(plan, limit)
+        schedule = self._simulator.run(plan, limit, steady=False)
         if schedule is None:
             return _Evaluation(limit, limit, exact=False)
         seconds = schedule.iteration_s
         begin_s = seconds - schedule.update_s
+        share = self.workload.clip_active_share
+        if plan.speculated and share:
+            self.ops_left -= len(plan.ops) + _OPS_PER_PLAN
+            again = redone(plan)
+            redone_limit = (limit - (1 - share) * seconds) / share
+            redone_schedule = self._simulator.run(again, redone_limit, steady=False)
+            if redone_schedule is None:
+                return _Evaluation(limit, limit, exact=False)
+            seconds = (1 - share) * seconds + share * redone_schedule.iteration_s
         late_s = sum([end - begin_s for end in schedule.ends if end > begin_s]) / plan.subgroups
         moved_s = sum([op.nbytes for op in plan.ops]) / self._link_bytes_per_s
         factor = 1.0

@@ -6,7 +6,8 @@ lower bound of their exposed time, until that exceeds the best plan. Each with t
 the device; with fetches that wait for the flush of the moved subgroup 1, 2 or n places before; and with early fetches
 from the first moment with memory for all of them, or from the backward's end. The plans of the best assignments are
 then refined by all orders of the updates, all sets of kept gradients, all points of early fetches, and all single
-changes and swaps of roles. Memory is checked on the simulated schedule only.
+changes and swaps of roles. Late updates are in the order of the forward instead. Memory is checked on the simulated
+schedule only.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import OTHER, STEP, UPDATE, Plan, gradient_ready_points, point_at
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import PlanBuilder
+from ebbtide.interleave.policies.overlap import late
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 
@@ -52,14 +55,14 @@ class Candidate(NamedTuple):
     uploads_first: bool
 
 
-def plan_of(workload: Workload, candidate: Candidate) -> Plan:
-    """Return the plan of a candidate."""
+def plan_of(workload: Workload, candidate: Candidate, overlap: Overlap = NO_OVERLAP) -> Plan:
+    """Return the plan of a candidate, whose updates may run in other phases."""
     roles = candidate.roles
     builder = PlanBuilder("exhaustive", workload, early=True)
-    late = [subgroup for subgroup in candidate.moved_order if roles[subgroup] in FLUSHED_LATE]
-    builder.leave(late)
+    flushed_later = [subgroup for subgroup in candidate.moved_order if roles[subgroup] in FLUSHED_LATE]
+    builder.leave(flushed_later)
     builder.gradients(keep=frozenset(s for s, role in enumerate(roles) if role != CPU) - candidate.round_trips)
-    first_flushes = tuple(builder.leaving(subgroup) for subgroup in late)
+    first_flushes = tuple(builder.leaving(subgroup) for subgroup in flushed_later)
     ready_points = gradient_ready_points(workload)
     flushes: list[tuple[int, ...]] = []
     early = [subgroup for subgroup in candidate.moved_order if roles[subgroup] in FETCHED_EARLY]
@@ -76,23 +79,27 @@ def plan_of(workload: Workload, candidate: Candidate) -> Plan:
                 point = min(candidate.early_point, ready_points[subgroup])
             builder.fetch(subgroup, (*first_flushes, *before), point)
         update = builder.update_fetched(subgroup)
-        flushes.append(() if subgroup in late else (builder.flush(subgroup, update),))
+        flushes.append(() if subgroup in flushed_later else (builder.flush(subgroup, update),))
     for subgroup in reversed(range(len(roles))):
         if roles[subgroup] == RESIDENT:
             builder.resident(subgroup)
     if not candidate.uploads_first:
         for subgroup in candidate.cpu_order:
             builder.on_cpu(subgroup)
-    return builder.plan()
+    plan = builder.plan(validate=False)
+    return (late(plan, workload) if overlap.forward else plan).validate(workload)
 
 
 class Exhaustive:
     """The search. It ends after so many simulations, and then returns the best plan so far."""
 
-    def __init__(self, workload: Workload, machine: Machine, max_simulations: int) -> None:
+    def __init__(
+        self, workload: Workload, machine: Machine, max_simulations: int, overlap: Overlap = NO_OVERLAP
+    ) -> None:
         self._workload = workload
         self._machine = machine
         self._max_simulations = max_simulations
+        self._overlap = overlap
         self._costs: dict[Candidate, float] = {}
         self._best_s = INFINITE
 
@@ -102,7 +109,8 @@ class Exhaustive:
         everything = range(len(workload.subgroups))
         best_of_roles = [self._best_variant(tuple(CPU for _ in everything))]
         for least_s, roles in self._roles_by_bound():
-            if least_s >= self._best_s or len(self._costs) > self._max_simulations:
+            # The lower bound is that of updates that end with the step.
+            if (least_s >= self._best_s and not self._overlap.forward) or len(self._costs) > self._max_simulations:
                 break
             best_of_roles.append(self._best_variant(roles))
         for candidate in sorted(best_of_roles, key=self._cost)[:REFINED]:
@@ -111,7 +119,7 @@ class Exhaustive:
 
     def _cost(self, candidate: Candidate) -> float:
         if candidate not in self._costs:
-            schedule = simulate(plan_of(self._workload, candidate), self._workload, self._machine)
+            schedule = simulate(plan_of(self._workload, candidate, self._overlap), self._workload, self._machine)
             fits = schedule.exposed_s > 1.3 * self._best_s or schedule.fits_device(None)
             self._costs[candidate] = schedule.exposed_s if fits else INFINITE
             self._best_s = min(self._best_s, self._costs[candidate])
@@ -163,6 +171,9 @@ class Exhaustive:
         if workload.needs_all_gradients:
             moved.sort(key=lambda s: (roles[s] in FLUSHED_LATE, roles[s] not in FETCHED_EARLY))
             on_cpu.sort(key=lambda s: -workload.subgroups[s])
+        if self._overlap.forward:
+            moved.sort(key=lambda s: (roles[s] in FLUSHED_LATE, s))
+            on_cpu.sort()
         points = {UPDATE, self._first_point(roles)} if moved else {UPDATE}
         on_gpu = frozenset(subgroup for subgroup in subgroups if roles[subgroup] != CPU)
         round_trips = {self._gradients_without_memory(roles, 1), self._gradients_without_memory(roles, 2), on_gpu}

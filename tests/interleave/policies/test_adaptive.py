@@ -49,6 +49,22 @@ def test_adaptive__is_never_slower_than_other_policies_that_fit(workload: Worklo
 
 @few_examples
 @given(workloads(), machines())
+def test_adaptive__with_late_updates_is_never_slower_than_any_policy(workload: Workload, machine: Machine) -> None:
+    ours = ran("adaptive,overlap=forward", workload, machine)
+    assert ours.fits_device(None)
+    for policy in (
+        *BUILT_IN,
+        "pipelined,overlap=forward",
+        *(f"interleaved:{stride},overlap=forward" for stride in range(1, 5)),
+        *(f"interleaved:{stride}@{share},overlap=forward" for stride in (1, 3) for share in (0.3, 0.8)),
+    ):
+        other = ran(policy, workload, machine)
+        if other.fits_device(None):
+            assert ours.iteration_s <= other.iteration_s * (1 + 1e-9), policy
+
+
+@few_examples
+@given(workloads(), machines())
 def test_adaptive__is_never_below_the_bound(workload: Workload, machine: Machine) -> None:
     ours, limits = ran("adaptive", workload, machine), bound(workload, machine)
     assert ours.exposed_s >= limits.exposed_whole_s * (1 - 1e-5) - 1e-9

@@ -63,10 +63,10 @@ def test_make_plan__refuses_bad_strings(text: str, message: str) -> None:
 
 def test_parse__reads_values_and_options() -> None:
     assert parse("zero-offload").options == {"grads": "async", "params": "blocking"}
-    assert parse("pipelined").options == {"grads": "async", "params": "pipelined"}
+    assert parse("pipelined").options == {"grads": "async", "params": "pipelined", "overlap": "none"}
     spec = parse(" interleaved:2@0.8 , grads = blocking")
     assert (spec.name, spec.value) == ("interleaved", "2@0.8")
-    assert spec.options == {"grads": "blocking", "params": "pipelined"}
+    assert spec.options == {"grads": "blocking", "params": "pipelined", "overlap": "none"}
     assert spec.text == " interleaved:2@0.8 , grads = blocking"
     # Counts may be written as integral floats.
     assert (

@@ -17,7 +17,16 @@ from tests.conftest import examples
 from tests.interleave.experiments.sweep.sweeps import machine, workload
 from tests.interleave.strategies import machines, workloads
 
-LADDER = ["zero-offload,grads=blocking", "zero-offload", "pipelined", "interleaved:2", "adaptive", "adaptive"]
+OVERLAPPED = ["adaptive,overlap=forward", "adaptive,overlap=both"]
+LADDER = [
+    "zero-offload,grads=blocking",
+    "zero-offload",
+    "pipelined",
+    "interleaved:2",
+    "adaptive",
+    "adaptive",
+    *OVERLAPPED,
+]
 
 
 def ran(policy: str, job: Workload, target: Machine) -> Schedule:
@@ -48,7 +57,14 @@ def test_explain__adds_windows_after_memory_that_is_always_free() -> None:
     total = steps[0].iteration_ms - steps[-1].iteration_ms
     assert sum(step.gain_ms for step in steps) == pytest.approx(total)
     # If as much memory is free all the time, there is no window.
-    assert explain(always, target) == steps[:5]
+    assert explain(always, target)[:5] == steps[:5]
+
+
+def test_explain__ends_with_late_and_speculative_updates() -> None:
+    steps = {step.policy: step for step in explain(workload(), machine())}
+    assert all(steps[policy].gain_ms > 0 for policy in OVERLAPPED)
+    without_clipping = explain(replace(workload(), clipping=False), machine())
+    assert [step.policy for step in without_clipping][-1] == OVERLAPPED[0]
 
 
 def test_explain__leaves_out_steps_that_lack_a_rate() -> None:

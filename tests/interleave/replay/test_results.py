@@ -37,8 +37,12 @@ RESULT = [
     "host_bytes",
     "fits",
     "limited_by",
+    "speculated_subgroups",
+    "redone_iteration_ms",
 ]
-BOUND = ["update_ms", "iteration_ms", "exposed_ms", "exposed_whole_subgroups_ms"]
+WITHOUT_OVERLAP = ["iteration_ms", "exposed_ms", "exposed_whole_subgroups_ms"]
+WITH_OVERLAP = [f"overlap_{key}" for key in WITHOUT_OVERLAP]
+BOUND = ["update_ms", *WITHOUT_OVERLAP, "overlap", *WITH_OVERLAP]
 
 
 def one(policy: str, job: Workload, target: Machine) -> PolicyResult:
@@ -71,6 +75,9 @@ def test_as_json__has_the_keys_of_the_contract() -> None:
     assert [result["policy"] for result in values["results"]] == list(BUILT_IN)
     assert all(list(result) == RESULT for result in values["results"])
     assert list(values["bound"]) == BOUND
+    # The built-in policies have no overlap.
+    assert values["bound"].pop("overlap") == "none"
+    assert [values["bound"][key] for key in WITH_OVERLAP] == [values["bound"][key] for key in WITHOUT_OVERLAP]
     assert {key: values["machine"][key] for key in ("name", "duplex_bytes_per_s", "step_overhead_s")} == {
         "name": "box",
         "duplex_bytes_per_s": None,
@@ -154,3 +161,15 @@ def test_replay__has_no_fitting_policy_below_the_bound() -> None:
             if result.fits:
                 assert result.iteration_ms >= replayed.bound.iteration_s * 1e3 * (1 - 1e-6)
                 assert result.exposed_ms >= replayed.bound.exposed_whole_s * 1e3 * (1 - 1e-6)
+
+
+def test_replay__has_the_bound_of_the_overlap_of_all_policies() -> None:
+    policies = ["pipelined", "pipelined,overlap=backward", "interleaved:2,overlap=forward"]
+    replayed = replay(workload(), machine(), policies)
+    assert replayed.overlap.name == "both"
+    assert replayed.overlap_bound.iteration_s < replayed.bound.iteration_s
+    plain, speculating, _ = replayed.results
+    assert plain.redone_iteration_ms is None
+    assert speculating.speculated_subgroups > 0
+    assert speculating.redone_iteration_ms is not None
+    assert speculating.iteration_ms < speculating.redone_iteration_ms

@@ -7,9 +7,11 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from ebbtide.interleave.model.overlap import OVERLAPS
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.search.assignment import CPU_SHARES, ROLES, Assignment
-from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
+from ebbtide.interleave.policies.search.minimum_costs import INFINITE
+from ebbtide.interleave.policies.search.plan_costs import PlanCosts
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 from tests.interleave import on_device
@@ -37,6 +39,8 @@ def assignments(draw: st.DrawFn, count: int) -> Assignment:
         gradients_in_flight=draw(st.integers(0, 2)),
         uploads_first=draw(st.booleans()),
         cpu_share=draw(st.sampled_from(CPU_SHARES)),
+        moved_late=draw(st.booleans()),
+        speculated=draw(st.integers(0, count)),
     )
 
 
@@ -71,6 +75,35 @@ def test_cost__is_that_of_the_simulated_plan_and_no_less_than_its_bound(
     else:
         assert costs.seconds(assignment) == INFINITE
     assert costs.min_cost_of_plan(schedule.plan) <= schedule.iteration_s * (1 + 1e-9)
+
+
+@given(workloads(max_subgroups=8), machines(), st.sampled_from(["backward", "both"]), st.data())
+def test_cost__of_speculative_updates_is_no_less_than_its_bound(
+    workload: Workload, machine: Machine, overlap: str, data: st.DataObject
+) -> None:
+    assignment = data.draw(assignments(len(workload.subgroups)))
+    costs = PlanCosts(workload, machine, "test", 10**6, OVERLAPS[overlap])
+    plan, seconds = costs.plan(assignment), costs.seconds(assignment)
+    assert plan.speculated <= set(assignment.on_cpu)
+    assert costs.min_cost(assignment) <= seconds * (1 + 1e-9)
+    assert seconds == INFINITE or costs.min_cost_of_plan(plan) <= seconds * (1 + 1e-9)
+
+
+@given(workloads(max_subgroups=8), machines(), st.data())
+def test_cost__of_late_updates_is_no_less_than_its_bound(
+    workload: Workload, machine: Machine, data: st.DataObject
+) -> None:
+    assignment = data.draw(assignments(len(workload.subgroups)))
+    costs = PlanCosts(workload, machine, "test", 10**6, OVERLAPS["forward"])
+    plan = costs.plan(assignment)
+    parked_or_resident = plan.resident | plan.parked
+    on_time = parked_or_resident if assignment.moved_late else parked_or_resident | set(assignment.moved)
+    assert {op.subgroup for op in plan.ops if op.due is not None}.isdisjoint(on_time)
+    assert plan.has_late_operations or not assignment.on_cpu
+    seconds = costs.seconds(assignment)
+    assert costs.min_cost(assignment) <= seconds * (1 + 1e-9)
+    if seconds < INFINITE:
+        assert costs.min_cost_of_plan(plan) <= seconds * (1 + 1e-9)
 
 
 @given(workloads(clipping=True, max_subgroups=8), machines(), st.data())

@@ -1,0 +1,77 @@
+"""Speculative updates: computed beside the old state before it is known whether clipping changes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ebbtide.interleave.model.plan import STEP, Op, Plan, gradient_ready_points
+from ebbtide.interleave.model.workload import Workload
+
+
+def speculate(plan: Plan, workload: Workload, count: int, uploads_first: bool = False) -> Plan:
+    """Return a plan that updates some subgroups on the CPU as soon as their gradients are there, not validated.
+
+    They are the last ones that the CPU updates, whose gradients come first. Their results are uploaded when clipping
+    has said that they are valid.
+
+    Args:
+        plan: The plan.
+        workload: Its workload. If it does not clip, or holds gradients until the step, nothing is speculated.
+        count: How many subgroups.
+        uploads_first: Whether their uploads come before all other operations of the step, or after them.
+    """
+    if not workload.clipping or workload.gradients_held_until_step or count <= 0:
+        return plan
+    on_cpu = sorted(op.subgroup for op in plan.ops if op.kind == "update" and op.resource == "cpu")
+    chosen = frozenset(on_cpu[-count:])
+    clip = next(index for index, op in enumerate(plan.ops) if op.kind == "clip")
+    points = gradient_ready_points(workload)
+
+    def speculated(op: Op) -> Op:
+        if op.subgroup not in chosen or op.kind not in ("update", "cast", "upload"):
+            return op
+        if op.kind == "update":
+            after = tuple(index for index in op.after if plan.ops[index].kind == "gradient down")
+            return op._replace(speculative=True, after=after, point=points[op.subgroup])
+        return op._replace(after=tuple({clip: None, **dict.fromkeys(op.after)}))
+
+    ops = [speculated(op) for op in plan.ops]
+    updates = [index for index in reversed(range(len(ops))) if ops[index].speculative]
+    updates.sort(key=lambda index: -ops[index].subgroup)
+    moved = [index for index, op in enumerate(ops) if op.subgroup in chosen and op.kind in ("cast", "upload")]
+    taken = {*updates, *moved}
+    first = [index for index in range(clip + 1) if index not in taken]
+    rest = [index for index in range(clip + 1, len(ops)) if index not in taken]
+    order = [*first, *updates, *moved, *rest] if uploads_first else [*first, *rest, *updates, *moved]
+    return replace(plan, ops=_in_order(ops, order))
+
+
+def redone(plan: Plan) -> Plan:
+    """Return the plan of a step that clipping changes: speculative updates are computed again from the old state.
+
+    It is to be simulated; a plan that is run becomes this one by what clipping says.
+    """
+    again: dict[int, int] = {}
+    ops: list[Op] = []
+    clip = -1
+    indices: list[int] = []
+    for op in plan.ops:
+        after = tuple(again.get(index, indices[index]) for index in op.after)
+        source = next((index for index in op.after if plan.ops[index].speculative), None)
+        if source is not None and source not in again:
+            update = plan.ops[source]
+            inputs = (indices[source], clip)
+            again[source] = len(ops)
+            ops.append(update._replace(speculative=False, after=inputs, point=STEP))
+            after = tuple(again.get(index, indices[index]) for index in op.after)
+        indices.append(len(ops))
+        if op.kind == "clip":
+            clip = len(ops)
+        ops.append(op._replace(after=after))
+    return replace(plan, ops=tuple(ops))
+
+
+def _in_order(ops: list[Op], order: list[int]) -> tuple[Op, ...]:
+    """Return operations in another order."""
+    places = {index: place for place, index in enumerate(order)}
+    return tuple(ops[index]._replace(after=tuple(places[before] for before in ops[index].after)) for index in order)

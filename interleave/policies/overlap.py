@@ -1,0 +1,115 @@
+"""The option `overlap`: phases that updates may run in, beside the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ebbtide.interleave.model.overlap import OVERLAPS, Overlap
+from ebbtide.interleave.model.plan import BACKWARD, LATE_KINDS, WRITES_PARAMETERS, Op, Plan, forward_points
+from ebbtide.interleave.model.speculation import speculate
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.simulation.steps import simulate_steps
+from ebbtide.machines.machine import Machine
+
+OVERLAP = (*OVERLAPS, "auto")
+# Into so many steps the numbers of subgroups that may be speculated are divided at first.
+_FIRST_COUNTS = 8
+Cost = tuple[bool, bool, float]
+
+
+def overlaps_of(option: str) -> tuple[Overlap, ...]:
+    """Return the overlaps besides none of which a policy takes the best, by the value of its option `overlap`."""
+    names = {"auto": ("forward", "backward", "both"), "both": ("forward", "both"), "none": ()}.get(option, (option,))
+    return tuple(OVERLAPS[name] for name in names)
+
+
+def with_overlap(plan: Plan, workload: Workload, machine: Machine, option: str) -> Plan:
+    """Return a plan whose updates may run in other phases than the step.
+
+    How many subgroups are speculated is what gives the shortest mean iteration, within the memory of the host.
+
+    Args:
+        plan: A plan that updates subgroups in the order in which the forward needs them.
+        workload: The workload.
+        machine: The machine.
+        option: `none`, which returns the plan itself, `forward`, `backward`, `both`, or `auto`, the best of these.
+
+    Raises:
+        PlanError: The plan is not valid with late updates.
+        MachineError: The machine lacks a rate that is needed to choose.
+    """
+    overlaps = overlaps_of(option)
+    if not overlaps:
+        return plan
+    if option == "forward":
+        return late(plan, workload).validate(workload)
+
+    def cost(candidate: Plan) -> tuple[bool, bool, float]:
+        return simulate_steps(candidate, workload, machine).cost(machine)
+
+    plans = [plan]
+    for overlap in overlaps:
+        plans.append(_speculating(plan, workload, overlap, cost) if overlap.backward else late(plan, workload))
+    return min(plans, key=cost).validate(workload)
+
+
+def _speculating(plan: Plan, workload: Workload, overlap: Overlap, cost: Callable[[Plan], Cost]) -> Plan:
+    """Return the best plan found by the number of subgroups that it speculates: of some, and then near the best."""
+
+    def with_count(count: int) -> Plan:
+        speculating = speculate(plan, workload, count, uploads_first=not overlap.forward)
+        return late(speculating, workload) if overlap.forward else speculating
+
+    most = plan.counts().get("update on cpu", 0)
+    costs: dict[int, Cost] = {}
+
+    def cost_of(count: int) -> Cost:
+        if count not in costs:
+            costs[count] = cost(with_count(count))
+        return costs[count]
+
+    step = max(1, most // _FIRST_COUNTS)
+    best = min(range(0, most + 1, step), key=cost_of)
+    while step:
+        best = min((best, max(0, best - step), min(most, best + step)), key=cost_of)
+        step //= 2
+    return with_count(best)
+
+
+def late(plan: Plan, workload: Workload, on_time: frozenset[int] = frozenset()) -> Plan:
+    """Return a plan whose updates may end in the next iteration, not validated.
+
+    Parameters are due when the next forward first uses them, and state that is copied to the host before the next
+    backward. Updates of resident state are short and stay with the step, as does state that is parked: it leaves the
+    device when the iteration begins. State is not fetched again before the backward, by which it has been flushed.
+    Gradients that the job holds until the step are its own again when the step returns, so none is used later.
+
+    Args:
+        plan: The plan.
+        workload: The workload.
+        on_time: Further subgroups whose operations end with the step.
+    """
+    needed = forward_points(workload)
+    used_in_place = plan.kept_gradients if workload.gradients_held_until_step else frozenset()
+    on_time = _with_predecessors(plan, on_time | plan.resident | plan.parked | used_in_place)
+
+    def late_op(op: Op) -> Op:
+        if op.kind not in LATE_KINDS or op.subgroup in on_time:
+            return op
+        due = needed[op.subgroup] if op.kind in WRITES_PARAMETERS else BACKWARD
+        return op._replace(due=due, point=max(op.point, BACKWARD))
+
+    return replace(plan, ops=tuple(map(late_op, plan.ops)))
+
+
+def _with_predecessors(plan: Plan, subgroups: frozenset[int]) -> frozenset[int]:
+    """Return the subgroups, and all those whose operations theirs wait for."""
+    result = set(subgroups)
+    while True:
+        before = len(result)
+        for op in plan.ops:
+            if op.subgroup in result:
+                result |= {plan.ops[index].subgroup for index in op.after if plan.ops[index].kind in LATE_KINDS}
+        if len(result) == before:
+            return frozenset(result)

@@ -1,0 +1,256 @@
+"""InterleavedAdamW with updates under the next forward: the bits of the reference, whatever the job reads when."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from ebbtide.errors import PolicyError
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from tests.interleave.engine.jobs import Outcome
+from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer, throttle_cpu
+from tests.interleave.engine.twins import Jitter, JitteryDevice
+
+CASES = [
+    (policy, mode)
+    for policy in ("pipelined", "interleaved:2", "interleaved:1", "adaptive")
+    for mode in ("kept", "streamed")
+]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@contextmanager
+def late_optimizer(job: Job, policy: str, mode: str, **options: Any) -> Iterator[InterleavedAdamW]:
+    """Return an optimizer whose updates on the CPU are slow, so that steps return long before they have ended."""
+    arguments: dict[str, Any] = {
+        "subgroup_params": 500,
+        "threads": 1,
+        "overlap": "forward",
+        "model": job.net,
+        **options,
+    }
+    if policy == "adaptive":
+        arguments |= {"machine": MACHINE, "memory_budget": 20e3}
+    optimizer = InterleavedAdamW(job.net.parameters(), policy=policy, gradients=mode, **arguments)
+    throttle_cpu(optimizer, lambda: 2e6)
+    try:
+        yield optimizer
+    finally:
+        optimizer.close()
+
+
+def random_job(seed: int, mode: str, make: Any) -> Outcome:
+    """Run a job whose dtype, clipping, infinities, accumulation, evaluation and checkpoints are drawn from a seed.
+
+    Streamed gradients cannot be set to zero in place.
+    """
+    draw = random.Random(seed)
+    job = Job(draw.choice(DTYPES), branch=lambda step: step % 3 if seed % 2 else 0)
+    options: dict[str, Any] = {"max_grad_norm": draw.choice([None, 1e-3, 0.3, 1e6])}
+    if draw.random() < 0.5:
+        options["loss_scale"] = "dynamic"
+    with make(job, **options) as optimizer:
+        for step in range(12):
+            job.net.zero_grad(set_to_none=draw.random() < 0.5 or mode == "streamed")
+            for _ in range(draw.choice([1, 1, 2, 3])):
+                factor = 1e30 if "loss_scale" in options and draw.random() < 0.2 else 1.0
+                (factor * optimizer.scale(job.loss(step))).backward()
+            optimizer.step()
+            if draw.random() < 0.2:
+                with torch.no_grad():
+                    job.loss(step)
+            if draw.random() < 0.2:
+                job.losses += [float(value.float().sum()) for value in job.net.state_dict().values()]
+            if draw.random() < 0.1:
+                optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.synchronize()
+        return job.outcome()
+
+
+class _Reference(ReferenceOptimizer):
+    def synchronize(self) -> None:
+        """Do nothing: every step has ended when it returns."""
+
+
+@contextmanager
+def _reference(job: Job, **options: Any) -> Iterator[_Reference]:
+    yield _Reference(job.net.parameters(), **options)
+
+
+@pytest.mark.parametrize(("policy", "mode"), CASES)
+@pytest.mark.parametrize("seed", range(6))
+def test_step__gives_the_bits_of_the_reference_in_random_jobs(policy: str, mode: str, seed: int) -> None:
+    expected = random_job(seed, mode, _reference)
+    assert random_job(seed, mode, lambda job, **options: late_optimizer(job, policy, mode, **options)) == expected
+
+
+@pytest.mark.parametrize(("policy", "mode"), CASES)
+def test_step__gives_the_bits_of_the_reference_on_a_device_with_any_timing(policy: str, mode: str) -> None:
+    seed = 11
+    device = JitteryDevice(Jitter(seed, 2e-3))
+    try:
+        got = random_job(seed, mode, lambda job, **options: late_optimizer(job, policy, mode, device=device, **options))
+    finally:
+        device.close()
+    assert got == random_job(seed, mode, _reference)
+
+
+def test_step__returns_before_the_updates_have_ended_and_the_forward_waits() -> None:
+    job = Job()
+    with late_optimizer(job, "pipelined", "kept") as optimizer:
+        job.step(optimizer)
+        optimizer.synchronize()
+        entered, release = threading.Event(), threading.Event()
+        update = optimizer._runner.kernel.update_ranges
+
+        def wait_and_update(*arguments: Any) -> None:
+            entered.set()
+            assert release.wait(30)
+            update(*arguments)
+
+        optimizer._runner.kernel.update_ranges = wait_and_update  # type: ignore[method-assign]
+        job.step(optimizer)
+        # The step has returned while the first update is still waiting.
+        assert entered.wait(30)
+        before = job.net.last.bias.detach().clone()
+        threading.Timer(0.2, release.set).start()
+        begin_s = time.perf_counter()
+        job.loss()
+        assert release.is_set()
+        assert time.perf_counter() - begin_s > 0.05
+        assert not torch.equal(before, job.net.last.bias)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_step__gives_the_same_bits_in_a_model_compiled_before(backend: str) -> None:
+    """Code compiled before the hooks existed would not wait."""
+
+    def losses(late: bool) -> list[float]:
+        job = Job(torch.float32)
+        compiled = torch.compile(job.net, backend=backend)
+        job.net, plain = compiled, job.net
+        job.loss()
+        options: dict[str, Any] = {} if late else {"overlap": "none", "model": None}
+        job.net = plain
+        with late_optimizer(job, "pipelined", "kept", **options) as optimizer:
+            job.net = compiled
+            for _ in range(4):
+                job.step(optimizer)
+            job.net = plain
+        return job.losses
+
+    assert losses(late=True) == losses(late=False)
+
+
+def test_last_schedule__has_ends_beyond_the_iteration_and_no_waiting_in_the_update() -> None:
+    job = Job()
+    with late_optimizer(job, "pipelined", "streamed") as optimizer:
+        for step in range(5):
+            job.step(optimizer, step)
+        optimizer.synchronize()
+        schedule = optimizer.last_schedule
+        assert schedule is not None
+        late = [end for op, _, end in schedule.items() if op.due is not None]
+        assert late
+        assert max(late) > schedule.iteration_s
+        assert all(end <= schedule.iteration_s + 1e-6 for op, _, end in schedule.items() if op.due is None)
+
+
+def test_state_dict__is_that_of_the_step_that_has_returned() -> None:
+    job, same = Job(), Job()
+    expected = ReferenceOptimizer(same.net.parameters())
+    with late_optimizer(job, "pipelined", "kept") as optimizer:
+        for step in range(3):
+            job.step(optimizer, step)
+            same.step(expected, step)
+            state = optimizer.state_dict()["state"]
+            for index, param in enumerate(same.net.parameters()):
+                # Branches without a gradient have no state.
+                if index in state:
+                    assert torch.equal(state[index]["exp_avg"].reshape(-1), expected.state[param]["rows"][1])
+
+
+def test_load_state_dict__follows_a_step_that_has_not_ended() -> None:
+    job = Job()
+    with late_optimizer(job, "pipelined", "streamed") as optimizer:
+        job.step(optimizer)
+        state = optimizer.state_dict()
+        values = [param.detach().clone() for param in job.net.parameters()]
+        job.step(optimizer, 1)
+        optimizer.load_state_dict(state)
+        with torch.no_grad():
+            for param, value in zip(job.net.parameters(), values, strict=True):
+                param.copy_(value)
+        job.step(optimizer, 1)
+        optimizer.synchronize()
+        again = optimizer.state_dict()["state"]
+    assert all(entry["step"] == 2 for entry in again.values() if entry["step"] > 1)
+
+
+def test_step__goes_on_after_an_operation_failed_under_the_forward() -> None:
+    job, same = Job(), Job()
+    expected = ReferenceOptimizer(same.net.parameters())
+    with late_optimizer(job, "pipelined", "kept", device=EmulatedDevice()) as optimizer:
+        copy = optimizer._runner.device.copy
+        failing = iter([True])
+
+        def fail_once(direction: str, pairs: Any) -> None:
+            if direction == "h2d" and next(failing, False):
+                raise RuntimeError("the copy failed")
+            copy(direction, pairs)
+
+        for step in range(2):
+            job.step(optimizer, step)
+            same.step(expected, step)
+        optimizer._runner.device.copy = fail_once  # type: ignore[method-assign]
+        job.step(optimizer, 2)
+        same.step(expected, 2)
+        # It is raised where something waits; the update is complete then.
+        with pytest.raises(EngineError, match="the copy failed; the step was completed on the CPU"):
+            optimizer.synchronize()
+        job.step(optimizer, 3)
+        same.step(expected, 3)
+        optimizer.synchronize()
+        assert job.outcome() == same.outcome()
+
+
+SPECULATIVE = {
+    "policy": "pipelined,overlap=both",
+    "overlap": "none",
+    "machine": MACHINE,
+    "gradients": "streamed",
+    "max_grad_norm": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": None}, EngineError, "need the module whose forward waits"),
+        ({"overlap": "backward"}, EngineError, "overlap is 'backward': it must be 'none' or 'forward'"),
+        (
+            SPECULATIVE,
+            EngineError,
+            "inside the backward can only be simulated so far",
+        ),
+        ({"policy": "gpu-only"}, PolicyError, "no option 'overlap=forward'"),
+        ({"model": 3}, EngineError, "model is 3: it must be the torch.nn.Module"),
+        ({"policy": "pipelined,overlap=none"}, EngineError, "must not contradict each other"),
+    ],
+)
+def test_optimizer__refuses_what_late_updates_do_not_support(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    job = Job()
+    arguments = {"policy": "pipelined", "overlap": "forward", "model": job.net, **options}
+    with pytest.raises(error, match=message):
+        InterleavedAdamW(job.net.parameters(), subgroup_params=500, **arguments)

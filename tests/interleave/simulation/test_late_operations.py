@@ -1,0 +1,174 @@
+"""Tests of plans whose operations end in the next iteration: times in closed form, and properties of every plan."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ebbtide.errors import PlanError
+from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE
+from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.simulation.cycle import is_exact, run_cycle
+from ebbtide.interleave.simulation.iterations import run_iterations
+from ebbtide.interleave.simulation.simulator import Simulator, simulate
+from ebbtide.machines.machine import Machine
+from tests.interleave.strategies import machines, workloads
+
+late_policies = st.sampled_from(["pipelined", "interleaved:1", "interleaved:2", "interleaved:3@0.5"])
+
+# Four subgroups of 1 G parameters: 1 s of update, 0.2 s of upload and of gradient copy each.
+JOB = Workload(name="four", params=4_000_000_000, subgroup_params=1_000_000_000, forward_s=4.0, backward_s=8.0)
+BOX = Machine(
+    h2d_bytes_per_s=10e9, d2h_bytes_per_s=10e9, host_memory_bytes_per_s=1e13, cpu_update_params_per_s=1e9,
+    gpu_update_params_per_s=100e9, step_overhead_s=0.0,
+)  # fmt: skip
+
+
+def ran(policy: str, workload: Workload, machine: Machine) -> Schedule:
+    return simulate(make_plan(f"{policy},overlap=forward", workload, machine), workload, machine)
+
+
+def test_simulate__hides_updates_as_far_as_the_forward_does_not_need_them() -> None:
+    """Subgroup 0 is due when the forward begins, 1 to 3 after each 1 s of it; their uploads end at 1.2, 2.2, 3.2 and
+    4.2 s after the last gradient, which is down 0.2 s after the backward."""
+    schedule = ran("pipelined", JOB, BOX)
+    assert schedule.update_s == pytest.approx(0.2)
+    assert schedule.forward_s == pytest.approx(4.0 + 1.2)
+    assert schedule.iteration_s == pytest.approx(12 + 1.4)
+    assert simulate(make_plan("pipelined", JOB, BOX), JOB, BOX).iteration_s == pytest.approx(12 + 4.4)
+
+
+def test_simulate__waits_in_the_forward_for_the_slowest_update() -> None:
+    """At half the rate each update ends 1 s later than the forward wants it."""
+    schedule = ran("pipelined", JOB, replace(BOX, cpu_update_params_per_s=0.5e9))
+    assert schedule.forward_s == pytest.approx(2.2 + 2 + 2 + 2 + 1)
+
+
+def test_simulate__stops_compute_during_late_updates_on_the_gpu() -> None:
+    """Subgroup 1 is fetched in 1.2 s after the backward, and updated in 4 s; 0 is new 1.4 s after the backward."""
+    slow_gpu = replace(BOX, gpu_update_params_per_s=0.25e9)
+    two = replace(JOB, params=2_000_000_000, gpu_free=((0.0, 100e9),))
+    schedule = ran("interleaved:2", two, slow_gpu)
+    update = next(end for op, _, end in schedule.items() if op.kind == "update" and op.resource == "gpu")
+    assert update == pytest.approx(schedule.iteration_s - schedule.update_s + 5.2)
+    assert schedule.update_s == pytest.approx(0.2)
+    assert schedule.forward_s == pytest.approx(5.2 - 0.2 + 4)
+
+
+@given(late_policies, workloads(), machines())
+def test_run_cycle__is_as_long_as_any_of_many_iterations(policy: str, workload: Workload, machine: Machine) -> None:
+    plan = make_plan(f"{policy},overlap=forward", workload, machine)
+    assert is_exact(plan)
+    work = Simulator(workload, machine).iteration_work(plan)
+    limits = machine.duplex_bytes_per_s or math.inf, machine.host_memory_bytes_per_s or math.inf
+    cycle = run_cycle(plan, workload, work, *limits, math.inf)
+    steady = run_iterations(plan, workload, work, *limits)
+    assert cycle is not None
+    for key in ("other_s", "forward_s", "backward_s", "update_s"):
+        assert getattr(cycle, key) == pytest.approx(getattr(steady, key), rel=1e-7, abs=1e-9), key
+    assert cycle.starts == pytest.approx(steady.starts, rel=1e-7, abs=1e-9)
+    assert cycle.ends == pytest.approx(steady.ends, rel=1e-7, abs=1e-9)
+    assert run_cycle(plan, workload, work, *limits, cycle.iteration_s * 1.001) is not None
+
+
+@given(late_policies, workloads(), machines())
+def test_simulate__never_makes_an_iteration_longer_by_late_updates(
+    policy: str, workload: Workload, machine: Machine
+) -> None:
+    late, synchronous = ran(policy, workload, machine), simulate(
+        make_plan(policy, workload, machine), workload, machine
+    )  # fmt: skip
+    # Copies that share the link with the job's collectives may take longer in the next iteration.
+    assume(not workload.collective_bytes)
+    assert late.iteration_s <= synchronous.iteration_s * (1 + 1e-9)
+    assert late.iteration_s >= workload.compute_s * (1 - 1e-9)
+
+
+@given(late_policies, workloads(), machines())
+def test_simulate__ends_late_operations_before_compute_passes_their_point(
+    policy: str, workload: Workload, machine: Machine
+) -> None:
+    schedule = ran(policy, workload, machine)
+    slack = 1e-9 * max(schedule.iteration_s, 1e-9)
+    for op, start, end in schedule.items():
+        assert all(schedule.ends[index] <= start for index in op.after)
+        if op.due is None:
+            assert end <= schedule.iteration_s + slack
+        else:
+            # From the point on, the rest of the next iteration is still to be computed.
+            left_s = _compute_after(workload, op.due)
+            assert end + left_s + schedule.update_s <= 2 * schedule.iteration_s + slack
+
+
+def _compute_after(workload: Workload, point: float) -> float:
+    assert FORWARD <= point <= BACKWARD
+    return workload.forward_s * (BACKWARD - point) + workload.backward_s
+
+
+@given(late_policies, workloads(), machines())
+def test_simulate__runs_one_operation_per_resource_also_across_iterations(
+    policy: str, workload: Workload, machine: Machine
+) -> None:
+    schedule = ran(policy, workload, machine)
+    length, slack = schedule.iteration_s, 1e-9 * max(schedule.iteration_s, 1e-9)
+    for resource in ("cpu", "gpu", "h2d", "d2h"):
+        times = [(start, end) for op, start, end in schedule.items() if op.resource == resource]
+        both = sorted([*times, *((start + length, end + length) for start, end in times)])
+        assert all(end <= start + slack for (_, end), (start, _) in itertools.pairwise(both))
+
+
+@given(late_policies, workloads(), machines())
+def test_device_memory_line__repeats_with_the_iteration(policy: str, workload: Workload, machine: Machine) -> None:
+    """The line that follows from three iterations in a row, in the middle one."""
+    schedule = ran(policy, workload, machine)
+    assume(not schedule.plan.kept_gradients)
+    length = schedule.iteration_s
+    times, used = schedule.device_memory_line()
+    changes = [
+        (time + number * length, size)
+        for number in range(-3, 2)
+        for op, start, end in schedule.items()
+        for time, size in ((start, op.acquire), (end, -op.release))
+    ]
+    for time, size in zip(times, used, strict=True):
+        moment = time + 1e-12 * length
+        expected = schedule.plan.resident_bytes + math.fsum(change for at, change in changes if at <= moment)
+        assert size == pytest.approx(expected, abs=1.0 + 1e-6 * abs(expected)) or _near_change(changes, time, length)
+
+
+def _near_change(changes: list[tuple[float, float]], time: float, length: float) -> bool:
+    return any(size and 0 < abs(at - time) < 1e-9 * length for at, size in changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"due": FORWARD + 0.9}, "is due at point 1.9, which must be from 1.0 to 1.0"),
+        ({"due": UPDATE}, "is due at point 3.0"),
+        ({"due": None}, "waits for a late operation and is not late"),
+        ({"kind": "gradient down", "resource": "d2h"}, "is repeated"),
+    ],
+)
+def test_validate__refuses_late_operations_that_the_next_iteration_needs_sooner(
+    change: dict[str, object], message: str
+) -> None:
+    plan = make_plan("pipelined,overlap=forward", JOB, BOX)
+    ops = list(plan.ops)
+    upload = next(index for index, op in enumerate(ops) if op.kind == "upload" and op.subgroup == 0)
+    ops[upload] = ops[upload]._replace(**change)
+    with pytest.raises(PlanError, match=message):
+        replace(plan, ops=tuple(ops)).validate(JOB)
+
+
+def test_validate__refuses_a_late_gradient_copy() -> None:
+    plan = make_plan("pipelined,overlap=forward", JOB, BOX)
+    every = [op._replace(due=BACKWARD) if op.kind in ("gradient down", "clip") else op for op in plan.ops]
+    with pytest.raises(PlanError, match="gradient down of subgroup 3 cannot be late"):
+        replace(plan, ops=tuple(every)).validate(JOB)

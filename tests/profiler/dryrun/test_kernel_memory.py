@@ -1,0 +1,138 @@
+"""Memory that kernels of CUDA take, and operations that write in place on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ebbtide.profiler.dryrun.reduction_buffers import Multiprocessors, reduction_buffers
+from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
+from ebbtide.profiler.dryrun.workspaces import multiprocessors, workspace_bytes
+from tests.profiler.dryrun.forked import run_forked
+
+aten = torch.ops.aten
+H100 = Multiprocessors(132, 2048)
+
+
+def buffers(func: Any, source: torch.Tensor, *args: Any, **kwargs: Any) -> list[int]:
+    return reduction_buffers(func, (source, *args), kwargs, func(source, *args, **kwargs), H100)
+
+
+def meta(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.empty(*shape, device="meta", **options)
+
+
+def test_reduction_buffers__are_those_of_recordings_on_an_h100() -> None:
+    # From the public snapshots cs336-*: the classes of the logits are not the innermost dimension in memory.
+    logits = meta(10_000, 512).t()
+    assert buffers(aten.max.dim, logits, -1, True) == [164_626_432, 16]
+    assert buffers(aten.sum.dim_IntList, logits, [-1]) == [41_156_608, 16]
+    assert buffers(aten.sum.dim_IntList, meta(4, 1024, 1024), [0, 1]) == [33_554_432, 32]
+    assert buffers(aten.sum.dim_IntList, meta(2560, 512).t(), [1], True) == [10_485_760, 16]
+
+
+@pytest.mark.parametrize(
+    ("source", "dims"),
+    [(meta(512, 10_000), [-1]), (meta(64, 64, 128), [2]), (meta(4, 128, 2560), [0, 1]), (meta(1), [0])],
+)
+def test_reduction_buffers__are_none_where_a_block_has_a_result_of_its_own(
+    source: torch.Tensor, dims: list[int]
+) -> None:
+    assert buffers(aten.sum.dim_IntList, source, dims) == []
+
+
+def test_reduction_buffers__count_converted_integers_and_half_precision() -> None:
+    assert buffers(aten.sum.default, meta(100, dtype=torch.bool)) == [800]
+    half, full = (buffers(aten.sum.dim_IntList, meta(10_000, 512, dtype=t).t(), [1]) for t in (torch.half, torch.float))
+    assert half == full
+
+
+def test_workspace_bytes__follow_the_capability_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [workspace_bytes(capability) for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))]
+    assert sizes == [8_519_680, 8_519_680, 33_554_432, 33_554_432, 33_554_432]
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    assert workspace_bytes((9, 0)) == 8_519_680
+    assert multiprocessors("a100-80gb-sxm", (8, 0)) == Multiprocessors(108, 2048)
+    assert multiprocessors("rtx4090", (8, 9)).threads == 1536
+
+
+def sizes_in_backward(job: Callable[[], torch.Tensor]) -> list[int]:
+    """Return the bytes of each allocation of a backward, the workspaces of cuBLAS left out."""
+    with DryRun(DryRunOptions(iterations=9)) as run:
+        loss = job()
+        before = len(run.memory.blocks)
+        loss.backward()
+        return [block.size for block in run.memory.blocks[before:] if block.size != 33_554_432]
+
+
+def test_dry_run__adds_gradients_in_place() -> None:
+    def residual() -> torch.Tensor:
+        x = torch.randn(64, 64, device="cuda", requires_grad=True) * 2
+        return (x.sin() * x.cos()).square().sum()
+
+    # The seed; two of square; two of the product; those of sin and cos, of which each takes two; the leaf's own.
+    sizes = run_forked(lambda: sizes_in_backward(residual))
+    assert sizes.count(64 * 64 * 4) == 9 - 1
+
+
+def test_dry_run__writes_gradients_of_indexing_in_place() -> None:
+    def embedding() -> torch.Tensor:
+        table = torch.randn(5000, 64, device="cuda", requires_grad=True)
+        return table[torch.arange(100, device="cuda")].sum()
+
+    sizes = run_forked(lambda: sizes_in_backward(embedding))
+    assert sizes.count(5000 * 64 * 4) == 1
+    # The sorted indices and the order of them.
+    assert sizes.count(800) >= 4
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "AdamW"])
+def test_dry_run__runs_fused_optimizers(name: str) -> None:
+    def observe() -> tuple[int, int]:
+        with DryRun(DryRunOptions(iterations=2)) as run:
+            model = nn.Linear(512, 512).to("cuda")
+            optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, fused=True)
+            for _ in range(2):
+                model(torch.randn(4, 512).to("cuda")).sum().backward()
+                before = len(run.memory.blocks)
+                optimizer.step()
+        live = sum(block.size for block in run.memory.blocks if block.category == "optimizer_state")
+        return live, sum(block.size for block in run.memory.blocks[before:] if block.size > 4)
+
+    state, temporaries = run_forked(observe)
+    parameters = 4 * (512 * 512 + 512)
+    assert state == {"SGD": 0, "Adagrad": parameters + 8, "AdamW": 2 * parameters + 8}[name]
+    assert temporaries == 0
+
+
+def test_dry_run__gives_ctc_loss_and_old_tensor_types_shapes() -> None:
+    def observe() -> tuple[list[int], bool, bool]:
+        with DryRun(DryRunOptions(iterations=9)) as run:
+            scores = torch.cuda.FloatTensor(50, 16, 20).requires_grad_()
+            lengths = torch.full((16,), 50), torch.full((16,), 30)
+            targets = torch.ones(16, 30, dtype=torch.int64).type(torch.cuda.LongTensor)
+            nn.functional.ctc_loss(scores.log_softmax(2), targets, *lengths).backward()
+            is_long = isinstance(targets, torch.cuda.LongTensor)
+            return [block.size for block in run.memory.blocks], is_long, isinstance(targets, torch.cuda.FloatTensor)
+
+    sizes, is_long, is_float = run_forked(observe)
+    # The table has a row for each target, the blanks around it, and each time.
+    assert 16 * 50 * 61 * 4 in sizes
+    assert (is_long, is_float) == (True, False)
+
+
+def test_dry_run__runs_attention_in_inference_mode_by_its_parts() -> None:
+    def observe() -> tuple[dict[str, int], int]:
+        with DryRun(DryRunOptions(iterations=9)) as run, torch.inference_mode():
+            x = torch.randn(2, 4, 128, 32, device="cuda", dtype=torch.half)
+            nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+            torch.matmul(x, x.transpose(-1, -2))
+        return dict(run.attention.counts), run.memory.most_bytes
+
+    counts, most_bytes = run_forked(observe)
+    assert counts == {"flash": 1}
+    assert most_bytes > 33_554_432  # the workspace of cuBLAS
