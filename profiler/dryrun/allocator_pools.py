@@ -55,10 +55,10 @@ class AddressSpace:
     def __init__(self) -> None:
         self._next = LARGE_ROUNDING
 
-    def take(self, size: int) -> int:
-        """Return the first of `size` free addresses."""
-        address = self._next
-        self._next += -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
+    def take(self, size: int, alignment: int = LARGE_ROUNDING) -> int:
+        """Return the first of `size` free addresses, a multiple of `alignment`."""
+        address = -(-self._next // alignment) * alignment
+        self._next = address + -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
         return address
 
 

@@ -80,7 +80,8 @@ class ExpandablePool(BlockPool):
                 block = block.previous
             if _free_addresses(block, size) >= size:
                 return block
-        block = AllocatorBlock(self.space.take(_EXPANDABLE_BYTES), _EXPANDABLE_BYTES, self, free=True, mapped=False)
+        start = self.space.take(_EXPANDABLE_BYTES, self._page)
+        block = AllocatorBlock(start, _EXPANDABLE_BYTES, self, free=True, mapped=False)
         self._insert(block)
         return block
 

@@ -136,6 +136,9 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         on_device = device is not None and torch.device(device).type == "cuda"
         if not has_fakes and not on_device and not self._is_large_factory(func, args, kwargs):
             return func(*args, **kwargs)
+        if func is _attention:
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
         if _is_composite(func):
             with self:  # DTensor calls it from below autograd, which would take it apart
                 return func.decompose(*args, **kwargs)
@@ -168,10 +171,6 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
     def _run_fake(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _aten._local_scalar_dense.default:
             return self._read_value(args[0])
-        if torch.is_inference_mode_enabled():
-            result = self._decompose(func, args, kwargs)
-            if result is not NotImplemented:
-                return result
         if func.namespace == "c10d":
             return self.collectives.run(func, args, kwargs)
         if kwargs.get("generator") is not None:
@@ -203,13 +202,6 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
             if schema.is_mutable and schema.name.endswith("_") and isinstance(result, torch.Tensor):
                 return args[0]  # an operation in place on a real tensor, with fake arguments
         return result
-
-    def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation by its parts, as torch does outside of inference mode, or return NotImplemented."""
-        with self:
-            if func is _attention:
-                return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
-            return func.decompose(*args, **kwargs)
 
     def _read_value(self, tensor: Any) -> Any:
         if tensor.device.type == "cuda":

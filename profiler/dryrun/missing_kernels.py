@@ -6,16 +6,32 @@ from typing import Any
 
 import torch
 
+from ebbtide.profiler.agent.patches import Patches
 
-def register_missing_kernels(library: Any) -> None:
-    """Register the operations, in a library for `aten` whose `_destroy` removes them."""
+
+def register_missing_kernels(library: Any, patches: Patches) -> None:
+    """Register the operations.
+
+    Args:
+        library: A library for `aten`, whose `_destroy` removes them.
+        patches: The replacements, which `patches.undo()` removes.
+    """
     for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adagrad_", "_fused_adagrad_.tensor_lr"):
         library.impl(name, _update_in_place, "Meta")
-    for overload in ("", ".Tensor"):
-        for owner in ("cudnn", "miopen"):
-            library.impl(f"_use_{owner}_ctc_loss{overload}", _is_not_used, "Meta")
-        library.impl(f"_ctc_loss{overload}", _ctc_loss, "Meta")
-        library.impl(f"_ctc_loss_backward{overload}", _ctc_loss_backward, "Meta")
+    for owner in ("cudnn", "miopen"):
+        library.impl(f"_use_{owner}_ctc_loss", _is_not_used, "Meta")
+    library.impl("_ctc_loss_backward", _ctc_loss_backward, "Meta")
+    ctc_loss = torch.ctc_loss
+
+    def ctc_loss_of_numbers(scores: Any, targets: Any, lengths: Any, target_lengths: Any, *args: Any) -> Any:
+        """Compute the loss with lengths as numbers, which torch reads from tensors, but not from fake ones."""
+        return ctc_loss(scores, targets, _numbers(lengths), _numbers(target_lengths), *args)
+
+    patches.set(torch, "ctc_loss", ctc_loss_of_numbers)
+
+
+def _numbers(lengths: Any) -> Any:
+    return [int(length) for length in lengths.flatten()] if isinstance(lengths, torch.Tensor) else lengths
 
 
 def _update_in_place(*_args: Any, **_kwargs: Any) -> None:
@@ -26,15 +42,10 @@ def _is_not_used(*_args: Any) -> bool:
     return False
 
 
-def _ctc_loss(log_probs: Any, targets: Any, _input_lengths: Any, target_lengths: Any, *_args: Any) -> tuple[Any, Any]:
-    """Return tensors like the losses and the table of the forward variables, for targets of the largest length."""
-    batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
-    if targets.dim() > 1:
-        longest = targets.shape[1]
-    elif isinstance(target_lengths, torch.Tensor):
-        longest = targets.numel()
-    else:
-        longest = max(target_lengths, default=0)
+def ctc_loss_like(log_probs: Any, targets: Any, _lengths: Any, target_lengths: Any, *_args: Any) -> tuple[Any, Any]:
+    """Return tensors like the losses and the table of `aten::_ctc_loss`, for targets of the largest length."""
+    longest = targets.shape[1] if targets.dim() > 1 else max(target_lengths, default=0)
+    batch = log_probs.shape[1]
     return log_probs.new_empty(batch), log_probs.new_empty(batch, log_probs.shape[0], 2 * longest + 1)
 
 

@@ -130,7 +130,7 @@ class DryRun:
         self.deepspeed = DeepSpeedPatches(self._patches, self.tracker, self.clock, self.process_groups, machine)
         self._attention = register_attention(self.attention)
         register_fused_norms(self._attention)
-        register_missing_kernels(self._attention)
+        register_missing_kernels(self._attention, self._patches)
         self._only_lifts_cpu = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
         self._multithreading = torch.autograd.set_multithreading_enabled(False)

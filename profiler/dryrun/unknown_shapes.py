@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ebbtide.profiler.dryrun.missing_kernels import ctc_loss_like
 from ebbtide.profiler.dryrun.shadow_values import ShadowValues, tensors_in
 
 _aten = torch.ops.aten
@@ -35,6 +36,9 @@ class UnknownShapes:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the fake result of such an operation; None for any other operation."""
+        if func is _aten._ctc_loss.default:
+            with self._fake_mode:
+                return ctc_loss_like(*args)
         if func not in _DYNAMIC:
             return None
         inputs = list(tensors_in(args))

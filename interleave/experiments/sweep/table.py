@@ -33,6 +33,10 @@ _FIGURES = (
     "bound_iteration_ms",
     "bound_exposed_ms",
     "bound_exposed_whole_subgroups_ms",
+    "bound_overlap_iteration_ms",
+    "bound_overlap_exposed_ms",
+    "bound_overlap_exposed_whole_subgroups_ms",
+    "redone_iteration_ms",
 )
 # Null means not known. scale_params, free_bytes and subgroup_params are the scenario (1 and null: the workload as it
 # is); params, subgroups, largest_subgroup_params and least_free_bytes are those of the changed workload. compute_ms is
@@ -47,6 +51,8 @@ SCHEMA = pa.schema(
         *(pa.field(name, pa.float64()) for name in _FIGURES),
         pa.field("fits", pa.bool_()),
         pa.field("limited_by", pa.string()),
+        pa.field("bound_overlap", pa.string()),
+        pa.field("speculated_subgroups", pa.int64()),
         pa.field("error", pa.string()),
     ]
 )

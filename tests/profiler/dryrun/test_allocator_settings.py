@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -80,7 +80,6 @@ def test_allocator__maps_memory_page_by_page_to_expandable_segments() -> None:
 def test_allocator__never_gives_memory_twice(expandable: bool) -> None:
     random_number = random.Random(7)
     allocator = CachingAllocator(AllocatorSettings(expandable=expandable))
-    live: list[tuple[int, int, int]] = []
     blocks = {}
     for step in range(3000):
         if blocks and random_number.random() < 0.5:
@@ -93,8 +92,8 @@ def test_allocator__never_gives_memory_twice(expandable: bool) -> None:
             blocks[block.address] = block
         if step % 500 == 0:
             allocator.empty_cache()
-        live = sorted((block.address, block.address + block.size, 0) for block in blocks.values())
-        assert all(before[1] <= after[0] for before, after in itertools.pairwise(live))
+        live = sorted((block.address, block.address + block.size) for block in blocks.values())
+        assert all(before[1] <= after[0] for before, after in pairwise(live))
         assert allocator.allocated_bytes == sum(block.size for block in blocks.values()) <= allocator.reserved_bytes
     for block in blocks.values():
         allocator.free(block)

@@ -178,8 +178,9 @@ def test_phases__agree_with_deepspeeds_timers(name: str, runs: dict[str, Trained
     for phase in ("forward", "backward", "update"):
         expected = theirs[phase].median()
         difference_ms = np.median(np.abs(ours[phase].to_numpy() - theirs[phase].to_numpy()))
-        # A phase is the whole call; DeepSpeed starts its timer inside it, 0.2 to 1.1 ms later on a slow core.
-        assert difference_ms <= max(0.03 * expected, 2.0), phase
+        # A phase is the whole call; DeepSpeed starts its timer inside it, 0.2 to 1.1 ms later on a slow core, and up to
+        # 3 ms where other processes take the core.
+        assert difference_ms <= max(0.03 * expected, 5.0), phase
 
 
 @pytest.mark.parametrize("name", NAMES)
