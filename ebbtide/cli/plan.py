@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ebbtide.cli.options import Force, Json, count
+from ebbtide.cli.options import Force, Host, Json, count
 from ebbtide.cli.outputs import check_outputs, new_outputs, picture_format, print_outputs
 from ebbtide.machines.box import MAX_RANKS
 
@@ -35,10 +35,7 @@ def plan(
             show_default="the recorded machine, else all presets",
         ),
     ] = None,
-    host: Annotated[
-        str | None,
-        typer.Option(metavar="SPEC", help="Another host for the GPUs, e.g. ddr5-2ch,16-cores,pcie4x16,256GB."),
-    ] = None,
+    host: Host = None,
     price_per_hour: Annotated[
         list[float] | None,
         typer.Option(metavar="P", help="Price of a host per hour: one for all machines, or one for each.", min=0),
