@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -123,10 +122,8 @@ def test_step__returns_before_the_updates_have_ended_and_the_forward_waits() -> 
         assert entered.wait(30)
         before = job.net.last.bias.detach().clone()
         threading.Timer(0.2, release.set).start()
-        begin_s = time.perf_counter()
         job.loss()
         assert release.is_set()
-        assert time.perf_counter() - begin_s > 0.05
         assert not torch.equal(before, job.net.last.bias)
 
 
@@ -154,8 +151,19 @@ def test_step__gives_the_same_bits_in_a_model_compiled_before(backend: str) -> N
 def test_last_schedule__has_ends_beyond_the_iteration_and_no_waiting_in_the_update() -> None:
     job = Job()
     with late_optimizer(job, "pipelined", "streamed") as optimizer:
-        for step in range(5):
+        for step in range(4):
             job.step(optimizer, step)
+        optimizer.synchronize()
+        returned = threading.Event()
+        update = optimizer._runner.kernel.update_ranges
+
+        def update_later(*arguments: Any) -> None:
+            assert returned.wait(30)
+            update(*arguments)
+
+        optimizer._runner.kernel.update_ranges = update_later  # type: ignore[method-assign]
+        job.step(optimizer, 4)
+        returned.set()
         optimizer.synchronize()
         schedule = optimizer.last_schedule
         assert schedule is not None
@@ -211,12 +219,17 @@ def test_step__goes_on_after_an_operation_failed_under_the_forward() -> None:
         for step in range(2):
             job.step(optimizer, step)
             same.step(expected, step)
+        optimizer.synchronize()
         optimizer._runner.device.copy = fail_once  # type: ignore[method-assign]
-        job.step(optimizer, 2)
-        same.step(expected, 2)
-        # It is raised where something waits; the update is complete then.
-        with pytest.raises(EngineError, match="the copy failed; the step was completed on the CPU"):
+
+        def step_to_its_end() -> None:
+            job.step(optimizer, 2)
             optimizer.synchronize()
+
+        same.step(expected, 2)
+        # It is raised where something waits, or by the step itself; the update is complete then.
+        with pytest.raises(EngineError, match="the copy failed; the step was completed on the CPU"):
+            step_to_its_end()
         job.step(optimizer, 3)
         same.step(expected, 3)
         optimizer.synchronize()
