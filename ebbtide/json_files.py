@@ -88,6 +88,23 @@ def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else reprlib.repr(value)
 
 
+def require_object(values: Any, name: str, contents: str, error: type[UserError]) -> dict[str, Any]:
+    """Return a JSON value that must be an object.
+
+    Args:
+        values: The value.
+        name: The name of the object in messages, as in "box.json: box".
+        contents: What it contains, for the message.
+        error: The class of the error.
+
+    Raises:
+        UserError: As `error`, where it is not an object.
+    """
+    if not isinstance(values, dict):
+        raise error(f"{name} is {values!r:.40}; it must be an object with {contents}")
+    return values
+
+
 class ValidationProblem(NamedTuple):
     """A JSON value that was refused. location: as in `ranks[0].devices[1].name`, empty for the whole object."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from ebbtide.errors import MachineError
-from ebbtide.json_files import convert_object, number_range
+from ebbtide.json_files import convert_object, number_range, require_object
 
 MAX_RANKS = 1024
 Ranks = Annotated[int, Meta(ge=1, le=MAX_RANKS, description=f"a whole number from 1 to {MAX_RANKS}")]
@@ -44,11 +44,11 @@ def box_from(values: Any, where: str) -> Box:
     Raises:
         MachineError: It is not an object, or a value has the wrong type or is out of range.
     """
-    if not isinstance(values, dict):
-        raise MachineError(f"{where}: box is {values!r:.40}; it must be an object with ranks and the totals of the box")
-    ranks = values.get("ranks")
+    name = f"{where}: box"
+    totals = require_object(values, name, "ranks and the totals of the box", MachineError)
+    ranks = totals.get("ranks")
     whole = int(ranks) if isinstance(ranks, float) and ranks.is_integer() else ranks
-    return convert_object({**values, "ranks": whole}, Box, f"{where}: box", MachineError)
+    return convert_object({**totals, "ranks": whole}, Box, name, MachineError)
 
 
 def rate_of_rank(rate: float | None, total: float | None, ranks: int) -> float | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from ebbtide.errors import MachineError
-from ebbtide.json_files import convert_object, number_range
+from ebbtide.json_files import convert_object, number_range, require_object
 
 PeakFlops = Annotated[float, number_range(1e9, 1e18)]
 MemoryRate = Annotated[float, number_range(1e9, 1e15)]
@@ -43,6 +43,6 @@ def gpu_compute_from(values: Any, where: str) -> GpuCompute:
     Raises:
         MachineError: It is not an object, or a value has the wrong type or is out of range.
     """
-    if not isinstance(values, dict):
-        raise MachineError(f"{where}: gpu is {values!r:.40}; it must be an object with the peak rates of the GPU")
-    return convert_object(values, GpuCompute, f"{where}: gpu", MachineError)
+    name = f"{where}: gpu"
+    rates = require_object(values, name, "the peak rates of the GPU", MachineError)
+    return convert_object(rates, GpuCompute, name, MachineError)

@@ -61,6 +61,8 @@ class OffloadedParams:
         self._streamed = streamed
         self._max_grad_norm = max_grad_norm
         self._layouts: list[_Layout] = []
+        # The index of each parameter, which the forward of every module looks up.
+        self._index: dict[torch.Tensor, int] = {}
         self._device: torch.device | None = None
         # Whether parameters have state besides the initial one, and whether a step was done.
         self._has_state = False
@@ -161,8 +163,7 @@ class OffloadedParams:
     def wait_for(self, params: Sequence[torch.Tensor]) -> None:
         """Wait until late operations have written these parameters."""
         if not self._runner.closed and self._runner.engine.is_late:
-            index = {param: number for number, param in enumerate(self.params)}
-            self._runner.wait_for_params([index[param] for param in params if param in index])
+            self._runner.wait_for_params([self._index[param] for param in params if param in self._index])
 
     def close(self) -> None:
         """Finish late operations, stop watching backwards, and close the engine."""
@@ -192,6 +193,7 @@ class OffloadedParams:
         self.norm = GradientNorm(self._runner.device, self._max_grad_norm)
         self.collector = GradientCollector(params, engine, self.norm, self._streamed, self._runner.finish_step)
         self.params = list(params)
+        self._index = {param: number for number, param in enumerate(self.params)}
         self._layouts = _layouts(params)
         self._set_states(engine, states or [None] * len(params))
         self._runner.set_plan()

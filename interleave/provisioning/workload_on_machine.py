@@ -92,9 +92,11 @@ def _free_memory(
             return None, 0.0
         lengths = job.workload.other_s, job.workload.forward_s, job.workload.backward_s
         # More ranks share the parameters too.
-        more = max(0.0, 1 - share) * workload.param_bytes * job.workload.params
+        shared_bytes = max(0.0, 1 - share) * workload.param_bytes * job.workload.params
         limit = capacity if capacity is not None else float("inf")
-        return _by_time([(_point(at_s, lengths), min(size + more, limit)) for at_s, size in free], workload), 0.0
+        return _by_time(
+            [(_point(at_s, lengths), min(size + shared_bytes, limit)) for at_s, size in free], workload
+        ), 0.0
     if capacity is None:
         return None, 0.0
     added = job.micro_steps_of(settings) > job.micro_steps

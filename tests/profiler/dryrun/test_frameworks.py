@@ -161,9 +161,9 @@ def test_dry_run__leaves_checkpoints_as_they_are(tmp_path: Path) -> None:
     (output / "best.pt").write_bytes(b"the best of last week")
     before = contents(output)
     arguments = "--data tokens.bin --output output --layers 2 --width 64 --heads 2 --context 64 --vocabulary 512"
-    more = "--batch 2 --accumulation 2 --evaluate-every 1 --evaluation-batches 2 --dtype float16"
+    training = "--batch 2 --accumulation 2 --evaluate-every 1 --evaluation-batches 2 --dtype float16"
     script = (EXAMPLES / "pretrain.py").read_text(encoding="utf-8")
-    trace = open_trace(dry_run(tmp_path, script, *arguments.split(), *more.split()))
+    trace = open_trace(dry_run(tmp_path, script, *arguments.split(), *training.split()))
     assert contents(output) == before
     log = (tmp_path / "log").read_text(encoding="utf-8")
     assert "the job saved 2 times" in log
