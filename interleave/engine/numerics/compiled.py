@@ -83,7 +83,7 @@ def _widen(stored):
     """Return the value of a gradient as float32, exactly. The body is chosen by type, below."""
 
 
-def _store(array, i, value):
+def store(array, i, value):
     """Round to the type of the array and store. The body is chosen by type, below."""
 
 
@@ -102,18 +102,18 @@ def _choose_widen(stored):
     return lambda stored: convert(stored)
 
 
-@overload(_store)
+@overload(store)
 def _choose_store(array, i, value):
     convert = _TO[array.dtype.name]
 
-    def store(array, i, value):
+    def convert_and_store(array, i, value):
         array[i] = convert(value)
 
-    return store
+    return convert_and_store
 
 
 @register_jitable
-def _step(stored, p, m, v, scale, beta1, share1, beta2, share2, kept, rate, root, eps):
+def step(stored, p, m, v, scale, beta1, share1, beta2, share2, kept, rate, root, eps):
     g = _widen(stored) * scale
     difference = g - m
     m = _canonical_nan(m + share1 * difference if share1 < _HALF else g - beta1 * difference)
@@ -123,18 +123,18 @@ def _step(stored, p, m, v, scale, beta1, share1, beta2, share2, kept, rate, root
 
 def _update(grad, master, exp_avg, exp_avg_sq, out, scale, beta1, share1, beta2, share2, kept, rate, root, eps):
     for i in range(master.size):
-        p, m, v = _step(
+        p, m, v = step(
             grad[i], master[i], exp_avg[i], exp_avg_sq[i], scale, beta1, share1, beta2, share2, kept, rate, root, eps
         )
         exp_avg[i] = m
         exp_avg_sq[i] = v
         master[i] = p
-        _store(out, i, p)
+        store(out, i, p)
 
 
 def _update_state(grad, master, exp_avg, exp_avg_sq, scale, beta1, share1, beta2, share2, kept, rate, root, eps):
     for i in range(master.size):
-        p, m, v = _step(
+        p, m, v = step(
             grad[i], master[i], exp_avg[i], exp_avg_sq[i], scale, beta1, share1, beta2, share2, kept, rate, root, eps
         )
         exp_avg[i] = m
@@ -190,7 +190,7 @@ def _fingerprint(words):
     return total
 
 
-def _compiled(loop):
+def compile_loop(loop):
     """Compile a loop on its first call for each combination of types, and cache it on disk if a folder is writable."""
     try:
         return njit(**_OPTIONS, cache=True)(loop)
@@ -198,7 +198,7 @@ def _compiled(loop):
         return njit(**_OPTIONS)(loop)
 
 
-update = _compiled(_update)
-update_state = _compiled(_update_state)
-block_sums = _compiled(_block_sums)
-fingerprint = _compiled(_fingerprint)
+update = compile_loop(_update)
+update_state = compile_loop(_update_state)
+block_sums = compile_loop(_block_sums)
+fingerprint = compile_loop(_fingerprint)

@@ -51,6 +51,23 @@ def check_tensors(device: str, stored: Sequence[torch.Tensor], state: Sequence[t
         raise ValueError(f"gradient, master, moments and parameter must be on one {device} device")
 
 
+def check_disjoint(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
+    """Check that an update that must not change the old state does not write to it.
+
+    Args:
+        old: Master and moments that are read.
+        new: Master and moments that are written.
+
+    Raises:
+        ValueError: If there are not three of each, or they share memory.
+    """
+    if len(old) != 3 or len(new) != 3:
+        raise ValueError(f"old and new state must have three rows, not {len(old)} and {len(new)}")
+    spans = sorted((row.data_ptr(), row.data_ptr() + row.nbytes) for row in (*old, *new))
+    if any(end > begin for (_, end), (begin, _) in itertools.pairwise(spans)):
+        raise ValueError("master and moments, old and new, must share no memory")
+
+
 def as_array(tensor: torch.Tensor) -> Any:
     """Return the same memory as an array for the compiled loops."""
     return tensor.detach().view(_BITS[tensor.dtype]).numpy()

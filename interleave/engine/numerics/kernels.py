@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +13,13 @@ import numpy as np
 import torch
 
 from ebbtide import host_limits
-from ebbtide.interleave.engine.numerics.host_arrays import as_array, as_arrays, check_each, check_tensors
+from ebbtide.interleave.engine.numerics.host_arrays import (
+    as_array,
+    as_arrays,
+    check_disjoint,
+    check_each,
+    check_tensors,
+)
 from ebbtide.interleave.engine.numerics.norm import BLOCK, total
 from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
 from ebbtide.numa.binding import bind_thread, cpus_within
@@ -46,9 +52,9 @@ class CpuKernel:
 
     def __init__(self, threads: int | None = None) -> None:
         # numba takes long to import, and code that only describes updates does not need it.
-        from ebbtide.interleave.engine.numerics import compiled
+        from ebbtide.interleave.engine.numerics import compiled, compiled_beside
 
-        self._compiled = compiled
+        self._compiled, self._beside = compiled, compiled_beside
         self._wanted_threads = threads
         self._start(None)
 
@@ -130,6 +136,47 @@ class CpuKernel:
 
         self._run(part, ranges, _ALIGNMENT, max(1, round(share * self.threads)))
 
+    def update_beside(
+        self,
+        grad: torch.Tensor,
+        state: Iterable[torch.Tensor],
+        new_state: Iterable[torch.Tensor],
+        out: torch.Tensor | None,
+        ranges: Iterable[tuple[int, int, Scalars]],
+        share: float = 1.0,
+    ) -> None:
+        """Run `update_ranges` out of place: read the old state, and write the new one to other memory.
+
+        The old state stays as it is. Elements in no range have the same values in both.
+
+        Args:
+            grad: As for `update`.
+            state: Master, first and second moment, fp32: a (3, n) tensor, or three tensors as for `update`.
+            new_state: Where to write the new ones; shares no memory with `state`.
+            out: As for `update`. Elements in no range are not written.
+            ranges: As for `update_ranges`, in any order.
+            share: As for `update`.
+
+        Raises:
+            ValueError: If a tensor is of another kind, or the states share memory.
+        """
+        old, new = tuple(state), tuple(new_state)
+        check_tensors("cpu", (grad,) if out is None else (grad, out), (*old, *new))
+        check_disjoint(old, new)
+        gradient, parameter = as_array(grad), None if out is None else as_array(out)
+        rows = [as_array(row) for row in (*old, *new)]
+
+        def part(begin: int, end: int, scalars: Scalars | None) -> None:
+            slices = [row[begin:end] for row in rows]
+            if scalars is None:
+                for source, target in zip(slices[:3], slices[3:], strict=True):
+                    self._beside.copy(source, target)
+            else:
+                target = None if parameter is None else parameter[begin:end]
+                self._beside.update(gradient[begin:end], *slices, target, tuple(scalars))
+
+        self._run(part, _with_gaps(ranges, grad.numel()), _ALIGNMENT, max(1, round(share * self.threads)))
+
     def sum_of_squares(self, gradient: torch.Tensor) -> float:
         """Return `norm.sum_of_squares` of a contiguous gradient with one dimension, with the same bits.
 
@@ -155,13 +202,20 @@ class CpuKernel:
         remaining = iter(sums.tolist())
         return [total(itertools.islice(remaining, count)) for count in blocks]
 
-    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]]) -> None:
-        """Compile the loops for these dtypes of gradient and parameter, and run them on one element."""
+    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], out_of_place: bool = False) -> None:
+        """Compile the loops for these dtypes of gradient and parameter, and run them on one element.
+
+        Args:
+            dtypes: The dtypes of gradient and parameter of each combination.
+            out_of_place: Whether to also compile those of `update_beside`.
+        """
         state = torch.zeros((3, 1), dtype=torch.float32, device="cpu")
         for grad_dtype, dtype in dtypes:
             grad, out = (torch.zeros(1, dtype=kind, device="cpu") for kind in (grad_dtype, dtype))
             for target in (out, None):
                 self.update(grad, state[0], state[1], state[2], target, Hyper().scalars(1))
+                if out_of_place:
+                    self.update_beside(grad, state, state.clone(), target, [(0, 1, Hyper().scalars(1))])
             self.sum_of_squares(grad)
             self.fingerprint(out)
 
@@ -212,6 +266,18 @@ class CpuKernel:
         count = min(threads, max(1, -(-length // _MIN_SLICE)))
         for running in [self._pool.submit(run_slices) for _ in range(count)]:
             running.result()
+
+
+def _with_gaps(ranges: Iterable[tuple[int, int, Scalars]], length: int) -> Iterator[tuple[int, int, Scalars | None]]:
+    """Yield the ranges in order, and with None those of the other elements of a tensor of this length."""
+    end = 0
+    for first, last, scalars in sorted(ranges, key=lambda each: each[:2]):
+        if first > end:
+            yield end, first, None
+        yield first, last, scalars
+        end = last
+    if length > end:
+        yield end, length, None
 
 
 def _default_threads(node: int | None) -> int:

@@ -173,7 +173,7 @@ def test_compiled__works_without_a_cache_folder() -> None:
     # Code that is in no file cannot be cached.
     exec("def add(values):\n    for i in range(values.size):\n        values[i] += 1", namespace)
     values = np.zeros(3)
-    compiled._compiled(namespace["add"])(values)
+    compiled.compile_loop(namespace["add"])(values)
     assert values.tolist() == [1, 1, 1]
 
 

@@ -1,0 +1,107 @@
+"""The update out of place, compared by bits with the update in place of a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbtide.interleave.engine.numerics import reference
+from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
+from tests.interleave.engine.states import DTYPES, State, any_state, assert_same, bits, plausible_state
+
+Ranges = list[tuple[int, int, Scalars]]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[dict[int, CpuKernel]]:
+    by_threads = {threads: CpuKernel(threads) for threads in (1, 3)}
+    yield by_threads
+    for kernel in by_threads.values():
+        kernel.close()
+
+
+def misaligned(rows: list[torch.Tensor], offsets: list[int]) -> list[torch.Tensor]:
+    """Return copies that begin at so many elements after a cache line."""
+    copies = []
+    for row, offset in zip(rows, offsets, strict=True):
+        memory = torch.empty(offset + row.numel() + 1, dtype=row.dtype)[offset:-1]
+        copies.append(memory.copy_(row))
+    return copies
+
+
+def check_update_beside(kernel: CpuKernel, state: State, new: list[torch.Tensor], ranges: Ranges, cast: bool) -> None:
+    """Compare with the reference on a copy, which leaves gradient and old state as they were."""
+    before = [tensor.clone() for tensor in state]
+    expected = [tensor.clone() for tensor in state]
+    for begin, end, scalars in ranges:
+        reference.update(*(tensor[begin:end] for tensor in expected), scalars)
+    if cast:
+        expected[4] = before[4]
+    kernel.update_beside(state[0], state[1:4], new, None if cast else state[4], reversed(ranges))
+    assert_same([before[0], *new, state[4]], expected)
+    assert_same(state[:4] + before[4:], before)
+
+
+@st.composite
+def split(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
+    """Return ranges with and without gaps between them."""
+    cuts = draw(st.lists(st.integers(0, length), max_size=7).map(sorted))
+    pairs = list(zip([0, *cuts], [*cuts, length], strict=True))
+    return [pair for pair in pairs if draw(st.booleans())]
+
+
+@pytest.mark.parametrize("out", DTYPES, ids=str)
+@pytest.mark.parametrize("grad", DTYPES, ids=str)
+@given(data=st.data(), length=st.integers(0, 300) | st.integers(1000, 40_000), threads=st.sampled_from([1, 3]))
+def test_update_beside__gives_the_bits_of_the_reference(
+    kernels: dict[int, CpuKernel], grad: torch.dtype, out: torch.dtype, data: st.DataObject, length: int, threads: int
+) -> None:
+    make = data.draw(st.sampled_from([any_state, plausible_state]))
+    state = make(length, grad, out, data.draw(st.integers(0, 2**31)))
+    offsets = data.draw(st.lists(st.integers(0, 35), min_size=8, max_size=8))
+    state = misaligned(state, offsets[:5])
+    new = misaligned([torch.full((length,), float("nan"))] * 3, offsets[5:])
+    ranges = [
+        (begin, end, Hyper(lr=1e-3 * (index + 1)).scalars(2, 0.7))
+        for index, (begin, end) in enumerate(data.draw(split(length)))
+    ]
+    check_update_beside(kernels[threads], state, new, ranges, data.draw(st.booleans()))
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_update_beside__gives_the_bits_of_the_reference_for_millions_of_elements(
+    kernels: dict[int, CpuKernel], half: torch.dtype
+) -> None:
+    """Enough elements to show a fused multiply-add, whose result differs in some thousandths of all cases."""
+    length = 2_000_003
+    state = plausible_state(length, half, half, 0)
+    check_update_beside(kernels[3], state, list(torch.empty(3, length)), [(0, length, Hyper().scalars(2, 0.7))], False)
+
+
+def test_update_beside__takes_rows_of_one_tensor(kernels: dict[int, CpuKernel]) -> None:
+    """The host memory of a subgroup's state may be a part of longer rows."""
+    length = 5001
+    state = plausible_state(length, torch.bfloat16, torch.bfloat16, 0)
+    old, new = torch.stack([torch.cat((row, row)) for row in state[1:4]]), torch.zeros(3, 2 * length)
+    scalars = Hyper().scalars(1)
+    kernels[3].update_beside(state[0], old[:, length:], new[:, :length], state[4], [(0, length, scalars)])
+    expected = plausible_state(length, torch.bfloat16, torch.bfloat16, 0)
+    reference.update(*expected, scalars)
+    assert_same([state[0], *new[:, :length], state[4]], expected)
+    assert not bits(new[:, length:].contiguous()).any()
+
+
+@pytest.mark.parametrize(("rows", "message"), [(slice(1, 4), "share no memory"), (slice(1, 3), "three rows")])
+def test_update_beside__refuses_states_that_do_not_fit(
+    kernels: dict[int, CpuKernel], rows: slice, message: str
+) -> None:
+    memory = torch.zeros(4, 10)
+    half = torch.zeros(10, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        kernels[1].update_beside(half, memory[:3], memory[rows], half.clone(), [(0, 10, Hyper().scalars(1))])
+    assert not memory.any()
