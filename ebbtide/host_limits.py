@@ -31,6 +31,20 @@ def memory_bytes(root: Path = Path("/")) -> int | None:
     return min(limits, default=None)
 
 
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Return the memory in bytes that this process may still allocate; None where the host does not report it.
+
+    The least of what the host has available and of what is left in the nearest control group with a limit.
+    """
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo") or "", re.MULTILINE)
+    limits = [int(available[1]) * 1024] if available else []
+    group = memory_group(os.getpid(), root)
+    used = None if group is None else group.used_bytes()
+    if group is not None and used is not None:
+        limits.append(max(group.limit_bytes - used, 0))
+    return min(limits, default=None)
+
+
 @dataclass(frozen=True)
 class MemoryGroup:
     """A control group with a limit of memory.

@@ -9,6 +9,7 @@ import torch
 
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.local_shards import flat_like, is_dense, local_shard
+from ebbtide.interleave.policies.overlap import OVERLAP
 from ebbtide.phases import PHASES
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -45,10 +46,19 @@ def check_options(
             raise EngineError(f"memory_budget is {size!r}: it must be bytes, at least 0, or a dict of bytes by phase")
 
 
-def with_overlap_option(policy: str, overlap: str) -> str:
-    """Return the policy with the option `overlap`. Raises EngineError if the policy has another one."""
-    if overlap not in ("none", "forward"):
-        raise EngineError(f"overlap is {overlap!r}: it must be 'none' or 'forward'")
+def with_overlap_option(policy: str, overlap: str, gradients: str) -> str:
+    """Return the policy with the option `overlap`.
+
+    Raises:
+        EngineError: The policy has another one, or there is no such overlap with gradients of this kind.
+    """
+    if overlap not in OVERLAP:
+        raise EngineError(f"overlap is {overlap!r}: it must be one of {', '.join(OVERLAP)}")
+    if overlap in ("backward", "both") and gradients != "streamed":
+        raise EngineError(
+            f"overlap is {overlap!r} and gradients are {gradients!r}: updates inside the backward need "
+            "gradients='streamed'"
+        )
     if overlap == "none" or f"overlap={overlap}" in policy:
         return policy
     if "overlap=" in policy:

@@ -11,6 +11,7 @@ from ebbtide.interleave.engine.checks import flat_gradient
 from ebbtide.interleave.engine.gradient_norm import GradientNorm
 from ebbtide.interleave.engine.gradient_placeholder import added_gradients, make_placeholder, mark_used
 from ebbtide.interleave.engine.local_shards import flat_like, local_shard, unflatten, wrap_shard
+from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.runtime.engine import Engine
 
 
@@ -27,6 +28,8 @@ class GradientCollector:
         norm: Receives every gradient that is offloaded.
         streamed: Whether gradients are offloaded as soon as they are computed.
         finish_step: Waits for late operations of the step before.
+        expected_scalars: Returns the factors by parameter that the next step has if it is neither clipped nor skipped.
+            None: speculative updates wait for the step.
     """
 
     def __init__(
@@ -36,12 +39,14 @@ class GradientCollector:
         norm: GradientNorm,
         streamed: bool,
         finish_step: Callable[[], None],
+        expected_scalars: Callable[[], Sequence[Scalars | None]] | None = None,
     ) -> None:
         self._params = params
         self._engine = engine
         self._norm = norm
         self._streamed = streamed
         self._finish_step = finish_step
+        self._expected_scalars = expected_scalars
         # The placeholders in p.grad of the offloaded gradients, by the parameter's index.
         self._placeholders: dict[int, torch.Tensor] = {}
         self._progress = BackwardProgress(params, self._on_ready)
@@ -94,6 +99,8 @@ class GradientCollector:
             # The gradients are computed when the graph is replayed, and are submitted at the step.
             return
         self._finish_step()
+        if self._expected_scalars is not None and engine.needs_assumption:
+            engine.assume(self._expected_scalars())
         if self._streamed and engine.is_running and index not in engine.offloaded_params:
             gradient = flat_gradient(param)
             self._norm.add_all({index: gradient})

@@ -13,6 +13,7 @@ from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.gradient_collector import GradientCollector
 from ebbtide.interleave.engine.gradient_norm import GradientNorm
 from ebbtide.interleave.engine.local_shards import flat_view, local_shard
+from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.layout import Subgroup, divide
 from ebbtide.interleave.engine.state_dict import ParamState, gather_states, scatter_states, update_masters
@@ -34,6 +35,7 @@ class OffloadedParams:
         subgroup_params: Number of parameters in a subgroup.
         streamed: Whether gradients are offloaded as soon as they are computed.
         max_grad_norm: Maximum norm of all gradients, or None.
+        expected_scalars: As for GradientCollector.
 
     Attributes:
         params: The parameters, in the order of their indices; none before the engine is opened.
@@ -52,6 +54,7 @@ class OffloadedParams:
         subgroup_params: int,
         streamed: bool,
         max_grad_norm: float | None,
+        expected_scalars: Callable[[], Sequence[Scalars | None]] | None = None,
     ) -> None:
         self.params: list[torch.Tensor] = []
         self.is_checked = False
@@ -60,6 +63,7 @@ class OffloadedParams:
         self._subgroup_params = subgroup_params
         self._streamed = streamed
         self._max_grad_norm = max_grad_norm
+        self._expected_scalars = expected_scalars
         self._layouts: list[_Layout] = []
         # The index of each parameter, which the forward of every module looks up.
         self._index: dict[torch.Tensor, int] = {}
@@ -191,7 +195,9 @@ class OffloadedParams:
         if self.params:
             self.collector.close()
         self.norm = GradientNorm(self._runner.device, self._max_grad_norm)
-        self.collector = GradientCollector(params, engine, self.norm, self._streamed, self._runner.finish_step)
+        self.collector = GradientCollector(
+            params, engine, self.norm, self._streamed, self._runner.finish_step, self._expected_scalars
+        )
         self.params = list(params)
         self._index = {param: number for number, param in enumerate(self.params)}
         self._layouts = _layouts(params)

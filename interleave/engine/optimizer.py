@@ -20,6 +20,7 @@ from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
 from ebbtide.interleave.engine.offloaded_params import OffloadedParams
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.state_dict import make_entry, read_state_dict
+from ebbtide.interleave.model.overlap import Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.machines.machine import Machine
@@ -49,9 +50,12 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             finite is skipped.
         device: By default the device of the parameters; for parameters on the CPU an emulated one.
         threads: Number of threads for updates on the CPU; by default all cores of this rank.
-        overlap: `forward` to update parameters under the next forward, as far as it does not use them yet; then `step`
-            returns before. Read parameters outside of `model` only after `synchronize()`.
-        model: With `overlap`: the module whose forward uses the parameters, so that it waits for them.
+        overlap: Phases beside the step that updates may run in. `forward`: parameters are updated under the next
+            forward, as far as it does not use them yet, and `step` returns before; read them outside of `model` only
+            after `synchronize()`. `backward`: updates are computed as soon as gradients are there, beside the old
+            state, and again where the step turns out to be clipped; this needs streamed gradients and more host memory.
+            `both`, or `auto`, the fastest.
+        model: With updates under the forward: the module whose forward uses the parameters, so that it waits for them.
 
     Raises:
         EngineError: If a parameter or an option is not supported.
@@ -76,7 +80,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         loss_scale: float | Literal["dynamic"] | None = None,
         device: Device | None = None,
         threads: int | None = None,
-        overlap: Literal["none", "forward"] = "none",
+        overlap: Literal["none", "forward", "backward", "both", "auto"] = "none",
         model: torch.nn.Module | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -85,14 +89,22 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         self._loss_scale = LossScale(loss_scale)
         streamed = gradients == "streamed"
         # The caller closes a device that it passes.
-        policy = with_overlap_option(policy, overlap)
+        policy = with_overlap_option(policy, overlap, gradients)
+        supported = Overlap(forward=model is not None, backward=streamed)
         self._runner = AdaptiveRunner(
-            policy, machine, memory_budget, threads, streamed, device, owns_device=False, allows_late=model is not None
+            policy, machine, memory_budget, threads, streamed, device, owns_device=False, supported=supported
         )
-        self._offloaded = OffloadedParams(self._runner, device is None, subgroup_params, streamed, max_grad_norm)
+        weak_self = weakref.ref(self)
+        self._offloaded = OffloadedParams(
+            self._runner,
+            device is None,
+            subgroup_params,
+            streamed,
+            max_grad_norm,
+            lambda: _expected_scalars(weak_self),
+        )
         try:
             super().__init__(params, defaults)
-            weak_self = weakref.ref(self)
             self._gates = None if model is None else ForwardGates(model, lambda params: _wait(weak_self, params))
             self._offloaded.plan_or_open(self._params_with_state())
         except BaseException:
@@ -152,7 +164,9 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         # The norm is computed while the gradients are copied to the host.
         offloaded.norm.add_all(gradients)
         updated = gradients.keys() | engine.offloaded_params
+        expected_scale = self._expected_scale
         scale = offloaded.norm.scale_factor(offloaded.params, self._loss_scale.value)
+        self._runner.planner.observe_clipping(scale != expected_scale)
         self._loss_scale.update(scale is not None)
         if scale is None:
             self._skip_step(engine)
@@ -283,6 +297,11 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             result.append(scalars[id(hyper), step])
         return result
 
+    @property
+    def _expected_scale(self) -> float:
+        """The factor of gradients if they are finite and not clipped."""
+        return 1.0 / self._loss_scale.value
+
     def _hypers(self) -> dict[torch.Tensor, Hyper]:
         hypers = {}
         for group in self.param_groups:
@@ -290,6 +309,14 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             hyper = Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
             hypers.update(dict.fromkeys(group["params"], hyper))
         return hypers
+
+
+def _expected_scalars(optimizer_ref: weakref.ref[InterleavedAdamW]) -> Sequence[Scalars | None]:
+    """Return the factors of the next step by parameter, if it updates all and is neither clipped nor skipped."""
+    optimizer = optimizer_ref()
+    if optimizer is None:
+        return []
+    return optimizer._scalars(range(len(optimizer._offloaded.params)), optimizer._expected_scale)
 
 
 def _wait(optimizer_ref: weakref.ref[InterleavedAdamW], params: Sequence[torch.Tensor]) -> None:

@@ -127,6 +127,16 @@ def parse(text: str) -> PolicySpec:
     return PolicySpec(text, name, value if colon else None, options)
 
 
+def depends_on_rates(text: str) -> bool:
+    """Return whether the plans of a policy depend on how fast a machine is and how long the phases of the job are.
+
+    Raises:
+        PolicyError: As `parse`.
+    """
+    spec = parse(text)
+    return spec.name == "adaptive" or spec.options.get("overlap", "none") not in ("none", "forward")
+
+
 def make_plan(text: str, workload: Workload, machine: Machine) -> Plan:
     """Make the plan of the policy that a string selects.
 

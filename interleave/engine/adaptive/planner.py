@@ -11,15 +11,18 @@ from ebbtide.interleave.engine.adaptive.rate_correction import PLANNING_RATES, W
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.runtime.device_blocks import plan_bytes, worst_case
 from ebbtide.interleave.engine.runtime.layout import Subgroup
+from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import make_plan, parse
+from ebbtide.interleave.policies import depends_on_rates, make_plan, parse
 from ebbtide.machines.machine import Machine
 from ebbtide.units import bytes_text
 
 # A new plan is due if rates, phases or memory differ by more than this share from those of the last plan.
 _DRIFT = 0.15
+# The same of the share of clipped steps, and the weight of the last step in it.
+_CLIP_DRIFT, _CLIP_WEIGHT = 0.15, 0.05
 # If they differ by more than this share, the patience below does not count.
 _LEAP = 0.5
 # Minimum number of steps between two plans: the first and the largest value.
@@ -31,14 +34,14 @@ _WARM_UP_STEPS = 2
 
 
 class Planner:
-    """Makes plans for a running job. Only `adaptive` gets new plans: other policies do not depend on rates.
+    """Makes plans for a running job. It makes new ones only for policies that depend on rates.
 
     Args:
         policy: The policy, as for `ebbtide replay`.
         machine: The first rates.
         subgroups: The subgroups of the optimizer.
         streamed: Whether gradients are offloaded as soon as they are computed.
-        allows_late: Whether plans may have late operations.
+        supported: The overlaps that plans may use.
 
     Attributes:
         policy: The policy.
@@ -53,11 +56,12 @@ class Planner:
         machine: Machine,
         subgroups: Sequence[Subgroup],
         streamed: bool,
-        allows_late: bool = False,
+        supported: Overlap = NO_OVERLAP,
     ) -> None:
         self.policy = policy
         self._is_adaptive = parse(policy).name == "adaptive"
-        self._allows_late = allows_late
+        self._replans = depends_on_rates(policy)
+        self._supported = supported
         self.machine = machine
         self._subgroups = subgroups
         width = max((subgroup.dtype.itemsize for subgroup in subgroups), default=2)
@@ -139,12 +143,12 @@ class Planner:
                 f"policy {self.policy}: the update here writes half-precision parameters, so that none are converted "
                 "on the GPU: choose params=pipelined or params=blocking"
             )
-        if plan.speculated:
+        if plan.speculated and not self._supported.backward:
             raise EngineError(
-                f"policy {self.policy}: updates inside the backward can only be simulated so far: choose overlap=none "
-                "or overlap=forward"
+                f"policy {self.policy}: updates inside the backward are not supported here: choose overlap=none or "
+                "overlap=forward"
             )
-        if plan.has_late_operations and not self._allows_late:
+        if plan.has_late_operations and not self._supported.forward:
             raise EngineError(
                 f"policy {self.policy}: updates under the next forward need the module whose forward waits for them: "
                 "InterleavedAdamW(..., overlap='forward', model=model)"
@@ -166,9 +170,14 @@ class Planner:
         )
         self.machine = correct_rates(self.machine, schedule)
 
+    def observe_clipping(self, is_active: bool) -> None:
+        """Update the share of steps in which clipping changes updates, or that are skipped."""
+        share = self.workload.clip_active_share
+        self.workload = replace(self.workload, clip_active_share=share + _CLIP_WEIGHT * (is_active - share))
+
     def replan_reason(self, budget: Budget | None) -> str | None:
         """Return why a new plan is due; None if it is not."""
-        if self._planned is None or not self._is_adaptive or self._steps <= _WARM_UP_STEPS:
+        if self._planned is None or not self._replans or self._steps <= _WARM_UP_STEPS:
             return None
         job, machine, planned_budget = self._planned
         limit = max_budget(budget)
@@ -189,6 +198,9 @@ class Planner:
             before, now = getattr(job, key), getattr(self.workload, key)
             if abs(now - before) > drift * job.compute_s:
                 return f"{key} went from {before:.3g} to {now:.3g}"
+        before, now = job.clip_active_share, self.workload.clip_active_share
+        if self._supported.backward and abs(now - before) > _CLIP_DRIFT:
+            return f"the share of clipped steps went from {before:.2f} to {now:.2f}"
         return None
 
 

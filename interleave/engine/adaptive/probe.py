@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from ebbtide import host_limits
 from ebbtide.interleave.engine.devices.device import Device, Direction, copy_now
 from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES, CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Hyper
@@ -77,6 +79,7 @@ def probe(device: Device, kernel: CpuKernel, params: int, device_bytes: float | 
     memory_bytes_per_s = traffic_bytes / together_s if slowed_down else 2 * ONE_PASS_BYTES * params / cpu_s
     return Machine(
         name="probed",
+        host_memory_bytes=_host_memory_bytes(),
         h2d_bytes_per_s=nbytes / h2d_s,
         d2h_bytes_per_s=nbytes / d2h_s,
         h2d_pageable_bytes_per_s=nbytes / h2d_s,
@@ -87,6 +90,12 @@ def probe(device: Device, kernel: CpuKernel, params: int, device_bytes: float | 
         gpu_update_params_per_s=params / gpu_s,
         step_overhead_s=0.0,
     )
+
+
+def _host_memory_bytes() -> float | None:
+    """Return this rank's share of the host memory that is available."""
+    available = host_limits.available_bytes()
+    return None if available is None else available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _min_seconds(work: Callable[[], object]) -> float:

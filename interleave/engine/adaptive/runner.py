@@ -19,8 +19,9 @@ from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import OperationFailed
 from ebbtide.interleave.engine.runtime.layout import Subgroup
+from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
-from ebbtide.interleave.policies import parse
+from ebbtide.interleave.policies import depends_on_rates, parse
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import STATE_BYTES
 from ebbtide.units import bytes_text
@@ -45,8 +46,8 @@ class AdaptiveRunner:
         streamed: Whether gradients are offloaded as soon as they are computed.
         device: The device; None if `open_device` sets it later.
         owns_device: Whether to close the device together with this object.
-        allows_late: Whether plans may have late operations: something calls `wait_for_params` before the parameters are
-            read.
+        supported: The overlaps that plans may use: with `forward`, something calls `wait_for_params` before parameters
+            are read; with `backward`, something calls `Engine.assume`.
 
     Attributes:
         policy: The policy.
@@ -62,16 +63,17 @@ class AdaptiveRunner:
         streamed: bool,
         device: Device | None,
         owns_device: bool,
-        allows_late: bool = False,
+        supported: Overlap = NO_OVERLAP,
     ) -> None:
         self.policy = policy
         self._is_adaptive = parse(policy).name == "adaptive"
+        self._needs_rates = depends_on_rates(policy)
         self._device = device
         self.kernel = CpuKernel(threads)
         self._machine = machine
         self._budget = budget
         self._streamed = streamed
-        self._allows_late = allows_late
+        self._supported = supported
         # To call when the late operations of the last step have ended.
         self._on_finished: Callable[[], None] = _do_nothing
         # Limit of device memory, after it ran out once, in bytes.
@@ -117,9 +119,9 @@ class AdaptiveRunner:
         Raises:
             EngineError, PolicyError, MachineError: If there is no plan for the subgroups.
         """
-        if self._machine is not None or not self._is_adaptive:
+        if self._machine is not None or not self._needs_rates:
             machine = self._machine or Machine(name="unknown")
-            Planner(self.policy, machine, subgroups, self._streamed, self._allows_late).plan(self._budget)
+            Planner(self.policy, machine, subgroups, self._streamed, self._supported).plan(self._budget)
 
     @property
     def engine(self) -> Engine:
@@ -165,15 +167,15 @@ class AdaptiveRunner:
         if self._planner is not None:
             # Its rates are corrected by the steps so far.
             machine = self._planner.machine
-        elif self._machine is None and self._is_adaptive:
+        elif self._machine is None and self._needs_rates:
             budget = self._budget if self._budget is not None else self.device.free_bytes()
             machine = probe(self.device, self.kernel, total_params, min_budget(budget))
         else:
             machine = self._machine or Machine(name="unknown")
-        planner = Planner(self.policy, machine, subgroups, self._streamed, self._allows_late)
+        planner = Planner(self.policy, machine, subgroups, self._streamed, self._supported)
         plan = planner.plan(self._current_budget())
         dtypes = {(subgroup.grad_dtype, subgroup.dtype) for subgroup in subgroups}
-        self.kernel.warm_up(dtypes)
+        self.kernel.warm_up(dtypes, out_of_place=self._supported.backward and self._needs_rates)
         self.device.warm_up(dtypes)
         engine = Engine(subgroups, params, self.device, self.kernel, host_buffers)
         if self._engine is not None:

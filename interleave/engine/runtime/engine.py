@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -16,6 +15,7 @@ from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.runtime.device_blocks import block_sizes, worst_case
 from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed
 from ebbtide.interleave.engine.runtime.layout import Subgroup
+from ebbtide.interleave.engine.runtime.step_clock import StepClock
 from ebbtide.interleave.engine.runtime.step_inputs import StepInputs
 from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.engine.runtime.trace_recording import record_operations
@@ -25,8 +25,9 @@ from ebbtide.interleave.model.workload import Workload
 
 # The latest point that the gradients can report: the backward is over only when the job calls step.
 _BACKWARD_END = UPDATE - 1e-9
-# The input of operations that are the scalars of the step; gradients have the number of their subgroup.
-_SCALARS = -1
+# Inputs of operations besides gradients, which have the number of their subgroup: the scalars of the step, and those
+# that speculative updates assume before.
+_SCALARS, _ASSUMED_SCALARS = -1, -2
 # Operations that use the scalars, or write parameters, which the backward reads.
 _STEP_KINDS = ("clip", "gradient up", "update", "upload")
 
@@ -64,18 +65,12 @@ class Engine:
         self._executor = Executor(self.store.perform, device, self.store.fits, self.store.end)
         self._plan: Plan | None = None
         self._workload: Workload | None = None
+        self._speculates = False
         self._block_sizes: list[int] = []
         self._is_running = False
-        # When the backward began, and when it ended.
-        self._backward_mark: Mark | None = None
-        self._step_mark: Mark | None = None
-        # When the last step returned, while its late operations are not known to have ended; None: they have.
-        self._returned_s: float | None = None
-        # Late operations that write the parameters of each subgroup, and how long the forward waited for them.
+        self._clock = StepClock()
+        # Late operations that write the parameters of each subgroup.
         self._late_writes: list[list[int]] = []
-        self._waited_s = 0.0
-        # The same of the forward of this iteration, which was over when its plan began.
-        self._iteration_waited_s = 0.0
         # Parameters whose gradients were offloaded in this iteration, before the step.
         self._offloaded_params: set[int] = set()
         # Number of parameters of each subgroup whose gradients were not offloaded yet; marks behind those that were.
@@ -100,13 +95,14 @@ class Engine:
     @property
     def is_late(self) -> bool:
         """Whether the last step has returned and its late operations are not known to have ended: see `finish_step`."""
-        return self._returned_s is not None
+        return self._clock.returned_s is not None
 
     def set_plan(self, plan: Plan, workload: Workload) -> None:
         """Use a plan from now on, and start the operations that it has before the next step."""
         self.quiesce()
         self._plan, self._workload = plan, workload
         self._block_sizes = block_sizes(worst_case(plan, workload), self.store.subgroups)
+        self._speculates = bool(plan.speculated)
         self._late_writes = [[] for _ in self.store.subgroups]
         for index, op in enumerate(plan.ops):
             if op.due is not None and op.kind in WRITES_PARAMETERS:
@@ -118,18 +114,36 @@ class Engine:
         self._executor.stop()
         self._is_running = False
 
-    def paused(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
         """Return a context in which no operation runs, so that state can be read and written where it is.
 
-        The plan goes on afterwards. Before the step, it has updated nothing yet."""
-        return self._executor.paused()
+        The plan goes on afterwards. Before the step, it has updated nothing yet, but for speculative updates, which are
+        done again."""
+        with self._executor.paused():
+            self.store.invalidate_speculations()
+            yield
 
     def report_progress(self, ready_share: float) -> None:
         """Report the share of the gradients that the backward has computed."""
-        if self._backward_mark is None:
-            self._backward_mark = self.device.record("job")
+        if self._clock.backward_mark is None:
+            self._clock.backward_mark = self.device.record("job")
         if self._is_running:
             self._executor.advance_to(min(BACKWARD + ready_share, _BACKWARD_END))
+
+    @property
+    def needs_assumption(self) -> bool:
+        """Whether speculative updates wait for `assume`."""
+        return self._is_running and self._speculates and not self.store.inputs.assumed
+
+    def assume(self, scalars: Sequence[Scalars | None]) -> None:
+        """Let speculative updates begin, from the factors that the next step has if it is neither clipped nor skipped.
+
+        Args:
+            scalars: Factors by parameter.
+        """
+        self.store.inputs.assumed = list(scalars)
+        self._executor.mark_available(_ASSUMED_SCALARS)
 
     def offload_gradient(self, param: int, gradient: torch.Tensor) -> None:
         """Offload a gradient (flat) that the calling thread has issued, from now on.
@@ -168,9 +182,13 @@ class Engine:
         """Submit the gradients (flat) that were not offloaded, after the backward, and start to copy them."""
         if not self._is_running:
             self._begin()
-        mark = self._step_mark = self.device.record("job")
+        mark = self._clock.step_mark = self.device.record("job")
+        inputs = self.store.inputs
         for param, gradient in gradients.items():
-            self.store.inputs.gradients[param] = gradient
+            inputs.gradients[param] = gradient
+        if inputs.assumed:
+            for param in set(range(self._params)) - self._offloaded_params - gradients.keys():
+                inputs.assumed[param] = None
         for subgroup in range(len(self.store.subgroups)):
             self._executor.mark_available(subgroup, [mark])
         self._executor.advance_to(UPDATE)
@@ -194,10 +212,14 @@ class Engine:
         """
         assert self._plan is not None
         assert self._workload is not None
-        inputs = self.store.inputs
-        inputs.values, inputs.scalars = list(values), list(scalars)
-        assert self._step_mark is not None
-        self._executor.mark_available(_SCALARS, [self._step_mark])
+        assert self._clock.step_mark is not None
+        self._clock.scalars_s = time.perf_counter()
+        invalid = self.store.use_scalars(values, scalars)
+        self._executor.repeat(
+            [index for index, op in enumerate(self._plan.ops) if op.speculative and op.subgroup in invalid]
+        )
+        for number in (_SCALARS, _ASSUMED_SCALARS):
+            self._executor.mark_available(number, [self._clock.step_mark])
         self._executor.advance_to(STEP)
         if not self._plan.has_late_operations:
             return self.finish_step()
@@ -207,7 +229,7 @@ class Engine:
             self.finish_step()
             raise
         if is_on_time:
-            self._returned_s = time.perf_counter()
+            self._clock.returned_s = time.perf_counter()
             return None
         return self.finish_step()
 
@@ -216,17 +238,14 @@ class Engine:
 
         If not, an operation has failed, and `finish_step` raises.
         """
-        begin_s = time.perf_counter()
         writes = [
             index
             for param in params
             for subgroup in self.store.subgroups_of(param)
             for index in self._late_writes[subgroup]
         ]
-        try:
+        with self._clock.waiting():
             return self._executor.wait(lambda run: all(run.done[index] for index in writes))
-        finally:
-            self._waited_s += time.perf_counter() - begin_s
 
     def finish_step(self) -> Schedule:
         """Wait until the last step has ended, with its late operations, and begin the next iteration.
@@ -239,8 +258,6 @@ class Engine:
         """
         assert self._plan is not None
         assert self._workload is not None
-        assert self._step_mark is not None
-        returned_s, self._returned_s = self._returned_s, None
         try:
             run = self._executor.finish()
         except OperationFailed as failure:
@@ -252,29 +269,9 @@ class Engine:
             raise
         finally:
             self._offloaded_params.clear()
-        end_s = (time.perf_counter() if returned_s is None else returned_s) - run.begin_s
+            returned_s, self._clock.returned_s = self._clock.returned_s, None
         record_operations(run)
-        step_s = self._step_mark.time_s - run.begin_s
-        backward_s = min((self._backward_mark or self._step_mark).time_s - run.begin_s, step_s)
-        forward_s = max(0.0, backward_s)
-        job = replace(
-            self._workload,
-            other_s=0.0,
-            forward_s=max(0.0, forward_s - self._iteration_waited_s),
-            backward_s=max(0.0, step_s - backward_s),
-        )
-        # What was waited since is of the iteration that has begun.
-        self._iteration_waited_s, self._waited_s = self._waited_s, 0.0
-        self.last_schedule = Schedule(
-            plan=self._plan,
-            workload=job,
-            starts=run.starts,
-            ends=run.ends,
-            other_s=0.0,
-            forward_s=forward_s,
-            backward_s=job.backward_s,
-            update_s=end_s - step_s,
-        )
+        self.last_schedule = self._clock.end_step(run, self._workload, returned_s)
         self._begin(returned_s)
         return self.last_schedule
 
@@ -297,11 +294,13 @@ class Engine:
         self._offloaded_params.clear()
         self._missing = [len({segment.param for segment in of.segments}) for of in self.store.subgroups]
         self._gradient_marks = [[] for _ in self.store.subgroups]
-        self._backward_mark = self._step_mark = None
+        self._clock.begin_iteration()
         self.device.begin_iteration()
         inputs = {index: op.subgroup for index, op in enumerate(self._plan.ops) if op.kind == "gradient down"}
         # Operations that use the scalars of the step wait for them, at whatever point they may begin.
-        inputs |= {index: _SCALARS for index, op in enumerate(self._plan.ops) if op.kind in _STEP_KINDS}
+        for index, op in enumerate(self._plan.ops):
+            if op.kind in _STEP_KINDS:
+                inputs[index] = _ASSUMED_SCALARS if op.speculative else _SCALARS
         self._executor.begin(self._plan, inputs, begin_s)
         self._executor.advance_to(0.0)
         self._is_running = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ebbtide.interleave.engine.devices.device import Mark, Streams
@@ -99,6 +99,13 @@ class Executor:
                 return
             run.mark_available(number, marks)
             self._changed.notify_all()
+
+    def repeat(self, indices: Collection[int]) -> None:
+        """Let operations on the CPU run again that have begun. Nothing that follows them may have."""
+        with self._changed:
+            if indices and self._run is not None:
+                self._run.repeat(indices)
+                self._changed.notify_all()
 
     def wait(self, is_enough: Callable[[PlanRun], bool]) -> bool:
         """Wait until enough operations of the run are done, and return whether they are.

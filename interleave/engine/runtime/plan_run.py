@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from operator import itemgetter
 
@@ -32,6 +32,7 @@ class PlanRun:
         point: The point of the iteration that the job has reached.
         remaining: Number of operations that have not ended.
         remaining_on_time: Number of those among them that are not late.
+        discarded: (operation, start, end) of executions that were repeated, in seconds since `begin_s`.
     """
 
     def __init__(self, plan: Plan, inputs: Mapping[int, int], begin_s: float | None = None) -> None:
@@ -43,6 +44,9 @@ class PlanRun:
         self.point = -1.0
         self.remaining = count
         self.remaining_on_time = sum(op.due is None for op in plan.ops)
+        self.discarded: list[tuple[int, float, float]] = []
+        # Operations that are running and must be repeated.
+        self._outdated: set[int] = set()
         self._taken = [False] * count
         # The mark behind each operation that is issued; and what its stream waits for besides operations.
         self._end_marks: list[Mark | None] = [None] * count
@@ -119,9 +123,30 @@ class PlanRun:
             if self.plan.ops[dependent].resource != "cpu":
                 self._count_down(dependent)
 
+    def repeat(self, indices: Iterable[int]) -> None:
+        """Let operations on the CPU run again that have begun. Nothing that follows them may have."""
+        for index in indices:
+            if not self.done[index]:
+                self._outdated.add(index)
+                continue
+            self.discarded.append((index, self.starts[index], self.ends[index]))
+            self.done[index] = False
+            self.remaining += 1
+            self.remaining_on_time += self.plan.ops[index].due is None
+            for dependent in self._dependents[index]:
+                self._undone[dependent] += 1
+                self._missing[dependent] += 1
+            self._take_again(index)
+
     def complete(self, index: int, start_s: float, end_s: float) -> None:
         """Record that an operation is done, with its times on the clock of time.perf_counter."""
-        self.starts[index], self.ends[index] = start_s - self.begin_s, end_s - self.begin_s
+        start, end = start_s - self.begin_s, end_s - self.begin_s
+        if index in self._outdated:
+            self._outdated.remove(index)
+            self.discarded.append((index, start, end))
+            self._take_again(index)
+            return
+        self.starts[index], self.ends[index] = start, end
         self.done[index] = True
         self.remaining -= 1
         self.remaining_on_time -= self.plan.ops[index].due is None
@@ -149,6 +174,10 @@ class PlanRun:
         for index in passed_over:
             heappush(queue, index)
         return first
+
+    def _take_again(self, index: int) -> None:
+        self._taken[index] = False
+        self._enqueue(index)
 
     def _is_ahead(self, index: int) -> bool:
         return not self._missing[index] and self.plan.ops[index].point <= self.point and not self._taken[index]

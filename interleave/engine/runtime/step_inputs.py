@@ -19,12 +19,14 @@ class StepInputs:
         values: The parameters, flat, on the device.
         gradients: Gradients, flat, on the device, of the parameter's dtype; None where there is none.
         scalars: Factors of the update; None for a parameter that this step does not update.
+        assumed: Factors that speculative updates assume before those of the step are known.
         streamed: Whether a gradient is dropped on the device after its copy to the host.
     """
 
     values: list[torch.Tensor]
     gradients: list[torch.Tensor | None] = field(default_factory=list)
     scalars: list[Scalars | None] = field(default_factory=list)
+    assumed: list[Scalars | None] = field(default_factory=list)
     streamed: bool = False
 
     def gradient(self, segment: ParamSegment) -> torch.Tensor:

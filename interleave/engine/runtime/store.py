@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
 from ebbtide.interleave.engine.runtime.arena import Arena
 from ebbtide.interleave.engine.runtime.device_blocks import acquired_elements
 from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.engine.runtime.returned_gradients import ReturnedGradients
+from ebbtide.interleave.engine.runtime.speculations import Speculations
 from ebbtide.interleave.engine.runtime.step_inputs import StepInputs
 from ebbtide.interleave.engine.runtime.subgroup_states import MASTER, SubgroupStates
 from ebbtide.interleave.engine.runtime.transfer_buffers import TransferBuffers
@@ -49,6 +52,7 @@ class Store:
         self.states = SubgroupStates(subgroups, device, self._arena, host_buffers)
         self._buffers = TransferBuffers(subgroups, device)
         self._inputs = StepInputs([])
+        self._speculations = Speculations(subgroups)
         self._kernel = kernel
         # Subgroups whose update has started and not ended: if it raises, nobody knows what it has changed.
         self._corrupted: set[int] = set()
@@ -99,6 +103,7 @@ class Store:
     @inputs.setter
     def inputs(self, inputs: StepInputs) -> None:
         self._inputs = inputs
+        self._speculations = Speculations(self.subgroups)
         self._offloaded.clear()
 
     def subgroups_of(self, param: int) -> set[int]:
@@ -130,6 +135,22 @@ class Store:
     def host_bytes(self) -> int:
         """Host memory of state and buffers, in bytes."""
         return self.states.host_bytes + self._buffers.host_bytes
+
+    def use_scalars(self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None]) -> set[int]:
+        """Set the parameters and the factors of the step, and use the speculative updates that have assumed them.
+
+        Returns:
+            The subgroups whose speculative update has assumed others, and must be done again.
+        """
+        self._inputs.values, self._inputs.scalars = list(values), list(scalars)
+        valid, invalid = self._speculations.validate(self._inputs.scalars)
+        for subgroup in valid:
+            self.states.use_spare(subgroup)
+        return invalid
+
+    def invalidate_speculations(self) -> None:
+        """Let speculative updates be done again, since the state changes that they have read."""
+        self._speculations.invalidate()
 
     def apply_placement(self, plan: Plan, sizes: Sequence[int], kept_bytes: float = math.inf) -> None:
         """Move state to where a plan has it when an iteration starts, and allocate the memory of the plan.
@@ -204,8 +225,18 @@ class Store:
         self._returned.issue(op.subgroup, self.inputs, self._buffers.gradients[op.subgroup])
 
     def _update_on_cpu(self, op: Op) -> None:
-        has_cast = op.subgroup in self._cast_subgroups
-        self._update_host_state(op.subgroup, None if has_cast else self._buffers.params[op.subgroup])
+        out = None if op.subgroup in self._cast_subgroups else self._buffers.params[op.subgroup]
+        if op.speculative and self._speculations.begin(op.subgroup, self.inputs.assumed):
+            self._update_beside_host_state(op.subgroup, out)
+        else:
+            self._update_host_state(op.subgroup, out)
+
+    def _update_beside_host_state(self, subgroup: int, out: torch.Tensor | None) -> None:
+        gradient, state = self._buffers.gradients[subgroup], self.states.on_host(subgroup)
+        ranges = replace(self.inputs, scalars=self.inputs.assumed).update_ranges(self.subgroups[subgroup])
+        self._kernel.update_beside(gradient, state, self.states.spare(subgroup), out, ranges, self._cpu_share)
+        if self._speculations.end(subgroup):
+            self.states.use_spare(subgroup)
 
     def _update_host_state(self, subgroup: int, out: torch.Tensor | None) -> None:
         gradient, state = self._buffers.gradients[subgroup], self.states.on_host(subgroup)

@@ -46,14 +46,16 @@ class SubgroupStates:
         # The plan for which the arena holds blocks.
         self._plan: Plan | None = None
         self._on_host: dict[int, torch.Tensor] = dict(enumerate(host_buffers or ()))
-        self._keeps_host_buffers = host_buffers is not None
+        self._host_buffers = host_buffers
+        # Host memory for the new state of a speculative update, while the old one is still needed.
+        self._spares: dict[int, torch.Tensor] = {}
         # Newer than the state on the host.
         self._on_device: dict[int, torch.Tensor] = {}
 
     @property
     def host_bytes(self) -> int:
         """Host memory of the states, in bytes."""
-        return sum(state.nbytes for state in self._on_host.values())
+        return sum(state.nbytes for states in (self._on_host, self._spares) for state in states.values())
 
     def read(self, subgroup: int) -> torch.Tensor:
         """Return the state of a subgroup, on the host. The caller must not write to it."""
@@ -87,6 +89,14 @@ class SubgroupStates:
         """Return the host memory of a state."""
         return self._on_host[subgroup]
 
+    def spare(self, subgroup: int) -> torch.Tensor:
+        """Return the host memory for the new state of a speculative update."""
+        return self._spares[subgroup]
+
+    def use_spare(self, subgroup: int) -> None:
+        """Take the state in the spare as that of a subgroup; the memory of the old one is the spare from now on."""
+        self._on_host[subgroup], self._spares[subgroup] = self._spares[subgroup], self._on_host[subgroup]
+
     def on_device(self, subgroup: int) -> torch.Tensor:
         """Return the device memory of a state."""
         return self._on_device[subgroup]
@@ -99,6 +109,10 @@ class SubgroupStates:
         """Move all state to the host. No operation may run meanwhile."""
         self._plan = None
         self._move(self._on_device.keys(), self.issue_to_host)
+        for subgroup, buffer in enumerate(self._host_buffers or ()):
+            if self._on_host[subgroup] is not buffer:
+                self.use_spare(subgroup)
+                buffer.copy_(self._spares[subgroup])
 
     def apply_placement(self, plan: Plan, sizes: Sequence[int], kept_bytes: float) -> None:
         """Move state to where a plan has it when an iteration starts. No operation may run meanwhile.
@@ -153,6 +167,7 @@ class SubgroupStates:
         self._blocks.clear()
         self._on_device.clear()
         self._on_host.clear()
+        self._spares.clear()
 
     def _move(self, subgroups: Collection[int], issue: Callable[[int], None]) -> None:
         """Move states, and return when they have moved, even if one cannot."""
@@ -165,17 +180,22 @@ class SubgroupStates:
 
     def _allocate_on_host(self, plan: Plan) -> None:
         """Allocate host memory for the states that a plan has there at some time, and release that of the others."""
-        for subgroup in () if self._keeps_host_buffers else plan.resident:
+        for subgroup in () if self._host_buffers is not None else plan.resident:
             self._on_host.pop(subgroup, None)
+        self._spares = {subgroup: spare for subgroup, spare in self._spares.items() if subgroup in plan.speculated}
         for subgroup in range(len(self.subgroups)):
             if subgroup not in plan.resident:
                 self._allocated_on_host(subgroup)
+        for subgroup in plan.speculated - self._spares.keys():
+            self._spares[subgroup] = self._allocate(subgroup)
 
     def _allocated_on_host(self, subgroup: int) -> torch.Tensor:
         if subgroup not in self._on_host:
-            shape = (3, self.subgroups[subgroup].params)
-            self._on_host[subgroup] = self._device.allocate_host(shape, torch.float32)
+            self._on_host[subgroup] = self._allocate(subgroup)
         return self._on_host[subgroup]
+
+    def _allocate(self, subgroup: int) -> torch.Tensor:
+        return self._device.allocate_host((3, self.subgroups[subgroup].params), torch.float32)
 
 
 def _row_pairs(source: torch.Tensor, target: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -81,14 +81,14 @@ class _Reference(ReferenceOptimizer):
 
 
 @contextmanager
-def _reference(job: Job, **options: Any) -> Iterator[_Reference]:
+def reference_optimizer(job: Job, **options: Any) -> Iterator[_Reference]:
     yield _Reference(job.net.parameters(), **options)
 
 
 @pytest.mark.parametrize(("policy", "mode"), CASES)
 @pytest.mark.parametrize("seed", range(6))
 def test_step__gives_the_bits_of_the_reference_in_random_jobs(policy: str, mode: str, seed: int) -> None:
-    expected = random_job(seed, mode, _reference)
+    expected = random_job(seed, mode, reference_optimizer)
     assert random_job(seed, mode, lambda job, **options: late_optimizer(job, policy, mode, **options)) == expected
 
 
@@ -100,7 +100,7 @@ def test_step__gives_the_bits_of_the_reference_on_a_device_with_any_timing(polic
         got = random_job(seed, mode, lambda job, **options: late_optimizer(job, policy, mode, device=device, **options))
     finally:
         device.close()
-    assert got == random_job(seed, mode, _reference)
+    assert got == random_job(seed, mode, reference_optimizer)
 
 
 def test_step__returns_before_the_updates_have_ended_and_the_forward_waits() -> None:
@@ -236,25 +236,12 @@ def test_step__goes_on_after_an_operation_failed_under_the_forward() -> None:
         assert job.outcome() == same.outcome()
 
 
-SPECULATIVE = {
-    "policy": "pipelined,overlap=both",
-    "overlap": "none",
-    "machine": MACHINE,
-    "gradients": "streamed",
-    "max_grad_norm": 1.0,
-}
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"model": None}, EngineError, "need the module whose forward waits"),
-        ({"overlap": "backward"}, EngineError, "overlap is 'backward': it must be 'none' or 'forward'"),
-        (
-            SPECULATIVE,
-            EngineError,
-            "inside the backward can only be simulated so far",
-        ),
+        ({"overlap": "late"}, EngineError, "overlap is 'late': it must be one of none, forward, backward, both, auto"),
+        ({"overlap": "both"}, EngineError, "updates inside the backward need gradients='streamed'"),
         ({"policy": "gpu-only"}, PolicyError, "no option 'overlap=forward'"),
         ({"model": 3}, EngineError, "model is 3: it must be the torch.nn.Module"),
         ({"policy": "pipelined,overlap=none"}, EngineError, "must not contradict each other"),

@@ -104,14 +104,18 @@ def maker(policy: str, mode: str, **defaults: Any) -> Make:
 
 def throttle_cpu(optimizer: InterleavedAdamW, params_per_s: Callable[[], float]) -> None:
     """Delay the updates on the CPU to a rate."""
-    update_ranges = optimizer._runner.kernel.update_ranges
+    kernel = optimizer._runner.kernel
 
-    def throttled(*arguments: Any) -> None:
-        end_s = time.perf_counter() + len(arguments[0]) / params_per_s()
-        update_ranges(*arguments)
-        time.sleep(max(0.0, end_s - time.perf_counter()))
+    def throttle(update: Callable[..., None]) -> Callable[..., None]:
+        def throttled(*arguments: Any) -> None:
+            end_s = time.perf_counter() + len(arguments[0]) / params_per_s()
+            update(*arguments)
+            time.sleep(max(0.0, end_s - time.perf_counter()))
 
-    optimizer._runner.kernel.update_ranges = throttled  # type: ignore[method-assign]
+        return throttled
+
+    kernel.update_ranges = throttle(kernel.update_ranges)  # type: ignore[method-assign]
+    kernel.update_beside = throttle(kernel.update_beside)  # type: ignore[method-assign]
 
 
 def net(dtype: torch.dtype = torch.bfloat16) -> Net:

@@ -18,6 +18,7 @@ from ebbtide.interleave.engine.adaptive import planner
 from ebbtide.interleave.engine.adaptive.planner import Planner
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.runtime.layout import divide
+from ebbtide.interleave.model.overlap import BOTH
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
@@ -170,3 +171,18 @@ def test_planner__spends_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPat
             plan_count += 1
     # When the phases were measured, and perhaps once more if this machine stalled meanwhile.
     assert 1 <= plan_count <= 2
+
+
+def test_replan_reason__is_that_more_steps_are_clipped() -> None:
+    subgroups = divide([torch.zeros(SUBGROUP * COUNT)], SUBGROUP)
+    planning = Planner("pipelined,overlap=auto", machine(), subgroups, streamed=True, supported=BOTH)
+    planning.workload = replace(planning.workload, forward_s=0.1, backward_s=0.3)
+    plan = planning.plan(None)
+    assert plan.speculated
+    for _ in range(4):
+        planning.observe(simulate(plan, planning.workload, planning.machine))
+    for _ in range(100):
+        planning.observe_clipping(True)
+    assert planning.replan_reason(None) == "the share of clipped steps went from 0.05 to 0.99"
+    planning.plan(None)
+    assert planning.replan_reason(None) is None

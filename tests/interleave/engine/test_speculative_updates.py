@@ -1,0 +1,213 @@
+"""InterleavedAdamW with updates inside the backward: the bits of the reference, however often they are in vain."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.runtime.speculations import Speculations
+from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.speculation import speculate
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies import POLICIES, PolicySpec, make_plan, policy
+from ebbtide.interleave.policies.overlap import late
+from ebbtide.machines.machine import Machine
+from tests.interleave.engine.test_edits import follow
+from tests.interleave.engine.test_late_updates import late_optimizer, random_job, reference_optimizer
+from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer
+from tests.interleave.engine.twins import Jitter, JitteryDevice
+
+OVERLAPS = ("backward", "both")
+
+
+@pytest.fixture(autouse=True)
+def _speculating() -> Iterator[None]:
+    """Register a policy that speculates a number of subgroups, whatever it gains; `speculating` alone does all."""
+
+    @policy("speculating", overlap=OVERLAPS, base=("pipelined", "interleaved:2"))
+    def speculating(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+        """Speculate."""
+        plan = make_plan(spec.options["base"], workload, machine)
+        count = round(spec.number("a number of subgroups", 1e6, 0, 1e6))
+        plan = speculate(plan, workload, count, uploads_first=count % 2 == 0)
+        return (late(plan, workload) if spec.options["overlap"] == "both" else plan).validate(workload)
+
+    yield
+    del POLICIES["speculating"]
+
+
+@contextmanager
+def speculating_optimizer(job: Job, text: str = "speculating", **options: Any) -> Iterator[InterleavedAdamW]:
+    with late_optimizer(
+        job, text, "streamed", **{"overlap": "backward", "machine": MACHINE, "model": job.net, **options}
+    ) as optimizer:
+        yield optimizer
+
+
+@contextmanager
+def counted_speculations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Count speculative updates that were valid when the step began, and those that were not."""
+    counts = [0, 0]
+    validate = Speculations.validate
+
+    def count(self: Speculations, scalars: Any) -> tuple[set[int], set[int]]:
+        valid, invalid = validate(self, scalars)
+        counts[0] += len(valid)
+        counts[1] += len(invalid)
+        return valid, invalid
+
+    monkeypatch.setattr(Speculations, "validate", count)
+    yield counts
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("text", ["speculating", "speculating:3", "speculating:4,base=interleaved:2"])
+def test_step__gives_the_bits_of_the_reference_in_random_jobs(
+    text: str, overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with counted_speculations(monkeypatch) as counts:
+        for seed in range(8):
+            expected = random_job(seed, "streamed", reference_optimizer)
+            got = random_job(
+                seed,
+                "streamed",
+                lambda job, **options: speculating_optimizer(job, text, overlap=overlap, **options),
+            )
+            assert got == expected, seed
+    # Otherwise the jobs would show nothing.
+    assert min(counts) > 20
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_step__gives_the_bits_of_the_reference_on_a_device_with_any_timing(overlap: str) -> None:
+    seed = 12
+    device = JitteryDevice(Jitter(seed, 2e-3))
+    try:
+        got = random_job(
+            seed,
+            "streamed",
+            lambda job, **options: speculating_optimizer(job, overlap=overlap, device=device, **options),
+        )
+    finally:
+        device.close()
+    assert got == random_job(seed, "streamed", reference_optimizer)
+
+
+def _halve_rate(job: Job, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def _write_parameter(job: Job, optimizer: Any) -> None:
+    bias = job.net.last.bias
+    with torch.no_grad():
+        bias.mul_(2)
+    if isinstance(optimizer, ReferenceOptimizer):
+        follow(optimizer.state[bias]["rows"][0], bias)
+
+
+def _read_state(job: Job, optimizer: Any) -> None:
+    optimizer.state_dict()
+
+
+def _add_gradients(job: Job, optimizer: Any) -> None:
+    optimizer.scale(job.loss()).backward()
+
+
+def _drop_gradient(job: Job, optimizer: Any) -> None:
+    job.net.late.weight.grad = None
+
+
+@pytest.mark.parametrize("interfere", [_halve_rate, _write_parameter, _read_state, _add_gradients, _drop_gradient])
+def test_step__gives_the_bits_of_the_reference_whatever_the_job_does_before_it(interfere: Any) -> None:
+    job, same = Job(), Job()
+    expected = ReferenceOptimizer(same.net.parameters())
+    with speculating_optimizer(job) as optimizer:
+        speculated = _end_of_updates_beside(optimizer)
+        for step in range(6):
+            speculated.clear()
+            for each, own in ((job, optimizer), (same, expected)):
+                each.net.zero_grad()
+                own.scale(each.loss(step)).backward()
+            if step == 3:
+                assert speculated.wait(30)
+                interfere(job, optimizer)
+                interfere(same, expected)
+            optimizer.step()
+            expected.step()
+        optimizer.synchronize()
+        assert job.outcome() == same.outcome()
+
+
+def _end_of_updates_beside(optimizer: InterleavedAdamW) -> threading.Event:
+    """Return an event that is set after each speculative update."""
+    ended = threading.Event()
+    update = optimizer._runner.kernel.update_beside
+
+    def update_and_tell(*arguments: Any) -> None:
+        update(*arguments)
+        ended.set()
+
+    optimizer._runner.kernel.update_beside = update_and_tell  # type: ignore[method-assign]
+    return ended
+
+
+def test_step__goes_on_after_a_speculative_update_failed() -> None:
+    """It has changed nothing, so the step is completed on the CPU."""
+    job, same = Job(), Job()
+    expected = ReferenceOptimizer(same.net.parameters())
+    with speculating_optimizer(job) as optimizer:
+        update = optimizer._runner.kernel.update_beside
+        for step in range(5):
+            if step == 3:
+
+                def fail(*arguments: Any) -> None:
+                    update(*arguments)
+                    raise RuntimeError("the update failed")
+
+                optimizer._runner.kernel.update_beside = fail  # type: ignore[method-assign]
+                job.net.zero_grad()
+                optimizer.scale(job.loss(step)).backward()
+                with pytest.raises(EngineError, match="the update failed; the step was completed on the CPU"):
+                    optimizer.step()
+                optimizer._runner.kernel.update_beside = update  # type: ignore[method-assign]
+            else:
+                job.step(optimizer, step)
+            same.step(expected, step)
+        assert job.outcome() == same.outcome()
+
+
+def test_last_schedule__has_updates_inside_the_backward_as_speculative_and_others_not() -> None:
+    job = Job()
+    with speculating_optimizer(job, max_grad_norm=1e6) as optimizer:
+        speculated = _end_of_updates_beside(optimizer)
+        for step in range(4):
+            speculated.clear()
+            job.net.zero_grad()
+            job.loss(step).backward()
+            assert step < 2 or speculated.wait(30)
+            optimizer.step()
+        schedule = optimizer.last_schedule
+        assert schedule is not None
+        backward_end = schedule.iteration_s - schedule.update_s
+        updates = [(op.speculative, start) for op, start, _ in schedule.items() if op.kind == "update"]
+        assert min(start for speculative, start in updates if speculative) < backward_end
+        assert all(start > backward_end for speculative, start in updates if not speculative)
+
+
+def test_host_bytes__count_the_spares_of_speculated_subgroups() -> None:
+    job = Job()
+    with speculating_optimizer(job, "speculating:3") as few, speculating_optimizer(job, "speculating:0") as none:
+        for optimizer in (few, none):
+            job.step(optimizer)
+        subgroups = few._runner.engine.store.subgroups
+        spares = sum(12 * subgroups[number].params for number in few.plan.speculated)
+        assert len(few.plan.speculated) == 3
+        assert few._runner.engine.store.host_bytes - none._runner.engine.store.host_bytes == spares
