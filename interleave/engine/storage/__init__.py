@@ -1,0 +1,1 @@
+"""Files for optimizer state that host memory does not hold."""

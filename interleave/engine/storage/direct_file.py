@@ -1,0 +1,148 @@
+"""A file that is read and written without the page cache, in large blocks by several threads."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ebbtide.interleave.engine.errors import EngineError
+
+# Offsets, lengths and addresses of direct I/O are multiples of this.
+PAGE = 4096
+_BLOCK_BYTES = 8 << 20
+# With one thread the drive idles between requests.
+_THREADS = 2
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def aligned(nbytes: int) -> int:
+    """Return a number of bytes, rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+class DirectFile:
+    """A file that one process reads and writes, with O_DIRECT where the file system has it.
+
+    Args:
+        path: The file. It is created if it does not exist.
+
+    Attributes:
+        path: The file.
+        is_direct: Whether the page cache is left out.
+        size: Its size in bytes when it was opened.
+
+    Raises:
+        EngineError: The file cannot be opened, or another process uses it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_direct = True
+        try:
+            self._file = self._open()
+        except OSError as error:
+            raise EngineError(f"{path} cannot be opened: {error.strerror}") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._file)
+            raise EngineError(f"{path} is in use by another process: name another folder for each job") from None
+        self.size = os.fstat(self._file).st_size
+        self._pool = ThreadPoolExecutor(_THREADS, "ebbtide-storage")
+
+    def read(self, offset: int, memory: memoryview) -> None:
+        """Read as many bytes as the memory has.
+
+        Args:
+            offset: Offset in the file, a multiple of PAGE.
+            memory: Writable bytes, whole pages.
+
+        Raises:
+            EngineError: The file ends before, or cannot be read.
+        """
+        self._move("read", os.preadv, offset, memory)
+
+    def write(self, offset: int, memory: memoryview) -> None:
+        """Write all bytes of the memory.
+
+        Args:
+            offset: Offset in the file, a multiple of PAGE.
+            memory: Bytes, whole pages.
+
+        Raises:
+            EngineError: The file system is full, or the file cannot be written.
+        """
+        self._move("written", os.pwritev, offset, memory)
+
+    def allocate(self, offset: int, nbytes: int) -> None:
+        """Reserve space, so that no write fails later for lack of it.
+
+        Raises:
+            EngineError: There is too little free space; the size of the file is as before.
+        """
+        size = os.fstat(self._file).st_size
+        try:
+            os.posix_fallocate(self._file, offset, nbytes)
+        except OSError as error:
+            os.ftruncate(self._file, size)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise EngineError(f"{self.path} cannot be extended: {error.strerror}") from None
+            space = os.fstatvfs(self._file)
+            raise EngineError(
+                f"{self.path} needs {nbytes / 1e9:.2f} GB more and {space.f_bavail * space.f_frsize / 1e9:.2f} GB are "
+                "free: free space, name another folder, or give state more host memory (host_memory_budget)"
+            ) from None
+
+    def truncate(self) -> None:
+        """Remove all content."""
+        os.ftruncate(self._file, 0)
+
+    def synchronize(self) -> None:
+        """Wait until all that was written is on the drive. Raises EngineError if that fails."""
+        try:
+            os.fdatasync(self._file)
+        except OSError as error:
+            raise EngineError(f"{self.path} cannot be written to its drive: {error.strerror}") from None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._pool.shutdown()
+        os.close(self._file)
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            return os.open(self.path, flags | os.O_DIRECT, 0o600)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
+        self.is_direct = False
+        return os.open(self.path, flags, 0o600)
+
+    def _move(self, verb: str, move: Callable[..., int], offset: int, memory: memoryview) -> None:
+        """Move blocks in both threads, and return when all have moved, even if one cannot."""
+        starts = range(0, len(memory), _BLOCK_BYTES)
+        tasks = [
+            self._pool.submit(self._move_blocks, verb, move, offset, memory, starts[number::_THREADS])
+            for number in range(min(_THREADS, len(starts)))
+        ]
+        errors = [error for task in tasks if (error := task.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    def _move_blocks(self, verb: str, move: Callable[..., int], offset: int, memory: memoryview, starts: range) -> None:
+        for start in starts:
+            end = min(start + _BLOCK_BYTES, len(memory))
+            while start < end:
+                try:
+                    moved = move(self._file, [memory[start:end]], offset + start)
+                except OSError as error:
+                    raise EngineError(f"{self.path} cannot be {verb}: {error.strerror}") from None
+                if not moved:
+                    raise EngineError(f"{self.path} ends early: it was cut short after it was opened")
+                # The rest of a short read or write starts at a whole page again.
+                start += moved if moved == end - start else moved // PAGE * PAGE
