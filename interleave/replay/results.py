@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ebbtide.errors import MachineError, PolicyError
+from ebbtide.interleave.model.host_memory import available_host_bytes
 from ebbtide.interleave.model.overlap import BOTH, NO_OVERLAP, OVERLAPS, Overlap
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
@@ -144,7 +145,7 @@ def _overlap_of_all(results: list[PolicyResult], schedules: list[Schedule]) -> O
     asked = [OVERLAPS.get(parse(result.policy).options.get("overlap", "none"), BOTH) for result in results]
     plans = [schedule.plan for schedule in schedules]
     return Overlap(
-        forward=any(overlap.forward for overlap in asked) or any(plan.has_late_operations for plan in plans),
+        forward=any(overlap.forward for overlap in asked) or any(plan.has_late_updates for plan in plans),
         backward=any(overlap.backward for overlap in asked) or any(plan.speculated for plan in plans),
     )
 
@@ -167,9 +168,10 @@ def _result(text: str, steps: Steps, machine: Machine) -> PolicyResult:
     schedule = steps.valid
     host = schedule.host_bytes()
     fits = schedule.fits_device(machine.gpu_memory_bytes)
-    if machine.host_memory_bytes is None:
+    available = available_host_bytes(schedule.workload, machine)
+    if available is None:
         fits = None if fits else fits
-    elif host > machine.host_memory_bytes:
+    elif host > available:
         fits = False
     if machine.pinned_memory_bytes is not None and schedule.pinned_bytes() > machine.pinned_memory_bytes:
         fits = False
