@@ -94,9 +94,7 @@ def calibrate(ranks: Ranks, seconds: float, name: str, progress: PartProgress = 
         # The simulator's prediction: both share the bandwidth of host memory, slowed by the same factor.
         demand = contention.pop("asked_host_bytes_per_s")
         contention["fluid_share"] = min(1.0, rates["host_memory_bytes_per_s"] / demand)
-    return Machine(
-        name=name, **rates, box=box, gpu=record.gpu, storage=(), extra={**extra, "notes": record.notes}
-    )
+    return Machine(name=name, **rates, box=box, gpu=record.gpu, storage=(), extra={**extra, "notes": record.notes})
 
 
 def _box(ranks: Ranks, rates_by_rank: list[dict[str, float]], alone: dict[str, float]) -> Box:

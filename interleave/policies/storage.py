@@ -31,8 +31,8 @@ class StorageLayout:
 
 
 DEFAULT_LAYOUT = StorageLayout("spread", 3)
-_LAYOUTS = tuple(
-    StorageLayout(placement, buffers) for buffers in (3, 2, 4, 6) for placement in ("spread", "first", "last")
+LAYOUTS = tuple(
+    StorageLayout(placement, buffers) for buffers in (3, 2, 4, 6, 1) for placement in ("spread", "first", "last")
 )
 
 
@@ -53,7 +53,7 @@ def with_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
     """
     if not _needs_storage(plan, workload, machine):
         return plan
-    plans = dict.fromkeys(stored_in(plan, workload, machine, layout) for layout in _LAYOUTS)
+    plans = dict.fromkeys(stored_in(plan, workload, machine, layout) for layout in LAYOUTS)
     best = min(plans, key=lambda candidate: simulate_steps(candidate, workload, machine).cost(machine))
     return replace(best, remark="; ".join(filter(None, (plan.remark, _summary(best, workload))))).validate(workload)
 
