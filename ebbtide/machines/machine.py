@@ -97,7 +97,7 @@ class Machine:
         """Return the machine with the rates of one of `ranks` ranks that share the box.
 
         A rank gets the smaller of its own rate and its part of the total, for updates on the CPU and for host memory.
-        The box's memory and storage are divided by the ranks. Rates of the GPU and its link stay: each rank has its own.
+        The box's memory and storage are divided by the ranks. Each rank has a GPU and link of its own.
 
         Raises:
             MachineError: The totals of the box are not known, and `ranks` is not 1.

@@ -58,13 +58,21 @@ class Schedule:
         return sum(op.nbytes for op in self.plan.ops if op.resource == direction)
 
     def busy_shares(self) -> dict[str, float]:
-        """Return the share of the update phase during which each resource is busy."""
+        """Return the share of the update phase during which each resource is busy; of storage, the busiest path.
+
+        Storage is left out if the plan does not use it.
+        """
         begin = self.iteration_s - self.update_s
-        busy = dict.fromkeys(RESOURCES, 0.0)
+        busy: dict[tuple[str, int], float] = {}
         for op, start, end in self.items():
-            if op.resource in busy:
-                busy[op.resource] += max(0.0, min(end, self.iteration_s) - max(start, begin))
-        return {resource: min(1.0, s / self.update_s) if self.update_s > 0 else 0.0 for resource, s in busy.items()}
+            key = op.resource, op.path
+            busy[key] = busy.get(key, 0.0) + max(0.0, min(end, self.iteration_s) - max(start, begin))
+        shares: dict[str, float] = dict.fromkeys(
+            (*RESOURCES, *(STORAGE_RESOURCES if self.plan.storage_buffers else ())), 0.0
+        )
+        for (resource, _), seconds in busy.items() if self.update_s > 0 else ():
+            shares[resource] = max(shares[resource], min(1.0, seconds / self.update_s))
+        return shares
 
     def storage_busy_shares(self) -> list[dict[str, float]]:
         """Return the shares of the iteration during which each path of the storage reads and writes."""
