@@ -51,8 +51,10 @@ def substep_lanes(trace: Trace, rank: int) -> Iterator[tuple[str, pd.DataFrame]]
     if run_in_sequence(rows):
         yield "sub-steps", rows
         return
-    for resource in _RESOURCES:
-        if (rows["resource"] == resource).any():
+    recorded = rows["resource"].unique()
+    # Paths of the storage come after these, in the order of their numbers.
+    for resource in (*_RESOURCES, *sorted(name for name in recorded if name not in _RESOURCES)):
+        if resource in recorded:
             yield resource, rows[rows["resource"] == resource]
 
 

@@ -192,6 +192,8 @@ SUBSTEP_COLORS = {
     "gradient up": "extra-4",
     "gradient down": "d2h",
     "flush": "extra-6",
+    "read": "extra-3",
+    "write": "extra-2",
 }
 OTHER_SUBSTEP = "other"
 

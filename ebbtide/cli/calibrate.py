@@ -50,6 +50,14 @@ def calibrate(
             show_default="1, or the ranks of torchrun",
         ),
     ] = None,
+    storage: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Also measure reads and writes of this folder, for state that host memory does not hold. Writes files "
+            "of up to 2.4 GB there, which are removed. Repeatable.",
+        ),
+    ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -59,12 +67,14 @@ def calibrate(
     """
     if from_trace and ranks is not None:
         raise typer.BadParameter("--ranks is for measuring; with --from-trace nothing is measured")
+    if from_trace and storage:
+        raise typer.BadParameter("--storage is for measuring; with --from-trace nothing is measured")
     machine_name = name or ("fitted" if from_trace else socket.gethostname())
     path = output or Path(re.sub(r"[^A-Za-z0-9_.-]", "_", machine_name) + ".json")
     if from_trace:
         machine: Machine | None = _fit(from_trace, machine_name, path, force)
     else:
-        machine = _measure(ranks, seconds, machine_name, path, force)
+        machine = _measure(ranks, seconds, machine_name, path, force, storage or [])
     if machine is None:
         return
     if as_json:
@@ -95,18 +105,20 @@ def _fit(traces: list[Path], name: str, path: Path, force: bool) -> Machine:
     return machine
 
 
-def _measure(count: int | None, seconds: float, name: str, path: Path, force: bool) -> Machine | None:
+def _measure(
+    count: int | None, seconds: float, name: str, path: Path, force: bool, storage: list[Path]
+) -> Machine | None:
     """Measure together with all other ranks; return the machine, or None on all ranks but the first."""
     from ebbtide.cli.render.progress import progress_bar
     from ebbtide.interleave.calibrate.rank_processes import join_ranks
     from ebbtide.interleave.calibrate.run import calibrate as run
     from ebbtide.output_files import new_output
 
-    with join_ranks(count, partial(run, seconds=seconds, name=name)) as ranks:
+    with join_ranks(count, partial(run, seconds=seconds, name=name, storage=storage)) as ranks:
         if ranks.rank:
-            run(ranks, seconds, name)
+            run(ranks, seconds, name, storage=storage)
             return None
         with new_output(path, force, Path.is_file, "a file") as file, progress_bar() as update:
-            machine = run(ranks, seconds, name, lambda part, done: update(part, done, 1.0))
+            machine = run(ranks, seconds, name, lambda part, done: update(part, done, 1.0), storage)
             machine.save(file)
         return machine

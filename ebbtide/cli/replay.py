@@ -50,6 +50,15 @@ def replay(
             show_default="that of the trace or workload",
         ),
     ] = None,
+    host_free_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Host memory in bytes that the optimizer may use, e.g. 64GiB. State beyond it goes to storage, if the "
+            "machine has some.",
+            show_default="that of the workload, else the host memory of the machine",
+        ),
+    ] = None,
     machine: Machine = None,
     host: Host = None,
     policy: Policies = None,
@@ -73,7 +82,7 @@ def replay(
 ) -> None:
     """Predict the iteration time under other offload policies, and the lower bound for any policy."""
     job_size = _job_size(params, ranks, forward_ms, backward_ms)
-    free = size(free_bytes) if free_bytes is not None else None
+    free, host_free = (size(value) if value is not None else None for value in (free_bytes, host_free_bytes))
     machine = machine_in_host(machine, host)
     check_outputs(plot, save)
 
@@ -97,7 +106,7 @@ def replay(
         if policy_file is not None:
             load_policies(policy_file)
         recording = open_trace(trace) if trace is not None else None
-        job = resolve_workload(recording, workload, job_size, free)
+        job = resolve_workload(recording, workload, job_size, free, host_free)
         rates = share_box(resolve_machine(machine, recording), ranks_per_host, recording)
         job = note_other_machine(job, rates, recording)
         try:

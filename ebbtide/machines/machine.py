@@ -14,6 +14,7 @@ from ebbtide.errors import MachineError
 from ebbtide.json_files import convert_object, number_range, read_object
 from ebbtide.machines.box import Box, box_from, rate_of_rank
 from ebbtide.machines.gpu_compute import GpuCompute, gpu_compute_from
+from ebbtide.machines.storage import StoragePath, storage_from
 
 # Ranges of today's machines; a value outside of them is in the wrong unit. A rate of 0 would be a resource that the
 # machine does not have, which is null.
@@ -60,6 +61,7 @@ class Machine:
         pinned_memory_bytes: Host memory that the rank may pin; None: all of its part.
         box: Totals of the box; None: measured with one rank, or not known with how many.
         gpu: Peak rates of the GPU's arithmetic; None: not known.
+        storage: Paths for state that host memory does not hold; empty: none.
         extra: Further keys of the file, which are kept.
     """
 
@@ -83,6 +85,7 @@ class Machine:
     cpu_out_of_place_share: RateShare | None = None
     box: Box | None = None
     gpu: GpuCompute | None = None
+    storage: tuple[StoragePath, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -94,7 +97,7 @@ class Machine:
         """Return the machine with the rates of one of `ranks` ranks that share the box.
 
         A rank gets the smaller of its own rate and its part of the total, for updates on the CPU and for host memory.
-        The box's memory is divided by the ranks. Rates of the GPU and of its link stay, since each rank has its own.
+        The box's memory and storage are divided by the ranks. Each rank has a GPU and link of its own.
 
         Raises:
             MachineError: The totals of the box are not known, and `ranks` is not 1.
@@ -125,6 +128,7 @@ class Machine:
             host_memory_bytes_per_s=rate_of_rank(memory, box.host_memory_bytes_per_s, ranks),
             host_memory_bytes=_divided(self.host_memory_bytes, measured_ranks, ranks),
             pinned_memory_bytes=_divided(self.pinned_memory_bytes, measured_ranks, ranks),
+            storage=tuple(path.for_ranks(measured_ranks, ranks) for path in self.storage),
             box=box,
         )
 
@@ -140,7 +144,7 @@ class Machine:
         """Return the object of a machine file."""
         values = {key: getattr(self, key) for key in _KEYS}
         objects = {key: asdict(part) if part else None for key, part in (("box", self.box), ("gpu", self.gpu))}
-        return {**values, **objects, **self.extra}
+        return {**values, **objects, "storage": [path.as_json() for path in self.storage], **self.extra}
 
     def save(self, path: Path) -> None:
         """Write a machine file. Raises MachineError where that fails."""
@@ -174,12 +178,13 @@ def machine_from(values: dict[str, Any], where: str) -> Machine:
     """
     extra = {key: value for key, value in values.items() if key not in _KEYS}
     rates = {"name": where, **{key: values[key] for key in _KEYS if values.get(key) is not None}}
-    box, gpu = rates.pop("box", None), rates.pop("gpu", None)
+    box, gpu, storage = (rates.pop(key, None) for key in ("box", "gpu", "storage"))
     machine = convert_object({**rates, "extra": extra}, Machine, where, MachineError)
     return replace(
         machine,
         box=None if box is None else box_from(box, where),
         gpu=None if gpu is None else gpu_compute_from(gpu, where),
+        storage=() if storage is None else storage_from(storage, where),
     )
 
 

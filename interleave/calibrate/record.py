@@ -8,6 +8,7 @@ from typing import Any
 from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.interleave.calibrate.timing import Timing
 from ebbtide.machines.gpu_compute import GpuCompute
+from ebbtide.machines.storage import StoragePath
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Record:
         rates: Rates by their keys in a machine file.
         alone: The same rates of one rank while the others on its host are idle; empty where not measured.
         measured: How each rate was measured, the number of runs, and their spread.
+        storage: Measured paths for state that host memory does not hold.
         gpu: Arithmetic and memory of the GPU; None where there is none.
         extra: Further keys of the machine file.
         notes: Lines for the user.
@@ -47,6 +49,7 @@ class Record:
     rates: dict[str, float] = field(default_factory=dict)
     alone: dict[str, float] = field(default_factory=dict)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
+    storage: list[StoragePath] = field(default_factory=list)
     gpu: GpuCompute | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

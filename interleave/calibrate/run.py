@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +14,12 @@ import torch
 from ebbtide import host_limits
 from ebbtide.errors import MachineError
 from ebbtide.interleave.calibrate import counters, cpu, gpu, gpu_compute, host_memory, link, operations
+from ebbtide.interleave.calibrate import storage as storage_rates
 from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.interleave.calibrate.record import Record, Setup
 from ebbtide.machines.box import Box
 from ebbtide.machines.machine import Machine
+from ebbtide.machines.storage import StoragePath
 
 # Runs that spread by more than this share of the median were disturbed.
 _UNSTEADY_SPREAD = 0.5
@@ -66,7 +70,13 @@ _PARTS_WITH_GPU = (
 )
 
 
-def calibrate(ranks: Ranks, seconds: float, name: str, progress: PartProgress = lambda *_: None) -> Machine:
+def calibrate(
+    ranks: Ranks,
+    seconds: float,
+    name: str,
+    progress: PartProgress = lambda *_: None,
+    storage: Sequence[Path] = (),
+) -> Machine:
     """Measure the rates of this machine while all ranks measure; every rank must call this.
 
     Args:
@@ -74,11 +84,12 @@ def calibrate(ranks: Ranks, seconds: float, name: str, progress: PartProgress = 
         seconds: Approximate duration.
         name: Name of the machine.
         progress: Called as each part begins.
+        storage: Folders on the file systems to measure for state that host memory does not hold.
 
     Raises:
         MachineError: A rank failed, or memory does not suffice.
     """
-    record = _measure(ranks, seconds, progress)
+    record = _measure(ranks, seconds, progress, storage)
     rates_by_rank = ranks.gather(record.rates)
     extra: dict[str, Any] = {"measured": record.measured, **record.extra}
     rates = dict(record.rates)
@@ -94,7 +105,14 @@ def calibrate(ranks: Ranks, seconds: float, name: str, progress: PartProgress = 
         # The simulator's prediction: both share the bandwidth of host memory, slowed by the same factor.
         demand = contention.pop("asked_host_bytes_per_s")
         contention["fluid_share"] = min(1.0, rates["host_memory_bytes_per_s"] / demand)
-    return Machine(name=name, **rates, box=box, gpu=record.gpu, extra={**extra, "notes": record.notes})
+    return Machine(
+        name=name,
+        **rates,
+        box=box,
+        gpu=record.gpu,
+        storage=_slowest_paths(ranks, record.storage),
+        extra={**extra, "notes": record.notes},
+    )
 
 
 def _box(ranks: Ranks, rates_by_rank: list[dict[str, float]], alone: dict[str, float]) -> Box:
@@ -115,7 +133,7 @@ def _measure_alone(setup: Setup, record: Record) -> None:
     setup.ranks.wait()
 
 
-def _measure(ranks: Ranks, seconds: float, progress: PartProgress) -> Record:
+def _measure(ranks: Ranks, seconds: float, progress: PartProgress, storage: Sequence[Path]) -> Record:
     record = Record()
     device = ranks.local_rank % torch.cuda.device_count() if torch.cuda.is_available() else None
     if device is not None:
@@ -126,6 +144,13 @@ def _measure(ranks: Ranks, seconds: float, progress: PartProgress) -> Record:
     nodes = len(host_memory.numa_nodes())
     if nodes > 1:
         parts = (*parts, Part("memory of each NUMA node", host_memory.measure_nodes, nodes))
+    parts = (
+        *parts,
+        *(
+            Part(f"storage {folder}", partial(storage_rates.measure_storage, folder), storage_rates.WINDOWS)
+            for folder in storage
+        ),
+    )
     windows = sum(part.windows for part in parts)
     setup = _setup(ranks, seconds / windows, device, record)
     done = 0
@@ -147,6 +172,17 @@ def _measure(ranks: Ranks, seconds: float, progress: PartProgress) -> Record:
             "the file"
         )
     return record
+
+
+def _slowest_paths(ranks: Ranks, paths: list[StoragePath]) -> tuple[StoragePath, ...]:
+    """Return the paths with the rates of the slowest rank."""
+    slowest = []
+    for path in paths:
+        read, write = path.read_bytes_per_s, path.write_bytes_per_s
+        each = ranks.gather({"read": read, "write": write, "both": path.duplex_bytes_per_s or read + write})
+        read, write, both = (min(rates[key] for rates in each) for key in ("read", "write", "both"))
+        slowest.append(replace(path, read_bytes_per_s=read, write_bytes_per_s=write, duplex_bytes_per_s=both))
+    return tuple(slowest)
 
 
 def _slowest(key: str, values: list[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ebbtide.errors import MachineError
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, Op, OpKind, Plan, Resource
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import Machine
@@ -88,6 +89,13 @@ class Durations:
         for kind, resource, pageable in {(op.kind, op.resource, op.pageable) for op in plan.ops}:
             needed |= _needed_rates(kind, resource, pageable)
         machine.need(sorted(needed), f"policy {plan.policy}")
+        if (paths := max((op.path + 1 for op in plan.ops if op.kind in ("read", "write")), default=0)) > len(
+            machine.storage
+        ):
+            raise MachineError(
+                f"machine {machine.name} has {len(machine.storage)} paths of storage, and policy {plan.policy} needs "
+                f"{paths}: measure them with `ebbtide calibrate --storage FOLDER`"
+            )
         pinned = {
             "h2d": (machine.h2d_bytes_per_s or 1.0) * (1 - workload.h2d_busy_share),
             "d2h": (machine.d2h_bytes_per_s or 1.0) * (1 - workload.d2h_busy_share),
@@ -98,6 +106,10 @@ class Durations:
         }
         # A job that uses the link leaves less of it to pageable copies too.
         limited = {direction: min(pageable_alone[direction], pinned[direction]) for direction in pinned}
+        self._storage_rates = {
+            "storage_read": [path.read_bytes_per_s for path in machine.storage],
+            "storage_write": [path.write_bytes_per_s for path in machine.storage],
+        }
         self._copy_rates = {False: pinned, True: limited}
         self._update_rates = {
             "cpu": (machine.cpu_update_params_per_s or 1.0) * plan.cpu_share,
@@ -117,11 +129,13 @@ class Durations:
             return self._operation_s + op.params / (self._update_rates[op.resource] * share)
         if op.kind == "cast":
             return self._operation_s + op.params / self._cast_rates[op.resource]
+        if op.kind in ("read", "write"):
+            return self._operation_s + op.nbytes / self._storage_rates[op.resource][op.path]
         return self._operation_s + op.nbytes / self._copy_rates[op.pageable][op.resource]
 
 
 def _needed_rates(kind: OpKind, resource: Resource, pageable: bool) -> set[str]:
-    if kind == "clip":
+    if kind in ("clip", "read", "write"):
         return set()
     if kind == "update":
         return {f"{resource}_update_params_per_s"}

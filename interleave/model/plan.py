@@ -3,70 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from ebbtide.errors import PlanError
+from ebbtide.interleave.model.operations import (
+    BACKWARD,
+    FORWARD,
+    LATE_KINDS,
+    OTHER,
+    RESOURCES,
+    RESOURCES_OF_KIND,
+    STEP,
+    STORAGE_RESOURCES,
+    UPDATE,
+    WRITES_PARAMETERS,
+    Op,
+    OpKind,
+    Resource,
+    plan_error,
+)
+from ebbtide.interleave.model.storage_checks import check_storage
 from ebbtide.interleave.model.workload import Workload
 
-OpKind = Literal["gradient down", "gradient up", "clip", "fetch", "update", "flush", "cast", "upload"]
-Resource = Literal["cpu", "gpu", "h2d", "d2h"]
-RESOURCES: tuple[Resource, ...] = ("cpu", "gpu", "h2d", "d2h")
-
-# Points of an iteration at which an operation may start: the number of the phase plus the share of it that is done.
-# The update begins at UPDATE. At STEP the overhead of the optimizer's step is over and its operations are issued.
-OTHER, FORWARD, BACKWARD, UPDATE, STEP = 0.0, 1.0, 2.0, 3.0, 4.0
-
-_RESOURCES_OF_KIND: dict[OpKind, tuple[Resource, ...]] = {
-    "gradient down": ("d2h",),
-    "gradient up": ("h2d",),
-    "clip": ("cpu",),
-    "fetch": ("h2d",),
-    "update": ("cpu", "gpu"),
-    "flush": ("d2h",),
-    "cast": ("cpu", "gpu"),
-    "upload": ("h2d",),
-}
-
-
-# Operations that may end in the next iteration, and those of them that write parameters.
-LATE_KINDS: frozenset[OpKind] = frozenset({"gradient up", "fetch", "update", "flush", "cast", "upload"})
-WRITES_PARAMETERS: frozenset[OpKind] = frozenset({"update", "cast", "upload"})
-
-
-class Op(NamedTuple):
-    """One operation on one subgroup.
-
-    Attributes:
-        kind: What the operation does.
-        resource: The resource that runs it.
-        subgroup: Index of the subgroup, -1 for an operation on all of them.
-        params: Parameters it works on.
-        nbytes: Bytes moved; 0 for updates and casts.
-        point: The earliest point of the iteration at which it may start (see `UPDATE`).
-        after: Indices of the operations that must have ended.
-        pageable: Whether the host memory of a copy is pageable rather than pinned.
-        blocking: Whether forward and backward stop until it has ended.
-        acquire: Bytes of device memory allocated when it starts.
-        release: Bytes of device memory freed when it ends.
-        due: The point of the next iteration at which compute waits until it has ended; None: it ends with the update of
-            its own iteration. Operations with a point are called late.
-        speculative: Whether an update on the CPU writes beside the old state, before clipping has said that it is
-            valid.
-    """
-
-    kind: OpKind
-    resource: Resource
-    subgroup: int
-    params: int
-    nbytes: float
-    point: float
-    after: tuple[int, ...] = ()
-    pageable: bool = False
-    blocking: bool = False
-    acquire: float = 0.0
-    release: float = 0.0
-    due: float | None = None
-    speculative: bool = False
+# Modules that work with plans import their operations from here, too.
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "LATE_KINDS",
+    "OTHER",
+    "RESOURCES",
+    "STEP",
+    "STORAGE_RESOURCES",
+    "UPDATE",
+    "WRITES_PARAMETERS",
+    "Op",
+    "OpKind",
+    "Plan",
+    "Resource",
+    "forward_points",
+    "gradient_ready_points",
+    "point_at",
+]
 
 
 @dataclass(frozen=True)
@@ -84,6 +60,8 @@ class Plan:
         resident_bytes: Device memory of resident state.
         cpu_share: The share of the CPU's update rate that the plan uses. With fewer threads the CPU leaves more of the
             bandwidth of host memory to copies.
+        storage_buffers: Bytes of each buffer in host memory through which state passes that is in storage when the
+            iteration begins and ends. State of other subgroups has a place of its own in host memory.
         remark: A note of the policy on this plan, for people.
     """
 
@@ -95,6 +73,7 @@ class Plan:
     kept_gradients: frozenset[int]
     resident_bytes: float
     cpu_share: float = 1.0
+    storage_buffers: tuple[float, ...] = ()
     remark: str = ""
 
     def validate(self, workload: Workload) -> Plan:
@@ -120,6 +99,16 @@ class Plan:
         """The subgroups whose updates are speculative. Each needs memory for its new state beside the old one."""
         return frozenset(op.subgroup for op in self.ops if op.speculative)
 
+    @property
+    def has_late_updates(self) -> bool:
+        """Whether the parameters may be new only in the next iteration: more is late than writes to storage."""
+        return any(op.due is not None and op.kind != "write" for op in self.ops)
+
+    @property
+    def stored(self) -> frozenset[int]:
+        """The subgroups whose state is in storage when the iteration begins and ends."""
+        return frozenset(op.subgroup for op in self.ops if op.kind == "read")
+
     def counts(self) -> dict[str, int]:
         """Return the number of operations of each kind; updates are counted per resource (`update on cpu`)."""
         totals: dict[str, int] = {}
@@ -140,14 +129,14 @@ class _PlanChecker:
             [UPDATE] * plan.subgroups if workload.gradients_held_until_step else gradient_ready_points(workload)
         )
         self._clip = -1
-        kinds: tuple[OpKind, ...] = ("gradient down", "gradient up", "fetch", "update", "flush", "cast", "upload")
+        kinds = [kind for kind in RESOURCES_OF_KIND if kind != "clip"]
         # By kind and subgroup: the index of the operation, -1 before it has been reached.
         self._indices: dict[str, list[int]] = {kind: [-1] * plan.subgroups for kind in kinds}
 
     def run(self) -> None:
         allocated = 0.0
         for index, op in enumerate(self._plan.ops):
-            if op.resource not in _RESOURCES_OF_KIND[op.kind]:
+            if op.resource not in RESOURCES_OF_KIND[op.kind]:
                 raise self._error(op, f"cannot run on {op.resource}")
             if op.after and not 0 <= min(op.after) <= max(op.after) < index:
                 raise self._error(op, "waits for a later operation")
@@ -170,6 +159,8 @@ class _PlanChecker:
         self._check_outputs()
         if self._plan.has_late_operations:
             self._check_late_operations()
+        plan = self._plan
+        check_storage(plan.policy, plan.ops, plan.storage_buffers, plan.resident | plan.parked, self._workload)
 
     def _check_clip(self, op: Op) -> None:
         """Clipping runs once and needs every gradient."""
@@ -280,7 +271,7 @@ class _PlanChecker:
                 raise self._error(op, "may start before the late operations of the iteration before have ended")
 
     def _error(self, op: Op, problem: str) -> PlanError:
-        return PlanError(f"policy {self._plan.policy}: {op.kind} of subgroup {op.subgroup} {problem}")
+        return plan_error(self._plan.policy, op, problem)
 
 
 def gradient_ready_points(workload: Workload) -> list[float]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ebbtide.interleave.model.durations import host_traffic
-from ebbtide.interleave.model.plan import RESOURCES, Op, Plan
+from ebbtide.interleave.model.host_memory import needed_host_bytes
+from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES, Op, Plan
 from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
 
 
@@ -53,16 +54,34 @@ class Schedule:
         return zip(self.plan.ops, self.starts, self.ends, strict=True)
 
     def moved_bytes(self, direction: str) -> float:
-        """Return the bytes moved in a direction (`h2d` or `d2h`)."""
+        """Return the bytes moved in a direction (`h2d`, `d2h`, `storage_read` or `storage_write`)."""
         return sum(op.nbytes for op in self.plan.ops if op.resource == direction)
 
     def busy_shares(self) -> dict[str, float]:
-        """Return the share of the update phase during which each resource is busy."""
+        """Return the share of the update phase during which each resource is busy; of storage, the busiest path.
+
+        Storage is left out if the plan does not use it.
+        """
         begin = self.iteration_s - self.update_s
-        busy = dict.fromkeys(RESOURCES, 0.0)
+        busy: dict[tuple[str, int], float] = {}
         for op, start, end in self.items():
-            busy[op.resource] += max(0.0, min(end, self.iteration_s) - max(start, begin))
-        return {resource: min(1.0, s / self.update_s) if self.update_s > 0 else 0.0 for resource, s in busy.items()}
+            key = op.resource, op.path
+            busy[key] = busy.get(key, 0.0) + max(0.0, min(end, self.iteration_s) - max(start, begin))
+        shares: dict[str, float] = dict.fromkeys(
+            (*RESOURCES, *(STORAGE_RESOURCES if self.plan.storage_buffers else ())), 0.0
+        )
+        for (resource, _), seconds in busy.items() if self.update_s > 0 else ():
+            shares[resource] = max(shares[resource], min(1.0, seconds / self.update_s))
+        return shares
+
+    def storage_busy_shares(self) -> list[dict[str, float]]:
+        """Return the shares of the iteration during which each path of the storage reads and writes."""
+        paths = 1 + max((op.path for op in self.plan.ops if op.resource in STORAGE_RESOURCES), default=-1)
+        busy: list[dict[str, float]] = [dict.fromkeys(STORAGE_RESOURCES, 0.0) for _ in range(paths)]
+        for op, start, end in self.items():
+            if op.resource in STORAGE_RESOURCES and self.iteration_s > 0:
+                busy[op.path][op.resource] += (end - start) / self.iteration_s
+        return busy
 
     def host_traffic_in_update(self) -> float:
         """Return the bytes of host memory that CPU updates, casts and copies read and write during the update."""
@@ -206,21 +225,19 @@ class Schedule:
 
     def pinned_bytes(self) -> float:
         """Return the part of the host memory that must be pinned: the state of subgroups that are fetched or flushed,
-        and the buffers of copies that are not pageable."""
-        moved = {op.subgroup: op.nbytes for op in self.plan.ops if op.kind in ("fetch", "flush")}
+        the buffers of state in storage, and those of copies that are not pageable."""
+        stored = self.plan.stored
+        moved = {
+            op.subgroup: op.nbytes
+            for op in self.plan.ops
+            if op.kind in ("fetch", "flush") and op.subgroup not in stored
+        }
         buffers = (op.nbytes for op in self.plan.ops if op.kind in ("gradient down", "upload") and not op.pageable)
-        return sum(moved.values()) + sum(buffers)
+        return sum(moved.values()) + sum(buffers) + sum(self.plan.storage_buffers)
 
     def host_bytes(self) -> float:
-        """Return the host memory that the plan needs: state that is not resident, a second place for state that is
-        updated speculatively, and separate buffers for gradients that are copied down and parameters that are copied
-        up."""
-        sizes = self.workload.subgroups
-        offloaded = sum(size for subgroup, size in enumerate(sizes) if subgroup not in self.plan.resident)
-        down = sum(op.nbytes for op in self.plan.ops if op.kind == "gradient down")
-        up = sum(op.nbytes for op in self.plan.ops if op.kind == "upload")
-        spare = sum(sizes[subgroup] for subgroup in self.plan.speculated)
-        return self.workload.state_bytes * (offloaded + spare) + down + up
+        """Return the host memory that the plan needs (see `needed_host_bytes`)."""
+        return needed_host_bytes(self.plan, self.workload)
 
 
 def _fits(used: float, free: float) -> bool:

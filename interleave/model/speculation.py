@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ebbtide.interleave.model.plan import STEP, Op, Plan, gradient_ready_points
+from ebbtide.interleave.model.plan import BACKWARD, STEP, Op, Plan, gradient_ready_points
 from ebbtide.interleave.model.workload import Workload
 
 
@@ -49,25 +49,41 @@ def speculate(plan: Plan, workload: Workload, count: int, uploads_first: bool = 
 def redone(plan: Plan) -> Plan:
     """Return the plan of a step that clipping changes: speculative updates are computed again from the old state.
 
-    It is to be simulated; a plan that is run becomes this one by what clipping says.
+    State in storage is read again for it, and written again. It is to be simulated; a plan that is run becomes this one
+    by what clipping says.
     """
     again: dict[int, int] = {}
     ops: list[Op] = []
     clip = -1
     indices: list[int] = []
+    transfers = {(op.kind, op.subgroup): op for op in plan.ops if op.kind in ("read", "write")}
+    # The latest write from each buffer: the next read into it waits for that.
+    writes: dict[int, int] = {}
+
+    def append(op: Op, *after: int) -> int:
+        if op.kind == "read" and op.buffer in writes:
+            after = (*after, writes[op.buffer])
+        elif op.kind == "write":
+            writes[op.buffer] = len(ops)
+        ops.append(op._replace(after=tuple(dict.fromkeys(after))))
+        return len(ops) - 1
+
+    def update_again(source: int) -> int:
+        update = plan.ops[source]._replace(speculative=False, point=STEP)
+        read = transfers.get(("read", update.subgroup))
+        if read is None:
+            return append(update, indices[source], clip)
+        index = append(update, indices[source], clip, append(read._replace(point=STEP, due=update.due), clip))
+        append(transfers["write", update.subgroup]._replace(point=STEP, due=BACKWARD), index)
+        return index
+
     for op in plan.ops:
-        after = tuple(again.get(index, indices[index]) for index in op.after)
         source = next((index for index in op.after if plan.ops[index].speculative), None)
-        if source is not None and source not in again:
-            update = plan.ops[source]
-            inputs = (indices[source], clip)
-            again[source] = len(ops)
-            ops.append(update._replace(speculative=False, after=inputs, point=STEP))
-            after = tuple(again.get(index, indices[index]) for index in op.after)
-        indices.append(len(ops))
+        if source is not None and source not in again and op.kind != "write":
+            again[source] = update_again(source)
+        indices.append(append(op, *(again.get(index, indices[index]) for index in op.after)))
         if op.kind == "clip":
-            clip = len(ops)
-        ops.append(op._replace(after=after))
+            clip = indices[-1]
     return replace(plan, ops=tuple(ops))
 
 

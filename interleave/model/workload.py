@@ -48,6 +48,7 @@ class Workload:
         state_bytes: Bytes per parameter of the optimizer state: fp32 master weight and moments.
         gpu_free: Device memory that the job's own parameters, gradients and activations leave free, as a step function
             over the iteration; None: not known.
+        host_free_bytes: Host memory that the plan may use; None: all of the rank's part (`Machine.host_memory_bytes`).
         h2d_busy_share: The share of the link's time that the job's own copies to the device take.
         d2h_busy_share: The same of copies to the host.
         clipping: Whether all gradients are needed before any update.
@@ -76,6 +77,7 @@ class Workload:
     grad_bytes: float = float(GRAD_BYTES)
     state_bytes: float = float(STATE_BYTES)
     gpu_free: FreeMemorySteps | None = None
+    host_free_bytes: float | None = None
     h2d_busy_share: float = 0.0
     d2h_busy_share: float = 0.0
     clipping: bool = True
@@ -175,6 +177,7 @@ class WorkloadFile(msgspec.Struct):
         ]
         | None
     ) = None
+    host_free_bytes: FreeBytes | None = None
     h2d_busy_share: BusyShare = 0.0
     d2h_busy_share: BusyShare = 0.0
     clipping: Flag = True
@@ -221,6 +224,7 @@ def workload_from(values: dict[str, Any], where: str) -> Workload:
         grad_bytes=file.grad_bytes,
         state_bytes=file.state_bytes,
         gpu_free=_free_steps(file.gpu_free_bytes, file.gpu_slack_bytes),
+        host_free_bytes=file.host_free_bytes,
         h2d_busy_share=file.h2d_busy_share,
         d2h_busy_share=file.d2h_busy_share,
         clipping=file.clipping,

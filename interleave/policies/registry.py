@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ebbtide.errors import PolicyError
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.storage import with_storage
 from ebbtide.machines.machine import Machine
 
 
@@ -137,8 +138,8 @@ def depends_on_rates(text: str) -> bool:
     return spec.name == "adaptive" or spec.options.get("overlap", "none") not in ("none", "forward")
 
 
-def make_plan(text: str, workload: Workload, machine: Machine) -> Plan:
-    """Make the plan of the policy that a string selects.
+def plan_in_memory(text: str, workload: Workload, machine: Machine) -> Plan:
+    """Make the plan of the policy that a string selects, as if host memory held all state.
 
     Raises:
         PolicyError: The string selects no policy, or the policy cannot plan this workload.
@@ -146,6 +147,18 @@ def make_plan(text: str, workload: Workload, machine: Machine) -> Plan:
     """
     spec = parse(text)
     return POLICIES[spec.name].function(workload, machine, spec)
+
+
+def make_plan(text: str, workload: Workload, machine: Machine) -> Plan:
+    """Make the plan of the policy that a string selects.
+
+    State that host memory does not hold is in storage, if the machine has storage (see `with_storage`).
+
+    Raises:
+        PolicyError: The string selects no policy, or the policy cannot plan this workload.
+        MachineError: The machine lacks a rate that the policy needs.
+    """
+    return with_storage(plan_in_memory(text, workload, machine), workload, machine)
 
 
 def to_number(text: str, value: str | None, what: str, default: float | None, minimum: float, maximum: float) -> float:

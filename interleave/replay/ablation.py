@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ebbtide.errors import MachineError, PolicyError
+from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.steps import simulate_steps
@@ -39,17 +40,28 @@ class _Rung(NamedTuple):
 def explain(workload: Workload, machine: Machine) -> list[AblationStep]:
     """Add one mechanism at a time, from ZeRO-Offload with blocking gradients to the adaptive policy with overlap.
 
-    Mechanisms that need a rate or a property of the workload that is not known are left out.
+    Mechanisms that need a rate or a property of the workload that is not known are left out. Where state is in storage
+    the last step is what enough host memory would gain.
     """
     steps: list[AblationStep] = []
-    for rung in _ladder(workload):
+    plan: Plan | None = None
+
+    def add(rung: _Rung, rates: Machine) -> None:
+        nonlocal plan
         try:
-            simulated = simulate_steps(make_plan(rung.policy, rung.workload, machine), rung.workload, machine)
+            plan = make_plan(rung.policy, rung.workload, rates)
+            iteration_ms = simulate_steps(plan, rung.workload, rates).mean("iteration_s") * 1e3
         except (MachineError, PolicyError):
-            continue
-        iteration_ms = simulated.mean("iteration_s") * 1e3
+            return
         gain_ms = steps[-1].iteration_ms - iteration_ms if steps else 0.0
         steps.append(AblationStep(rung.mechanism, rung.policy, iteration_ms, gain_ms))
+
+    for rung in _ladder(workload):
+        add(rung, machine)
+    if plan is not None and plan.stored:
+        in_memory = replace(workload, host_free_bytes=None)
+        mechanism = "host memory for all state, instead of storage"
+        add(_Rung(mechanism, steps[-1].policy, in_memory), replace(machine, host_memory_bytes=None))
     return steps
 
 

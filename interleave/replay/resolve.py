@@ -39,7 +39,11 @@ class JobSize:
 
 
 def resolve_workload(
-    trace: Trace | None, file: Path | None, size: JobSize | None = None, free_bytes: int | None = None
+    trace: Trace | None,
+    file: Path | None,
+    size: JobSize | None = None,
+    free_bytes: int | None = None,
+    host_free_bytes: int | None = None,
 ) -> Workload:
     """Return the workload of a trace, a workload file or a size.
 
@@ -48,12 +52,15 @@ def resolve_workload(
         file: A workload file.
         size: A size.
         free_bytes: Free device memory at all times, instead of what the source has.
+        host_free_bytes: Host memory that the optimizer may use, likewise.
 
     Raises:
         WorkloadError: There is not exactly one source, or it has no workload.
     """
     workload = _workload(trace, file, size)
-    return workload if free_bytes is None else replace(workload, gpu_free=((0.0, float(free_bytes)),))
+    if free_bytes is not None:
+        workload = replace(workload, gpu_free=((0.0, float(free_bytes)),))
+    return workload if host_free_bytes is None else replace(workload, host_free_bytes=float(host_free_bytes))
 
 
 def _workload(trace: Trace | None, file: Path | None, size: JobSize | None) -> Workload:

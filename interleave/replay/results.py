@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ebbtide.errors import MachineError, PolicyError
+from ebbtide.interleave.model.host_memory import available_host_bytes
 from ebbtide.interleave.model.overlap import BOTH, NO_OVERLAP, OVERLAPS, Overlap
+from ebbtide.interleave.model.plan import STORAGE_RESOURCES
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import BUILT_IN, make_plan, parse
@@ -19,6 +21,7 @@ from ebbtide.machines.machine import Machine
 # Above these shares a resource counts as what limits the update.
 _LIMITING_MEMORY_SHARE = 0.95
 _LIMITING_BUSY_SHARE = 0.75
+_DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,13 @@ class PolicyResult:
         speculated_subgroups: Subgroups that are updated before it is known whether clipping changes them.
         redone_iteration_ms: Iteration time of a step that clipping changes; None if nothing is speculated. Times above
             are the mean over all steps, other figures those of a step that it does not change.
-        limited_by: What limits the update: a resource, "host memory" (its bandwidth), "dependencies" or "nothing".
+        limited_by: What limits the update: a resource, "host memory" (its bandwidth), "storage", "dependencies" or
+            "nothing".
+        storage_read_bytes: Bytes read from storage.
+        storage_written_bytes: Bytes written to storage.
+        storage_written_bytes_per_day: The same, if iterations follow each other for a day.
+        storage_busy: By path: the shares of the iteration during which it reads and writes.
+        stored_subgroups: Subgroups whose state is in storage.
     """
 
     policy: str
@@ -61,6 +70,11 @@ class PolicyResult:
     limited_by: str
     speculated_subgroups: int
     redone_iteration_ms: float | None
+    storage_read_bytes: float
+    storage_written_bytes: float
+    storage_written_bytes_per_day: float
+    storage_busy: list[dict[str, float]]
+    stored_subgroups: int
 
 
 @dataclass(frozen=True)
@@ -144,7 +158,7 @@ def _overlap_of_all(results: list[PolicyResult], schedules: list[Schedule]) -> O
     asked = [OVERLAPS.get(parse(result.policy).options.get("overlap", "none"), BOTH) for result in results]
     plans = [schedule.plan for schedule in schedules]
     return Overlap(
-        forward=any(overlap.forward for overlap in asked) or any(plan.has_late_operations for plan in plans),
+        forward=any(overlap.forward for overlap in asked) or any(plan.has_late_updates for plan in plans),
         backward=any(overlap.backward for overlap in asked) or any(plan.speculated for plan in plans),
     )
 
@@ -167,15 +181,17 @@ def _result(text: str, steps: Steps, machine: Machine) -> PolicyResult:
     schedule = steps.valid
     host = schedule.host_bytes()
     fits = schedule.fits_device(machine.gpu_memory_bytes)
-    if machine.host_memory_bytes is None:
+    available = available_host_bytes(schedule.workload, machine)
+    if available is None:
         fits = None if fits else fits
-    elif host > machine.host_memory_bytes:
+    elif host > available:
         fits = False
     if machine.pinned_memory_bytes is not None and schedule.pinned_bytes() > machine.pinned_memory_bytes:
         fits = False
+    iteration_s, written = steps.mean("iteration_s"), schedule.moved_bytes("storage_write")
     return PolicyResult(
         policy=text,
-        iteration_ms=steps.mean("iteration_s") * 1e3,
+        iteration_ms=iteration_s * 1e3,
         forward_ms=steps.mean("forward_s") * 1e3,
         backward_ms=steps.mean("backward_s") * 1e3,
         update_ms=steps.mean("update_s") * 1e3,
@@ -190,6 +206,11 @@ def _result(text: str, steps: Steps, machine: Machine) -> PolicyResult:
         limited_by=limiting_resource(schedule, machine),
         speculated_subgroups=len(schedule.plan.speculated),
         redone_iteration_ms=None if steps.redone is None else steps.redone.iteration_s * 1e3,
+        storage_read_bytes=schedule.moved_bytes("storage_read"),
+        storage_written_bytes=written,
+        storage_written_bytes_per_day=written / iteration_s * _DAY_S if written else 0.0,
+        storage_busy=schedule.storage_busy_shares(),
+        stored_subgroups=len(schedule.plan.stored),
     )
 
 
@@ -203,4 +224,6 @@ def limiting_resource(schedule: Schedule, machine: Machine) -> str:
     memory_share = traffic / schedule.update_s / (machine.host_memory_bytes_per_s or float("inf"))
     if memory_share > _LIMITING_MEMORY_SHARE:
         return "host memory"
-    return busiest if shares[busiest] > _LIMITING_BUSY_SHARE else "dependencies"
+    if shares[busiest] <= _LIMITING_BUSY_SHARE:
+        return "dependencies"
+    return "storage" if busiest in STORAGE_RESOURCES else busiest

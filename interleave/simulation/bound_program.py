@@ -9,6 +9,7 @@ from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.intervals import OVERHEAD, IterationInterval
 from ebbtide.interleave.simulation.linear_program import LinearProgram
+from ebbtide.interleave.simulation.storage_rows import HOST_STATES, STORAGE_FLOWS, add_storage_rows, storage_limits
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 
@@ -32,7 +33,8 @@ class BoundProgram(LinearProgram):
 
     Variables: the flows of each interval, the state on the device after each interval and before the first, the kept
     gradients, the length of the update without its overhead, and the exposed time. Where updates may end in the next
-    forward also the waits before the backward; the intervals then begin with the backward (`cycle_intervals_of`).
+    forward also the waits before the backward; the intervals then begin with the backward (`cycle_intervals_of`). Where
+    state may be in storage also what is read and written, and the state in host memory (see `storage_rows`).
 
     The solver's tolerances are absolute, so all values are kept near 1: parameters are shares of all parameters,
     bytes are per parameter, times are in units of `time_unit_s`.
@@ -57,18 +59,23 @@ class BoundProgram(LinearProgram):
         self._machine = machine
         self.intervals = intervals
         self.time_unit_s = time_unit_s
+        self._storage = storage_limits(workload, machine)
+        on_storage = (*STORAGE_FLOWS, *HOST_STATES) if self._storage is not None else ()
         for index, interval in enumerate(intervals):
-            for name in (*_FLOWS, *_TOTALS.values(), "state"):
+            for name in (*_FLOWS, *_TOTALS.values(), "state", *on_storage):
                 self.add_variable(name, index)
             self._forbid_flows(interval, index, windows)
         for name in ("state at start", "update length", "exposed"):
             self.add_variable(name)
         self.add_variable("kept gradients", upper=1.0)
-        waits = [self.add_variable("wait", index) for index in self._late_intervals()]
-        waits.append(self.variable("update length"))
+        self._waits = {index: self.add_variable("wait", index) for index in self._late_intervals()}
+        waits = [*self._waits.values(), self.variable("update length")]
         self.add_row({self.variable("exposed"): 1.0, **dict.fromkeys(waits, -1.0)}, lower=0.0)
         for index, interval in enumerate(intervals):
             self._add_interval(interval, index)
+        if self._storage is not None:
+            phases = [interval.phase for interval in intervals]
+            add_storage_rows(self, workload, self._storage, phases, overlap.forward)
         self._end_before_needed()
         if overlap.backward:
             self._limit_speculation()
@@ -102,8 +109,8 @@ class BoundProgram(LinearProgram):
             self.limit(self.variable(name, index), 0.0)
 
     def _late_intervals(self) -> list[int]:
-        """Return the intervals in which late updates may run."""
-        if not self._overlap.forward:
+        """Return the intervals that may be stretched by late updates, or by late writes to storage."""
+        if not self._overlap.forward and self._storage is None:
             return []
         return [i for i, interval in enumerate(self.intervals) if interval.phase in (OTHER, FORWARD)]
 
@@ -117,8 +124,8 @@ class BoundProgram(LinearProgram):
         interval = self.intervals[index]
         if interval.phase == UPDATE:
             times[self.variable("update length")] = -1.0
-        elif self._overlap.forward and interval.phase in (OTHER, FORWARD):
-            times[self.variable("wait", index)] = -1.0
+        elif index in self._waits:
+            times[self._waits[index]] = -1.0
         self.add_row(times, upper=interval.length_s / self.time_unit_s)
 
     def _add_interval(self, interval: IterationInterval, index: int) -> None:
@@ -139,7 +146,14 @@ class BoundProgram(LinearProgram):
         if machine.duplex_bytes_per_s is not None:
             self._limit_rate({**up, **down}, index, self._scaled_rate(machine.duplex_bytes_per_s))
         cpu_traffic = {flow("cpu updates"): workload.cpu_update_bytes}
-        self._limit_rate({**cpu_traffic, **up, **down}, index, self._scaled_rate(machine.host_memory_bytes_per_s))
+        traffic = {**cpu_traffic, **up, **down}
+        if (storage := self._storage) is not None:
+            read, written = ({flow(name): workload.state_bytes} for name in ("read", "written"))
+            self._limit_rate(read, index, self._scaled_rate(storage.read))
+            self._limit_rate(written, index, self._scaled_rate(storage.write))
+            self._limit_rate({**read, **written}, index, self._scaled_rate(storage.both))
+            traffic |= {**read, **written}
+        self._limit_rate(traffic, index, self._scaled_rate(machine.host_memory_bytes_per_s))
         self._limit_rate({flow("cpu updates"): 1.0}, index, self._scaled_rate(machine.cpu_update_params_per_s))
         if machine.gpu_update_params_per_s is not None:
             gpu_rate = self._scaled_rate(machine.gpu_update_params_per_s)
@@ -204,7 +218,8 @@ class BoundProgram(LinearProgram):
         rate = self._scaled_rate(machine.cpu_update_params_per_s) * machine.out_of_place_share
         for index in early if workload.clipping else ():
             self._limit_rate({self.variable("cpu updates", index): 1.0}, index, rate)
-        if machine.host_memory_bytes is not None and workload.clipping:
+        # In storage a new state is written beside the old one.
+        if machine.host_memory_bytes is not None and workload.clipping and not machine.storage:
             on_cpu = {self.variable("cpu updates", i): 1.0 + (i in early) for i in range(len(self.intervals))}
             available = machine.host_memory_bytes / workload.params / workload.state_bytes
             # A plan without speculation that needs more than there is can be simulated too.

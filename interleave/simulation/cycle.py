@@ -99,6 +99,7 @@ def _task_graph(plan: Plan, work: IterationWork, repeated: dict[int, int]) -> Ta
             *(work.demand[index] for index in repeated),
             *[0.0] * (len(before) + 1),
         ],
+        work.storage_limits,
     )
     graph.stops_compute = frozenset(late_gpu_operations(plan))
     for task in range(count, start):

@@ -1,4 +1,4 @@
-"""The event loop of the simulator: tasks on five resources that share bandwidth as a fluid.
+"""The event loop of the simulator: tasks on five resources and the storage that share bandwidth as a fluid.
 
 Plans of many thousand operations are simulated again and again while one is searched for, so the loop is written out
 for each resource, without calls.
@@ -6,9 +6,13 @@ for each resource, without calls.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
-CPU, GPU, H2D, D2H, COMPUTE = range(5)
+from ebbtide.interleave.simulation.storage_channels import StorageChannels
+
+# Reads and writes of the storage follow: of path p, STORAGE + 2 p and the next number.
+CPU, GPU, H2D, D2H, COMPUTE, STORAGE = range(6)
 INFINITE = float("inf")
 # Ends that differ by less than this share of the time coincide: they differ by rounding.
 _SAME_TIME = 1e-13
@@ -18,16 +22,19 @@ class TaskGraph:
     """Tasks, each on one resource, and which of them wait for which.
 
     Attributes:
-        resource: Resource of each task: one of `CPU`, `GPU`, `H2D`, `D2H`, `COMPUTE`.
+        resource: Resource of each task: one of `CPU`, `GPU`, `H2D`, `D2H`, `COMPUTE`, or from `STORAGE` on.
         alone_s: Seconds of each task if nothing else runs.
         demand: Host memory traffic of each task if nothing else runs, bytes/s.
         pending: How many tasks each task waits for. Running the graph counts them down.
         successors: The tasks that wait for each task.
         link_left: By task of `COMPUTE`: the shares of the link that are left meanwhile, to the device and to the host.
         stops_compute: Tasks of `GPU` during which tasks of `COMPUTE` stand still.
+        storage_limits: Limit of reads and writes together of each path of the storage, bytes/s.
     """
 
-    def __init__(self, resource: list[int], alone_s: list[float], demand: list[float]) -> None:
+    def __init__(
+        self, resource: list[int], alone_s: list[float], demand: list[float], storage_limits: Sequence[float] = ()
+    ) -> None:
         self.resource = resource
         self.alone_s = alone_s
         self.demand = demand
@@ -35,6 +42,7 @@ class TaskGraph:
         self.successors: list[list[int]] = [[] for _ in resource]
         self.link_left: dict[int, tuple[float, float]] = {}
         self.stops_compute: frozenset[int] = frozenset()
+        self.storage_limits = storage_limits
 
     def add_dependency(self, task: int, successor: int) -> None:
         """Let one task wait for another."""
@@ -48,7 +56,8 @@ def run_tasks(
     """Return the start and the end of each task, s; None if it is certain that the last one ends after a limit.
 
     Each resource runs the first of its ready tasks. Both directions of the link are slowed by one factor if together
-    they exceed the duplex limit, then CPU and link by one factor if they exceed host memory.
+    they exceed the duplex limit, likewise reads and writes of a path of the storage, then CPU, link and storage by one
+    factor if they exceed host memory.
 
     Args:
         graph: The tasks.
@@ -62,16 +71,16 @@ def run_tasks(
     alone_s, demand, pending, successors = graph.alone_s, graph.demand, graph.pending, graph.successors
     total = len(alone_s)
     starts, ends = [0.0] * total, [0.0] * total
-    queues: list[list[int]] = [[], [], [], [], []]
-    cpu_ready, gpu_ready, up_ready, down_ready, compute_ready = queues
+    queues: list[list[int]] = [[] for _ in range(STORAGE + 2 * len(graph.storage_limits))]
+    cpu_ready, gpu_ready, up_ready, down_ready, compute_ready = queues[:STORAGE]
     queue = [queues[resource] for resource in graph.resource]
     # Seconds of work that has not started, of each resource alone.
-    work_s = [0.0] * 5
+    work_s = [0.0] * len(queues)
     for task, resource in enumerate(graph.resource):
         work_s[resource] += alone_s[task]
         if not pending[task]:
             queues[resource].append(task)
-    cpu_work_s, gpu_work_s, up_work_s, down_work_s, _ = work_s
+    cpu_work_s, gpu_work_s, up_work_s, down_work_s = work_s[:COMPUTE]
     limit_s *= 1 + 1e-9
     # Per resource: the task that runs (-1: none) and when it will end. Of those that share bandwidth also the speed as
     # a share of that alone, the traffic alone, and how much work was left when the speed last changed.
@@ -83,6 +92,8 @@ def run_tasks(
     cpu_since = up_since = down_since = 0.0
     link_left, up_share, down_share = graph.link_left, 1.0, 1.0
     stops_compute = graph.stops_compute
+    storage = StorageChannels(graph.storage_limits, queues[STORAGE:]) if graph.storage_limits else None
+    storage_traffic = 0.0
     now = 0.0
     done = 0
     while done < total:
@@ -147,10 +158,13 @@ def run_tasks(
             elif down_demand:
                 changed = True
                 down_demand = 0.0
+        if storage is not None and storage.start(now, alone_s, demand, starts):
+            changed = True
+            storage_traffic = storage.traffic
         if changed:
             link_demand = up_demand * up_share + down_demand * down_share
             link = duplex_bytes_per_s / link_demand if link_demand > duplex_bytes_per_s else 1.0
-            all_demand = cpu_demand + link * link_demand
+            all_demand = cpu_demand + link * link_demand + storage_traffic
             share = host_bytes_per_s / all_demand if all_demand > host_bytes_per_s else 1.0
             if share != cpu_speed:
                 if cpu >= 0:
@@ -172,11 +186,15 @@ def run_tasks(
                     down_since = now
                     down_end = now + down_left / speed
                 down_speed = speed
+            if storage is not None:
+                storage.slow(share, now)
         now = min(cpu_end, gpu_end, up_end, down_end, compute_end)
+        if storage is not None:
+            now = min(now, storage.next_end)
         if now == INFINITE:
             raise RuntimeError(f"nothing can run, and {total - done} operations wait")
         latest = now + _SAME_TIME * now
-        finished = []
+        finished = storage.finish(latest) if storage is not None else []
         if cpu_end <= latest:
             finished.append(cpu)
             cpu, cpu_end = -1, INFINITE

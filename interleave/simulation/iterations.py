@@ -29,6 +29,7 @@ class IterationWork:
         compute_s: Seconds of compute until each of the points from the one before.
         overhead_s: Overhead of the step.
         link_left: By phase: the shares of the link that the job's collectives leave.
+        storage_limits: Limit of reads and writes together of each path of the storage, bytes/s.
     """
 
     resource: list[int]
@@ -38,6 +39,7 @@ class IterationWork:
     compute_s: list[float]
     overhead_s: float
     link_left: dict[str, tuple[float, float]]
+    storage_limits: tuple[float, ...] = ()
 
     @property
     def tasks(self) -> int:
@@ -81,6 +83,7 @@ def _task_graph(plan: Plan, work: IterationWork, iterations: int) -> TaskGraph:
         [COMPUTE, *work.resource, *[COMPUTE] * rest] * iterations,
         [0.0, *work.alone_s, *work.compute_s, work.overhead_s] * iterations,
         [0.0, *work.demand, *[0.0] * rest] * iterations,
+        work.storage_limits,
     )
     compute_until = {point: 1 + len(plan.ops) + number for number, point in enumerate(work.points)}
     overhead = work.tasks - 1

@@ -8,22 +8,34 @@ from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, OpKind, Pla
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.cycle import is_exact, run_cycle
-from ebbtide.interleave.simulation.event_loop import COMPUTE, CPU, D2H, GPU, H2D, INFINITE, TaskGraph, run_tasks
+from ebbtide.interleave.simulation.event_loop import (
+    COMPUTE,
+    CPU,
+    D2H,
+    GPU,
+    H2D,
+    INFINITE,
+    STORAGE,
+    TaskGraph,
+    run_tasks,
+)
 from ebbtide.interleave.simulation.iterations import IterationWork, run_iterations
 from ebbtide.machines.machine import Machine
 
-_INDEX = {"cpu": CPU, "gpu": GPU, "h2d": H2D, "d2h": D2H}
+# Reads and writes of the first path of the storage; those of the next path follow.
+_INDEX = {"cpu": CPU, "gpu": GPU, "h2d": H2D, "d2h": D2H, "storage_read": STORAGE, "storage_write": STORAGE + 1}
 # What the duration of an operation depends on: kind, resource, parameters, bytes, whether host memory is pageable,
-# whether an update is speculative, and the share of the CPU's update rate.
-_OpClass = tuple[OpKind, Resource, int, float, bool, bool, float]
+# whether an update is speculative, the path of the storage, and the share of the CPU's update rate.
+_OpClass = tuple[OpKind, Resource, int, float, bool, bool, int, float]
 
 
 def simulate(plan: Plan, workload: Workload, machine: Machine) -> Schedule:
     """Run a plan on a machine. The same input gives the same output to the bit.
 
     Each resource runs the first operation of the plan that is ready, one at a time. Operations that run at the same
-    time share as a fluid: both directions of the link share their duplex limit; CPU updates and copies share the
-    bandwidth of host memory. All are slowed by the same factor if together they need more than there is.
+    time share as a fluid: both directions of the link share their duplex limit, as do reads and writes of a path of
+    the storage; CPU updates, copies, reads and writes share the bandwidth of host memory. All are slowed by the same
+    factor if together they need more than there is.
 
     Raises:
         MachineError: The machine lacks a rate that the plan needs.
@@ -42,6 +54,7 @@ class Simulator:
         self._machine = machine
         self._duplex_bytes_per_s = machine.duplex_bytes_per_s or INFINITE
         self._host_bytes_per_s = machine.host_memory_bytes_per_s or INFINITE
+        self._storage_limits = tuple(path.duplex_bytes_per_s or INFINITE for path in machine.storage)
         self._link_left = link_shares(workload, machine)
         # Resource, seconds and bytes/s of host memory traffic of each class of operations that has occurred.
         self._work: dict[_OpClass, tuple[int, float, float]] = {}
@@ -91,6 +104,7 @@ class Simulator:
             _compute_lengths(self._workload, points),
             self._machine.step_overhead_s or 0.0,
             self._link_left,
+            self._storage_limits if plan.storage_buffers else (),
         )
 
     def _run_iteration(self, plan: Plan, points: list[float], limit_s: float) -> Schedule | None:
@@ -109,7 +123,8 @@ class Simulator:
         resource, alone_s, demand = self._work_of(plan)
         rest = overhead + 1 - count
         alone_s += [*_compute_lengths(self._workload, points), self._machine.step_overhead_s or 0.0]
-        graph = TaskGraph(resource + [COMPUTE] * rest, alone_s, demand + [0.0] * rest)
+        storage_limits = self._storage_limits if plan.storage_buffers else ()
+        graph = TaskGraph(resource + [COMPUTE] * rest, alone_s, demand + [0.0] * rest, storage_limits)
         for task in range(count, overhead):
             graph.add_dependency(task, task + 1)
         compute_until = {point: count + number for number, point in enumerate(points)}
@@ -134,14 +149,14 @@ class Simulator:
         """Return resource, seconds alone, and bytes/s of host memory traffic of each operation."""
         share = plan.cpu_share
         work = self._work
-        classes: list[_OpClass] = [(op[0], op[1], op[3], op[4], op[7], op[12], share) for op in plan.ops]
+        classes: list[_OpClass] = [(op[0], op[1], op[3], op[4], op[7], op[12], op[13], share) for op in plan.ops]
         try:
             entries = [work[op_class] for op_class in classes]
         except KeyError:
             durations = Durations(plan, self._workload, self._machine)
             for op_class, op in zip(classes, plan.ops, strict=True):
                 seconds, traffic = durations.seconds(op), host_traffic(op, self._workload)
-                work[op_class] = _INDEX[op.resource], seconds, traffic / seconds if seconds > 0.0 else 0.0
+                work[op_class] = _INDEX[op.resource] + 2 * op.path, seconds, traffic / seconds if seconds > 0.0 else 0.0
             entries = [work[op_class] for op_class in classes]
         return (
             [resource for resource, _, _ in entries],

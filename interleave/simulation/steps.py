@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ebbtide.interleave.model.host_memory import available_host_bytes
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.speculation import redone
@@ -26,7 +27,8 @@ class Steps:
 
     def cost(self, machine: Machine) -> tuple[bool, bool, float]:
         """Return whether the plan exceeds the memory of the device, and of the host, and its mean iteration, s."""
-        exceeds_host = machine.host_memory_bytes is not None and self.valid.host_bytes() > machine.host_memory_bytes
+        available = available_host_bytes(self.valid.workload, machine)
+        exceeds_host = available is not None and self.valid.host_bytes() > available
         return self.valid.fits_device(None) is False, exceeds_host, self.mean("iteration_s")
 
     def mean(self, key: str) -> float:

@@ -214,6 +214,7 @@ class WholeSubgroupProgram(BoundProgram):
             flushed = {self.variable("flushed", i): -flush_time * size for i in run}
             self.add_row({stays: 1.0, before: -1.0, **{self.variable("flushed", i): 1.0 for i in run}}, lower=0.0)
             length = {self.variable("update length"): rooms[update]} if update in run else {}
+            length |= {wait: rooms[i] for i, wait in self._waits.items() if i in run}
             available = sum(lengths[i] * rooms[i] for i in run)
             # The last subgroup may be smaller, and take its memory for less time.
             smaller_last = (fetch_time + flush_time) * (size - last) * last

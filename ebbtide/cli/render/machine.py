@@ -54,6 +54,8 @@ def print_machine(machine: Machine) -> None:
         _print_box(machine, machine.box)
     if machine.gpu is not None:
         _print_gpu(machine, machine.gpu)
+    if machine.storage:
+        _print_storage(machine)
     fit = machine.extra.get("fit")
     if fit is not None:
         print_table(
@@ -81,6 +83,21 @@ def _print_gpu(machine: Machine, gpu: GpuCompute) -> None:
         rows.append(["device memory, read and written", f"{gpu.memory_bytes_per_s / 1e12:.4g} TB/s"])
     capability = f", compute capability {gpu.compute_capability}" if gpu.compute_capability else ""
     print_table(f"{machine.name}, the GPU: {gpu.name or 'not known'}{capability}", ["", "rate"], rows)
+
+
+def _print_storage(machine: Machine) -> None:
+    rows = [
+        [
+            path.path or f"path {number}",
+            rate_text(path.read_bytes_per_s),
+            rate_text(path.write_bytes_per_s),
+            rate_text(path.duplex_bytes_per_s),
+            bytes_text(path.bytes),
+        ]
+        for number, path in enumerate(machine.storage)
+    ]
+    columns = ["folder", "read", "written", "both together", "free"]
+    print_table(f"{machine.name}, storage", columns, rows)
 
 
 def _source(machine: Machine, key: str) -> str:

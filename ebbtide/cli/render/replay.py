@@ -51,6 +51,7 @@ def print_replay(replayed: Replay, baseline: str) -> None:
         if schedule.plan.remark:
             typer.echo(f"{result.policy}: {schedule.plan.remark}")
     _print_speculation(replayed)
+    _print_storage(replayed)
     for name, reason in replayed.skipped.items():
         typer.echo(f"left out: {name} ({reason})")
 
@@ -63,6 +64,28 @@ def _print_speculation(replayed: Replay) -> None:
     share = replayed.machine.out_of_place_share
     origin = "measured" if replayed.machine.cpu_out_of_place_share is not None else "assumed, not measured here"
     typer.echo(f"speculative updates: {clipped}; they run at {share:.3g} of the CPU's rate ({origin})")
+
+
+def _print_storage(replayed: Replay) -> None:
+    """Print what each policy reads from and writes to storage, and how soon that wears drives out."""
+    paths = replayed.machine.storage
+    for result in replayed.results:
+        if not result.storage_written_bytes:
+            continue
+        per_day = result.storage_written_bytes_per_day
+        parts = [
+            f"{result.policy}: reads {bytes_text(result.storage_read_bytes)} from storage and writes "
+            f"{bytes_text(result.storage_written_bytes)} per step, {per_day / 1e12:,.4g} TB written per day of training"
+        ]
+        if all(path.bytes for path in paths):
+            capacity = sum(path.bytes or 0.0 for path in paths)
+            parts.append(f"{per_day / capacity:,.3g} drive writes per day of the free space")
+        if all(path.rated_write_bytes for path in paths):
+            rated = sum(path.rated_write_bytes or 0.0 for path in paths)
+            parts.append(f"the rated {rated / 1e12:,.4g} TB last {rated / per_day:,.3g} days")
+        else:
+            parts.append(f"1,000 TB of rated endurance (TBW) last {1e15 / per_day:,.3g} days")
+        typer.echo("; ".join(parts))
 
 
 def print_accuracy(machine: Machine) -> None:

@@ -137,7 +137,8 @@ class Planner:
         self.workload = replace(self.workload, gpu_free=free_memory(budget, self.workload))
         # A rank that has only empty shards has nothing to choose.
         policy = self.policy if self.workload.params else "zero-offload"
-        plan = make_plan(policy, self.workload, self.machine)
+        # The engine keeps all state in host memory.
+        plan = make_plan(policy, self.workload, replace(self.machine, storage=()))
         if any(op.kind == "cast" and op.resource == "gpu" for op in plan.ops):
             raise EngineError(
                 f"policy {self.policy}: the update here writes half-precision parameters, so that none are converted "

@@ -239,7 +239,7 @@ class Executor:
 
     def _issue(self, run: PlanRun, index: int, resource: Resource) -> _Issued | None:
         """Issue an operation to a stream. Return None if it raised; what it had issued by then is done."""
-        assert resource != "cpu"
+        assert resource == "gpu" or resource == "h2d" or resource == "d2h"
         error: BaseException | None = None
         end: Mark | None = None
         try:

@@ -30,7 +30,7 @@ _CRC = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class _Identity:
-    """What a file has the state of.
+    """The run and the subgroups that a file has the state of.
 
     Attributes:
         run: Name of the run, 16 bytes.

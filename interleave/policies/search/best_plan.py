@@ -8,7 +8,7 @@ from dataclasses import replace
 from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.registry import make_plan
+from ebbtide.interleave.policies.registry import plan_in_memory
 from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.local_search import LocalSearch
 from ebbtide.interleave.policies.search.merging import merged_workloads
@@ -17,6 +17,7 @@ from ebbtide.interleave.policies.search.other_policies import Level, rank_others
 from ebbtide.interleave.policies.search.placement import Placement
 from ebbtide.interleave.policies.search.placement_search import PlacementSearch
 from ebbtide.interleave.policies.search.plan_costs import PlanCosts
+from ebbtide.interleave.policies.storage import with_default_storage
 from ebbtide.interleave.simulation.bound import OptimalShares, optimal_shares
 from ebbtide.interleave.simulation.steps import simulate_steps
 from ebbtide.machines.machine import Machine
@@ -54,7 +55,11 @@ def find_best_plan(workload: Workload, machine: Machine, text: str, *overlaps: O
         MachineError: The machine lacks a rate.
     """
     plans = [_search(workload, machine, text, choice) for choice in dict.fromkeys((NO_OVERLAP, *overlaps))]
-    return min(plans, key=lambda plan: simulate_steps(plan, workload, machine).cost(machine)) if overlaps else plans[0]
+
+    def cost(plan: Plan) -> tuple[bool, bool, float]:
+        return simulate_steps(with_default_storage(plan, workload, machine), workload, machine).cost(machine)
+
+    return min(plans, key=cost) if overlaps else plans[0]
 
 
 def _search(workload: Workload, machine: Machine, text: str, overlap: Overlap) -> Plan:
@@ -75,7 +80,7 @@ def _search(workload: Workload, machine: Machine, text: str, overlap: Overlap) -
         remark += f"; the best of the others was {others[0].text}"
     best, best_cost = replace(plan, remark=remark), own_cost * (1 - _LEAST_GAIN)
     for other_text in worth_comparing(others, levels, assignments):
-        other = make_plan(other_text, workload, machine)
+        other = plan_in_memory(other_text, workload, machine)
         cost = costs.seconds_of_plan(other, best_cost)
         if cost < best_cost:
             best, best_cost = replace(other, policy=text, remark=f"the plan of {other_text}"), cost

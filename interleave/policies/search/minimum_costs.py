@@ -99,7 +99,10 @@ class MinimumCosts:
         )
 
     def of_plan(self, plan: Plan) -> float:
-        """Return a lower bound of the cost of any plan, from the work of each resource since the update began."""
+        """Return a lower bound of the cost of any plan, from the work of each resource since the update began.
+
+        Storage is left out.
+        """
         workload = self._workload
         if plan.speculated:
             return workload.compute_s + self._overhead_s
@@ -108,7 +111,7 @@ class MinimumCosts:
         on_time_s, busy_s = (dict.fromkeys(("cpu", "gpu", "h2d", "d2h"), 0.0) for _ in range(2))
         on_time_traffic = traffic = gpu_after_step_s = 0.0
         for op in plan.ops:
-            if op.point < UPDATE:
+            if op.point < UPDATE or op.resource not in busy_s:
                 continue
             seconds, nbytes = durations.seconds(op), host_traffic(op, workload)
             busy_s[op.resource] += seconds

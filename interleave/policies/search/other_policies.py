@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ebbtide.errors import MachineError, PolicyError
 from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
-from ebbtide.interleave.policies.registry import POLICIES, make_plan, parse
+from ebbtide.interleave.policies.registry import POLICIES, parse, plan_in_memory
 from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.merging import MergedWorkload
 from ebbtide.interleave.policies.search.minimum_costs import INFINITE
@@ -128,7 +128,7 @@ def _texts(own_text: str, count: int, overlap: Overlap) -> Iterator[str]:
 def _plan(costs: PlanCosts, text: str) -> Plan | None:
     """Return a policy's plan, None if it has none for this machine or its resident state does not fit."""
     try:
-        plan = make_plan(text, costs.workload, costs.machine)
+        plan = plan_in_memory(text, costs.workload, costs.machine)
         costs.min_cost_of_plan(plan)
     except (MachineError, PolicyError):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ebbtide.interleave.model.host_memory import available_host_bytes
 from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.speculation import redone
@@ -12,6 +13,7 @@ from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.assignment_plan import plan_of
 from ebbtide.interleave.policies.search.capacity import FreeMemory
 from ebbtide.interleave.policies.search.minimum_costs import INFINITE, MinimumCosts
+from ebbtide.interleave.policies.storage import with_default_storage
 from ebbtide.interleave.simulation.simulator import Simulator
 from ebbtide.machines.machine import Machine
 
@@ -106,6 +108,7 @@ class PlanCosts:
         return self._minimums.of_plan(plan)
 
     def _simulated(self, plan: Plan, limit: float) -> _Evaluation:
+        plan = with_default_storage(plan, self.workload, self.machine)
         self.ops_left -= len(plan.ops) + _OPS_PER_PLAN
         schedule = self._simulator.run(plan, limit, steady=False)
         if schedule is None:
@@ -124,7 +127,7 @@ class PlanCosts:
         late_s = sum([end - begin_s for end in schedule.ends if end > begin_s]) / plan.subgroups
         moved_s = sum([op.nbytes for op in plan.ops]) / self._link_bytes_per_s
         factor = 1.0
-        host_bytes = self.machine.host_memory_bytes
+        host_bytes = available_host_bytes(self.workload, self.machine)
         if host_bytes is not None and schedule.host_bytes() > host_bytes:
             factor = _HOST_MEMORY_PENALTY
         throttle_s = _THROTTLE_WEIGHT * (1 - plan.cpu_share) * seconds

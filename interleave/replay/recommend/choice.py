@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ebbtide.interleave.model.host_memory import available_host_bytes
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
@@ -94,7 +95,7 @@ def fits_memory(schedule: Schedule, machine: Machine) -> bool:
 
 def host_excess(schedule: Schedule, machine: Machine) -> str | None:
     """Return in words by how much host memory is too small; None if it suffices or is not known."""
-    host, available = schedule.host_bytes(), machine.host_memory_bytes
+    host, available = schedule.host_bytes(), available_host_bytes(schedule.workload, machine)
     if available is not None and host > available:
         return f"it needs {bytes_text(host)} of host memory, and a rank has {bytes_text(available)}"
     pinned, limit = schedule.pinned_bytes(), machine.pinned_memory_bytes

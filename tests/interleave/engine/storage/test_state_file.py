@@ -111,8 +111,8 @@ def test_commit__is_whole_after_kills_at_random_moments(tmp_path: Path) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         with os.fdopen(read_end, "rb") as reader:
-            told = reader.read()
-        last = max(last, int.from_bytes(told[-8:], "little") if told else 0)
+            acknowledged = reader.read()
+        last = max(last, int.from_bytes(acknowledged[-8:], "little") if acknowledged else 0)
         if last:
             with opened(path, sizes, RUN, last) as file:
                 assert numbers(file, sizes) == [last] * 3

@@ -1,0 +1,80 @@
+"""Storage of a machine: the paths to which optimizer state goes that host memory does not hold."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from ebbtide.errors import MachineError
+from ebbtide.json_files import convert_object, number_range, require_object
+
+MAX_PATHS = 64
+StorageRate = Annotated[float, number_range(1e6, 1e13)]
+StorageBothRate = Annotated[float, number_range(1e6, 2e13)]
+StorageBytes = Annotated[float, number_range(1e6, 1e18)]
+
+
+@dataclass(frozen=True)
+class StoragePath:
+    """Rates of one path (a drive, an array, a parallel file system) for one rank while all ranks of its box use it.
+
+    Attributes:
+        read_bytes_per_s: Sequential reads, with no writes at the same time.
+        write_bytes_per_s: Sequential writes, with no reads at the same time.
+        bytes: Free space for the rank; None: not known, taken as enough.
+        duplex_bytes_per_s: Reads and writes together; None: no limit beyond that of each.
+        rated_write_bytes: Bytes that may be written in the drive's rated life (its TBW); None: not known.
+        path: The folder that was measured, for people.
+    """
+
+    read_bytes_per_s: StorageRate
+    write_bytes_per_s: StorageRate
+    bytes: StorageBytes | None = None
+    duplex_bytes_per_s: StorageBothRate | None = None
+    rated_write_bytes: StorageBytes | None = None
+    path: Annotated[str, Meta(description="a text")] | None = None
+
+    def for_ranks(self, measured_ranks: int, ranks: int) -> StoragePath:
+        """Return the path of one of `ranks` ranks that share it, from that with `measured_ranks`."""
+        share = measured_ranks / ranks
+
+        def scaled(value: float | None) -> float | None:
+            return None if value is None else value * share
+
+        return replace(
+            self,
+            read_bytes_per_s=self.read_bytes_per_s * share,
+            write_bytes_per_s=self.write_bytes_per_s * share,
+            bytes=scaled(self.bytes),
+            duplex_bytes_per_s=scaled(self.duplex_bytes_per_s),
+            rated_write_bytes=scaled(self.rated_write_bytes),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the entry of a machine file."""
+        return asdict(self)
+
+
+def storage_from(values: Any, where: str) -> tuple[StoragePath, ...]:
+    """Convert the list `storage` of a machine file.
+
+    Args:
+        values: The list.
+        where: The source, for messages.
+
+    Raises:
+        MachineError: It is not a list of objects, or a value is missing, has the wrong type or is out of range.
+    """
+    if not isinstance(values, list) or len(values) > MAX_PATHS:
+        raise MachineError(
+            f"{where}: storage is {values!r:.40}; it must be a list of at most {MAX_PATHS} objects with "
+            "read_bytes_per_s and write_bytes_per_s"
+        )
+    paths = []
+    for number, entry in enumerate(values):
+        name = f"{where}: storage[{number}]"
+        rates = require_object(entry, name, "read_bytes_per_s and write_bytes_per_s", MachineError)
+        paths.append(convert_object(rates, StoragePath, name, MachineError))
+    return tuple(paths)

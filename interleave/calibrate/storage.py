@@ -1,0 +1,244 @@
+"""Measures how fast a folder's file system reads and writes the state of a subgroup, without the page cache."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ebbtide.errors import MachineError
+from ebbtide.interleave.calibrate.record import Record, Setup
+from ebbtide.machines.storage import StoragePath
+
+# The state of a subgroup of 1e8 parameters, 12 B each; there are two files of this size. Of the free space they take at
+# most a tenth together.
+_FILE_BYTES = 1_200_000_000
+_MOST_OF_FREE_SPACE = 0.1
+_BLOCK_BYTES = 8 << 20
+_LEAST_BLOCKS = 4
+# Threads per direction: with one, the device idles between requests.
+_THREADS = 2
+# A rate is the median of so many parts of its time.
+_PARTS = 5
+# A slow device is measured with smaller files: filling them takes at most so many windows.
+_FILL_WINDOWS = 2
+WINDOWS = 3 + _FILL_WINDOWS
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Bytes/s read and written at the same time; 0 for a direction that is not measured."""
+
+    read: float
+    write: float
+
+
+def measure_storage(folder: Path, setup: Setup, record: Record) -> None:
+    """Measure sequential reads and writes of a folder, alone and both at once, and add the path to the record.
+
+    The files have no names while they are measured, so nothing is left behind however the process ends. Where the file
+    system has no O_DIRECT, files are written through the page cache with fsync, and dropped from it before they are
+    read.
+
+    Args:
+        folder: A folder on the file system.
+        setup: Input of the calibration.
+        record: Its results.
+
+    Raises:
+        MachineError: The folder cannot be written, or has too little free space.
+    """
+    try:
+        with _Files(folder, setup.ranks.local_count) as files:
+            files.fill(_FILL_WINDOWS * setup.window_s)
+            setup.ranks.wait()
+            alone = [files.rates(setup.window_s, *directions) for directions in ((True, False), (False, True))]
+            setup.ranks.wait()
+            both = files.rates(setup.window_s, True, True)
+            is_direct, size = files.is_direct, files.size
+    except OSError as error:
+        raise MachineError(f"--storage {folder}: {error.strerror or error}") from None
+    read, write = alone[0].read, alone[1].write
+    free = os.statvfs(folder)
+    record.storage.append(
+        StoragePath(
+            read_bytes_per_s=read,
+            write_bytes_per_s=write,
+            bytes=free.f_bavail * free.f_frsize / setup.ranks.local_count,
+            duplex_bytes_per_s=both.read + both.write,
+            path=str(folder.resolve()),
+        )
+    )
+    kind = "O_DIRECT" if is_direct else "the page cache, with fsync (no O_DIRECT here)"
+    threads = f"{_THREADS} threads, blocks of {_BLOCK_BYTES >> 20} MiB, files of {size / 1e6:,.0f} MB, by {kind}"
+    record.describe(f"storage[{len(record.storage) - 1}]", threads)
+    if not is_direct:
+        record.notes.append(f"--storage {folder}: no O_DIRECT, measured through the page cache with fsync")
+    if (kind_of := file_system(folder)) in _IN_MEMORY:
+        record.notes.append(f"--storage {folder} is a {kind_of}, which is host memory: its rates are not of a drive")
+
+
+class _Files:
+    """Two files without a name, one to read and one to write."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        if not folder.is_dir():
+            raise MachineError(f"--storage {folder} is not a folder")
+        space = os.statvfs(folder)
+        free = space.f_bavail * space.f_frsize / ranks
+        blocks = int(min(_FILE_BYTES, _MOST_OF_FREE_SPACE * free / 2)) // _BLOCK_BYTES
+        if blocks < _LEAST_BLOCKS:
+            raise MachineError(
+                f"--storage {folder} has {free / 1e6:,.0f} MB free, too little to measure: free "
+                f"{2 * _LEAST_BLOCKS * _BLOCK_BYTES / _MOST_OF_FREE_SPACE / 1e6:,.0f} MB, or name another folder"
+            )
+        self._blocks = blocks
+        self._folder = folder
+        self._files: list[int] = []
+        self._stop = threading.Event()
+
+    def __enter__(self) -> _Files:
+        self.is_direct = True
+        for _ in range(2):
+            self._files.append(self._open())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for file in self._files:
+            os.close(file)
+
+    @property
+    def size(self) -> int:
+        """Bytes of each file."""
+        return self._blocks * _BLOCK_BYTES
+
+    def _open(self) -> int:
+        named, name = tempfile.mkstemp(prefix=".ebbtide-storage-", dir=self._folder)
+        try:
+            if self.is_direct:
+                try:
+                    direct = os.open(name, os.O_RDWR | os.O_DIRECT)
+                except OSError:
+                    self.is_direct = False
+                else:
+                    os.close(named)
+                    named = direct
+        finally:
+            os.unlink(name)
+        return named
+
+    def fill(self, limit_s: float) -> None:
+        """Write both files once, since first writes are slower; they become smaller if that takes too long."""
+        end = time.perf_counter() + limit_s
+        buffer = mmap.mmap(-1, _BLOCK_BYTES)
+        # Some drives compress, and some file systems leave out blocks of zeros.
+        buffer.write(os.urandom(_BLOCK_BYTES))
+        for block in range(self._blocks):
+            for file in self._files:
+                _write(file, buffer, block)
+            if time.perf_counter() > end and block + 1 >= _LEAST_BLOCKS:
+                self._blocks = block + 1
+                break
+        for file in self._files:
+            os.fsync(file)
+
+    def rates(self, window_s: float, reads: bool, writes: bool) -> _Rates:
+        """Return how fast blocks are read from one file, and written to the other one, for a time."""
+        moved = {"read": [0] * _THREADS, "write": [0] * _THREADS}
+        errors: list[OSError] = []
+        directions: list[tuple[str, Callable[[int, mmap.mmap], None]]] = []
+        if reads:
+            directions.append(("read", self._read))
+        if writes:
+            directions.append(("write", self._write))
+        threads = [
+            threading.Thread(target=self._move, args=(move, moved[name], number, errors), daemon=True)
+            for name, move in directions
+            for number in range(_THREADS)
+        ]
+        samples: list[_Rates] = []
+        self._stop.clear()
+        try:
+            for thread in threads:
+                thread.start()
+            before = time.perf_counter(), sum(moved["read"]), sum(moved["write"])
+            for _ in range(_PARTS):
+                time.sleep(window_s / _PARTS)
+                now = time.perf_counter(), sum(moved["read"]), sum(moved["write"])
+                passed = now[0] - before[0]
+                samples.append(_Rates((now[1] - before[1]) / passed, (now[2] - before[2]) / passed))
+                before = now
+        finally:
+            self._stop.set()
+            for thread in threads:
+                thread.join()
+        if errors:
+            raise errors[0]
+        return _Rates(_median([sample.read for sample in samples]), _median([sample.write for sample in samples]))
+
+    def _move(
+        self, move: Callable[[int, mmap.mmap], None], moved: list[int], number: int, errors: list[OSError]
+    ) -> None:
+        """Move every so many-th block of a file again and again, until told to stop."""
+        with _block_buffer() as buffer:
+            while not self._stop.is_set():
+                for block in range(number, self._blocks, _THREADS):
+                    if self._stop.is_set():
+                        return
+                    try:
+                        move(block, buffer)
+                    except OSError as error:
+                        errors.append(error)
+                        return
+                    moved[number] += _BLOCK_BYTES
+
+    def _read(self, block: int, buffer: mmap.mmap) -> None:
+        if not self.is_direct:
+            os.posix_fadvise(self._files[0], block * _BLOCK_BYTES, _BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
+        if os.preadv(self._files[0], [buffer], block * _BLOCK_BYTES) != _BLOCK_BYTES:
+            raise OSError("a read ended early")
+
+    def _write(self, block: int, buffer: mmap.mmap) -> None:
+        _write(self._files[1], buffer, block)
+        if not self.is_direct:
+            os.fdatasync(self._files[1])
+
+
+def _write(file: int, buffer: mmap.mmap, block: int) -> None:
+    if os.pwritev(file, [buffer], block * _BLOCK_BYTES) != _BLOCK_BYTES:
+        raise OSError("a write ended early: the file system is full")
+
+
+@contextmanager
+def _block_buffer() -> Iterator[mmap.mmap]:
+    """Provide memory for a block, aligned to pages as O_DIRECT requires."""
+    with mmap.mmap(-1, _BLOCK_BYTES) as buffer:
+        buffer.write(os.urandom(_BLOCK_BYTES))
+        yield buffer
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def file_system(folder: Path) -> str | None:
+    """Return the type of the file system of a folder, as in "ext4" or "tmpfs"; None if it is not known."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        if fields.split()[2] == number:
+            return rest.split()[0]
+    return None

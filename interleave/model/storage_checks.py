@@ -1,0 +1,94 @@
+"""Checks of the operations of a plan that move state between storage and host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ebbtide.errors import PlanError
+from ebbtide.interleave.model.operations import BACKWARD, Op, plan_error
+from ebbtide.interleave.model.workload import Workload
+
+# Operations that use the state of a subgroup in host memory, and those of them that change it.
+_USES_STATE = ("fetch", "update", "flush")
+
+
+def check_storage(
+    policy: str, ops: Sequence[Op], buffers: Sequence[float], not_stored: frozenset[int], workload: Workload
+) -> None:
+    """Check that state in storage is in host memory when it is used, that every change of it is written back, and that
+    no buffer has state of two subgroups at the same time, in this iteration or the next.
+
+    Args:
+        policy: The policy's string, for messages.
+        ops: The operations of the plan, otherwise valid.
+        buffers: Bytes of each buffer.
+        not_stored: Subgroups whose state is on the device when the iteration begins.
+        workload: The workload.
+
+    Raises:
+        PlanError: The plan is not valid.
+    """
+    reads = {op.subgroup: index for index, op in enumerate(ops) if op.kind == "read"}
+    writes = {op.subgroup: index for index, op in enumerate(ops) if op.kind == "write"}
+    if not reads and not writes and not buffers:
+        return
+    for subgroup in writes.keys() - reads.keys():
+        raise plan_error(policy, ops[writes[subgroup]], "comes without a read")
+    used = _users(policy, ops, reads, writes, not_stored)
+    for subgroup, read in reads.items():
+        if subgroup not in writes:
+            raise plan_error(policy, ops[read], "is not followed by a write: the updated state is lost")
+        _check_pair(policy, ops[read], ops[writes[subgroup]], buffers, workload)
+        if missing := [index for index in used[subgroup] if index not in ops[writes[subgroup]].after]:
+            raise plan_error(policy, ops[writes[subgroup]], f"does not wait for its {ops[missing[-1]].kind}")
+    _check_buffers(policy, ops, reads, writes, len(buffers))
+
+
+def _users(
+    policy: str, ops: Sequence[Op], reads: dict[int, int], writes: dict[int, int], not_stored: frozenset[int]
+) -> dict[int, list[int]]:
+    """Return the last operations that change the state of each stored subgroup in host memory."""
+    last: dict[int, list[int]] = {subgroup: [] for subgroup in reads}
+    for index, op in enumerate(ops):
+        read = reads.get(op.subgroup)
+        if read is None or op.kind not in _USES_STATE:
+            continue
+        if op.subgroup in not_stored:
+            raise plan_error(policy, ops[read], "is of state that is on the device when the iteration begins")
+        if index > writes.get(op.subgroup, index):
+            raise plan_error(policy, op, "comes after its write")
+        on_host = op.kind == "fetch" or (op.kind == "update" and op.resource == "cpu")
+        if on_host and read not in op.after:
+            raise plan_error(policy, op, "does not wait for its read")
+        if op.kind == "flush" or (op.kind == "update" and op.resource == "cpu"):
+            last[op.subgroup] = [index]
+    return last
+
+
+def _check_pair(policy: str, read: Op, write: Op, buffers: Sequence[float], workload: Workload) -> None:
+    """Check buffer, path and times of a read and the write that follows it."""
+    if not 0 <= read.buffer < len(buffers) or read.buffer != write.buffer or read.path != write.path:
+        raise plan_error(policy, write, "is not of the buffer and the path that its read is of")
+    if min(read.path, read.buffer) < 0:
+        raise plan_error(policy, read, "is of a path that does not exist")
+    size = workload.state_bytes * workload.subgroups[read.subgroup]
+    if read.nbytes != size or write.nbytes != size:
+        raise plan_error(policy, read, "does not move the whole state")
+    if buffers[read.buffer] < size:
+        raise plan_error(policy, read, "is larger than its buffer")
+    if read.point < BACKWARD:
+        # The write of the iteration before may still run until then, of this subgroup or of another one in the buffer.
+        raise plan_error(policy, read, "starts before the backward")
+
+
+def _check_buffers(policy: str, ops: Sequence[Op], reads: dict[int, int], writes: dict[int, int], buffers: int) -> None:
+    """Check that a buffer is read into when the state that it had has been written."""
+    if not reads:
+        raise PlanError(f"policy {policy}: there are {buffers} storage buffers, and nothing is in storage")
+    last_write: dict[int, int] = {}
+    for subgroup, read in sorted(reads.items(), key=lambda entry: entry[1]):
+        op = ops[read]
+        before = last_write.get(op.buffer)
+        if before is not None and before not in op.after:
+            raise plan_error(policy, op, "does not wait for the write that frees its buffer")
+        last_write[op.buffer] = writes[subgroup]
