@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -81,7 +82,8 @@ class OffloadedParams:
             EngineError, PolicyError, MachineError: If there is no plan for them.
         """
         self.check(params)
-        if self._opens_device and device_of(params).type == "cpu":
+        if (self._opens_device and device_of(params).type == "cpu") or self._runner.has_storage:
+            # With storage, since a checkpoint that is loaded next may name the file to use.
             self._runner.check(self._divide(params))
         else:
             self._set_params(params)
@@ -125,6 +127,26 @@ class OffloadedParams:
             self._set_params(params, states)
         else:
             self._set_states(self._stop(), states)
+
+    def commit(self) -> dict[str, Any]:
+        """Return `AdaptiveRunner.commit`, and recall offloaded gradients."""
+        self._stop()
+        return self._runner.commit()
+
+    def resume(self, params: Sequence[torch.Tensor], commit: Mapping[str, Any]) -> None:
+        """Take the state of a commit.
+
+        Args:
+            params: The parameters.
+            commit: What `commit` has returned.
+
+        Raises:
+            EngineError: The storage does not have it.
+        """
+        self.check(params)
+        if self.params:
+            self._stop()
+        self._set_params(params, commit=commit)
 
     def prepare_step(self, params: Sequence[torch.Tensor]) -> tuple[Engine, list[torch.Tensor]]:
         """Follow what the job did to the parameters since the step before, whose late operations end first.
@@ -185,13 +207,19 @@ class OffloadedParams:
     def _divide(self, params: Sequence[torch.Tensor]) -> Sequence[Subgroup]:
         return divide([local_shard(param) for param in params], self._subgroup_params)
 
-    def _set_params(self, params: Sequence[torch.Tensor], states: Sequence[ParamState | None] | None = None) -> None:
-        """Divide parameters into subgroups, on the device that they are on, with these states and a new plan."""
+    def _set_params(
+        self,
+        params: Sequence[torch.Tensor],
+        states: Sequence[ParamState | None] | None = None,
+        commit: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Divide parameters into subgroups, on the device that they are on, with these states or those of a commit, and
+        a new plan."""
         device = device_of(params)
         if self._opens_device and device != self._device:
             self._runner.open_device(open_device(params))
             self._device = device
-        engine = self._runner.rebuild(self._divide(params), len(params))
+        engine = self._runner.rebuild(self._divide(params), len(params), commit=commit)
         if self.params:
             self.collector.close()
         self.norm = GradientNorm(self._runner.device, self._max_grad_norm)
@@ -201,7 +229,11 @@ class OffloadedParams:
         self.params = list(params)
         self._index = {param: number for number, param in enumerate(self.params)}
         self._layouts = _layouts(params)
-        self._set_states(engine, states or [None] * len(params))
+        if commit is None:
+            self._set_states(engine, states or [None] * len(params))
+        else:
+            self._has_state = True
+            self._record_values(self._values())
         self._runner.set_plan()
 
     def _set_states(self, engine: Engine, states: Sequence[ParamState | None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,8 @@ from ebbtide.interleave.engine.numerics.loss_scale import LossScale
 from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
 from ebbtide.interleave.engine.offloaded_params import OffloadedParams
 from ebbtide.interleave.engine.runtime.engine import Engine
-from ebbtide.interleave.engine.state_dict import make_entry, read_state_dict
+from ebbtide.interleave.engine.runtime.storage.options import StorageOptions
+from ebbtide.interleave.engine.state_dict import make_entry, read_commit, read_state_dict
 from ebbtide.interleave.model.overlap import Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
@@ -55,6 +57,8 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             after `synchronize()`. `backward`: updates are computed as soon as gradients are there, beside the old
             state, and again where the step turns out to be clipped; this needs streamed gradients and more host memory.
             `both`, or `auto`, the fastest.
+        storage: A folder, or several, for state that host memory does not hold; see `commit`.
+        host_memory_budget: With `storage`: bytes of host memory for state and buffers; by default most of what is free.
         model: With updates under the forward: the module whose forward uses the parameters, so that it waits for them.
 
     Raises:
@@ -82,6 +86,8 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         threads: int | None = None,
         overlap: Literal["none", "forward", "backward", "both", "auto"] = "none",
         model: torch.nn.Module | None = None,
+        storage: str | Path | Sequence[str | Path] | None = None,
+        host_memory_budget: float | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_group(defaults)
@@ -90,9 +96,20 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         streamed = gradients == "streamed"
         # The caller closes a device that it passes.
         policy = with_overlap_option(policy, overlap, gradients)
+        if storage is None and host_memory_budget is not None:
+            raise EngineError("host_memory_budget needs storage=: a folder for state that host memory does not hold")
+        options = None if storage is None else StorageOptions(storage, host_memory_budget)
         supported = Overlap(forward=model is not None, backward=streamed)
         self._runner = AdaptiveRunner(
-            policy, machine, memory_budget, threads, streamed, device, owns_device=False, supported=supported
+            policy,
+            machine,
+            memory_budget,
+            threads,
+            streamed,
+            device,
+            owns_device=False,
+            supported=supported,
+            storage=options,
         )
         weak_self = weakref.ref(self)
         self._offloaded = OffloadedParams(
@@ -212,8 +229,24 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             state_dict["loss_scale"] = self._loss_scale.state_dict()
         return state_dict
 
+    def commit(self) -> dict[str, Any]:
+        """Make the state in `storage` that to go on with, and return a small dict for `load_state_dict`.
+
+        Save the dict together with the parameters. It can be loaded with the same storage and subgroups, in this
+        process or after a crash, until the second commit after it.
+
+        Raises:
+            EngineError: There is no storage, or too little space in it; the commit before stays.
+        """
+        self._open()
+        commit: dict[str, Any] = super().state_dict()
+        commit["storage"] = self._offloaded.commit()
+        if self._loss_scale.skips_steps:
+            commit["loss_scale"] = self._loss_scale.state_dict()
+        return commit
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this optimizer (under any policy) or torch.optim.AdamW saved.
+        """Load what this optimizer (under any policy) or torch.optim.AdamW saved, or what `commit` has returned.
 
         A state dict without masters is exact for fp32 parameters; for others the masters start from the parameters.
 
@@ -222,14 +255,19 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         """
         offloaded = self._offloaded
         own_params = set(offloaded.params or self._params_with_state())
-        loaded = read_state_dict(state_dict, self.param_groups, self.defaults, own_params, offloaded.check)
+        if "storage" in state_dict:
+            steps = read_commit(state_dict, self.param_groups, self.defaults, own_params)
+            offloaded.resume(list(steps), state_dict["storage"])
+        else:
+            loaded = read_state_dict(state_dict, self.param_groups, self.defaults, own_params, offloaded.check)
+            offloaded.load(loaded.params, loaded.states)
+            steps = dict(zip(loaded.params, loaded.steps, strict=True))
         if "loss_scale" in state_dict:
             self._loss_scale.load_state_dict(state_dict["loss_scale"])
-        offloaded.load(loaded.params, loaded.states)
         for group, own_group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             own_group.update({key: value for key, value in group.items() if key != "params"})
         self.state.clear()
-        for param, step in zip(loaded.params, loaded.steps, strict=True):
+        for param, step in steps.items():
             if step:
                 self._set_step_count(param, step)
 

@@ -134,6 +134,46 @@ def read_state_dict(
     Raises:
         EngineError: If this is not a state dict of AdamW for the same model.
     """
+    name_of, saved = _saved_names(state_dict, param_groups, defaults)
+    # Parameters that are frozen now may have been updated before.
+    params = [param for param, name in name_of.items() if param in updated_params or name in saved]
+    check(params)
+    states: list[ParamState | None] = []
+    steps = []
+    for param in params:
+        entry, source = saved.get(name_of[param]), f"state of parameter {name_of[param]}"
+        state, step = _parse_entry(param, entry, source) if entry is not None else (None, 0)
+        states.append(state)
+        steps.append(step)
+    return SavedStates(params, states, steps)
+
+
+def read_commit(
+    commit: Mapping[str, Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+    updated_params: Collection[torch.Tensor],
+) -> dict[torch.Tensor, int]:
+    """Return the parameters of a commit, in order, and the number of updates of each.
+
+    Args:
+        commit: What InterleavedAdamW.commit has returned.
+        param_groups: As for `read_state_dict`.
+        defaults: As for `read_state_dict`.
+        updated_params: As for `read_state_dict`.
+
+    Raises:
+        EngineError: If this is not a commit of an optimizer for the same model.
+    """
+    name_of, saved = _saved_names(commit, param_groups, defaults)
+    params = [param for param, name in name_of.items() if param in updated_params or name in saved]
+    return {param: int(saved.get(name_of[param], {}).get("step", 0)) for param in params}
+
+
+def _saved_names(
+    state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
+) -> tuple[dict[torch.Tensor, Any], dict[Any, Any]]:
+    """Return the name of each parameter in a state dict, and the states that it has by name."""
     groups, saved = state_dict.get("param_groups"), state_dict.get("state")
     if not isinstance(groups, list) or not isinstance(saved, dict):
         raise EngineError("this is not the state dict of an optimizer: it has no param_groups or no state")
@@ -150,18 +190,7 @@ def read_state_dict(
         check_group({**defaults, **group})
     saved_names = [name for group in groups for name in group["params"]]
     own_params = [param for group in param_groups for param in group["params"]]
-    name_of = dict(zip(own_params, saved_names, strict=True))
-    # Parameters that are frozen now may have been updated before.
-    params = [param for param, name in name_of.items() if param in updated_params or name in saved]
-    check(params)
-    states: list[ParamState | None] = []
-    steps = []
-    for param in params:
-        entry, source = saved.get(name_of[param]), f"state of parameter {name_of[param]}"
-        state, step = _parse_entry(param, entry, source) if entry is not None else (None, 0)
-        states.append(state)
-        steps.append(step)
-    return SavedStates(params, states, steps)
+    return dict(zip(own_params, saved_names, strict=True)), saved
 
 
 def _parse_entry(param: torch.Tensor, entry: Mapping[str, Any], source: str) -> tuple[ParamState, int]:

@@ -10,6 +10,7 @@ OpKind = Literal["gradient down", "gradient up", "clip", "read", "fetch", "updat
 Resource = Literal["cpu", "gpu", "h2d", "d2h", "storage_read", "storage_write"]
 # Each path of the storage (see `Op.path`) has both of the others.
 RESOURCES: tuple[Resource, ...] = ("cpu", "gpu", "h2d", "d2h")
+DEVICE_RESOURCES: tuple[Resource, ...] = ("gpu", "h2d", "d2h")
 STORAGE_RESOURCES: tuple[Resource, ...] = ("storage_read", "storage_write")
 
 # Points of an iteration at which an operation may start: the number of the phase plus the share of it that is done.

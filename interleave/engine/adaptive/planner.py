@@ -11,6 +11,7 @@ from ebbtide.interleave.engine.adaptive.rate_correction import PLANNING_RATES, W
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.runtime.device_blocks import plan_bytes, worst_case
 from ebbtide.interleave.engine.runtime.layout import Subgroup
+from ebbtide.interleave.model.host_memory import needed_host_bytes
 from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
@@ -137,8 +138,9 @@ class Planner:
         self.workload = replace(self.workload, gpu_free=free_memory(budget, self.workload))
         # A rank that has only empty shards has nothing to choose.
         policy = self.policy if self.workload.params else "zero-offload"
-        # The engine keeps all state in host memory.
-        plan = make_plan(policy, self.workload, replace(self.machine, storage=()))
+        plan = make_plan(policy, self.workload, self.machine)
+        if self.machine.storage:
+            self._check_host_memory(plan)
         if any(op.kind == "cast" and op.resource == "gpu" for op in plan.ops):
             raise EngineError(
                 f"policy {self.policy}: the update here writes half-precision parameters, so that none are converted "
@@ -149,13 +151,21 @@ class Planner:
                 f"policy {self.policy}: updates inside the backward are not supported here: choose overlap=none or "
                 "overlap=forward"
             )
-        if plan.has_late_operations and not self._supported.forward:
+        if plan.has_late_updates and not self._supported.forward:
             raise EngineError(
                 f"policy {self.policy}: updates under the next forward need the module whose forward waits for them: "
                 "InterleavedAdamW(..., overlap='forward', model=model)"
             )
         schedule = worst_case(plan, self.workload)
         return plan, max(schedule.peak_device_bytes, plan_bytes(schedule, self._subgroups))
+
+    def _check_host_memory(self, plan: Plan) -> None:
+        available, needed = self.machine.host_memory_bytes, needed_host_bytes(plan, self.workload)
+        if available is not None and needed > available:
+            raise EngineError(
+                f"policy {self.policy} needs {bytes_text(needed)} of host memory besides storage, "
+                f"more than host_memory_budget, {bytes_text(available)}: choose smaller subgroups, or more memory"
+            )
 
     def observe(self, schedule: Schedule) -> None:
         """Update phases and rates from the measured schedule of a step."""

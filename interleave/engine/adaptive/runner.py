@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import OperationFailed
 from ebbtide.interleave.engine.runtime.layout import Subgroup
+from ebbtide.interleave.engine.runtime.storage.options import StorageOptions
 from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.policies import depends_on_rates, parse
@@ -46,6 +48,7 @@ class AdaptiveRunner:
         streamed: Whether gradients are offloaded as soon as they are computed.
         device: The device; None if `open_device` sets it later.
         owns_device: Whether to close the device together with this object.
+        storage: Where state goes that host memory does not hold; None: nowhere.
         supported: The overlaps that plans may use: with `forward`, something calls `wait_for_params` before parameters
             are read; with `backward`, something calls `Engine.assume`.
 
@@ -64,10 +67,12 @@ class AdaptiveRunner:
         device: Device | None,
         owns_device: bool,
         supported: Overlap = NO_OVERLAP,
+        storage: StorageOptions | None = None,
     ) -> None:
         self.policy = policy
         self._is_adaptive = parse(policy).name == "adaptive"
-        self._needs_rates = depends_on_rates(policy)
+        self._storage = storage
+        self._needs_rates = storage is not None or depends_on_rates(policy)
         self._device = device
         self.kernel = CpuKernel(threads)
         self._machine = machine
@@ -131,6 +136,11 @@ class AdaptiveRunner:
         return self._engine
 
     @property
+    def has_storage(self) -> bool:
+        """Whether state that host memory does not hold goes to storage."""
+        return self._storage is not None
+
+    @property
     def closed(self) -> bool:
         """Whether there is no engine, before the first `rebuild` and after `close`."""
         return self._engine is None
@@ -149,7 +159,11 @@ class AdaptiveRunner:
         return plan
 
     def rebuild(
-        self, subgroups: Sequence[Subgroup], params: int, host_buffers: Sequence[torch.Tensor] | None = None
+        self,
+        subgroups: Sequence[Subgroup],
+        params: int,
+        host_buffers: Sequence[torch.Tensor] | None = None,
+        commit: Mapping[str, Any] | None = None,
     ) -> Engine:
         """Replace the engine by one for other subgroups; the caller then writes its state and calls `set_plan`.
 
@@ -157,9 +171,11 @@ class AdaptiveRunner:
             subgroups: The subgroups.
             params: Number of parameters (tensors).
             host_buffers: Host memory of the caller for the states; see SubgroupStates.
+            commit: What `commit` has returned, whose state the new engine has; None for new state.
 
         Raises:
-            EngineError, PolicyError, MachineError: If there is no plan for the subgroups; nothing is changed.
+            EngineError, PolicyError, MachineError: If there is no plan for the subgroups; nothing is changed. Or a file
+                cannot be used.
         """
         total_params = sum(subgroup.params for subgroup in subgroups)
         own_blocks = any(subgroup.grad_dtype != subgroup.dtype for subgroup in subgroups)
@@ -172,15 +188,21 @@ class AdaptiveRunner:
             machine = probe(self.device, self.kernel, total_params, min_budget(budget))
         else:
             machine = self._machine or Machine(name="unknown")
+        if self._planner is None:
+            machine = replace(machine, storage=()) if self._storage is None else self._storage.added_to(machine)
         planner = Planner(self.policy, machine, subgroups, self._streamed, self._supported)
         plan = planner.plan(self._current_budget())
         dtypes = {(subgroup.grad_dtype, subgroup.dtype) for subgroup in subgroups}
         self.kernel.warm_up(dtypes, out_of_place=self._supported.backward and self._needs_rates)
         self.device.warm_up(dtypes)
-        engine = Engine(subgroups, params, self.device, self.kernel, host_buffers)
         if self._engine is not None:
+            # First, since the new one may use its files.
             self._closers.remove(self._engine.close)
             self._engine.close()
+            self._engine = None
+        stored = None if self._storage is None else self._storage.open(subgroups, self.device, commit)
+        engine = Engine(subgroups, params, self.device, self.kernel, host_buffers, stored)
+        engine.store.states.plan_storage(plan)
         self._closers.insert(0, engine.close)
         self._engine, self._planner, self._next_plan = engine, planner, plan
         return engine
@@ -262,6 +284,19 @@ class AdaptiveRunner:
             if reason is not None:
                 log.info("ebbtide makes a new plan: %s", reason)
                 self._replan()
+
+    def commit(self) -> dict[str, Any]:
+        """Make the state in storage that to go on with after a crash, after the plan has stopped.
+
+        Returns:
+            What `rebuild` takes to go on.
+
+        Raises:
+            EngineError: There is no storage, or it is full; the commit before stays.
+        """
+        if self._storage is None:
+            raise EngineError("commit() is for optimizers with storage=: save the state_dict() of others")
+        return self._storage.commit_of(self.engine.store.states.commit())
 
     def close(self) -> None:
         """End the threads and release all memory. Deleting this object does the same."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.model.plan import Op, Plan
@@ -10,6 +11,7 @@ from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
+from ebbtide.machines.storage import StoragePath
 
 # Copies to the device end at once and copies to the host are slow on it, so a plan uses as much device memory as it can
 # on any machine.
@@ -24,11 +26,13 @@ _WORST_CASE = Machine(
     cpu_cast_params_per_s=1e13,
     gpu_update_params_per_s=1e15,
 )
+_FAST_STORAGE = StoragePath(read_bytes_per_s=1e13, write_bytes_per_s=1e13)
 
 
 def worst_case(plan: Plan, workload: Workload) -> Schedule:
     """Return a schedule in which a plan uses as much device memory as it can."""
-    return simulate(plan, workload, _WORST_CASE)
+    paths = max((op.path + 1 for op in plan.ops if op.kind == "read"), default=0)
+    return simulate(plan, workload, replace(_WORST_CASE, storage=(_FAST_STORAGE,) * paths))
 
 
 def state_elements(subgroup: Subgroup) -> int:

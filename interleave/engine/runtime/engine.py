@@ -17,6 +17,7 @@ from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed
 from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.engine.runtime.step_clock import StepClock
 from ebbtide.interleave.engine.runtime.step_inputs import StepInputs
+from ebbtide.interleave.engine.runtime.storage.stored_states import StoredStates
 from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.engine.runtime.trace_recording import record_operations
 from ebbtide.interleave.model.plan import BACKWARD, STEP, UPDATE, WRITES_PARAMETERS, Plan
@@ -43,6 +44,7 @@ class Engine:
         device: The device.
         kernel: Updates on the CPU.
         host_buffers: Host memory of the caller for the states; see SubgroupStates.
+        stored: Files for state; see SubgroupStates. They are closed together with this object.
 
     Attributes:
         store: The state, and the operations on it.
@@ -57,12 +59,15 @@ class Engine:
         device: Device,
         kernel: CpuKernel,
         host_buffers: Sequence[torch.Tensor] | None = None,
+        stored: StoredStates | None = None,
     ) -> None:
-        self.store = Store(subgroups, device, kernel, host_buffers)
+        self.store = Store(subgroups, device, kernel, host_buffers, stored)
         self.device = device
         self.last_schedule: Schedule | None = None
         self._params = params
-        self._executor = Executor(self.store.perform, device, self.store.fits, self.store.end)
+        self._executor = Executor(
+            self.store.perform, device, self.store.fits, self.store.end, 0 if stored is None else stored.path_count
+        )
         self._plan: Plan | None = None
         self._workload: Workload | None = None
         self._speculates = False
@@ -112,6 +117,7 @@ class Engine:
     def quiesce(self) -> None:
         """Stop the plan, so that state can be read and written. The next step starts the plan from its beginning."""
         self._executor.stop()
+        self.store.states.unload()
         self._is_running = False
 
     @contextmanager
@@ -299,7 +305,7 @@ class Engine:
         inputs = {index: op.subgroup for index, op in enumerate(self._plan.ops) if op.kind == "gradient down"}
         # Operations that use the scalars of the step wait for them, at whatever point they may begin.
         for index, op in enumerate(self._plan.ops):
-            if op.kind in _STEP_KINDS:
+            if op.kind in _STEP_KINDS or (op.kind == "write" and op.subgroup in self._plan.speculated):
                 inputs[index] = _ASSUMED_SCALARS if op.speculative else _SCALARS
         self._executor.begin(self._plan, inputs, begin_s)
         self._executor.advance_to(0.0)

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from ebbtide.interleave.engine.devices.device import Mark, Streams
+from ebbtide.interleave.engine.devices.device import Mark, Stream, Streams
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.runtime.plan_run import PlanRun
-from ebbtide.interleave.model.plan import RESOURCES, STEP, Op, Plan, Resource
+from ebbtide.interleave.engine.runtime.plan_run import Lane, PlanRun
+from ebbtide.interleave.model.plan import RESOURCES, STEP, STORAGE_RESOURCES, Op, Plan
 
 # Operations that a stream of the device has at most, the running one included. With the next one it need not wait for
 # the host; with more the order would be fixed too early.
@@ -21,8 +21,9 @@ _DEPTH = 2
 class Executor:
     """Executes plans on a thread for each resource.
 
-    Operations on the CPU are performed by their thread. Those on the device are issued to streams, which wait for one
-    another; their thread waits for the end, and takes their times from marks.
+    Operations on the CPU and of storage are performed by their thread; storage has one for each path and direction.
+    Those on the device are issued to streams, which wait for one another; their thread waits for the end, and takes
+    their times from marks.
 
     `begin`, `advance_to` and `finish` are called by the training thread. An operation that raises ends the run: the
     operations in flight end, no other operation starts, and `finish` raises.
@@ -33,6 +34,7 @@ class Executor:
         fits: Whether the device has memory for an operation. Without it, the operation waits for others, and if there
             is nothing to wait for, it is performed nevertheless.
         end: Called after an operation was done.
+        paths: Number of paths of the storage.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Executor:
         streams: Streams,
         fits: Callable[[Op], bool] = lambda op: True,
         end: Callable[[Op], None] = lambda op: None,
+        paths: int = 0,
     ) -> None:
         self._perform = perform
         self._streams = streams
@@ -52,9 +55,11 @@ class Executor:
         self._error: BaseException | None = None
         self._closed = False
         self._is_paused = False
+        storage = [(resource, path) for resource in STORAGE_RESOURCES for path in range(paths)]
+        self._lanes: list[Lane] = [*((resource, 0) for resource in RESOURCES), *storage]
         self._threads = [
-            threading.Thread(target=self._work, args=(resource,), name=f"ebbtide-{resource}", daemon=True)
-            for resource in RESOURCES
+            threading.Thread(target=self._work, args=(lane,), name=f"ebbtide-{lane[0]}", daemon=True)
+            for lane in self._lanes
         ]
         for thread in self._threads:
             thread.start()
@@ -185,13 +190,14 @@ class Executor:
             for thread in self._threads:
                 thread.join()
 
-    def _work(self, resource: Resource) -> None:
+    def _work(self, lane: Lane) -> None:
+        resource, _ = lane
         in_flight: deque[_Issued] = deque()
         while True:
             index = None
             with self._changed:
                 while not self._closed:
-                    index = self._take(resource) if len(in_flight) < _DEPTH else None
+                    index = self._take(lane) if len(in_flight) < _DEPTH else None
                     if index is not None or in_flight:
                         break
                     self._changed.wait()
@@ -202,32 +208,32 @@ class Executor:
                 run = self._run
             if index is None:
                 self._wait_for(in_flight.popleft())
-            elif resource == "cpu":
-                assert run is not None
-                self._perform_on_cpu(run, index)
-            else:
+            elif resource == "gpu" or resource == "h2d" or resource == "d2h":
                 assert run is not None
                 issued = self._issue(run, index, resource)
                 if issued is not None:
                     in_flight.append(issued)
+            else:
+                assert run is not None
+                self._perform_here(run, index)
             run = None
 
-    def _take(self, resource: Resource) -> int | None:
+    def _take(self, lane: Lane) -> int | None:
         run = self._run
         if run is None or self._error is not None or self._is_paused:
             return None
-        index = run.take(resource, self._fits)
+        index = run.take(lane, self._fits)
         if index is None and self._is_stalled(run):
-            index = run.take(resource, lambda op: True)
+            index = run.take(lane, lambda op: True)
         return index
 
     def _is_stalled(self, run: PlanRun) -> bool:
         """Return whether no operation can start because of memory, and nothing will release any."""
         if self._busy or run.point < STEP or run.waits_for_the_job:
             return False
-        return not any(run.can_take(resource, self._fits) for resource in RESOURCES)
+        return not any(run.can_take(lane, self._fits) for lane in self._lanes)
 
-    def _perform_on_cpu(self, run: PlanRun, index: int) -> None:
+    def _perform_here(self, run: PlanRun, index: int) -> None:
         start_s = time.perf_counter()
         # A local variable, which is gone when this returns: an error keeps alive what the operation worked with.
         error: BaseException | None = None
@@ -237,9 +243,8 @@ class Executor:
             error = reason
         self._record_end(run, index, start_s, time.perf_counter(), error)
 
-    def _issue(self, run: PlanRun, index: int, resource: Resource) -> _Issued | None:
+    def _issue(self, run: PlanRun, index: int, resource: Stream) -> _Issued | None:
         """Issue an operation to a stream. Return None if it raised; what it had issued by then is done."""
-        assert resource == "gpu" or resource == "h2d" or resource == "d2h"
         error: BaseException | None = None
         end: Mark | None = None
         try:

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from operator import itemgetter
 
 from ebbtide.interleave.engine.devices.device import Mark
-from ebbtide.interleave.model.plan import RESOURCES, Op, Plan, Resource
+from ebbtide.interleave.model.operations import DEVICE_RESOURCES, STORAGE_RESOURCES, Op, Resource
+from ebbtide.interleave.model.plan import Plan
+
+# What runs one operation at a time: a resource, of storage together with the path.
+Lane = tuple[Resource, int]
+
+
+def lane_of(op: Op) -> Lane:
+    """Return the lane that runs an operation."""
+    return op.resource, op.path if op.resource in STORAGE_RESOURCES else 0
 
 
 class PlanRun:
     """The state of an execution. All lists are indexed by operation.
 
-    An operation on the CPU can start when the operations before it are done. One on the device can be issued when those
-    before it that run on the device are issued, since its stream then waits for them.
+    An operation on the CPU or of storage can start when the operations before it are done. One on the device can be
+    issued when those before it that run on the device are issued, since its stream then waits for them.
 
     Args:
         plan: The plan.
@@ -61,8 +71,8 @@ class PlanRun:
         self._point_marks: list[tuple[float, Mark]] = []
         self._gated: list[tuple[float, int]] = []
         # Operations that can start, as heaps; and those on the device that can be issued ahead of time.
-        self._ready: dict[Resource, list[int]] = {resource: [] for resource in RESOURCES}
-        self._ahead: dict[Resource, list[int]] = {resource: [] for resource in RESOURCES}
+        self._ready: dict[Lane, list[int]] = defaultdict(list)
+        self._ahead: dict[Lane, list[int]] = defaultdict(list)
         for index, op in enumerate(plan.ops):
             for dependency in op.after:
                 self._dependents[dependency].append(index)
@@ -92,18 +102,18 @@ class PlanRun:
             self._marks[index] += marks
             self._count_down(index)
 
-    def take(self, resource: Resource, can_start: Callable[[Op], bool]) -> int | None:
-        """Return the first operation that a resource can start, else the first that can be issued ahead of time."""
-        for queue in (self._ready[resource], self._ahead[resource]):
+    def take(self, lane: Lane, can_start: Callable[[Op], bool]) -> int | None:
+        """Return the first operation that a lane can start, else the first that can be issued ahead of time."""
+        for queue in (self._ready[lane], self._ahead[lane]):
             index = self._pop_first(queue, can_start)
             if index is not None:
                 self._taken[index] = True
                 return index
         return None
 
-    def can_take(self, resource: Resource, can_start: Callable[[Op], bool]) -> bool:
+    def can_take(self, lane: Lane, can_start: Callable[[Op], bool]) -> bool:
         """Return whether `take` would return an operation."""
-        queues = (self._ready[resource], self._ahead[resource])
+        queues = (self._ready[lane], self._ahead[lane])
         return any(not self._taken[index] and can_start(self.plan.ops[index]) for queue in queues for index in queue)
 
     def marks_before(self, index: int) -> list[Mark]:
@@ -120,7 +130,7 @@ class PlanRun:
         """Record that an operation on the device is issued, with a mark behind it."""
         self._end_marks[index] = end
         for dependent in self._dependents[index]:
-            if self.plan.ops[dependent].resource != "cpu":
+            if self.plan.ops[dependent].resource in DEVICE_RESOURCES:
                 self._count_down(dependent)
 
     def repeat(self, indices: Iterable[int]) -> None:
@@ -151,13 +161,13 @@ class PlanRun:
         self.remaining -= 1
         self.remaining_on_time -= self.plan.ops[index].due is None
         self._end_marks[index] = None
-        was_issued = self.plan.ops[index].resource != "cpu"
+        was_issued = self.plan.ops[index].resource in DEVICE_RESOURCES
         for dependent in self._dependents[index]:
             self._undone[dependent] -= 1
-            if not was_issued or self.plan.ops[dependent].resource == "cpu":
+            if not was_issued or self.plan.ops[dependent].resource not in DEVICE_RESOURCES:
                 self._count_down(dependent)
             elif not self._undone[dependent] and self._is_ahead(dependent):
-                heappush(self._ready[self.plan.ops[dependent].resource], dependent)
+                heappush(self._ready[lane_of(self.plan.ops[dependent])], dependent)
 
     def _pop_first(self, queue: list[int], can_start: Callable[[Op], bool]) -> int | None:
         """Remove and return the first operation of a heap that was not taken and can start."""
@@ -196,4 +206,4 @@ class PlanRun:
             position = bisect_left(self._point_marks, op.point, key=itemgetter(0))
             self._marks[index] += [mark for _, mark in self._point_marks[position : position + 1]]
             queues = self._ahead if self._undone[index] else self._ready
-            heappush(queues[op.resource], index)
+            heappush(queues[lane_of(op)], index)

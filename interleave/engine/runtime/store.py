@@ -19,6 +19,7 @@ from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.engine.runtime.returned_gradients import ReturnedGradients
 from ebbtide.interleave.engine.runtime.speculations import Speculations
 from ebbtide.interleave.engine.runtime.step_inputs import StepInputs
+from ebbtide.interleave.engine.runtime.storage.stored_states import StoredStates
 from ebbtide.interleave.engine.runtime.subgroup_states import MASTER, SubgroupStates
 from ebbtide.interleave.engine.runtime.transfer_buffers import TransferBuffers
 from ebbtide.interleave.model.plan import Op, Plan
@@ -32,6 +33,7 @@ class Store:
         device: The device.
         kernel: Updates on the CPU.
         host_buffers: Host memory of the caller for the states; see SubgroupStates.
+        stored: Files for state; see SubgroupStates.
 
     Attributes:
         subgroups: The subgroups.
@@ -45,11 +47,12 @@ class Store:
         device: Device,
         kernel: CpuKernel,
         host_buffers: Sequence[torch.Tensor] | None = None,
+        stored: StoredStates | None = None,
     ) -> None:
         self.subgroups = subgroups
         self.device = device
         self._arena = Arena(device)
-        self.states = SubgroupStates(subgroups, device, self._arena, host_buffers)
+        self.states = SubgroupStates(subgroups, device, self._arena, host_buffers, stored)
         self._buffers = TransferBuffers(subgroups, device)
         self._inputs = StepInputs([])
         self._speculations = Speculations(subgroups)
@@ -57,6 +60,8 @@ class Store:
         # Subgroups whose update has started and not ended: if it raises, nobody knows what it has changed.
         self._corrupted: set[int] = set()
         self._returned = ReturnedGradients(subgroups, device, self._arena)
+        # Subgroups whose speculative update has changed the buffer into which their state was read.
+        self._outdated: set[int] = set()
         # Subgroups whose update writes no half-precision parameter, since a cast follows.
         self._cast_subgroups: set[int] = set()
         self._cpu_share = 1.0
@@ -75,6 +80,8 @@ class Store:
             ("update", "gpu"): self._update_on_gpu,
             ("cast", "cpu"): self._cast_on_cpu,
             ("upload", "h2d"): self._upload,
+            ("read", "storage_read"): lambda op: self.states.load(op.subgroup, op.buffer),
+            ("write", "storage_write"): lambda op: self.states.save(op.subgroup),
             # All gradients are on the host by then; the clip factor is already in the scalars.
             ("clip", "cpu"): lambda op: None,
         }
@@ -104,6 +111,7 @@ class Store:
     def inputs(self, inputs: StepInputs) -> None:
         self._inputs = inputs
         self._speculations = Speculations(self.subgroups)
+        self._outdated.clear()
         self._offloaded.clear()
 
     def subgroups_of(self, param: int) -> set[int]:
@@ -145,12 +153,16 @@ class Store:
         self._inputs.values, self._inputs.scalars = list(values), list(scalars)
         valid, invalid = self._speculations.validate(self._inputs.scalars)
         for subgroup in valid:
-            self.states.use_spare(subgroup)
+            self._use_speculation(subgroup)
         return invalid
 
     def invalidate_speculations(self) -> None:
-        """Let speculative updates be done again, since the state changes that they have read."""
+        """Let speculative updates be done again, since the state changes that they have read.
+
+        No operation may run meanwhile."""
         self._speculations.invalidate()
+        for subgroup in list(self._outdated):
+            self._restore(subgroup)
 
     def apply_placement(self, plan: Plan, sizes: Sequence[int], kept_bytes: float = math.inf) -> None:
         """Move state to where a plan has it when an iteration starts, and allocate the memory of the plan.
@@ -189,19 +201,28 @@ class Store:
         self.states.move_all_to_host()
         self._arena.release()
         for subgroup in range(len(self.subgroups)):
-            if subgroup in updated and (subgroup not in on_cpu or subgroup in uploaded):
+            if subgroup in self._outdated:
+                self._restore(subgroup)
+            is_complete = subgroup in updated and (subgroup not in on_cpu or subgroup in uploaded)
+            if is_complete and not self.states.is_loaded(subgroup):
                 continue
-            self._buffers.ensure_params(subgroup)
-            if subgroup not in updated:
-                if subgroup not in self._offloaded:
-                    self._buffers.ensure_gradient(subgroup)
-                    self._copy_gradient_to_host(subgroup)
-                    self.device.record("d2h").synchronize()
-                self._update_host_state(subgroup, self._buffers.params[subgroup])
-            else:
-                self._cast_master(subgroup)
-            self._copy_params_to_device(subgroup)
-            self.device.record("h2d").synchronize()
+            with self.states.on_host_now(subgroup):
+                if not is_complete:
+                    self._complete_subgroup(subgroup, subgroup in updated)
+
+    def _complete_subgroup(self, subgroup: int, is_updated: bool) -> None:
+        """Update a subgroup on the CPU, or only take its parameters from the master, and copy them to the device."""
+        self._buffers.ensure_params(subgroup)
+        if is_updated:
+            self._cast_master(subgroup)
+        else:
+            if subgroup not in self._offloaded:
+                self._buffers.ensure_gradient(subgroup)
+                self._copy_gradient_to_host(subgroup)
+                self.device.record("d2h").synchronize()
+            self._update_host_state(subgroup, self._buffers.params[subgroup])
+        self._copy_params_to_device(subgroup)
+        self.device.record("h2d").synchronize()
 
     def release(self) -> None:
         """Release all memory. No operation may run meanwhile."""
@@ -227,21 +248,41 @@ class Store:
     def _update_on_cpu(self, op: Op) -> None:
         out = None if op.subgroup in self._cast_subgroups else self._buffers.params[op.subgroup]
         if op.speculative and self._speculations.begin(op.subgroup, self.inputs.assumed):
-            self._update_beside_host_state(op.subgroup, out)
-        else:
-            self._update_host_state(op.subgroup, out)
+            self._speculate(op.subgroup, out)
+            return
+        if op.subgroup in self._outdated:
+            self._restore(op.subgroup)
+        self._update_host_state(op.subgroup, out)
 
-    def _update_beside_host_state(self, subgroup: int, out: torch.Tensor | None) -> None:
+    def _speculate(self, subgroup: int, out: torch.Tensor | None) -> None:
         gradient, state = self._buffers.gradients[subgroup], self.states.on_host(subgroup)
         ranges = replace(self.inputs, scalars=self.inputs.assumed).update_ranges(self.subgroups[subgroup])
-        self._kernel.update_beside(gradient, state, self.states.spare(subgroup), out, ranges, self._cpu_share)
+        if self.states.is_stored(subgroup):
+            # The file has the old version.
+            self._outdated.add(subgroup)
+            master, exp_avg, exp_avg_sq = state
+            self._kernel.update_ranges(gradient, master, exp_avg, exp_avg_sq, out, ranges, self._cpu_share)
+        else:
+            self._kernel.update_beside(gradient, state, self.states.spare(subgroup), out, ranges, self._cpu_share)
         if self._speculations.end(subgroup):
+            self._use_speculation(subgroup)
+
+    def _use_speculation(self, subgroup: int) -> None:
+        """Take the result of a speculative update as the state."""
+        if self.states.is_stored(subgroup):
+            self._outdated.discard(subgroup)
+        else:
             self.states.use_spare(subgroup)
 
+    def _restore(self, subgroup: int) -> None:
+        """Undo a speculative update in the buffer of a state in storage."""
+        self.states.reload(subgroup)
+        self._outdated.discard(subgroup)
+
     def _update_host_state(self, subgroup: int, out: torch.Tensor | None) -> None:
-        gradient, state = self._buffers.gradients[subgroup], self.states.on_host(subgroup)
+        gradient = self._buffers.gradients[subgroup]
+        master, exp_avg, exp_avg_sq = self.states.on_host(subgroup)
         self._corrupted.add(subgroup)
-        master, exp_avg, exp_avg_sq = state
         ranges = self.inputs.update_ranges(self.subgroups[subgroup])
         self._kernel.update_ranges(gradient, master, exp_avg, exp_avg_sq, out, ranges, self._cpu_share)
         self._corrupted.discard(subgroup)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -10,6 +12,7 @@ from ebbtide.interleave.engine.devices.device import Device, copy_now
 from ebbtide.interleave.engine.runtime.arena import Arena, Block
 from ebbtide.interleave.engine.runtime.device_blocks import state_elements
 from ebbtide.interleave.engine.runtime.layout import Subgroup
+from ebbtide.interleave.engine.runtime.storage.stored_states import StoredStates
 from ebbtide.interleave.model.plan import Plan
 
 # Rows of a subgroup's state, in the order of ParamState.
@@ -19,14 +22,16 @@ MASTER, EXP_AVG, EXP_AVG_SQ = range(3)
 class SubgroupStates:
     """The state of each subgroup, (3, params) fp32: master, exp_avg, exp_avg_sq.
 
-    A state is on the host, on the device, or on both while it is copied or where the device's is the newer one.
+    A state is on the host, on the device, or on both while it is copied or where the device's is the newer one. With
+    storage it may also be in a file, or pass through a buffer on the host between its read and its write.
 
     Args:
         subgroups: The subgroups.
         device: The device.
         arena: Device memory.
         host_buffers: Host memory of the caller for each state, which has the state again after `move_all_to_host`. None
-            to allocate host memory for every state that is not resident on the device.
+            to allocate host memory for every state that is neither resident on the device nor in storage.
+        stored: Files for state that host memory does not hold; None: it holds all.
 
     Attributes:
         subgroups: The subgroups.
@@ -38,8 +43,10 @@ class SubgroupStates:
         device: Device,
         arena: Arena,
         host_buffers: Sequence[torch.Tensor] | None = None,
+        stored: StoredStates | None = None,
     ) -> None:
         self.subgroups = subgroups
+        self._stored = stored
         self._device = device
         self._arena = arena
         self._blocks: dict[int, Block] = {}
@@ -55,11 +62,16 @@ class SubgroupStates:
     @property
     def host_bytes(self) -> int:
         """Host memory of the states, in bytes."""
-        return sum(state.nbytes for states in (self._on_host, self._spares) for state in states.values())
+        own = [state for subgroup, state in self._on_host.items() if not self.is_stored(subgroup)]
+        buffers = 0 if self._stored is None else self._stored.host_bytes
+        nbytes: int = buffers + sum(state.nbytes for state in (*own, *self._spares.values()))
+        return nbytes
 
     def read(self, subgroup: int) -> torch.Tensor:
         """Return the state of a subgroup, on the host. The caller must not write to it."""
         if subgroup not in self._on_device:
+            if subgroup not in self._on_host and self._stored is not None:
+                return self._stored.read(subgroup)
             return self._on_host[subgroup]
         state = torch.empty((3, self.subgroups[subgroup].params), dtype=torch.float32, device="cpu")
         copy_now(self._device, "d2h", [(self._on_device[subgroup], state)])
@@ -69,13 +81,15 @@ class SubgroupStates:
         """Set the state of a subgroup, on the host or the device."""
         if subgroup in self._on_device:
             copy_now(self._device, "h2d", [(state, self._on_device[subgroup])])
+        elif self._stored is not None and self.is_stored(subgroup):
+            self._stored.write(subgroup, state)
         else:
             self._allocated_on_host(subgroup).copy_(state)
 
     def read_master(self, subgroup: int) -> torch.Tensor:
         """Return the masters of a subgroup, on the host. Changes take effect with `write_master`."""
         if subgroup not in self._on_device:
-            return self._on_host[subgroup][MASTER]
+            return self.read(subgroup)[MASTER]
         master = torch.empty(self.subgroups[subgroup].params, dtype=torch.float32, device="cpu")
         copy_now(self._device, "d2h", [(self._on_device[subgroup][MASTER], master)])
         return master
@@ -84,6 +98,60 @@ class SubgroupStates:
         """Set the masters of a subgroup to those of `read_master` with changes. No operation may run meanwhile."""
         if subgroup in self._on_device:
             copy_now(self._device, "h2d", [(master, self._on_device[subgroup][MASTER])])
+        elif self._stored is not None and self.is_stored(subgroup):
+            state = self.read(subgroup)
+            state[MASTER] = master
+            # Also where the state is in a buffer: it may be read again.
+            self._stored.write(subgroup, state)
+
+    def is_stored(self, subgroup: int) -> bool:
+        """Return whether the plan has the state of a subgroup in storage."""
+        return self._stored is not None and self._stored.is_planned(subgroup)
+
+    def is_loaded(self, subgroup: int) -> bool:
+        """Return whether the state of a subgroup in storage is in a buffer."""
+        return self.is_stored(subgroup) and subgroup in self._on_host
+
+    def plan_storage(self, plan: Plan) -> None:
+        """Prepare the storage of a plan, so that states that it has there are written to it. See StoredStates."""
+        if self._stored is not None:
+            self._stored.prepare(plan)
+
+    def load(self, subgroup: int, buffer: int) -> None:
+        """Read a state from storage into a buffer of the plan."""
+        assert self._stored is not None
+        self._on_host[subgroup] = self._stored.load(subgroup, buffer)
+
+    def save(self, subgroup: int) -> None:
+        """Write the state in a buffer to storage; the buffer is free then."""
+        assert self._stored is not None
+        self._stored.save(subgroup, self._on_host[subgroup])
+        del self._on_host[subgroup]
+
+    def unload(self) -> None:
+        """Forget what is in the buffers. No operation may run meanwhile, and none has changed it but in vain."""
+        for subgroup in [subgroup for subgroup in self._on_host if self.is_stored(subgroup)]:
+            del self._on_host[subgroup]
+
+    def reload(self, subgroup: int) -> None:
+        """Read the state in a buffer again."""
+        assert self._stored is not None
+        self._on_host[subgroup].copy_(self._stored.read(subgroup))
+
+    @contextmanager
+    def on_host_now(self, subgroup: int) -> Iterator[torch.Tensor]:
+        """Provide the host memory of a state, which is read from storage before and written to it after if it is
+        there."""
+        if subgroup not in self._on_host and self._stored is not None:
+            self._on_host[subgroup] = self._stored.read(subgroup)
+        yield self._on_host[subgroup]
+        if self._stored is not None and self.is_stored(subgroup):
+            self._stored.write(subgroup, self._on_host.pop(subgroup))
+
+    def commit(self) -> dict[str, Any]:
+        """Return `StoredStates.commit` of all states. No operation may run meanwhile."""
+        assert self._stored is not None
+        return self._stored.commit(self.read)
 
     def on_host(self, subgroup: int) -> torch.Tensor:
         """Return the host memory of a state."""
@@ -129,10 +197,12 @@ class SubgroupStates:
             if self._blocks[subgroup].elements == state_elements(self.subgroups[subgroup])
         }
         is_placed = staying == plan.resident and self._on_device.keys() == plan.resident | plan.parked
+        self.unload()
         if plan is self._plan and is_placed:
             return
         self._plan = None
         self._move(self._on_device.keys() - staying, self.issue_to_host)
+        self._follow_storage(plan)
         resident = [state_elements(self.subgroups[subgroup]) for subgroup in sorted(plan.resident - staying)]
         self._arena.reserve([*resident, *sizes], kept_bytes)
         # Resident state first, while there are blocks of its exact size.
@@ -140,6 +210,18 @@ class SubgroupStates:
         self._move(plan.parked, self.issue_to_device)
         self._allocate_on_host(plan)
         self._plan = plan
+
+    def _follow_storage(self, plan: Plan) -> None:
+        """Move states between host memory and storage as a plan has them."""
+        if self._stored is None:
+            return
+        self._stored.prepare(plan)
+        for subgroup in plan.stored & self._on_host.keys():
+            self._stored.write(subgroup, self._on_host.pop(subgroup))
+        for subgroup in range(len(self.subgroups)):
+            if self._stored.has(subgroup) and subgroup not in plan.stored:
+                self._allocated_on_host(subgroup).copy_(self._stored.read(subgroup))
+                self._stored.forget(subgroup)
 
     def issue_to_device(self, subgroup: int) -> None:
         """Issue the move of a state from the host to the device."""
@@ -168,6 +250,8 @@ class SubgroupStates:
         self._on_device.clear()
         self._on_host.clear()
         self._spares.clear()
+        if self._stored is not None:
+            self._stored.close()
 
     def _move(self, subgroups: Collection[int], issue: Callable[[int], None]) -> None:
         """Move states, and return when they have moved, even if one cannot."""
@@ -182,11 +266,13 @@ class SubgroupStates:
         """Allocate host memory for the states that a plan has there at some time, and release that of the others."""
         for subgroup in () if self._host_buffers is not None else plan.resident:
             self._on_host.pop(subgroup, None)
-        self._spares = {subgroup: spare for subgroup, spare in self._spares.items() if subgroup in plan.speculated}
+        needed = plan.speculated - plan.stored
+        self._spares = {subgroup: spare for subgroup, spare in self._spares.items() if subgroup in needed}
         for subgroup in range(len(self.subgroups)):
-            if subgroup not in plan.resident:
+            if subgroup not in plan.resident | plan.stored:
                 self._allocated_on_host(subgroup)
-        for subgroup in plan.speculated - self._spares.keys():
+        # Of state in storage the file has the old version.
+        for subgroup in plan.speculated - plan.stored - self._spares.keys():
             self._spares[subgroup] = self._allocate(subgroup)
 
     def _allocated_on_host(self, subgroup: int) -> torch.Tensor:

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.storage.direct_file import PAGE, aligned
-from ebbtide.interleave.engine.storage.state_file import StateFile
+from ebbtide.interleave.engine.runtime.storage.direct_file import PAGE, aligned
+from ebbtide.interleave.engine.runtime.storage.state_file import StateFile
 
 RUN, OTHER_RUN = b"a run, 16 bytes.", b"another run, 16."
 SIZES = [3 * PAGE, 100, 17 << 20, PAGE]
@@ -153,7 +153,7 @@ def test_open__refuses_a_file_that_is_cut_short(tmp_path: Path) -> None:
     with opened(tmp_path / "state") as file:
         write_all(file, 5)
         file.commit()
-    os.truncate(tmp_path / "state", 20 << 20)
+    os.truncate(tmp_path / "state", 10 << 20)
     with pytest.raises(EngineError, match="is cut short"):
         StateFile(tmp_path / "state", SIZES, RUN, 1)
 
@@ -180,10 +180,12 @@ def test_open__refuses_a_file_that_another_job_uses(tmp_path: Path) -> None:
         StateFile(tmp_path / "state", SIZES, RUN)
 
 
-def test_open__names_the_space_that_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"needs .* GB more and .* GB are free"):
-        StateFile(tmp_path / "state", [1 << 50], RUN)
-    assert not (tmp_path / "state").exists() or not (tmp_path / "state").stat().st_size
+def test_reserve__names_the_space_that_is_missing(tmp_path: Path) -> None:
+    with opened(tmp_path / "state", [1 << 50]) as file:
+        size = file.path.stat().st_size
+        with pytest.raises(EngineError, match=r"needs .* GB more and .* GB are free"):
+            file.reserve(0)
+        assert file.path.stat().st_size == size
 
 
 def test_close__removes_a_file_without_a_commit(tmp_path: Path) -> None:

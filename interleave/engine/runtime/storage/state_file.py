@@ -17,15 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.storage.direct_file import PAGE, DirectFile, aligned
+from ebbtide.interleave.engine.runtime.storage.direct_file import PAGE, DirectFile, aligned
 
 _MAGIC = b"ebbstate"
 _VERSION = 1
 # The first page: magic, version, name of the run, number of subgroups, digest of their sizes, CRC of all that.
 _IDENTITY = struct.Struct("<8sI16sI32s")
-# A header: sequence number; a byte per subgroup; the CRC of both and of the name of the run.
+# A header: sequence number; a byte per subgroup, its region or _NONE; the CRC of both and of the name of the run.
 _SEQUENCE = struct.Struct("<Q")
 _CRC = struct.Struct("<I")
+_NONE = 255
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class _Header:
 
     Attributes:
         sequence: Its number, from 1.
-        regions: The region of each subgroup that has its state.
+        regions: The region of each subgroup that has its state; _NONE: the file does not have it.
     """
 
     sequence: int
@@ -87,8 +88,9 @@ class StateFile:
         self.written_bytes = 0
         # The last commit, and the region of each subgroup that was written last.
         self._commit: _Header | None = None
-        self._current = bytearray(len(sizes))
-        self._has_second_region = False
+        self._current = bytearray([_NONE] * len(sizes))
+        # The regions of which the file has the space.
+        self._reserved: set[tuple[int, int]] = set()
         try:
             if sequence is None:
                 self._create()
@@ -108,6 +110,18 @@ class StateFile:
         """Number of the last commit; 0 if there is none."""
         return 0 if self._commit is None else self._commit.sequence
 
+    def has(self, subgroup: int) -> bool:
+        """Return whether the file has state of a subgroup."""
+        return self._current[subgroup] != _NONE
+
+    def reserve(self, subgroup: int) -> None:
+        """Reserve the space of the next write of a subgroup.
+
+        Raises:
+            EngineError: There is too little free space.
+        """
+        self._reserve(subgroup, self._next_region(subgroup))
+
     def read(self, subgroup: int, memory: memoryview) -> None:
         """Read the newest state of a subgroup into memory of `aligned(size)` bytes, which begins at a page.
 
@@ -122,7 +136,7 @@ class StateFile:
         Raises:
             EngineError: It cannot be written.
         """
-        region = 0 if self._commit is None else 1 - self._commit.regions[subgroup]
+        region = self._next_region(subgroup)
         self._file.write(self._offset(subgroup, region), memory)
         self._current[subgroup] = region
         self.written_bytes += len(memory)
@@ -134,12 +148,12 @@ class StateFile:
             The number of the commit.
 
         Raises:
-            EngineError: There is too little space for the second region, or it cannot be written. The commit before
+            EngineError: There is too little space for the next writes, or the file cannot be written. The commit before
                 stays.
         """
-        if not self._has_second_region:
-            self._file.allocate(self._offset(0, 1), self._offsets[-1])
-            self._has_second_region = True
+        for subgroup, region in enumerate(self._current):
+            if region != _NONE:
+                self._reserve(subgroup, 1 - region)
         self._file.synchronize()
         header = _Header(self.sequence + 1, bytes(self._current))
         content = _SEQUENCE.pack(header.sequence) + header.regions
@@ -167,7 +181,7 @@ class StateFile:
                 "name another folder"
             )
         self._file.truncate()
-        self._file.allocate(0, self._offset(0, 1))
+        self._file.allocate(0, self._offset(0, 0))
         identity = self._identity
         content = _IDENTITY.pack(_MAGIC, _VERSION, identity.run, identity.count, identity.digest)
         self._write_pages(0, content, zlib.crc32(content))
@@ -182,10 +196,21 @@ class StateFile:
                 f"{self.path} does not have commit {sequence}, which the checkpoint names (it has {has}): load the "
                 "checkpoint that was saved with it"
             )
-        if self._file.size < self._offset(0, 1) + self._offsets[-1]:
+        regions = enumerate(self._commit.regions)
+        ends = [self._offset(of, region) + aligned(self._sizes[of]) for of, region in regions if region != _NONE]
+        if self._file.size < max(ends, default=0):
             raise EngineError(f"{self.path} is cut short: its state is lost, begin with an older checkpoint")
         self._current = bytearray(self._commit.regions)
-        self._has_second_region = True
+
+    def _next_region(self, subgroup: int) -> int:
+        """Return the region that the next write of a subgroup goes to: not the committed one."""
+        committed = _NONE if self._commit is None else self._commit.regions[subgroup]
+        return 0 if committed == _NONE else 1 - committed
+
+    def _reserve(self, subgroup: int, region: int) -> None:
+        if (subgroup, region) not in self._reserved:
+            self._file.allocate(self._offset(subgroup, region), aligned(self._sizes[subgroup]))
+            self._reserved.add((subgroup, region))
 
     def _offset(self, subgroup: int, region: int) -> int:
         begin = _header_offset(2, len(self._sizes))

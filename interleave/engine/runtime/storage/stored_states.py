@@ -1,0 +1,190 @@
+"""State of subgroups in files, and the host memory through which it passes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.interleave.engine.runtime.layout import Subgroup
+from ebbtide.interleave.engine.runtime.storage.direct_file import PAGE, aligned
+from ebbtide.interleave.engine.runtime.storage.state_file import StateFile
+from ebbtide.interleave.model.plan import Plan
+from ebbtide.state_bytes import STATE_BYTES
+
+
+class StoredStates:
+    """The states that are in files, one file for each path.
+
+    Args:
+        paths: A file for each path of the storage.
+        subgroups: The subgroups.
+        device: Allocates the buffers.
+        run: Name of the run, 16 bytes.
+        commit: What `commit` has returned, to begin with; None for new state.
+
+    Raises:
+        EngineError: A file cannot be used; see StateFile.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        subgroups: Sequence[Subgroup],
+        device: Device,
+        run: bytes,
+        commit: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._sizes = [STATE_BYTES * subgroup.params for subgroup in subgroups]
+        self._device = device
+        self._files: list[StateFile] = []
+        try:
+            for number, path in enumerate(paths):
+                sequence = None if commit is None else int(commit["sequences"][number])
+                self._files.append(StateFile(path, self._sizes, run, sequence))
+        except BaseException:
+            self.close()
+            raise
+        # The path that has the state of each subgroup.
+        self._path_of: dict[int, int] = {}
+        if commit is not None:
+            self._path_of = dict(enumerate(commit["paths"]))
+        # The path to which the next write of a subgroup goes, of those that a plan has in storage.
+        self._planned_path_of: dict[int, int] = {}
+        self._buffers: list[torch.Tensor] = []
+
+    @property
+    def path_count(self) -> int:
+        """Number of paths."""
+        return len(self._files)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the buffers, in bytes."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the files are read and written without the page cache."""
+        return all(file.is_direct for file in self._files)
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written so far."""
+        return sum(file.written_bytes for file in self._files)
+
+    def has(self, subgroup: int) -> bool:
+        """Return whether the newest state of a subgroup is in a file."""
+        return subgroup in self._path_of
+
+    def is_planned(self, subgroup: int) -> bool:
+        """Return whether the plan has the state of a subgroup in storage."""
+        return subgroup in self._planned_path_of
+
+    def prepare(self, plan: Plan) -> None:
+        """Allocate the buffers of a plan, and reserve the space that its writes need.
+
+        Raises:
+            EngineError: There is too little memory or space.
+        """
+        self._planned_path_of = {op.subgroup: op.path for op in plan.ops if op.kind == "write"}
+        for subgroup, path in self._planned_path_of.items():
+            self._files[path].reserve(subgroup)
+        sizes = [aligned(int(size)) for size in plan.storage_buffers]
+        if sizes != [len(buffer) for buffer in self._buffers]:
+            self._buffers = []
+            self._buffers = [self._allocate(size) for size in sizes]
+
+    def load(self, subgroup: int, number: int) -> torch.Tensor:
+        """Read a state into a buffer of the plan.
+
+        Args:
+            subgroup: The subgroup.
+            number: The buffer, by its index.
+
+        Returns:
+            The state, (3, params) fp32, in the buffer.
+        """
+        pages = self._buffers[number][: aligned(self._sizes[subgroup])]
+        self._files[self._path_of[subgroup]].read(subgroup, _bytes_of(pages))
+        return self._state_in(pages, subgroup)
+
+    def save(self, subgroup: int, state: torch.Tensor) -> None:
+        """Write a state that is in a buffer, of `load`."""
+        nbytes = aligned(self._sizes[subgroup])
+        memory = (ctypes.c_char * nbytes).from_address(state.data_ptr())
+        self._write(subgroup, memoryview(memory).cast("B"))
+
+    def read(self, subgroup: int) -> torch.Tensor:
+        """Return the state of a subgroup in new host memory, (3, params) fp32."""
+        pages = _pages(aligned(self._sizes[subgroup]))
+        self._files[self._path_of[subgroup]].read(subgroup, _bytes_of(pages))
+        return self._state_in(pages, subgroup)
+
+    def write(self, subgroup: int, state: torch.Tensor) -> None:
+        """Write the state of a subgroup from any memory."""
+        pages = _pages(aligned(self._sizes[subgroup]))
+        self._state_in(pages, subgroup).copy_(state)
+        self._write(subgroup, _bytes_of(pages))
+
+    def forget(self, subgroup: int) -> None:
+        """Take the state of a subgroup as elsewhere from now on: that in the file is old."""
+        self._path_of.pop(subgroup, None)
+
+    def commit(self, read: Callable[[int], torch.Tensor]) -> dict[str, Any]:
+        """Make the newest state of all subgroups that to go on with after a crash. No operation may run meanwhile.
+
+        Args:
+            read: Returns the state of a subgroup that is not in a file.
+
+        Returns:
+            What the constructor takes to go on.
+        """
+        paths = []
+        for subgroup in range(len(self._sizes)):
+            path = self._path_of.get(subgroup)
+            if path is None:
+                # It stays elsewhere: the file has a copy.
+                path = self._planned_path_of.get(subgroup, subgroup % len(self._files))
+                self._files[path].reserve(subgroup)
+                pages = _pages(aligned(self._sizes[subgroup]))
+                self._state_in(pages, subgroup).copy_(read(subgroup))
+                self._files[path].write(subgroup, _bytes_of(pages))
+            paths.append(path)
+        return {"paths": paths, "sequences": [file.commit() for file in self._files]}
+
+    def close(self) -> None:
+        """Close the files. Those without a commit are removed."""
+        self._buffers = []
+        for file in self._files:
+            file.close()
+
+    def _write(self, subgroup: int, memory: memoryview) -> None:
+        path = self._planned_path_of.get(subgroup, self._path_of.get(subgroup, 0))
+        self._files[path].reserve(subgroup)
+        self._files[path].write(subgroup, memory)
+        self._path_of[subgroup] = path
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        """Return pinned host memory of so many bytes that begins at a page."""
+        memory = self._device.allocate_host((nbytes + PAGE,), torch.uint8)
+        begin = -memory.data_ptr() % PAGE
+        return memory[begin : begin + nbytes]
+
+    def _state_in(self, pages: torch.Tensor, subgroup: int) -> torch.Tensor:
+        return pages[: self._sizes[subgroup]].view(torch.float32).view(3, -1)
+
+
+def _pages(nbytes: int) -> torch.Tensor:
+    """Return host memory of so many bytes that begins at a page."""
+    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu")
+    begin = -memory.data_ptr() % PAGE
+    return memory[begin : begin + nbytes]
+
+
+def _bytes_of(pages: torch.Tensor) -> memoryview:
+    return memoryview(pages.numpy())

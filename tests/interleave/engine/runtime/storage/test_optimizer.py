@@ -1,0 +1,303 @@
+"""InterleavedAdamW with state in storage: the bits of the reference, and commits to go on from after a crash."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.machines.storage import StoragePath
+from tests.interleave.engine.test_edits import follow
+from tests.interleave.engine.test_late_updates import late_optimizer, random_job, reference_optimizer
+from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer
+
+# All state of the job takes 37 kB; buffers and copies take 12 kB and more.
+SMALL, HALF, ALL = 20e3, 30e3, 100e3
+
+
+@contextmanager
+def storing_optimizer(
+    job: Job,
+    folders: list[Path],
+    policy: str = "pipelined",
+    budget: float = SMALL,
+    mode: str = "streamed",
+    overlap: str = "none",
+    **options: Any,
+) -> Iterator[InterleavedAdamW]:
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    storage = tuple(StoragePath(1e8, 1e8, path=str(folder)) for folder in folders)
+    with late_optimizer(
+        job,
+        policy,
+        mode,
+        overlap=overlap,
+        storage=folders,
+        host_memory_budget=budget,
+        **{"machine": replace(MACHINE, storage=storage), **options},
+    ) as optimizer:
+        yield optimizer
+
+
+CASES = [
+    ("pipelined", "kept", "none", SMALL),
+    ("pipelined", "kept", "none", HALF),
+    ("pipelined", "streamed", "both", SMALL),
+    ("pipelined", "streamed", "both", HALF),
+    ("pipelined", "streamed", "none", ALL),
+    ("interleaved:2", "streamed", "none", SMALL),
+    ("interleaved:2", "kept", "forward", HALF),
+]
+
+
+@pytest.mark.parametrize(("policy", "mode", "overlap", "budget"), CASES)
+def test_step__gives_the_bits_of_the_reference_in_random_jobs(
+    tmp_path: Path, policy: str, mode: str, overlap: str, budget: float
+) -> None:
+    check_random_jobs(range(5), tmp_path, policy, mode, overlap, budget)
+
+
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 5), marks=pytest.mark.slow)])
+def test_step__gives_the_bits_of_the_reference_with_adaptive_plans(tmp_path: Path, seeds: range) -> None:
+    check_random_jobs(seeds, tmp_path, "adaptive", "streamed", "forward", SMALL, memory_budget=10e3)
+
+
+def check_random_jobs(
+    seeds: range, folder: Path, policy: str, mode: str, overlap: str, budget: float, **options: Any
+) -> None:
+    for seed in seeds:
+        expected = random_job(seed, mode, reference_optimizer)
+
+        def make(job: Job, seed: int = seed, **others: Any) -> Any:
+            folders = [folder / f"{number}" for number in range(1 + seed % 2)]
+            return storing_optimizer(job, folders, policy, budget, mode, overlap, **options, **others)
+
+        assert random_job(seed, mode, make) == expected, seed
+    assert not list(folder.glob("*/*")), "files without a commit are left behind"
+
+
+@pytest.mark.parametrize("budget", [SMALL, ALL])
+def test_plan__has_state_in_storage_only_if_host_memory_is_short(tmp_path: Path, budget: float) -> None:
+    job = Job()
+    with storing_optimizer(job, [tmp_path], budget=budget) as optimizer:
+        for step in range(3):
+            job.step(optimizer, step)
+        stored = optimizer.plan.stored
+        store = optimizer._runner.engine.store
+        assert bool(stored) == (budget == SMALL)
+        assert store.host_bytes <= budget + 3 * 8192 * len(optimizer.plan.storage_buffers)
+        files = list(tmp_path.iterdir())
+        assert len(files) == 1
+
+
+@pytest.mark.usefixtures("speculating_policy")
+@pytest.mark.parametrize("max_grad_norm", [1e-3, 1e6])
+def test_step__gives_the_bits_of_the_reference_whether_speculation_on_state_in_storage_is_in_vain_or_not(
+    tmp_path: Path, max_grad_norm: float
+) -> None:
+    """It is computed in the buffer; in vain, the old state is read again."""
+    job, same = Job(), Job()
+    expected = ReferenceOptimizer(same.net.parameters(), max_grad_norm=max_grad_norm)
+    with storing_optimizer(
+        job, [tmp_path], "speculating", overlap="backward", max_grad_norm=max_grad_norm
+    ) as optimizer:
+        reloads = 0
+        for step in range(8):
+            job.net.zero_grad()
+            job.loss(step).backward()
+            if step == 3:
+                states = optimizer._runner.engine.store.states
+                reload = states.reload
+
+                def count(subgroup: int, reload: Any = reload) -> None:
+                    nonlocal reloads
+                    reloads += 1
+                    reload(subgroup)
+
+                states.reload = count  # type: ignore[method-assign]
+            optimizer.step()
+            same.step(expected, step)
+        assert optimizer.plan.stored & optimizer.plan.speculated
+        assert (reloads > 0) == (max_grad_norm < 1)
+        assert job.outcome() == same.outcome()
+
+
+def test_step__takes_the_values_that_the_job_has_set(tmp_path: Path) -> None:
+    job, same = Job(), Job()
+    expected = ReferenceOptimizer(same.net.parameters())
+    with storing_optimizer(job, [tmp_path], overlap="both") as optimizer:
+        for step in range(8):
+            for each, own in ((job, optimizer), (same, expected)):
+                each.net.zero_grad()
+                own.scale(each.loss(step)).backward()
+                if step in (2, 5):
+                    for param in (each.net.last.bias, each.net.late.weight):
+                        with torch.no_grad():
+                            param.mul_(1.5)
+                        if own is expected:
+                            follow(expected.state[param]["rows"][0], param)
+                own.step()
+        optimizer.synchronize()
+        assert job.outcome() == same.outcome()
+
+
+def _states(optimizer: InterleavedAdamW) -> list[torch.Tensor]:
+    entries = optimizer.state_dict()["state"].values()
+    return [value for entry in entries for value in entry.values()]
+
+
+@pytest.mark.parametrize("budget", [SMALL, ALL])
+def test_commit__is_what_another_optimizer_goes_on_from(tmp_path: Path, budget: float) -> None:
+    job, same = Job(), Job()
+    expected = ReferenceOptimizer(same.net.parameters())
+    folders = [tmp_path / "a", tmp_path / "b"]
+    with storing_optimizer(job, folders, budget=budget) as optimizer:
+        for step in range(3):
+            job.step(optimizer, step)
+            same.step(expected, step)
+        commit = optimizer.commit()
+        values = [param.detach().clone() for param in job.net.parameters()]
+        losses, states = list(job.losses), _states(optimizer)
+        for step in range(3, 6):
+            job.step(optimizer, step)
+    # What a saved file has.
+    torch.save(commit, tmp_path / "commit.pt")
+    commit = torch.load(tmp_path / "commit.pt", weights_only=True)
+    resumed = Job()
+    for _ in range(3):
+        next(resumed._batches)
+    with torch.no_grad():
+        for param, value in zip(resumed.net.parameters(), values, strict=True):
+            param.copy_(value)
+    with storing_optimizer(resumed, folders, budget=budget) as optimizer:
+        optimizer.load_state_dict(commit)
+        assert all(torch.equal(a, b) for a, b in zip(states, _states(optimizer), strict=True))
+        for step in range(3, 6):
+            resumed.step(optimizer, step)
+            same.step(expected, step)
+        assert [param.tolist() for param in resumed.net.parameters()] == [p.tolist() for p in same.net.parameters()]
+    assert losses + resumed.losses == same.losses
+
+
+def test_commit__is_whole_after_kills_at_random_moments(tmp_path: Path) -> None:
+    """Each run goes on from the last commit and parameters that were saved, and is killed in some step."""
+    steps, draw = 24, random.Random(1)
+    same = Job()
+    expected = ReferenceOptimizer(same.net.parameters())
+    for step in range(steps):
+        same.step(expected, step)
+    checkpoint, runs = tmp_path / "checkpoint.pt", 0
+    while runs < 40:
+        runs += 1
+        child = os.fork()
+        if child == 0:
+            _run_to_the_end(checkpoint, tmp_path / "storage", steps, kill_after=draw.randrange(2, 9))
+        _, status = os.waitpid(child, 0)
+        draw.random()
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break
+    saved = torch.load(checkpoint, weights_only=True)
+    assert saved["step"] == steps
+    assert all(torch.equal(a, b) for a, b in zip(saved["values"], same.net.parameters(), strict=True))
+    assert runs > 3
+
+
+def _run_to_the_end(checkpoint: Path, folder: Path, steps: int, kill_after: int) -> None:
+    """Run steps of a job with a commit after each second one, in a process that kills itself while a step runs."""
+    code = 1
+    try:
+        job, first = Job(), 0
+        with storing_optimizer(job, [folder], overlap="forward") as optimizer:
+            if checkpoint.exists():
+                saved = torch.load(checkpoint, weights_only=True)
+                first = saved["step"]
+                with torch.no_grad():
+                    for param, value in zip(job.net.parameters(), saved["values"], strict=True):
+                        param.copy_(value)
+                optimizer.load_state_dict(saved["commit"])
+            for _ in range(first):
+                next(job._batches)
+            for step in range(first, steps):
+                job.step(optimizer, step)
+                if step - first == kill_after:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if step % 2:
+                    commit = optimizer.commit()
+                    values = [param.detach().clone() for param in job.net.parameters()]
+                    torch.save({"step": step + 1, "values": values, "commit": commit}, checkpoint.with_suffix(".new"))
+                    checkpoint.with_suffix(".new").replace(checkpoint)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def test_step__is_completed_if_storage_fails_once(tmp_path: Path) -> None:
+    job, same = Job(), Job()
+    expected = ReferenceOptimizer(same.net.parameters())
+    with storing_optimizer(job, [tmp_path]) as optimizer:
+        for step in range(2):
+            job.step(optimizer, step)
+            same.step(expected, step)
+        states = optimizer._runner.engine.store.states
+        for name in ("load", "save"):
+            move, failing = getattr(states, name), iter([True])
+
+            def fail_once(*arguments: Any, move: Any = move, failing: Any = failing) -> None:
+                if next(failing, False):
+                    raise EngineError("the drive failed")
+                move(*arguments)
+
+            setattr(states, name, fail_once)
+            with pytest.raises(EngineError, match="the drive failed; the step was completed on the CPU"):
+                job.step(optimizer, 2)
+            same.step(expected, 2)
+        job.step(optimizer, 3)
+        same.step(expected, 3)
+        assert job.outcome() == same.outcome()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"storage": "/nowhere"}, "storage /nowhere is not a folder: create it"),
+        ({"storage": []}, "storage has no folder"),
+        ({"storage": None, "host_memory_budget": 1e9}, "host_memory_budget needs storage="),
+        ({"host_memory_budget": 0}, "host_memory_budget is 0: it must be bytes, above 0"),
+    ],
+)
+def test_optimizer__refuses_options_that_are_not_valid(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        InterleavedAdamW(Job().net.parameters(), policy="pipelined", **{"storage": tmp_path, **options})
+
+
+def test_step__says_how_much_host_memory_is_needed(tmp_path: Path) -> None:
+    job = Job()
+    with (
+        storing_optimizer(job, [tmp_path], budget=5e3) as optimizer,
+        pytest.raises(EngineError, match="of host memory besides storage, more than host_memory_budget"),
+    ):
+        job.step(optimizer)
+
+
+def test_step__refuses_the_files_of_another_run(tmp_path: Path) -> None:
+    job = Job()
+    with storing_optimizer(job, [tmp_path]) as optimizer:
+        job.step(optimizer)
+        optimizer.commit()
+    with (
+        storing_optimizer(Job(), [tmp_path]) as optimizer,
+        pytest.raises(EngineError, match="has the state of another run: load the checkpoint that names it"),
+    ):
+        job.step(optimizer)
