@@ -1,0 +1,252 @@
+"""Jobs for two ranks whose updates run under the next forward; each returns the result of rank 0."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from ebbtide.interleave.engine.errors import EngineError
+from tests.interleave.engine.rank_jobs import RANKS, Result, backwards, loss_of, sharded
+from tests.interleave.engine.training import Net, batches, maker, net, throttle_cpu
+
+OVERLAPS = ("none", "forward")
+Values = list[float]
+# (name, gradients, what makes the model)
+Sharding = tuple[str, str, Callable[[], Net]]
+
+
+def prefetching() -> Net:
+    """Shard so that each layer gathers the next one, in the forward and in the backward."""
+    model = sharded_with()
+    layers = [model.first, model.late, model.norm]
+    for layer, following in pairwise(layers):
+        layer.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([layer])
+    return model
+
+
+def sharded_with(**options: Any) -> Net:
+    """Shard layers alone, two branches as one group, and the rest with the root."""
+    model = net(torch.float32)
+    # Tied parameters must be in one group.
+    model.last.weight = nn.Parameter(model.last.weight.detach().clone())
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for layers in (model.first, model.norm, model.late, list(model.branches[:2])):
+        fully_shard(layers, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def checkpointing() -> Net:
+    model = sharded()
+    for branch in model.branches:
+        forward = branch.forward
+        branch.forward = lambda inputs, forward=forward: checkpoint(forward, inputs, use_reentrant=False)
+    return model
+
+
+SHARDINGS: tuple[Sharding, ...] = (
+    ("branches and root", "kept", sharded),
+    ("branches and root, streamed", "streamed", sharded),
+    ("prefetching", "streamed", prefetching),
+    ("kept after the forward", "streamed", lambda: sharded_with(reshard_after_forward=False)),
+    ("dropped after the forward", "kept", lambda: sharded_with(reshard_after_forward=True)),
+    (
+        "mixed precision",
+        "streamed",
+        lambda: sharded_with(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),
+    ),
+    ("checkpointing", "streamed", checkpointing),
+)
+
+
+@contextmanager
+def late_optimizer(model: nn.Module, mode: str, overlap: str, **options: Any) -> Iterator[Any]:
+    """Yield an optimizer whose updates on the CPU are slow, so that steps return long before they have ended."""
+    late: dict[str, Any] = {"overlap": "forward", "model": model} if overlap == "forward" else {}
+    optimizer = maker("pipelined", mode)(model.parameters(), max_grad_norm=0.3, **late | options)
+    throttle_cpu(optimizer, lambda: 1e6)
+    try:
+        yield optimizer
+    finally:
+        optimizer.close()
+
+
+def train(model: Any, optimizer: Any, rank: int) -> Values:
+    """Train with accumulation, evaluation and state dicts; return what was read meanwhile, and the last parameters."""
+    data, read = batches(torch.float32), []
+    for step in range(6):
+        optimizer.zero_grad()
+        for _ in range(backwards(step)):
+            loss = loss_of(model, next(data), step, slice(rank, None, RANKS))
+            read.append(loss.item())
+            loss.backward()
+        optimizer.step()
+        if step == 1:
+            read += [float(value.to_local().sum()) for value in model.state_dict().values()]
+        if step == 2:
+            full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+            read += [float(value.sum()) for value in full.values()]
+        if step == 3:
+            state = optimizer.state_dict()["state"]
+            read += [float(entry["master"].to_local().sum()) for entry in state.values()]
+        if step > 3:
+            with torch.no_grad():
+                read.append(loss_of(model, next(data), step + 1, slice(rank, None, RANKS)).item())
+    optimizer.synchronize()
+    # After an evaluation, the parameters of the root module are the gathered ones.
+    return read + values_of(param.to_local() for param in optimizer.param_groups[0]["params"])
+
+
+def values_of(tensors: Iterable[torch.Tensor]) -> Values:
+    return [value for tensor in tensors for value in tensor.flatten().tolist()]
+
+
+def on_all_ranks(is_true: bool) -> bool:
+    flag = torch.tensor([int(is_true)])
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item())
+
+
+def late_shards(rank: int, folder: Path) -> Result:
+    """Return for each sharding whether late updates change nothing."""
+    results: Result = {}
+    for name, mode, make_model in SHARDINGS:
+        values = []
+        for overlap in OVERLAPS:
+            model = make_model()
+            with late_optimizer(model, mode, overlap) as optimizer:
+                values.append(train(model, optimizer, rank))
+        results[name] = on_all_ranks(values[0] == values[1])
+    return results
+
+
+def reads_of_late_parameters(rank: int, folder: Path) -> Result:
+    """Return the losses of a forward that begins while an update waits: without overlap, with gates, without gates."""
+    results: Result = {}
+    for case in ("no overlap", "gates", "no gates"):
+        model = sharded()
+        with late_optimizer(model, "kept", "none" if case == "no overlap" else "forward") as optimizer:
+            if case == "no gates":
+                optimizer._gates.remove()
+            data, part, released = batches(torch.float32), slice(rank, None, RANKS), threading.Event()
+            # The first step compiles the kernels.
+            loss_of(model, next(data), 0, part).backward()
+            optimizer.step()
+            optimizer.synchronize()
+            update = optimizer._runner.kernel.update_ranges
+
+            def update_when_released(*arguments: Any, update: Any = update, released: Any = released) -> None:
+                assert released.wait(30)
+                update(*arguments)
+
+            optimizer._runner.kernel.update_ranges = update_when_released
+            loss_of(model, next(data), 0, part).backward()
+            if case == "no overlap":
+                released.set()
+            optimizer.step()
+            if case == "gates":
+                threading.Timer(0.1, released.set).start()
+            results[case] = loss_of(model, next(data), 0, part).item()
+            released.set()
+    return results
+
+
+class Normalized(nn.Sequential):  # type: ignore[misc]
+    """A network with buffers, which all ranks take from one of them."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Tanh(), nn.Linear(24, 24))
+
+
+REPLICATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("bucket views", {"gradient_as_bucket_view": True}),
+    ("static graph", {"static_graph": True}),
+    ("no buffers", {"forward_sync_buffers": False}),
+)
+
+
+def train_replica(ddp: Any, optimizer: Any, rank: int, steps: int) -> Values:
+    read, data = [], batches(torch.float32)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        inputs, targets = next(data)
+        loss = ((ddp(inputs[rank::RANKS]) - targets[rank::RANKS]) ** 2).mean()
+        read.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    return read
+
+
+def late_replicas(rank: int, folder: Path) -> Result:
+    """Return for each kind of replication whether late updates change nothing."""
+    results: Result = {}
+    for name, options in REPLICATIONS:
+        for plain in (False, True):
+            values = []
+            for overlap in OVERLAPS:
+                ddp = nn.parallel.DistributedDataParallel(Normalized(), **options)
+                with late_optimizer(ddp.module if plain else ddp, "kept", overlap) as optimizer:
+                    read = train_replica(ddp, optimizer, rank, 4)
+                    optimizer.synchronize()
+                values.append(read + values_of(ddp.parameters()))
+            results[f"{name}, {'plain' if plain else 'ddp'}"] = on_all_ranks(values[0] == values[1])
+    return results
+
+
+def late_replicas_with_uneven_inputs(rank: int, folder: Path) -> Result:
+    """Return whether late updates change nothing, and whether all ranks end with the same parameters."""
+    results: Result = {}
+    for plain in (False, True):
+        values = []
+        for overlap in OVERLAPS:
+            ddp = nn.parallel.DistributedDataParallel(Normalized())
+            with late_optimizer(ddp.module if plain else ddp, "kept", overlap) as optimizer:
+                throttle_cpu(optimizer, lambda: 1e5)
+                with ddp.join():
+                    read = train_replica(ddp, optimizer, rank, 2 + 2 * rank)
+                # The parameters of the last rank, which the others take.
+                read += values_of(ddp.parameters())
+                read += train_replica(ddp, optimizer, rank, 2)
+                optimizer.synchronize()
+            values.append(read)
+        results["plain" if plain else "ddp"] = on_all_ranks(values[0] == values[1])
+    return results
+
+
+def refused(rank: int, folder: Path) -> Result:
+    """Return the errors for models that late updates do not support."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    tensor_parallel = parallelize_module(nn.Sequential(nn.Linear(24, 24)), mesh, {"0": ColwiseParallel()})
+    unknown = sharded()
+    unknown._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0].sharded_param = None
+    messages: Result = {}
+    for name, model in (("tensor parallel", tensor_parallel), ("unknown", unknown)):
+        try:
+            maker("pipelined", "kept")(model.parameters(), overlap="forward", model=model).close()
+        except EngineError as error:
+            messages[name] = str(error)
+    return messages
+
+
+JOBS: tuple[Callable[[int, Path], Result], ...] = (
+    late_shards,
+    reads_of_late_parameters,
+    late_replicas,
+    late_replicas_with_uneven_inputs,
+    refused,
+)
