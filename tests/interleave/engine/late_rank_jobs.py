@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from ebbtide.interleave.engine.errors import EngineError
@@ -24,18 +24,8 @@ from tests.interleave.engine.training import Net, batches, maker, net, throttle_
 
 OVERLAPS = ("none", "forward")
 Values = list[float]
-# (name, gradients, what makes the model)
-Sharding = tuple[str, str, Callable[[], Net]]
-
-
-def prefetching() -> Net:
-    """Shard so that each layer gathers the next one, in the forward and in the backward."""
-    model = sharded_with()
-    layers = [model.first, model.late, model.norm]
-    for layer, following in pairwise(layers):
-        layer.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([layer])
-    return model
+# (gradients, what makes the model)
+Sharding = tuple[str, Callable[[], Net]]
 
 
 def sharded_with(**options: Any) -> Net:
@@ -50,7 +40,17 @@ def sharded_with(**options: Any) -> Net:
     return model
 
 
+def prefetching() -> Net:
+    """Shard so that each layer gathers the next one, in the forward and in the backward."""
+    model = sharded_with(reshard_after_forward=True)
+    for layer, following in pairwise((model.first, model.norm, model.late)):
+        layer.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([layer])
+    return model
+
+
 def checkpointing() -> Net:
+    """Shard branches and root; the backward computes the branches again."""
     model = sharded()
     for branch in model.branches:
         forward = branch.forward
@@ -58,18 +58,16 @@ def checkpointing() -> Net:
     return model
 
 
+def in_low_precision() -> Net:
+    """Shard so that layers are gathered in another dtype and stay so until the backward."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return sharded_with(mp_policy=policy, reshard_after_forward=False)
+
+
 SHARDINGS: tuple[Sharding, ...] = (
-    ("branches and root", "kept", sharded),
-    ("branches and root, streamed", "streamed", sharded),
-    ("prefetching", "streamed", prefetching),
-    ("kept after the forward", "streamed", lambda: sharded_with(reshard_after_forward=False)),
-    ("dropped after the forward", "kept", lambda: sharded_with(reshard_after_forward=True)),
-    (
-        "mixed precision",
-        "streamed",
-        lambda: sharded_with(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),
-    ),
-    ("checkpointing", "streamed", checkpointing),
+    ("kept", checkpointing),
+    ("streamed", prefetching),
+    ("streamed", in_low_precision),
 )
 
 
@@ -124,13 +122,13 @@ def on_all_ranks(is_true: bool) -> bool:
 def late_shards(rank: int, folder: Path) -> Result:
     """Return for each sharding whether late updates change nothing."""
     results: Result = {}
-    for name, mode, make_model in SHARDINGS:
+    for mode, make_model in SHARDINGS:
         values = []
         for overlap in OVERLAPS:
             model = make_model()
             with late_optimizer(model, mode, overlap) as optimizer:
                 values.append(train(model, optimizer, rank))
-        results[name] = on_all_ranks(values[0] == values[1])
+        results[make_model.__name__] = on_all_ranks(values[0] == values[1])
     return results
 
 
@@ -173,13 +171,6 @@ class Normalized(nn.Sequential):  # type: ignore[misc]
         super().__init__(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Tanh(), nn.Linear(24, 24))
 
 
-REPLICATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("bucket views", {"gradient_as_bucket_view": True}),
-    ("static graph", {"static_graph": True}),
-    ("no buffers", {"forward_sync_buffers": False}),
-)
-
-
 def train_replica(ddp: Any, optimizer: Any, rank: int, steps: int) -> Values:
     read, data = [], batches(torch.float32)
     for step in range(steps):
@@ -193,29 +184,28 @@ def train_replica(ddp: Any, optimizer: Any, rank: int, steps: int) -> Values:
 
 
 def late_replicas(rank: int, folder: Path) -> Result:
-    """Return for each kind of replication whether late updates change nothing."""
+    """Return whether late updates change nothing, for both kinds of `model`."""
     results: Result = {}
-    for name, options in REPLICATIONS:
-        for plain in (False, True):
-            values = []
-            for overlap in OVERLAPS:
-                ddp = nn.parallel.DistributedDataParallel(Normalized(), **options)
-                with late_optimizer(ddp.module if plain else ddp, "kept", overlap) as optimizer:
-                    read = train_replica(ddp, optimizer, rank, 4)
-                    optimizer.synchronize()
-                values.append(read + values_of(ddp.parameters()))
-            results[f"{name}, {'plain' if plain else 'ddp'}"] = on_all_ranks(values[0] == values[1])
+    for kind, options in (("ddp", {"gradient_as_bucket_view": True, "static_graph": True}), ("plain", {})):
+        values = []
+        for overlap in OVERLAPS:
+            ddp = nn.parallel.DistributedDataParallel(Normalized(), **options)
+            with late_optimizer(ddp if kind == "ddp" else ddp.module, "kept", overlap) as optimizer:
+                read = train_replica(ddp, optimizer, rank, 4)
+                optimizer.synchronize()
+            values.append(read + values_of(ddp.parameters()))
+        results[kind] = on_all_ranks(values[0] == values[1])
     return results
 
 
 def late_replicas_with_uneven_inputs(rank: int, folder: Path) -> Result:
-    """Return whether late updates change nothing, and whether all ranks end with the same parameters."""
+    """Return whether late updates change nothing, for both kinds of `model`."""
     results: Result = {}
-    for plain in (False, True):
+    for kind in ("ddp", "plain"):
         values = []
         for overlap in OVERLAPS:
             ddp = nn.parallel.DistributedDataParallel(Normalized())
-            with late_optimizer(ddp.module if plain else ddp, "kept", overlap) as optimizer:
+            with late_optimizer(ddp if kind == "ddp" else ddp.module, "kept", overlap) as optimizer:
                 throttle_cpu(optimizer, lambda: 1e5)
                 with ddp.join():
                     read = train_replica(ddp, optimizer, rank, 2 + 2 * rank)
@@ -224,14 +214,15 @@ def late_replicas_with_uneven_inputs(rank: int, folder: Path) -> Result:
                 read += train_replica(ddp, optimizer, rank, 2)
                 optimizer.synchronize()
             values.append(read)
-        results["plain" if plain else "ddp"] = on_all_ranks(values[0] == values[1])
+        results[kind] = on_all_ranks(values[0] == values[1])
     return results
 
 
 def refused(rank: int, folder: Path) -> Result:
     """Return the errors for models that late updates do not support."""
     mesh = init_device_mesh("cpu", (RANKS,))
-    tensor_parallel = parallelize_module(nn.Sequential(nn.Linear(24, 24)), mesh, {"0": ColwiseParallel()})
+    tensor_parallel = nn.Linear(24, 24, bias=False)
+    tensor_parallel.weight = nn.Parameter(distribute_tensor(tensor_parallel.weight.detach(), mesh, [Shard(0)]))
     unknown = sharded()
     unknown._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0].sharded_param = None
     messages: Result = {}
