@@ -20,6 +20,7 @@ from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.devices.open import open_device
 from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.model.overlap import Overlap
 from ebbtide.interleave.model.schedule import Schedule
 
 
@@ -56,7 +57,7 @@ class InterleavedStage3(LateSteps):
             True,
             device,
             owns_device=self.settings.device is None,
-            allows_late=self._is_late,
+            supported=Overlap(forward=self._is_late),
         )
         try:
             self._host_buffers = [
