@@ -101,7 +101,10 @@ def test_step__goes_on_after_an_operation_failed_under_the_forward(deepspeed: An
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": "pipelined", "overlap": "backward"}, "updates inside the backward are not supported with DeepSpeed"),
+        (
+            {"policy": "pipelined", "overlap": "backward"},
+            "updates inside the backward are not supported with DeepSpeed",
+        ),
         ({"policy": "pipelined", "overlap": "update"}, "overlap is 'update'"),
         ({"policy": "pipelined,overlap=both"}, "updates inside the backward are not supported with DeepSpeed"),
         ({"policy": "adaptive,overlap=auto"}, "updates inside the backward are not supported with DeepSpeed"),

@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from ebbtide.interleave.engine.errors import EngineError
-from tests.interleave.engine.rank_jobs import RANKS, Result, backwards, loss_of, sharded
-from tests.interleave.engine.training import Net, batches, maker, net, throttle_cpu
+from tests.interleave.engine.rank_jobs import RANKS, Result, loss_of, sharded
+from tests.interleave.engine.training import MACHINE, Net, batches, maker, net, throttle_cpu
 
 OVERLAPS = ("none", "forward")
 Values = list[float]
@@ -72,10 +72,12 @@ SHARDINGS: tuple[Sharding, ...] = (
 
 
 @contextmanager
-def late_optimizer(model: nn.Module, mode: str, overlap: str, **options: Any) -> Iterator[Any]:
+def late_optimizer(
+    model: nn.Module, mode: str, overlap: str, policy: str = "pipelined", max_grad_norm: float = 0.3
+) -> Iterator[Any]:
     """Yield an optimizer whose updates on the CPU are slow, so that steps return long before they have ended."""
-    late: dict[str, Any] = {"overlap": "forward", "model": model} if overlap == "forward" else {}
-    optimizer = maker("pipelined", mode)(model.parameters(), max_grad_norm=0.3, **late | options)
+    late: dict[str, Any] = {} if overlap == "none" else {"overlap": overlap, "model": model, "machine": MACHINE}
+    optimizer = maker(policy, mode)(model.parameters(), max_grad_norm=max_grad_norm, **late)
     throttle_cpu(optimizer, lambda: 1e6)
     try:
         yield optimizer
@@ -85,25 +87,26 @@ def late_optimizer(model: nn.Module, mode: str, overlap: str, **options: Any) ->
 
 def train(model: Any, optimizer: Any, rank: int) -> Values:
     """Train with accumulation, evaluation and state dicts; return what was read meanwhile, and the last parameters."""
-    data, read = batches(torch.float32), []
-    for step in range(6):
+    data, part, read = batches(torch.float32), slice(rank, None, RANKS), []
+    for step, backwards in enumerate((1, 1, 1, 2, 2, 1)):
+        branch = step // 3
         optimizer.zero_grad()
-        for _ in range(backwards(step)):
-            loss = loss_of(model, next(data), step, slice(rank, None, RANKS))
+        for _ in range(backwards):
+            loss = loss_of(model, next(data), branch, part)
             read.append(loss.item())
             loss.backward()
         optimizer.step()
         if step == 1:
             read += [float(value.to_local().sum()) for value in model.state_dict().values()]
-        if step == 2:
+        elif step == 2:
             full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
             read += [float(value.sum()) for value in full.values()]
-        if step == 3:
+        elif step == 3:
             state = optimizer.state_dict()["state"]
             read += [float(entry["master"].to_local().sum()) for entry in state.values()]
-        if step > 3:
+        elif step == 4:
             with torch.no_grad():
-                read.append(loss_of(model, next(data), step + 1, slice(rank, None, RANKS)).item())
+                read.append(loss_of(model, next(data), branch, part).item())
     optimizer.synchronize()
     # After an evaluation, the parameters of the root module are the gathered ones.
     return read + values_of(param.to_local() for param in optimizer.param_groups[0]["params"])

@@ -13,7 +13,7 @@ import torch.multiprocessing
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from tests.conftest import PROCESS_TIMEOUT_S
-from tests.interleave.engine import late_rank_jobs, rank_jobs
+from tests.interleave.engine import late_rank_jobs, rank_jobs, speculative_rank_jobs
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.training import ReferenceOptimizer, batches, maker, net
 
@@ -45,6 +45,12 @@ def test_late_updates__change_no_bits_of_sharded_and_replicated_models(ranks: tu
     assert results["late_replicas"] == results["late_replicas_with_uneven_inputs"] == {"ddp": True, "plain": True}
 
 
+def test_speculative_updates__change_no_bits_of_sharded_models(ranks: tuple[Results, Path]) -> None:
+    results, _ = ranks
+    assert len(results["speculative_shards"]) == 4
+    assert all(results["speculative_shards"].values())
+
+
 def test_late_updates__need_the_gates(ranks: tuple[Results, Path]) -> None:
     losses = ranks[0]["reads_of_late_parameters"]
     assert losses["gates"] == losses["no overlap"]
@@ -59,7 +65,7 @@ def test_late_updates__refuse_other_shards(ranks: tuple[Results, Path]) -> None:
 
 def run_ranks(folder: Path) -> None:
     """Run the jobs of all ranks; kill them and fail if they take too long."""
-    arguments = folder, rank_jobs.JOBS + late_rank_jobs.JOBS
+    arguments = folder, rank_jobs.JOBS + late_rank_jobs.JOBS + speculative_rank_jobs.JOBS
     ranks = torch.multiprocessing.spawn(rank_jobs.main, arguments, nprocs=rank_jobs.RANKS, join=False, daemon=True)
     deadline = time.monotonic() + PROCESS_TIMEOUT_S
     while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
