@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ebbtide.interleave.engine.method_gate import MethodGate
+from ebbtide.interleave.engine.gates.method_gate import MethodGate
 
 
 class FetchGates:

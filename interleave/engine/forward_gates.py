@@ -10,8 +10,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.replica_gates import ReplicaGates
-from ebbtide.interleave.engine.sharded_gates import ShardedGates
+from ebbtide.interleave.engine.gates.replica_gates import ReplicaGates
+from ebbtide.interleave.engine.gates.sharded_gates import ShardedGates
 
 Wait = Callable[[Sequence[torch.Tensor]], None]
 
@@ -67,8 +67,8 @@ class ForwardGates:
             in_place = [param for param in params if param not in sharded.params]
             if any(hasattr(param, "to_local") for param in in_place):
                 raise EngineError(
-                    "overlap is not supported with DTensors that fully_shard did not make (tensor parallelism): choose "
-                    "overlap='none'"
+                    "overlap is not supported with DTensors that fully_shard did not make (tensor parallelism): "
+                    "leave out overlap and model"
                 )
             if in_place:
                 self._removables.append(module.register_forward_pre_hook(_make_hook(in_place, wait), prepend=True))

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from ebbtide.interleave.engine.errors import EngineError
@@ -228,8 +229,16 @@ def refused(rank: int, folder: Path) -> Result:
     tensor_parallel.weight = nn.Parameter(distribute_tensor(tensor_parallel.weight.detach(), mesh, [Shard(0)]))
     unknown = sharded()
     unknown._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0].sharded_param = None
+    models = {
+        "tensor parallel": tensor_parallel,
+        "unknown": unknown,
+        "flat": FullyShardedDataParallel(nn.Linear(24, 24), device_id=torch.device("cpu")),
+        "converted": nn.parallel.DistributedDataParallel(
+            nn.Linear(24, 24), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16)
+        ),
+    }
     messages: Result = {}
-    for name, model in (("tensor parallel", tensor_parallel), ("unknown", unknown)):
+    for name, model in models.items():
         try:
             maker("pipelined", "kept")(model.parameters(), overlap="forward", model=model).close()
         except EngineError as error:

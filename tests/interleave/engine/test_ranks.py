@@ -13,7 +13,7 @@ import torch.multiprocessing
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from tests.conftest import PROCESS_TIMEOUT_S
-from tests.interleave.engine import late_rank_jobs, rank_jobs, speculative_rank_jobs
+from tests.interleave.engine import compiled_rank_jobs, late_rank_jobs, rank_jobs, speculative_rank_jobs
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.training import ReferenceOptimizer, batches, maker, net
 
@@ -24,7 +24,7 @@ Results = dict[str, Any]
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
     """Run all jobs in one start of the ranks, which takes longer than the jobs; return the results and the folder."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(folder)
+    run_ranks(folder, rank_jobs.JOBS + late_rank_jobs.JOBS + speculative_rank_jobs.JOBS)
     return torch.load(folder / "results", weights_only=True), folder
 
 
@@ -57,16 +57,23 @@ def test_late_updates__need_the_gates(ranks: tuple[Results, Path]) -> None:
     assert losses["no gates"] != losses["no overlap"]
 
 
-def test_late_updates__refuse_other_shards(ranks: tuple[Results, Path]) -> None:
+def test_late_updates__refuse_other_shards_and_replicas(ranks: tuple[Results, Path]) -> None:
     messages = ranks[0]["refused"]
     assert "DTensors that fully_shard did not make" in messages["tensor parallel"]
     assert f"fully_shard of torch {torch.__version__}" in messages["unknown"]
+    assert "FullyShardedDataParallel (FSDP1)" in messages["flat"]
+    assert "mixed_precision of DistributedDataParallel" in messages["converted"]
 
 
-def run_ranks(folder: Path) -> None:
-    """Run the jobs of all ranks; kill them and fail if they take too long."""
-    arguments = folder, rank_jobs.JOBS + late_rank_jobs.JOBS + speculative_rank_jobs.JOBS
-    ranks = torch.multiprocessing.spawn(rank_jobs.main, arguments, nprocs=rank_jobs.RANKS, join=False, daemon=True)
+@pytest.mark.slow
+def test_late_updates__change_no_bits_of_compiled_models(tmp_path: Path) -> None:
+    run_ranks(tmp_path, compiled_rank_jobs.JOBS)
+    assert torch.load(tmp_path / "results") == {"compiled_shards": True, "compiled_replicas": True}
+
+
+def run_ranks(folder: Path, jobs: tuple[Any, ...]) -> None:
+    """Run jobs on all ranks; kill them and fail if they take too long."""
+    ranks = torch.multiprocessing.spawn(rank_jobs.main, (folder, jobs), nprocs=rank_jobs.RANKS, join=False, daemon=True)
     deadline = time.monotonic() + PROCESS_TIMEOUT_S
     while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
         if time.monotonic() >= deadline:

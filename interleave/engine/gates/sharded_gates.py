@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.method_gate import MethodGate
+from ebbtide.interleave.engine.gates.method_gate import MethodGate
 
 Wait = Callable[[Sequence[torch.Tensor]], None]
 
@@ -60,8 +60,8 @@ def _parameter_groups(model: torch.nn.Module) -> list[Any]:
         return []
     if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise EngineError(
-            "overlap is not supported with FullyShardedDataParallel (FSDP1): shard with fully_shard, or choose "
-            "overlap='none'"
+            "overlap is not supported with FullyShardedDataParallel (FSDP1): shard with fully_shard, or leave "
+            "out overlap and model"
         )
     modules = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
     try:
@@ -78,7 +78,7 @@ def _parameter_groups(model: torch.nn.Module) -> list[Any]:
     if not is_known:
         raise EngineError(
             f"overlap is not supported with fully_shard of torch {torch.__version__}, whose parameter groups are not "
-            "known here: choose overlap='none'"
+            "known here: leave out overlap and model"
         )
     return groups
 
@@ -86,5 +86,5 @@ def _parameter_groups(model: torch.nn.Module) -> list[Any]:
 def _groups_of(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    # Before torch 2.12 a state had at most one.
+    # Older versions of torch have at most one.
     return [group for group in (state._fsdp_param_group,) if group is not None]

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.method_gate import MethodGate
+from ebbtide.interleave.engine.gates.method_gate import MethodGate
 
 
 class ReplicaGates:
@@ -27,7 +27,7 @@ class ReplicaGates:
         if any(hasattr(param, "_mp_param") for param in model.parameters()):
             raise EngineError(
                 "overlap is not supported with mixed_precision of DistributedDataParallel, which converts all "
-                "parameters before the forward: use autocast, or choose overlap='none'"
+                "parameters before the forward: use autocast, or leave out overlap and model"
             )
         self._finish = finish
         self._gates: dict[int, MethodGate] = {}
