@@ -8,12 +8,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from ebbtide.interleave.deepspeed.settings import Settings
-from ebbtide.interleave.deepspeed.supported import check_engine, check_policy, check_version
+from ebbtide.interleave.deepspeed.supported import check_engine, check_version, overlap_of
 from ebbtide.interleave.engine.adaptive.budget import Budget
-from ebbtide.interleave.engine.checks import check_options
+from ebbtide.interleave.engine.checks import check_options, with_overlap_option
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.machines.machine import Machine
@@ -56,6 +56,7 @@ def enable(
     threads: int | None = None,
     device: Device | None = None,
     beside: bool = False,
+    overlap: Literal["none", "forward"] = "none",
 ) -> Enabled:
     """Let `deepspeed.initialize` create engines whose optimizer follows a policy of ebbtide; call this before it.
 
@@ -70,6 +71,8 @@ def enable(
         threads: As for InterleavedAdamW.
         device: As for InterleavedAdamW.
         beside: Allow that engines exist already; they stay as they are.
+        overlap: `forward` to update parameters under the next forward, as far as it does not gather them yet. Then
+            read parameters outside of the model only in GatheredParameters, or after `engine.optimizer.synchronize()`.
 
     Returns:
         A context manager that calls `disable` at its end.
@@ -81,7 +84,8 @@ def enable(
     """
     check_version()
     check_options("streamed", subgroup_params, threads, memory_budget)
-    check_policy(policy)
+    policy = with_overlap_option(policy, overlap, "streamed")
+    overlap_of(policy)
 
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401  derives from what is replaced below

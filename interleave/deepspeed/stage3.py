@@ -9,24 +9,22 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import log_dist
 
 from ebbtide.interleave.deepspeed.adam_scalars import CpuAdamScalars
-from ebbtide.interleave.deepspeed.settings import Settings
+from ebbtide.interleave.deepspeed.host_buffers import use_host_buffer
+from ebbtide.interleave.deepspeed.late_steps import LateSteps
 from ebbtide.interleave.deepspeed.subgroup_slices import ParamExtent, SliceGradients, cut_subgroups, engine_subgroups
 from ebbtide.interleave.deepspeed.supported import check_optimizer, hyper_of
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.devices.open import open_device
 from ebbtide.interleave.engine.numerics.reference import Scalars
-from ebbtide.interleave.engine.runtime.subgroup_states import EXP_AVG, EXP_AVG_SQ, MASTER
+from ebbtide.interleave.model.overlap import Overlap
 from ebbtide.interleave.model.schedule import Schedule
 
-_MOMENTS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 
-
-class InterleavedStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+class InterleavedStage3(LateSteps):
     """ZeRO stage 3 with a policy of ebbtide for the optimizer state.
 
     DeepSpeed reduces and partitions gradients, computes their norm, scales the loss, gathers parameters and writes
@@ -37,11 +35,8 @@ class InterleavedStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     device; reading DeepSpeed's masters moves it to the host first.
     """
 
-    settings = Settings()
-
     def __init__(self, module: Any, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
         check_optimizer(init_optimizer)
-        self._runner: AdaptiveRunner | None = None
         # The policy decides where state is.
         super().__init__(module, init_optimizer, *args, **{**kwargs, "offload_ratio": 1.0})
         self._scale = 1.0
@@ -62,10 +57,11 @@ class InterleavedStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             True,
             device,
             owns_device=self.settings.device is None,
+            supported=Overlap(forward=self._is_late),
         )
         try:
             self._host_buffers = [
-                self._use_host_buffer(master, device.allocate_host((3, master.numel()), torch.float32))
+                use_host_buffer(self.optimizer, master, device.allocate_host((3, master.numel()), torch.float32))
                 for master in masters
             ]
             slice_buffers = [self._host_buffers[part.group][:, part.begin : part.end] for part in self._slices]
@@ -73,6 +69,7 @@ class InterleavedStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             subgroups = engine_subgroups(self._slices, dtype, self.gradient_accumulation_dtype)
             self._runner.rebuild(subgroups, len(self._slices), slice_buffers)
             self._runner.set_plan()
+            self._gate_gathers(module.parameters())
         except BaseException:
             self._runner.close()
             raise
@@ -108,29 +105,7 @@ class InterleavedStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         """Load a state dict of DeepSpeed. torch replaces the moments by new tensors; they are copied to the buffers."""
         super().load_state_dict(*args, **kwargs)
         for master, buffer in zip(self.fp32_partitioned_groups_flat, self._host_buffers, strict=True):
-            self._use_host_buffer(master, buffer)
-
-    def destroy(self) -> None:
-        """Destroy DeepSpeed's part, and close the engine."""
-        super().destroy()
-        if self._runner is not None:
-            self._runner.close()
-
-    def _use_host_buffer(self, master: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        """Make a master and its moments views of a host buffer, and return it. Without moments these are zero."""
-        if master.data.data_ptr() != buffer[MASTER].data_ptr():
-            buffer[MASTER].copy_(master.data)
-            master.data = buffer[MASTER]
-        master.grad = None
-        state = self.optimizer.state[master]
-        for name, row in _MOMENTS.items():
-            if name not in state:
-                buffer[row].zero_()
-            elif state[name].data_ptr() != buffer[row].data_ptr():
-                buffer[row].copy_(state[name])
-            state[name] = buffer[row]
-        state.setdefault("step", 0)
-        return buffer
+            use_host_buffer(self.optimizer, master, buffer)
 
     def _move_to_host(self) -> None:
         """Move all state to the host and recall offloaded gradients; the next backward starts the plan again."""
@@ -166,6 +141,7 @@ class InterleavedStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def _add_gradient(self, param: Any, gradient: torch.Tensor) -> None:
         assert self._runner is not None
+        self.synchronize()
         number = self.get_param_id(param)
         self.norm_for_param_grads[number] = self._constant_buffered_norm2(gradient)
         if self._gradients.has_gradient(number):
@@ -182,6 +158,7 @@ class InterleavedStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def _recall(self) -> None:
         """Recall offloaded gradients and stop the plan."""
         assert self._runner is not None
+        self.synchronize()
         for part, gradient in self._runner.engine.recall_gradients(self._values()).items():
             self._gradients.restore(part, gradient)
 

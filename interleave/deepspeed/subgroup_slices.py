@@ -100,6 +100,10 @@ class SliceGradients:
         """Return whether this rank has elements of a parameter."""
         return param in self._extents
 
+    def slices_of(self, param: int) -> Sequence[int]:
+        """Return the slices that have elements of a parameter; none if this rank has none."""
+        return self._slices_of.get(param, ())
+
     @property
     def is_empty(self) -> bool:
         """Whether no gradient was added since the last step."""

@@ -28,12 +28,15 @@ def check_version() -> None:
         )
 
 
-def check_policy(policy: str) -> None:
-    """Check the policy. Raises EngineError if its updates would run under the next forward."""
-    if parse(policy).options.get("overlap", "none") != "none":
+def overlap_of(policy: str) -> str:
+    """Return the overlap of a policy: `none` or `forward`. Raises EngineError for updates inside the backward."""
+    overlap = parse(policy).options.get("overlap", "none")
+    if overlap not in ("none", "forward"):
         raise EngineError(
-            f"policy {policy}: updates under the next forward are not supported with DeepSpeed: choose overlap=none"
+            f"policy {policy}: updates inside the backward are not supported with DeepSpeed: choose overlap=none or "
+            "overlap=forward"
         )
+    return overlap
 
 
 def check_engine(engine: Any) -> None:

@@ -122,7 +122,10 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         )
         try:
             super().__init__(params, defaults)
-            self._gates = None if model is None else ForwardGates(model, lambda params: _wait(weak_self, params))
+            self._gates = None
+            if model is not None:
+                self._gates = ForwardGates(model, lambda params: _wait(weak_self, params), lambda: _finish(weak_self))
+                self._gates.check(self._params_with_state())
             self._offloaded.plan_or_open(self._params_with_state())
         except BaseException:
             self._runner.close()
@@ -212,6 +215,8 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             # The constructor checks all groups together.
             return
         try:
+            if self._gates is not None:
+                self._gates.check(self._params_with_state())
             self._offloaded.add(self._params_with_state())
         except BaseException:
             self.param_groups.pop()
@@ -361,3 +366,9 @@ def _wait(optimizer_ref: weakref.ref[InterleavedAdamW], params: Sequence[torch.T
     optimizer = optimizer_ref()
     if optimizer is not None:
         optimizer._offloaded.wait_for(params)
+
+
+def _finish(optimizer_ref: weakref.ref[InterleavedAdamW]) -> None:
+    optimizer = optimizer_ref()
+    if optimizer is not None:
+        optimizer.synchronize()

@@ -8,7 +8,8 @@ from .training import config, digest, engine, train
 
 
 @pytest.mark.parametrize(
-    ("saves", "loads"), [("twin-flow:0.5", None), ("interleaved:2", "adaptive"), ("adaptive", "pipelined")]
+    ("saves", "loads"),
+    [("twin-flow:0.5", None), ("interleaved:2,overlap=forward", "adaptive"), ("adaptive", "pipelined,overlap=forward")],
 )
 def test_load_checkpoint__loads_across_policies_and_plain_deepspeed(
     deepspeed: Any, saves: str, loads: str | None, tmp_path: Any

@@ -76,7 +76,6 @@ def test_enable__refuses_to_be_called_after_initialize(deepspeed: Any) -> None:
 def test_enable__refuses_invalid_arguments(deepspeed: Any) -> None:
     for arguments, message in (
         ({"policy": "best"}, "no policy"),
-        ({"policy": "pipelined,overlap=forward"}, "not supported with DeepSpeed: choose overlap=none"),
         ({"subgroup_params": 0}, "subgroup_params"),
         ({"memory_budget": -1.0}, "memory_budget"),
     ):

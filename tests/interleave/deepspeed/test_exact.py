@@ -8,7 +8,7 @@ import torch
 from .training import config, digest, engine, train
 
 SOME = ("zero-offload", "interleaved:2", "adaptive")
-ALL = (*SOME, "twin-flow:0.5", "pipelined", "gpu-only")
+ALL = (*SOME, "twin-flow:0.5", "pipelined,overlap=forward", "gpu-only")
 STEPS = 4
 
 

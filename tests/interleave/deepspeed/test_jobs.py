@@ -11,7 +11,7 @@ import torch
 
 from .training import batches, config, digest, engine, loss_of, train
 
-TWO = ("zero-offload", "interleaved:2")
+TWO = ("zero-offload", "interleaved:2,overlap=forward")
 
 
 def all_equal(results: dict[str, Any]) -> bool:
@@ -72,7 +72,7 @@ def test_safe_get_and_set__work_at_any_time(deepspeed: Any) -> None:
     from deepspeed import utils
 
     results: dict[Any, Any] = {}
-    for policy in (None, "twin-flow:0.5", "interleaved:2"):
+    for policy in (None, "twin-flow:0.5", "interleaved:2,overlap=forward"):
         with engine(policy, config("bf16", 2)) as running:
             readings = []
             train(running, 2)
@@ -91,9 +91,9 @@ def test_safe_get_and_set__work_at_any_time(deepspeed: Any) -> None:
             assert bool((utils.safe_get_full_fp32_param(param) == 0.25).all())
             train(running, 1, seed=8)
             results[policy] = readings, digest(running)
-    for theirs, ours in zip(results[None][0], results["interleaved:2"][0], strict=True):
+    for theirs, ours in zip(results[None][0], results["interleaved:2,overlap=forward"][0], strict=True):
         assert torch.allclose(theirs, ours, rtol=1e-5, atol=1e-7)
-    assert results["twin-flow:0.5"][1] == results["interleaved:2"][1]
+    assert results["twin-flow:0.5"][1] == results["interleaved:2,overlap=forward"][1]
 
 
 def test_zero_grad__drops_gradients(deepspeed: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import run_process
 
-POLICIES = ("zero-offload", "twin-flow:0.5", "adaptive")
+POLICIES = ("zero-offload", "twin-flow:0.5", "adaptive", "pipelined,overlap=forward")
 ROOT = Path(__file__).parents[3]
 
 

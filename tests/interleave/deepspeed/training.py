@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,7 +64,9 @@ def config(dtype: str = "bf16", accumulate: int = 1, **changes: Any) -> dict[str
 
 @contextmanager
 def engine(policy: str | None, settings: dict[str, Any], seed: int = 0, **options: Any) -> Iterator[Any]:
-    """Yield a DeepSpeed engine, driven by a policy or plain. Options are for the model and for `enable`."""
+    """Yield a DeepSpeed engine, driven by a policy or plain. Options are for the model and for `enable`.
+
+    Late updates are slow, so that steps return long before they have ended."""
     import cpuinfo
     import deepspeed
 
@@ -79,10 +82,24 @@ def engine(policy: str | None, settings: dict[str, Any], seed: int = 0, **option
         created, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
     finally:
         disable()
+    if "forward" in f"{policy} {options.get('overlap')}":
+        replace_update(created, lambda: time.sleep(1e-3))
     try:
         yield created
     finally:
         created.destroy()
+
+
+def replace_update(engine: Any, before: Callable[[], object]) -> None:
+    """Call a function before each update on the CPU."""
+    kernel = engine.optimizer._runner.kernel
+    update = kernel.update_ranges
+
+    def update_after(*arguments: Any) -> None:
+        before()
+        update(*arguments)
+
+    kernel.update_ranges = update_after
 
 
 def batches(engine: Any, count: int, seed: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

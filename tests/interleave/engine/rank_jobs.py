@@ -158,12 +158,12 @@ JOBS: tuple[Callable[[int, Path], Result], ...] = (
 )
 
 
-def main(rank: int, folder: Path) -> None:
-    """Run all jobs; rank 0 writes the results to the folder."""
+def main(rank: int, folder: Path, jobs: tuple[Callable[[int, Path], Result], ...]) -> None:
+    """Run jobs; rank 0 writes the results to the folder."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
-    results = {job.__name__: job(rank, folder) for job in JOBS}
+    results = {job.__name__: job(rank, folder) for job in jobs}
     if rank == 0:
         torch.save(results, folder / "results")
     dist.destroy_process_group()

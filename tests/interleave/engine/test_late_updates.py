@@ -204,6 +204,31 @@ def test_load_state_dict__follows_a_step_that_has_not_ended() -> None:
     assert all(entry["step"] == 2 for entry in again.values() if entry["step"] > 1)
 
 
+@pytest.mark.parametrize("through_views", [False, True])
+def test_load_state_dict__of_the_model_changes_the_masters(through_views: bool) -> None:
+    """Also if a checkpoint is loaded into the tensors of the state dict, as torch.distributed.checkpoint does."""
+    job, same = Job(), Job()
+    expected = ReferenceOptimizer(same.net.parameters())
+    saved = {name: value.clone() for name, value in job.net.state_dict().items()}
+    with late_optimizer(job, "pipelined", "kept") as optimizer:
+        for step in range(3):
+            job.step(optimizer, step)
+            same.step(expected, step)
+            if step == 1 and through_views:
+                for name, value in job.net.state_dict().items():
+                    value.copy_(saved[name])
+            elif step == 1:
+                job.net.load_state_dict(saved)
+            if step == 1:
+                same.net.load_state_dict(saved)
+                for param, entry in expected.state.items():
+                    values, master = param.detach().float().reshape(-1), entry["rows"][0]
+                    unchanged = master.to(param.dtype) == param.detach().reshape(-1)
+                    master.copy_(torch.where(unchanged, master, values))
+        optimizer.synchronize()
+        assert job.outcome() == same.outcome()
+
+
 def test_step__goes_on_after_an_operation_failed_under_the_forward() -> None:
     job, same = Job(), Job()
     expected = ReferenceOptimizer(same.net.parameters())
@@ -243,6 +268,7 @@ def test_step__goes_on_after_an_operation_failed_under_the_forward() -> None:
         ({"overlap": "late"}, EngineError, "overlap is 'late': it must be one of none, forward, backward, both, auto"),
         ({"overlap": "both"}, EngineError, "updates inside the backward need gradients='streamed'"),
         ({"policy": "gpu-only"}, PolicyError, "no option 'overlap=forward'"),
+        ({"model": torch.nn.Linear(2, 2)}, EngineError, "a parameter of the optimizer is not one of model's"),
         ({"model": 3}, EngineError, "model is 3: it must be the torch.nn.Module"),
         ({"policy": "pipelined,overlap=none"}, EngineError, "must not contradict each other"),
     ],

@@ -13,29 +13,67 @@ import torch.multiprocessing
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from tests.conftest import PROCESS_TIMEOUT_S
-from tests.interleave.engine import rank_jobs
+from tests.interleave.engine import compiled_rank_jobs, late_rank_jobs, rank_jobs, speculative_rank_jobs
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.training import ReferenceOptimizer, batches, maker, net
 
 Results = dict[str, Any]
 
 
-def test_ranks__two_ranks_give_the_results_of_one(tmp_path: Path) -> None:
-    """All jobs run in one start of the ranks, since the start takes longer than the jobs."""
-    run_ranks(tmp_path)
-    results: Results = torch.load(tmp_path / "results", weights_only=True)
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
+    """Run all jobs in one start of the ranks, which takes longer than the jobs; return the results and the folder."""
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks(folder, rank_jobs.JOBS + late_rank_jobs.JOBS + speculative_rank_jobs.JOBS)
+    return torch.load(folder / "results", weights_only=True), folder
+
+
+def test_ranks__two_ranks_give_the_results_of_one(ranks: tuple[Results, Path]) -> None:
+    results, folder = ranks
     shards_have_the_same_bits_under_every_policy(results["every_policy"])
     two_shards_do_what_one_rank_does(results["every_policy"])
-    one_rank_goes_on_from_a_checkpoint_of_two(results["saved"], tmp_path)
+    one_rank_goes_on_from_a_checkpoint_of_two(results["saved"], folder)
     replicas_have_the_bits_of_one_process(results["replicated"])
     assert "max_grad_norm" in results["clipped_by_torch"]["error"]
     assert "fully_shard" in results["replicated_and_streamed"]["error"]
     assert set(results["with_empty_shards"].values()) == {4}
 
 
-def run_ranks(folder: Path) -> None:
-    """Run the jobs of all ranks; kill them and fail if they take too long."""
-    ranks = torch.multiprocessing.spawn(rank_jobs.main, (folder,), nprocs=rank_jobs.RANKS, join=False, daemon=True)
+def test_late_updates__change_no_bits_of_sharded_and_replicated_models(ranks: tuple[Results, Path]) -> None:
+    results, _ = ranks
+    assert results["late_shards"] == {make.__name__: True for _, make in late_rank_jobs.SHARDINGS}
+    assert results["late_replicas"] == results["late_replicas_with_uneven_inputs"] == {"ddp": True, "plain": True}
+
+
+def test_speculative_updates__change_no_bits_of_sharded_models(ranks: tuple[Results, Path]) -> None:
+    results, _ = ranks
+    assert len(results["speculative_shards"]) == 4
+    assert all(results["speculative_shards"].values())
+
+
+def test_late_updates__need_the_gates(ranks: tuple[Results, Path]) -> None:
+    losses = ranks[0]["reads_of_late_parameters"]
+    assert losses["gates"] == losses["no overlap"]
+    assert losses["no gates"] != losses["no overlap"]
+
+
+def test_late_updates__refuse_other_shards_and_replicas(ranks: tuple[Results, Path]) -> None:
+    messages = ranks[0]["refused"]
+    assert "DTensors that fully_shard did not make" in messages["tensor parallel"]
+    assert f"fully_shard of torch {torch.__version__}" in messages["unknown"]
+    assert "FullyShardedDataParallel (FSDP1)" in messages["flat"]
+    assert "mixed_precision of DistributedDataParallel" in messages["converted"]
+
+
+@pytest.mark.slow
+def test_late_updates__change_no_bits_of_compiled_models(tmp_path: Path) -> None:
+    run_ranks(tmp_path, compiled_rank_jobs.JOBS)
+    assert torch.load(tmp_path / "results") == {"compiled_shards": True, "compiled_replicas": True}
+
+
+def run_ranks(folder: Path, jobs: tuple[Any, ...]) -> None:
+    """Run jobs on all ranks; kill them and fail if they take too long."""
+    ranks = torch.multiprocessing.spawn(rank_jobs.main, (folder, jobs), nprocs=rank_jobs.RANKS, join=False, daemon=True)
     deadline = time.monotonic() + PROCESS_TIMEOUT_S
     while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
         if time.monotonic() >= deadline:

@@ -1,0 +1,34 @@
+"""Masters and moments of DeepSpeed as views of host buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ebbtide.interleave.engine.runtime.subgroup_states import EXP_AVG, EXP_AVG_SQ, MASTER
+
+_MOMENTS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+
+
+def use_host_buffer(optimizer: Any, master: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Make a master and its moments views of a host buffer, and return it. Without moments these are zero.
+
+    Args:
+        optimizer: The optimizer that DeepSpeed calls, which has the moments.
+        master: The master.
+        buffer: Shape (3, elements of the master), fp32.
+    """
+    if master.data.data_ptr() != buffer[MASTER].data_ptr():
+        buffer[MASTER].copy_(master.data)
+        master.data = buffer[MASTER]
+    master.grad = None
+    state = optimizer.state[master]
+    for name, row in _MOMENTS.items():
+        if name not in state:
+            buffer[row].zero_()
+        elif state[name].data_ptr() != buffer[row].data_ptr():
+            buffer[row].copy_(state[name])
+        state[name] = buffer[row]
+    state.setdefault("step", 0)
+    return buffer

@@ -1,0 +1,1 @@
+"""Gates before everything that reads parameters which late updates write."""
