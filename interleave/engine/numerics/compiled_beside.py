@@ -32,15 +32,23 @@ _STATE_PER_LINE = LINE_BYTES // 4
 @register_jitable
 def _update_elements(grad, old, new, out, scalars, begin, end):
     """Update elements with ordinary stores."""
-    old_master, old_exp_avg, old_exp_avg_sq = old
-    master, exp_avg, exp_avg_sq = new
-    for i in range(begin, end):
+    # In slices numba knows that no index is negative; without them the loop takes eight times as long.
+    grad, old_master, old_exp_avg, old_exp_avg_sq = (
+        grad[begin:end],
+        old[0][begin:end],
+        old[1][begin:end],
+        old[2][begin:end],
+    )
+    master, exp_avg, exp_avg_sq = new[0][begin:end], new[1][begin:end], new[2][begin:end]
+    if out is not None:
+        half = out[begin:end]
+    for i in range(grad.size):
         p, m, v = step(grad[i], old_master[i], old_exp_avg[i], old_exp_avg_sq[i], *scalars)
         master[i] = p
         exp_avg[i] = m
         exp_avg_sq[i] = v
         if out is not None:
-            store(out, i, p)
+            store(half, i, p)
 
 
 @register_jitable
@@ -62,7 +70,6 @@ def _update_blocks(grad, old, new, out, scalars, begin, end):
     for block in range(begin, end, _BLOCK):
         for group in range(0, _BLOCK, _GROUP):
             first = block + group
-            # In a slice numba knows that no index is negative.
             g, old_p = grad[first : first + _GROUP], old_master[first : first + _GROUP]
             old_m, old_v = old_exp_avg[first : first + _GROUP], old_exp_avg_sq[first : first + _GROUP]
             for i in range(_GROUP):

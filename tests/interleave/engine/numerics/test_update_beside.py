@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.numerics import reference
+from ebbtide.interleave.engine.numerics.host_arrays import row_stride
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
 from tests.interleave.engine.states import DTYPES, State, any_state, assert_same, bits, plausible_state
@@ -102,6 +103,15 @@ def test_update_beside__takes_rows_of_one_tensor(kernels: dict[int, CpuKernel]) 
     reference.update(*expected, scalars)
     assert_same([state[0], *new[:, :length], state[4]], expected)
     assert not bits(new[:, length:].contiguous()).any()
+
+
+@given(params=st.integers(0, 10**11))
+def test_row_stride__puts_rows_at_different_places_of_pages(params: int) -> None:
+    stride = row_stride(params)
+    assert params <= stride < params + 1024
+    places = sorted(4 * stride * row % 4096 for row in range(3))
+    assert all(place % 64 == 0 for place in places)
+    assert min(places[1] - places[0], places[2] - places[1], 4096 + places[0] - places[2]) >= 1024
 
 
 @pytest.mark.parametrize(("rows", "message"), [(slice(1, 4), "share no memory"), (slice(1, 3), "three rows")])
