@@ -25,10 +25,16 @@ from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Hyper
 
 IN_PLACE, STREAMING, ORDINARY = "in place", "out of place, streaming stores", "out of place, ordinary stores"
+WHOLE_PAGES = "out of place, streaming stores, rows whole pages apart"
 
 
 def _ordinary_update(grad: Any, old: Any, new: Any, out: Any, scalars: Any) -> None:
     compiled_beside._update_elements(grad, old, new, out, scalars, 0, grad.size)
+
+
+def state(params: int, stride: int) -> torch.Tensor:
+    """Return master and moments whose rows begin at this distance, in elements; all pages are written."""
+    return torch.zeros((3, stride))[:, :params].fill_(1e-3)
 
 
 def updates(params: int, threads: int) -> dict[str, Callable[[], None]]:
@@ -37,12 +43,15 @@ def updates(params: int, threads: int) -> dict[str, Callable[[], None]]:
     ordinary_kernel._beside = SimpleNamespace(update=compiled.compile_loop(_ordinary_update))  # type: ignore[assignment]
     gradient = torch.full((params,), 1e-3, dtype=torch.bfloat16)
     half = torch.ones_like(gradient)
-    old, new = (torch.zeros((3, row_stride(params)))[:, :params].fill_(1e-3) for _ in range(2))
+    stride = row_stride(params)
+    old, new = (state(params, stride) for _ in range(2))
+    old_in_pages, new_in_pages = (state(params, stride + -stride % 1024) for _ in range(2))
     scalars = Hyper().scalars(1)
     everything = [(0, params, scalars)]
     return {
         IN_PLACE: lambda: kernel.update(gradient, *old, half, scalars),
         STREAMING: lambda: kernel.update_beside(gradient, old, new, half, everything),
+        WHOLE_PAGES: lambda: kernel.update_beside(gradient, old_in_pages, new_in_pages, half, everything),
         ORDINARY: lambda: ordinary_kernel.update_beside(gradient, old, new, half, everything),
     }
 

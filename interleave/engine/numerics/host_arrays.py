@@ -21,8 +21,8 @@ _PAGE, _ROW_OFFSET = 4096 // 4, 1344 // 4
 def row_stride(params: int) -> int:
     """Return the distance of the rows of a state, in elements, with which updates on the CPU are fastest.
 
-    All rows begin a line of the cache, and at different places of a page: processors compare addresses within pages
-    first, and writing to several rows at the same place took up to twice as long (docs/performance.md).
+    All rows begin a line of the cache, and at different places of a page: streaming stores to several rows at the same
+    place of their pages are slow (docs/performance.md, updates out of place).
 
     Args:
         params: The length of a row, which may be shorter than the distance by up to a page.
