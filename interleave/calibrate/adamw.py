@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from ebbtide.interleave.engine.numerics.host_arrays import row_stride
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Hyper
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
@@ -65,21 +66,36 @@ class OnePassAdamW:
     Args:
         params: Number of parameters.
         threads: CPU threads of the kernel.
+
+    Attributes:
+        state: The fp32 master and moments, of shape (3, params).
+        new_state: What `update_beside` made of them; None before its first call.
     """
 
     def __init__(self, params: int, threads: int) -> None:
         self.gradient = torch.full((params,), 1e-3, dtype=torch.bfloat16)
         self.half = torch.ones_like(self.gradient)
-        self.master = torch.ones(params)
-        # Filled, not only allocated: the first access to a page costs time.
-        self._first, self._second = torch.full((params,), 0.0), torch.full((params,), 0.0)
+        # Written, not only allocated: the first access to a page costs time.
+        self.state = torch.empty((3, row_stride(params)))[:, :params].fill_(0.0)
+        self.state[0] = 1.0
+        self.new_state: torch.Tensor | None = None
         self._kernel = CpuKernel(threads)
         self._steps = 0
 
     def __call__(self) -> None:
         self._steps += 1
         scalars = _HYPER.scalars(self._steps)
-        self._kernel.update(self.gradient, self.master, self._first, self._second, self.half, scalars)
+        master, exp_avg, exp_avg_sq = self.state
+        self._kernel.update(self.gradient, master, exp_avg, exp_avg_sq, self.half, scalars)
+
+    def update_beside(self) -> None:
+        """Make the next step out of place: write the new state, for which the first call allocates memory.
+
+        The state stays as it is, so that the next step stays the same."""
+        if self.new_state is None:
+            self.new_state = torch.empty((3, row_stride(len(self.half))))[:, : len(self.half)].fill_(0.0)
+        ranges = [(0, len(self.half), _HYPER.scalars(self._steps + 1))]
+        self._kernel.update_beside(self.gradient, self.state, self.new_state, self.half, ranges)
 
 
 def cpu_kernels(params: int, threads: int) -> dict[str, Callable[[], UpdateCall]]:

@@ -1,4 +1,4 @@
-"""Measures updates, casts and norms on the CPU, and the contention of updates and copies."""
+"""Measures updates, in place and out of place, casts and norms on the CPU, and the contention of updates and copies."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ebbtide.interleave.calibrate.adamw import CAST_BYTES, KERNEL_BYTES, cpu_kernels
+from ebbtide.interleave.calibrate.adamw import CAST_BYTES, KERNEL_BYTES, OnePassAdamW, cpu_kernels
 from ebbtide.interleave.calibrate.record import Record, Setup
-from ebbtide.interleave.calibrate.timing import measure_time
+from ebbtide.interleave.calibrate.timing import measure_time, measure_times
 from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES, CpuKernel
 from ebbtide.state_bytes import GRAD_BYTES
 
@@ -38,6 +38,21 @@ def measure_update(setup: Setup, record: Record) -> None:
                 "params_per_s": rates,
             }
             record.host_traffic(ONE_PASS_BYTES * rates[name], f"update, counted as one pass: {name} ({size})", timing)
+
+
+def measure_out_of_place(setup: Setup, record: Record) -> None:
+    """Measure `cpu_out_of_place_share`: the engine's own kernel beside the old state and in place, in turns."""
+    params = setup.working_set // KERNEL_BYTES
+    update = OnePassAdamW(params, setup.threads)
+    in_place, beside = measure_times([update, update.update_beside], 2 * setup.window_s, setup.ranks)
+    rates = {"in_place": params / in_place.seconds, "out_of_place": params / beside.seconds}
+    record.rate(
+        "cpu_out_of_place_share",
+        min(1.0, rates["out_of_place"] / rates["in_place"]),
+        f"the engine's update out of place and in place (threads: {setup.threads}, {params / 1e6:.1f} M parameters)",
+        beside,
+    )
+    record.extra["cpu_out_of_place"] = {"threads": setup.threads, "params": params, "params_per_s": rates}
 
 
 def measure_cast(setup: Setup, record: Record) -> None:

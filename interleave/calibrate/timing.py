@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,12 +39,19 @@ def measure_time(run: Callable[[], object], window_s: float, ranks: Ranks) -> Ti
 
     `run` must return only when its work has ended.
     """
-    run()
-    ranks.wait()
-    durations: list[float] = []
-    end = time.perf_counter() + window_s
-    while len(durations) < _MIN_RUNS or time.perf_counter() < end:
-        begin = time.perf_counter()
+    return measure_times([run], window_s, ranks)[0]
+
+
+def measure_times(runs: Sequence[Callable[[], object]], window_s: float, ranks: Ranks) -> list[Timing]:
+    """Measure several calls as `measure_time` does one, taking turns, so that what slows one down slows down all."""
+    for run in runs:
         run()
-        durations.append(time.perf_counter() - begin)
-    return Timing.from_runs(durations)
+    ranks.wait()
+    durations: list[list[float]] = [[] for _ in runs]
+    end = time.perf_counter() + window_s
+    while len(durations[0]) < _MIN_RUNS or time.perf_counter() < end:
+        for run, own in zip(runs, durations, strict=True):
+            begin = time.perf_counter()
+            run()
+            own.append(time.perf_counter() - begin)
+    return [Timing.from_runs(own) for own in durations]

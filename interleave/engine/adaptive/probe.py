@@ -12,6 +12,7 @@ import torch
 
 from ebbtide import host_limits
 from ebbtide.interleave.engine.devices.device import Device, Direction, copy_now
+from ebbtide.interleave.engine.numerics.host_arrays import row_stride
 from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES, CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Hyper
 from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
@@ -25,7 +26,9 @@ _DEVICE_BYTES = 3 * STATE_BYTES
 _ROUNDS = 3
 
 
-def probe(device: Device, kernel: CpuKernel, params: int, device_bytes: float | None) -> Machine:
+def probe(
+    device: Device, kernel: CpuKernel, params: int, device_bytes: float | None, out_of_place: bool = False
+) -> Machine:
     """Measure the rates of a device and the CPU.
 
     Args:
@@ -33,6 +36,7 @@ def probe(device: Device, kernel: CpuKernel, params: int, device_bytes: float | 
         kernel: Updates on the CPU.
         params: Number of parameters of the job. At most this many, and at most some million, are measured.
         device_bytes: Device memory that the measurement may use, in bytes; None for no limit.
+        out_of_place: Whether to also measure `cpu_out_of_place_share`, which only speculative updates depend on.
 
     Returns:
         The rates. `host_memory_bytes_per_s` is the traffic of updates and copies that run at once, or twice the traffic
@@ -47,11 +51,14 @@ def probe(device: Device, kernel: CpuKernel, params: int, device_bytes: float | 
     scratch = device.allocate_state(params)
     device_grad, device_out = (row.view(torch.bfloat16)[:params] for row in scratch[:2])
     nbytes = host_states[0].nbytes
-    state, out = torch.zeros((3, params), dtype=torch.float32, device="cpu"), half.clone()
+    state, out = _host_state(params), half.clone()
     updated = device_states[0]
 
     def update_on_cpu() -> None:
         kernel.update(half, state[0], state[1], state[2], out, scalars)
+
+    def update_beside(new_state: torch.Tensor) -> Callable[[], None]:
+        return lambda: kernel.update_beside(half, state, new_state, out, [(0, params, scalars)])
 
     def copy(direction: Direction) -> Callable[[], None]:
         h2d = direction == "h2d"
@@ -67,6 +74,7 @@ def probe(device: Device, kernel: CpuKernel, params: int, device_bytes: float | 
             copy_now(device, "h2d", [(host_states[0], device_state)])
         copy_now(device, "h2d", [(half, device_grad)])
         cpu_s = _min_seconds(update_on_cpu)
+        share = cpu_s / _min_seconds(update_beside(_host_state(params))) if out_of_place else None
         h2d_s, d2h_s = _min_seconds(copy("h2d")), _min_seconds(copy("d2h"))
         gpu_s = _min_seconds(update_on_gpu)
         together_s = _min_seconds(lambda: _run_at_once(update_on_cpu, copy("h2d"), copy("d2h")))
@@ -87,9 +95,14 @@ def probe(device: Device, kernel: CpuKernel, params: int, device_bytes: float | 
         host_memory_bytes_per_s=memory_bytes_per_s,
         cpu_update_params_per_s=params / cpu_s,
         cpu_cast_params_per_s=2 * params / cpu_s,
+        cpu_out_of_place_share=None if share is None else min(1.0, share),
         gpu_update_params_per_s=params / gpu_s,
         step_overhead_s=0.0,
     )
+
+
+def _host_state(params: int) -> torch.Tensor:
+    return torch.zeros((3, row_stride(params)), dtype=torch.float32, device="cpu")[:, :params]
 
 
 def _host_memory_bytes() -> float | None:

@@ -185,7 +185,8 @@ class AdaptiveRunner:
             machine = self._planner.machine
         elif self._machine is None and self._needs_rates:
             budget = self._budget if self._budget is not None else self.device.free_bytes()
-            machine = probe(self.device, self.kernel, total_params, min_budget(budget))
+            speculates = self._supported.backward
+            machine = probe(self.device, self.kernel, total_params, min_budget(budget), speculates)
         else:
             machine = self._machine or Machine(name="unknown")
         if self._planner is None:

@@ -13,6 +13,9 @@ compiled code). All conversions work on bits, by additions of integers, so they 
 
 from __future__ import annotations
 
+from hashlib import sha256
+from pathlib import Path
+
 import numpy as np
 from numba import njit
 from numba.extending import overload, register_jitable
@@ -24,6 +27,8 @@ from ebbtide.interleave.engine.numerics.norm import BLOCK, LANES
 from ebbtide.interleave.engine.numerics.reference import BFLOAT16_NAN, FLOAT16_NAN, NAN
 
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
+# Digest of all code that the loops may call.
+_SOURCES = sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()[:8]
 
 F = np.float32
 U = np.uint32
@@ -192,6 +197,9 @@ def _fingerprint(words):
 
 def compile_loop(loop):
     """Compile a loop on its first call for each combination of types, and cache it on disk if a folder is writable."""
+    # numba compiles a cached loop again if its own file has changed, but not if one has that the loop calls: so the
+    # name of the cached file stands for all of them.
+    loop.__qualname__ = f"{loop.__qualname__}_{_SOURCES}"
     try:
         return njit(**_OPTIONS, cache=True)(loop)
     except RuntimeError:  # numba has no folder that it can write to.

@@ -14,6 +14,21 @@ _SMALL, _BATCH = 1024, 4096
 # The types by which the compiled loops recognize what an array contains.
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.float32}
 
+# Rows of a state whose distance is this, beside whole pages of 4,096 B: a third of a page, in whole lines of the cache.
+_PAGE, _ROW_OFFSET = 4096 // 4, 1344 // 4
+
+
+def row_stride(params: int) -> int:
+    """Return the distance of the rows of a state, in elements, with which updates on the CPU are fastest.
+
+    All rows begin a line of the cache, and at different places of a page: streaming stores to several rows at the same
+    place of their pages are slow (docs/performance.md, updates out of place).
+
+    Args:
+        params: The length of a row, which may be shorter than the distance by up to a page.
+    """
+    return params + (_ROW_OFFSET - params) % _PAGE
+
 
 def check_each(device: str, tensors: Sequence[torch.Tensor]) -> None:
     """Check tensors of any lengths, each as `check_tensors` checks a gradient.

@@ -164,16 +164,16 @@ class CpuKernel:
         check_tensors("cpu", (grad,) if out is None else (grad, out), (*old, *new))
         check_disjoint(old, new)
         gradient, parameter = as_array(grad), None if out is None else as_array(out)
-        rows = [as_array(row) for row in (*old, *new)]
+        old_rows, new_rows = ([as_array(row) for row in rows] for rows in (old, new))
 
         def part(begin: int, end: int, scalars: Scalars | None) -> None:
-            slices = [row[begin:end] for row in rows]
+            sources, targets = (tuple(row[begin:end] for row in rows) for rows in (old_rows, new_rows))
             if scalars is None:
-                for source, target in zip(slices[:3], slices[3:], strict=True):
+                for source, target in zip(sources, targets, strict=True):
                     self._beside.copy(source, target)
             else:
-                target = None if parameter is None else parameter[begin:end]
-                self._beside.update(gradient[begin:end], *slices, target, tuple(scalars))
+                half = None if parameter is None else parameter[begin:end]
+                self._beside.update(gradient[begin:end], sources, targets, half, tuple(scalars))
 
         self._run(part, _with_gaps(ranges, grad.numel()), _ALIGNMENT, max(1, round(share * self.threads)))
 

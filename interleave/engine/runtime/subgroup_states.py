@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ebbtide.interleave.engine.devices.device import Device, copy_now
+from ebbtide.interleave.engine.numerics.host_arrays import row_stride
 from ebbtide.interleave.engine.runtime.arena import Arena, Block
 from ebbtide.interleave.engine.runtime.device_blocks import state_elements
 from ebbtide.interleave.engine.runtime.layout import Subgroup
@@ -281,7 +282,8 @@ class SubgroupStates:
         return self._on_host[subgroup]
 
     def _allocate(self, subgroup: int) -> torch.Tensor:
-        return self._device.allocate_host((3, self.subgroups[subgroup].params), torch.float32)
+        params = self.subgroups[subgroup].params
+        return self._device.allocate_host((3, row_stride(params)), torch.float32)[:, :params]
 
 
 def _row_pairs(source: torch.Tensor, target: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ebbtide.errors import MachineError
 from ebbtide.interleave.calibrate.adamw import OnePassAdamW, TorchAdamW
-from ebbtide.interleave.calibrate.cpu import Copier, measure_norm
+from ebbtide.interleave.calibrate.cpu import Copier, measure_norm, measure_out_of_place
 from ebbtide.interleave.calibrate.host_memory import working_set
 from ebbtide.interleave.calibrate.link import combined_bytes_per_s, copy_durations
 from ebbtide.interleave.calibrate.ranks import Ranks
@@ -103,8 +103,39 @@ def test_one_pass_adamw__gives_the_same_result_as_torch() -> None:
     for _ in range(3):
         one_pass()
         fused()
-    torch.testing.assert_close(one_pass.master, fused.master.detach(), rtol=1e-6, atol=0)
-    assert torch.equal(one_pass.half, one_pass.master.bfloat16())
+    torch.testing.assert_close(one_pass.state[0], fused.master.detach(), rtol=1e-6, atol=0)
+    assert torch.equal(one_pass.half, one_pass.state[0].bfloat16())
+
+
+def test_one_pass_adamw__makes_the_next_step_out_of_place() -> None:
+    update = OnePassAdamW(1000, 1)
+    update()
+    for _ in range(2):
+        update.update_beside()
+    assert update.new_state is not None
+    out_of_place, half = update.new_state.clone(), update.half.clone()
+    update()
+    assert torch.equal(update.state, out_of_place)
+    assert torch.equal(update.half, half)
+
+
+def test_measure_out_of_place__compares_the_times_of_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def sleep(update: OnePassAdamW, seconds: float) -> None:
+        sizes.append(len(update.half))
+        time.sleep(seconds)
+
+    monkeypatch.setattr(OnePassAdamW, "__call__", lambda update: sleep(update, 0.005))
+    monkeypatch.setattr(OnePassAdamW, "update_beside", lambda update: sleep(update, 0.05))
+    record = Record()
+    measure_out_of_place(Setup(Ranks(), threads=1, cores=1, working_set=40_000, window_s=0.0, device=None), record)
+    assert set(sizes) == {2000}
+    rates = record.extra["cpu_out_of_place"]["params_per_s"]
+    # A sleep is never shorter than its argument.
+    assert rates["out_of_place"] <= 2000 / 0.05
+    assert record.rates["cpu_out_of_place_share"] == min(1.0, rates["out_of_place"] / rates["in_place"])
+    assert record.measured["cpu_out_of_place_share"]["runs"] == 3
 
 
 def test_measure_norm__is_the_rate_of_the_engines_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from numba import njit
 
 from ebbtide import host_limits
-from ebbtide.interleave.engine.numerics import compiled, reference
+from ebbtide.interleave.engine.numerics import compiled, compiled_beside, reference
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Hyper
 from tests.conftest import run_process
@@ -91,16 +92,33 @@ def test_update__does_not_depend_on_where_a_parameter_is_split(
     assert_same(state, expected)
 
 
-@pytest.mark.parametrize("stored", [np.uint16, np.int16, np.float32])
-def test_compiled_loops__fuse_no_operations(stored: type) -> None:
+def check_code(loop: Callable[..., None], *arguments: object) -> str:
+    """Check that compiled code fuses no operations and approximates none; return it."""
     # numba shows no code that comes from its cache.
-    fresh = njit(**compiled._OPTIONS)(compiled._update)
-    halves, state = np.zeros((2, 10), stored), np.zeros((3, 10), np.float32)
-    fresh(halves[0], *state, halves[1], *Hyper().scalars(1))
+    fresh = njit(**compiled._OPTIONS)(loop)
+    fresh(*arguments)
     (code,) = fresh.inspect_asm().values()
     assert "sqrt" in code
     # x86, then ARM; approximations too.
     assert not re.search(r"\bv?fn?m(add|sub)|\bfn?ml[as]\b|\bv?(rcp|rsqrt)\d*[ps]s|\bfr(ecp|sqrt)e\b", code)
+    return str(code)
+
+
+@pytest.mark.parametrize("stored", [np.uint16, np.int16, np.float32])
+def test_compiled_update__fuses_no_operations(stored: type) -> None:
+    halves, state = np.zeros((2, 10), stored), np.zeros((3, 10), np.float32)
+    check_code(compiled._update, halves[0], *state, halves[1], *Hyper().scalars(1))
+
+
+@pytest.mark.parametrize(
+    "stored", [np.int16, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (np.uint16, np.float32))]
+)
+def test_compiled_update_beside__fuses_no_operations_and_writes_past_the_caches(stored: type) -> None:
+    halves, old, new = np.zeros((2, 10), stored), np.zeros((3, 10), np.float32), np.zeros((3, 10), np.float32)
+    code = check_code(compiled_beside._update, halves[0], tuple(old), tuple(new), halves[1], tuple(Hyper().scalars(1)))
+    if platform.machine() == "x86_64":
+        assert "movnt" in code
+        assert "sfence" in code
 
 
 def test_update__keeps_subnormals_if_the_caller_flushes_them(kernels: dict[int, CpuKernel]) -> None:
