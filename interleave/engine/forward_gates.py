@@ -1,19 +1,23 @@
-"""Lets the forward of a model wait for parameters that late operations have not written yet."""
+"""Lets the forward, state dicts and copies of a model wait for parameters that late operations have not written yet."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.module_copies import CopyGate
 
 
 class ForwardGates:
-    """Hooks before the forward and the `state_dict` of every module that has parameters of its own.
+    """Hooks before the forward, `state_dict` and `load_state_dict` of every module that has parameters of its own.
+
+    Copies and pickles of any module wait for all its parameters, and have no hooks.
 
     Args:
         model: The module whose forward uses the parameters.
@@ -22,6 +26,9 @@ class ForwardGates:
 
     Raises:
         EngineError: The model is not a module, or shards its parameters.
+
+    Attributes:
+        names: The parameters of the model, and their names.
     """
 
     def __init__(self, model: torch.nn.Module, wait: Callable[[Sequence[torch.Tensor]], None]) -> None:
@@ -37,20 +44,28 @@ class ForwardGates:
         if (dynamo := sys.modules.get("torch._dynamo")) is not None:
             # What torch.compile has compiled before does not call the hooks, and would be used again without them.
             dynamo.reset()
+        # Parameters are fixed now: functional_call replaces them for the time of a call.
+        self.names = {param: name for name, param in model.named_parameters()}
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
-            # Fixed now: functional_call replaces parameters for the time of a call.
             params = list(module.parameters(recurse=False))
             if not params:
                 continue
             hook = _make_hook(params, wait)
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
             self._handles.append(module.register_state_dict_pre_hook(hook))
+            self._handles.append(module.register_load_state_dict_pre_hook(hook))
+        hook_ids = {handle.id for handle in self._handles}
+        self._copy_gates = [
+            CopyGate(module, partial(wait, list(module.parameters())), hook_ids) for module in model.modules()
+        ]
 
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+        for gate in self._copy_gates:
+            gate.remove()
 
 
 def _make_hook(params: Sequence[torch.Tensor], wait: Callable[[Sequence[torch.Tensor]], None]) -> Callable[..., None]:

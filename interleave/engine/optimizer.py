@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from ebbtide.interleave.engine.forward_gates import ForwardGates
 from ebbtide.interleave.engine.numerics.loss_scale import LossScale
 from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
 from ebbtide.interleave.engine.offloaded_params import OffloadedParams
+from ebbtide.interleave.engine.read_checks import ReadChecks, UnguardedAccess
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.state_dict import make_entry, read_state_dict
 from ebbtide.interleave.model.overlap import Overlap
@@ -106,6 +108,8 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         try:
             super().__init__(params, defaults)
             self._gates = None if model is None else ForwardGates(model, lambda params: _wait(weak_self, params))
+            if self._gates is not None:
+                self._offloaded.pending.names = self._gates.names
             self._offloaded.plan_or_open(self._params_with_state())
         except BaseException:
             self._runner.close()
@@ -155,6 +159,13 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Not around the closure, whose hooks may run on threads of autograd.
+        with self._lock:
+            self._update()
+        return loss
+
+    def _update(self) -> None:
+        """Update all parameters that have a gradient."""
         offloaded = self._offloaded
         engine, values = offloaded.prepare_step(self._params_with_state())
         gradients = offloaded.collector.collect()
@@ -170,10 +181,9 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         self._loss_scale.update(scale is not None)
         if scale is None:
             self._skip_step(engine)
-            return loss
+            return
         scalars = self._scalars(updated, scale)
-        self._runner.step(values, scalars, lambda: self._end_step(updated), lambda: offloaded.finish_step(values))
-        return loss
+        offloaded.pending.step(values, scalars, lambda: self._end_step(updated), lambda: offloaded.finish_step(values))
 
     def synchronize(self) -> None:
         """Wait until the last step has written all parameters. Only with `overlap` it may not have when it returned.
@@ -181,7 +191,55 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         Raises:
             EngineError: As `step`.
         """
-        self._runner.finish_step()
+        self._offloaded.pending.finish()
+
+    @contextmanager
+    def hold_steps(self) -> Iterator[None]:
+        """Let no other thread step meanwhile, after the last step has ended, to read parameters and state of one step.
+
+        A thread that saves checkpoints reads both `model.state_dict()`, whose tensors are the parameters themselves, and
+        `state_dict()` inside it.
+
+        Raises:
+            EngineError: As `step`.
+        """
+        with self._lock:
+            self.synchronize()
+            yield
+
+    @contextmanager
+    def check_reads(self) -> Iterator[list[UnguardedAccess]]:
+        """Report reads and writes of parameters that nothing guards, for the iterations inside it.
+
+        It needs `overlap` and `model`. Steps then end their updates before they return, but parameters are NaN until
+        something that waits for them is called, as if each update were late: nothing depends on timing or on the plan.
+        An operation of this thread (and of its backwards) on such a parameter is logged as a warning, once for each
+        parameter and line, and gets the right values, so the bits of the job do not change. What other threads, NumPy
+        or C++ read by themselves is NaN, and shows in the results. It needs a copy of all parameters on their device,
+        and each operation of torch takes several times as long.
+
+        It is a context and not an option of the constructor, since operations are seen by modes of torch, which belong to
+        a thread and must end in the reverse order of their beginnings.
+
+        Returns:
+            A list that has one entry for each warning, as they are found.
+
+        Raises:
+            EngineError: No update can be late, or the updates of the last step fail.
+        """
+        if self._gates is None:
+            raise EngineError("check_reads() needs a module whose forward waits: pass model=, and overlap='forward'")
+        self.synchronize()
+        pending = self._offloaded.pending
+        pending.checks = ReadChecks(self._gates.names, pending.lock)
+        try:
+            with pending.checks.watch():
+                yield pending.checks.accesses
+        finally:
+            try:
+                self.synchronize()
+            finally:
+                pending.checks = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also update the parameters of a group from now on.
@@ -189,19 +247,28 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         Raises:
             EngineError: If the parameters or hyperparameters are not supported; nothing is changed.
         """
-        check_group({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-        if not self._offloaded.is_checked:
-            # The constructor checks all groups together.
-            return
-        try:
-            self._offloaded.add(self._params_with_state())
-        except BaseException:
-            self.param_groups.pop()
-            raise
+        with self._lock:
+            check_group({**self.defaults, **param_group})
+            super().add_param_group(param_group)
+            if not self._offloaded.is_checked:
+                # The constructor checks all groups together.
+                return
+            try:
+                self._offloaded.add(self._params_with_state())
+            except BaseException:
+                self.param_groups.pop()
+                raise
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of torch.optim.AdamW, with the fp32 master in addition to the moments, on the host."""
+        """Return the state dict of torch.optim.AdamW, with the fp32 master in addition to the moments, on the host.
+
+        It is that after the last step, also in the middle of a backward. From another thread it waits for a step that
+        is running, and steps wait for it.
+        """
+        with self._lock:
+            return self._state_dict()
+
+    def _state_dict(self) -> dict[str, Any]:
         state_dict: dict[str, Any] = super().state_dict()
         index = {param: number for number, param in enumerate(self._group_params())}
         params = self._offloaded.params
@@ -220,6 +287,10 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         Raises:
             EngineError: If it is not a state dict of this model; nothing is changed.
         """
+        with self._lock:
+            self._load_state_dict(state_dict)
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         offloaded = self._offloaded
         own_params = set(offloaded.params or self._params_with_state())
         loaded = read_state_dict(state_dict, self.param_groups, self.defaults, own_params, offloaded.check)
@@ -236,9 +307,10 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
     def close(self) -> None:
         """Finish the last step, end the threads and release all memory; it cannot step afterwards. Deleting it does the
         same, but for late updates."""
-        if self._gates is not None:
-            self._gates.remove()
-        self._offloaded.close()
+        with self._lock:
+            if self._gates is not None:
+                self._gates.remove()
+            self._offloaded.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Raise EngineError, for copies and pickles: they would not have the state."""
@@ -247,8 +319,13 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             "and load the state_dict() of this one"
         )
 
+    @property
+    def _lock(self) -> AbstractContextManager[bool]:
+        return self._offloaded.pending.lock
+
     def _open(self) -> None:
-        self._offloaded.open(self._params_with_state())
+        with self._lock:
+            self._offloaded.open(self._params_with_state())
 
     def _skip_step(self, engine: Engine) -> None:
         """Drop the gradients, of which one is not finite. Raises EngineError if there is no loss scale."""
@@ -322,4 +399,4 @@ def _expected_scalars(optimizer_ref: weakref.ref[InterleavedAdamW]) -> Sequence[
 def _wait(optimizer_ref: weakref.ref[InterleavedAdamW], params: Sequence[torch.Tensor]) -> None:
     optimizer = optimizer_ref()
     if optimizer is not None:
-        optimizer._offloaded.wait_for(params)
+        optimizer._offloaded.pending.wait_for(params)
