@@ -6,6 +6,7 @@ import sys
 import sysconfig
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -14,7 +15,7 @@ import ebbtide
 
 def user_line() -> str:
     """Return file and line of the innermost function outside of torch, ebbtide and the standard library."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _is_of_user(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -24,7 +25,7 @@ def user_line() -> str:
 
 @cache
 def _is_of_user(file: str) -> bool:
-    if file.startswith("<") or file.startswith(_folders(torch.__path__[0], ebbtide.__path__[0])):
+    if file.startswith(("<", *_folders(torch.__path__[0], ebbtide.__path__[0]))):
         return False
     installed = _folders(sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     return file.startswith(installed) or not file.startswith(_folders(sysconfig.get_path("stdlib")))

@@ -42,7 +42,7 @@ class CopyGate:
         if self._wait is not None:
             self._wait()
         module = self._module()
-        state = self._next() if self._next is not None else type(module).__getstate__(module)
+        state = self._next() if self._next is not None else type(module).__getstate__(module)  # type: ignore[call-arg]
         if not isinstance(state, dict):
             return state
         return {name: self._without_hooks(value) for name, value in state.items() if name != _NAME}

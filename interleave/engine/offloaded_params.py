@@ -176,6 +176,7 @@ class OffloadedParams:
         try:
             self.pending.finish()
         finally:
+            self.pending.remove_guards()
             if self.params:
                 self.collector.close()
             self._runner.close()

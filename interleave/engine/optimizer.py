@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,11 +14,10 @@ from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.checks import check_group, check_options, with_overlap_option
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.forward_gates import ForwardGates
+from ebbtide.interleave.engine.guarded_reads import GuardedReads, locked
 from ebbtide.interleave.engine.numerics.loss_scale import LossScale
 from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
 from ebbtide.interleave.engine.offloaded_params import OffloadedParams
-from ebbtide.interleave.engine.read_checks import ReadChecks, UnguardedAccess
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.state_dict import make_entry, read_state_dict
 from ebbtide.interleave.model.overlap import Overlap
@@ -32,7 +30,7 @@ log = logging.getLogger("ebbtide")
 _SUBGROUP_PARAMS = 100_000_000
 
 
-class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
+class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[misc]
     """torch.optim.AdamW with an fp32 master, for parameters whose optimizer state does not fit on the device.
 
     Parameters have the same bits under every policy (`reference` defines them).
@@ -105,11 +103,12 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             max_grad_norm,
             lambda: _expected_scalars(weak_self),
         )
+        self._pending = self._offloaded.pending
+        self._pending.finish_after(self)
         try:
             super().__init__(params, defaults)
-            self._gates = None if model is None else ForwardGates(model, lambda params: _wait(weak_self, params))
-            if self._gates is not None:
-                self._offloaded.pending.names = self._gates.names
+            if model is not None:
+                self._pending.guard(model)
             self._offloaded.plan_or_open(self._params_with_state())
         except BaseException:
             self._runner.close()
@@ -159,11 +158,11 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Not around the closure, whose hooks may run on threads of autograd.
-        with self._lock:
-            self._update()
+        # Without the closure: its backward may call hooks on other threads.
+        self._update()
         return loss
 
+    @locked
     def _update(self) -> None:
         """Update all parameters that have a gradient."""
         offloaded = self._offloaded
@@ -183,92 +182,33 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             self._skip_step(engine)
             return
         scalars = self._scalars(updated, scale)
-        offloaded.pending.step(values, scalars, lambda: self._end_step(updated), lambda: offloaded.finish_step(values))
+        self._pending.step(values, scalars, lambda: self._end_step(updated), lambda: offloaded.finish_step(values))
 
-    def synchronize(self) -> None:
-        """Wait until the last step has written all parameters. Only with `overlap` it may not have when it returned.
-
-        Raises:
-            EngineError: As `step`.
-        """
-        self._offloaded.pending.finish()
-
-    @contextmanager
-    def hold_steps(self) -> Iterator[None]:
-        """Let no other thread step meanwhile, after the last step has ended, to read parameters and state of one step.
-
-        A thread that saves checkpoints reads both `model.state_dict()`, whose tensors are the parameters themselves, and
-        `state_dict()` inside it.
-
-        Raises:
-            EngineError: As `step`.
-        """
-        with self._lock:
-            self.synchronize()
-            yield
-
-    @contextmanager
-    def check_reads(self) -> Iterator[list[UnguardedAccess]]:
-        """Report reads and writes of parameters that nothing guards, for the iterations inside it.
-
-        It needs `overlap` and `model`. Steps then end their updates before they return, but parameters are NaN until
-        something that waits for them is called, as if each update were late: nothing depends on timing or on the plan.
-        An operation of this thread (and of its backwards) on such a parameter is logged as a warning, once for each
-        parameter and line, and gets the right values, so the bits of the job do not change. What other threads, NumPy
-        or C++ read by themselves is NaN, and shows in the results. It needs a copy of all parameters on their device,
-        and each operation of torch takes several times as long.
-
-        It is a context and not an option of the constructor, since operations are seen by modes of torch, which belong to
-        a thread and must end in the reverse order of their beginnings.
-
-        Returns:
-            A list that has one entry for each warning, as they are found.
-
-        Raises:
-            EngineError: No update can be late, or the updates of the last step fail.
-        """
-        if self._gates is None:
-            raise EngineError("check_reads() needs a module whose forward waits: pass model=, and overlap='forward'")
-        self.synchronize()
-        pending = self._offloaded.pending
-        pending.checks = ReadChecks(self._gates.names, pending.lock)
-        try:
-            with pending.checks.watch():
-                yield pending.checks.accesses
-        finally:
-            try:
-                self.synchronize()
-            finally:
-                pending.checks = None
-
+    @locked
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also update the parameters of a group from now on.
 
         Raises:
             EngineError: If the parameters or hyperparameters are not supported; nothing is changed.
         """
-        with self._lock:
-            check_group({**self.defaults, **param_group})
-            super().add_param_group(param_group)
-            if not self._offloaded.is_checked:
-                # The constructor checks all groups together.
-                return
-            try:
-                self._offloaded.add(self._params_with_state())
-            except BaseException:
-                self.param_groups.pop()
-                raise
+        check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        if not self._offloaded.is_checked:
+            # The constructor checks all groups together.
+            return
+        try:
+            self._offloaded.add(self._params_with_state())
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
+    @locked
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of torch.optim.AdamW, with the fp32 master in addition to the moments, on the host.
 
-        It is that after the last step, also in the middle of a backward. From another thread it waits for a step that
-        is running, and steps wait for it.
+        It is the one after the last step, also in the middle of a backward and from another thread: it waits for a
+        step that runs, and steps wait for it.
         """
-        with self._lock:
-            return self._state_dict()
-
-    def _state_dict(self) -> dict[str, Any]:
         state_dict: dict[str, Any] = super().state_dict()
         index = {param: number for number, param in enumerate(self._group_params())}
         params = self._offloaded.params
@@ -279,6 +219,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             state_dict["loss_scale"] = self._loss_scale.state_dict()
         return state_dict
 
+    @locked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this optimizer (under any policy) or torch.optim.AdamW saved.
 
@@ -287,10 +228,6 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         Raises:
             EngineError: If it is not a state dict of this model; nothing is changed.
         """
-        with self._lock:
-            self._load_state_dict(state_dict)
-
-    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         offloaded = self._offloaded
         own_params = set(offloaded.params or self._params_with_state())
         loaded = read_state_dict(state_dict, self.param_groups, self.defaults, own_params, offloaded.check)
@@ -304,13 +241,11 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             if step:
                 self._set_step_count(param, step)
 
+    @locked
     def close(self) -> None:
         """Finish the last step, end the threads and release all memory; it cannot step afterwards. Deleting it does the
-        same, but for late updates."""
-        with self._lock:
-            if self._gates is not None:
-                self._gates.remove()
-            self._offloaded.close()
+        same."""
+        self._offloaded.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Raise EngineError, for copies and pickles: they would not have the state."""
@@ -319,13 +254,9 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             "and load the state_dict() of this one"
         )
 
-    @property
-    def _lock(self) -> AbstractContextManager[bool]:
-        return self._offloaded.pending.lock
-
+    @locked
     def _open(self) -> None:
-        with self._lock:
-            self._offloaded.open(self._params_with_state())
+        self._offloaded.open(self._params_with_state())
 
     def _skip_step(self, engine: Engine) -> None:
         """Drop the gradients, of which one is not finite. Raises EngineError if there is no loss scale."""
@@ -394,9 +325,3 @@ def _expected_scalars(optimizer_ref: weakref.ref[InterleavedAdamW]) -> Sequence[
     if optimizer is None:
         return []
     return optimizer._scalars(range(len(optimizer._offloaded.params)), optimizer._expected_scale)
-
-
-def _wait(optimizer_ref: weakref.ref[InterleavedAdamW], params: Sequence[torch.Tensor]) -> None:
-    optimizer = optimizer_ref()
-    if optimizer is not None:
-        optimizer._offloaded.pending.wait_for(params)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.forward_gates import ForwardGates
 from ebbtide.interleave.engine.numerics.reference import Scalars
-from ebbtide.interleave.engine.read_checks import ReadChecks
+from ebbtide.interleave.engine.read_checks import ReadChecks, UnguardedAccess
+
+log = logging.getLogger("ebbtide")
 
 
 class PendingParams:
@@ -26,26 +32,44 @@ class PendingParams:
     Attributes:
         lock: Held by whole calls of the optimizer, so that one from another thread comes before or after a step. Hooks
             during a forward or a backward only take it while something is pending.
-        names: The parameters whose readers wait for them, and their names; a step waits for all others.
-        checks: Checks of reads; None without. With them, no update is late and the checks play its part.
+        is_active: Whether a step runs, or is not known to have ended.
+        names: The parameters of the guarded model, and their names; a step waits for all others.
     """
 
     def __init__(self, runner: AdaptiveRunner) -> None:
         self.lock = threading.RLock()
         self.names: Mapping[torch.Tensor, str] = {}
-        self.checks: ReadChecks | None = None
         self._runner = runner
+        self._gates: ForwardGates | None = None
+        # With checks, no update is late, and parameters are hidden instead.
+        self._checks: ReadChecks | None = None
         self._params: Sequence[torch.Tensor] = ()
         # The index of each parameter, which the forward of every module looks up.
         self._index: dict[torch.Tensor, int] = {}
-        # Whether a step runs, or is not known to have ended. Read without the lock, so it is the last to be reset.
-        self._is_active = False
+        # Read without the lock, so it is the last to be reset.
+        self.is_active = False
         # The version of each parameter when its step began: those that nothing has waited for yet, and the others.
         self._versions: dict[int, int] = {}
         self._released: dict[int, int] = {}
         # Parameters that the job has written after something had waited for them, and before.
         self._written: set[int] = set()
         self._lost: set[int] = set()
+
+    def guard(self, model: torch.nn.Module) -> None:
+        """Let the forward, state dicts and copies of a model wait. Raises EngineError if it cannot; see ForwardGates."""
+        weak_self = weakref.ref(self)
+        self._gates = ForwardGates(model, lambda params: _wait(weak_self, params))
+        self.names = self._gates.names
+
+    def remove_guards(self) -> None:
+        """Let no model wait any more."""
+        if self._gates is not None:
+            self._gates.remove()
+
+    def finish_after(self, owner: object) -> None:
+        """Call `finish` when an object is deleted, on a thread: the garbage collector must not wait."""
+        # The end of the process ends the threads of the engine.
+        weakref.finalize(owner, _finish_on_thread, self).atexit = False
 
     def set_params(self, params: Sequence[torch.Tensor]) -> None:
         """Use these parameters from now on, in the order of their indices. Nothing may be pending."""
@@ -64,12 +88,12 @@ class PendingParams:
         updated = [index for index, factors in enumerate(scalars) if factors is not None]
         torch.autograd.graph.increment_version([self._params[index] for index in updated])
         self._versions = {index: self._params[index]._version for index in updated}
-        self._is_active = True
+        self.is_active = True
         try:
             self._runner.step(values, scalars, on_done, on_finished)
-            if self.checks is not None:
+            if self._checks is not None:
                 self._runner.finish_step()
-                self.checks.hide({index: self._params[index] for index in updated})
+                self._checks.hide({index: self._params[index] for index in updated})
             elif self._runner.is_late:
                 unguarded = [index for index in updated if self._params[index] not in self.names]
                 self._runner.wait_for_params(unguarded)
@@ -77,7 +101,7 @@ class PendingParams:
         finally:
             if not self._runner.is_late:
                 self._versions.clear()
-                self._is_active = self.checks is not None
+                self.is_active = self._checks is not None
 
     def wait_for(self, params: Iterable[torch.Tensor]) -> None:
         """Wait until parameters are written; from now on the job may read and write them.
@@ -85,7 +109,7 @@ class PendingParams:
         Raises:
             EngineError: An operation has failed, or the job wrote to one of the parameters before.
         """
-        if not self._is_active:
+        if not self.is_active:
             return
         indices = [self._index[param] for param in params if param in self._index]
         with self.lock:
@@ -99,28 +123,42 @@ class PendingParams:
         Raises:
             EngineError: As `wait_for`.
         """
-        if not self._is_active:
+        if not self.is_active:
             return
         with self.lock:
             try:
                 self._runner.finish_step()
             finally:
-                self._release(list(self._versions))
+                self._release(range(len(self._params)))
                 self._written |= {
                     index for index, version in self._released.items() if self._params[index]._version != version
                 }
                 self._released.clear()
-                self._is_active = False
+                self.is_active = False
             self._raise_lost()
+
+    @contextmanager
+    def check_reads(self) -> Iterator[list[UnguardedAccess]]:
+        """Check reads and writes meanwhile, instead of late updates; see `InterleavedAdamW.check_reads`."""
+        self.finish()
+        self._checks = checks = ReadChecks(self.names, self.lock)
+        try:
+            with checks.watch():
+                yield checks.accesses
+        finally:
+            try:
+                self.finish()
+            finally:
+                self._checks = None
 
     def take_written(self) -> set[int]:
         """Return the parameters that the job has written while others were pending, and forget them."""
         written, self._written = self._written, set()
         return written
 
-    def _release(self, indices: Collection[int]) -> None:
-        if self.checks is not None:
-            self.checks.release(indices)
+    def _release(self, indices: Iterable[int]) -> None:
+        if self._checks is not None:
+            self._checks.release(indices)
         for index in indices:
             version = self._versions.pop(index, None)
             if version is not None:
@@ -138,3 +176,20 @@ class PendingParams:
                 f"parameter {names[0]}{others} was written after step() and before its update had ended, so the write "
                 "may be lost: call optimizer.synchronize() before you write to parameters"
             )
+
+
+def _wait(pending_ref: weakref.ref[PendingParams], params: Sequence[torch.Tensor]) -> None:
+    pending = pending_ref()
+    if pending is not None:
+        pending.wait_for(params)
+
+
+def _finish_on_thread(pending: PendingParams) -> None:
+    def finish() -> None:
+        try:
+            pending.finish()
+        except EngineError as error:
+            log.error("ebbtide: after the optimizer was deleted: %s", error)
+
+    if pending.is_active:
+        threading.Thread(target=finish, name="ebbtide-finish").start()

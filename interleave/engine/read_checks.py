@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ log = logging.getLogger("ebbtide")
 
 # Operations that use only the shape and the dtype of a tensor, and functions that read its memory by themselves.
 _SHAPE_ONLY = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_")
-_EXPORTS = ("numpy", "__array__", "__dlpack__", "tolist", "__reduce_ex__", "share_memory_")
+_EXPORTS = ("numpy", "__array__", "__dlpack__", "tolist", "untyped_storage", "share_memory_")
 # (first address, address behind the last element)
 _Addresses = tuple[int, int]
 
@@ -39,14 +39,14 @@ class UnguardedAccess:
     location: str
     operator: str
     is_write: bool
-    params: list[str] = field(default_factory=list)
+    params: list[str]
 
     def __str__(self) -> str:
-        others = f" and {len(self.params) - 1} more" if len(self.params) > 1 else ""
+        params = self.params[0] + (f" and {len(self.params) - 1} more" if len(self.params) > 1 else "")
         return (
-            f"{self.location}: {self.operator} {'writes' if self.is_write else 'reads'} parameter {self.params[0]}{others} "
-            "before its update is known to have ended: call optimizer.synchronize() first, or use the parameter in the "
-            "forward of a module of `model` that has it"
+            f"{self.location}: {self.operator} {'writes' if self.is_write else 'reads'} parameter {params} before its "
+            "update is known to have ended: call optimizer.synchronize() first, or use the parameter in the forward of "
+            "the module of `model` that has it"
         )
 
 
@@ -70,7 +70,7 @@ class ReadChecks:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Watch the operations of this thread. Compiled functions run eagerly meanwhile: their operations do not show."""
+        """Watch the operations of this thread. Compiled functions run eagerly, since theirs would not show."""
         with torch.compiler.set_stance("force_eager"), _ExportWatch(self), _OperationWatch(self):
             yield
 
@@ -82,14 +82,15 @@ class ReadChecks:
                 param.data.fill_(float("nan"))
                 self._hidden[index] = param, addresses, copy
 
-    def release(self, indices: Collection[int]) -> None:
+    def release(self, indices: Iterable[int]) -> None:
         """Show the values of parameters again."""
-        for index in indices:
-            if index in self._hidden:
-                param, _, copy = self._hidden.pop(index)
-                if not bool(param.data.isnan().all()):
-                    self._report(param, index, "an operation outside of torch or this thread", is_write=True)
-                param.data.copy_(copy)
+        changed = {}
+        for index in sorted(self._hidden.keys() & indices):
+            param, _, copy = self._hidden.pop(index)
+            if not bool(param.data.isnan().all()):
+                changed[index] = param
+            param.data.copy_(copy)
+        self._report(changed, "an operation outside of torch or this thread", is_write=True)
 
     def run(self, function: Callable[[], Any], operator: str, read: Sequence[Any], written: Sequence[Any] = ()) -> Any:
         """Run an operation, report the hidden parameters that it uses, and show their values meanwhile.
@@ -104,9 +105,8 @@ class ReadChecks:
             return function()
         with self._lock:
             written_params, read_params = self._used(written), self._used(read)
-            for params, is_write in ((written_params, True), (read_params, False)):
-                for index, param in params.items():
-                    self._report(param, index, operator, is_write)
+            self._report(written_params, operator, is_write=True)
+            self._report(read_params, operator, is_write=False)
             self.release({*written_params, *read_params})
             try:
                 return function()
@@ -117,8 +117,7 @@ class ReadChecks:
         """Report the hidden parameters that a function reads, and show their values from now on."""
         with self._lock:
             used = self._used(tensors)
-            for index, param in used.items():
-                self._report(param, index, operator, is_write=False)
+            self._report(used, operator, is_write=False)
             self.release(used)
 
     def _used(self, tensors: Sequence[Any]) -> dict[int, torch.Tensor]:
@@ -130,14 +129,16 @@ class ReadChecks:
             if any(begin < used_end and used_begin < end for used_begin, used_end in used)
         }
 
-    def _report(self, param: torch.Tensor, index: int, operator: str, is_write: bool) -> None:
-        name, location = self._names.get(param, f"number {index}"), user_line()
+    def _report(self, params: Mapping[int, torch.Tensor], operator: str, is_write: bool) -> None:
+        if not params:
+            return
+        names = [self._names.get(param, f"number {index}") for index, param in sorted(params.items())]
+        location = user_line()
         for access in self.accesses:
             if (access.location, access.operator, access.is_write) == (location, operator, is_write):
-                if name not in access.params:
-                    access.params.append(name)
+                access.params = list(dict.fromkeys(access.params + names))
                 return
-        access = UnguardedAccess(location, operator, is_write, [name])
+        access = UnguardedAccess(location, operator, is_write, names)
         self.accesses.append(access)
         log.warning("ebbtide: %s", access)
 
