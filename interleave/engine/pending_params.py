@@ -56,7 +56,7 @@ class PendingParams:
         self._lost: set[int] = set()
 
     def guard(self, model: torch.nn.Module) -> None:
-        """Let the forward, state dicts and copies of a model wait. Raises EngineError if it cannot; see ForwardGates."""
+        """Let the forward, state dicts and copies of a model wait. Raises EngineError if they cannot."""
         weak_self = weakref.ref(self)
         self._gates = ForwardGates(model, lambda params: _wait(weak_self, params))
         self.names = self._gates.names

@@ -75,29 +75,20 @@ def random_job(seed: int, mode: str, make: Any) -> Outcome:
         return job.outcome()
 
 
-class Reference(ReferenceOptimizer):
+class _Reference(ReferenceOptimizer):
     def synchronize(self) -> None:
         """Do nothing: every step has ended when it returns."""
 
 
 @contextmanager
-<<<<<<< HEAD
 def reference_optimizer(job: Job, **options: Any) -> Iterator[_Reference]:
     yield _Reference(job.net.parameters(), **options)
-=======
-def reference(job: Job, **options: Any) -> Iterator[Reference]:
-    yield Reference(job.net.parameters(), **options)
->>>>>>> b0b1892 (Test checks of reads, lost writes, and calls from other threads)
 
 
 @pytest.mark.parametrize(("policy", "mode"), CASES)
 @pytest.mark.parametrize("seed", range(6))
 def test_step__gives_the_bits_of_the_reference_in_random_jobs(policy: str, mode: str, seed: int) -> None:
-<<<<<<< HEAD
     expected = random_job(seed, mode, reference_optimizer)
-=======
-    expected = random_job(seed, mode, reference)
->>>>>>> b0b1892 (Test checks of reads, lost writes, and calls from other threads)
     assert random_job(seed, mode, lambda job, **options: late_optimizer(job, policy, mode, **options)) == expected
 
 
@@ -109,11 +100,7 @@ def test_step__gives_the_bits_of_the_reference_on_a_device_with_any_timing(polic
         got = random_job(seed, mode, lambda job, **options: late_optimizer(job, policy, mode, device=device, **options))
     finally:
         device.close()
-<<<<<<< HEAD
     assert got == random_job(seed, mode, reference_optimizer)
-=======
-    assert got == random_job(seed, mode, reference)
->>>>>>> b0b1892 (Test checks of reads, lost writes, and calls from other threads)
 
 
 def test_step__returns_before_the_updates_have_ended_and_the_forward_waits() -> None:
