@@ -67,9 +67,9 @@ class PendingParams:
             self._gates.remove()
 
     def finish_after(self, owner: object) -> None:
-        """Call `finish` when an object is deleted, on a thread: the garbage collector must not wait."""
-        # The end of the process ends the threads of the engine.
+        """Call `finish` when an object is deleted or the process ends, before the engine is closed."""
         weakref.finalize(owner, _finish_on_thread, self).atexit = False
+        _unfinished.add(self)
 
     def set_params(self, params: Sequence[torch.Tensor]) -> None:
         """Use these parameters from now on, in the order of their indices. Nothing may be pending."""
@@ -184,12 +184,32 @@ def _wait(pending_ref: weakref.ref[PendingParams], params: Sequence[torch.Tensor
         pending.wait_for(params)
 
 
-def _finish_on_thread(pending: PendingParams) -> None:
-    def finish() -> None:
-        try:
-            pending.finish()
-        except EngineError as error:
-            log.error("ebbtide: after the optimizer was deleted: %s", error)
+# What the end of the process finishes.
+_unfinished: weakref.WeakSet[PendingParams] = weakref.WeakSet()
 
+
+def _finish_on_thread(pending: PendingParams) -> None:
+    """Finish on another thread: the garbage collector may call this on any one, which must not wait."""
     if pending.is_active:
-        threading.Thread(target=finish, name="ebbtide-finish").start()
+        threading.Thread(target=_finish_or_log, args=(pending,), name="ebbtide-finish").start()
+
+
+def _finish_or_log(pending: PendingParams) -> None:
+    try:
+        pending.finish()
+    except EngineError as error:
+        log.error("ebbtide: %s", error)
+
+
+def _finish_all() -> None:
+    for pending in list(_unfinished):
+        # A step on another thread may never end.
+        if pending.lock.acquire(blocking=False):
+            try:
+                _finish_or_log(pending)
+            finally:
+                pending.lock.release()
+
+
+# `atexit` calls its functions when pools of threads, which update on the CPU, have ended. This comes before.
+threading._register_atexit(_finish_all)  # type: ignore[attr-defined]

@@ -163,14 +163,16 @@ def test_state_dict__leaves_streamed_gradients_alone_in_the_middle_of_a_backward
 
 
 EXIT = """
-import threading, time
+import atexit, threading, time
+# Called after all others.
+atexit.register(lambda: print("updates", len(updates) == per_step))
 import torch
 from ebbtide.interleave import InterleavedAdamW
 
 net = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 40))
 options = {"policy": "pipelined", "overlap": "forward", "model": net, "subgroup_params": 500}
 optimizer = InterleavedAdamW(net.parameters(), **options)
-entered = threading.Event()
+entered, updates = threading.Event(), []
 update = optimizer._runner.kernel.update_ranges
 for step in range(2):
     net(torch.ones(2, 40)).sum().backward()
@@ -180,10 +182,12 @@ optimizer.synchronize()
 
 def update_slowly(*arguments):
     entered.set()
-    time.sleep(0.2)
+    time.sleep(0.05)
     update(*arguments)
+    updates.append(1)
 
 optimizer._runner.kernel.update_ranges = update_slowly
+per_step = sum(op.kind == "update" for op in optimizer.plan.ops)
 net(torch.ones(2, 40)).sum().backward()
 optimizer.step()
 assert entered.wait(30)
@@ -214,6 +218,6 @@ def test_del__finishes_updates_that_have_not_ended_and_ends_all_threads() -> Non
 
 
 @pytest.mark.slow
-def test_process__ends_without_an_error_while_updates_have_not_ended() -> None:
+def test_process__finishes_updates_at_its_end() -> None:
     result = run_process([sys.executable, "-c", EXIT], timeout_s=60)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "late True\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "late True\nupdates True\n", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
+from ebbtide.interleave.engine.devices.device import Direction
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from tests.interleave.engine.jobs import Outcome
@@ -79,18 +82,15 @@ class _Renormalized(torch.nn.Linear):
         return super().forward(inputs)
 
 
-def _load(net: Net) -> None:
-    net.load_state_dict({name: value * 0.5 for name, value in net.state_dict().items()})
-
-
 def _run_with_writes(late: bool) -> Outcome:
     job = Job()
     job.net.late.__class__ = _Renormalized
+    loaded = {name: value * 0.5 for name, value in job.net.state_dict().items()}
     with _optimizer(job, late) as optimizer:
         for step in range(4):
             job.step(optimizer, step)
             if step == 1:
-                _load(job.net)
+                job.net.load_state_dict(loaded)
             if step == 2:
                 optimizer.synchronize()
                 job.net.late.weight.data.clamp_(-0.01, 0.01)
@@ -207,5 +207,35 @@ def test_step__waits_for_parameters_that_the_model_does_not_have() -> None:
             for name, param in job.net.named_parameters():
                 if not name.startswith("late"):
                     assert torch.equal(param, same.net.get_parameter(name))
+        optimizer.synchronize()
+        assert job.outcome() == same.outcome()
+
+
+def test_forward__raises_the_error_of_a_late_operation_once() -> None:
+    job, same = Job(), Job()
+    expected = ReferenceOptimizer(same.net.parameters())
+    with _optimizer(job, device=EmulatedDevice()) as optimizer:
+        job.step(optimizer)
+        same.step(expected)
+        optimizer.synchronize()
+        copy_pairs, returned, failing = optimizer._runner.device.copy, threading.Event(), iter([True])
+
+        def fail_once(direction: Direction, pairs: Any) -> None:
+            if direction == "h2d" and next(failing, False):
+                assert returned.wait(30)
+                raise RuntimeError("the link is down")
+            copy_pairs(direction, pairs)
+
+        optimizer._runner.device.copy = fail_once  # type: ignore[method-assign]
+        job.step(optimizer)
+        same.step(expected)
+        returned.set()
+        with pytest.raises(EngineError) as error:
+            job.net(torch.ones(1, 24, dtype=torch.bfloat16), 0)
+        message = "an operation of the plan failed: the link is down; the step was completed on the CPU"
+        assert str(error.value) == message
+        for _ in range(2):
+            job.step(optimizer)
+            same.step(expected)
         optimizer.synchronize()
         assert job.outcome() == same.outcome()

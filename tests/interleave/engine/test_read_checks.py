@@ -100,6 +100,17 @@ def test_check_reads__reports_one_line_that_says_what_to_do() -> None:
         )
 
 
+def test_check_reads__finds_all_readers_of_a_parameter() -> None:
+    job = Job()
+    with late_optimizer(job, "pipelined", "kept") as optimizer, optimizer.check_reads() as found:
+        for _ in range(2):
+            job.step(optimizer)
+            job.net.late.weight.sum()
+            job.net.late.weight.sum()
+    lines = [int(access.location.rsplit(":", 1)[1]) for access in found]
+    assert lines == [lines[0], lines[0] + 1]
+
+
 @pytest.mark.parametrize("read", [_from_thread, _from_memory])
 def test_check_reads__gives_nan_to_readers_that_torch_does_not_show(read: Read) -> None:
     job = Job(torch.float32)
