@@ -14,7 +14,7 @@ import torch
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from tests.conftest import run_process
 from tests.interleave.engine.test_late_updates import late_optimizer
-from tests.interleave.engine.training import Job, ReferenceOptimizer, throttle_cpu
+from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer, throttle_cpu
 from tests.interleave.engine.twins import no_thread_left
 
 _ROWS = ("master", "exp_avg", "exp_avg_sq")
@@ -52,7 +52,7 @@ class _Recorded:
 def _train_beside(steps: int, overlap: str, mode: str, read: Callable[[Job, Any], object]) -> list[Any]:
     """Train, while another thread reads as often as there are steps, and return what it has read."""
     job, results, errors = Job(), [], []
-    options: dict[str, Any] = {} if overlap == "forward" else {"overlap": "none", "model": None}
+    options: dict[str, Any] = {"overlap": overlap, "machine": MACHINE}
     with late_optimizer(job, "interleaved:2", mode, **options) as optimizer:
         # Parameters on the CPU are taken by the first step.
         _ = optimizer.plan
@@ -89,8 +89,13 @@ CASES = [
     ("none", "kept", 20),
     *(
         pytest.param(overlap, mode, 200, marks=pytest.mark.slow)
-        for overlap in ("none", "forward")
-        for mode in ("kept", "streamed")
+        for overlap, mode in (
+            ("none", "kept"),
+            ("none", "streamed"),
+            ("forward", "kept"),
+            ("forward", "streamed"),
+            ("both", "streamed"),
+        )
     ),
 ]
 
@@ -99,10 +104,10 @@ CASES = [
 def test_state_dict__from_another_thread_is_that_of_one_step(overlap: str, mode: str, steps: int) -> None:
     state_dicts = _train_beside(steps, overlap, mode, lambda job, optimizer: optimizer.state_dict())
     recorded = _Recorded(steps)
-    found = [recorded.step_of(state_dict) for state_dict in state_dicts]
-    assert -1 not in found
-    assert found == sorted(found)
-    assert len(set(found)) > steps / 4
+    steps_read = [recorded.step_of(state_dict) for state_dict in state_dicts]
+    assert -1 not in steps_read
+    assert steps_read == sorted(steps_read)
+    assert len(set(steps_read)) > steps / 4
 
 
 def test_hold_steps__gives_another_thread_parameters_and_state_of_the_same_step() -> None:

@@ -1,4 +1,4 @@
-"""Checks of reads: every reader that does not wait is found, and no other one; the bits stay those of the reference."""
+"""Checks of reads: they find every reader that does not wait, and no other one; the bits stay the reference's."""
 
 from __future__ import annotations
 
@@ -77,23 +77,23 @@ def test_check_reads__finds_every_reader_and_gives_it_the_right_values(caplog: p
     with late_optimizer(job, "pipelined", "kept") as optimizer, caplog.at_level(logging.WARNING, "ebbtide"):
         for name, (read, operator) in READERS.items():
             caplog.clear()
-            with optimizer.check_reads() as found:
+            with optimizer.check_reads() as accesses:
                 job.step(optimizer)
                 values = _leaves(read(job.net))
-            assert [access.operator for access in found] == [operator], name
+            assert [access.operator for access in accesses] == [operator], name
             assert all(map(torch.equal, values, _leaves(read(job.net)))), name
-            assert {"late.weight", "late.bias"} & set(found[0].params), name
-            assert found[0].location.startswith(f"{__file__}:"), name
-            assert [record.getMessage() for record in caplog.records] == [f"ebbtide: {found[0]}"], name
+            assert {"late.weight", "late.bias"} & set(accesses[0].params), name
+            assert accesses[0].location.startswith(f"{__file__}:"), name
+            assert [record.getMessage() for record in caplog.records] == [f"ebbtide: {accesses[0]}"], name
 
 
 def test_check_reads__reports_one_line_that_says_what_to_do() -> None:
     job = Job()
-    with late_optimizer(job, "pipelined", "kept") as optimizer, optimizer.check_reads() as found:
+    with late_optimizer(job, "pipelined", "kept") as optimizer, optimizer.check_reads() as accesses:
         job.step(optimizer)
         line = _ema.__code__.co_firstlineno + 2
         _ema(job.net)
-        assert str(found[0]) == (
+        assert str(accesses[0]) == (
             f"{__file__}:{line}: aten._foreach_lerp_.Scalar reads parameter first.weight and 8 more before its update "
             "is known to have ended: call optimizer.synchronize() first, or use the parameter in the forward of the "
             "module of `model` that has it"
@@ -102,12 +102,12 @@ def test_check_reads__reports_one_line_that_says_what_to_do() -> None:
 
 def test_check_reads__finds_all_readers_of_a_parameter() -> None:
     job = Job()
-    with late_optimizer(job, "pipelined", "kept") as optimizer, optimizer.check_reads() as found:
+    with late_optimizer(job, "pipelined", "kept") as optimizer, optimizer.check_reads() as accesses:
         for _ in range(2):
             job.step(optimizer)
             job.net.late.weight.sum()
             job.net.late.weight.sum()
-    lines = [int(access.location.rsplit(":", 1)[1]) for access in found]
+    lines = [int(access.location.rsplit(":", 1)[1]) for access in accesses]
     assert lines == [lines[0], lines[0] + 1]
 
 
@@ -115,24 +115,24 @@ def test_check_reads__finds_all_readers_of_a_parameter() -> None:
 def test_check_reads__gives_nan_to_readers_that_torch_does_not_show(read: Read) -> None:
     job = Job(torch.float32)
     with late_optimizer(job, "pipelined", "kept") as optimizer:
-        with optimizer.check_reads() as found:
+        with optimizer.check_reads() as accesses:
             job.step(optimizer)
             assert read(job.net).isnan().all()
             optimizer.synchronize()
             assert not read(job.net).isnan().any()
-        assert found == []
+        assert accesses == []
 
 
 def test_check_reads__finds_writes() -> None:
     job, same = Job(torch.float32), Job(torch.float32)
     with late_optimizer(job, "pipelined", "kept") as optimizer:
-        with optimizer.check_reads() as found, torch.no_grad():
+        with optimizer.check_reads() as accesses, torch.no_grad():
             with torch.enable_grad():
                 job.step(optimizer)
             job.net.late.weight.data.clamp_(-0.01, 0.01)
             torch.nn.init.zeros_(job.net.late.bias)
             ctypes.memset(job.net.norm.bias.data_ptr(), 0, 4)
-        writes = [(access.operator, access.params) for access in found if access.is_write]
+        writes = [(access.operator, access.params) for access in accesses if access.is_write]
         assert writes == [
             ("aten.clamp_.default", ["late.weight"]),
             ("aten.zero_.default", ["late.bias"]),
@@ -151,19 +151,19 @@ def test_check_reads__finds_writes() -> None:
 
 
 @contextmanager
-def _checked(found: list[Any], job: Job, policy: str, mode: str, **options: Any) -> Iterator[InterleavedAdamW]:
-    with late_optimizer(job, policy, mode, **options) as optimizer, optimizer.check_reads() as accesses:
+def _checked(accesses: list[Any], job: Job, policy: str, mode: str, **options: Any) -> Iterator[InterleavedAdamW]:
+    with late_optimizer(job, policy, mode, **options) as optimizer, optimizer.check_reads() as own_accesses:
         yield optimizer
-        found += accesses
+        accesses += own_accesses
 
 
 @pytest.mark.parametrize(("policy", "mode"), [("pipelined", "kept"), ("interleaved:2", "streamed")])
 @pytest.mark.parametrize("seed", range(2))
 def test_check_reads__reports_nothing_in_random_jobs_and_keeps_their_bits(policy: str, mode: str, seed: int) -> None:
-    found: list[Any] = []
-    checked = random_job(seed, mode, lambda job, **options: _checked(found, job, policy, mode, **options))
+    accesses: list[Any] = []
+    checked = random_job(seed, mode, lambda job, **options: _checked(accesses, job, policy, mode, **options))
     assert checked == random_job(seed, mode, reference_optimizer)
-    assert found == []
+    assert accesses == []
 
 
 def test_check_reads__sees_reads_in_compiled_functions() -> None:
@@ -173,10 +173,10 @@ def test_check_reads__sees_reads_in_compiled_functions() -> None:
         job.step(optimizer)
         optimizer.synchronize()
         norm(job.net)
-        with optimizer.check_reads() as found:
+        with optimizer.check_reads() as accesses:
             job.step(optimizer)
             norm(job.net)
-        assert [access.params for access in found] == [["late.weight"]]
+        assert [access.params for access in accesses] == [["late.weight"]]
 
 
 def test_check_reads__shows_parameters_again_after_an_error() -> None:
