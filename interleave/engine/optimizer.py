@@ -111,6 +111,7 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
                 self._pending.guard(model)
             self._offloaded.plan_or_open(self._params_with_state())
         except BaseException:
+            self._pending.remove_guards()
             self._runner.close()
             raise
 

@@ -175,6 +175,20 @@ def test_copies__have_no_hooks_and_their_own_parameters() -> None:
     assert "__getstate__" not in vars(job.net)
 
 
+def test_optimizer__leaves_no_hooks_on_the_model_of_an_invalid_call() -> None:
+    job = Job()
+    with pytest.raises(EngineError, match="more than the budget"):
+        InterleavedAdamW(
+            job.net.parameters(),
+            policy="gpu-only",
+            device=EmulatedDevice(capacity_bytes=1),
+            model=job.net,
+            memory_budget=1.0,
+        )
+    assert not job.net.late._forward_pre_hooks
+    assert "__getstate__" not in vars(job.net)
+
+
 def test_copies__wait_for_each_of_two_optimizers() -> None:
     job = Job()
     params = list(job.net.parameters())
