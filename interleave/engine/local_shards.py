@@ -36,8 +36,10 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def flat_view(param: torch.Tensor) -> torch.Tensor:
-    """Return the memory of this rank's part of a dense tensor, with one dimension, in the order of the memory."""
-    shard = local_shard(param).detach()
+    """Return the memory of this rank's part of a dense tensor, with one dimension, in the order of the memory.
+
+    Writes to it do not count as versions of the tensor."""
+    shard = local_shard(param).data
     return shard.as_strided((shard.numel(),), (1,))
 
 

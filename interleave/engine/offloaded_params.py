@@ -15,6 +15,7 @@ from ebbtide.interleave.engine.gradient_collector import GradientCollector
 from ebbtide.interleave.engine.gradient_norm import GradientNorm
 from ebbtide.interleave.engine.local_shards import flat_view, local_shard
 from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.pending_params import PendingParams
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.layout import Subgroup, divide
 from ebbtide.interleave.engine.state_dict import ParamState, gather_states, scatter_states, update_masters
@@ -43,6 +44,7 @@ class OffloadedParams:
         is_checked: Whether the parameters of the constructor were checked or opened.
         norm: The norm of the gradients.
         collector: The collector of the gradients.
+        pending: The parameters that the last step may not have written yet.
     """
 
     norm: GradientNorm
@@ -65,9 +67,8 @@ class OffloadedParams:
         self._streamed = streamed
         self._max_grad_norm = max_grad_norm
         self._expected_scalars = expected_scalars
+        self.pending = PendingParams(runner)
         self._layouts: list[_Layout] = []
-        # The index of each parameter, which the forward of every module looks up.
-        self._index: dict[torch.Tensor, int] = {}
         self._device: torch.device | None = None
         # Whether parameters have state besides the initial one, and whether a step was done.
         self._has_state = False
@@ -105,11 +106,17 @@ class OffloadedParams:
         self.check(params)
         if self.params:
             states = dict(zip(self.params, self.gather(), strict=True))
+            self._stop()
             self._set_params(params, [states.get(param) for param in params])
 
     def gather(self) -> list[ParamState]:
-        """Return the state of every parameter in new host memory, and recall offloaded gradients."""
-        return gather_states(self._stop().store.states, self.params) if self.params else []
+        """Return the state of every parameter after the last step, in new host memory. The plan goes on afterwards."""
+        self.pending.finish()
+        if not self.params:
+            return []
+        engine = self._runner.engine
+        with engine.paused():
+            return gather_states(engine.store.states, self.params)
 
     def load(self, params: Sequence[torch.Tensor], states: Sequence[ParamState | None]) -> None:
         """Set the state of parameters, and recall offloaded gradients.
@@ -161,7 +168,7 @@ class OffloadedParams:
             EngineError: If the parameters moved after the first step, or the calling thread captures a CUDA graph.
         """
         engine = self.open(params)
-        self._runner.finish_step()
+        self.pending.finish()
         if engine.device.is_capturing():
             raise EngineError(
                 "step() cannot be captured in a CUDA graph: capture forward and backward only, and call step() after "
@@ -186,17 +193,15 @@ class OffloadedParams:
         """
         self._record_values(values)
 
-    def wait_for(self, params: Sequence[torch.Tensor]) -> None:
-        """Wait until late operations have written these parameters."""
-        if not self._runner.closed and self._runner.engine.is_late:
-            self._runner.wait_for_params([self._index[param] for param in params if param in self._index])
-
     def close(self) -> None:
         """Finish late operations, stop watching backwards, and close the engine."""
-        self._runner.finish_step()
-        if self.params:
-            self.collector.close()
-        self._runner.close()
+        try:
+            self.pending.finish()
+        finally:
+            self.pending.remove_guards()
+            if self.params:
+                self.collector.close()
+            self._runner.close()
 
     def _stop(self) -> Engine:
         """Return the engine, after its plan has stopped so that states can be read and written."""
@@ -224,10 +229,10 @@ class OffloadedParams:
             self.collector.close()
         self.norm = GradientNorm(self._runner.device, self._max_grad_norm)
         self.collector = GradientCollector(
-            params, engine, self.norm, self._streamed, self._runner.finish_step, self._expected_scalars
+            params, engine, self.norm, self._streamed, self.pending.finish, self._expected_scalars
         )
         self.params = list(params)
-        self._index = {param: number for number, param in enumerate(self.params)}
+        self.pending.set_params(self.params)
         self._layouts = _layouts(params)
         if commit is None:
             self._set_states(engine, states or [None] * len(params))
@@ -238,6 +243,7 @@ class OffloadedParams:
 
     def _set_states(self, engine: Engine, states: Sequence[ParamState | None]) -> None:
         scatter_states(engine.store.states, self.params, states)
+        self.pending.take_written()
         self._has_state = self._has_state or any(state is not None for state in states)
         self._record_values(self._values())
 
@@ -271,7 +277,7 @@ class OffloadedParams:
         values = self._values()
         current = self._runner.device.fingerprint(values)
         pairs = zip(self._fingerprints(), current(), strict=True)
-        changed = {index for index, (old, new) in enumerate(pairs) if old != new}
+        changed = {index for index, (old, new) in enumerate(pairs) if old != new} | self.pending.take_written()
         if changed:
             engine = self._runner.engine
             with engine.paused():

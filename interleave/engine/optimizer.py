@@ -15,7 +15,7 @@ from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.checks import check_group, check_options, with_overlap_option
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.forward_gates import ForwardGates
+from ebbtide.interleave.engine.guarded_reads import GuardedReads, locked
 from ebbtide.interleave.engine.numerics.loss_scale import LossScale
 from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
 from ebbtide.interleave.engine.offloaded_params import OffloadedParams
@@ -32,7 +32,7 @@ log = logging.getLogger("ebbtide")
 _SUBGROUP_PARAMS = 100_000_000
 
 
-class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
+class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[misc]
     """torch.optim.AdamW with an fp32 master, for parameters whose optimizer state does not fit on the device.
 
     Parameters have the same bits under every policy (`reference` defines them).
@@ -120,14 +120,15 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             max_grad_norm,
             lambda: _expected_scalars(weak_self),
         )
+        self._pending = self._offloaded.pending
+        self._pending.finish_after(self)
         try:
             super().__init__(params, defaults)
-            self._gates = None
             if model is not None:
-                self._gates = ForwardGates(model, lambda params: _wait(weak_self, params), lambda: _finish(weak_self))
-                self._gates.check(self._params_with_state())
+                self._pending.guard(model)
             self._offloaded.plan_or_open(self._params_with_state())
         except BaseException:
+            self._pending.remove_guards()
             self._runner.close()
             raise
 
@@ -175,6 +176,13 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Without the closure: its backward may call hooks on other threads.
+        self._update()
+        return loss
+
+    @locked
+    def _update(self) -> None:
+        """Update all parameters that have a gradient."""
         offloaded = self._offloaded
         engine, values = offloaded.prepare_step(self._params_with_state())
         gradients = offloaded.collector.collect()
@@ -190,19 +198,11 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         self._loss_scale.update(scale is not None)
         if scale is None:
             self._skip_step(engine)
-            return loss
+            return
         scalars = self._scalars(updated, scale)
-        self._runner.step(values, scalars, lambda: self._end_step(updated), lambda: offloaded.finish_step(values))
-        return loss
+        self._pending.step(values, scalars, lambda: self._end_step(updated), lambda: offloaded.finish_step(values))
 
-    def synchronize(self) -> None:
-        """Wait until the last step has written all parameters. Only with `overlap` it may not have when it returned.
-
-        Raises:
-            EngineError: As `step`.
-        """
-        self._runner.finish_step()
-
+    @locked
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also update the parameters of a group from now on.
 
@@ -215,15 +215,18 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             # The constructor checks all groups together.
             return
         try:
-            if self._gates is not None:
-                self._gates.check(self._params_with_state())
             self._offloaded.add(self._params_with_state())
         except BaseException:
             self.param_groups.pop()
             raise
 
+    @locked
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of torch.optim.AdamW, with the fp32 master in addition to the moments, on the host."""
+        """Return the state dict of torch.optim.AdamW, with the fp32 master in addition to the moments, on the host.
+
+        It is the one after the last step, also in the middle of a backward and from another thread: it waits for a
+        step that runs, and steps wait for it.
+        """
         state_dict: dict[str, Any] = super().state_dict()
         index = {param: number for number, param in enumerate(self._group_params())}
         params = self._offloaded.params
@@ -234,6 +237,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             state_dict["loss_scale"] = self._loss_scale.state_dict()
         return state_dict
 
+    @locked
     def commit(self) -> dict[str, Any]:
         """Make the state in `storage` that to go on with, and return a small dict for `load_state_dict`.
 
@@ -250,6 +254,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             commit["loss_scale"] = self._loss_scale.state_dict()
         return commit
 
+    @locked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this optimizer (under any policy) or torch.optim.AdamW saved, or what `commit` has returned.
 
@@ -276,11 +281,10 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             if step:
                 self._set_step_count(param, step)
 
+    @locked
     def close(self) -> None:
         """Finish the last step, end the threads and release all memory; it cannot step afterwards. Deleting it does the
-        same, but for late updates."""
-        if self._gates is not None:
-            self._gates.remove()
+        same."""
         self._offloaded.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -290,6 +294,7 @@ class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             "and load the state_dict() of this one"
         )
 
+    @locked
     def _open(self) -> None:
         self._offloaded.open(self._params_with_state())
 
@@ -360,15 +365,3 @@ def _expected_scalars(optimizer_ref: weakref.ref[InterleavedAdamW]) -> Sequence[
     if optimizer is None:
         return []
     return optimizer._scalars(range(len(optimizer._offloaded.params)), optimizer._expected_scale)
-
-
-def _wait(optimizer_ref: weakref.ref[InterleavedAdamW], params: Sequence[torch.Tensor]) -> None:
-    optimizer = optimizer_ref()
-    if optimizer is not None:
-        optimizer._offloaded.wait_for(params)
-
-
-def _finish(optimizer_ref: weakref.ref[InterleavedAdamW]) -> None:
-    optimizer = optimizer_ref()
-    if optimizer is not None:
-        optimizer.synchronize()

@@ -146,6 +146,11 @@ class AdaptiveRunner:
         return self._engine is None
 
     @property
+    def is_late(self) -> bool:
+        """Whether the late operations of the last step are not known to have ended."""
+        return self._engine is not None and self._engine.is_late
+
+    @property
     def planner(self) -> Planner:
         """The planner."""
         assert self._planner is not None
@@ -245,7 +250,7 @@ class AdaptiveRunner:
         Raises:
             EngineError: As `step`.
         """
-        if self._engine is not None and self._engine.is_late and not self._engine.wait_for_params(params):
+        if self.is_late and not self.engine.wait_for_params(params):
             self.finish_step()
 
     def finish_step(self) -> None:
@@ -254,8 +259,8 @@ class AdaptiveRunner:
         Raises:
             EngineError: As `step`.
         """
-        if self._engine is not None and self._engine.is_late:
-            self._run_to_end(self._engine.finish_step, _do_nothing)
+        if self.is_late:
+            self._run_to_end(self.engine.finish_step, _do_nothing)
 
     def _run_to_end(self, run: Callable[[], Any], on_done: Callable[[], None]) -> None:
         """Run a step of the engine or the rest of it, and what follows when all its operations have ended."""
