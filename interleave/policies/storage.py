@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
 from ebbtide.interleave.model.host_memory import available_host_bytes, needed_host_bytes
 from ebbtide.interleave.model.plan import BACKWARD, Op, Plan
@@ -13,6 +14,8 @@ from ebbtide.machines.machine import Machine
 from ebbtide.machines.storage import StoragePath
 from ebbtide.units import bytes_text
 
+# Below all indices of operations.
+_SPECULATIVE_PLACE = -(10**9)
 # Versions of each state in storage: the one of the last whole step, and the one that is written.
 STORED_VERSIONS = 2
 
@@ -112,10 +115,11 @@ class _Chains:
         self.buffer_bytes = self._with_buffers(list(self.path_of), layout.buffers)
 
     def _with_buffers(self, stored: Sequence[int], count: int) -> tuple[float, ...]:
-        """Give each subgroup in storage a buffer, in turns, and return the bytes of the buffers.
+        """Give each subgroup in storage a buffer and return the bytes of the buffers.
 
-        An update of this iteration cannot wait for a buffer that a late one frees. If any comes after a late one, both
-        kinds have buffers of their own.
+        There are at least as many as subgroups that the plan has on their way through the device at once. An update of
+        this iteration cannot wait for a buffer that a late one frees. If any comes after a late one, both kinds have
+        buffers of their own.
         """
         late = [subgroup for subgroup in stored if self._uses[subgroup].late]
         on_time = [subgroup for subgroup in stored if not self._uses[subgroup].late]
@@ -124,10 +128,16 @@ class _Chains:
         self._buffer_of: dict[int, int] = {}
         sizes: list[float] = []
         for group in groups:
-            first = len(sizes)
-            sizes += [0.0] * min(count, len(group))
-            for number, subgroup in enumerate(group):
-                buffer = first + number % count
+            # Last places at which each buffer is used, the first one to become free first.
+            used: list[tuple[int, int]] = []
+            for subgroup in group:
+                use = self._uses[subgroup]
+                if len(used) < count or used[0][0] >= use.place:
+                    buffer = len(sizes)
+                    sizes.append(0.0)
+                else:
+                    buffer = heappop(used)[1]
+                heappush(used, (use.last_place, buffer))
                 self._buffer_of[subgroup] = buffer
                 sizes[buffer] = max(sizes[buffer], self._state_bytes[subgroup])
         return tuple(sizes)
@@ -209,13 +219,23 @@ class _Use:
         first: Index of the first one.
         last: Index of the last one, after which the state is written.
         late: Whether the first one may end in the next iteration.
-        key: Key of the order in which subgroups are read.
+        speculative: Whether it is a speculative update. These come right after clipping, before all others.
     """
 
     first: int
     last: int
     late: bool
-    key: tuple[bool, int]
+    speculative: bool
+
+    @property
+    def place(self) -> int:
+        """Sort key of the order in which subgroups are read."""
+        return _SPECULATIVE_PLACE + self.first if self.speculative else self.first
+
+    @property
+    def last_place(self) -> int:
+        """The same of the last operation."""
+        return _SPECULATIVE_PLACE + self.last if self.speculative else self.last
 
 
 def _uses_in_order(plan: Plan) -> dict[int, _Use]:
@@ -226,10 +246,10 @@ def _uses_in_order(plan: Plan) -> dict[int, _Use]:
         if op.subgroup in elsewhere:
             continue
         if op.kind == "fetch" or (op.kind == "update" and op.resource == "cpu"):
-            uses[op.subgroup] = _Use(index, index, op.due is not None, (not op.speculative, index))
+            uses[op.subgroup] = _Use(index, index, op.due is not None, op.speculative)
         elif op.kind == "flush" and op.subgroup in uses:
             uses[op.subgroup].last = index
-    return dict(sorted(uses.items(), key=lambda entry: entry[1].key))
+    return dict(sorted(uses.items(), key=lambda entry: entry[1].place))
 
 
 def _chosen(order: Sequence[int], count: int, placement: str) -> list[int]:
