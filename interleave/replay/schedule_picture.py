@@ -34,7 +34,7 @@ OPERATION_EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.3}
 _OTHER_COLOR = "#d0d0d0"
 _HALF_HEIGHT = 0.42
 _FONT = 8
-# Edges would hide operations that are shorter than this share of the axis.
+# Shorter operations, as a share of the axis, have no white edges.
 _LEAST_EDGED_SHARE = 0.006
 
 
@@ -81,8 +81,11 @@ def _draw(axes: Axes, schedule: Schedule, names: list[str], least_edged_s: float
             continue
         lane = names.index(op.lane)
         spans = list(_in_iteration(start, end, schedule.iteration_s))
-        edge = OPERATION_EDGE if end - start >= least_edged_s else {"linewidth": 0.0}
-        axes.broken_barh(spans, (lane - _HALF_HEIGHT, 2 * _HALF_HEIGHT), **OPERATION_LOOKS[op.kind], **edge)
+        looks = {**OPERATION_LOOKS[op.kind], **OPERATION_EDGE}
+        if end - start < least_edged_s:
+            # White edges and hatches would hide it.
+            looks |= {"edgecolor": looks["facecolor"], "linewidth": 0.5, "hatch": ""}
+        axes.broken_barh(spans, (lane - _HALF_HEIGHT, 2 * _HALF_HEIGHT), snap=False, **looks)
     axes.axvline(schedule.iteration_s, color="#222222", lw=1.1, ls=(0, (4, 2)))
     axes.set_yticks(range(len(names)), [name.replace("_", " ") for name in names], fontsize=_FONT - 1)
     axes.set_ylim(len(names) - 0.5, -0.6)
