@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 from ebbtide.errors import MachineError
@@ -24,8 +25,6 @@ _BLOCK_BYTES = 8 << 20
 _LEAST_BLOCKS = 4
 # Threads per direction: with one, the device idles between requests.
 _THREADS = 2
-# A rate is the median of so many parts of its time.
-_PARTS = 5
 # A slow device is measured with smaller files: filling them takes at most so many windows.
 _FILL_WINDOWS = 2
 WINDOWS = 3 + _FILL_WINDOWS
@@ -164,41 +163,35 @@ class _Files:
             for name, move in directions
             for number in range(_THREADS)
         ]
-        samples: list[_Rates] = []
         self._stop.clear()
+        begin = time.perf_counter()
         try:
             for thread in threads:
                 thread.start()
-            before = time.perf_counter(), sum(moved["read"]), sum(moved["write"])
-            for _ in range(_PARTS):
-                time.sleep(window_s / _PARTS)
-                now = time.perf_counter(), sum(moved["read"]), sum(moved["write"])
-                passed = now[0] - before[0]
-                samples.append(_Rates((now[1] - before[1]) / passed, (now[2] - before[2]) / passed))
-                before = now
+            time.sleep(window_s)
         finally:
             self._stop.set()
             for thread in threads:
                 thread.join()
         if errors:
             raise errors[0]
-        return _Rates(_median([sample.read for sample in samples]), _median([sample.write for sample in samples]))
+        passed = time.perf_counter() - begin
+        return _Rates(sum(moved["read"]) / passed, sum(moved["write"]) / passed)
 
     def _move(
         self, move: Callable[[int, mmap.mmap], None], moved: list[int], number: int, errors: list[OSError]
     ) -> None:
-        """Move every so many-th block of a file again and again, until told to stop."""
+        """Move every so many-th block of a file again and again, one at least, until told to stop."""
         with _block_buffer() as buffer:
-            while not self._stop.is_set():
-                for block in range(number, self._blocks, _THREADS):
-                    if self._stop.is_set():
-                        return
-                    try:
-                        move(block, buffer)
-                    except OSError as error:
-                        errors.append(error)
-                        return
-                    moved[number] += _BLOCK_BYTES
+            for block in cycle(range(number, self._blocks, _THREADS)):
+                try:
+                    move(block, buffer)
+                except OSError as error:
+                    errors.append(error)
+                    return
+                moved[number] += _BLOCK_BYTES
+                if self._stop.is_set():
+                    return
 
     def _read(self, block: int, buffer: mmap.mmap) -> None:
         if not self.is_direct:
@@ -223,10 +216,6 @@ def _block_buffer() -> Iterator[mmap.mmap]:
     with mmap.mmap(-1, _BLOCK_BYTES) as buffer:
         buffer.write(os.urandom(_BLOCK_BYTES))
         yield buffer
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def file_system(folder: Path) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
@@ -26,17 +26,27 @@ class StorageLayout:
 
     Attributes:
         placement: Which subgroups, in the order of their updates: evenly `spread`, the `first` or the `last` ones.
-        buffers: How many of them may be in host memory at once.
+        buffers: How many of them may be in host memory at once, of each path.
+        paths: How many paths of the storage are used, the fastest ones; None: all.
     """
 
     placement: str
     buffers: int
+    paths: int | None = None
 
 
 DEFAULT_LAYOUT = StorageLayout("spread", 3)
-LAYOUTS = tuple(
-    StorageLayout(placement, buffers) for buffers in (3, 2, 4, 6, 1) for placement in ("spread", "first", "last")
-)
+
+
+def layouts(paths: int) -> list[StorageLayout]:
+    """Return the layouts that are compared, for a machine with so many paths of storage."""
+    numbers = dict.fromkeys((paths, -(-paths // 2), 1))
+    return [
+        StorageLayout(placement, buffers, number)
+        for number in numbers
+        for buffers in (3, 2, 4, 6, 1)
+        for placement in ("spread", "first", "last")
+    ]
 
 
 def with_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
@@ -56,7 +66,8 @@ def with_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
     """
     if not _needs_storage(plan, workload, machine):
         return plan
-    plans = dict.fromkeys(stored_in(plan, workload, machine, layout) for layout in LAYOUTS)
+    choices = layouts(len(machine.storage))
+    plans = dict.fromkeys(stored_in(plan, workload, machine, layout) for layout in choices)
     best = min(plans, key=lambda candidate: simulate_steps(candidate, workload, machine).cost(machine))
     return replace(best, remark="; ".join(filter(None, (plan.remark, _summary(best, workload))))).validate(workload)
 
@@ -105,29 +116,33 @@ class _Chains:
         few, most = 0, len(order)
         while few < most:
             count = (few + most) // 2
-            chosen = _chosen(order, count, layout.placement)
+            chosen = _paths(_chosen(order, count, layout.placement), self._state_bytes, machine.storage, layout.paths)
             kept = sum(in_host.values()) - sum(in_host[subgroup] for subgroup in chosen)
             if fixed + kept + sum(self._with_buffers(chosen, layout.buffers)) <= available:
                 most = count
             else:
                 few = count + 1
-        self.path_of = _paths(_chosen(order, most, layout.placement), self._state_bytes, machine.storage)
-        self.buffer_bytes = self._with_buffers(list(self.path_of), layout.buffers)
+        stored = _chosen(order, most, layout.placement)
+        self.path_of = _paths(stored, self._state_bytes, machine.storage, layout.paths)
+        self.buffer_bytes = self._with_buffers(self.path_of, layout.buffers)
 
-    def _with_buffers(self, stored: Sequence[int], count: int) -> tuple[float, ...]:
+    def _with_buffers(self, path_of: Mapping[int, int], count: int) -> tuple[float, ...]:
         """Give each subgroup in storage a buffer and return the bytes of the buffers.
 
-        There are at least as many as subgroups that the plan has on their way through the device at once. An update of
-        this iteration cannot wait for a buffer that a late one frees. If any comes after a late one, both kinds have
-        buffers of their own.
+        Each path has buffers of its own, since a slow one would hold up the others: at least as many as subgroups that
+        the plan has on their way through the device at once. An update of this iteration cannot wait for a buffer that
+        a late one frees. If any comes after a late one, both kinds have buffers of their own.
         """
+        stored = list(path_of)
         late = [subgroup for subgroup in stored if self._uses[subgroup].late]
         on_time = [subgroup for subgroup in stored if not self._uses[subgroup].late]
         mixed = bool(late and on_time) and stored.index(late[0]) < stored.index(on_time[-1])
-        groups = (on_time, late) if mixed else (list(stored),)
+        groups: dict[tuple[int, bool], list[int]] = {}
+        for subgroup, path in path_of.items():
+            groups.setdefault((path, mixed and self._uses[subgroup].late), []).append(subgroup)
         self._buffer_of: dict[int, int] = {}
         sizes: list[float] = []
-        for group in groups:
+        for group in groups.values():
             # Last places at which each buffer is used, the first one to become free first.
             used: list[tuple[int, int]] = []
             for subgroup in group:
@@ -263,19 +278,22 @@ def _chosen(order: Sequence[int], count: int, placement: str) -> list[int]:
     return list(order[:count] if placement == "first" else order[len(order) - count :])
 
 
-def _paths(subgroups: Sequence[int], state_bytes: Sequence[float], storage: Sequence[StoragePath]) -> dict[int, int]:
-    """Return the path of each subgroup, so that all paths are busy equally long. What no path has space for is left
-    out."""
+def _paths(
+    subgroups: Sequence[int], state_bytes: Sequence[float], storage: Sequence[StoragePath], count: int | None
+) -> dict[int, int]:
+    """Return the path of each subgroup, so that the fastest `count` paths are busy equally long. What none of them has
+    space for is left out."""
     busy_s = [0.0] * len(storage)
     free = [float("inf") if path.bytes is None else path.bytes for path in storage]
     s_per_byte = [
         max(1 / path.read_bytes_per_s, 1 / path.write_bytes_per_s, 2 / (path.duplex_bytes_per_s or float("inf")))
         for path in storage
     ]
+    fastest = sorted(range(len(storage)), key=s_per_byte.__getitem__)[:count]
     path_of = {}
     for subgroup in subgroups:
         size = state_bytes[subgroup]
-        with_space = [number for number in range(len(storage)) if free[number] >= STORED_VERSIONS * size]
+        with_space = [number for number in fastest if free[number] >= STORED_VERSIONS * size]
         if not with_space:
             continue
         path = min(with_space, key=lambda number: busy_s[number] + size * s_per_byte[number])
