@@ -17,6 +17,7 @@ from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import PlanBuilder, make_plan
 from ebbtide.interleave.policies.registry import plan_in_memory
 from ebbtide.interleave.policies.storage import STORED_VERSIONS, StorageLayout, layouts, stored_in
+from ebbtide.interleave.replay.recommend.choice import choose_among
 from ebbtide.interleave.simulation.bound import bound
 from ebbtide.interleave.simulation.event_loop import STORAGE, TaskGraph, run_tasks
 from ebbtide.interleave.simulation.simulator import simulate
@@ -182,6 +183,12 @@ def test_make_plan__keeps_all_state_in_memory_without_storage_or_where_it_fits()
     assert not make_plan("pipelined", ALL_STORED, replace(MACHINE, storage=())).storage_buffers
     assert not make_plan("pipelined", with_host(COPIES + 12 * GB), MACHINE).storage_buffers
     assert not make_plan("pipelined", JOB, MACHINE).storage_buffers
+
+
+def test_choose_among__recommends_no_plan_that_nothing_can_run() -> None:
+    choice = choose_among(["pipelined"], ALL_STORED, MACHINE)
+    assert not choice.best.plan.storage_buffers
+    assert choice.excess is not None
 
 
 def test_stored_in__state_on_its_way_through_the_device_has_buffers_of_its_own() -> None:
