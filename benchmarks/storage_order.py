@@ -1,4 +1,4 @@
-"""What fixed and alternating orders of updates read and write, by the size of subgroups (docs/storage.md).
+"""Compare what fixed and alternating orders of updates read and write, by the size of subgroups (docs/storage.md).
 
     PYTHONPATH=. python benchmarks/storage_order.py
 
