@@ -16,7 +16,8 @@ from ebbtide.interleave.model.speculation import redone, speculate
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import PlanBuilder, make_plan
 from ebbtide.interleave.policies.registry import plan_in_memory
-from ebbtide.interleave.policies.storage import STORED_VERSIONS, StorageLayout, layouts, stored_in
+from ebbtide.interleave.policies.storage import layouts
+from ebbtide.interleave.policies.stored_plan import STORED_VERSIONS, StorageLayout, stored_in
 from ebbtide.interleave.replay.recommend.choice import choose_among
 from ebbtide.interleave.simulation.bound import bound
 from ebbtide.interleave.simulation.event_loop import STORAGE, TaskGraph, run_tasks
