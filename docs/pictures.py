@@ -52,6 +52,14 @@ COMMANDS: dict[str, list[str | Path]] = {
         *(part for price in ("4", "6", "16", "8", "12", "24") for part in ("--price-per-hour", price)),
         "-o",
     ],
+    "storage.png": [
+        "replay",
+        *("--params", "7e9", "--forward-ms", "2050", "--backward-ms", "4100"),
+        *("--free-bytes", "5GB", "--host-free-bytes", "72GB"),
+        *("--machine", ROOT / "examples" / "machine-desktop-nvme.json"),
+        *("--policy", "pipelined", "--policy", "pipelined,overlap=both", "--policy", "interleaved:1,overlap=forward"),
+        "--plot-schedules",
+    ],
     "policies.png": ["replay", TRACES / "a100-13b-async.ebb", "--machine", "a100-40gb-published", "--plot"],
 }
 REPORT = "report.png"

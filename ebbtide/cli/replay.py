@@ -74,6 +74,10 @@ def replay(
         bool, typer.Option("--recommend", help="Also print the recommended DeepSpeed configuration or call.")
     ] = False,
     plot: Plot = None,
+    plot_schedules: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also draw each policy's operations by resource into this file."),
+    ] = None,
     save: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Also write a simulated trace per policy into this folder.")
     ] = None,
@@ -85,6 +89,9 @@ def replay(
     free, host_free = (size(value) if value is not None else None for value in (free_bytes, host_free_bytes))
     machine = machine_in_host(machine, host)
     check_outputs(plot, save)
+    check_outputs(plot_schedules, save)
+    if plot is not None and plot_schedules is not None and plot.resolve() == plot_schedules.resolve():
+        raise typer.BadParameter(f"{plot} cannot be both pictures: choose two paths")
 
     from ebbtide.cli.render.recommendation import print_recommendation
     from ebbtide.cli.render.replay import print_ablation, print_accuracy, print_replay
@@ -102,7 +109,10 @@ def replay(
     from ebbtide.profiler.trace import open_trace
 
     # All outputs are complete before anything is printed.
-    with new_outputs(plot, save, force) as (picture, folder):
+    with (
+        new_outputs(plot, save, force) as (picture, folder),
+        new_outputs(plot_schedules, None, force) as (schedules_picture, _),
+    ):
         if policy_file is not None:
             load_policies(policy_file)
         recording = open_trace(trace) if trace is not None else None
@@ -125,6 +135,8 @@ def replay(
             advice = recommendation.recommend(job, rates, recorded_job, machine)
         if picture is not None and plot is not None:
             _draw(replayed, picture, picture_format(plot))
+        if schedules_picture is not None and plot_schedules is not None:
+            _draw_schedules(replayed, schedules_picture, picture_format(plot_schedules))
         if folder is not None:
             _save(replayed, folder)
     if as_json:
@@ -141,7 +153,7 @@ def replay(
         print_accuracy(rates)
         if advice is not None:
             print_recommendation(advice)
-    print_outputs(plot, save)
+    print_outputs(plot, plot_schedules, save)
 
 
 def _job_size(params: int | None, ranks: int, forward_ms: float, backward_ms: float) -> JobSize | None:
@@ -159,6 +171,13 @@ def _draw(replayed: Replay, file: Path, kind: str) -> None:
     from ebbtide.interleave.replay.chart import chart
 
     save(chart(replayed), file, kind)
+
+
+def _draw_schedules(replayed: Replay, file: Path, kind: str) -> None:
+    from ebbtide.analysis.plot import save
+    from ebbtide.interleave.replay.schedule_picture import draw_schedules
+
+    save(draw_schedules(replayed.schedules), file, kind)
 
 
 def _save(replayed: Replay, folder: Path) -> None:

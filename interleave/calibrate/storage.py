@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 from ebbtide.errors import MachineError
 from ebbtide.interleave.calibrate.record import Record, Setup
+from ebbtide.interleave.calibrate.timing import Timing
 from ebbtide.machines.storage import StoragePath
 
 # The state of a subgroup of 1e8 parameters, 12 B each; there are two files of this size. Of the free space they take at
@@ -24,20 +25,11 @@ _BLOCK_BYTES = 8 << 20
 _LEAST_BLOCKS = 4
 # Threads per direction: with one, the device idles between requests.
 _THREADS = 2
-# A rate is the median of so many parts of its time.
-_PARTS = 5
 # A slow device is measured with smaller files: filling them takes at most so many windows.
 _FILL_WINDOWS = 2
+_ROUNDS = 3
 WINDOWS = 3 + _FILL_WINDOWS
 _IN_MEMORY = ("tmpfs", "ramfs")
-
-
-@dataclass(frozen=True)
-class _Rates:
-    """Bytes/s read and written at the same time; 0 for a direction that is not measured."""
-
-    read: float
-    write: float
 
 
 def measure_storage(folder: Path, setup: Setup, record: Record) -> None:
@@ -58,27 +50,32 @@ def measure_storage(folder: Path, setup: Setup, record: Record) -> None:
     try:
         with _Files(folder, setup.ranks.local_count) as files:
             files.fill(_FILL_WINDOWS * setup.window_s)
-            setup.ranks.wait()
-            alone = [files.rates(setup.window_s, *directions) for directions in ((True, False), (False, True))]
-            setup.ranks.wait()
-            both = files.rates(setup.window_s, True, True)
+            # In turn, since the speed of a drive that others use changes from second to second.
+            seconds_per_byte: dict[tuple[bool, bool], list[float]] = {}
+            for _ in range(_ROUNDS):
+                for directions in ((True, False), (False, True), (True, True)):
+                    setup.ranks.wait()
+                    rate = files.rate(setup.window_s / _ROUNDS, *directions)
+                    seconds_per_byte.setdefault(directions, []).append(1 / rate)
             is_direct, size = files.is_direct, files.size
     except OSError as error:
         raise MachineError(f"--storage {folder}: {error.strerror or error}") from None
-    read, write = alone[0].read, alone[1].write
+    timings = [Timing.from_runs(runs) for runs in seconds_per_byte.values()]
+    read, write, both = (1 / timing.seconds for timing in timings)
     free = os.statvfs(folder)
     record.storage.append(
         StoragePath(
             read_bytes_per_s=read,
             write_bytes_per_s=write,
             bytes=free.f_bavail * free.f_frsize / setup.ranks.local_count,
-            duplex_bytes_per_s=both.read + both.write,
+            duplex_bytes_per_s=both,
             path=str(folder.resolve()),
         )
     )
     kind = "O_DIRECT" if is_direct else "the page cache, with fsync (no O_DIRECT here)"
     threads = f"{_THREADS} threads, blocks of {_BLOCK_BYTES >> 20} MiB, files of {size / 1e6:,.0f} MB, by {kind}"
-    record.describe(f"storage[{len(record.storage) - 1}]", threads)
+    least_steady = max(timings, key=lambda timing: timing.spread)
+    record.describe(f"storage[{len(record.storage) - 1}]", threads, least_steady)
     if not is_direct:
         record.notes.append(f"--storage {folder}: no O_DIRECT, measured through the page cache with fsync")
     if (kind_of := file_system(folder)) in _IN_MEMORY:
@@ -150,8 +147,8 @@ class _Files:
         for file in self._files:
             os.fsync(file)
 
-    def rates(self, window_s: float, reads: bool, writes: bool) -> _Rates:
-        """Return how fast blocks are read from one file, and written to the other one, for a time."""
+    def rate(self, window_s: float, reads: bool, writes: bool) -> float:
+        """Return how many bytes/s are read from one file, and written to the other one, for a time."""
         moved = {"read": [0] * _THREADS, "write": [0] * _THREADS}
         errors: list[OSError] = []
         directions: list[tuple[str, Callable[[int, mmap.mmap], None]]] = []
@@ -164,41 +161,35 @@ class _Files:
             for name, move in directions
             for number in range(_THREADS)
         ]
-        samples: list[_Rates] = []
         self._stop.clear()
+        begin = time.perf_counter()
         try:
             for thread in threads:
                 thread.start()
-            before = time.perf_counter(), sum(moved["read"]), sum(moved["write"])
-            for _ in range(_PARTS):
-                time.sleep(window_s / _PARTS)
-                now = time.perf_counter(), sum(moved["read"]), sum(moved["write"])
-                passed = now[0] - before[0]
-                samples.append(_Rates((now[1] - before[1]) / passed, (now[2] - before[2]) / passed))
-                before = now
+            time.sleep(window_s)
         finally:
             self._stop.set()
             for thread in threads:
                 thread.join()
         if errors:
             raise errors[0]
-        return _Rates(_median([sample.read for sample in samples]), _median([sample.write for sample in samples]))
+        passed = time.perf_counter() - begin
+        return (sum(moved["read"]) + sum(moved["write"])) / passed
 
     def _move(
         self, move: Callable[[int, mmap.mmap], None], moved: list[int], number: int, errors: list[OSError]
     ) -> None:
-        """Move every so many-th block of a file again and again, until told to stop."""
+        """Move every so many-th block of a file again and again, one at least, until told to stop."""
         with _block_buffer() as buffer:
-            while not self._stop.is_set():
-                for block in range(number, self._blocks, _THREADS):
-                    if self._stop.is_set():
-                        return
-                    try:
-                        move(block, buffer)
-                    except OSError as error:
-                        errors.append(error)
-                        return
-                    moved[number] += _BLOCK_BYTES
+            for block in cycle(range(number, self._blocks, _THREADS)):
+                try:
+                    move(block, buffer)
+                except OSError as error:
+                    errors.append(error)
+                    return
+                moved[number] += _BLOCK_BYTES
+                if self._stop.is_set():
+                    return
 
     def _read(self, block: int, buffer: mmap.mmap) -> None:
         if not self.is_direct:
@@ -223,10 +214,6 @@ def _block_buffer() -> Iterator[mmap.mmap]:
     with mmap.mmap(-1, _BLOCK_BYTES) as buffer:
         buffer.write(os.urandom(_BLOCK_BYTES))
         yield buffer
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def file_system(folder: Path) -> str | None:

@@ -78,6 +78,11 @@ class Op(NamedTuple):
     path: int = 0
     buffer: int = -1
 
+    @property
+    def lane(self) -> str:
+        """The name of its resource, with the number of the path of the storage if that is not the first."""
+        return f"{self.resource} {self.path}" if self.path else self.resource
+
 
 def plan_error(policy: str, op: Op, problem: str) -> PlanError:
     """Return the error of a plan with a wrong operation."""

@@ -53,9 +53,7 @@ def trace_of(schedule: Schedule, machine: Machine, iterations: int = 3) -> Trace
         for op, start, end in schedule.items():
             begin, stop = base + _ns(start), base + _ns(end)
             name = op.kind if op.kind == "clip" else f"{op.kind} {op.subgroup}"
-            # Each further path of the storage has resources of its own.
-            resource = f"{op.resource} {op.path}" if op.path else op.resource
-            row = {"start_ns": begin, "end_ns": stop, "resource": resource, "name": name, "iteration": iteration}
+            row = {"start_ns": begin, "end_ns": stop, "resource": op.lane, "name": name, "iteration": iteration}
             rank.add("ops", **row, subgroup=op.subgroup if op.subgroup >= 0 else None, bytes=round(op.nbytes) or None)
             if op.resource in ("h2d", "d2h"):
                 host_memory = "pageable" if op.pageable else "pinned"

@@ -13,21 +13,10 @@ from matplotlib.patches import Patch
 from ebbtide.interleave.experiments.compare.results import ComparedPolicy, Comparison
 from ebbtide.interleave.model.plan import RESOURCES
 from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.replay.schedule_picture import OPERATION_EDGE, OPERATION_LOOKS
 
 matplotlib.use("Agg")
 
-# Style by kind of operation, hatched so that kinds differ in grey, too. Copies of gradients and parameters are light,
-# copies of state dark, arithmetic in between.
-_LOOKS: dict[str, dict[str, Any]] = {
-    "gradient down": {"facecolor": "#f6c58f", "hatch": ""},
-    "gradient up": {"facecolor": "#f6c58f", "hatch": "xxxx"},
-    "update": {"facecolor": "#7fbf7b", "hatch": ""},
-    "cast": {"facecolor": "#d9f0d3", "hatch": "...."},
-    "upload": {"facecolor": "#c6dbef", "hatch": "////"},
-    "fetch": {"facecolor": "#2166ac", "hatch": ""},
-    "flush": {"facecolor": "#b2182b", "hatch": "\\\\\\\\"},
-}
-_EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.3}
 _HALVES = ("measured", "predicted")
 # Lanes of a half, and the distance between the two halves in lanes.
 _LANES = len(RESOURCES)
@@ -70,7 +59,7 @@ def operation_starts_ms(schedule: Schedule) -> list[tuple[int, float]]:
     """Return (index, ms from the start of the update) of each drawn operation: all but clipping."""
     begin = schedule.iteration_s - schedule.update_s
     items = enumerate(schedule.items())
-    return [(index, 1e3 * (start - begin)) for index, (op, start, _) in items if op.kind in _LOOKS]
+    return [(index, 1e3 * (start - begin)) for index, (op, start, _) in items if op.kind in OPERATION_LOOKS]
 
 
 def _draw(axes: Axes, result: ComparedPolicy) -> None:
@@ -82,7 +71,7 @@ def _draw(axes: Axes, result: ComparedPolicy) -> None:
             op = schedule.plan.ops[index]
             length = 1e3 * (schedule.ends[index] - schedule.starts[index])
             lane = top + RESOURCES.index(op.resource)
-            axes.broken_barh([(start, length)], (lane - 0.42, 0.84), **_LOOKS[op.kind], **_EDGE)
+            axes.broken_barh([(start, length)], (lane - 0.42, 0.84), **OPERATION_LOOKS[op.kind], **OPERATION_EDGE)
         axes.vlines(1e3 * schedule.update_s, top - 0.5, top + _LANES - 0.5, **_END)
         ticks += [top + lane for lane in range(_LANES)]
         names += RESOURCES
@@ -106,5 +95,5 @@ def _title(result: ComparedPolicy) -> str:
 
 def _legend(schedules: Sequence[Schedule]) -> list[Any]:
     kinds = {op.kind for schedule in schedules for op in schedule.plan.ops}
-    patches = [Patch(**looks, **_EDGE, label=kind) for kind, looks in _LOOKS.items() if kind in kinds]
+    patches = [Patch(**looks, **OPERATION_EDGE, label=kind) for kind, looks in OPERATION_LOOKS.items() if kind in kinds]
     return [*patches, matplotlib.lines.Line2D([], [], **_END, label="end of the update")]

@@ -37,6 +37,11 @@ _FIGURES = (
     "bound_overlap_exposed_ms",
     "bound_overlap_exposed_whole_subgroups_ms",
     "redone_iteration_ms",
+    "storage_read_bytes",
+    "storage_written_bytes",
+    "storage_written_bytes_per_day",
+    "storage_read_busy_share",
+    "storage_write_busy_share",
 )
 # Null means not known. scale_params, free_bytes and subgroup_params are the scenario (1 and null: the workload as it
 # is); params, subgroups, largest_subgroup_params and least_free_bytes are those of the changed workload. compute_ms is
@@ -53,6 +58,7 @@ SCHEMA = pa.schema(
         pa.field("limited_by", pa.string()),
         pa.field("bound_overlap", pa.string()),
         pa.field("speculated_subgroups", pa.int64()),
+        pa.field("stored_subgroups", pa.int64()),
         pa.field("error", pa.string()),
     ]
 )

@@ -10,9 +10,11 @@ from typing import Any
 import ebbtide
 from ebbtide.errors import UserError
 from ebbtide.interleave.experiments.sweep.scenario import Scenario
+from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.replay.results import replay
 from ebbtide.machines.machine import Machine
+from ebbtide.machines.storage import StoragePath
 
 Task = dict[str, Any]
 Row = dict[str, Any]
@@ -68,7 +70,8 @@ def scenario_columns(task: Task) -> Row:
 
 def _replayed_row(task: Task) -> Row:
     workload = Scenario(**task["scenario"]).apply_to(Workload(**task["workload"]))
-    replayed = replay(workload, Machine(**task["machine"]), [task["policy"]]).as_json()
+    storage = tuple(StoragePath(**path) for path in task["machine"]["storage"])
+    replayed = replay(workload, Machine(**{**task["machine"], "storage": storage}), [task["policy"]]).as_json()
     (result,) = replayed["results"]
     return {
         **scenario_columns(task),
@@ -77,8 +80,9 @@ def _replayed_row(task: Task) -> Row:
         "largest_subgroup_params": max(workload.subgroups),
         "least_free_bytes": workload.min_free_bytes,
         "compute_ms": workload.compute_s * 1e3,
-        **{name: value for name, value in result.items() if name != "busy"},
-        **{f"{resource}_busy_share": share for resource, share in result["busy"].items()},
+        **{name: value for name, value in result.items() if name not in ("busy", "storage_busy")},
+        # Null where the policy does not use storage.
+        **{f"{resource}_busy_share": result["busy"].get(resource) for resource in (*RESOURCES, *STORAGE_RESOURCES)},
         **{f"bound_{name}": value for name, value in replayed["bound"].items()},
         "error": None,
     }

@@ -8,14 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbtide.errors import MachineError, PlanError
 from ebbtide.interleave.model.host_memory import needed_host_bytes
 from ebbtide.interleave.model.overlap import OVERLAPS
-from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.plan import Op, Plan
+from ebbtide.interleave.model.speculation import redone, speculate
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import make_plan
+from ebbtide.interleave.policies import PlanBuilder, make_plan
 from ebbtide.interleave.policies.registry import plan_in_memory
-from ebbtide.interleave.policies.storage import LAYOUTS, stored_in
+from ebbtide.interleave.policies.storage import layouts
+from ebbtide.interleave.policies.stored_plan import STORED_VERSIONS, StorageLayout, stored_in
+from ebbtide.interleave.replay.recommend.choice import choose_among
 from ebbtide.interleave.simulation.bound import bound
+from ebbtide.interleave.simulation.event_loop import STORAGE, TaskGraph, run_tasks
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.interleave.simulation.steps import simulate_steps
 from ebbtide.machines.machine import Machine
@@ -125,7 +130,171 @@ def test_bound__is_not_above_plans_with_storage(case: tuple[Workload, Machine, s
     overlap = policy.rpartition("overlap=")[2] if "overlap=" in policy else "none"
     bounds = bound(workload, machine, OVERLAPS[overlap])
     assert bounds.exposed_s <= bounds.exposed_whole_s
-    for plan in dict.fromkeys(stored_in(in_memory, workload, machine, layout) for layout in LAYOUTS):
+    for plan in dict.fromkeys(
+        stored_in(in_memory, workload, machine, layout) for layout in layouts(len(machine.storage))
+    ):
         steps = simulate_steps(plan.validate(workload), workload, machine)
         if steps.cost(machine)[:2] == (False, False):
             assert bounds.exposed_whole_s <= steps.mean("exposed_s") + 1e-9 + 1e-5 * steps.mean("iteration_s")
+
+
+ALL_STORED = with_host(COPIES + 3.6 * GB)
+THREE_BUFFERS = StorageLayout("spread", 3)
+
+
+def all_stored(policy: str = "pipelined") -> Plan:
+    """Return a plan with all ten subgroups in storage, through three buffers."""
+    plan = stored_in(plan_in_memory(policy, ALL_STORED, MACHINE), ALL_STORED, MACHINE, THREE_BUFFERS)
+    return plan.validate(ALL_STORED)
+
+
+def test_stored_in__reads_ahead_in_the_backward_and_writes_in_the_next_forward() -> None:
+    schedule = simulate(all_stored(), ALL_STORED, MACHINE)
+    reads = sorted(start for op, start, _ in schedule.items() if op.kind == "read")
+    # Three are read from the beginning of the backward on, and each further one when a buffer has been written.
+    assert reads == pytest.approx([1.0, 1.4, 1.8, *(3.51 + 0.4 * number for number in range(7))])
+    # The last read ends at 6.31 s; its update takes 0.1 s and the upload 0.01 s.
+    assert schedule.iteration_s == pytest.approx(6.42)
+    assert max(end for op, _, end in schedule.items() if op.kind == "write") == pytest.approx(7.11)
+    assert schedule.host_bytes() == pytest.approx(COPIES + 3.6 * GB)
+
+
+def test_make_plan__with_more_paths_shares_subgroups_by_their_rates() -> None:
+    machine = replace(MACHINE, storage=(StoragePath(3 * GB, 3 * GB), StoragePath(1 * GB, 1 * GB)))
+    job = with_host(COPIES + 7.2 * GB)
+    plan = stored_in(plan_in_memory("pipelined", job, machine), job, machine, THREE_BUFFERS)
+    counts = [sum(op.kind == "read" and op.path == path for op in plan.ops) for path in range(2)]
+    assert counts == [7, 2]
+    twice = replace(MACHINE, storage=2 * MACHINE.storage)
+    iterations = [simulate(make_plan("pipelined", job, rates), job, rates).iteration_s for rates in (twice, MACHINE)]
+    assert iterations[0] < 0.95 * iterations[1]
+    # With little memory, one fast path is better than buffers of both.
+    assert simulate(make_plan("pipelined", ALL_STORED, machine), ALL_STORED, machine).iteration_s == pytest.approx(6.42)
+
+
+def test_make_plan__leaves_what_no_path_has_space_for_in_host_memory() -> None:
+    space = 4 * STORED_VERSIONS * 1.2 * GB
+    machine = replace(MACHINE, storage=(StoragePath(3 * GB, 3 * GB, space),))
+    plan = make_plan("pipelined", ALL_STORED, machine)
+    assert len(plan.stored) == 4
+    assert simulate_steps(plan, ALL_STORED, machine).cost(machine)[:2] == (False, True)
+
+
+def test_make_plan__keeps_all_state_in_memory_without_storage_or_where_it_fits() -> None:
+    assert not make_plan("pipelined", ALL_STORED, replace(MACHINE, storage=())).storage_buffers
+    assert not make_plan("pipelined", with_host(COPIES + 12 * GB), MACHINE).storage_buffers
+    assert not make_plan("pipelined", JOB, MACHINE).storage_buffers
+
+
+def test_choose_among__recommends_no_plan_that_nothing_can_run() -> None:
+    choice = choose_among(["pipelined"], ALL_STORED, MACHINE)
+    assert not choice.best.plan.storage_buffers
+    assert choice.excess is not None
+
+
+def test_stored_in__state_on_its_way_through_the_device_has_buffers_of_its_own() -> None:
+    """Five subgroups are on the device at once: one buffer would never become free."""
+    job = replace(ALL_STORED, gpu_free=((0.0, 1e12),))
+    builder = PlanBuilder("five", job)
+    builder.gradients()
+    before: tuple[int, ...] = ()
+    for group in (range(5), range(5, 10)):
+        for subgroup in group:
+            builder.fetch(subgroup, before)
+        before = tuple([builder.flush(subgroup, builder.update_fetched(subgroup)) for subgroup in group][-1:])
+    plan = stored_in(builder.plan(), job, MACHINE, StorageLayout("spread", 1)).validate(job)
+    assert len(plan.storage_buffers) == 5
+    assert_state_is_in_memory_when_used(plan, job, MACHINE)
+
+
+def test_redone__reads_and_writes_state_in_storage_again() -> None:
+    plan = speculate(plan_in_memory("pipelined", ALL_STORED, MACHINE), ALL_STORED, 4)
+    plan = stored_in(plan, ALL_STORED, MACHINE, THREE_BUFFERS).validate(ALL_STORED)
+    again = redone(plan)
+    assert again.counts()["read"] == again.counts()["write"] == 14
+    assert simulate(again, ALL_STORED, MACHINE).iteration_s > simulate(plan, ALL_STORED, MACHINE).iteration_s
+    # The new state is written beside the old one in storage, so host memory holds it once.
+    assert needed_host_bytes(plan, ALL_STORED) == pytest.approx(COPIES + 3.6 * GB)
+
+
+def changed(plan: Plan, index: int, **values: object) -> Plan:
+    ops = list(plan.ops)
+    ops[index] = ops[index]._replace(**values)
+    return replace(plan, ops=tuple(ops))
+
+
+@pytest.mark.parametrize("policy", ["pipelined", "interleaved:1", "pipelined,overlap=forward"])
+def test_validate__refuses_a_plan_without_any_of_the_waits_of_storage(policy: str) -> None:
+    plan = all_stored(policy)
+    refused = 0
+    for index, op in enumerate(plan.ops):
+        for before in op.after:
+            if op.kind in ("read", "write") or plan.ops[before].kind == "read":
+                without = tuple(other for other in op.after if other != before)
+                with pytest.raises(PlanError, match="does not wait for"):
+                    changed(plan, index, after=without).validate(ALL_STORED)
+                refused += 1
+    assert refused == 3 * len(plan.stored) - len(plan.storage_buffers) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        ("read", {"point": 1.5}, "before the (backward|late operations)"),
+        ("read", {"nbytes": 1.0}, "does not move the whole state"),
+        ("read", {"buffer": 3}, "buffer"),
+        ("write", {"path": 1}, "path"),
+        ("write", {"due": 2.5}, "is due at point"),
+        ("read", {"resource": "h2d"}, "cannot run on"),
+    ],
+)
+def test_validate__refuses_wrong_operations_of_storage(kind: str, values: dict[str, object], message: str) -> None:
+    plan = all_stored()
+    last = max(index for index, op in enumerate(plan.ops) if op.kind == kind)
+    with pytest.raises(PlanError, match=message):
+        changed(plan, last, **values).validate(ALL_STORED)
+
+
+def test_validate__refuses_lost_state_and_buffers_that_are_too_small() -> None:
+    plan = all_stored()
+    last = max(index for index, op in enumerate(plan.ops) if op.kind == "write")
+    with pytest.raises(PlanError, match="not followed by a write"):
+        replace(plan, ops=plan.ops[:last] + _renumbered(plan.ops[last + 1 :], last)).validate(ALL_STORED)
+    with pytest.raises(PlanError, match="larger than its buffer"):
+        replace(plan, storage_buffers=(1e9,) * 3).validate(ALL_STORED)
+    with pytest.raises(PlanError, match="nothing is in storage"):
+        replace(plan_in_memory("pipelined", JOB, MACHINE), storage_buffers=(1e9,)).validate(JOB)
+
+
+def _renumbered(ops: tuple[Op, ...], removed: int) -> tuple[Op, ...]:
+    return tuple(op._replace(after=tuple(index - (index > removed) for index in op.after)) for op in ops)
+
+
+def test_simulate__without_the_paths_of_the_plan_says_how_to_measure_them() -> None:
+    with pytest.raises(MachineError, match="calibrate --storage"):
+        simulate(all_stored(), ALL_STORED, replace(MACHINE, storage=()))
+
+
+@pytest.mark.parametrize("host_share", [0.0, 0.5])
+def test_bound__of_a_slow_drive_is_what_leaves_memory_over_its_rate(host_share: float) -> None:
+    """Host memory holds a share of the state, or one subgroup at least, all the time. Memory that is used to read ahead
+    in forward and backward instead is lost for that, so all reads of the rest are exposed."""
+    machine = replace(MACHINE, storage=(StoragePath(0.1 * GB, 1000 * GB),))
+    bounds = bound(with_host(COPIES + 12 * GB * host_share), machine)
+    in_memory = max(1.2 * GB, 12 * GB * host_share)
+    assert bounds.exposed_s == pytest.approx((12 * GB - in_memory) / (0.1 * GB), rel=1e-3)
+
+
+def test_run_tasks__shares_paths_and_host_memory() -> None:
+    """Two tasks of a path share its limit; those of another path run at full speed until host memory limits all."""
+    resources = [STORAGE, STORAGE + 1, STORAGE + 2]
+
+    def ends(host_bytes_per_s: float) -> list[float]:
+        graph = TaskGraph(resources, [1.0, 1.0, 1.0], [3 * GB] * 3, (3 * GB, 1e12))
+        times = run_tasks(graph, 1e12, host_bytes_per_s, 1e9)
+        assert times is not None
+        return times[1]
+
+    assert ends(1e12) == pytest.approx([2.0, 2.0, 1.0])
+    # All need 6 GB/s at first, and 3 GB/s when the other path is done.
+    assert ends(3 * GB) == pytest.approx([3.0, 3.0, 2.0])

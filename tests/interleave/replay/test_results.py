@@ -39,6 +39,11 @@ RESULT = [
     "limited_by",
     "speculated_subgroups",
     "redone_iteration_ms",
+    "storage_read_bytes",
+    "storage_written_bytes",
+    "storage_written_bytes_per_day",
+    "storage_busy",
+    "stored_subgroups",
 ]
 WITHOUT_OVERLAP = ["iteration_ms", "exposed_ms", "exposed_whole_subgroups_ms"]
 WITH_OVERLAP = [f"overlap_{key}" for key in WITHOUT_OVERLAP]

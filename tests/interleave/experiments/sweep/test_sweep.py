@@ -25,6 +25,7 @@ from ebbtide.interleave.experiments.sweep import (
 )
 from ebbtide.interleave.experiments.sweep.task import run_task, task_key
 from ebbtide.interleave.replay.results import replay
+from ebbtide.machines.storage import StoragePath
 from tests.interleave.experiments.sweep.sweeps import machine, rows, tasks, workload, write_files
 
 FAST = ["zero-offload", "twin-flow:0.5", "interleaved:2"]
@@ -35,13 +36,18 @@ def quiet(finished: int, total: int) -> None:
 
 
 def test_run_task__the_row_has_the_figures_of_the_replay() -> None:
-    job, rates = Scenario(free_bytes=9e9).apply_to(workload()), machine()
-    (row,) = rows(["interleaved:2"], [Scenario(free_bytes=9e9)])
+    small_host = replace(workload(), host_free_bytes=20e9)
+    rates = replace(machine(), storage=(StoragePath(2e9, 1e9), StoragePath(1e9, 1e9, 1e12)))
+    job = Scenario(free_bytes=9e9).apply_to(small_host)
+    (row,) = rows(["interleaved:2"], [Scenario(free_bytes=9e9)], [small_host], [rates])
     expected = replay(job, rates, ["interleaved:2"]).as_json()
     (result,) = expected["results"]
     busy = result.pop("busy")
+    assert result.pop("storage_busy")
+    assert result["stored_subgroups"] > 0
     assert {name: row[name] for name in result} == result
     assert {name: row[f"{name}_busy_share"] for name in busy} == busy
+    assert set(busy) > {"cpu", "storage_read", "storage_write"}
     assert {name: row[f"bound_{name}"] for name in expected["bound"]} == expected["bound"]
     assert (row["workload"], row["machine"], row["error"]) == ("job", "box", None)
     assert (row["params"], row["subgroups"], row["least_free_bytes"]) == (2_000_000_000, 20, 9e9)

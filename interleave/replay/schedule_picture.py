@@ -1,0 +1,107 @@
+"""Draws the simulated schedule of each policy: every operation on the lane of its resource, over one iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from ebbtide.analysis.plot import PHASE_COLORS
+from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES
+from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.phases import OTHER, PHASES
+
+matplotlib.use("Agg")
+
+# Style by kind of operation, hatched so that kinds differ in grey, too. Copies of gradients and parameters are light,
+# copies of state dark, arithmetic in between.
+OPERATION_LOOKS: dict[str, dict[str, Any]] = {
+    "gradient down": {"facecolor": "#f6c58f", "hatch": ""},
+    "gradient up": {"facecolor": "#f6c58f", "hatch": "xxxx"},
+    "update": {"facecolor": "#7fbf7b", "hatch": ""},
+    "cast": {"facecolor": "#d9f0d3", "hatch": "...."},
+    "upload": {"facecolor": "#c6dbef", "hatch": "////"},
+    "fetch": {"facecolor": "#2166ac", "hatch": ""},
+    "flush": {"facecolor": "#b2182b", "hatch": "\\\\\\\\"},
+    "read": {"facecolor": "#762a83", "hatch": ""},
+    "write": {"facecolor": "#bf812d", "hatch": "\\\\\\\\"},
+}
+OPERATION_EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.3}
+_OTHER_COLOR = "#d0d0d0"
+_HALF_HEIGHT = 0.42
+_FONT = 8
+# Shorter operations, as a share of the axis, have no white edges.
+_LEAST_EDGED_SHARE = 0.006
+
+
+def draw_schedules(schedules: Sequence[Schedule]) -> Figure:
+    """Draw the lanes of all resources for each policy, under the phases of the iteration.
+
+    Operations that end in the next iteration continue at the left. All policies have the same scale.
+    """
+    lanes = [_lanes(schedule) for schedule in schedules]
+    height = 1.1 + sum(0.45 + 0.22 * len(names) for names in lanes)
+    figure = Figure(figsize=(9.5, height), layout="constrained", dpi=130)
+    figure.set_label("ebbtide: simulated schedules")
+    ratios = [len(names) + 1.0 for names in lanes]
+    rows = figure.subplots(len(schedules), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    longest_s = max(schedule.iteration_s for schedule in schedules)
+    for axes, schedule, names in zip(rows, schedules, lanes, strict=True):
+        _draw(axes, schedule, names, _LEAST_EDGED_SHARE * longest_s)
+    rows[-1].set_xlim(0.0, longest_s * 1.01)
+    rows[-1].set_xlabel("time of an iteration (s), simulated")
+    kinds = {op.kind for schedule in schedules for op in schedule.plan.ops}
+    handles = [Patch(**looks, **OPERATION_EDGE, label=kind) for kind, looks in OPERATION_LOOKS.items() if kind in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=9, frameon=False, fontsize=_FONT)
+    return figure
+
+
+def _lanes(schedule: Schedule) -> list[str]:
+    """Return the names of all lanes from top to bottom, without those of storage that is not used."""
+    paths = max((op.path + 1 for op in schedule.plan.ops if op.resource in STORAGE_RESOURCES), default=0)
+    storage = [f"{name} {path}" if path else name for path in range(paths) for name in STORAGE_RESOURCES]
+    return ["phase", *RESOURCES, *storage]
+
+
+def _draw(axes: Axes, schedule: Schedule, names: list[str], least_edged_s: float) -> None:
+    colors = {OTHER: _OTHER_COLOR, **PHASE_COLORS}
+    begin = 0.0
+    for phase in (OTHER, *PHASES):
+        length = float(getattr(schedule, f"{phase}_s"))
+        axes.broken_barh([(begin, length)], (-_HALF_HEIGHT, 2 * _HALF_HEIGHT), facecolor=colors[phase])
+        if length > 0.08 * schedule.iteration_s:
+            axes.text(begin + length / 2, 0.0, phase, ha="center", va="center", fontsize=_FONT - 1)
+        begin += length
+    for op, start, end in schedule.items():
+        if op.kind not in OPERATION_LOOKS:
+            continue
+        lane = names.index(op.lane)
+        spans = list(_in_iteration(start, end, schedule.iteration_s))
+        looks = {**OPERATION_LOOKS[op.kind], **OPERATION_EDGE}
+        if end - start < least_edged_s:
+            # White edges and hatches would hide it.
+            looks |= {"edgecolor": looks["facecolor"], "linewidth": 0.5, "hatch": ""}
+        axes.broken_barh(spans, (lane - _HALF_HEIGHT, 2 * _HALF_HEIGHT), snap=False, **looks)
+    axes.axvline(schedule.iteration_s, color="#222222", lw=1.1, ls=(0, (4, 2)))
+    axes.set_yticks(range(len(names)), [name.replace("_", " ") for name in names], fontsize=_FONT - 1)
+    axes.set_ylim(len(names) - 0.5, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    title = f"{schedule.plan.policy}: {schedule.iteration_s:,.3g} s"
+    if schedule.plan.speculated:
+        title += " where clipping changes nothing"
+    axes.set_title(title, loc="left", fontsize=9, parse_math=False)
+
+
+def _in_iteration(start: float, end: float, length: float) -> Iterator[tuple[float, float]]:
+    """Yield (start, length) of the parts of an operation in one iteration, in seconds."""
+    number = 0
+    while end > number * length:
+        first, last = max(start, number * length), min(end, (number + 1) * length)
+        if last > first:
+            yield first - number * length, last - first
+        number += 1
