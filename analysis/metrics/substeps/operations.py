@@ -12,7 +12,7 @@ from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.profiler.trace import Trace
 
 # Resources timed by the host's clock; all others use device times.
-ON_HOST = ("host", "cpu")
+ON_HOST = ("host", "cpu", "worker")
 
 
 def run_in_sequence(ops: pd.DataFrame) -> bool:
