@@ -18,7 +18,8 @@ ON_HOST = ("host", "cpu", "worker")
 def run_in_sequence(ops: pd.DataFrame) -> bool:
     """Return whether ops are the sub-steps of DeepSpeed's own step, which follow each other on the host.
 
-    Those of another process (`worker`) run beside them. The operations of a schedule also use the link, and run at the same time.
+    Those of another process (`worker`) run beside them. The operations of a schedule also use the link, and run at the
+    same time.
     """
     used = set(ops["resource"])
     return "host" in used and not used & set(DIRECTIONS)

@@ -15,8 +15,8 @@ from .reduction import GradientReduction
 from .substeps import SubstepRecorder
 
 _PROCESS_NOTE = (
-    "ZenFlow's optimizer process cannot be observed: its rows `update` on `worker` last from their submission until the "
-    "job has waited for them; where the job hardly waits, they ended earlier than that"
+    "ZenFlow's optimizer process cannot be observed: its rows `update` on `worker` last from their submission until "
+    "the job has waited for them; where the job hardly waits, they ended earlier than that"
 )
 
 

@@ -2,7 +2,8 @@
 
 Keys of a case: name, config (of DeepSpeed), steps, and optionally groups (two parameter groups), accumulation,
 checkpointing, torch_style (`loss.backward()`), unmanaged (the script owns the boundary), lifted (`lift_device_checks`),
-spike (an iteration, from 0, whose loss is infinite), after (code to run at the end). If the file names a folder, each case is first trained without recording, and then recorded into a trace there.
+spike (an iteration, from 0, whose loss is infinite), after (code to run at the end). If the file names a folder, each
+case is first trained without recording, and then recorded into a trace there.
 """
 
 from __future__ import annotations
