@@ -76,27 +76,35 @@ class SuperOffloadWorker:
         recorder.record_op(name, "worker", *times, subgroup=result.get("sub_group_id"))
 
 
-class _TaskQueue:
-    """The worker's queue of tasks, which notes when a task is received."""
+class _Queue:
+    """A queue with all that the original one has."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
-        self.received_ns = 0
 
-    def get(self) -> Any:
-        task = self._queue.get()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+
+class _TaskQueue(_Queue):
+    """The worker's queue of tasks, which notes when a task is received."""
+
+    received_ns = 0
+
+    def get(self, *args: Any) -> Any:
+        task = self._queue.get(*args)
         self.received_ns = time.monotonic_ns()
         return task
 
 
-class _ResultQueue:
+class _ResultQueue(_Queue):
     """The worker's queue of results, which adds the times of the task to each."""
 
     def __init__(self, queue: Any, tasks: _TaskQueue) -> None:
-        self._queue = queue
+        super().__init__(queue)
         self._tasks = tasks
 
-    def put(self, result: Any) -> None:
+    def put(self, result: Any, *args: Any) -> None:
         if isinstance(result, dict) and "error" not in result:
             result[_TIMES] = self._tasks.received_ns, time.monotonic_ns()
-        self._queue.put(result)
+        self._queue.put(result, *args)

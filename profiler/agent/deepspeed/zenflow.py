@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections import deque
@@ -50,28 +51,30 @@ class ZenFlowRecorder:
         @functools.wraps(original)
         def start(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(optimizer, *args, **kwargs)
-            extension = getattr(optimizer, "zf_op", None)
-            if self._recorder.live and not hasattr(getattr(extension, "zenflow_adam_wait", None), "__wrapped__"):
-                patches.wrap(extension, "zenflow_adam_submit", self._wrap_submit)
-                patches.wrap(extension, "zenflow_adam_wait", self._wrap_wait)
-            self._submitted_ns[optimizer.zf_ctrl.data_ptr()] = deque()
+            with contextlib.suppress(Exception):
+                extension = optimizer.zf_op
+                if self._recorder.live and not hasattr(extension.zenflow_adam_wait, "__wrapped__"):
+                    patches.wrap(extension, "zenflow_adam_submit", self._wrap_submit)
+                    patches.wrap(extension, "zenflow_adam_wait", self._wrap_wait)
+                # The memory of an optimizer process that has ended may be used again.
+                self._submitted_ns.pop(optimizer.zf_ctrl.data_ptr(), None)
             return result
 
         return start
 
     def _wrap_submit(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def submit(control: int, *args: Any) -> Any:
+        def submit(control: int, *args: Any, **kwargs: Any) -> Any:
             self._submitted_ns.setdefault(control, deque()).append(time.monotonic_ns())
-            return original(control, *args)
+            return original(control, *args, **kwargs)
 
         return submit
 
     def _wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def wait(control: int, *args: Any) -> Any:
+        def wait(control: int, *args: Any, **kwargs: Any) -> Any:
             self._substeps.switch("wait")
-            done = original(control, *args)
+            done = original(control, *args, **kwargs)
             in_flight = self._submitted_ns.get(control)
             if done and in_flight:
                 start_ns = in_flight.popleft()

@@ -173,6 +173,12 @@ def test_zenflow__updates_selected_columns_in_the_backward_and_the_rest_in_a_pro
 
 
 @pytest.mark.slow
+def test_metadata__does_not_count_the_state_of_other_processes(run: AsynchronousRun) -> None:
+    for optimizer in run.recorded.trace.rank(0).optimizers:
+        assert (optimizer.state_bytes, optimizer.state_devices) == (None, ("cpu",))
+
+
+@pytest.mark.slow
 def test_sub_steps__show_the_worker_beside_those_of_the_job(run: AsynchronousRun) -> None:
     trace = run.recorded.trace
     steps = sub_steps(trace)
