@@ -41,7 +41,8 @@ CPU_UPDATE = Requirement(
 )
 DEEPSPEED = Requirement("a DeepSpeed job", lambda metrics: metrics.deepspeed is not None)
 SUB_STEPS = Requirement(
-    "sub-steps of DeepSpeed (`ebbtide profile` records them)", lambda metrics: metrics.sub_step("update") is not None
+    "sub-steps of DeepSpeed, with the update in the job's own process (`ebbtide profile` records them)",
+    lambda metrics: metrics.sub_step("update") is not None,
 )
 KERNELS = Requirement(
     "kernels of the GPU (import a torch.profiler trace)",

@@ -18,7 +18,6 @@ from ebbtide.analysis.metrics.memory import MemoryUse, memory_use
 from ebbtide.analysis.metrics.phases import phase_peaks
 from ebbtide.analysis.metrics.substeps.aggregate import SubStep
 from ebbtide.analysis.metrics.substeps.breakdown import SubSteps, sub_steps
-from ebbtide.analysis.metrics.substeps.operations import ON_HOST
 from ebbtide.analysis.metrics.summary import Summary, summarize
 from ebbtide.analysis.timeseries.step_functions import union_length
 from ebbtide.profiler.trace import Trace
@@ -135,7 +134,7 @@ class TraceMetrics:
         """The figures of `ebbtide steps`, without subgroups."""
         return sub_steps(self.trace, by_subgroup=False)
 
-    def sub_step(self, name: str, resources: tuple[str, ...] = ON_HOST) -> SubStep | None:
+    def sub_step(self, name: str, resources: tuple[str, ...] = ("host", "cpu")) -> SubStep | None:
         """Return a sub-step that DeepSpeed ran on the host, of the rank on which it took longest."""
         # Comparing names is fast; computing the figures of all sub-steps is not.
         if not any((self.trace.ops(rank)["name"] == name).any() for rank in self.trace.ranks):

@@ -45,11 +45,15 @@ def has_gpu_times(trace: Trace, rank: int) -> bool:
 def substep_lanes(trace: Trace, rank: int) -> Iterator[tuple[str, pd.DataFrame]]:
     """Yield (name, rows of `named_ops`) of each lane of sub-steps.
 
-    Sub-steps of DeepSpeed follow each other and share one lane; those of a schedule have a lane per resource.
+    Sub-steps of DeepSpeed follow each other and share one lane; those of another process have their own. Those of a
+    schedule have a lane per resource.
     """
     rows = named_ops(trace, rank)
     if run_in_sequence(rows):
-        yield "sub-steps", rows
+        in_worker = rows["resource"] == "worker"
+        yield "sub-steps", rows[~in_worker]
+        if in_worker.any():
+            yield "worker", rows[in_worker]
         return
     recorded = rows["resource"].unique()
     # Paths of the storage come after these, in the order of their numbers.

@@ -7,6 +7,7 @@ from typing import Any
 
 from .zero_optimizer import (
     fp32_masters,
+    has_state_in_other_process,
     is_deepspeed_object,
     local_tensor,
     subgroup_sizes,
@@ -58,6 +59,8 @@ def _describe_class(optimizers: list[Any]) -> dict[str, Any]:
     }
     if any(map(swaps_to_disk, optimizers)):
         return {**description, "state_devices": ["nvme"]}
+    if any(map(has_state_in_other_process, optimizers)):
+        return {**description, "state_devices": ["cpu"]}
     state = [local_tensor(tensor) for optimizer in optimizers for tensor in _state(optimizer)]
     dtypes: Counter[str] = Counter()
     for tensor in state:

@@ -42,12 +42,15 @@ GPU_QUANTITIES = (
     *("utilization", "memory_utilization", "power", "sm_clock", "memory_clock"),
     *("temperature", "throttle_reasons"),
 )
-# The sub-steps of DeepSpeed's updates and backwards, and the kinds of operation of a plan.
+# The sub-steps of DeepSpeed's updates and backwards, the kinds of operation of a plan, and what only DeepSpeed's
+# SuperOffload and ZenFlow have.
 OPS = (
     *("overflow check", "gradient norm", "prepare", "unscale", "update", "parameters", "release", "gather", "rest"),
     *("reduce", "gradient down", "gradient up", "clip", "fetch", "flush", "cast", "upload"),
+    *("wait", "rollback", "selective update", "select columns", "parameters down"),
 )
-RESOURCES = ("host", "cpu", "gpu", "h2d", "d2h")
+# `worker` is another process of the job, on the CPU.
+RESOURCES = ("host", "cpu", "gpu", "h2d", "d2h", "worker")
 STOP_REASONS = ("closed", "max-size", "iterations", "fault")
 
 HOST = 0xFFFF  # the `device` of a record about host memory

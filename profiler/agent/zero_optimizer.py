@@ -43,6 +43,12 @@ def swaps_to_disk(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "swap_optimizer", False))
 
 
+def has_state_in_other_process(optimizer: Any) -> bool:
+    """Return whether the moments are in another process: SuperOffload's worker, or ZenFlow's optimizer process."""
+    attributes = getattr(optimizer, "__dict__", {})
+    return "superoffload_cpu_optimizer" in attributes or bool(attributes.get("process_optimizer_established"))
+
+
 def offloads_state(optimizer: Any) -> bool:
     """Return whether at least a part of the optimizer's state is outside of the accelerator."""
     return bool(getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "cpu_offload", False))

@@ -168,7 +168,7 @@ class OptimizerInfo(_Section, frozen=True, kw_only=True):
     Attributes:
         class_name: The class; under ZeRO that of the optimizer inside. The JSON key is `class`.
         params: Parameters that they update on this rank, padding included.
-        state_bytes: Bytes of state; None where it is stored on a disk.
+        state_bytes: Bytes of state; None where it is stored on a disk or in another process.
         state_dtypes: The number of state elements by dtype.
         state_devices: Devices that hold state: `cpu`, `cuda`, `nvme`.
     """

@@ -12,13 +12,14 @@ from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.profiler.trace import Trace
 
 # Resources timed by the host's clock; all others use device times.
-ON_HOST = ("host", "cpu")
+ON_HOST = ("host", "cpu", "worker")
 
 
 def run_in_sequence(ops: pd.DataFrame) -> bool:
     """Return whether ops are the sub-steps of DeepSpeed's own step, which follow each other on the host.
 
-    The operations of a schedule also use the link, and run at the same time.
+    Those of another process (`worker`) run beside them. The operations of a schedule also use the link, and run at the
+    same time.
     """
     used = set(ops["resource"])
     return "host" in used and not used & set(DIRECTIONS)

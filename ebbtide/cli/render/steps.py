@@ -24,6 +24,8 @@ def print_steps(trace: Trace, steps: SubSteps) -> None:
         typer.echo(f"{trace.path}: {NO_SUB_STEPS}")
         return
     order = "one after the other" if steps.tiles else "they overlap, so do not add their times"
+    if steps.tiles and any(use.resource == "worker" for use in steps.resources):
+        order += "; those on `worker` run in another process meanwhile"
     typer.echo(f"{trace.path}: sub-steps of an iteration, medians ({order})")
     busy = "; ".join(
         f"{use.phase}: {use.resource} {ms_text(use.median_ms)}{_share(use.share, ' ({})')}" for use in steps.resources

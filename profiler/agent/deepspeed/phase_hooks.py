@@ -19,9 +19,11 @@ from ..recorder import Recorder
 from .reduction import GradientReduction
 from .settings import describe_engine
 from .substeps import SubstepRecorder
-from .zero_substeps import STAGE_1_AND_2, STAGE_3, SubstepMethod
+from .super_offload import SuperOffloadWorker
+from .zenflow import ZenFlowRecorder
+from .zero_substeps import STAGE_1_AND_2, STAGE_3, SUPER_OFFLOAD, ZENFLOW_STAGE_3, SubstepMethod
 
-_ZERO = "deepspeed.runtime.zero."
+_RUNTIME = "deepspeed.runtime."
 
 
 class DeepSpeedHooks:
@@ -34,11 +36,21 @@ class DeepSpeedHooks:
         self._patches = Patches()
         self._compiling = torch.compiler.is_compiling
         self._described_engines: WeakSet[Any] = WeakSet()
-        self._cancel_callbacks = [
-            when_imported("deepspeed.runtime.engine", self._patch_engine),
-            when_imported(_ZERO + "stage3", self._patch_stage_3),
-            when_imported(_ZERO + "stage_1_and_2", self._patch_stage_1_and_2),
-        ]
+        self._worker = SuperOffloadWorker(recorder)
+        self._zenflow = ZenFlowRecorder(recorder, self._substeps, self._reduction)
+        callbacks = {
+            "engine": self._patch_engine,
+            "zero.stage3": self._patch_stage_3,
+            "zero.stage_1_and_2": self._patch_stage_1_and_2,
+            "superoffload.superoffload_stage3": self._patch_super_offload,
+            "superoffload.superoffload_utils": self._patch_super_offload_worker,
+            "zenflow.engine_stage3": self._patch_zenflow_stage_3,
+            "zenflow.zenflow_stage_1_and_2": self._patch_zenflow_stage_1_and_2,
+        }
+        self._cancel_callbacks = [when_imported(_RUNTIME + name, callback) for name, callback in callbacks.items()]
+        self._cancel_callbacks.append(
+            when_imported("deepspeed.ops.adam.zenflow_torch_adam", self._patch_selective_optimizers)
+        )
 
     def remove(self) -> None:
         """Restore DeepSpeed as it was, and wait for none of its imports any more."""
@@ -52,6 +64,7 @@ class DeepSpeedHooks:
         self._patches.wrap(
             engine, "_take_model_step", functools.partial(self._wrap_update, of_engine=True, optimizer_steps=True)
         )
+        self._patches.wrap(engine, "step", self._wrap_step)
         # Without managed accumulation, gradients are reduced and copied when the update begins.
         self._patches.wrap(engine, "allreduce_gradients", functools.partial(self._wrap_update, of_engine=True))
 
@@ -72,10 +85,59 @@ class DeepSpeedHooks:
         for name, wrapper in self._reduction.stage_1_and_2.items():
             self._patches.wrap(optimizer, name, wrapper)
 
+    def _patch_super_offload(self, module: Any) -> None:
+        optimizer = module.SuperOffloadOptimizer_Stage3
+        self._patch_substeps(optimizer, SUPER_OFFLOAD)
+        self._patches.wrap(optimizer, "partition_grads", self._reduction.stage_3["partition_grads"])
+
+    def _patch_super_offload_worker(self, module: Any) -> None:
+        self._patches.wrap(module, "superoffload_optimizer_worker", self._worker.wrap_worker)
+        self._patches.wrap(module.SuperOffloadCPUOptimizer, "async_step", self._worker.wrap_submit)
+        self._patches.wrap(module.SuperOffloadCPUOptimizer, "get_result", self._worker.wrap_receive)
+
+    def _patch_zenflow_stage_3(self, module: Any) -> None:
+        self._patch_substeps(module, ZENFLOW_STAGE_3)
+        self._patches.wrap(module, "partition_grads", self._reduction.stage_3["partition_grads"])
+        self._patch_zenflow(module, module)
+
+    def _patch_zenflow_stage_1_and_2(self, module: Any) -> None:
+        name = "async_inplace_copy_grad_to_fp32_buffer_from_gpu"
+        self._patches.wrap(module.ZenFlowZeroOptimizerParallel, name, self._reduction.stage_1_and_2[name])
+        self._patch_zenflow(module, module.ZenFlowZeroOptimizer)
+
+    def _patch_zenflow(self, module: Any, owner: Any) -> None:
+        """Wrap what ZenFlow has in all stages; `owner` is the class or module that has its functions."""
+        zenflow = self._zenflow
+        for function, name in (
+            ("update_selected_channels", "select columns"),
+            ("sync_fp32_param_from_gpu", "parameters down"),
+        ):
+            self._patches.wrap(owner, function, functools.partial(zenflow.wrap_selection, name=name))
+        self._patches.wrap(owner, "selective_optimizer_step", zenflow.wrap_selective_step)
+        start = functools.partial(zenflow.wrap_process_start, patches=self._patches)
+        self._patches.wrap(module, "start_optimizer_process", start)
+
+    def _patch_selective_optimizers(self, module: Any) -> None:
+        for name in ("ZenFlowSelectiveAdamW", "ZenFlowSelectiveAdamW_stage3"):
+            self._patches.wrap(getattr(module, name, None), "group_step", self._zenflow.wrap_selective_update)
+
     def _patch_optimizer(self, optimizer: Any, methods: dict[str, SubstepMethod]) -> None:
         self._patches.wrap(optimizer, "finalize_gradient_accumulation_boundary", self._wrap_update)
+        self._patch_substeps(optimizer, methods)
+
+    def _patch_substeps(self, owner: Any, methods: dict[str, SubstepMethod]) -> None:
         for name, method in methods.items():
-            self._patches.wrap(optimizer, name, functools.partial(self._wrap_substep, method=method))
+            self._patches.wrap(owner, name, functools.partial(self._wrap_substep, method=method))
+
+    def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the engine's step: with ZenFlow it updates the selected columns after its optimizer has stepped."""
+        with_zenflow = self._wrap_update(original, of_engine=True)
+
+        @functools.wraps(original)
+        def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            return (with_zenflow if _ends_zenflow_interval(engine) else original)(engine, *args, **kwargs)
+
+        return step
 
     def _wrap_update(
         self, original: Callable[..., Any], of_engine: bool = False, optimizer_steps: bool = False
@@ -106,7 +168,7 @@ class DeepSpeedHooks:
         It represents the optimizers that it contains, which step once per subgroup, or not at all.
         """
         recorder, optimizer = self._recorder, engine.optimizer
-        if outermost:
+        if outermost or _ends_zenflow_interval(engine):
             recorder.stepped.clear()
         recorder.stepped.append(optimizer)
         if not recorder.recording or engine in self._described_engines:
@@ -131,3 +193,11 @@ class DeepSpeedHooks:
                 method.leave(substeps, args, subgroup)
 
         return substep
+
+
+def _ends_zenflow_interval(engine: Any) -> bool:
+    """Return whether the engine uses ZenFlow, and its optimizer steps after this micro-step."""
+    try:
+        return bool(getattr(engine, "zenflow", False) and engine.is_gradient_accumulation_boundary())
+    except Exception:
+        return False

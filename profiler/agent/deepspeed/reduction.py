@@ -44,6 +44,11 @@ class GradientReduction:
         }
         self._copying = False
 
+    @property
+    def sequence(self) -> int | None:
+        """The sequence number of the reduction that runs; None outside of one."""
+        return self._reduce_sequence
+
     def wrap_reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the method that reduces a bucket of gradients."""
         recorder, substeps = self._recorder, self._substeps

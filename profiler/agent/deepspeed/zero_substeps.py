@@ -56,6 +56,18 @@ class OpenEndedMethod(SubstepMethod):
         """Keep the row open."""
 
 
+class ResidentUpdateMethod(SubstepMethod):
+    """SuperOffload's update of a subgroup, which updates only subgroups whose state is not on the CPU."""
+
+    def enter(self, substeps: SubstepRecorder, args: Any) -> int | None:
+        """Begin the row, if the method updates the subgroup."""
+        try:
+            on_cpu = args[0].subgroup_to_device[args[1]] == "cpu"
+        except Exception:
+            on_cpu = False
+        return None if on_cpu else super().enter(substeps, args)
+
+
 class UpdateMethod(SubstepMethod):
     """The update of stages 1 and 2, which copy a subgroup's parameters back in the lines that follow it."""
 
@@ -69,8 +81,22 @@ def _argument(substeps: SubstepRecorder, args: Any) -> int:
     return int(args[1])
 
 
+def _second_argument(substeps: SubstepRecorder, args: Any) -> int:
+    """Return the subgroup from the method's second argument; the first one is the parameter group."""
+    return int(args[2])
+
+
 def _next_in_order(substeps: SubstepRecorder, args: Any) -> int:
     """Return the next subgroup: stages 1 and 2 pass no number to the methods before the update, but go in order."""
+    return substeps.updates
+
+
+def _owner_of_gradient(substeps: SubstepRecorder, args: Any) -> int:
+    """Return the subgroup of the gradient that stages 1 and 2 unscale: ZenFlow unscales all before any update."""
+    gradient = args[1][0]
+    for subgroup, master in enumerate(fp32_masters(args[0])):
+        if any(gradient is buffer for buffer in getattr(master, "overlap_grad", ())):
+            return subgroup
     return substeps.updates
 
 
@@ -108,8 +134,19 @@ STAGE_1_AND_2 = {
     "check_overflow": SubstepMethod("overflow check"),
     "scaled_global_norm": SubstepMethod("gradient norm"),
     "free_grad_in_param_list": OpenEndedMethod("prepare", _next_in_order),
-    "unscale_and_clip_grads": SubstepMethod("unscale", _next_in_order, _gradient_resource),
+    "unscale_and_clip_grads": SubstepMethod("unscale", _owner_of_gradient, _gradient_resource),
     "_optimizer_step": UpdateMethod("update", _argument, _master_resource),
     "reset_cpu_buffers": SubstepMethod("rest"),
     "_update_model_bit16_weights": SubstepMethod("gather"),
 }
+
+# What SuperOffload's subclass of stage 3 replaces and adds.
+SUPER_OFFLOAD = {
+    "_optimizer_step": ResidentUpdateMethod("update", _argument, _master_resource),
+    "_reassign_or_swap_out_partitioned_parameters": STAGE_3["_reassign_or_swap_out_partitioned_parameters"],
+    "_wait_for_async_operations": SubstepMethod("wait"),
+    "_sync_cpu_optimizer_step": SubstepMethod("wait", _second_argument),
+}
+
+# What ZenFlow's functions for stage 3 replace and add; ZenFlow's update in another process is in zenflow.py.
+ZENFLOW_STAGE_3 = {"unscale_and_clip_grads": STAGE_3["unscale_and_clip_grads"]}

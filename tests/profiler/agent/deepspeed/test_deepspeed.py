@@ -59,6 +59,7 @@ def job(name: str, stage: int, zero: dict[str, Any], accumulation: int = 1, **ca
 
 
 OFFLOAD = {"offload_optimizer": CPU}
+ZENFLOW = {"topk_ratio": 0.1, "select_strategy": "step", "select_interval": 4, "update_interval": 2}
 # down: bytes of gradients copied to host memory in an iteration, per parameter.
 CASES = [
     job("stage 0", 0, {}, down=0),
@@ -81,6 +82,7 @@ CASES = [
         config={"fp16": {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}},
         down=4,
     ),
+    job("stage 2 with ZenFlow", 2, {**OFFLOAD, "zenflow": ZENFLOW}, 2, config=BF16, down=2 + 2 + 4),
 ]
 NAMES = [case["name"] for case in CASES]
 ZERO = NAMES[1:]

@@ -1,8 +1,9 @@
 """A small DeepSpeed job, run as a script: trains the cases of a JSON file.
 
 Keys of a case: name, config (of DeepSpeed), steps, and optionally groups (two parameter groups), accumulation,
-checkpointing, torch_style (`loss.backward()`), unmanaged (the script owns the boundary), after (code to run at the
-end). If the file names a folder, each case is first trained without recording, and then recorded into a trace there.
+checkpointing, torch_style (`loss.backward()`), unmanaged (the script owns the boundary), lifted (`lift_device_checks`),
+spike (an iteration, from 0, whose loss is infinite), after (code to run at the end). If the file names a folder, each
+case is first trained without recording, and then recorded into a trace there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import cpuinfo
 import deepspeed
 import deepspeed.accelerator
 import torch
+from deepspeed.ops.adam import zenflow_torch_adam
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.superoffload import superoffload_stage3, superoffload_utils
+from deepspeed.runtime.zenflow import engine_stage3, zenflow_stage_1_and_2
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -52,6 +56,10 @@ class Net(nn.Module):
 
 def train(case: dict[str, Any]) -> list[str]:
     """Train a case; return how many steps were skipped, and the exact losses in hexadecimal."""
+    if case.get("lifted"):
+        from tests.profiler.agent.deepspeed.cpu_accelerator import lift_device_checks
+
+        lift_device_checks()
     torch.manual_seed(0)
     net = Net(case.get("checkpointing", False))
     groups: Any = net.parameters()
@@ -61,9 +69,11 @@ def train(case: dict[str, Any]) -> list[str]:
     dtype = next(engine.module.parameters()).dtype
     generator = torch.Generator().manual_seed(deepspeed.comm.get_rank())
     losses = []
-    for _ in range(case["steps"]):
+    for step in range(case["steps"]):
         for _ in range(case.get("accumulation", 1)):
             loss = engine(torch.randn(4, WIDTH, generator=generator).to(dtype))
+            if case.get("spike") == step:
+                loss = loss * float("inf")
             if case.get("torch_style"):
                 loss.backward()
             else:
@@ -80,8 +90,14 @@ def train(case: dict[str, Any]) -> list[str]:
 
 def _methods() -> list[dict[str, Any]]:
     """Return the attributes of everything that the recorder wraps."""
-    return [dict(vars(owner)) for owner in (DeepSpeedEngine, stage3.DeepSpeedZeroOptimizer_Stage3,
-            stage_1_and_2.DeepSpeedZeroOptimizer, stage_1_and_2)]  # fmt: skip
+    owners = (
+        *(DeepSpeedEngine, stage3.DeepSpeedZeroOptimizer_Stage3, stage_1_and_2.DeepSpeedZeroOptimizer, stage_1_and_2),
+        *(superoffload_stage3.SuperOffloadOptimizer_Stage3, superoffload_utils, engine_stage3),
+        *(superoffload_utils.SuperOffloadCPUOptimizer, zenflow_torch_adam.ZenFlowSelectiveAdamW),
+        *(zenflow_stage_1_and_2, zenflow_stage_1_and_2.ZenFlowZeroOptimizer),
+        *(zenflow_stage_1_and_2.ZenFlowZeroOptimizerParallel, zenflow_torch_adam.ZenFlowSelectiveAdamW_stage3),
+    )
+    return [dict(vars(owner)) for owner in owners]
 
 
 def _tracer(path: Path) -> Any:

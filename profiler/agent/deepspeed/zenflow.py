@@ -1,0 +1,130 @@
+"""Records ZenFlow: its updates of selected columns, and the updates in its optimizer process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import deque
+from typing import Any, Callable
+
+from ..patches import Patches
+from ..recorder import Recorder
+from ..spool import HOST
+from ..zero_optimizer import compute_resource, local_tensor
+from .reduction import GradientReduction
+from .substeps import SubstepRecorder
+
+_PROCESS_NOTE = (
+    "ZenFlow's optimizer process cannot be observed: its rows `update` on `worker` last from their submission until "
+    "the job has waited for them; where the job hardly waits, they ended earlier than that"
+)
+
+
+class ZenFlowRecorder:
+    """Records what ZenFlow adds to the backward and to the update."""
+
+    def __init__(self, recorder: Recorder, substeps: SubstepRecorder, reduction: GradientReduction) -> None:
+        self._recorder = recorder
+        self._substeps = substeps
+        self._reduction = reduction
+        # By the address of the memory shared with an optimizer process: submission times of its updates in flight.
+        self._submitted_ns: dict[int, deque[int]] = {}
+
+    def wrap_selection(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Wrap a function whose first argument is the ZeRO optimizer, as a row on the host."""
+        return self._wrap(original, name, lambda owner: "host")
+
+    def wrap_selective_update(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method of the optimizer of the selected columns."""
+        return self._wrap(original, "selective update", _resource_of_parameters)
+
+    def wrap_selective_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the function of the ZeRO optimizer that updates all selected columns at the end of an interval."""
+        return self._wrap(
+            original, "selective update", lambda owner: _resource_of_parameters(owner.selective_optimizer)
+        )
+
+    def wrap_process_start(self, original: Callable[..., Any], patches: Patches) -> Callable[..., Any]:
+        """Wrap the function that starts the optimizer process: its commands are known from then on."""
+
+        @functools.wraps(original)
+        def start(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(optimizer, *args, **kwargs)
+            with contextlib.suppress(Exception):
+                extension = optimizer.zf_op
+                if self._recorder.live and not hasattr(extension.zenflow_adam_wait, "__wrapped__"):
+                    patches.wrap(extension, "zenflow_adam_submit", self._wrap_submit)
+                    patches.wrap(extension, "zenflow_adam_wait", self._wrap_wait)
+                # The memory of an optimizer process that has ended may be used again.
+                self._submitted_ns.pop(optimizer.zf_ctrl.data_ptr(), None)
+            return result
+
+        return start
+
+    def _wrap_submit(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def submit(control: int, *args: Any, **kwargs: Any) -> Any:
+            self._submitted_ns.setdefault(control, deque()).append(time.monotonic_ns())
+            return original(control, *args, **kwargs)
+
+        return submit
+
+    def _wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wait(control: int, *args: Any, **kwargs: Any) -> Any:
+            self._substeps.switch("wait")
+            done = original(control, *args, **kwargs)
+            in_flight = self._submitted_ns.get(control)
+            if done and in_flight:
+                start_ns = in_flight.popleft()
+                if self._recorder.recording:
+                    self._recorder.note_once(_PROCESS_NOTE)
+                    self._recorder.record_op("update", "worker", start_ns, time.monotonic_ns())
+            if done:
+                # The lines that follow copy the updated parameters to the device.
+                self._substeps.switch("parameters")
+            return done
+
+        return wait
+
+    def _wrap(self, original: Callable[..., Any], name: str, find_resource: Callable[[Any], str]) -> Callable[..., Any]:
+        """Wrap a function as a sub-step in an update, and as an operation of its own elsewhere."""
+        recorder, substeps = self._recorder, self._substeps
+
+        @functools.wraps(original)
+        def operation(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if not recorder.recording:
+                return original(owner, *args, **kwargs)
+            resource = _or_host(find_resource, owner)
+            if substeps.running:
+                substeps.switch(name, resource)
+                try:
+                    return original(owner, *args, **kwargs)
+                finally:
+                    substeps.switch("rest")
+            mark = recorder.mark_time() if resource == "gpu" else None
+            start_ns = time.monotonic_ns()
+            try:
+                return original(owner, *args, **kwargs)
+            finally:
+                sequence, end_ns = recorder.next_sequence(), time.monotonic_ns()
+                device = HOST if mark is None else mark.device
+                parent = self._reduction.sequence
+                recorder.put_op(sequence, name, resource, start_ns, end_ns, None, None, parent=parent, device=device)
+                if mark is not None:
+                    recorder.gpu.add_span(sequence, mark, recorder.mark_time())
+
+        return operation
+
+
+def _resource_of_parameters(optimizer: Any) -> str:
+    return compute_resource(local_tensor(optimizer.param_groups[0]["params"][0]))
+
+
+def _or_host(find_resource: Callable[[Any], str], owner: Any) -> str:
+    """Return the resource; `host` if this version of DeepSpeed hides it."""
+    try:
+        return find_resource(owner)
+    except Exception:
+        return "host"
