@@ -176,8 +176,12 @@ def main() -> None:
     testbed = find_testbed(shape.params, 0.0, arguments.link, None)
     machine = replace(testbed.machine, step_overhead_s=measure_overhead(shape, testbed))
     testbed = replace(testbed, machine=machine)
-    print(f"{shape.params / 1e6:.0f} M parameters, forward {shape.forward_s} s, backward {shape.backward_s} s;", end=" ")
-    print(f"link {arguments.link / 1e9:g} GB/s, CPU {(machine.cpu_update_params_per_s or 0) / 1e6:.0f} Mparam/s,", end=" ")
+    print(
+        f"{shape.params / 1e6:.0f} M parameters, forward {shape.forward_s} s, backward {shape.backward_s} s;", end=" "
+    )
+    print(
+        f"link {arguments.link / 1e9:g} GB/s, CPU {(machine.cpu_update_params_per_s or 0) / 1e6:.0f} Mparam/s,", end=" "
+    )
     print(f"overhead of a step {1e3 * (machine.step_overhead_s or 0):.0f} ms\n")
     print("| clipped | overlap | speculated | iteration | exposed | of `none` | predicted | measured / predicted |")
     print("| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")

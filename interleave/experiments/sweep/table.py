@@ -29,6 +29,8 @@ _FIGURES = (
     "d2h_busy_share",
     "peak_device_bytes",
     "host_bytes",
+    "storage_read_bytes",
+    "storage_written_bytes",
     "bound_update_ms",
     "bound_iteration_ms",
     "bound_exposed_ms",
@@ -46,7 +48,7 @@ _FIGURES = (
 # Null means not known. scale_params, free_bytes and subgroup_params are the scenario (1 and null: the workload as it
 # is); params, subgroups, largest_subgroup_params and least_free_bytes are those of the changed workload. compute_ms is
 # the iteration without its optimizer; the other figures are those of `ebbtide replay`, busy shares of the update phase.
-# error: why there are no figures.
+# note: why results are not exact. error: why there are no figures.
 SCHEMA = pa.schema(
     [
         *(pa.field(name, pa.string(), nullable=False) for name in ("workload", "machine", "policy")),
@@ -59,6 +61,8 @@ SCHEMA = pa.schema(
         pa.field("bound_overlap", pa.string()),
         pa.field("speculated_subgroups", pa.int64()),
         pa.field("stored_subgroups", pa.int64()),
+        pa.field("exact", pa.bool_()),
+        pa.field("note", pa.string()),
         pa.field("error", pa.string()),
     ]
 )
