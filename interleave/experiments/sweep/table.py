@@ -31,6 +31,7 @@ _FIGURES = (
     "host_bytes",
     "storage_read_bytes",
     "storage_written_bytes",
+    "storage_written_bytes_per_day",
     "bound_update_ms",
     "bound_iteration_ms",
     "bound_exposed_ms",
@@ -39,9 +40,6 @@ _FIGURES = (
     "bound_overlap_exposed_ms",
     "bound_overlap_exposed_whole_subgroups_ms",
     "redone_iteration_ms",
-    "storage_read_bytes",
-    "storage_written_bytes",
-    "storage_written_bytes_per_day",
     "storage_read_busy_share",
     "storage_write_busy_share",
 )
