@@ -2,10 +2,10 @@
 
     python benchmarks/overlap_steps.py [--params 48e6] [--steps 12] [--clipped 0 0.05 0.5 1]
 
-The device is emulated: its link is throttled, the updates of the CPU are real. The job's forward and backward are
-timed waits, so that they take no core. Each policy trains the same job in turns; a share of the steps is clipped.
-Exposed time is the iteration less forward and backward. Predictions use the rates measured here before, and the
-policy's plan at the end; the fingerprints and norms that the emulated device computes on the job's thread are measured alone, as the
+The device is emulated: its link is throttled, the updates of the CPU are real. The job's forward and backward are timed
+waits, so that they take no core. Each policy trains the same job in turns; a share of the steps is clipped. Exposed time
+is the iteration less forward and backward. Predictions use the rates measured here before, and the policy's plan at the
+end; the fingerprints and norms that the emulated device computes on the job's thread are measured alone, as the
 overhead of a step. Prints Markdown.
 """
 
@@ -176,12 +176,13 @@ def main() -> None:
     testbed = find_testbed(shape.params, 0.0, arguments.link, None)
     machine = replace(testbed.machine, step_overhead_s=measure_overhead(shape, testbed))
     testbed = replace(testbed, machine=machine)
-    cpu_rate, overhead_s = machine.cpu_update_params_per_s or 0.0, machine.step_overhead_s or 0.0
     print(
-        f"{shape.params / 1e6:.0f} M parameters, forward {shape.forward_s} s, backward {shape.backward_s} s,", end=" "
+        f"{shape.params / 1e6:.0f} M parameters, forward {shape.forward_s} s, backward {shape.backward_s} s;", end=" "
     )
-    print(f"link {arguments.link / 1e9:g} GB/s, CPU {cpu_rate / 1e6:.0f} Mparam/s,", end=" ")
-    print(f"overhead of a step {1e3 * overhead_s:.0f} ms\n")
+    print(
+        f"link {arguments.link / 1e9:g} GB/s, CPU {(machine.cpu_update_params_per_s or 0) / 1e6:.0f} Mparam/s,", end=" "
+    )
+    print(f"overhead of a step {1e3 * (machine.step_overhead_s or 0):.0f} ms\n")
     print("| clipped | overlap | speculated | iteration | exposed | of `none` | predicted | measured / predicted |")
     print("| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for clipped in arguments.clipped:
@@ -196,8 +197,8 @@ def main() -> None:
         }
         for overlap, (iteration_s, exposed_s, predicted_s, speculated) in medians.items():
             print(
-                f"| {clipped:.0%} | {overlap} | {speculated:.0f} | {1e3 * iteration_s:.0f} ms "
-                f"| {1e3 * exposed_s:.0f} ms | {exposed_s / medians['none'][1]:.2f} | {1e3 * predicted_s:.0f} ms | {exposed_s / predicted_s:.2f} |"
+                f"| {clipped:.0%} | {overlap} | {speculated:.0f} | {1e3 * iteration_s:.0f} ms | {1e3 * exposed_s:.0f} ms "
+                f"| {exposed_s / medians['none'][1]:.2f} | {1e3 * predicted_s:.0f} ms | {exposed_s / predicted_s:.2f} |"
             )
 
 

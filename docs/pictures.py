@@ -61,6 +61,15 @@ COMMANDS: dict[str, list[str | Path]] = {
         "--plot-schedules",
     ],
     "policies.png": ["replay", TRACES / "a100-13b-async.ebb", "--machine", "a100-40gb-published", "--plot"],
+    "systems.png": [
+        "replay",
+        "--workload",
+        TRACES.parent / "examples" / "workload-13b.json",
+        "--machine",
+        "a100-40gb-published",
+        *(part for policy in ("zero-offload", "adaptive", "systems") for part in ("--policy", policy)),
+        "--plot",
+    ],
 }
 REPORT = "report.png"
 REPORT_SIZE = "1180,1100"

@@ -91,7 +91,7 @@ Policies = Annotated[
     typer.Option(
         "--policy",
         metavar="P",
-        help="Offload policy, e.g. twin-flow:0.4. Repeatable.",
+        help="Offload policy, e.g. twin-flow:0.4; systems: all other systems. Repeatable.",
         show_default="all built-in policies",
     ),
 ]

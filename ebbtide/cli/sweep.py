@@ -99,7 +99,7 @@ def sweep(
     from ebbtide import host_limits
     from ebbtide.errors import UserError
     from ebbtide.interleave.experiments.sweep import combinations, find_pairs, run_locally, run_on_cluster
-    from ebbtide.interleave.policies import BUILT_IN, parse
+    from ebbtide.interleave.policies import BUILT_IN, parse, with_systems
 
     # Fail before the work is done, not after it.
     for path in (output, plot):
@@ -107,7 +107,7 @@ def sweep(
             raise UserError(f"{path} exists already: choose another path, or replace it with --force")
         if path is not None and not path.parent.is_dir():
             raise UserError(f"cannot write {path}: there is no folder {path.parent}")
-    policies = _distinct(policy or BUILT_IN)
+    policies = _distinct(with_systems(policy or BUILT_IN))
     for text in policies:
         parse(text)
     pairs = find_pairs(_distinct(traces or []), _distinct(workload or []), _distinct(machine or []))

@@ -80,6 +80,8 @@ def phase_before(point: float) -> str:
 class Durations:
     """Durations of a plan's operations if nothing else runs.
 
+    A cast on the GPU whose rate is not known is as much shorter than an update there as it moves fewer bytes.
+
     Raises:
         MachineError: The machine lacks a rate that the plan needs.
     """
@@ -88,6 +90,11 @@ class Durations:
         needed = {"host_memory_bytes_per_s"}
         for kind, resource, pageable in {(op.kind, op.resource, op.pageable) for op in plan.ops}:
             needed |= _needed_rates(kind, resource, pageable)
+        gpu_cast = machine.gpu_cast_params_per_s
+        if "gpu_cast_params_per_s" in needed and gpu_cast is None:
+            needed = needed - {"gpu_cast_params_per_s"} | {"gpu_update_params_per_s"}
+            moved_share = (_CAST_READ_BYTES + workload.param_bytes) / workload.cpu_update_bytes
+            gpu_cast = (machine.gpu_update_params_per_s or 1.0) / moved_share
         machine.need(sorted(needed), f"policy {plan.policy}")
         if (paths := max((op.path + 1 for op in plan.ops if op.kind in ("read", "write")), default=0)) > len(
             machine.storage
@@ -115,8 +122,8 @@ class Durations:
             "cpu": (machine.cpu_update_params_per_s or 1.0) * plan.cpu_share,
             "gpu": machine.gpu_update_params_per_s or 1.0,
         }
-        self._out_of_place_share = machine.out_of_place_share
-        self._cast_rates = {"cpu": machine.cpu_cast_params_per_s or 1.0, "gpu": machine.gpu_cast_params_per_s or 1.0}
+        self._speculative_share = 1.0 if plan.rolls_back else machine.out_of_place_share
+        self._cast_rates = {"cpu": machine.cpu_cast_params_per_s or 1.0, "gpu": gpu_cast or 1.0}
         self._norm_s = norm_s(workload, machine)
         self._operation_s = machine.operation_s or 0.0
 
@@ -125,7 +132,7 @@ class Durations:
         if op.kind == "clip":
             return self._norm_s
         if op.kind == "update":
-            share = self._out_of_place_share if op.speculative else 1.0
+            share = self._speculative_share if op.speculative else 1.0
             return self._operation_s + op.params / (self._update_rates[op.resource] * share)
         if op.kind == "cast":
             return self._operation_s + op.params / self._cast_rates[op.resource]

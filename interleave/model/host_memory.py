@@ -19,9 +19,10 @@ def available_host_bytes(workload: Workload, machine: Machine) -> float | None:
 def copy_buffer_bytes(plan: Plan) -> float:
     """Return the host memory of gradients that are copied down and of parameters that are copied up.
 
-    Each of these copies has a buffer of its own.
+    Each of these copies has a buffer of its own, and parameters that are copied up twice have one.
     """
-    return sum(op.nbytes for op in plan.ops if op.kind in ("gradient down", "upload"))
+    buffers = {(op.kind, op.subgroup): op.nbytes for op in plan.ops if op.kind in ("gradient down", "upload")}
+    return sum(buffers.values())
 
 
 def needed_host_bytes(plan: Plan, workload: Workload) -> float:
@@ -34,5 +35,5 @@ def needed_host_bytes(plan: Plan, workload: Workload) -> float:
     sizes, stored = workload.subgroups, plan.stored
     elsewhere = plan.resident | stored
     offloaded = sum(size for subgroup, size in enumerate(sizes) if subgroup not in elsewhere)
-    spare = sum(sizes[subgroup] for subgroup in plan.speculated - stored)
+    spare = sum(sizes[subgroup] for subgroup in plan.updated_beside - stored)
     return workload.state_bytes * (offloaded + spare) + sum(plan.storage_buffers) + copy_buffer_bytes(plan)

@@ -55,8 +55,8 @@ class Op(NamedTuple):
         release: Bytes of device memory freed when it ends.
         due: The point of the next iteration at which compute waits until it has ended; None: it ends with the update of
             its own iteration. Operations with a point are called late.
-        speculative: Whether an update on the CPU writes beside the old state, before clipping has said that it is
-            valid.
+        speculative: Whether an update on the CPU runs before clipping has said that it is valid, and writes beside the
+            old state (or over it, see `Plan.rolls_back`).
         path: Of a read or write: the path of the storage (see `Machine.storage`).
         buffer: Of a read or write: the buffer in host memory, by its index in `Plan.storage_buffers`. A subgroup has it
             from the start of its read until the end of its write.

@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ebbtide.errors import PlanError
+from ebbtide.interleave.model.departures import (
+    CLIPPING_FIRST,
+    NO_DEPARTURES,
+    ONE_UPDATE,
+    ONE_UPLOAD,
+    OWN_GRADIENT,
+    Departures,
+)
 from ebbtide.interleave.model.operations import (
     BACKWARD,
     FORWARD,
@@ -39,6 +47,7 @@ __all__ = [
     "OpKind",
     "Plan",
     "Resource",
+    "backward_points",
     "forward_points",
     "gradient_ready_points",
     "point_at",
@@ -63,6 +72,8 @@ class Plan:
         storage_buffers: Bytes of each buffer in host memory through which state passes that is in storage when the
             iteration begins and ends. State of other subgroups has a place of its own in host memory.
         remark: A note of the policy on this plan, for people.
+        departures: Rules of valid plans that the plan does not follow, since the system that it is of does not.
+        rolls_back: Whether a speculative update overwrites the old state, and is undone where clipping changes it.
     """
 
     policy: str
@@ -75,9 +86,13 @@ class Plan:
     cpu_share: float = 1.0
     storage_buffers: tuple[float, ...] = ()
     remark: str = ""
+    departures: Departures = NO_DEPARTURES
+    rolls_back: bool = False
 
     def validate(self, workload: Workload) -> Plan:
         """Check that the plan updates every subgroup exactly once, with all inputs ready and all memory released.
+
+        Rules that the plan departs from (`departures`) are left out.
 
         Returns:
             The plan itself.
@@ -95,8 +110,13 @@ class Plan:
         return any(op.due is not None for op in self.ops)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether each step gives the results that the workload asks for, as every plan without departures does."""
+        return not self.departures.consequence
+
+    @property
     def speculated(self) -> frozenset[int]:
-        """The subgroups whose updates are speculative. Each needs memory for its new state beside the old one."""
+        """The subgroups whose updates are speculative."""
         return frozenset(op.subgroup for op in self.ops if op.speculative)
 
     @property
@@ -108,6 +128,11 @@ class Plan:
     def stored(self) -> frozenset[int]:
         """The subgroups whose state is in storage when the iteration begins and ends."""
         return frozenset(op.subgroup for op in self.ops if op.kind == "read")
+
+    @property
+    def updated_beside(self) -> frozenset[int]:
+        """The subgroups that need memory for their new state beside the old one."""
+        return frozenset() if self.rolls_back else self.speculated
 
     def counts(self) -> dict[str, int]:
         """Return the number of operations of each kind; updates are counted per resource (`update on cpu`)."""
@@ -125,6 +150,7 @@ class _PlanChecker:
         self._plan = plan
         self._workload = workload
         self._clipping = workload.clipping
+        self._left_out = plan.departures.rules
         self._gradient_points = (
             [UPDATE] * plan.subgroups if workload.gradients_held_until_step else gradient_ready_points(workload)
         )
@@ -150,7 +176,7 @@ class _PlanChecker:
             if not 0 <= op.subgroup < self._plan.subgroups:
                 raise self._error(op, "is on a subgroup that does not exist")
             indices = self._indices[op.kind]
-            if indices[op.subgroup] >= 0:
+            if indices[op.subgroup] >= 0 and not self._may_repeat(op):
                 raise self._error(op, "is repeated")
             self._check_inputs(op)
             indices[op.subgroup] = index
@@ -162,6 +188,10 @@ class _PlanChecker:
         plan = self._plan
         check_storage(plan.policy, plan.ops, plan.storage_buffers, plan.resident | plan.parked, self._workload)
 
+    def _may_repeat(self, op: Op) -> bool:
+        rule = {"update": ONE_UPDATE, "upload": ONE_UPLOAD}.get(op.kind)
+        return rule in self._left_out
+
     def _check_clip(self, op: Op) -> None:
         """Clipping runs once and needs every gradient."""
         if self._clip >= 0:
@@ -170,6 +200,9 @@ class _PlanChecker:
             raise self._error(op, "starts before all gradients are ready")
         inputs = set(op.after)
         for subgroup, down in enumerate(self._indices["gradient down"]):
+            if down < 0 and op.point >= UPDATE:
+                # On the device still: it is clipped there, and copied later if at all.
+                continue
             if down not in inputs and subgroup not in self._plan.kept_gradients:
                 raise self._error(op, f"does not wait for the gradient of subgroup {subgroup}")
 
@@ -178,6 +211,8 @@ class _PlanChecker:
         subgroup = op.subgroup
         if op.kind == "gradient down":
             self._require_gradient(op)
+            if self._clip >= 0 and self._clip not in op.after:
+                raise self._error(op, "copies a gradient that is not clipped yet")
         elif op.kind == "gradient up":
             self._require(op, "gradient down")
         elif op.kind == "fetch" and subgroup in self._plan.parked:
@@ -193,6 +228,9 @@ class _PlanChecker:
                 raise self._error(op, "comes after the upload")
             self._require_validation(op)
         elif op.kind == "upload":
+            if ONE_UPLOAD in self._left_out and self._indices["update"][subgroup] < 0:
+                # Of parameters that the iteration before has updated.
+                return
             self._require(op, "cast" if self._indices["cast"][subgroup] >= 0 else "update")
             self._require_validation(op)
         elif op.kind == "update":
@@ -203,14 +241,19 @@ class _PlanChecker:
         if op.speculative:
             if op.resource != "cpu" or not self._clipping or self._workload.gradients_held_until_step:
                 raise self._error(op, "cannot be speculative: updates on the CPU can, before clipping")
-        elif self._clipping and (self._clip < 0 or self._clip not in op.after):
+        elif self._clipping and CLIPPING_FIRST not in self._left_out and self._clip not in op.after:
             raise self._error(op, "does not wait for the clipping of all gradients")
         if op.resource == "cpu":
             if subgroup in self._plan.resident or self._indices["fetch"][subgroup] >= 0:
                 raise self._error(op, "runs on the CPU with its state on the device")
-            self._require(op, "gradient down")
+            if OWN_GRADIENT not in self._left_out:
+                self._require(op, "gradient down")
             if subgroup in self._plan.parked:
                 self._require(op, "flush")
+            return
+        if ONE_UPDATE in self._left_out:
+            # A part of a subgroup, whose state and gradient are on the device.
+            self._require_gradient(op)
             return
         if subgroup not in self._plan.resident:
             self._require(op, "fetch")
@@ -222,6 +265,8 @@ class _PlanChecker:
     def _require_validation(self, op: Op) -> None:
         """Check that nothing uses the result of a speculative update before clipping has said that it is valid."""
         update = self._plan.ops[self._indices["update"][op.subgroup]]
+        if CLIPPING_FIRST in self._left_out:
+            return
         if update.speculative and (self._clip < 0 or self._clip not in op.after):
             raise self._error(op, "does not wait for the clipping that its update speculates about")
 
@@ -244,7 +289,8 @@ class _PlanChecker:
             op = self._plan.ops[update]
             if op.resource == "cpu" and self._indices["upload"][subgroup] < 0:
                 raise self._error(op, "is not followed by an upload")
-            if op.resource == "gpu" and subgroup not in self._plan.resident and self._indices["flush"][subgroup] < 0:
+            stays = subgroup in self._plan.resident or ONE_UPDATE in self._left_out
+            if op.resource == "gpu" and not stays and self._indices["flush"][subgroup] < 0:
                 raise self._error(op, "is not followed by a flush")
 
     def _check_late_operations(self) -> None:
@@ -284,6 +330,11 @@ def gradient_ready_points(workload: Workload) -> list[float]:
         params_done += size
         points.append(min(BACKWARD + params_done / workload.params, UPDATE))
     return points[::-1]
+
+
+def backward_points(workload: Workload) -> list[float]:
+    """Return the point of the iteration at which the backward first uses the parameters of each subgroup."""
+    return [*gradient_ready_points(workload)[1:], BACKWARD]
 
 
 def forward_points(workload: Workload) -> list[float]:

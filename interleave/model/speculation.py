@@ -52,6 +52,8 @@ def redone(plan: Plan) -> Plan:
     State in storage is read again for it, and written again. It is to be simulated; a plan that is run becomes this one
     by what clipping says.
     """
+    if plan.rolls_back:
+        return _rolled_back(plan)
     again: dict[int, int] = {}
     ops: list[Op] = []
     clip = -1
@@ -84,6 +86,24 @@ def redone(plan: Plan) -> Plan:
         indices.append(append(op, *(again.get(index, indices[index]) for index in op.after)))
         if op.kind == "clip":
             clip = indices[-1]
+    return replace(plan, ops=tuple(ops))
+
+
+def _rolled_back(plan: Plan) -> Plan:
+    """Return the plan of a step in which updates are undone, which takes as long as an update, and run once more."""
+    clip = next(index for index, op in enumerate(plan.ops) if op.kind == "clip")
+    ops = list(plan.ops)
+    for number, update in enumerate(plan.ops):
+        if not update.speculative:
+            continue
+        undo = update._replace(speculative=False, point=STEP, after=(number, clip))
+        places = {number: len(ops) + 1}
+        ops += [undo, undo._replace(after=(len(ops),))]
+        for index, op in enumerate(plan.ops):
+            if op.subgroup == update.subgroup and op.kind in ("cast", "upload"):
+                places[index] = len(ops)
+                after = tuple(places.get(before, before) for before in op.after)
+                ops.append(op._replace(point=STEP, after=after))
     return replace(plan, ops=tuple(ops))
 
 

@@ -1,5 +1,6 @@
 """The policies, one file each. Importing this package imports, and so registers, every module in it."""
 
+from collections.abc import Iterable
 from importlib import import_module
 from pkgutil import iter_modules
 
@@ -14,6 +15,7 @@ from ebbtide.interleave.policies.registry import (
     make_plan,
     parse,
     policy,
+    refuse_simulation_only,
 )
 
 for _module in iter_modules(__path__):
@@ -28,9 +30,29 @@ BUILT_IN = tuple(
     )
 )
 
+# The other systems, with typical values; `systems` stands for all of them where policies are asked for.
+SYSTEMS = (
+    "superoffload",
+    "zenflow:0.1",
+    "megatron-hybrid:0.5,overlap=copies",
+    "deepcompile",
+    "prime-rl",
+    "torchao",
+    "fsdp2-offload",
+)
+ALL_SYSTEMS = "systems"
+
+
+def with_systems(policies: Iterable[str]) -> list[str]:
+    """Return policies' strings with `systems` replaced by those of all other systems."""
+    return [text for policy in policies for text in (SYSTEMS if policy.strip() == ALL_SYSTEMS else (policy,))]
+
+
 __all__ = [
+    "ALL_SYSTEMS",
     "BUILT_IN",
     "POLICIES",
+    "SYSTEMS",
     "DefaultRun",
     "PlanBuilder",
     "Policy",
@@ -40,4 +62,6 @@ __all__ = [
     "make_plan",
     "parse",
     "policy",
+    "refuse_simulation_only",
+    "with_systems",
 ]

@@ -13,7 +13,12 @@ from ebbtide.machines.machine import Machine
 def gpu_only(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Keep all state resident on the GPU: the limit if memory does not matter."""
     reject_value(spec)
-    builder = PlanBuilder(spec.text, workload)
+    return all_resident(workload, spec.text)
+
+
+def all_resident(workload: Workload, text: str) -> Plan:
+    """Make the plan that keeps all state on the GPU, for the policy with a string."""
+    builder = PlanBuilder(text, workload)
     subgroups = range(len(builder.sizes))
     builder.gradients(keep=frozenset(subgroups))
     for subgroup in subgroups:

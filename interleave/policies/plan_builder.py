@@ -24,6 +24,8 @@ class PlanBuilder:
             waits.
         early: Start an update as soon as its gradient is ready, if the workload does not need all gradients first;
             otherwise updates start with the step.
+        speculative: Start an update on the CPU as soon as its gradient is ready, before clipping has said that it is
+            valid.
         ops: The operations so far.
         sizes: Parameters of each subgroup.
     """
@@ -32,12 +34,14 @@ class PlanBuilder:
     workload: Workload
     blocking_gradients: bool = False
     early: bool = False
+    speculative: bool = False
     ops: list[Op] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sizes = self.workload.subgroups
         self._gradient_points = gradient_ready_points(self.workload)
         self.early = self.early and not self.workload.needs_all_gradients
+        self.speculative = self.speculative and not self.workload.gradients_held_until_step
         self._gradient_copies: dict[int, int] = {}
         self._clip: tuple[int, ...] = ()
         self._resident: set[int] = set()
@@ -57,21 +61,40 @@ class PlanBuilder:
         blocking: bool = False,
         acquire: float = 0.0,
         release: float = 0.0,
+        due: float | None = None,
+        speculative: bool = False,
+        share: float = 1.0,
     ) -> int:
-        """Append an operation (see `Op`) and return its index."""
-        params = self.sizes[subgroup] if subgroup >= 0 else 0
+        """Append an operation (see `Op`) on a share of a subgroup's parameters and return its index."""
+        params = round(share * self.sizes[subgroup]) if subgroup >= 0 else 0
         nbytes = bytes_per_param * params
         self.ops.append(
-            Op(kind, resource, subgroup, params, nbytes, point, after, pageable, blocking, acquire, release)
+            Op(
+                kind,
+                resource,
+                subgroup,
+                params,
+                nbytes,
+                point,
+                after,
+                pageable,
+                blocking,
+                acquire,
+                release,
+                due,
+                speculative,
+            )
         )
         return len(self.ops) - 1
 
-    def gradients(self, keep: frozenset[int] = frozenset()) -> None:
+    def gradients(self, keep: frozenset[int] = frozenset(), bytes_per_param: float | None = None) -> None:
         """Copy gradients to the host as soon as they are ready, or after the backward if they are held until then.
 
         Args:
             keep: Subgroups whose gradients stay on the device instead.
+            bytes_per_param: Bytes of a gradient that is copied; None for those that it has.
         """
+        width = self.workload.grad_bytes if bytes_per_param is None else bytes_per_param
         for subgroup in reversed(range(len(self.sizes))):
             point = UPDATE if self.workload.gradients_held_until_step else self._gradient_points[subgroup]
             if subgroup in keep:
@@ -81,13 +104,37 @@ class PlanBuilder:
                 "gradient down",
                 "d2h",
                 subgroup,
-                self.workload.grad_bytes,
+                width,
                 point=point,
                 pageable=self.blocking_gradients,
                 blocking=self.blocking_gradients and not self.workload.gradients_held_until_step,
             )
         if self.workload.clipping:
             self._clip = (self.add("clip", "cpu", -1, after=tuple(self._gradient_copies.values())),)
+
+    def gradients_at_step(self, keep: frozenset[int], bytes_per_param: float) -> None:
+        """Clip gradients on the device, in the memory of the job, and copy them to the host then.
+
+        Args:
+            keep: Subgroups whose gradients are not copied.
+            bytes_per_param: Bytes of a gradient that is copied.
+        """
+        self._kept |= keep
+        if self.workload.clipping:
+            self._clip = (self.add("clip", "cpu", -1),)
+        for subgroup in range(len(self.sizes)):
+            if subgroup not in keep:
+                copied = self.add("gradient down", "d2h", subgroup, bytes_per_param, self._clip)
+                self._gradient_copies[subgroup] = copied
+
+    @property
+    def clip(self) -> tuple[int, ...]:
+        """The index of the clipping, empty if there is none."""
+        return self._clip
+
+    def copied_gradients(self) -> tuple[int, ...]:
+        """Return the indices of the copies of gradients to the host."""
+        return tuple(self._gradient_copies.values())
 
     def on_cpu(self, subgroup: int, params: str = "pipelined", after: tuple[int, ...] = ()) -> int:
         """Update a subgroup on the CPU.
@@ -103,32 +150,54 @@ class PlanBuilder:
             Index of the last operation.
         """
         width = self.workload.param_bytes
-        inputs = (self._gradient_copies[subgroup], *self._clip, *after)
-        point = self._update_point(subgroup)
-        update = self.add("update", "cpu", subgroup, after=inputs, point=point)
+        update = self.update_on_cpu(subgroup, after)
+        point = self.ops[update].point
         if params == "pipelined":
             return self.add("upload", "h2d", subgroup, width, (update,), point)
         if params == "gpu-cast":
-            staged = MASTER_BYTES * self.sizes[subgroup]
-            upload = self.add("upload", "h2d", subgroup, MASTER_BYTES, (update,), point, acquire=staged)
-            return self.add("cast", "gpu", subgroup, after=(upload,), point=point, release=staged)
+            return self.upload_masters(subgroup, (update,), point)
         cast = self.add("cast", "cpu", subgroup, after=(update,))
         return self.add("upload", "h2d", subgroup, width, (cast,), pageable=True)
+
+    def update_on_cpu(self, subgroup: int, after: tuple[int, ...] = ()) -> int:
+        """Update a subgroup on the CPU and return the index of the update; its parameters are uploaded separately."""
+        is_speculative = self.speculative and bool(self._clip)
+        point = self._gradient_points[subgroup] if is_speculative else self._update_point(subgroup)
+        clip = () if is_speculative else self._clip
+        inputs = (self._gradient_copies[subgroup], *clip, *after)
+        return self.add("update", "cpu", subgroup, after=inputs, point=point, speculative=is_speculative)
+
+    def upload_masters(self, subgroup: int, after: tuple[int, ...], point: float = STEP, staged: bool = True) -> int:
+        """Upload the fp32 masters of a subgroup, convert them on the GPU, and return the index of the conversion.
+
+        Args:
+            subgroup: Index of the subgroup.
+            after: Indices of the operations to wait for, its update among them.
+            point: The earliest point of the iteration at which the upload may start.
+            staged: Whether the masters take device memory only meanwhile; otherwise the plan has memory for them.
+        """
+        staged_bytes = MASTER_BYTES * self.sizes[subgroup] if staged else 0.0
+        upload = self.add("upload", "h2d", subgroup, MASTER_BYTES, after, point, acquire=staged_bytes)
+        return self.add("cast", "gpu", subgroup, after=(upload,), point=point, release=staged_bytes)
 
     def resident(self, subgroup: int) -> None:
         """Update a subgroup on the GPU whose state never leaves the device."""
         self._resident.add(subgroup)
         self.add("update", "gpu", subgroup, after=self._gradient(subgroup), point=self._update_point(subgroup))
 
-    def leave(self, subgroups: Iterable[int]) -> None:
-        """Flush parked state, which is on the device when the iteration begins, at its start.
+    def leave(self, subgroups: Iterable[int], point: float = OTHER) -> None:
+        """Flush parked state, which is on the device when the iteration begins.
 
         Call it before `gradients`.
+
+        Args:
+            subgroups: The subgroups whose state is parked.
+            point: The earliest point of the iteration at which they may start.
         """
         for subgroup in subgroups:
             size = self.workload.state_bytes
             released = size * self.sizes[subgroup]
-            self._first_flushes[subgroup] = self.add("flush", "d2h", subgroup, size, point=OTHER, release=released)
+            self._first_flushes[subgroup] = self.add("flush", "d2h", subgroup, size, point=point, release=released)
 
     def leaving(self, subgroup: int) -> int:
         """Return the index of the flush that `leave` added for a subgroup."""

@@ -69,6 +69,8 @@ class Policy:
         options: The values that each option may have, the default first.
         summary: First line of the function's docstring.
         default_run: How the policy is run by default, None if it is not.
+        simulation_only: Whether the engine cannot run its plans; `replay` and `sweep` can.
+        uses_storage: Whether state that host memory does not hold may be in storage. Without, it does not fit.
     """
 
     name: str
@@ -76,6 +78,8 @@ class Policy:
     options: Mapping[str, tuple[str, ...]]
     summary: str
     default_run: DefaultRun | None = None
+    simulation_only: bool = False
+    uses_storage: bool = True
 
 
 POLICIES: dict[str, Policy] = {}
@@ -85,19 +89,26 @@ PARAMS_BLOCKING = ("blocking", "pipelined", "gpu-cast")
 
 
 def policy(
-    name: str, default_run: DefaultRun | None = None, /, **options: tuple[str, ...]
+    name: str,
+    default_run: DefaultRun | None = None,
+    /,
+    simulation_only: bool = False,
+    uses_storage: bool = True,
+    **options: tuple[str, ...],
 ) -> Callable[[PolicyFunction], PolicyFunction]:
     """Register the decorated function as a policy.
 
     Args:
         name: Name of the policy. The first line of the function's docstring is its summary.
         default_run: For built-in policies: how `ebbtide replay` runs it by default.
+        simulation_only: Whether the engine cannot run its plans.
+        uses_storage: Whether state that host memory does not hold may be in storage.
         **options: The values that each option may have, the default first.
     """
 
     def register(function: PolicyFunction) -> PolicyFunction:
         summary = (function.__doc__ or "").strip().split("\n")[0]
-        POLICIES[name] = Policy(name, function, options, summary, default_run)
+        POLICIES[name] = Policy(name, function, options, summary, default_run, simulation_only, uses_storage)
         return function
 
     return register
@@ -128,6 +139,16 @@ def parse(text: str) -> PolicySpec:
     return PolicySpec(text, name, value if colon else None, options)
 
 
+def refuse_simulation_only(text: str) -> None:
+    """Raise PolicyError if the policy that a string selects can only be simulated, or does not exist."""
+    if POLICIES[parse(text).name].simulation_only:
+        others = ", ".join(sorted(name for name, other in POLICIES.items() if not other.simulation_only))
+        raise PolicyError(
+            f"policy {text} can be simulated, by `ebbtide replay`, and not run: run the system itself, or choose "
+            f"{others}"
+        )
+
+
 def depends_on_rates(text: str) -> bool:
     """Return whether the plans of a policy depend on how fast a machine is and how long the phases of the job are.
 
@@ -152,13 +173,15 @@ def plan_in_memory(text: str, workload: Workload, machine: Machine) -> Plan:
 def make_plan(text: str, workload: Workload, machine: Machine) -> Plan:
     """Make the plan of the policy that a string selects.
 
-    State that host memory does not hold is in storage, if the machine has storage (see `with_storage`).
+    State that host memory does not hold is in storage, if the machine has storage (see `with_storage`) and the policy
+    uses it.
 
     Raises:
         PolicyError: The string selects no policy, or the policy cannot plan this workload.
         MachineError: The machine lacks a rate that the policy needs.
     """
-    return with_storage(plan_in_memory(text, workload, machine), workload, machine)
+    plan = plan_in_memory(text, workload, machine)
+    return with_storage(plan, workload, machine) if POLICIES[parse(text).name].uses_storage else plan
 
 
 def to_number(text: str, value: str | None, what: str, default: float | None, minimum: float, maximum: float) -> float:

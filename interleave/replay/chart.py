@@ -1,31 +1,56 @@
-"""A bar chart of a replay: the iteration of each policy, phase by phase, and the bound."""
+"""A picture of a replay: the iteration of each policy, phase by phase, the bound, and the memory that it needs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ebbtide.analysis.plot import PHASE_COLORS
-from ebbtide.interleave.replay.results import Replay
+from ebbtide.interleave.replay.results import PolicyResult, Replay
 from ebbtide.phases import OTHER, PHASES
 
 matplotlib.use("Agg")
 
 _HATCHES = {"other": "", "forward": "//", "backward": "\\\\", "update": ""}
 _OTHER_COLOR = "#d0d0d0"
+_BYTES_COLOR = "#8a8a8a"
 _FITS_TEXTS = {True: "", False: ", does not fit", None: ", not known to fit"}
+_FONT_SIZE = 8.5
+# What is drawn beside the iteration where it is not 0 for every policy.
+_BYTES: tuple[tuple[str, Callable[[PolicyResult], float]], ...] = (
+    ("device memory (GB)", lambda result: result.peak_device_bytes),
+    ("host memory (GB)", lambda result: result.host_bytes),
+    ("storage traffic (GB)", lambda result: result.storage_read_bytes + result.storage_written_bytes),
+)
 
 
 def chart(replay: Replay) -> Figure:
-    """Draw the phases of each policy as bars, in the order requested, and the bound as a line.
+    """Draw the phases of each policy as bars, in the order requested, the bound as a line, and bytes beside them.
 
-    Policies that do not fit, or are not known to fit, are labelled.
+    Policies that do not fit, or are not known to fit, and those that are not exact, are labelled.
     """
     results = replay.results
-    figure = Figure(figsize=(9.5, 1.6 + 0.5 * len(results)), layout="constrained", dpi=130)
-    axes = figure.subplots()
-    rows = np.arange(len(results))
+    shown = [(title, size_of) for title, size_of in _BYTES if any(size_of(result) for result in results)]
+    size = (8.5 + 1.6 * len(shown), 1.8 + 0.45 * len(results))
+    figure = Figure(figsize=size, layout="constrained", dpi=130)
+    widths = [4.0] + [1.0] * len(shown)
+    all_axes = figure.subplots(1, len(widths), squeeze=False, sharey=True, width_ratios=widths)[0]
+    _draw_iterations(all_axes[0], replay)
+    for axes, (title, size_of) in zip(all_axes[1:], shown, strict=True):
+        _draw_bytes(axes, title, [size_of(result) / 1e9 for result in results])
+    figure.suptitle(f"{replay.workload.name} on {replay.machine.name}", x=0.01, ha="left", fontsize=10.5)
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False, fontsize=_FONT_SIZE)
+    return figure
+
+
+def _draw_iterations(axes: Axes, replay: Replay) -> None:
+    results = replay.results
+    rows = range(len(results))
     ends = np.zeros(len(results))
     colors = {OTHER: _OTHER_COLOR, **PHASE_COLORS}
     for phase in (OTHER, *PHASES):
@@ -37,22 +62,36 @@ def chart(replay: Replay) -> Figure:
         ends += lengths
     bound_ms = replay.bound.iteration_s * 1e3
     axes.axvline(bound_ms, color="#222222", lw=1.2, ls=(0, (5, 3)), label=f"bound {bound_ms:,.0f} ms")
-    for row, result, end in zip(rows, results, ends, strict=True):
-        axes.annotate(
-            f"{end:,.0f} ms{_FITS_TEXTS[result.fits]}",
-            (end, row),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8.5,
-            # The line of the bound must not cross the text.
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
-        )
+    texts = [f"{_FITS_TEXTS[result.fits]}{'' if result.exact else ', not exact'}" for result in results]
+    for row, text, end in zip(rows, texts, ends, strict=True):
+        _write_figure(axes, row, end, f"{end:,.0f} ms{text}")
     axes.set_yticks(rows, [result.policy for result in results])
     axes.invert_yaxis()
-    axes.set_xlim(0, max(float(ends.max()), bound_ms) * 1.28)
+    room = 1.16 + 0.017 * max(map(len, texts))
+    axes.set_xlim(0, max(float(ends.max()), bound_ms) * room)
     axes.set_xlabel("time of an iteration (ms), simulated")
-    axes.set_title(f"{replay.workload.name} on {replay.machine.name}", loc="left", fontsize=10.5)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8.5)
-    return figure
+
+
+def _draw_bytes(axes: Axes, title: str, gigabytes: list[float]) -> None:
+    axes.barh(np.arange(len(gigabytes)), gigabytes, height=0.62, color=_BYTES_COLOR)
+    for row, size in enumerate(gigabytes):
+        _write_figure(axes, row, size, f"{size:.3g}")
+    axes.set_xlim(0, max(gigabytes) * 1.5)
+    axes.set_xlabel(title)
+    axes.tick_params(left=False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _write_figure(axes: Axes, row: float, end: float, text: str) -> None:
+    """Write a figure behind its bar."""
+    axes.annotate(
+        text,
+        (end, row),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=_FONT_SIZE,
+        # The line of the bound must not cross the text.
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+    )

@@ -12,7 +12,7 @@ from ebbtide.interleave.model.overlap import BOTH, NO_OVERLAP, OVERLAPS, Overlap
 from ebbtide.interleave.model.plan import STORAGE_RESOURCES
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import BUILT_IN, make_plan, parse
+from ebbtide.interleave.policies import BUILT_IN, make_plan, parse, with_systems
 from ebbtide.interleave.simulation.bound import Bound, bound
 from ebbtide.interleave.simulation.steps import Steps, simulate_steps
 from ebbtide.machines.accuracy import accuracy_of
@@ -52,6 +52,9 @@ class PolicyResult:
         storage_written_bytes_per_day: The same, if iterations follow each other for a day.
         storage_busy: By path: the shares of the iteration during which it reads and writes.
         stored_subgroups: Subgroups whose state is in storage.
+        exact: Whether each step gives the results that the workload asks for: the same update, of all gradients,
+            clipped if the workload clips.
+        note: How the results differ where they are not exact; None where they are.
     """
 
     policy: str
@@ -75,6 +78,8 @@ class PolicyResult:
     storage_written_bytes_per_day: float
     storage_busy: list[dict[str, float]]
     stored_subgroups: int
+    exact: bool
+    note: str | None
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,8 @@ class Replay:
         machine: The machine.
         results: A result per policy.
         schedules: The schedule of each result.
-        bound: Lower bounds of any policy without overlap.
-        overlap: The overlap of all policies together.
+        bound: Lower bounds of any exact policy without overlap.
+        overlap: The overlap of all exact policies together.
         overlap_bound: Lower bounds of any policy with that overlap or a part of it.
         skipped: Built-in policies that were left out, and why.
     """
@@ -128,7 +133,8 @@ def replay(workload: Workload, machine: Machine, policies: Sequence[str] | None 
     Args:
         workload: The workload.
         machine: The machine.
-        policies: Policies' strings; None for all built-in policies that the machine's rates suffice for.
+        policies: Policies' strings; `systems` for those of all other systems that can plan the workload. None for all
+            built-in policies that the machine's rates suffice for.
 
     Raises:
         PolicyError: A policy does not exist or cannot plan this workload.
@@ -136,11 +142,11 @@ def replay(workload: Workload, machine: Machine, policies: Sequence[str] | None 
     """
     results, schedules = [], []
     skipped = {}
-    for text in policies or BUILT_IN:
+    for text in with_systems(policies or BUILT_IN):
         try:
             steps = simulate_steps(make_plan(text, workload, machine), workload, machine)
         except (MachineError, PolicyError) as error:
-            if policies:
+            if policies and text in policies:
                 raise
             skipped[text] = str(error)
             continue
@@ -154,9 +160,10 @@ def replay(workload: Workload, machine: Machine, policies: Sequence[str] | None 
 
 
 def _overlap_of_all(results: list[PolicyResult], schedules: list[Schedule]) -> Overlap:
-    """Return the overlap that any policy asks for in its string, or its plan has."""
-    asked = [OVERLAPS.get(parse(result.policy).options.get("overlap", "none"), BOTH) for result in results]
-    plans = [schedule.plan for schedule in schedules]
+    """Return the overlap that any policy asks for in its string, or its plan has if it is exact."""
+    names = [parse(result.policy).options.get("overlap", "none") for result in results]
+    asked = [BOTH if name == "auto" else OVERLAPS.get(name, NO_OVERLAP) for name in names]
+    plans = [schedule.plan for schedule in schedules if schedule.plan.is_exact]
     return Overlap(
         forward=any(overlap.forward for overlap in asked) or any(plan.has_late_updates for plan in plans),
         backward=any(overlap.backward for overlap in asked) or any(plan.speculated for plan in plans),
@@ -211,6 +218,8 @@ def _result(text: str, steps: Steps, machine: Machine) -> PolicyResult:
         storage_written_bytes_per_day=written / iteration_s * _DAY_S if written else 0.0,
         storage_busy=schedule.storage_busy_shares(),
         stored_subgroups=len(schedule.plan.stored),
+        exact=schedule.plan.is_exact,
+        note=schedule.plan.departures.consequence or None,
     )
 
 

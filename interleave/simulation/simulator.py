@@ -25,7 +25,7 @@ from ebbtide.machines.machine import Machine
 # Reads and writes of the first path of the storage; those of the next path follow.
 _INDEX = {"cpu": CPU, "gpu": GPU, "h2d": H2D, "d2h": D2H, "storage_read": STORAGE, "storage_write": STORAGE + 1}
 # What the duration of an operation depends on: kind, resource, parameters, bytes, whether host memory is pageable,
-# whether an update is speculative, the path of the storage, and the share of the CPU's update rate.
+# whether an update writes beside the old state, the path of the storage, and the share of the CPU's update rate.
 _OpClass = tuple[OpKind, Resource, int, float, bool, bool, int, float]
 
 
@@ -149,7 +149,10 @@ class Simulator:
         """Return resource, seconds alone, and bytes/s of host memory traffic of each operation."""
         share = plan.cpu_share
         work = self._work
-        classes: list[_OpClass] = [(op[0], op[1], op[3], op[4], op[7], op[12], op[13], share) for op in plan.ops]
+        in_place = plan.rolls_back
+        classes: list[_OpClass] = [
+            (op[0], op[1], op[3], op[4], op[7], op[12] and not in_place, op[13], share) for op in plan.ops
+        ]
         try:
             entries = [work[op_class] for op_class in classes]
         except KeyError:

@@ -12,7 +12,7 @@ from rich.console import Console
 from ebbtide.units import ms_text
 
 if TYPE_CHECKING:
-    from ebbtide.interleave.replay.recommend import PolicySetup, Recommendation
+    from ebbtide.interleave.replay.recommend import PolicySetup, Recommendation, SystemSetup
 
 # Objects within the object have one line up to this length.
 _MAX_INNER_WIDTH = 60
@@ -25,6 +25,10 @@ def print_recommendation(advice: Recommendation) -> None:
     _print_text(f"recommended: {advice.line}")
     for alternative in advice.alternatives:
         _print_text(f"instead of offloading: {alternative}")
+    faster = [system for system in advice.systems if system.is_faster]
+    if faster:
+        texts = (f"{system.policy}{'' if system.exact else ' (not exact)'}" for system in faster)
+        _print_text(f"faster in other systems: {', '.join(texts)}")
     for policy, reason in advice.left_out.items():
         _print_text(f"not among the blocks below: {policy} ({reason})")
     if advice.placeholders:
@@ -32,6 +36,8 @@ def print_recommendation(advice: Recommendation) -> None:
         _print_text(f"replace by the values of your job: {names}")
     for number, setup in enumerate(advice.setups):
         _print_setup(setup, is_recommended=not number)
+    for system in advice.systems:
+        _print_system(system)
 
 
 def json_block(value: Any, indent: int = 0) -> str:
@@ -62,3 +68,14 @@ def _print_setup(setup: PolicySetup, is_recommended: bool) -> None:
         typer.echo(f"\nIn a script without DeepSpeed, instead of torch.optim.AdamW:\n\n{setup.optimizer_code}")
     if setup.policy == "gpu-only":
         typer.echo("\nIn a script without DeepSpeed: keep torch.optim.AdamW.")
+
+
+def _print_system(system: SystemSetup) -> None:
+    kind = "faster" if system.is_faster else "the best fraction"
+    title = (
+        f"{system.policy}: {ms_text(system.iteration_ms)} an iteration ({kind}{'' if system.exact else ', not exact'})"
+    )
+    typer.echo(f"\n{title}\n{'-' * len(title)}")
+    if system.note is not None:
+        _print_text(f"Not exact: {system.note}.")
+    typer.echo(f"{system.place}:\n\n{system.lines}")

@@ -25,6 +25,7 @@ def print_replay(replayed: Replay, baseline: str) -> None:
     typer.echo(f"{job.name} on {replayed.machine.name}: {params}")
     for note in job.notes:
         typer.echo(f"note: {note}")
+    some_inexact = not all(result.exact for result in replayed.results)
     baseline_ms = next(result.iteration_ms for result in replayed.results if result.policy == baseline)
     rows = [
         [
@@ -37,19 +38,23 @@ def print_replay(replayed: Replay, baseline: str) -> None:
             result.limited_by,
             bytes_text(result.peak_device_bytes),
             {True: "yes", False: "no", None: "not known"}[result.fits],
+            *(["yes" if result.exact else "no"] if some_inexact else []),
         ]
         for result in replayed.results
     ]
     bound_ms = bound.iteration_s * 1e3
     speed_up = f"{baseline_ms / bound_ms:.2f}x" if bound_ms else "-"
     overlap = "" if replayed.overlap == NO_OVERLAP else f", overlap={replayed.overlap.name}"
-    rows.append([f"bound{overlap}", ms_text(bound_ms), speed_up, "", "", ms_text(bound.exposed_s * 1e3), "", "", ""])
+    blank = [""] * (4 if some_inexact else 3)
+    rows.append([f"bound{overlap}", ms_text(bound_ms), speed_up, "", "", ms_text(bound.exposed_s * 1e3), *blank])
     times = ["iteration", "speed-up", "backward", "update", "exposed"]
-    columns = ["policy", *times, "update limited by", "device memory", "fits"]
+    columns = ["policy", *times, "update limited by", "device memory", "fits", *(["exact"] if some_inexact else [])]
     print_table(f"One iteration under each policy (speed-up over {baseline})", columns, rows)
     for result, schedule in zip(replayed.results, replayed.schedules, strict=True):
         if schedule.plan.remark:
             typer.echo(f"{result.policy}: {schedule.plan.remark}")
+        if result.note:
+            typer.echo(f"{result.policy} is not exact: {result.note}")
     _print_speculation(replayed)
     _print_storage(replayed)
     for name, reason in replayed.skipped.items():
@@ -61,9 +66,11 @@ def _print_speculation(replayed: Replay) -> None:
     if not any(result.speculated_subgroups for result in replayed.results):
         return
     clipped = f"{100 * replayed.workload.clip_active_share:.3g} % of the steps are clipped (clip_active_share)"
-    share = replayed.machine.out_of_place_share
-    origin = "measured" if replayed.machine.cpu_out_of_place_share is not None else "assumed, not measured here"
-    typer.echo(f"speculative updates: {clipped}; they run at {share:.3g} of the CPU's rate ({origin})")
+    rate = ""
+    if any(schedule.plan.updated_beside for schedule in replayed.schedules):
+        origin = "measured" if replayed.machine.cpu_out_of_place_share is not None else "assumed, not measured here"
+        rate = f"; they run at {replayed.machine.out_of_place_share:.3g} of the CPU's rate ({origin})"
+    typer.echo(f"speculative updates: {clipped}{rate}")
 
 
 def _print_storage(replayed: Replay) -> None:

@@ -100,7 +100,7 @@ def _figures(best: BestPolicy) -> list[str]:
     if row is None:
         return ["none fits", "-", "-", "-", "-"]
     return [
-        row["policy"],
+        row["policy"] if row["exact"] else f"{row['policy']} (not exact)",
         ms_text(row["iteration_ms"]),
         "-" if best.speed_up is None else f"{best.speed_up:.2f}x",
         "-" if best.above_bound is None else f"{100 * best.above_bound:.1f} %",

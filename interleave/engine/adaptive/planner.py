@@ -16,7 +16,7 @@ from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import depends_on_rates, make_plan, parse
+from ebbtide.interleave.policies import depends_on_rates, make_plan, parse, refuse_simulation_only
 from ebbtide.machines.machine import Machine
 from ebbtide.units import bytes_text
 
@@ -49,6 +49,9 @@ class Planner:
         machine: The rates, corrected by the steps so far.
         workload: The job, with the phases measured so far.
         needed_bytes: Device memory that the last plan may use, in bytes.
+
+    Raises:
+        PolicyError: The policy does not exist, or can only be simulated.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Planner:
         streamed: bool,
         supported: Overlap = NO_OVERLAP,
     ) -> None:
+        refuse_simulation_only(policy)
         self.policy = policy
         self._is_adaptive = parse(policy).name == "adaptive"
         self._replans = depends_on_rates(policy)

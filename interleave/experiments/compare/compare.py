@@ -24,7 +24,7 @@ from ebbtide.interleave.experiments.compare.results import (
 from ebbtide.interleave.experiments.compare.runs import CannotRun, PolicyRun, TrainingRun, run_policy
 from ebbtide.interleave.experiments.compare.testbed import Testbed, find_testbed
 from ebbtide.interleave.model.schedule import Schedule
-from ebbtide.interleave.policies import parse
+from ebbtide.interleave.policies import refuse_simulation_only
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import PHASES
@@ -120,7 +120,7 @@ def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None)
 def _checked_shape(config: CompareConfig, policies: Sequence[str]) -> Shape:
     """Return the shape of the model. Raises UserError for settings that are invalid, before anything runs."""
     for text in policies:
-        parse(text)
+        refuse_simulation_only(text)
     for name in config.baselines:
         if name not in BASELINES:
             raise UserError(f"--against {name!r}: choose from {', '.join(BASELINES)}")

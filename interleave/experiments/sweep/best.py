@@ -47,6 +47,7 @@ class BestPolicy:
             "iteration_ms",
             "exposed_ms",
             "fits",
+            "exact",
         )
         return {
             "workload": self.workload,
@@ -69,7 +70,8 @@ class _Group(NamedTuple):
 def find_best(rows: Sequence[Row]) -> list[BestPolicy]:
     """Return the best combination of each workload, machine, size and free memory, in the order of the rows.
 
-    Combinations that fit come before those for which that is not known; those that do not fit are left out.
+    Combinations that are exact come before those that are not, and those that fit before those for which that is not
+    known; those that do not fit are left out.
     """
     groups: dict[_Group, list[Row]] = {}
     for row in rows:
@@ -82,7 +84,7 @@ def _best(group: _Group, rows: Sequence[Row]) -> BestPolicy:
     replayed = [row for row in rows if row["error"] is None]
     best = min(
         (row for row in replayed if row["fits"] is not False),
-        key=lambda row: (row["fits"] is None, row["iteration_ms"]),
+        key=lambda row: (not row["exact"], row["fits"] is None, row["iteration_ms"]),
         default=None,
     )
     baseline_ms = [

@@ -83,7 +83,8 @@ def draw_lines(axes: Axes, grid: Grid, points: Points) -> None:
         for position, seconds, row in zip(positions, times, rows, strict=True):
             if row is not None and row["error"] is None:
                 axes.plot(position, seconds, marker=style["marker"], **FITS[row["fits"]].mark(style["color"]))
-        axes.plot([], [], label=policy, lw=1.3, ms=6, **style)
+        is_exact = all(row["exact"] for row in rows if row is not None and row["error"] is None)
+        axes.plot([], [], label=policy if is_exact else f"{policy} (not exact)", lw=1.3, ms=6, **style)
     axes.plot(positions, _axis_values(grid, points, "bound_iteration_ms"), **BOUND)
     axes.set_xticks(
         positions, [grid.axis.text(tick) + _params_text(grid, points, tick) for tick in grid.ticks], fontsize=8.5
@@ -109,7 +110,11 @@ def scale_lines(row_axes: Sequence[Axes], axis: Axis) -> None:
 
 
 def draw_bars(axes: Axes, grid: Grid, points: Points) -> None:
-    """Draw a bar per policy: the iteration without the optimizer, and the time that the optimizer adds."""
+    """Draw a bar per policy: the iteration without the optimizer, and the time that the optimizer adds.
+
+    Behind it are the iteration, the memory of the device and of the host, the traffic of storage, and whether the
+    policy is not exact.
+    """
     positions = np.arange(len(grid.policies))
     for position, policy in enumerate(grid.policies):
         row = points.get((policy, None))
@@ -119,7 +124,11 @@ def draw_bars(axes: Axes, grid: Grid, points: Points) -> None:
         axes.barh(position, compute, height=0.7, **COMPUTE)
         hatch = FITS[row["fits"]].hatch
         axes.barh(position, iteration - compute, left=compute, height=0.7, hatch=hatch, **_ADDED)
-        axes.annotate(f"{iteration:.3g} s", (iteration, position), (4, 0), textcoords="offset points", **_FIGURE)
+        text = f"{iteration:.3g} s, {row['peak_device_bytes'] / 1e9:.3g} + {row['host_bytes'] / 1e9:.3g} GB"
+        traffic = row["storage_read_bytes"] + row["storage_written_bytes"]
+        text += f", {traffic / 1e9:.3g} GB storage" if traffic else ""
+        text += "" if row["exact"] else ", not exact"
+        axes.annotate(text, (iteration, position), (4, 0), textcoords="offset points", **_FIGURE)
     bounds = [_seconds(row, "bound_iteration_ms") for row in points.values() if row["error"] is None]
     if bounds:
         axes.axvline(bounds[0], **BOUND)
@@ -130,8 +139,9 @@ def draw_bars(axes: Axes, grid: Grid, points: Points) -> None:
 def scale_bars(row_axes: Sequence[Axes]) -> None:
     """Give the panels of a row the same time axis, with space for the figures."""
     high = max(axes.dataLim.x1 for axes in row_axes)
+    room = 1.1 + 0.026 * max((len(text.get_text()) for axes in row_axes for text in axes.texts), default=0)
     for axes in row_axes:
-        axes.set_xlim(0, max(high, 0) * 1.2 or 1)
+        axes.set_xlim(0, max(high, 0) * room or 1)
 
 
 def _seconds(row: Row | None, column: str) -> float:

@@ -63,7 +63,7 @@ def draw_sweep(rows: Sequence[Row]) -> Figure:
         else:
             scale_bars(row_axes)
     for axes in all_axes[-1]:
-        axes.set_xlabel(grid.axis.label if grid.axis else "iteration (s)")
+        axes.set_xlabel(grid.axis.label if grid.axis else "iteration (s); GB: device + host memory")
     _legend(figure, grid, all_axes[0, 0])
     _names(figure, grid, all_axes)
     return figure

@@ -29,6 +29,9 @@ _FIGURES = (
     "d2h_busy_share",
     "peak_device_bytes",
     "host_bytes",
+    "storage_read_bytes",
+    "storage_written_bytes",
+    "storage_written_bytes_per_day",
     "bound_update_ms",
     "bound_iteration_ms",
     "bound_exposed_ms",
@@ -37,16 +40,13 @@ _FIGURES = (
     "bound_overlap_exposed_ms",
     "bound_overlap_exposed_whole_subgroups_ms",
     "redone_iteration_ms",
-    "storage_read_bytes",
-    "storage_written_bytes",
-    "storage_written_bytes_per_day",
     "storage_read_busy_share",
     "storage_write_busy_share",
 )
 # Null means not known. scale_params, free_bytes and subgroup_params are the scenario (1 and null: the workload as it
 # is); params, subgroups, largest_subgroup_params and least_free_bytes are those of the changed workload. compute_ms is
 # the iteration without its optimizer; the other figures are those of `ebbtide replay`, busy shares of the update phase.
-# error: why there are no figures.
+# note: why results are not exact. error: why there are no figures.
 SCHEMA = pa.schema(
     [
         *(pa.field(name, pa.string(), nullable=False) for name in ("workload", "machine", "policy")),
@@ -59,6 +59,8 @@ SCHEMA = pa.schema(
         pa.field("bound_overlap", pa.string()),
         pa.field("speculated_subgroups", pa.int64()),
         pa.field("stored_subgroups", pa.int64()),
+        pa.field("exact", pa.bool_()),
+        pa.field("note", pa.string()),
         pa.field("error", pa.string()),
     ]
 )

@@ -13,8 +13,7 @@ from ebbtide.interleave.experiments.sweep.scenario import Scenario
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.replay.results import replay
-from ebbtide.machines.machine import Machine
-from ebbtide.machines.storage import StoragePath
+from ebbtide.machines.machine import Machine, machine_from
 
 Task = dict[str, Any]
 Row = dict[str, Any]
@@ -25,7 +24,7 @@ def make_task(workload: Workload, machine: Machine, scenario: Scenario, policy: 
     return {
         "ebbtide": ebbtide.__version__,
         "workload": asdict(workload),
-        "machine": asdict(machine),
+        "machine": machine.as_json(),
         "scenario": asdict(scenario),
         "policy": policy,
     }
@@ -70,8 +69,8 @@ def scenario_columns(task: Task) -> Row:
 
 def _replayed_row(task: Task) -> Row:
     workload = Scenario(**task["scenario"]).apply_to(Workload(**task["workload"]))
-    storage = tuple(StoragePath(**path) for path in task["machine"]["storage"])
-    replayed = replay(workload, Machine(**{**task["machine"], "storage": storage}), [task["policy"]]).as_json()
+    machine = machine_from(task["machine"], task["machine"]["name"])
+    replayed = replay(workload, machine, [task["policy"]]).as_json()
     (result,) = replayed["results"]
     return {
         **scenario_columns(task),

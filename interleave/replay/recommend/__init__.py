@@ -3,5 +3,6 @@
 from ebbtide.interleave.replay.recommend.recommendation import Recommendation, recommend
 from ebbtide.interleave.replay.recommend.recorded_job import RecordedJob, recorded_job
 from ebbtide.interleave.replay.recommend.setups import PolicySetup
+from ebbtide.interleave.replay.recommend.systems import SystemSetup
 
-__all__ = ["PolicySetup", "Recommendation", "RecordedJob", "recommend", "recorded_job"]
+__all__ = ["PolicySetup", "Recommendation", "RecordedJob", "SystemSetup", "recommend", "recorded_job"]

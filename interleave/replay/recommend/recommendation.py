@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ebbtide.interleave.model.schedule import Schedule
@@ -12,6 +12,7 @@ from ebbtide.interleave.replay.recommend.choice import choose_policy
 from ebbtide.interleave.replay.recommend.configuration import placeholders
 from ebbtide.interleave.replay.recommend.recorded_job import RecordedJob
 from ebbtide.interleave.replay.recommend.setups import PolicySetup, setup_of
+from ebbtide.interleave.replay.recommend.systems import SystemSetup, other_systems
 from ebbtide.machines.accuracy import accuracy_of
 from ebbtide.machines.machine import Machine
 
@@ -35,6 +36,7 @@ class Recommendation:
         alternatives: Changes to the job after which nothing would have to be offloaded.
         uncertainty: The known accuracy of predictions from the machine, in a sentence.
         left_out: Policies without a setup, and why.
+        systems: Other systems that are faster, and the best fraction of Megatron-LM.
     """
 
     policy: str
@@ -48,6 +50,7 @@ class Recommendation:
     alternatives: tuple[str, ...]
     uncertainty: str
     left_out: dict[str, str]
+    systems: tuple[SystemSetup, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide replay --json` prints."""
@@ -100,7 +103,8 @@ class _Recommender:
         if self.job.offloads_params:
             line += f"; {policy} in a DeepSpeed job needs offload_param to be off"
         setups = tuple(self._setup(schedule) for schedule in (best, *choice.others))
-        return self._assemble(line, section, setups, alternatives(self.workload, self.job), choice.left_out)
+        advice = self._assemble(line, section, setups, alternatives(self.workload, self.job), choice.left_out)
+        return replace(advice, systems=other_systems(self.workload, self.machine, self.job, best.iteration_s))
 
     def _setup(self, schedule: Schedule) -> PolicySetup:
         return setup_of(schedule, self.job, self.machine, self.machine_source)

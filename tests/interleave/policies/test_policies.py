@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.interleave import policies
 from ebbtide.interleave.model.plan import STEP, Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import BUILT_IN, POLICIES, PlanBuilder, PolicySpec, make_plan, parse, policy
+from ebbtide.interleave.policies import BUILT_IN, POLICIES, SYSTEMS, PlanBuilder, PolicySpec, make_plan, parse, policy
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 from tests.interleave.simulation.test_simulator import TEST_MACHINE, even
@@ -23,7 +23,7 @@ from tests.interleave.strategies import fixed_policies, machines, workloads
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "there is no policy ''; there are adaptive, gpu-only, interleaved, pipelined, twin-flow, zero-offload"),
+        ("", "there is no policy ''; there are adaptive, deepcompile, fsdp2-offload, gpu-only, interleaved, megatron"),
         ("magic", "there is no policy 'magic'"),
         ("Adaptive", "there is no policy 'Adaptive'"),
         ("twin-flow", "'twin-flow' lacks the share on the CPU: write it after a colon"),
@@ -75,7 +75,7 @@ def test_parse__reads_values_and_options() -> None:
 
 
 def test_policies__imports_every_module_of_the_package() -> None:
-    modules = {f"{policies.__name__}.{module.name}" for module in iter_modules(policies.__path__)}
+    modules = {module.name for module in walk_packages(policies.__path__, f"{policies.__name__}.")}
     assert modules <= set(sys.modules)
     assert {registered.function.__module__ for registered in POLICIES.values()} <= modules
 
@@ -85,7 +85,7 @@ def test_built_in__is_in_the_order_of_the_table() -> None:
 
 
 def test_built_in__has_every_policy_with_a_summary() -> None:
-    assert {parse(text).name for text in BUILT_IN} == set(POLICIES)
+    assert {parse(text).name for text in (*BUILT_IN, *SYSTEMS)} == set(POLICIES)
     assert all(len(registered.summary) > 10 for registered in POLICIES.values())
 
 

@@ -44,6 +44,8 @@ RESULT = [
     "storage_written_bytes_per_day",
     "storage_busy",
     "stored_subgroups",
+    "exact",
+    "note",
 ]
 WITHOUT_OVERLAP = ["iteration_ms", "exposed_ms", "exposed_whole_subgroups_ms"]
 WITH_OVERLAP = [f"overlap_{key}" for key in WITHOUT_OVERLAP]

@@ -52,6 +52,17 @@ def test_draw_sweep__policies_are_lines_over_the_swept_column() -> None:
     assert axes.get_ylim()[0] == 0
 
 
+def test_draw_sweep__names_policies_that_are_not_exact() -> None:
+    lines = draw_sweep(rows(["zero-offload", "zenflow:0.1"], free(0.0, 10e9)))
+    assert legend(lines)[:2] == ["zero-offload", "zenflow:0.1 (not exact)"]
+    sweep_rows = rows(["zero-offload", "zenflow:0.1"])
+    texts = [text.get_text() for text in draw_sweep(sweep_rows).axes[0].texts]
+    assert [text.endswith(", not exact") for text in texts] == [False, True]
+    # Seconds, and the memory of the device and of the host.
+    host_gb = sweep_rows[0]["host_bytes"] / 1e9
+    assert texts[0] == f"{sweep_rows[0]['iteration_ms'] / 1e3:.3g} s, 0 + {host_gb:.3g} GB"
+
+
 def test_draw_sweep__numbers_of_parameters_have_a_logarithmic_scale() -> None:
     figure = draw_sweep(rows(["zero-offload"], [Scenario(scale_params=factor) for factor in (1.0, 2.0, 8.0)]))
     (axes,) = figure.axes

@@ -25,6 +25,7 @@ from ebbtide.interleave.experiments.sweep import (
 )
 from ebbtide.interleave.experiments.sweep.task import run_task, task_key
 from ebbtide.interleave.replay.results import replay
+from ebbtide.machines.catalog import preset
 from ebbtide.machines.storage import StoragePath
 from tests.interleave.experiments.sweep.sweeps import machine, rows, tasks, workload, write_files
 
@@ -134,6 +135,7 @@ def make_row(policy: str, iteration: float, fits: bool | None = True, **changes:
         "iteration_ms": iteration,
         "bound_iteration_ms": 80.0,
         "fits": fits,
+        "exact": True,
         "error": None,
     } | changes
 
@@ -149,6 +151,19 @@ def test_find_best__is_the_fastest_that_fits() -> None:
     assert best.row is actual[1]
     assert best.speed_up == 2
     assert best.above_bound == pytest.approx(0.25)
+
+
+def test_find_best__is_exact_if_any_is() -> None:
+    actual = [make_row("fast", 10.0, exact=False), make_row("exact", 100.0, None)]
+    assert [best.row for best in find_best(actual)] == [actual[1]]
+    assert [best.row for best in find_best(actual[:1])] == [actual[0]]
+
+
+def test_run_task__works_on_presets_with_totals_of_their_host() -> None:
+    (row,) = rows(["zenflow:0.1"], machines=[preset("a100-40gb-published")])
+    assert row["error"] is None
+    assert row["exact"] is False
+    assert row["note"].startswith("90 % of each gradient")
 
 
 def test_find_best__one_that_may_fit_comes_before_none() -> None:

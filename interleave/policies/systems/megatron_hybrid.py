@@ -1,0 +1,51 @@
+"""Megatron-LM's HybridDeviceOptimizer: a fixed fraction of the state on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.plan_builder import PlanBuilder
+from ebbtide.interleave.policies.registry import PolicySpec, policy
+from ebbtide.machines.machine import Machine
+from ebbtide.state_bytes import MASTER_BYTES
+
+
+@policy("megatron-hybrid", simulation_only=True, uses_storage=False, overlap=("none", "copies"), masters=("cpu", "gpu"))
+def megatron_hybrid(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+    """Update the fraction F of the parameters on the CPU and the rest on the GPU, as Megatron-LM's
+    HybridDeviceOptimizer does.
+
+    F is rounded up to whole subgroups, the first ones. Gradients and parameters cross the link in fp32, at the step:
+    all gradients, then all updates, then all parameters; with `overlap=copies` each as soon as it can. With
+    `masters=gpu` the GPU keeps fp32 masters of all parameters, as without --use-precision-aware-optimizer.
+    """
+    fraction = spec.number("the fraction on the CPU", None, 0.0, 1.0)
+    builder = PlanBuilder(spec.text, workload)
+    on_cpu = range(_count(builder.sizes, fraction))
+    resident = range(len(on_cpu), len(builder.sizes))
+    builder.gradients_at_step(frozenset(resident), MASTER_BYTES)
+    for subgroup in resident:
+        builder.resident(subgroup)
+    keeps_masters = spec.options["masters"] == "gpu"
+    copies = () if spec.options["overlap"] == "copies" else builder.copied_gradients()
+    updates = [builder.update_on_cpu(subgroup, copies) for subgroup in on_cpu]
+    for subgroup, update in zip(on_cpu, updates, strict=True):
+        after = (update,) if spec.options["overlap"] == "copies" else (update, updates[-1])
+        builder.upload_masters(subgroup, after, staged=not keeps_masters)
+    plan = builder.plan()
+    if not keeps_masters:
+        return plan
+    masters_bytes = MASTER_BYTES * sum(builder.sizes[subgroup] for subgroup in on_cpu)
+    return replace(plan, resident_bytes=plan.resident_bytes + masters_bytes)
+
+
+def _count(sizes: tuple[int, ...], fraction: float) -> int:
+    """Return how many of the first subgroups have at least a fraction of all parameters."""
+    params, wanted = 0, fraction * sum(sizes)
+    for count, size in enumerate(sizes):
+        if params >= wanted:
+            return count
+        params += size
+    return len(sizes)

@@ -1,0 +1,74 @@
+"""Tests of other systems in a recommendation: which are named, and the lines for them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ebbtide.interleave.replay.recommend import RecordedJob, SystemSetup, recommend
+from ebbtide.interleave.replay.recommend.systems import other_systems
+from tests.interleave.model.test_speculation import BOX, JOB
+
+HOUR_S = 3600.0
+FULL_BOX = replace(BOX, gpu_update_params_per_s=1e12, gpu_memory_bytes=80e9, h2d_bytes_per_s=50e9, d2h_bytes_per_s=50e9)
+# State of 48 GB has left the device after 1 s.
+TIGHT = replace(JOB, gpu_free=((0.0, 80e9), (2.0, 15e9), (12.0, 80e9)))
+
+
+def systems(best_s: float = HOUR_S, clipping: bool = True) -> dict[str, SystemSetup]:
+    setups = other_systems(replace(TIGHT, clipping=clipping), FULL_BOX, RecordedJob(), best_s)
+    return {setup.policy: setup for setup in setups}
+
+
+def test_other_systems__are_exact_ones_first() -> None:
+    setups = list(systems().values())
+    assert [setup.exact for setup in setups] == sorted((setup.exact for setup in setups), reverse=True)
+    assert {setup.policy for setup in setups if not setup.exact} == {
+        "zenflow:0.1,rule=deepspeed",
+        "prime-rl",
+        "torchao",
+    }
+    assert all((setup.note is None) is setup.exact for setup in setups)
+    # Without clipping those that do not clip are exact.
+    assert [name for name, setup in systems(clipping=False).items() if not setup.exact] == [
+        "zenflow:0.1,rule=deepspeed"
+    ]
+
+
+def test_other_systems__are_named_where_they_win() -> None:
+    hybrid = "megatron-hybrid:0.75,overlap=copies"
+    assert list(systems(best_s=12.0)) == [hybrid]
+    assert not systems(best_s=12.0)[hybrid].is_faster
+    assert systems()[hybrid].is_faster
+    # One subgroup of 12 GB fits into the 15 GB that are always free: smaller fractions do not.
+    assert "--optimizer-offload-fraction 0.75\n" in systems()[hybrid].lines
+
+
+def test_other_systems__give_configurations_of_deepspeed() -> None:
+    setups = systems()
+    superoffload = json.loads(setups["superoffload,rule=deepspeed"].lines)["zero_optimization"]["offload_optimizer"]
+    assert superoffload["super_offload"] is True
+    # One of four subgroups stays on the GPU.
+    assert int((1 - superoffload["ratio"]) * 4) == 1
+    zenflow = json.loads(setups["zenflow:0.1,rule=deepspeed"].lines)["zero_optimization"]
+    assert zenflow["stage"] == 2
+    assert zenflow["zenflow"]["topk_ratio"] == 0.1
+    deepcompile = json.loads(setups["deepcompile"].lines)
+    assert deepcompile["compile"] == {"deepcompile": True, "offload_opt_states": True}
+
+
+def test_recommend__never_takes_another_system() -> None:
+    advice = recommend(TIGHT, FULL_BOX)
+    assert advice.policy == "adaptive"
+    assert {setup.policy for setup in advice.setups}.isdisjoint(system.policy for system in advice.systems)
+    assert json.loads(json.dumps(advice.as_json()))["systems"][0].keys() == SystemSetup.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize("free", [None, ((0.0, 1e12),)])
+def test_recommend__names_no_system_that_is_not_known_to_fit_or_needed(free: tuple[tuple[float, float], ...]) -> None:
+    advice = recommend(replace(TIGHT, gpu_free=free), FULL_BOX)
+    needed = [system for system in advice.systems if system.policy != "megatron-hybrid:1,overlap=copies"]
+    assert (advice.policy == "gpu-only") is (free is not None)
+    assert free is None or not needed
