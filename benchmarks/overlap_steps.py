@@ -2,11 +2,11 @@
 
     python benchmarks/overlap_steps.py [--params 48e6] [--steps 12] [--clipped 0 0.05 0.5 1]
 
-The device is emulated: its link is throttled, the updates of the CPU are real. The job's forward and backward are timed
-waits, so that they take no core. Each policy trains the same job in turns; a share of the steps is clipped. Exposed time
-is the iteration less forward and backward. Predictions use the rates measured here before, and the policy's plan at the
-end; the fingerprints and norms that the emulated device computes on the job's thread are measured alone, as the
-overhead of a step. Prints Markdown.
+The device is emulated: its link is throttled, the updates of the CPU are real. The job's forward and backward are
+timed waits, so that they take no core. Each policy trains the same job in turns; a share of the steps is clipped.
+Exposed time is the iteration less forward and backward. Predictions use the rates measured here before, and the
+policy's plan at the end. The fingerprints and norms that the emulated device computes on the job's thread are measured
+alone, as the overhead of a step. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -196,10 +196,10 @@ def main() -> None:
             for overlap, each in runs.items()
         }
         for overlap, (iteration_s, exposed_s, predicted_s, speculated) in medians.items():
-            print(
-                f"| {clipped:.0%} | {overlap} | {speculated:.0f} | {1e3 * iteration_s:.0f} ms | {1e3 * exposed_s:.0f} ms "
-                f"| {exposed_s / medians['none'][1]:.2f} | {1e3 * predicted_s:.0f} ms | {exposed_s / predicted_s:.2f} |"
-            )
+            times = [f"{1e3 * seconds:.0f} ms" for seconds in (iteration_s, exposed_s, predicted_s)]
+            ratios = [f"{exposed_s / other:.2f}" for other in (medians["none"][1], predicted_s)]
+            cells = [f"{clipped:.0%}", overlap, f"{speculated:.0f}", *times[:2], ratios[0], times[2], ratios[1]]
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,10 @@ def check_options(
             raise EngineError(f"memory_budget is {size!r}: it must be bytes, at least 0, or a dict of bytes by phase")
 
 
-def with_overlap_option(policy: str, overlap: str, gradients: str) -> str:
+def with_overlap_option(policy: str, overlap: str, gradients: str, has_model: bool) -> str:
     """Return the policy with the option `overlap`.
+
+    `auto` is without updates under the forward where there is no model that waits for them.
 
     Raises:
         EngineError: The policy has another one, or there is no such overlap with gradients of this kind.
@@ -59,6 +61,8 @@ def with_overlap_option(policy: str, overlap: str, gradients: str) -> str:
             f"overlap is {overlap!r} and gradients are {gradients!r}: updates inside the backward need "
             "gradients='streamed'"
         )
+    if overlap == "auto" and not has_model:
+        overlap = "backward" if gradients == "streamed" else "none"
     if overlap == "none" or f"overlap={overlap}" in policy:
         return policy
     if "overlap=" in policy:

@@ -95,7 +95,7 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
         self._loss_scale = LossScale(loss_scale)
         streamed = gradients == "streamed"
         # The caller closes a device that it passes.
-        policy = with_overlap_option(policy, overlap, gradients)
+        policy = with_overlap_option(policy, overlap, gradients, model is not None)
         if storage is None and host_memory_budget is not None:
             raise EngineError("host_memory_budget needs storage=: a folder for state that host memory does not hold")
         options = None if storage is None else StorageOptions(storage, host_memory_budget)

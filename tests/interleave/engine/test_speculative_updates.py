@@ -13,6 +13,7 @@ import torch
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.speculations import Speculations
+from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.test_edits import follow
 from tests.interleave.engine.test_late_updates import late_optimizer, random_job, reference_optimizer
 from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer
@@ -190,3 +191,45 @@ def test_host_bytes__count_the_spares_of_speculated_subgroups() -> None:
         spares = sum(12 * subgroups[number].params for number in few.plan.speculated)
         assert len(few.plan.speculated) == 3
         assert few._runner.engine.store.host_bytes - none._runner.engine.store.host_bytes == spares
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_step__gives_the_same_bits_in_a_compiled_model(backend: str) -> None:
+    def losses(text: str, **options: Any) -> list[float]:
+        job = Job(torch.float32)
+        plain = job.net
+        with late_optimizer(job, text, "streamed", machine=MACHINE, **options) as optimizer:
+            job.net = torch.compile(plain, backend=backend)
+            for step in range(5):
+                job.step(optimizer, step)
+            job.net = plain
+            assert bool(optimizer.plan.speculated) == (text == "speculating")
+        return job.losses
+
+    assert losses("speculating", overlap="both") == losses("pipelined", overlap="none", model=None)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "has_model", "policy"),
+    [
+        ("streamed", True, "pipelined,overlap=auto"),
+        ("streamed", False, "pipelined,overlap=backward"),
+        ("kept", True, "pipelined,overlap=auto"),
+        ("kept", False, "pipelined"),
+    ],
+)
+def test_optimizer__takes_auto_as_what_gradients_and_model_allow(gradients: Any, has_model: bool, policy: str) -> None:
+    job = Job()
+    optimizer = InterleavedAdamW(
+        job.net.parameters(),
+        policy="pipelined",
+        machine=MACHINE,
+        subgroup_params=500,
+        gradients=gradients,
+        overlap="auto",
+        model=job.net if has_model else None,
+    )
+    with closing(optimizer):
+        assert optimizer._runner.policy == policy
+        for step in range(3):
+            job.step(optimizer, step)
