@@ -84,7 +84,7 @@ def enable(
     """
     check_version()
     check_options("streamed", subgroup_params, threads, memory_budget)
-    policy = with_overlap_option(policy, overlap, "streamed")
+    policy = with_overlap_option(policy, overlap, "streamed", has_model=True)
     overlap_of(policy)
 
     from deepspeed.runtime.engine import DeepSpeedEngine
