@@ -64,9 +64,7 @@ def compare(
     ] = None,
     backward_ms: Annotated[
         float | None,
-        typer.Option(
-            metavar="MS", help="The same of each backward.", show_default="twice that of the forward", min=0
-        ),
+        typer.Option(metavar="MS", help="The same of each backward.", show_default="twice that of the forward", min=0),
     ] = None,
     machine: Annotated[
         str | None,

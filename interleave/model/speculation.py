@@ -36,7 +36,8 @@ def speculate(plan: Plan, workload: Workload, count: int, uploads_first: bool = 
         return op._replace(after=tuple({clip: None, **dict.fromkeys(op.after)}))
 
     ops = list(plan.ops)
-    updates, moved = [], []
+    updates: list[int] = []
+    moved: list[int] = []
     for index, op in enumerate(plan.ops):
         if op.subgroup in chosen and op.kind in ("update", "cast", "upload"):
             ops[index] = speculated(op)

@@ -72,8 +72,8 @@ class TrainingRun:
     iterations: int
     subgroup_params: int
     on_iteration: Callable[[], object]
-    waits: PhaseWaits = PhaseWaits()
-    streamed: bool = False
+    waits: PhaseWaits
+    streamed: bool
 
 
 def overlap_of(policy: str) -> str:
@@ -165,9 +165,7 @@ def _with_phases(schedule: Schedule, times: PhaseTimes) -> Schedule:
     waited_s = max(0.0, schedule.forward_s - schedule.workload.forward_s)
     return replace(
         schedule,
-        workload=replace(
-            schedule.workload, other_s=0.0, forward_s=max(0.0, forward - waited_s), backward_s=backward
-        ),
+        workload=replace(schedule.workload, other_s=0.0, forward_s=max(0.0, forward - waited_s), backward_s=backward),
         other_s=0.0,
         forward_s=forward,
         backward_s=backward,

@@ -31,9 +31,7 @@ def enable_code(schedule: Schedule, machine_code: str | None, overlap: str = "no
     return "\n".join([*lines, "", *_call("enable", arguments)])
 
 
-def optimizer_code(
-    schedule: Schedule, job: RecordedJob, machine_code: str | None, overlap: str = "none"
-) -> str:
+def optimizer_code(schedule: Schedule, job: RecordedJob, machine_code: str | None, overlap: str = "none") -> str:
     """Return the call for a job without DeepSpeed; it needs `model`.
 
     Args:
@@ -95,9 +93,7 @@ def _min_free(workload: Workload, begin_s: float, end_s: float) -> float:
     return min([value_at(steps, begin_s), *(size for at_s, size in steps if begin_s < at_s < end_s)])
 
 
-def _common_arguments(
-    schedule: Schedule, machine_code: str | None, overlap: str
-) -> tuple[list[str], list[str]]:
+def _common_arguments(schedule: Schedule, machine_code: str | None, overlap: str) -> tuple[list[str], list[str]]:
     policy, budget = schedule.plan.policy, memory_budget(schedule)
     imports, arguments = [], [f"policy={json.dumps(policy.removesuffix(f',overlap={overlap}'))}"]
     if overlap != "none":

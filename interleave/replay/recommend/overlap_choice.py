@@ -67,7 +67,8 @@ class OverlapChoice:
         plan = self.steps.valid.plan
         kinds = {"under the next forward": plan.has_late_operations, "inside the backward": bool(plan.speculated)}
         where = " and ".join(kind for kind, is_used in kinds.items() if is_used)
-        text = f"updates {where} win {gain_s * 1e3:,.0f} ms ({100 * gain_s / self.without_s:.0f} %) over {self.policy} alone"
+        percent = 100 * gain_s / self.without_s
+        text = f"updates {where} win {gain_s * 1e3:,.0f} ms ({percent:.0f} %) over {self.policy} alone"
         if not plan.speculated:
             return text
         share = self.steps.valid.workload.clip_active_share

@@ -74,10 +74,12 @@ def overlapped_setup(
     schedule, machine_call = choice.steps.valid, machine_code(machine, machine_source)
     code = plain.code
     if code is not None:
-        if DEEPSPEED_OVERLAP == choice.option:
+        if choice.option == DEEPSPEED_OVERLAP:
             code = enable_code(schedule, machine_call, choice.option)
         else:
-            note = f"# With DeepSpeed updates do not run beside the step: {choice.without_s * 1e3:,.0f} ms an iteration."
+            note = (
+                f"# With DeepSpeed updates do not run beside the step: {choice.without_s * 1e3:,.0f} ms an iteration."
+            )
             code = f"{note}\n{code}"
     return replace(
         plain,

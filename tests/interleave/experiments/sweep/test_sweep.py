@@ -133,7 +133,7 @@ def make_row(policy: str, iteration: float, fits: bool | None = True, **changes:
         **row,
         "policy": policy,
         "iteration_ms": iteration,
-        "bound_iteration_ms": 80.0,
+        "bound_overlap_iteration_ms": 80.0,
         "fits": fits,
         "exact": True,
         "error": None,
