@@ -75,12 +75,12 @@ class GPT(nn.Module):  # type: ignore[misc]
 
     Args:
         shape: The size.
-        waits: Waits of the whole model; each layer has its part by its parameters.
+        waits: Waits of the whole model, none by default; each layer has its part by its parameters.
     """
 
-    def __init__(self, shape: Shape, waits: PhaseWaits) -> None:
+    def __init__(self, shape: Shape, waits: PhaseWaits | None = None) -> None:
         super().__init__()
-        self._waits = waits
+        self._waits = waits or PhaseWaits()
         self._params = shape.params
         self.token = nn.Embedding(_VOCABULARY, shape.width)
         self.position = nn.Embedding(_CONTEXT, shape.width)
@@ -122,7 +122,7 @@ class Job:
     def __init__(self, shape: Shape, seed: int, device: torch.device, waits: PhaseWaits | None = None) -> None:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.model = GPT(shape, waits or PhaseWaits()).to(device, _DTYPE)
+            self.model = GPT(shape, waits).to(device, _DTYPE)
         self.device = device
         is_waiting = any(waits or ())
         self._context = _CONTEXT_WITH_WAITS if is_waiting else _CONTEXT
