@@ -62,7 +62,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
         fontsize=10.5,
         parse_math=False,
     )
-    figure.legend(handles=_legend(schedules), loc="outside lower center", ncols=9, frameon=False, fontsize=_FONT)
+    figure.legend(handles=_legend(schedules), loc="outside lower center", ncols=6, frameon=False, fontsize=_FONT)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""What updates beside the step win over the recommended policy, and where its lines can ask for them."""
+"""The gain of updates beside the step over the recommended policy, and where its lines can ask for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ebbtide.interleave.simulation.steps import Steps
 from ebbtide.machines.machine import Machine
 
 # The widest overlap that InterleavedAdamW takes, and `enable` for DeepSpeed.
-OPTIMIZER_OVERLAP = "forward"
+OPTIMIZER_OVERLAP = "auto"
 DEEPSPEED_OVERLAP = "none"
 # A smaller gain is not worth an update beside the step.
 _MIN_GAIN = 0.02

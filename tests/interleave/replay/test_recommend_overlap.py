@@ -111,8 +111,8 @@ def test_auto__is_never_slower_than_none_whatever_share_is_clipped(
     limit = choice.most_clipped
     assert limit is None or limit >= assumed - 1e-6
     really = replace(job, clip_active_share=real)
-    found = replace(steps.valid, workload=really)
-    mean_s = Steps(found, steps.redone).mean("iteration_s")
+    valid = replace(steps.valid, workload=really)
+    mean_s = Steps(valid, steps.redone).mean("iteration_s")
     assert mean_s <= none.iteration_s * (1 + 1e-9) or (limit is not None and real > limit)
     replanned = steps_of("pipelined,overlap=auto", really, target)
     assert replanned.mean("iteration_s") <= none.iteration_s * (1 + 1e-9)
