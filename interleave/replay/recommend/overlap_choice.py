@@ -14,7 +14,7 @@ from ebbtide.machines.machine import Machine
 
 # The widest overlap that InterleavedAdamW takes, and `enable` for DeepSpeed.
 OPTIMIZER_OVERLAP = "auto"
-DEEPSPEED_OVERLAP = "none"
+DEEPSPEED_OVERLAP = "forward"
 # A smaller gain is not worth an update beside the step.
 _MIN_GAIN = 0.02
 

@@ -42,7 +42,7 @@ class Recommendation:
         uncertainty: The known accuracy of predictions from the machine, in a sentence.
         left_out: Policies without a setup, and why.
         systems: Other systems that are faster, and the best fraction of Megatron-LM.
-        overlap: What updates beside the step win, also where the job cannot run them; None if it is little.
+        overlap: What updates beside the step win; None if it is little.
     """
 
     policy: str
@@ -93,10 +93,10 @@ class _Recommender:
         best, static = choice.best, choice.split
         if best.plan.policy == "gpu-only":
             return self._without_offload(best)
-        possible = choose_overlap(best, OPTIMIZER_OVERLAP, self.workload, self.machine)
-        # A job of DeepSpeed may not be able to run it.
-        runs = self.job.stage is None or DEEPSPEED_OVERLAP == OPTIMIZER_OVERLAP
-        overlap = possible if runs else None
+        deepspeed = choose_overlap(best, DEEPSPEED_OVERLAP, self.workload, self.machine)
+        overlap = deepspeed
+        if self.job.stage is None:
+            overlap = choose_overlap(best, OPTIMIZER_OVERLAP, self.workload, self.machine)
         plan, iteration_s = best.plan, best.iteration_s
         if overlap is not None:
             plan, iteration_s = overlap.steps.valid.plan, overlap.iteration_s
@@ -104,8 +104,8 @@ class _Recommender:
         line = f"{policy}: {iteration_s * 1e3:,.0f} ms an iteration"
         if plan.remark:
             line += f" ({plan.remark})"
-        if possible is not None:
-            line += f"; {possible.text()}{'' if runs else ', but do not run with DeepSpeed so far'}"
+        if overlap is not None:
+            line += f"; {overlap.text()}"
         if static is not None and static.iteration_s < (1 + _MIN_GAIN) * iteration_s:
             line = f"nothing to gain by another policy; {line}"
         if choice.excess:
@@ -120,11 +120,11 @@ class _Recommender:
             line += f"; {policy} in a DeepSpeed job needs offload_param to be off"
         setups = tuple(self._setup(schedule) for schedule in (best, *choice.others))
         if overlap is not None:
-            beside = overlapped_setup(overlap, setups[0], self.job, self.machine, self.machine_source)
+            beside = overlapped_setup(overlap, deepspeed, setups[0], self.job, self.machine, self.machine_source)
             setups = (beside, *setups)
         advice = self._assemble(line, section, setups, alternatives(self.workload, self.job), choice.left_out)
         advice = replace(advice, systems=other_systems(self.workload, self.machine, self.job, iteration_s))
-        return advice if possible is None else replace(advice, overlap=possible.as_json())
+        return advice if overlap is None else replace(advice, overlap=overlap.as_json())
 
     def _setup(self, schedule: Schedule) -> PolicySetup:
         return setup_of(schedule, self.job, self.machine, self.machine_source)

@@ -11,8 +11,14 @@ from ebbtide.interleave.replay.recommend import RecordedJob, recommend
 from tests.interleave.experiments.sweep.sweeps import machine, workload
 from tests.interleave.replay.test_ablation import ran
 
-# Jobs of DeepSpeed do not run updates beside the step.
 DEEPSPEED = RecordedJob(stage=3)
+
+
+@pytest.fixture(autouse=True)
+def _no_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask for no updates beside the step, which have tests of their own."""
+    for name in ("OPTIMIZER_OVERLAP", "DEEPSPEED_OVERLAP"):
+        monkeypatch.setattr(f"ebbtide.interleave.replay.recommend.recommendation.{name}", "none")
 
 
 def test_recommend__does_not_offload_state_that_always_fits() -> None:
