@@ -60,6 +60,27 @@ COMMANDS: dict[str, list[str | Path]] = {
         *("--policy", "pipelined", "--policy", "pipelined,overlap=both", "--policy", "interleaved:1,overlap=forward"),
         "--plot-schedules",
     ],
+    "overlaps.png": [
+        "replay",
+        TRACES / "a100-13b-async.ebb",
+        "--machine",
+        "a100-40gb-published",
+        "--free-bytes",
+        "10e9",
+        *(
+            part
+            for policy in (
+                "pipelined",
+                "pipelined,overlap=forward",
+                "pipelined,overlap=backward",
+                "pipelined,overlap=both",
+                "adaptive",
+                "adaptive,overlap=both",
+            )
+            for part in ("--policy", policy)
+        ),
+        "--plot",
+    ],
     "policies.png": ["replay", TRACES / "a100-13b-async.ebb", "--machine", "a100-40gb-published", "--plot"],
     "systems.png": [
         "replay",

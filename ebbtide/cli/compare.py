@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ebbtide.cli.options import Force, Json, Plot, count, size
 from ebbtide.cli.outputs import check_outputs, new_outputs, picture_format, print_outputs
+
+if TYPE_CHECKING:
+    from ebbtide.interleave.experiments.compare.job import PhaseWaits
 
 
 def compare(
@@ -49,6 +52,19 @@ def compare(
             help="Emulate the device; rate of its link in bytes/s per direction, e.g. 2GB.",
             show_default="1GB where there is no GPU",
         ),
+    ] = None,
+    forward_ms: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MS",
+            help="Time that each forward waits, in addition to its arithmetic (only emulated devices).",
+            show_default="that of all updates on the CPU if a policy has an overlap, else 0",
+            min=0,
+        ),
+    ] = None,
+    backward_ms: Annotated[
+        float | None,
+        typer.Option(metavar="MS", help="The same of each backward.", show_default="twice that of the forward", min=0),
     ] = None,
     machine: Annotated[
         str | None,
@@ -94,6 +110,7 @@ def compare(
     from ebbtide.interleave.experiments.compare.saving import save_traces
     from ebbtide.machines.catalog import find_machine
 
+    waits = _phase_waits(forward_ms, backward_ms)
     # All outputs are complete before anything is printed.
     with new_outputs(plot, save, force) as (picture_file, folder):
         config = CompareConfig(
@@ -104,6 +121,7 @@ def compare(
             memory_budget=memory_budget_bytes,
             link_bytes_per_s=link_bytes_per_s,
             machine=find_machine(machine) if machine is not None else None,
+            waits=waits,
             baselines=[name.strip() for name in against.split(",")] if against is not None else [],
             seed=seed,
         )
@@ -128,6 +146,17 @@ def compare(
             err=True,
         )
         raise typer.Exit(1)
+
+
+def _phase_waits(forward_ms: float | None, backward_ms: float | None) -> PhaseWaits | None:
+    """Return the waits that the options give, None for the default."""
+    from ebbtide.interleave.experiments.compare.job import PhaseWaits
+
+    if forward_ms is None and backward_ms is None:
+        return None
+    if backward_ms is None:
+        backward_ms = 2 * (forward_ms or 0.0)
+    return PhaseWaits((forward_ms or 0.0) / 1e3, backward_ms / 1e3)
 
 
 def _set_environment() -> None:

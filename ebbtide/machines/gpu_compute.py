@@ -28,7 +28,7 @@ class GpuCompute:
 
     name: Annotated[str, Meta(description="a text")] | None = None
     compute_capability: Annotated[str, Meta(pattern=r"^\d+\.\d+$", description='a text as in "9.0"')] | None = None
-    flops_per_s: dict[str, PeakFlops] = field(default_factory=dict)
+    flops_per_s: dict[str, PeakFlops] = field(default_factory=dict, hash=False)
     memory_bytes_per_s: MemoryRate | None = None
     peer_bytes_per_s: MemoryRate | None = None
 

@@ -86,7 +86,7 @@ class Machine:
     box: Box | None = None
     gpu: GpuCompute | None = None
     storage: tuple[StoragePath, ...] = ()
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def out_of_place_share(self) -> float:

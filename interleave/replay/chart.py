@@ -1,4 +1,5 @@
-"""A picture of a replay: the iteration of each policy, phase by phase, the bound, and the memory that it needs."""
+"""A picture of a replay: the iteration of each policy, phase by phase, when the optimizer works, the bound,
+and the memory that it needs."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ebbtide.analysis.plot import PHASE_COLORS
+from ebbtide.interleave.model.overlap import NO_OVERLAP
+from ebbtide.interleave.model.plan import LATE_KINDS
+from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.replay.results import PolicyResult, Replay
 from ebbtide.phases import OTHER, PHASES
 
@@ -18,6 +22,8 @@ matplotlib.use("Agg")
 _HATCHES = {"other": "", "forward": "//", "backward": "\\\\", "update": ""}
 _OTHER_COLOR = "#d0d0d0"
 _BYTES_COLOR = "#8a8a8a"
+# The strip below each bar where updates run, or state and parameters are copied for them.
+_STRIP_COLOR, _STRIP_TOP, _STRIP_HEIGHT = "#1b5e20", 0.33, 0.09
 _FITS_TEXTS = {True: "", False: ", does not fit", None: ", not known to fit"}
 _FONT_SIZE = 8.5
 # What is drawn beside the iteration where it is not 0 for every policy.
@@ -31,7 +37,9 @@ _BYTES: tuple[tuple[str, Callable[[PolicyResult], float]], ...] = (
 def chart(replay: Replay) -> Figure:
     """Draw the phases of each policy as bars, in the order requested, the bound as a line, and bytes beside them.
 
-    Policies that do not fit, or are not known to fit, and those that are not exact, are labelled.
+    Policies that do not fit, or are not known to fit, and those that are not exact, are labelled. A strip below each
+    bar shows when updates, or copies of state and parameters, run; what is right of the bar runs under the next
+    forward. The bound is that with the overlap of all policies.
     """
     results = replay.results
     shown = [(title, size_of) for title, size_of in _BYTES if any(size_of(result) for result in results)]
@@ -60,17 +68,36 @@ def _draw_iterations(axes: Axes, replay: Replay) -> None:
             linewidth=0.5, label=phase,
         )  # fmt: skip
         ends += lengths
-    bound_ms = replay.bound.iteration_s * 1e3
-    axes.axvline(bound_ms, color="#222222", lw=1.2, ls=(0, (5, 3)), label=f"bound {bound_ms:,.0f} ms")
+    last_ms = 0.0
+    for row, schedule in zip(rows, replay.schedules, strict=True):
+        spans = _work_spans_ms(schedule)
+        axes.broken_barh(spans, (row + _STRIP_TOP, _STRIP_HEIGHT), color=_STRIP_COLOR, lw=0)
+        last_ms = max(last_ms, *(begin + length for begin, length in spans), 0.0)
+    axes.barh(0, 0, color=_STRIP_COLOR, label="updates, copies")
+    bound_ms = replay.overlap_bound.iteration_s * 1e3
+    of_overlap = "" if replay.overlap == NO_OVERLAP else f", overlap={replay.overlap.name}"
+    bound_name = f"bound{of_overlap}: {bound_ms:,.0f} ms"
+    axes.axvline(bound_ms, color="#222222", lw=1.2, ls=(0, (5, 3)), label=bound_name)
     texts = [f"{_FITS_TEXTS[result.fits]}{'' if result.exact else ', not exact'}" for result in results]
     for row, text, end in zip(rows, texts, ends, strict=True):
         _write_figure(axes, row, end, f"{end:,.0f} ms{text}")
     axes.set_yticks(rows, [result.policy for result in results])
     axes.invert_yaxis()
     room = 1.16 + 0.017 * max(map(len, texts))
-    axes.set_xlim(0, max(float(ends.max()), bound_ms) * room)
+    axes.set_xlim(0, max(max(float(ends.max()), bound_ms) * room, last_ms))
     axes.set_xlabel("time of an iteration (ms), simulated")
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _work_spans_ms(schedule: Schedule) -> list[tuple[float, float]]:
+    """Return (start, length) in ms of the intervals in which updates, or copies of state or parameters, run."""
+    spans: list[list[float]] = []
+    for start, end in sorted((start, end) for op, start, end in schedule.items() if op.kind in LATE_KINDS):
+        if spans and start <= spans[-1][1]:
+            spans[-1][1] = max(spans[-1][1], end)
+        else:
+            spans.append([start, end])
+    return [(1e3 * start, 1e3 * (end - start)) for start, end in spans]
 
 
 def _draw_bytes(axes: Axes, title: str, gigabytes: list[float]) -> None:

@@ -7,13 +7,16 @@ import numpy as np
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import PHASES
-from ebbtide.profiler.trace import TraceBuilder
+from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 _DEVICE = "cuda:0"
 
 
 def trace_of(schedule: Schedule, machine: Machine, iterations: int = 3) -> TraceBuilder:
     """Build a trace that repeats the schedule.
+
+    It is cut out of a training: late operations of the iteration before run under the first forward, with null as their
+    iteration, and those of the last one are left out, or cut off, where the trace ends.
 
     The pool `device` has the memory of the job and of the plan. If the free memory or the memory of the device is not
     known, the pool is `planned` and has the memory of the plan only.
@@ -50,15 +53,32 @@ def trace_of(schedule: Schedule, machine: Machine, iterations: int = 3) -> Trace
         for phase, start, end in zip(PHASES, edges, edges[1:], strict=False):
             rank.phase(phase, base + _ns(start), base + min(_ns(end), length), iteration)
         rank.extend("memory", t_ns=base + np.rint(times * 1e9).astype(np.int64), device=_DEVICE, pool=pool, bytes=used)
-        for op, start, end in schedule.items():
-            begin, stop = base + _ns(start), base + _ns(end)
-            name = op.kind if op.kind == "clip" else f"{op.kind} {op.subgroup}"
-            row = {"start_ns": begin, "end_ns": stop, "resource": op.lane, "name": name, "iteration": iteration}
-            rank.add("ops", **row, subgroup=op.subgroup if op.subgroup >= 0 else None, bytes=round(op.nbytes) or None)
-            if op.resource in ("h2d", "d2h"):
-                host_memory = "pageable" if op.pageable else "pinned"
-                rank.transfer(op.resource, begin, stop, round(op.nbytes), _DEVICE, host_memory=host_memory, name=name)
+    for iteration in range(-1 if schedule.plan.has_late_operations else 0, iterations):
+        _add_operations(rank, schedule, iteration, iterations * length)
     return builder
+
+
+def _add_operations(rank: RankBuilder, schedule: Schedule, iteration: int, trace_end_ns: int) -> None:
+    """Add the operations of an iteration, as far as they run between the start and the end of the trace."""
+    base = iteration * _ns(schedule.iteration_s)
+    for op, start, end in schedule.items():
+        full_begin, full_stop = base + _ns(start), base + _ns(end)
+        begin, stop = max(full_begin, 0), min(full_stop, trace_end_ns)
+        if stop < begin or (stop == begin and full_stop > full_begin):
+            continue
+        nbytes = op.nbytes if stop == begin else op.nbytes * (stop - begin) / (full_stop - full_begin)
+        name = op.kind if op.kind == "clip" else f"{op.kind} {op.subgroup}"
+        row = {"start_ns": begin, "end_ns": stop, "resource": op.lane, "name": name}
+        rank.add(
+            "ops",
+            **row,
+            iteration=iteration if iteration >= 0 else None,
+            subgroup=op.subgroup if op.subgroup >= 0 else None,
+            bytes=round(nbytes) or None,
+        )
+        if op.resource in ("h2d", "d2h"):
+            host_memory = "pageable" if op.pageable else "pinned"
+            rank.transfer(op.resource, begin, stop, round(nbytes), _DEVICE, host_memory=host_memory, name=name)
 
 
 def file_name(policy: str) -> str:

@@ -79,6 +79,16 @@ def bound(workload: Workload, machine: Machine, overlap: Overlap = NO_OVERLAP) -
     )
 
 
+def min_iteration_s(workload: Workload, machine: Machine, overlap: Overlap) -> float:
+    """Return `Bound.iteration_s` alone: the shortest mean iteration of any plan, s.
+
+    Raises:
+        MachineError: The machine lacks a rate.
+    """
+    machine.need(_NEEDED, "the bound")
+    return workload.compute_s + _mean_exposed_s(workload, machine, False, overlap)
+
+
 def optimal_shares(
     workload: Workload, machine: Machine, whole_subgroups: bool, overlap: Overlap = NO_OVERLAP
 ) -> OptimalShares:

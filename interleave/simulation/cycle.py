@@ -102,15 +102,14 @@ def _task_graph(plan: Plan, work: IterationWork, repeated: dict[int, int]) -> Ta
         work.storage_limits,
     )
     graph.stops_compute = frozenset(late_gpu_operations(plan))
-    for task in range(count, start):
-        graph.add_dependency(task, task + 1)
+    pending, successors = graph.pending, graph.successors
+    for task in (*range(count, start), *range(first_compute, end)):
+        successors[task].append(task + 1)
+        pending[task + 1] += 1
     graph.add_dependency(start, first_compute)
-    for task in range(first_compute, end):
-        graph.add_dependency(task, task + 1)
     compute_until = {point: count + number for number, point in enumerate(points)}
     # The task after the compute until a point waits for what is due at it.
     next_after = {points[number]: first_compute + number + 1 for number in before}
-    pending, successors = graph.pending, graph.successors
     for index, op in enumerate(plan.ops):
         for predecessor in op.after:
             successors[predecessor].append(index)

@@ -58,6 +58,8 @@ class Simulator:
         self._link_left = link_shares(workload, machine)
         # Resource, seconds and bytes/s of host memory traffic of each class of operations that has occurred.
         self._work: dict[_OpClass, tuple[int, float, float]] = {}
+        # Points of the iteration, and the seconds of compute until each of them, of the plan before.
+        self._compute: tuple[list[float], list[float]] = [], []
 
     def run(self, plan: Plan, limit_s: float = INFINITE, steady: bool = True) -> Schedule | None:
         """Run a plan.
@@ -86,22 +88,16 @@ class Simulator:
 
     def iteration_work(self, plan: Plan) -> IterationWork:
         """Return the tasks of an iteration under a plan with late operations."""
-        points = sorted(
-            {
-                FORWARD,
-                BACKWARD,
-                UPDATE,
-                *(op.due for op in plan.ops if op.due is not None),
-                *(op.point for op in plan.ops if 0.0 < op.point <= UPDATE),
-            }
-        )
+        occurring = {op.point for op in plan.ops}
+        occurring.update([op.due for op in plan.ops if op.due is not None], (FORWARD, BACKWARD, UPDATE))
+        points = sorted([point for point in occurring if 0.0 < point <= UPDATE])
         resource, alone_s, demand = self._work_of(plan)
         return IterationWork(
             resource,
             alone_s,
             demand,
             points,
-            _compute_lengths(self._workload, points),
+            self._compute_lengths(points),
             self._machine.step_overhead_s or 0.0,
             self._link_left,
             self._storage_limits if plan.storage_buffers else (),
@@ -122,7 +118,7 @@ class Simulator:
         overhead = count + len(points)
         resource, alone_s, demand = self._work_of(plan)
         rest = overhead + 1 - count
-        alone_s += [*_compute_lengths(self._workload, points), self._machine.step_overhead_s or 0.0]
+        alone_s += [*self._compute_lengths(points), self._machine.step_overhead_s or 0.0]
         storage_limits = self._storage_limits if plan.storage_buffers else ()
         graph = TaskGraph(resource + [COMPUTE] * rest, alone_s, demand + [0.0] * rest, storage_limits)
         for task in range(count, overhead):
@@ -144,6 +140,12 @@ class Simulator:
             left = self._link_left
             graph.link_left = {task: left[phase] for task, phase in phases.items() if phase in left}
         return graph
+
+    def _compute_lengths(self, points: list[float]) -> list[float]:
+        """Return the seconds of compute until each point of the iteration from the point before it."""
+        if points != self._compute[0]:
+            self._compute = points, _compute_lengths(self._workload, points)
+        return self._compute[1]
 
     def _work_of(self, plan: Plan) -> tuple[list[int], list[float], list[float]]:
         """Return resource, seconds alone, and bytes/s of host memory traffic of each operation."""

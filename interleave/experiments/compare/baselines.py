@@ -102,7 +102,7 @@ def run_baseline(name: str, training: TrainingRun, testbed: Testbed) -> tuple[li
     Raises:
         CannotRun: The optimizer is not installed, or does not start here.
     """
-    job = Job(training.shape, training.seed, testbed.device)
+    job = Job(training.shape, training.seed, testbed.device, training.waits)
     times: list[PhaseTimes] = []
     # Some of them print as they are imported, and stdout is for the result.
     with redirect_stdout(sys.stderr):

@@ -10,7 +10,7 @@ from statistics import median
 from ebbtide import host_limits
 from ebbtide.errors import UserError
 from ebbtide.interleave.experiments.compare.baselines import BASELINES, run_baseline
-from ebbtide.interleave.experiments.compare.job import Shape, find_shape
+from ebbtide.interleave.experiments.compare.job import PhaseWaits, Shape, find_shape
 from ebbtide.interleave.experiments.compare.results import (
     BaselineResult,
     ComparedPolicy,
@@ -21,7 +21,14 @@ from ebbtide.interleave.experiments.compare.results import (
     median_schedule,
     phase_times,
 )
-from ebbtide.interleave.experiments.compare.runs import CannotRun, PolicyRun, TrainingRun, run_policy
+from ebbtide.interleave.experiments.compare.runs import (
+    CannotRun,
+    PolicyRun,
+    TrainingRun,
+    needs_streamed,
+    overlap_of,
+    run_policy,
+)
 from ebbtide.interleave.experiments.compare.testbed import Testbed, find_testbed
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.policies import refuse_simulation_only
@@ -56,6 +63,7 @@ class CompareConfig:
         memory_budget: Bytes of device memory for optimizer state; None for half of the state and three subgroups.
         link_bytes_per_s: Rate of an emulated link per direction; None for the default of `find_testbed`.
         machine: Machine to predict with; None to measure this one.
+        waits: Times that forward and backward wait in addition to their arithmetic; None for the default.
         baselines: Names in BASELINES of other optimizers to measure.
         seed: Seed of weights and tokens.
     """
@@ -67,6 +75,7 @@ class CompareConfig:
     memory_budget: float | None = None
     link_bytes_per_s: float | None = None
     machine: Machine | None = None
+    waits: PhaseWaits | None = None
     baselines: Sequence[str] = ()
     seed: int = 0
 
@@ -90,10 +99,12 @@ def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None)
             done += 1
             progress(name, done, total)
 
-        return TrainingRun(shape, config.seed, config.iterations, subgroup_params, on_iteration)
+        return TrainingRun(shape, config.seed, config.iterations, subgroup_params, on_iteration, waits, streamed)
 
     progress("measuring this machine", 0, total)
     testbed = find_testbed(shape.params, budget, config.link_bytes_per_s, config.machine)
+    waits = _waits(config, policies, testbed, shape)
+    streamed = any(map(needs_streamed, policies))
     runs: list[PolicyRun] = []
     skipped: dict[str, str] = {}
     for text in policies:
@@ -115,6 +126,25 @@ def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None)
         raise UserError("no policy can run here: " + "; ".join(f"{text}: {reason}" for text, reason in skipped.items()))
     results = _results(runs, testbed.machine)
     return Comparison(testbed, shape, subgroup_params, config.iterations, _WARMUP, results, baselines, skipped)
+
+
+def _waits(config: CompareConfig, policies: Sequence[str], testbed: Testbed, shape: Shape) -> PhaseWaits:
+    """Return how long forward and backward wait.
+
+    Updates beside the step need phases to run in, which take no core of the CPU that runs updates: by default, on an
+    emulated device, a forward as long as all updates on the CPU take, and a backward twice as long.
+
+    Raises:
+        UserError: Waits were given, and the device is a GPU.
+    """
+    if config.waits is not None:
+        if any(config.waits) and not testbed.emulated:
+            raise UserError("--forward-ms and --backward-ms are for an emulated device: add --emulate-link, e.g. 1GB")
+        return config.waits
+    if not testbed.emulated or all(overlap_of(policy) == "none" for policy in policies):
+        return PhaseWaits()
+    update_s = shape.params / (testbed.machine.cpu_update_params_per_s or 1.0)
+    return PhaseWaits(update_s, 2 * update_s)
 
 
 def _checked_shape(config: CompareConfig, policies: Sequence[str]) -> Shape:
@@ -140,7 +170,9 @@ def _results(runs: Sequence[PolicyRun], machine: Machine) -> list[ComparedPolicy
     counted = [_counted_schedules(run) for run in runs]
     # All runs train the same job: the duration of its phases depends on the policy only where they wait for it.
     schedules = [schedule for run_schedules in counted for schedule in run_schedules]
-    phases = {key: median(getattr(schedule, key) for schedule in schedules) for key in ("forward_s", "backward_s")}
+    phases = {
+        key: median(getattr(schedule.workload, key) for schedule in schedules) for key in ("forward_s", "backward_s")
+    }
     results = []
     for run, measured in zip(runs, counted, strict=True):
         last = measured[-1]

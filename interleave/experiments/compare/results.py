@@ -38,7 +38,7 @@ class ComparedPolicy:
     Attributes:
         policy: Text of the policy.
         counted: Number of iterations that medians are over.
-        times: Median in ms of each phase and of the iteration.
+        times: Median in ms of the iteration, of each phase, and of what the optimizer adds to the iteration: `exposed`.
         busy: Busy share of each resource during the update.
         peak_device_bytes: Peak of the device memory of the plan.
         losses: Loss of every iteration; None for one that is not finite.
@@ -129,13 +129,13 @@ class Comparison:
 
 
 def phase_times(measured: Sequence[Schedule], predicted: Schedule) -> dict[str, Pair]:
-    """Return the median time in ms of the `iteration` and of each phase."""
+    """Return the median time in ms of the `iteration`, of each phase, and the `exposed` time."""
     return {
         phase: Pair(
             1e3 * median(getattr(schedule, f"{phase}_s") for schedule in measured),
             1e3 * getattr(predicted, f"{phase}_s"),
         )
-        for phase in ("iteration", *PHASES)
+        for phase in ("iteration", *PHASES, "exposed")
     }
 
 

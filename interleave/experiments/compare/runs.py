@@ -12,13 +12,17 @@ import torch
 
 from ebbtide.errors import UserError
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
-from ebbtide.interleave.experiments.compare.job import Job, Shape
+from ebbtide.interleave.experiments.compare.job import Job, PhaseWaits, Shape
 from ebbtide.interleave.experiments.compare.testbed import Testbed
 from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.policies import parse
 
-# Settings of every optimizer.
+# Settings of every optimizer. The norm is computed, and so high that no step is clipped: where updates are computed
+# before it is known, they are valid.
 LR = 1e-3
-MAX_GRAD_NORM = 1.0
+MAX_GRAD_NORM = 1e4
+# Overlaps that compute updates before all gradients are there, for which gradients must not wait for the step.
+_SPECULATIVE = ("backward", "both", "auto")
 
 
 class CannotRun(UserError):
@@ -59,6 +63,8 @@ class TrainingRun:
         iterations: Number of iterations.
         subgroup_params: Parameters per subgroup.
         on_iteration: Called after each iteration.
+        waits: Times that forward and backward wait in addition to their arithmetic.
+        streamed: Whether gradients are copied to the host while the backward computes the others.
     """
 
     shape: Shape
@@ -66,6 +72,18 @@ class TrainingRun:
     iterations: int
     subgroup_params: int
     on_iteration: Callable[[], object]
+    waits: PhaseWaits
+    streamed: bool
+
+
+def overlap_of(policy: str) -> str:
+    """Return the value of a policy's option `overlap`, none where it has no such option."""
+    return parse(policy).options.get("overlap", "none")
+
+
+def needs_streamed(policy: str) -> bool:
+    """Return whether a policy updates before all gradients are there, as far as they are streamed."""
+    return overlap_of(policy) in _SPECULATIVE
 
 
 def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRun:
@@ -74,7 +92,7 @@ def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRu
     Raises:
         CannotRun: The policy has no plan for this job, or memory does not suffice.
     """
-    job = Job(training.shape, training.seed, testbed.device)
+    job = Job(training.shape, training.seed, testbed.device, training.waits)
     try:
         optimizer = InterleavedAdamW(
             job.params,
@@ -86,20 +104,30 @@ def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRu
             max_grad_norm=MAX_GRAD_NORM,
             device=testbed.make_device(),
             threads=testbed.threads,
+            gradients="streamed" if training.streamed else "kept",
+            model=None if overlap_of(policy) == "none" else job.model,
         )
     except UserError as error:
         raise CannotRun(str(error)) from error
-    steps: list[tuple[Schedule, PhaseTimes]] = []
+    times: list[PhaseTimes] = []
+    schedules: list[Schedule] = []
 
-    def add_step(times: PhaseTimes) -> None:
-        schedule = optimizer.last_schedule
-        if schedule is None or (steps and schedule is steps[-1][0]):
-            raise CannotRun("the device ran out of memory during a step, which was finished without the plan")
-        steps.append((schedule, times))
+    def add_schedule() -> None:
+        # A step whose operations end in the next iteration has its schedule when they have ended.
+        if (schedule := optimizer.last_schedule) is not None and not (schedules and schedule is schedules[-1]):
+            schedules.append(schedule)
+
+    def add_step(of_step: PhaseTimes) -> None:
+        times.append(of_step)
+        add_schedule()
 
     with closing(optimizer):
         losses = train(job, optimizer, training, add_step)
-    return PolicyRun(policy, [_with_phases(*step) for step in steps], losses)
+        optimizer.synchronize()
+        add_schedule()
+    if len(schedules) < len(times):
+        raise CannotRun("the device ran out of memory during a step, which was finished without the plan")
+    return PolicyRun(policy, list(map(_with_phases, schedules, times)), losses)
 
 
 def train(
@@ -131,12 +159,13 @@ def _with_phases(schedule: Schedule, times: PhaseTimes) -> Schedule:
     """Return the schedule with the phases of the training loop.
 
     The update begins where the backward has returned, also where the optimizer first does other work than that of its
-    plan, such as a norm.
+    plan, such as a norm. The workload's forward has no waits for late updates.
     """
     forward, backward = times.forward_s, times.backward_s
+    waited_s = max(0.0, schedule.forward_s - schedule.workload.forward_s)
     return replace(
         schedule,
-        workload=replace(schedule.workload, other_s=0.0, forward_s=forward, backward_s=backward),
+        workload=replace(schedule.workload, other_s=0.0, forward_s=max(0.0, forward - waited_s), backward_s=backward),
         other_s=0.0,
         forward_s=forward,
         backward_s=backward,

@@ -33,10 +33,10 @@ class BestPolicy:
 
     @property
     def above_bound(self) -> float | None:
-        """Time of the iteration above the lower bound, as a share of the bound."""
-        if self.row is None or not self.row["bound_iteration_ms"]:
+        """Time of the iteration above the lower bound with the policy's overlap, as a share of the bound."""
+        if self.row is None or not self.row["bound_overlap_iteration_ms"]:
             return None
-        return float(self.row["iteration_ms"] / self.row["bound_iteration_ms"] - 1)
+        return float(self.row["iteration_ms"] / self.row["bound_overlap_iteration_ms"] - 1)
 
     def as_json(self) -> dict[str, object]:
         names = (

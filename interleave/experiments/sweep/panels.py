@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,7 @@ def draw_lines(axes: Axes, grid: Grid, points: Points) -> None:
                 axes.plot(position, seconds, marker=style["marker"], **FITS[row["fits"]].mark(style["color"]))
         is_exact = all(row["exact"] for row in rows if row is not None and row["error"] is None)
         axes.plot([], [], label=policy if is_exact else f"{policy} (not exact)", lw=1.3, ms=6, **style)
-    axes.plot(positions, _axis_values(grid, points, "bound_iteration_ms"), **BOUND)
+    axes.plot(positions, _least_bounds(grid, points), **BOUND)
     axes.set_xticks(
         positions, [grid.axis.text(tick) + _params_text(grid, points, tick) for tick in grid.ticks], fontsize=8.5
     )
@@ -129,9 +129,9 @@ def draw_bars(axes: Axes, grid: Grid, points: Points) -> None:
         text += f", {traffic / 1e9:.3g} GB storage" if traffic else ""
         text += "" if row["exact"] else ", not exact"
         axes.annotate(text, (iteration, position), (4, 0), textcoords="offset points", **_FIGURE)
-    bounds = [_seconds(row, "bound_iteration_ms") for row in points.values() if row["error"] is None]
-    if bounds:
-        axes.axvline(bounds[0], **BOUND)
+    bound_s = _least_bound(points.values())
+    if not np.isnan(bound_s):
+        axes.axvline(bound_s, **BOUND)
     axes.set_yticks(positions, grid.policies, fontsize=8.5)
     axes.set_ylim(len(positions) - 0.5, -0.5)
 
@@ -156,6 +156,17 @@ def _axis_values(grid: Grid, points: Points, column: str) -> Sequence[float]:
         policy_seconds = (_seconds(points.get((policy, tick)), column) for policy in grid.policies)
         values.append(next((seconds for seconds in policy_seconds if not np.isnan(seconds)), np.nan))
     return values
+
+
+def _least_bounds(grid: Grid, points: Points) -> list[float]:
+    """Return the bound in seconds at each tick."""
+    return [_least_bound(points.get((policy, tick)) for policy in grid.policies) for tick in grid.ticks]
+
+
+def _least_bound(rows: Iterable[Row | None]) -> float:
+    """Return the bound in seconds of all of some rows: that with the widest overlap; NaN without any."""
+    bounds = [seconds for row in rows if not np.isnan(seconds := _seconds(row, "bound_overlap_iteration_ms"))]
+    return min(bounds, default=np.nan)
 
 
 def _params_text(grid: Grid, points: Points, tick: float) -> str:

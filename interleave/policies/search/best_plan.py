@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import lru_cache
 
 from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.registry import plan_in_memory
+from ebbtide.interleave.policies.registry import parse, plan_in_memory
 from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.local_search import LocalSearch
 from ebbtide.interleave.policies.search.merging import merged_workloads
@@ -18,7 +19,7 @@ from ebbtide.interleave.policies.search.placement import Placement
 from ebbtide.interleave.policies.search.placement_search import PlacementSearch
 from ebbtide.interleave.policies.search.plan_costs import PlanCosts
 from ebbtide.interleave.policies.storage import with_default_storage
-from ebbtide.interleave.simulation.bound import OptimalShares, optimal_shares
+from ebbtide.interleave.simulation.bound import OptimalShares, min_iteration_s, optimal_shares
 from ebbtide.interleave.simulation.steps import simulate_steps
 from ebbtide.machines.machine import Machine
 
@@ -36,6 +37,10 @@ _SEEDS = 3
 _THROTTLED_STARTS = (0.5, 0.25)
 # The search ends when the cost is within this factor of the bound.
 _NEAR_BOUND = 1.001
+# A bound must exceed a plan by this share to rule out that there is a faster one.
+_BOUND_TOLERANCE = 1e-6
+# How many searches are remembered: replays, recommendations and ablations repeat them.
+_REMEMBERED = 16
 # Another plan must be shorter than the own one by this share to be preferred.
 _LEAST_GAIN = 1e-12
 
@@ -54,16 +59,27 @@ def find_best_plan(workload: Workload, machine: Machine, text: str, *overlaps: O
     Raises:
         MachineError: The machine lacks a rate.
     """
-    plans = [_search(workload, machine, text, choice) for choice in dict.fromkeys((NO_OVERLAP, *overlaps))]
+    best: Plan | None = None
+    best_cost = (True, True, INFINITE)
+    # The widest overlap first: its plan is often faster than any plan of the others can be.
+    for overlap in reversed(dict.fromkeys((NO_OVERLAP, *overlaps))):
+        fits_memory = not (best_cost[0] or best_cost[1])
+        if fits_memory and min_iteration_s(workload, machine, overlap) > best_cost[2] * (1 + _BOUND_TOLERANCE):
+            continue
+        plan = search_plan(workload, machine, parse(text).name, overlap)
+        cost = best_cost
+        if overlaps:
+            stored = with_default_storage(plan, workload, machine)
+            cost = simulate_steps(stored, workload, machine).cost(machine)
+        if best is None or cost <= best_cost:
+            best, best_cost = plan, cost
+    assert best is not None
+    return replace(best, policy=text)
 
-    def cost(plan: Plan) -> tuple[bool, bool, float]:
-        return simulate_steps(with_default_storage(plan, workload, machine), workload, machine).cost(machine)
 
-    return min(plans, key=cost) if overlaps else plans[0]
-
-
-def _search(workload: Workload, machine: Machine, text: str, overlap: Overlap) -> Plan:
-    """Return the fastest plan found with an overlap."""
+@lru_cache(maxsize=_REMEMBERED)
+def search_plan(workload: Workload, machine: Machine, text: str, overlap: Overlap) -> Plan:
+    """Return the fastest plan found with an overlap. The last results are remembered."""
     # From few subgroups to all of them.
     levels = [
         Level(merged, PlanCosts(merged.workload, machine, text, _PLACEMENT_OPS, overlap))

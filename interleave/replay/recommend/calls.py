@@ -7,6 +7,7 @@ import math
 
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload, value_at
+from ebbtide.interleave.policies import parse
 from ebbtide.interleave.replay.recommend.configuration import LEARNING_RATE, max_grad_norm
 from ebbtide.interleave.replay.recommend.recorded_job import RecordedJob
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
@@ -15,30 +16,34 @@ Budget = int | dict[str, int]
 _ROUNDING = 1e-9
 
 
-def enable_code(schedule: Schedule, machine_code: str | None) -> str:
+def enable_code(schedule: Schedule, machine_code: str | None, overlap: str = "none") -> str:
     """Return the call for a DeepSpeed job, which stands before `deepspeed.initialize`.
 
     Args:
         schedule: The schedule of the policy.
         machine_code: An expression for the machine that calls `find_machine`; None if the job is to measure it.
+        overlap: The overlap to ask for.
     """
-    imports, arguments = _common_arguments(schedule, machine_code)
+    imports, arguments = _common_arguments(schedule, machine_code, overlap)
     # DeepSpeed's subgroups consist of whole tensors and may be larger than its sub_group_size.
     arguments.append(f"subgroup_params={max(schedule.workload.subgroups):_}")
     lines = ["from ebbtide.interleave.deepspeed import enable", *imports]
     return "\n".join([*lines, "", *_call("enable", arguments)])
 
 
-def optimizer_code(schedule: Schedule, job: RecordedJob, machine_code: str | None) -> str:
+def optimizer_code(schedule: Schedule, job: RecordedJob, machine_code: str | None, overlap: str = "none") -> str:
     """Return the call for a job without DeepSpeed; it needs `model`.
 
     Args:
         schedule: The schedule of the policy.
         job: The settings to repeat.
         machine_code: An expression for the machine that calls `find_machine`; None if the job is to measure it.
+        overlap: The overlap to ask for.
     """
     workload = schedule.workload
-    imports, arguments = _common_arguments(schedule, machine_code)
+    imports, arguments = _common_arguments(schedule, machine_code, overlap)
+    if overlap != "none":
+        arguments.append("model=model")
     options = {"lr": LEARNING_RATE, **job.optimizer_options}
     arguments = ["model.parameters()", *(f"{key}={value!r}" for key, value in options.items()), *arguments]
     arguments.append(f"subgroup_params={workload.subgroup_params:_}")
@@ -69,7 +74,7 @@ def memory_budget(schedule: Schedule) -> Budget | None:
     if workload.gpu_free is None:
         return None
     begin_s = workload.compute_s - workload.backward_s
-    if schedule.plan.policy != "adaptive":
+    if parse(schedule.plan.policy).name != "adaptive":
         free = _min_free(workload, begin_s, math.inf)
         return max(int(free), math.ceil(schedule.peak_device_bytes)) if schedule.peak_device_bytes else None
     by_phase = {
@@ -88,11 +93,13 @@ def _min_free(workload: Workload, begin_s: float, end_s: float) -> float:
     return min([value_at(steps, begin_s), *(size for at_s, size in steps if begin_s < at_s < end_s)])
 
 
-def _common_arguments(schedule: Schedule, machine_code: str | None) -> tuple[list[str], list[str]]:
+def _common_arguments(schedule: Schedule, machine_code: str | None, overlap: str) -> tuple[list[str], list[str]]:
     policy, budget = schedule.plan.policy, memory_budget(schedule)
-    imports, arguments = [], [f"policy={json.dumps(policy)}"]
-    # Plans of other policies do not depend on rates.
-    if policy == "adaptive" and machine_code is not None:
+    imports, arguments = [], [f"policy={json.dumps(policy.removesuffix(f',overlap={overlap}'))}"]
+    if overlap != "none":
+        arguments.append(f"overlap={json.dumps(overlap)}")
+    # Plans of other policies do not depend on rates, but for how much they speculate.
+    if (parse(policy).name == "adaptive" or schedule.plan.speculated) and machine_code is not None:
         imports.append("from ebbtide.machines.catalog import find_machine")
         arguments.append(f"machine={machine_code}")
     if isinstance(budget, dict):

@@ -9,6 +9,7 @@ from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.interleave.simulation.steps import Steps, simulate_steps
 from ebbtide.machines.machine import Machine
 
 _MAX_STRIDE = 10
@@ -18,6 +19,14 @@ def simulated(policy: str, workload: Workload, machine: Machine) -> Schedule | N
     """Return a policy's schedule; None if the machine lacks a rate or the policy cannot plan the workload."""
     try:
         return simulate(make_plan(policy, workload, machine), workload, machine)
+    except (MachineError, PolicyError):
+        return None
+
+
+def steps_of(policy: str, workload: Workload, machine: Machine) -> Steps | None:
+    """Return a policy's schedules of both kinds of steps; None as in `simulated`."""
+    try:
+        return simulate_steps(make_plan(policy, workload, machine), workload, machine)
     except (MachineError, PolicyError):
         return None
 

@@ -10,8 +10,13 @@ from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.replay.recommend.alternatives import alternatives
 from ebbtide.interleave.replay.recommend.choice import choose_policy
 from ebbtide.interleave.replay.recommend.configuration import placeholders
+from ebbtide.interleave.replay.recommend.overlap_choice import (
+    DEEPSPEED_OVERLAP,
+    OPTIMIZER_OVERLAP,
+    choose_overlap,
+)
 from ebbtide.interleave.replay.recommend.recorded_job import RecordedJob
-from ebbtide.interleave.replay.recommend.setups import PolicySetup, setup_of
+from ebbtide.interleave.replay.recommend.setups import PolicySetup, overlapped_setup, setup_of
 from ebbtide.interleave.replay.recommend.systems import SystemSetup, other_systems
 from ebbtide.machines.accuracy import accuracy_of
 from ebbtide.machines.machine import Machine
@@ -37,6 +42,7 @@ class Recommendation:
         uncertainty: The known accuracy of predictions from the machine, in a sentence.
         left_out: Policies without a setup, and why.
         systems: Other systems that are faster, and the best fraction of Megatron-LM.
+        overlap: What updates beside the step win; None if it is little.
     """
 
     policy: str
@@ -51,6 +57,7 @@ class Recommendation:
     uncertainty: str
     left_out: dict[str, str]
     systems: tuple[SystemSetup, ...] = ()
+    overlap: dict[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide replay --json` prints."""
@@ -84,13 +91,22 @@ class _Recommender:
     def recommendation(self) -> Recommendation:
         choice = choose_policy(self.workload, self.machine, self.job)
         best, static = choice.best, choice.split
-        policy = best.plan.policy
-        if policy == "gpu-only":
+        if best.plan.policy == "gpu-only":
             return self._without_offload(best)
-        line = f"{policy}: {best.iteration_s * 1e3:,.0f} ms an iteration"
-        if best.plan.remark:
-            line += f" ({best.plan.remark})"
-        if static is not None and static.iteration_s < (1 + _MIN_GAIN) * best.iteration_s:
+        deepspeed = choose_overlap(best, DEEPSPEED_OVERLAP, self.workload, self.machine)
+        overlap = deepspeed
+        if self.job.stage is None:
+            overlap = choose_overlap(best, OPTIMIZER_OVERLAP, self.workload, self.machine)
+        plan, iteration_s = best.plan, best.iteration_s
+        if overlap is not None:
+            plan, iteration_s = overlap.steps.valid.plan, overlap.iteration_s
+        policy = plan.policy
+        line = f"{policy}: {iteration_s * 1e3:,.0f} ms an iteration"
+        if plan.remark:
+            line += f" ({plan.remark})"
+        if overlap is not None:
+            line += f"; {overlap.text()}"
+        if static is not None and static.iteration_s < (1 + _MIN_GAIN) * iteration_s:
             line = f"nothing to gain by another policy; {line}"
         if choice.excess:
             line += f"; it does not fit: {choice.excess}"
@@ -103,8 +119,12 @@ class _Recommender:
         if self.job.offloads_params:
             line += f"; {policy} in a DeepSpeed job needs offload_param to be off"
         setups = tuple(self._setup(schedule) for schedule in (best, *choice.others))
+        if overlap is not None:
+            beside = overlapped_setup(overlap, deepspeed, setups[0], self.job, self.machine, self.machine_source)
+            setups = (beside, *setups)
         advice = self._assemble(line, section, setups, alternatives(self.workload, self.job), choice.left_out)
-        return replace(advice, systems=other_systems(self.workload, self.machine, self.job, best.iteration_s))
+        advice = replace(advice, systems=other_systems(self.workload, self.machine, self.job, iteration_s))
+        return advice if overlap is None else replace(advice, overlap=overlap.as_json())
 
     def _setup(self, schedule: Schedule) -> PolicySetup:
         return setup_of(schedule, self.job, self.machine, self.machine_source)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.policies import parse
 from ebbtide.interleave.replay.recommend.calls import enable_code, optimizer_code
 from ebbtide.interleave.replay.recommend.configuration import deepspeed_config
+from ebbtide.interleave.replay.recommend.overlap_choice import OverlapChoice
 from ebbtide.interleave.replay.recommend.recorded_job import RecordedJob
 from ebbtide.machines.machine import Machine
 
@@ -56,6 +57,40 @@ def setup_of(schedule: Schedule, job: RecordedJob, machine: Machine, machine_sou
     # Only a split needs stage 3.
     stage = 3 if policy.name == "twin-flow" else job.stage or 3
     return PolicySetup(policy.text, iteration_ms, deepspeed_config(workload, job, ratio, stage), None, None)
+
+
+def overlapped_setup(
+    choice: OverlapChoice,
+    deepspeed: OverlapChoice | None,
+    plain: PolicySetup,
+    job: RecordedJob,
+    machine: Machine,
+    machine_source: str | None,
+) -> PolicySetup:
+    """Return the lines to paste for a policy with updates beside the step.
+
+    Args:
+        choice: The policy with overlap.
+        deepspeed: The same with the widest overlap that `enable` takes; None if that gains little.
+        plain: The lines of the same policy without overlap.
+        job: Settings of the job that the lines repeat.
+        machine: The machine that the plan was made for.
+        machine_source: Its file or preset; None if the job is to measure it.
+    """
+    schedule, machine_call = choice.steps.valid, machine_code(machine, machine_source)
+    code = plain.code
+    if code is not None and deepspeed is not None:
+        code = enable_code(deepspeed.steps.valid, machine_call, deepspeed.option)
+    if code is not None and (deepspeed is None or deepspeed.option != choice.option):
+        seconds, option = (choice.without_s, "none") if deepspeed is None else (deepspeed.iteration_s, deepspeed.option)
+        code = f"# DeepSpeed runs it with overlap={option}: {seconds * 1e3:,.0f} ms an iteration.\n{code}"
+    return replace(
+        plain,
+        policy=schedule.plan.policy,
+        iteration_ms=choice.iteration_s * 1e3,
+        code=code,
+        optimizer_code=optimizer_code(schedule, job, machine_call, choice.option),
+    )
 
 
 def machine_code(machine: Machine, source: str | None) -> str | None:

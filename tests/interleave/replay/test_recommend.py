@@ -11,6 +11,15 @@ from ebbtide.interleave.replay.recommend import RecordedJob, recommend
 from tests.interleave.experiments.sweep.sweeps import machine, workload
 from tests.interleave.replay.test_ablation import ran
 
+DEEPSPEED = RecordedJob(stage=3)
+
+
+@pytest.fixture(autouse=True)
+def _no_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask for no updates beside the step, which have tests of their own."""
+    for name in ("OPTIMIZER_OVERLAP", "DEEPSPEED_OVERLAP"):
+        monkeypatch.setattr(f"ebbtide.interleave.replay.recommend.recommendation.{name}", "none")
+
 
 def test_recommend__does_not_offload_state_that_always_fits() -> None:
     # 24 GB of state, and 4 GB of gradients that stay until the update.
@@ -20,15 +29,15 @@ def test_recommend__does_not_offload_state_that_always_fits() -> None:
     took = ran("gpu-only", enough, machine()).iteration_s * 1e3
     assert advice.line.startswith("do not offload: the optimizer's state (24.0 GB a rank) fits")
     assert f"takes {took:,.0f} ms then" in advice.line
-    assert recommend(workload(gpu_free_bytes=27.9e9), machine()).policy == "adaptive"
+    assert recommend(workload(gpu_free_bytes=27.9e9), machine(), DEEPSPEED).policy == "adaptive"
     # If the free memory is not known, nothing is said to fit.
-    assert recommend(workload(gpu_free_bytes=None), machine()).policy == "interleaved:2"
+    assert recommend(workload(gpu_free_bytes=None), machine(), DEEPSPEED).policy == "interleaved:2"
 
 
 @pytest.mark.parametrize("free", [0.0, 3e9, 6e9, 14e9, 25e9])
 def test_recommend__gives_deepspeed_the_fastest_split_that_fits(free: float) -> None:
     job, target = workload(gpu_free_bytes=free), machine()
-    advice = recommend(job, target)
+    advice = recommend(job, target, DEEPSPEED)
     assert advice.deepspeed is not None
     offload = advice.deepspeed["offload_optimizer"]
     assert isinstance(offload, dict)
@@ -54,7 +63,7 @@ def test_recommend__gives_the_largest_of_equal_ratios() -> None:
 
 @pytest.mark.parametrize(("free", "policy"), [(6e9, "adaptive"), (None, "interleaved:2")])
 def test_recommend__has_lines_of_python_for_the_best_policy(free: float | None, policy: str) -> None:
-    advice = recommend(workload(gpu_free_bytes=free), machine(), machine_source="box.json")
+    advice = recommend(workload(gpu_free_bytes=free), machine(), DEEPSPEED, machine_source="box.json")
     assert advice.policy == policy
     assert advice.code is not None
     assert advice.optimizer_code is not None
@@ -68,7 +77,7 @@ def test_recommend__has_lines_of_python_for_the_best_policy(free: float | None, 
 
 def test_recommend__has_a_setup_per_policy_that_fits_fastest_first() -> None:
     job, target = workload(), machine()
-    setups = recommend(job, target).setups
+    setups = recommend(job, target, DEEPSPEED).setups
     names = [setup.policy.partition(":")[0] for setup in setups]
     assert (names[0], len(names)) == ("adaptive", 5)
     assert set(names[1:]) == {"twin-flow", "interleaved", "pipelined", "zero-offload"}
@@ -212,7 +221,7 @@ def test_recommend__names_the_machine_with_its_ranks() -> None:
 
 
 def test_recommend__skips_deepspeed_if_rates_are_missing() -> None:
-    advice = recommend(workload(), machine(cpu_cast_params_per_s=None))
+    advice = recommend(workload(), machine(cpu_cast_params_per_s=None), DEEPSPEED)
     assert (advice.policy, advice.deepspeed) == ("adaptive", None)
     assert "plain DeepSpeed" not in advice.line
     assert advice.code is not None

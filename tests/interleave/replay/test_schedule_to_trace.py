@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.analysis.metrics.summary import summarize
@@ -22,6 +22,7 @@ from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine, machine_from
 from ebbtide.profiler.trace import Trace
+from tests.conftest import examples
 from tests.interleave.experiments.sweep.sweeps import machine, workload
 from tests.interleave.strategies import fixed_policies, machines, workloads
 
@@ -130,3 +131,56 @@ def test_trace_of__has_the_simulated_workload() -> None:
     assert ran("interleaved:2", recorded, machine()).iteration_s == pytest.approx(
         ran("interleaved:2", job, machine()).iteration_s
     )
+
+
+overlapped = st.tuples(
+    st.sampled_from(["pipelined", "interleaved:2", "interleaved:3@0.5"]), st.sampled_from(["forward", "both"])
+).map(lambda both: f"{both[0]},overlap={both[1]}")
+
+
+@settings(max_examples=examples(20))
+@given(overlapped, workloads(max_subgroups=6), machines(), st.integers(1, 3))
+def test_trace_of__late_operations_run_under_the_forward_of_the_next_iteration(
+    policy: str, job: Workload, target: Machine, iterations: int
+) -> None:
+    schedule = ran(policy, job, target)
+    trace = trace_of(schedule, target, iterations).build()
+    length = round(schedule.iteration_s * 1e9)
+    ops, copies = trace.ops(0), trace.transfers(0)
+    assert ops["start_ns"].min() >= 0
+    assert ops["end_ns"].max() <= iterations * length
+    # Every iteration has the same work, also the first and the last one.
+    for direction in ("h2d", "d2h"):
+        rows = copies[copies["direction"] == direction]
+        moved = iterations * schedule.moved_bytes(direction)
+        assert int(rows["bytes"].sum()) == pytest.approx(moved, rel=1e-6, abs=len(rows) / 2 + 1e-3 * moved / length)
+    busy = dict.fromkeys(("cpu", "gpu", "h2d", "d2h"), 0)
+    for row in ops.itertuples():
+        busy[row.resource] += row.end_ns - row.start_ns
+    for resource, total_ns in busy.items():
+        expected_s = sum(end - start for op, start, end in schedule.items() if op.resource == resource)
+        assert total_ns == pytest.approx(iterations * expected_s * 1e9, abs=2.0 * len(ops) + 1)
+    late = [end for end in schedule.ends if end > schedule.iteration_s * (1 + 1e-9) + 2e-9]
+    before = ops[ops["iteration"].isna()]
+    assert len(before) >= len(late)
+    # The beginning of the backward waits for the last of them.
+    assert (before["end_ns"] <= length - round(schedule.update_s * 1e9) + 2).all()
+
+
+def test_trace_of__counts_device_memory_across_iterations() -> None:
+    """Against the operations of five iterations in a row."""
+    schedule, trace = built("interleaved:2,overlap=forward", iterations=2, gpu_free_bytes=0)
+    assert not schedule.plan.kept_gradients
+    length_s = schedule.iteration_s
+    assert max(end for op, _, end in schedule.items() if op.release) > 1.01 * length_s
+    line = trace.memory(0)
+    times_s = line["t_ns"].to_numpy() / 1e9
+    for before_s, after_s, nbytes in zip(times_s, times_s[1:], line["bytes"], strict=False):
+        middle_s = (before_s + after_s) / 2
+        if after_s - before_s < 1e-6:
+            continue
+        taken = 0.0
+        for op, start, end in schedule.items():
+            for shift_s in length_s * np.arange(-3, 2):
+                taken += op.acquire * (start + shift_s <= middle_s) - op.release * (end + shift_s <= middle_s)
+        assert nbytes == pytest.approx(80e9 + taken, abs=1.0)

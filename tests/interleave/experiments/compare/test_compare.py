@@ -16,7 +16,7 @@ from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
 from ebbtide.interleave.experiments.compare import testbed as testbed_module
 from ebbtide.interleave.experiments.compare.compare import POLICIES, CompareConfig, compare
-from ebbtide.interleave.experiments.compare.job import find_shape
+from ebbtide.interleave.experiments.compare.job import PhaseWaits, find_shape
 from ebbtide.interleave.experiments.compare.results import Comparison
 from ebbtide.interleave.experiments.compare.runs import TrainingRun, run_policy
 from ebbtide.interleave.model.schedule import Schedule
@@ -100,7 +100,7 @@ def test_run_policy__device_memory_is_that_of_the_device() -> None:
     testbed = RecordingTestbed(
         torch.device("cpu"), "emulated device", MACHINE, float(STATE_BYTES * shape.params), LINK, 1
     )
-    training = TrainingRun(shape, 0, 3, -(-shape.params // 7), lambda: None)
+    training = TrainingRun(shape, 0, 3, -(-shape.params // 7), lambda: None, PhaseWaits(), streamed=False)
     for policy in ("twin-flow:0.5", "interleaved:2", "zero-offload"):
         run = run_policy(policy, training, testbed)
         assert max(schedule.peak_device_bytes for schedule in run.schedules) == testbed.devices[-1].peak_bytes
@@ -183,3 +183,30 @@ def test_as_json__is_valid_json(comparison: Comparison) -> None:
     assert [result["policy"] for result in printed["results"]] == list(POLICIES)
     assert set(printed["results"][0]["update_ms"]) == {"measured", "predicted", "ratio"}
     assert printed["results"][0]["peak_device_bytes"] == {"measured": 0.0, "predicted": 0.0, "ratio": None}
+
+
+def test_compare__late_updates_run_under_the_next_forward() -> None:
+    policies = ("pipelined", "pipelined,overlap=forward")
+    comparison = compare_small(*policies, iterations=4, waits=PhaseWaits(0.03, 0.03))
+    assert comparison.losses_equal
+    plain, late = comparison.results
+    assert all(not op.due for op, _, _ in plain.measured.items())
+    for result in (plain, late):
+        for schedule in (result.measured, result.predicted):
+            assert schedule.workload.forward_s >= 0.03
+            assert schedule.workload.backward_s >= 0.03
+        predicted = result.times["exposed"].predicted
+        assert 0 <= predicted <= result.times["iteration"].predicted
+    for schedule in (late.measured, late.predicted):
+        late_ends = [end for op, _, end in schedule.items() if op.due is not None]
+        assert max(late_ends) > schedule.iteration_s
+        # They end before the next backward.
+        assert max(late_ends) <= schedule.iteration_s + schedule.forward_s + schedule.backward_s
+    assert late.measured.plan is late.predicted.plan
+
+
+def test_compare__refuses_waits_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = testbed_module.Testbed(torch.device("cpu"), "a GPU", MACHINE, 1e9, None, None)
+    monkeypatch.setattr("ebbtide.interleave.experiments.compare.compare.find_testbed", lambda *_: gpu)
+    with pytest.raises(UserError, match="--forward-ms and --backward-ms are for an emulated device"):
+        compare_small("pipelined", waits=PhaseWaits(0.1, 0.1))

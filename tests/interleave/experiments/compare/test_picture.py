@@ -47,7 +47,11 @@ def test_draw_comparison__labels_have_units_and_name_the_emulated_device(compari
         assert [label.get_text() for label in axes.get_yticklabels()] == list(RESOURCES) * 2
     (legend,) = figure.legends
     kinds = {op.kind for result in comparison.results for op in result.predicted.plan.ops} - {"clip"}
-    assert {text.get_text() for text in legend.get_texts()} == kinds | {"end of the update"}
+    assert {text.get_text() for text in legend.get_texts()} == kinds | {
+        "end of the update",
+        "backward before it",
+        "next forward",
+    }
 
 
 def test_draw_comparison__no_text_overlaps_another_or_is_cut_off(comparison: Comparison) -> None:

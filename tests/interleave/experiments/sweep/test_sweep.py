@@ -133,7 +133,7 @@ def make_row(policy: str, iteration: float, fits: bool | None = True, **changes:
         **row,
         "policy": policy,
         "iteration_ms": iteration,
-        "bound_iteration_ms": 80.0,
+        "bound_overlap_iteration_ms": 80.0,
         "fits": fits,
         "exact": True,
         "error": None,
@@ -201,3 +201,15 @@ def test_find_pairs__workloads_with_the_same_name_are_named_by_their_paths(tmp_p
     ]
     (alone,) = find_pairs([], [tmp_path / "v.json"], [machine_file])
     assert alone[0].name == "job"
+
+
+def test_sweep__policies_with_overlap_on_a_machine_with_a_box() -> None:
+    policies = ["pipelined", "pipelined,overlap=forward", "pipelined,overlap=auto"]
+    small = workload(params=4e8)
+    without, late, auto = rows(policies, workloads=[small], machines=[preset("h100-80gb-sxm-published")])
+    assert [row["policy"] for row in (without, late, auto)] == policies
+    assert all(row["error"] is None for row in (without, late, auto))
+    assert auto["iteration_ms"] < late["iteration_ms"] < without["iteration_ms"]
+    assert (late["bound_overlap"], late["speculated_subgroups"]) == ("forward", 0)
+    assert auto["speculated_subgroups"] > 0
+    assert auto["redone_iteration_ms"] > auto["iteration_ms"]
