@@ -121,11 +121,13 @@ def print_times(
         f"matrix   {bytes_text(stream.matrix.nbytes)} in {len(layout.tiles)} tiles of {bytes_text(layout.tile_bytes)}"
     )
     print(
-        f"device   {bytes_text(peak)} of {bytes_text(options.memory)} at the peak; {layout.resident_count} tiles resident"
+        f"device   {bytes_text(peak)} of {bytes_text(options.memory)} at the peak, "
+        f"{layout.resident_count} tiles resident, {layout.slots} slots"
     )
     print(
         f"rates    {rate_text(machine.h2d_bytes_per_s)} to the device, "
-        f"{machine.gpu_update_params_per_s:,.0f} rows/s computed, {1e6 * (machine.operation_s or 0):.0f} us an operation"
+        f"{machine.gpu_update_params_per_s:,.0f} rows/s computed, "
+        f"{1e6 * (machine.operation_s or 0):.0f} us an operation"
     )
     print(
         f"passes   {' '.join(ms_text(1e3 * seconds) for seconds in pass_s)}, after {ms_text(1e3 * stream.load_s)} of "

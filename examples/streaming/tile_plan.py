@@ -1,7 +1,7 @@
 """Plans of passes over row tiles: which tiles stay on the device, and how the others go through its slots.
 
-A tile is a subgroup of the engine, and a row of it a parameter: the plan of a pass fetches, computes (`update`) and evicts
-(`flush`) each tile, so that the engine's executor runs it and the simulator predicts it.
+A tile is a subgroup of the engine, and a row of it a parameter: the plan of a pass fetches, computes (`update`) and
+evicts (`flush`) each tile, so that the engine's executor runs it and the simulator predicts it.
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ def fit_layout(
     places = int(free_bytes // layout.tile_bytes)
     if places < min(slots, count):
         raise LayoutError(
-            f"{bytes_text(max(0, free_bytes))} of device memory are left for tiles, and {slots} slots of {tile_rows} rows "
-            f"need {bytes_text(slots * layout.tile_bytes)}: choose fewer --tile-rows, fewer --slots or more --memory"
+            f"{bytes_text(max(0, free_bytes))} of device memory are left for tiles, and {slots} slots of {tile_rows} "
+            f"rows need {bytes_text(slots * layout.tile_bytes)}: choose fewer --tile-rows, fewer --slots or "
+            "more --memory"
         )
     resident = count if places >= count else max(0, places - slots)
     return TileLayout(rows, columns, factor_columns, tile_rows, slots, resident)
@@ -129,33 +130,35 @@ def pass_plan(layout: TileLayout, fetch_factor: bool, flush_factor: bool) -> Pla
     Args:
         layout: The layout.
         fetch_factor: Whether the computation reads the factor.
-        flush_factor: Whether it writes the factor. If not, evicting a tile drops it: a flush of 0 bytes.
+        flush_factor: Whether it writes the factor. If not, a tile is dropped when it is computed: the plan ends with a
+            flush of 0 bytes for it, which nothing waits for.
     """
     ops: list[Op] = []
-    # By slot: the operation that has emptied it; and the last computation.
-    emptied_by: list[int | None] = [None] * layout.slots
-    last_update: int | None = None
+    # By slot: the operation that has emptied it.
+    emptied_by: list[tuple[int, ...]] = [()] * layout.slots
+    computed: tuple[int, ...] = ()
     streamed = 0
     fetched_columns = layout.columns + (layout.factor_columns if fetch_factor else 0)
-    flushed_columns = layout.factor_columns if flush_factor else 0
     for tile, tile_range in enumerate(layout.tiles):
-        rows, is_resident = len(tile_range), tile in layout.resident
+        rows = len(tile_range)
+        row_bytes = ELEMENT_BYTES * rows
+        if tile in layout.resident:
+            ops.append(Op("update", "gpu", tile, rows, 0.0, STEP, computed))
+            computed = (len(ops) - 1,)
+            continue
         slot = streamed % layout.slots
-        size = ELEMENT_BYTES * rows
-        inputs = [] if last_update is None else [last_update]
-        if not is_resident:
-            emptied = emptied_by[slot]
-            after = () if emptied is None else (emptied,)
-            fetch = Op("fetch", "h2d", tile, rows, size * fetched_columns, STEP, after, acquire=layout.tile_bytes)
-            inputs.append(len(ops))
-            ops.append(fetch)
-        last_update = len(ops)
-        ops.append(Op("update", "gpu", tile, rows, 0.0, STEP, tuple(inputs)))
-        if not is_resident:
-            emptied_by[slot] = len(ops)
-            streamed += 1
-            flush_bytes = size * flushed_columns
-            ops.append(Op("flush", "d2h", tile, rows, flush_bytes, STEP, (last_update,), release=layout.tile_bytes))
+        streamed += 1
+        size = float(layout.tile_bytes)
+        fetch = Op("fetch", "h2d", tile, rows, row_bytes * fetched_columns, STEP, emptied_by[slot], acquire=size)
+        update = Op("update", "gpu", tile, rows, 0.0, STEP, (*computed, len(ops)))
+        flush = Op("flush", "d2h", tile, rows, 0.0, STEP, (len(ops) + 1,))
+        if flush_factor:
+            flush = flush._replace(nbytes=row_bytes * layout.factor_columns, release=size)
+        else:
+            update = update._replace(release=size)
+        computed = (len(ops) + 1,)
+        emptied_by[slot] = (len(ops) + 2,) if flush_factor else computed
+        ops += [fetch, update, flush]
     plan = Plan(
         policy=f"tiles of {layout.tile_rows} rows, {layout.slots} slots",
         ops=tuple(ops),

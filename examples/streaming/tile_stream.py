@@ -96,7 +96,7 @@ class TileStream:
         self._blocks.clear()
 
     def allocate(self, *shape: int) -> torch.Tensor:
-        """Allocate device memory, fp32, which is released with the stream. Raises DeviceMemoryError if there is none."""
+        """Allocate device memory, fp32, until the stream ends. Raises DeviceMemoryError if there is none."""
         block = self._device.allocate_state(torch.Size(shape).numel(), rows=1)
         for stream in ("h2d", "gpu", "d2h"):
             self._device.wait(stream, [self._device.record("memory")])
