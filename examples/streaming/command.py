@@ -13,9 +13,10 @@ import torch
 from ebbtide.errors import UserError
 from ebbtide.interleave.engine.devices.cuda import CudaDevice
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.profiler import Tracer
 from ebbtide.units import bytes_text, ms_text, parse_bytes, rate_text
-from examples.streaming.replay import measure_rates, predict_pass, replay
+from examples.streaming.replay import bound_s, measure_rates, replay
 from examples.streaming.tile_stream import TileStream
 
 StreamDevice = EmulatedDevice | CudaDevice
@@ -110,12 +111,13 @@ def print_times(
         stream: The stream, after its passes.
         device: Its device.
         options: The options.
-        factor: Whether passes fetch, and whether they flush, the factor.
+        factor: Whether passes fetch, and whether they flush, the factor, in other layouts.
     """
     layout = stream.layout
     machine = measure_rates(stream.schedules)
     pass_s = [schedule.update_s for schedule in stream.schedules]
-    expected = predict_pass(layout, *factor, machine)
+    predicted_s = [simulate(one.plan, one.workload, machine).update_s for one in stream.schedules]
+    bounds_s = [bound_s(one.plan, machine) for one in stream.schedules]
     peak = device.peak_bytes if isinstance(device, EmulatedDevice) else torch.cuda.max_memory_allocated()
     print(
         f"matrix   {bytes_text(stream.matrix.nbytes)} in {len(layout.tiles)} tiles of {bytes_text(layout.tile_bytes)}"
@@ -129,10 +131,9 @@ def print_times(
         f"{machine.gpu_update_params_per_s:,.0f} rows/s computed, "
         f"{1e6 * (machine.operation_s or 0):.0f} us an operation"
     )
-    print(
-        f"passes   {' '.join(ms_text(1e3 * seconds) for seconds in pass_s)}, after {ms_text(1e3 * stream.load_s)} of "
-        f"loading; predicted {ms_text(1e3 * expected.pass_s)}, bound {ms_text(1e3 * expected.bound_s)}"
-    )
+    print(f"passes   {_times_text(pass_s)}, after {ms_text(1e3 * stream.load_s)} of loading")
+    print(f"         {_times_text(predicted_s)} predicted")
+    print(f"         {_times_text(bounds_s)} bound")
     if not options.replay:
         return
     print("a pass predicted for other layouts: tile rows, slots, resident share, time, bound")
@@ -143,6 +144,10 @@ def print_times(
             f"{other.tile_rows:9} {other.slots:6} {100 * other.resident_share:7.0f} % "
             f"{ms_text(1e3 * prediction.pass_s):>10} {ms_text(1e3 * prediction.bound_s):>10}"
         )
+
+
+def _times_text(times_s: list[float]) -> str:
+    return " ".join(ms_text(1e3 * seconds) for seconds in times_s)
 
 
 def _positive(text: str) -> int:

@@ -5,14 +5,15 @@
 
 A pass computes Y = A W and, from the same tile, Z = A' Y. Orthonormalized, Z is the next W. With Y = Q R of the last
 pass, Z' = R' Q' A, so the SVD of R'^-1 Z' gives that of A in q + 1 passes, not 2 q + 2 (Halko, Martinsson and Tropp,
-"Finding Structure with Randomness", 2011, has the plain form). Z holds squares of singular values, so fp32 keeps those
-above about 3e-4 of the largest; `--plain` computes Z = A' Q in passes of its own, for matrices with a wider range.
+"Finding Structure with Randomness", 2011, has the plain form). R is nearly singular for a random W, so this needs a
+power iteration. `--plain` orthonormalizes Y too, and computes Z = A' Q in passes of its own.
 """
 
 from __future__ import annotations
 
 import torch
 
+from ebbtide.errors import UserError
 from examples.streaming.command import make_parser, open_device, open_stream, print_times, recording, run_command
 from examples.streaming.tile_stream import TileStream
 
@@ -30,13 +31,18 @@ def randomized_svd(
     Args:
         stream: The matrix; its factor has as many columns as the random projection.
         rank: Number of singular values.
-        power: Number of power iterations.
+        power: Number of power iterations; at least 1 unless `plain`.
         plain: Whether to orthonormalize Y as well, which takes two passes for each.
         seed: Seed of the random projection.
 
     Returns:
         U (rows, rank), S (rank), V (columns, rank), fp32, in host memory.
+
+    Raises:
+        UserError: There are too few power iterations.
     """
+    if power < (0 if plain else 1):
+        raise UserError(f"{power} power iterations are too few: choose --power 1 or more, or --plain with --power 0")
     columns, width = stream.layout.columns, stream.layout.factor_columns
     basis, product = stream.allocate(columns, width), stream.allocate(columns, width)
     generator = torch.Generator().manual_seed(seed)

@@ -23,7 +23,7 @@ class LayoutError(UserError):
 
 @dataclass(frozen=True)
 class TileLayout:
-    """How a matrix and its factor, which has as many rows, are cut into tiles.
+    """The tiles of a matrix and of its factor, which has as many rows, and the places of tiles on the device.
 
     Attributes:
         rows: Rows of the matrix.
