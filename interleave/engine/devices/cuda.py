@@ -89,6 +89,11 @@ class CudaDevice:
     def begin_iteration(self) -> None:
         self._streams.begin_iteration()
 
+    def submit(self, stream: Stream, work: Callable[[], object]) -> None:
+        """Issue work to a stream: `work` calls functions of torch, which use the stream that is current."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._streams.stream(stream)):
+            work()
+
     def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._streams.stream(direction)):
             for source, target in pairs:
