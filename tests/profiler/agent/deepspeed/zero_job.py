@@ -89,7 +89,7 @@ def train(case: dict[str, Any]) -> list[str]:
         if case.get("unmanaged"):
             engine.step()
         losses.append(loss.item().hex())
-    if "save" in case:
+    if "save" in case and not Path(case["save"]).exists():
         engine.save_checkpoint(case["save"])
     skipped = engine.skipped_steps
     engine.destroy()
