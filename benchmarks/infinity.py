@@ -101,7 +101,7 @@ def main() -> None:
     flags.add_argument("--folder", type=Path, default=Path("infinity"), help="folder of state and recordings")
     flags.add_argument("--blocks", type=int, default=8)
     flags.add_argument("--width", type=int, default=1024, help="a block has 4 width**2 parameters")
-    flags.add_argument("--batch", type=int, default=64)
+    flags.add_argument("--batch", type=int, default=4)
     flags.add_argument("--rounds", type=int, default=3)
     flags.add_argument("--steps", type=int, default=8, help="steps of each process after the warm-up")
     flags.add_argument("--measure", choices=SETTINGS, help=argparse.SUPPRESS)
