@@ -71,7 +71,7 @@ class TraceMetrics:
 
     @cached_property
     def storage(self) -> list[StorageUse]:
-        """What each rank reads from storage and writes to it; empty where none was recorded."""
+        """Use of storage by each rank and direction; empty where none was recorded."""
         return storage_use(self.trace)
 
     @property

@@ -145,7 +145,7 @@ def largest_gradient_bytes(optimizer: Any) -> int | None:
     """Return the bytes of the largest piece of a gradient that is swapped to storage; None if there is none."""
     swapper = getattr(optimizer, "optimizer_swapper", None)
     infos = getattr(swapper, "swap_params_info", {}).values()
-    lengths = [int(piece.length) for info in infos for piece in info.swapped_gradients.values()]
+    lengths = [int(gradient.length) for info in infos for gradient in info.swapped_gradients.values()]
     return max(lengths) * int(swapper.swap_element_size) if swapper is not None and lengths else None
 
 

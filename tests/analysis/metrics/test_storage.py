@@ -66,17 +66,17 @@ def test_substep_lanes__draw_reads_and_writes_beside_the_substeps() -> None:
 
 
 def test_findings__are_about_the_settings_that_cause_the_waits() -> None:
-    def found(trace: Trace) -> dict[str, str]:
+    def advice_by_rule(trace: Trace) -> dict[str, str]:
         return {finding.rule: finding.advice for finding in find(trace).findings}
 
     best = {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
     rules = {"storage-waits", "gradients-on-storage", "few-swap-buffers", "lost-moments"}
-    default = found(swapped_job(gradients=True))
+    default = advice_by_rule(swapped_job(gradients=True))
     assert rules & default.keys() == {"storage-waits", "gradients-on-storage", "few-swap-buffers"}
     assert f"aio.block_size to {4 * SUBGROUP:,}" in default["gradients-on-storage"]
     assert "pipeline_read" in default["storage-waits"]
-    assert rules & found(swapped_job(waits_ms=19, **best)).keys() == set()
-    assert "pipeline_read" not in found(swapped_job(**best))["storage-waits"]
+    assert rules & advice_by_rule(swapped_job(waits_ms=19, **best)).keys() == set()
+    assert "pipeline_read" not in advice_by_rule(swapped_job(**best))["storage-waits"]
 
 
 def test_swap_buffer_bytes__counts_buffers_and_gradients_in_host_memory() -> None:

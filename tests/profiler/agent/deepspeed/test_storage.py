@@ -59,7 +59,7 @@ class SwappedJob:
     findings: Findings
 
     @property
-    def found(self) -> dict[str, Any]:
+    def findings_by_rule(self) -> dict[str, Any]:
         return {finding.rule: finding for finding in self.findings.findings}
 
 
@@ -146,13 +146,15 @@ def test_findings__hold_where_their_cause_is_and_not_elsewhere(jobs: dict[str, S
     default, pipelined, resumed = (jobs[name] for name in ("default", "pipelined", "resumed"))
     for swapped in (default, pipelined, resumed):
         metrics = TraceMetrics(swapped.trace)
-        assert ("storage-waits" in swapped.found) == (metrics.storage[0].wait_ms >= 0.1 * metrics.iteration_ms)
-    assert {"gradients-on-storage", "few-swap-buffers"} <= default.found.keys()
-    assert "lost-moments" not in default.found
-    assert not {"gradients-on-storage", "few-swap-buffers", "lost-moments"} & pipelined.found.keys()
+        assert ("storage-waits" in swapped.findings_by_rule) == (
+            metrics.storage[0].wait_ms >= 0.1 * metrics.iteration_ms
+        )
+    assert {"gradients-on-storage", "few-swap-buffers"} <= default.findings_by_rule.keys()
+    assert "lost-moments" not in default.findings_by_rule
+    assert not {"gradients-on-storage", "few-swap-buffers", "lost-moments"} & pipelined.findings_by_rule.keys()
     assert {"gradients-on-storage", "few-swap-buffers", "lost-moments"} <= {*pipelined.findings.nothing_found}
-    assert "lost-moments" in resumed.found
-    assert str(4 * BLOCK) in default.found["gradients-on-storage"].advice.replace(",", "")
+    assert "lost-moments" in resumed.findings_by_rule
+    assert str(4 * BLOCK) in default.findings_by_rule["gradients-on-storage"].advice.replace(",", "")
     assert default.trace.meta.deepspeed.largest_stored_gradient_bytes == 4 * 2 * WIDTH**2
 
 
