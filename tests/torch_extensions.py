@@ -8,7 +8,9 @@ own, which the kernel releases when a process ends, show when a `lock` file is s
   `lock` files.
 - `compile.lock` is locked by the process that compiles. Until the extensions exist no other process loads them.
 
-`python -m tests.torch_extensions` compiles them before the tests, as `make test` does.
+`python -m tests.torch_extensions` compiles them before the tests, as `make test` does. Those for
+storage take five minutes and need libaio-dev, so they are compiled only on demand:
+`python -m tests.torch_extensions PinMemoryBuilder AsyncIOBuilder`.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ COMPILE_TIMEOUT_S = 900.0
 COMPILE_TIMEOUT_IN_TEST_S = 270.0
 # Extensions that nearly every job loads.
 BUILDERS = ("CPUAdamBuilder", "ShareMemCommBuilder")
+STORAGE_BUILDERS = ("PinMemoryBuilder", "AsyncIOBuilder")
 _COMPILE = """
 import sys
 from deepspeed.accelerator import get_accelerator
@@ -55,6 +58,13 @@ def missing_requirement() -> str | None:
     if shutil.which("c++") is None:
         return "DeepSpeed compiles its CPU Adam: needs a C++ compiler"
     return None
+
+
+def missing_storage_requirement() -> str | None:
+    """Return a message if the extension for swapping to storage was not compiled, else None."""
+    if (DIRECTORY / "async_io" / "async_io.so").exists():
+        return None
+    return "needs libaio-dev, and DeepSpeed's async_io: python -m tests.torch_extensions " + " ".join(STORAGE_BUILDERS)
 
 
 def use_own_directory() -> None:
@@ -159,7 +169,7 @@ def main() -> None:
         return
     use_own_directory()
     try:
-        compile_extensions()
+        compile_extensions(builders=tuple(sys.argv[1:]) or BUILDERS)
     except ExtensionError as error:
         sys.exit(str(error))
 

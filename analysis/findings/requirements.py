@@ -44,6 +44,14 @@ SUB_STEPS = Requirement(
     "sub-steps of DeepSpeed, with the update in the job's own process (`ebbtide profile` records them)",
     lambda metrics: metrics.sub_step("update") is not None,
 )
+SWAPPED = Requirement(
+    "DeepSpeed's optimizer state on storage (offload_optimizer: nvme)",
+    lambda metrics: metrics.deepspeed is not None and metrics.deepspeed.offload_config.get("device") == "nvme",
+)
+STORAGE_WAITS = Requirement(
+    "waits for storage (`ebbtide profile` records those of DeepSpeed)",
+    lambda metrics: any(use.wait_ms is not None for use in metrics.storage),
+)
 KERNELS = Requirement(
     "kernels of the GPU (import a torch.profiler trace)",
     lambda metrics: any(busy_time(metrics.trace, rank) is not None for rank in metrics.trace.ranks),
@@ -73,6 +81,10 @@ REQUIREMENTS: dict[str, tuple[Requirement, ...]] = {
     "pageable-masters": (ITERATIONS, OFFLOADED, SUB_STEPS),
     "passes-beside-adam": (ITERATIONS, SUB_STEPS),
     "twin-flow-ratio": (ITERATIONS, GPU, DEEPSPEED),
+    "lost-moments": (SWAPPED,),
+    "storage-waits": (ITERATIONS, STORAGE_WAITS),
+    "gradients-on-storage": (ITERATIONS, SWAPPED, STORAGE_WAITS),
+    "few-swap-buffers": (ITERATIONS, SWAPPED, STORAGE_WAITS),
     "pageable-copies": (ITERATIONS, GPU),
     "one-direction": (ITERATIONS, GPU),
     "shared-link": (GPU, RANKS),

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from ebbtide.profiler.trace import Trace
     from ebbtide.profiler.trace.metadata import DeepSpeedInfo
 
+# DeepSpeed's default of offload_optimizer.buffer_count (runtime/zero/offload_config.py).
+DEFAULT_SWAP_BUFFERS = 4
+
 
 @dataclass(frozen=True)
 class DeepSpeedSetup:

@@ -24,6 +24,7 @@ from ebbtide.analysis.metrics.missing import NO_GPU_STATE, no_link, partly_no_li
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.metrics.prediction import TimeRange, is_predicted, predicted_range, prediction_line
 from ebbtide.analysis.metrics.rank_figures import measure_ranks
+from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.analysis.metrics.totals import Totals, whole_trace
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import union_length
@@ -118,6 +119,7 @@ class Summary:
         is_predicted: Whether a dry run made the trace; `predicted` in JSON.
         iteration_range: Of a predicted trace, `iteration_ms` under fast and under slow assumptions;
             `iteration_low_ms` and `iteration_high_ms` in JSON.
+        storage: Bytes and waits of storage, per rank and direction; empty where none was used.
     """
 
     iterations: int
@@ -134,6 +136,7 @@ class Summary:
     remarks: list[str]
     is_predicted: bool = False
     iteration_range: TimeRange | None = None
+    storage: tuple[StorageUse, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide summary --json` prints."""
@@ -150,6 +153,7 @@ class Summary:
             "free_pool": self.free_pool,
             "gpu": None if self.gpu is None else [asdict(figure) for figure in self.gpu],
             "totals": None if self.totals is None else asdict(self.totals),
+            "storage": [asdict(use) for use in self.storage],
             "remarks": self.remarks,
             **self._prediction(),
         }
@@ -214,6 +218,7 @@ def summarize(trace: Trace) -> Summary:
         remarks=_remarks(trace),
         is_predicted=is_predicted(trace),
         iteration_range=predicted_range(trace, "iteration"),
+        storage=tuple(storage_use(trace)),
     )
 
 

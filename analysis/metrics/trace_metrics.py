@@ -16,6 +16,7 @@ from ebbtide.analysis.metrics.link import LinkUse, PhaseLink, link_use
 from ebbtide.analysis.metrics.link_throughput import copied_iterations, copies
 from ebbtide.analysis.metrics.memory import MemoryUse, memory_use
 from ebbtide.analysis.metrics.phases import phase_peaks
+from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.analysis.metrics.substeps.aggregate import SubStep
 from ebbtide.analysis.metrics.substeps.breakdown import SubSteps, sub_steps
 from ebbtide.analysis.metrics.summary import Summary, summarize
@@ -67,6 +68,11 @@ class TraceMetrics:
     def memory(self) -> MemoryUse:
         """The figures of `ebbtide memory`."""
         return memory_use(self.trace)
+
+    @cached_property
+    def storage(self) -> list[StorageUse]:
+        """Use of storage by each rank and direction; empty where none was recorded."""
+        return storage_use(self.trace)
 
     @property
     def iteration_ms(self) -> float | None:

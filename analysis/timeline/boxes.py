@@ -10,7 +10,7 @@ import pandas as pd
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_timeline
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.recurring_windows import phase_table, recurring_segments
-from ebbtide.analysis.metrics.substeps.operations import named_ops, run_in_sequence
+from ebbtide.analysis.metrics.substeps.operations import STORAGE, named_ops, run_in_sequence
 from ebbtide.analysis.metrics.windows import Window
 from ebbtide.analysis.timeline.axis import TimeAxis
 from ebbtide.analysis.timeseries.step_functions import Ints
@@ -45,15 +45,15 @@ def has_gpu_times(trace: Trace, rank: int) -> bool:
 def substep_lanes(trace: Trace, rank: int) -> Iterator[tuple[str, pd.DataFrame]]:
     """Yield (name, rows of `named_ops`) of each lane of sub-steps.
 
-    Sub-steps of DeepSpeed follow each other and share one lane; those of another process have their own. Those of a
-    schedule have a lane per resource.
+    Sub-steps of DeepSpeed follow each other and share one lane; those of another process have their own, and so have
+    reads and writes. Those of a schedule have a lane per resource.
     """
     rows = named_ops(trace, rank)
     if run_in_sequence(rows):
-        in_worker = rows["resource"] == "worker"
-        yield "sub-steps", rows[~in_worker]
-        if in_worker.any():
-            yield "worker", rows[in_worker]
+        beside = rows["resource"].eq("worker") | rows["resource"].str.startswith(STORAGE)
+        yield "sub-steps", rows[~beside]
+        for resource in sorted(rows.loc[beside, "resource"].unique(), key=lambda name: (name != "worker", name)):
+            yield resource, rows[rows["resource"] == resource]
         return
     recorded = rows["resource"].unique()
     # Paths of the storage come after these, in the order of their numbers.

@@ -199,6 +199,8 @@ SUBSTEP_COLORS = {
     "flush": "extra-6",
     "read": "extra-3",
     "write": "extra-2",
+    "gradient read": "extra-4",
+    "gradient write": "d2h",
 }
 OTHER_SUBSTEP = "other"
 

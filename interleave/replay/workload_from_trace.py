@@ -10,8 +10,10 @@ from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.errors import WorkloadError
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.replay.recorded_free_memory import recorded_free_memory
+from ebbtide.interleave.replay.swap_buffers import swap_buffer_bytes
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 from ebbtide.profiler.trace import Trace
+from ebbtide.units import bytes_text
 
 # DeepSpeed's own default is 1e9. Smaller subgroups overlap better, and larger ones need more device memory.
 _SUBGROUP_PARAMS = 100_000_000
@@ -57,6 +59,12 @@ def workload_of(trace: Trace) -> Workload:
         notes.append("the free memory of the device is not known")
     else:
         notes.append(f"free device memory: capacity minus {metrics.free_pool}")
+    host_bytes = swap_buffer_bytes(metrics)
+    if host_bytes is not None:
+        notes.append(
+            f"the state is on storage: policies may use the {bytes_text(host_bytes)} of host memory that the job used "
+            "for buffers and gradients"
+        )
     sizes = _recorded_sizes(metrics.deepspeed, metrics.params)
     params = sum(sizes) if sizes else metrics.params
     return Workload(
@@ -71,6 +79,7 @@ def workload_of(trace: Trace) -> Workload:
         grad_bytes=bytes_per_param,
         state_bytes=state_bytes(metrics.entry),
         gpu_free=free,
+        host_free_bytes=host_bytes,
         h2d_busy_share=_busy_share(metrics, "h2d"),
         d2h_busy_share=_busy_share(metrics, "d2h"),
         # DeepSpeed computes the norm of all gradients, clipping or not, and skips the step if it is not finite. Loops

@@ -194,6 +194,9 @@ class DeepSpeedInfo(_Section, frozen=True, kw_only=True):
         masters_pinned: Whether master weights in host memory are pinned; None where there are none.
         gradients_pinned: The same of the gradients that belong to them.
         policy: The policy of ebbtide's engine, where it ran the job.
+        moments_lost: Whether state on storage was loaded from a checkpoint without its moments; None where none was
+            loaded.
+        largest_stored_gradient_bytes: Bytes of the largest piece of a gradient that is swapped to storage.
     """
 
     version: str | None = None
@@ -205,6 +208,8 @@ class DeepSpeedInfo(_Section, frozen=True, kw_only=True):
     gradients_pinned: bool | None = None
     activation_checkpointing: bool | None = None
     policy: str | None = None
+    moments_lost: bool | None = None
+    largest_stored_gradient_bytes: Positive | None = None
 
 
 class HeldMemory(_Section, frozen=True, kw_only=True):

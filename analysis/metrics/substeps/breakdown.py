@@ -11,6 +11,7 @@ import pandas as pd
 from ebbtide.analysis.dataframes import to_frame
 from ebbtide.analysis.metrics.devices import peak_pool
 from ebbtide.analysis.metrics.iterations import steady_iterations
+from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.analysis.metrics.substeps.aggregate import ResourceUse, SubStep, SubstepAggregator
 from ebbtide.analysis.metrics.substeps.operations import run_in_sequence, split_by_phase
 from ebbtide.profiler.trace import Trace
@@ -27,6 +28,7 @@ class SubSteps:
         steps: Sub-steps of each phase.
         subgroups: The same figures by subgroup, of the sub-steps that have one.
         resources: Time in which each resource worked.
+        storage: Bytes and waits of storage, per direction; empty where none was used.
     """
 
     pool: str | None
@@ -34,6 +36,7 @@ class SubSteps:
     steps: list[SubStep]
     subgroups: list[SubStep]
     resources: list[ResourceUse]
+    storage: list[StorageUse]
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide steps --json` prints."""
@@ -64,4 +67,4 @@ def sub_steps(trace: Trace, ranks: Sequence[int] | None = None, by_subgroup: boo
         if by_subgroup:
             keys = ["phase", "subgroup", "name", "resource", "within"]
             subgroups += aggregator.steps(rows[rows["subgroup"] >= 0], keys, in_sequence)
-    return SubSteps(pool, tiles if steps else None, steps, subgroups, resources)
+    return SubSteps(pool, tiles if steps else None, steps, subgroups, resources, storage_use(trace, ranks))

@@ -13,13 +13,15 @@ from ebbtide.profiler.trace import Trace
 
 # Resources timed by the host's clock; all others use device times.
 ON_HOST = ("host", "cpu", "worker")
+# What names of resources of storage begin with; they are timed by the host's clock, too.
+STORAGE = "storage_"
 
 
 def run_in_sequence(ops: pd.DataFrame) -> bool:
     """Return whether ops are the sub-steps of DeepSpeed's own step, which follow each other on the host.
 
-    Those of another process (`worker`) run beside them. The operations of a schedule also use the link, and run at the
-    same time.
+    Those of another process (`worker`), reads and writes run beside them. The operations of a schedule also use the
+    link, and run at the same time.
     """
     used = set(ops["resource"])
     return "host" in used and not used & set(DIRECTIONS)
@@ -48,7 +50,7 @@ def split_by_phase(trace: Trace, rank: int, iterations: Sequence[int]) -> tuple[
         phase, `first` marks the part with its start. phases: iteration, phase, ms, of the iterations with any op.
     """
     ops = named_ops(trace, rank)
-    on_host = ops["resource"].isin(ON_HOST)
+    on_host = ops["resource"].isin(ON_HOST) | ops["resource"].str.startswith(STORAGE)
     parts = []
     for rows, device_times in ((ops[on_host], False), (ops[~on_host], True)):
         phases = intervals(trace, rank, device_times).with_other.sort_values("start_ns", kind="stable")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ebbtide.cli.render.storage import print_storage
 from ebbtide.cli.render.tables import MAX_ROWS, print_omitted, print_table
 from ebbtide.units import bytes_text, ms_text, rate_text
 
@@ -26,6 +27,8 @@ def print_steps(trace: Trace, steps: SubSteps) -> None:
     order = "one after the other" if steps.tiles else "they overlap, so do not add their times"
     if steps.tiles and any(use.resource == "worker" for use in steps.resources):
         order += "; those on `worker` run in another process meanwhile"
+    if steps.tiles and steps.storage:
+        order += "; reads and writes are in flight meanwhile"
     typer.echo(f"{trace.path}: sub-steps of an iteration, medians ({order})")
     busy = "; ".join(
         f"{use.phase}: {use.resource} {ms_text(use.median_ms)}{_share(use.share, ' ({})')}" for use in steps.resources
@@ -40,6 +43,7 @@ def print_steps(trace: Trace, steps: SubSteps) -> None:
         _step_rows(steps.steps),
     )
     print_omitted(len(steps.steps))
+    print_storage(steps.storage)
     if steps.subgroups:
         columns.insert(1, "subgroup")
         print_table("By subgroup", columns, _step_rows(steps.subgroups, True))

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import functools
 from typing import Any, Callable
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from ..imports import when_imported
 from ..patches import Patches
 from ..phase_hooks import wrap_backward
 from ..phase_record import UPDATE
 from ..recorder import Recorder
+from ..zero_optimizer import swaps_to_disk
 from .reduction import GradientReduction
 from .settings import describe_engine
+from .storage import SWAP_METHODS, SWAP_MODULES, StorageRecorder, has_lost_moments
 from .substeps import SubstepRecorder
 from .super_offload import SuperOffloadWorker
 from .zenflow import ZenFlowRecorder
@@ -38,6 +40,8 @@ class DeepSpeedHooks:
         self._described_engines: WeakSet[Any] = WeakSet()
         self._worker = SuperOffloadWorker(recorder)
         self._zenflow = ZenFlowRecorder(recorder, self._substeps, self._reduction)
+        self._storage = StorageRecorder(recorder, self._substeps, self._reduction, self._patches)
+        self._lost_moments: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         callbacks = {
             "engine": self._patch_engine,
             "zero.stage3": self._patch_stage_3,
@@ -47,6 +51,8 @@ class DeepSpeedHooks:
             "zenflow.engine_stage3": self._patch_zenflow_stage_3,
             "zenflow.zenflow_stage_1_and_2": self._patch_zenflow_stage_1_and_2,
         }
+        callbacks |= {f"swap_tensor.{name}": self._patch_swap_module for name in SWAP_MODULES}
+        callbacks["swap_tensor.utils"] = self._patch_swap_buffers
         self._cancel_callbacks = [when_imported(_RUNTIME + name, callback) for name, callback in callbacks.items()]
         self._cancel_callbacks.append(
             when_imported("deepspeed.ops.adam.zenflow_torch_adam", self._patch_selective_optimizers)
@@ -67,6 +73,7 @@ class DeepSpeedHooks:
         self._patches.wrap(engine, "step", self._wrap_step)
         # Without managed accumulation, gradients are reduced and copied when the update begins.
         self._patches.wrap(engine, "allreduce_gradients", functools.partial(self._wrap_update, of_engine=True))
+        self._patches.wrap(engine, "load_checkpoint", self._wrap_load)
 
     def _patch_stage_3(self, module: Any) -> None:
         optimizer = module.DeepSpeedZeroOptimizer_Stage3
@@ -75,6 +82,16 @@ class DeepSpeedHooks:
         self._patches.wrap(optimizer, reduce_name, self._reduction.wrap_reduce)
         for name, wrapper in self._reduction.stage_3.items():
             self._patches.wrap(optimizer, name, wrapper)
+
+        for name in SWAP_METHODS:
+            self._patches.wrap(optimizer, name, self._storage.wrap_swap)
+
+    def _patch_swap_module(self, module: Any) -> None:
+        for name, resource in (("swap_in_tensors", "storage_read"), ("swap_out_tensors", "storage_write")):
+            self._patches.wrap(module, name, functools.partial(self._storage.wrap_submit, resource=resource))
+
+    def _patch_swap_buffers(self, module: Any) -> None:
+        self._patches.wrap(module.SwapBufferManager, "allocate", self._storage.wrap_allocate)
 
     def _patch_stage_1_and_2(self, module: Any) -> None:
         optimizer = module.DeepSpeedZeroOptimizer
@@ -175,9 +192,26 @@ class DeepSpeedHooks:
             return
         self._described_engines.add(engine)
         try:
-            recorder.files.job_info.set("deepspeed", describe_engine(engine, recorder.recomputes))
+            recorder.files.job_info.set(
+                "deepspeed", describe_engine(engine, recorder.recomputes, self._lost_moments.get(engine))
+            )
         except Exception as error:
             recorder.files.job_info.note(f"DeepSpeed's settings could not be read: {error!r}")
+
+    def _wrap_load(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the engine's method that loads a checkpoint, after which moments on storage may be lost."""
+
+        @functools.wraps(original)
+        def load(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(engine, *args, **kwargs)
+            try:
+                if swaps_to_disk(engine.optimizer):
+                    self._lost_moments[engine] = has_lost_moments(engine)
+            except Exception as error:
+                self._recorder.files.job_info.note(f"DeepSpeed's loaded state could not be checked: {error!r}")
+            return result
+
+        return load
 
     def _wrap_substep(self, original: Callable[..., Any], method: SubstepMethod) -> Callable[..., Any]:
         substeps = self._substeps

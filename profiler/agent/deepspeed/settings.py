@@ -7,12 +7,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..zero_optimizer import fp32_masters, offloads_state, subgroup_sizes
+from .storage import largest_gradient_bytes
 
 _CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
 
-def describe_engine(engine: Any, recomputes: bool) -> dict[str, Any]:
-    """Return the trace's `deepspeed` entry. `recomputes` tells whether modules were seen to run inside a backward."""
+def describe_engine(engine: Any, recomputes: bool, moments_lost: bool | None = None) -> dict[str, Any]:
+    """Return the trace's `deepspeed` entry.
+
+    Args:
+        engine: The engine, after a step.
+        recomputes: Whether modules were seen to run inside a backward.
+        moments_lost: Whether a checkpoint was loaded without its moments; None if no checkpoint was loaded.
+    """
     optimizer = engine.optimizer
     sizes = subgroup_sizes(optimizer)
     description = {
@@ -21,6 +28,8 @@ def describe_engine(engine: Any, recomputes: bool) -> dict[str, Any]:
         "stage": int(engine.zero_optimization_stage()),
         "subgroup_params": [int(size) for size in sizes] if sizes is not None else None,
         "activation_checkpointing": _checkpointing(engine, recomputes),
+        "moments_lost": moments_lost,
+        "largest_stored_gradient_bytes": largest_gradient_bytes(optimizer),
     }
     masters = fp32_masters(optimizer)
     if masters is not None:

@@ -104,6 +104,11 @@ class SubstepRecorder:
         return now_ns
 
     @property
+    def current(self) -> tuple[str, str, int | None, int | None] | None:
+        """The arguments of `switch` of the row that runs; None outside of an update."""
+        return self._row.substep if self.running and self._row is not None else None
+
+    @property
     def sequence(self) -> int | None:
         """The sequence number of the row that runs; None outside of an update."""
         return self._row.sequence if self._row is not None else None

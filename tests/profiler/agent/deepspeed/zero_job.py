@@ -2,7 +2,8 @@
 
 Keys of a case: name, config (of DeepSpeed), steps, and optionally groups (two parameter groups), accumulation,
 checkpointing, torch_style (`loss.backward()`), unmanaged (the script owns the boundary), lifted (`lift_device_checks`),
-spike (an iteration, from 0, whose loss is infinite), after (code to run at the end). If the file names a folder, each
+spike (an iteration, from 0, whose loss is infinite), width (of the model), load and save (folders of checkpoints),
+after (code to run at the end). If the file names a folder, each
 case is first trained without recording, and then recorded into a trace there.
 """
 
@@ -22,6 +23,8 @@ import torch
 from deepspeed.ops.adam import zenflow_torch_adam
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.superoffload import superoffload_stage3, superoffload_utils
+from deepspeed.runtime.swap_tensor import async_swapper, partitioned_optimizer_swapper, pipelined_optimizer_swapper
+from deepspeed.runtime.swap_tensor.utils import SwapBufferManager
 from deepspeed.runtime.zenflow import engine_stage3, zenflow_stage_1_and_2
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from torch import nn
@@ -34,18 +37,18 @@ WIDTH = 256
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(x)))
 
 
 class Net(nn.Module):
-    def __init__(self, checkpointing: bool) -> None:
+    def __init__(self, checkpointing: bool, width: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
         self.checkpointing = checkpointing
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -61,17 +64,20 @@ def train(case: dict[str, Any]) -> list[str]:
 
         lift_device_checks()
     torch.manual_seed(0)
-    net = Net(case.get("checkpointing", False))
+    width = case.get("width", WIDTH)
+    net = Net(case.get("checkpointing", False), width)
     groups: Any = net.parameters()
     if case.get("groups"):
         groups = [{"params": list(part.parameters()), "lr": 1e-3} for part in (net.blocks[:1], net.blocks[1:])]
     engine, *_ = deepspeed.initialize(model=net, model_parameters=groups, config=case["config"])
+    if "load" in case:
+        engine.load_checkpoint(case["load"])
     dtype = next(engine.module.parameters()).dtype
     generator = torch.Generator().manual_seed(deepspeed.comm.get_rank())
     losses = []
     for step in range(case["steps"]):
         for _ in range(case.get("accumulation", 1)):
-            loss = engine(torch.randn(4, WIDTH, generator=generator).to(dtype))
+            loss = engine(torch.randn(4, width, generator=generator).to(dtype))
             if case.get("spike") == step:
                 loss = loss * float("inf")
             if case.get("torch_style"):
@@ -83,6 +89,8 @@ def train(case: dict[str, Any]) -> list[str]:
         if case.get("unmanaged"):
             engine.step()
         losses.append(loss.item().hex())
+    if "save" in case and not Path(case["save"]).exists():
+        engine.save_checkpoint(case["save"])
     skipped = engine.skipped_steps
     engine.destroy()
     return [str(skipped), *losses]
@@ -95,6 +103,7 @@ def _methods() -> list[dict[str, Any]]:
         *(superoffload_stage3.SuperOffloadOptimizer_Stage3, superoffload_utils, engine_stage3),
         *(superoffload_utils.SuperOffloadCPUOptimizer, zenflow_torch_adam.ZenFlowSelectiveAdamW),
         *(zenflow_stage_1_and_2, zenflow_stage_1_and_2.ZenFlowZeroOptimizer),
+        *(async_swapper, partitioned_optimizer_swapper, pipelined_optimizer_swapper, SwapBufferManager),
         *(zenflow_stage_1_and_2.ZenFlowZeroOptimizerParallel, zenflow_torch_adam.ZenFlowSelectiveAdamW_stage3),
     )
     return [dict(vars(owner)) for owner in owners]
