@@ -47,10 +47,10 @@ GPU_QUANTITIES = (
 OPS = (
     *("overflow check", "gradient norm", "prepare", "unscale", "update", "parameters", "release", "gather", "rest"),
     *("reduce", "gradient down", "gradient up", "clip", "fetch", "flush", "cast", "upload"),
-    *("wait", "rollback", "selective update", "select columns", "parameters down"),
+    *("wait", "rollback", "selective update", "select columns", "parameters down", "read", "write"),
 )
-# `worker` is another process of the job, on the CPU.
-RESOURCES = ("host", "cpu", "gpu", "h2d", "d2h", "worker")
+# `worker` is another process of the job, on the CPU. The last two are of files for optimizer state.
+RESOURCES = ("host", "cpu", "gpu", "h2d", "d2h", "worker", "storage_read", "storage_write")
 STOP_REASONS = ("closed", "max-size", "iterations", "fault")
 
 HOST = 0xFFFF  # the `device` of a record about host memory
@@ -160,7 +160,7 @@ class Spool:
             subgroup: The subgroup it works on, if any.
             nbytes: Bytes it moves, if any.
             parent: Sequence number of the operation that contains it, if any.
-            device: Device number, for an operation that ran on a GPU.
+            device: Device number of an operation that ran on a GPU, path number (from 0) of one on storage.
 
         Raises:
             KeyError: For an unknown name or resource.
