@@ -28,18 +28,20 @@ from storage_jobs import BEST, DEEPSPEED, EBBTIDE, NAMES, host_bytes, measure
 from tables import machine_line, spread, table
 
 _BLOCK_BYTES, _THREADS = 8 << 20, 2
+# Of a state file, before the states.
+_HEADERS_BYTES = 3 * 4096
 
 
 class PlainFile:
-    """A file of which two threads move every other block, with O_DIRECT and nothing else, through as much memory as
-    `States` has: pages of large mappings may be larger."""
+    """The bytes of `States` in the same file and memory, of which two threads move every other block with O_DIRECT.
 
-    def __init__(self, path: Path, size: int, subgroups: int) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._file, 0, size)
+    Another file may be elsewhere on the drive, and pages of other memory may be smaller.
+    """
+
+    def __init__(self, states: States, size: int) -> None:
+        self._file = os.open(states.path, os.O_RDWR | os.O_DIRECT)
         self._size = size
-        self._pages = mmap.mmap(-1, size // subgroups)
-        self._pages.write(os.urandom(size // subgroups))
+        self._pages = states.pages
 
     def read(self) -> None:
         self._move(os.preadv)
@@ -51,7 +53,7 @@ class PlainFile:
         def move_part(number: int) -> None:
             for offset in range(number * _BLOCK_BYTES, self._size, _THREADS * _BLOCK_BYTES):
                 begin = offset % len(self._pages)
-                if move(self._file, [memory[begin : begin + _BLOCK_BYTES]], offset) != _BLOCK_BYTES:
+                if move(self._file, [memory[begin : begin + _BLOCK_BYTES]], _HEADERS_BYTES + offset) != _BLOCK_BYTES:
                     raise OSError("short read or write")
 
         with memoryview(self._pages) as memory:
@@ -64,10 +66,11 @@ class States:
     def __init__(self, path: Path, size: int, subgroups: int) -> None:
         from ebbtide.interleave.engine.runtime.storage.state_file import StateFile
 
+        self.path = path
         self._sizes = [size // subgroups] * subgroups
         self._file = StateFile(path, self._sizes, os.urandom(16))
-        self._pages = mmap.mmap(-1, self._sizes[0])
-        self._pages.write(os.urandom(self._sizes[0]))
+        self.pages = mmap.mmap(-1, self._sizes[0])
+        self.pages.write(os.urandom(self._sizes[0]))
         for subgroup in range(subgroups):
             self._file.reserve(subgroup)
 
@@ -81,7 +84,7 @@ class States:
         self._file.close()
 
     def _move(self, move: Callable[[int, memoryview], None]) -> None:
-        with memoryview(self._pages) as memory:
+        with memoryview(self.pages) as memory:
             for subgroup in range(len(self._sizes)):
                 move(subgroup, memory)
 
@@ -99,10 +102,10 @@ def compare_io(args: argparse.Namespace) -> None:
     size = args.io_mb * 10**6 // (_BLOCK_BYTES * args.io_subgroups) * _BLOCK_BYTES * args.io_subgroups
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
-        plain = [PlainFile(folder / f"plain-{number}", size, args.io_subgroups) for number in range(2)]
         states = [States(folder / f"states-{number}", size, args.io_subgroups) for number in range(2)]
+        plain = [PlainFile(each, size) for each in states]
         # First writes are slower.
-        for file in (*plain, *states):
+        for file in states:
             file.write()
         works: dict[str, tuple[Callable[[], None], Callable[[], None], int]] = {
             "read": (plain[0].read, states[0].read, size),
@@ -207,7 +210,9 @@ def main() -> None:
     print(f"{time.strftime('%Y-%m-%d')}, {machine_line()}, load {os.getloadavg()[0]:.1f}\n")
     compare_io(args)
     if not args.io_only:
-        print(f"{args.blocks} blocks of width {args.width}, {args.host_bytes / 1e9:.2f} GB of host memory for ebbtide\n")
+        print(
+            f"{args.blocks} blocks of width {args.width}, {args.host_bytes / 1e9:.2f} GB of host memory for ebbtide\n"
+        )
         compare_steps(args)
 
 
