@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from storage_jobs import BEST, DEEPSPEED, EBBTIDE, NAMES, host_bytes, measure
+from storage_jobs import BEST, DEEPSPEED, NAMES, host_bytes, measure
 from tables import machine_line, spread, table
 
 _BLOCK_BYTES, _THREADS = 8 << 20, 2
