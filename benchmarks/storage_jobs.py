@@ -1,4 +1,4 @@
-"""The jobs that `storage.py` compares: one model whose state is in files, by DeepSpeed's ZeRO-Infinity and by ebbtide."""
+"""The jobs that `storage.py` compares: one model with state in files, by DeepSpeed's ZeRO-Infinity and by ebbtide."""
 
 from __future__ import annotations
 

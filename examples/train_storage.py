@@ -4,7 +4,7 @@
     python examples/train_storage.py --storage /scratch/job --host-memory 40e6 --steps 40    # goes on from step 20
 
 Every tenth step it commits the state in storage and saves the parameters with what `commit` returns. A run that was
-killed goes on from there when it is started again. FOLDER/checkpoint.pt has the parameters only: a fraction of the state.
+killed goes on from there when it is started again. FOLDER/checkpoint.pt has the parameters, a fraction of the state.
 """
 
 import time
