@@ -42,6 +42,7 @@ def main() -> None:
     optimizer = InterleavedAdamW(
         model.parameters(),
         lr=3e-4,
+        policy="pipelined",
         subgroup_params=500_000,
         gradients="streamed",
         max_grad_norm=1.0,
