@@ -32,6 +32,21 @@ def test_train_gpt__losses_are_those_of_torch() -> None:
 
 
 @pytest.mark.slow
+def test_train_storage__goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    small = [EXAMPLES / "train_storage.py", "--device", "cpu", "--layers", "2", "--width", "256", "--context", "32"]
+    options = ["--batch", "2", "--host-memory", "18e6"]
+
+    def text(folder: str, steps: int) -> str:
+        return run(*small, *options, "--storage", tmp_path / folder, "--steps", str(steps))
+
+    interrupted = losses(text("a", 10)) + losses(text("a", 20))
+    whole = text("b", 20)
+    assert interrupted == losses(whole)
+    assert len(interrupted) == 20
+    assert int(re.findall(r"(\d+) subgroups in storage", whole)[0]) > 0
+
+
+@pytest.mark.slow
 def test_train_hf__the_loss_falls(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     text = run(EXAMPLES / "train_hf.py", "--steps", "15", "--output", tmp_path / "out")

@@ -15,6 +15,7 @@ from pathlib import Path
 from ebbtide.errors import MachineError
 from ebbtide.interleave.calibrate.record import Record, Setup
 from ebbtide.interleave.calibrate.timing import Timing
+from ebbtide.interleave.engine.runtime.storage.file_systems import memory_file_system
 from ebbtide.machines.storage import StoragePath
 
 # The state of a subgroup of 1e8 parameters, 12 B each; there are two files of this size. Of the free space they take at
@@ -29,7 +30,6 @@ _THREADS = 2
 _FILL_WINDOWS = 2
 _ROUNDS = 3
 WINDOWS = 3 + _FILL_WINDOWS
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def measure_storage(folder: Path, setup: Setup, record: Record) -> None:
@@ -78,7 +78,7 @@ def measure_storage(folder: Path, setup: Setup, record: Record) -> None:
     record.describe(f"storage[{len(record.storage) - 1}]", threads, least_steady)
     if not is_direct:
         record.notes.append(f"--storage {folder}: no O_DIRECT, measured through the page cache with fsync")
-    if (kind_of := file_system(folder)) in _IN_MEMORY:
+    if (kind_of := memory_file_system(folder)) is not None:
         record.notes.append(f"--storage {folder} is a {kind_of}, which is host memory: its rates are not of a drive")
 
 
@@ -214,18 +214,3 @@ def _block_buffer() -> Iterator[mmap.mmap]:
     with mmap.mmap(-1, _BLOCK_BYTES) as buffer:
         buffer.write(os.urandom(_BLOCK_BYTES))
         yield buffer
-
-
-def file_system(folder: Path) -> str | None:
-    """Return the type of the file system of a folder, as in "ext4" or "tmpfs"; None if it is not known."""
-    device = folder.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        fields, _, rest = line.partition(" - ")
-        if fields.split()[2] == number:
-            return rest.split()[0]
-    return None

@@ -150,6 +150,11 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
         return self._runner.planner.machine
 
     @property
+    def storage_written_bytes(self) -> int:
+        """Bytes of state written to `storage` so far, by steps and commits; drives are rated for so many (TBW)."""
+        return self._runner.storage_written_bytes
+
+    @property
     def loss_scale(self) -> float:
         """The current factor for losses."""
         return self._loss_scale.value

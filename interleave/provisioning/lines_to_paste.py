@@ -63,11 +63,12 @@ def lines_to_paste(
     offloads = schedule.plan.policy != "gpu-only"
     fsdp2 = _fsdp2(half=offloads) if settings.ranks > 1 else None
     if offloads:
-        optimizer = optimizer_code(schedule, job, machine_code(machine, machine_source))
+        optimizer = optimizer_code(schedule, job, machine, machine_code(machine, machine_source))
     else:
         optimizer = _ADAMW if fsdp2 is not None else f"import torch\n\n{_ADAMW}"
     checkpointing = _CHECKPOINTING if settings.checkpointing else None
-    if job.section("zero_optimization"):
+    # Without DeepSpeed where state is in storage: its part of ebbtide has none.
+    if job.section("zero_optimization") and not setup.uses_storage:
         python = setup.code or f"deepspeed_config = {config!r}"
     else:
         python = "\n\n".join(part for part in (checkpointing, fsdp2, optimizer) if part is not None)

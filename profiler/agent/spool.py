@@ -161,7 +161,7 @@ class Spool:
             subgroup: The subgroup it works on, if any.
             nbytes: Bytes it moves, if any.
             parent: Sequence number of the operation that contains it, if any.
-            device: Device number, for an operation that ran on a GPU.
+            device: Device number of an operation that ran on a GPU, path number (from 0) of one on storage.
 
         Raises:
             KeyError: For an unknown name or resource.

@@ -38,7 +38,9 @@ def read(records: Records) -> pd.DataFrame:
             "sequence": rows["a"].astype(np.int64),
             "start_ns": rows["x"],
             "end_ns": rows["y"],
-            "resource": [kinds.RESOURCES[code] for code in rows["c"]],
+            "resource": [
+                _lane(kinds.RESOURCES[code], path) for code, path in zip(rows["c"], rows["small"], strict=True)
+            ],
             "name": [kinds.OPS[code] for code in rows["code"]],
             "iteration": iterations(records, rows["a"]),
             "subgroup": _nullable(rows["b"].astype(np.int64), NO_SUBGROUP),
@@ -59,6 +61,12 @@ def select_rows(ops: pd.DataFrame, keep: pd.Series[bool]) -> pd.DataFrame:
     rows = ops[keep]
     numbers = pd.Series(range(len(rows)), index=rows.index, dtype="Int64")
     return rows.assign(parent=rows["parent"].map(numbers).astype("Int64")).reset_index(drop=True)
+
+
+def _lane(resource: str, path: int) -> str:
+    """Return the name of a resource, with the number of the path of the storage if that is not the first."""
+    has_number = resource.startswith("storage") and path not in (0, kinds.HOST)
+    return f"{resource} {path}" if has_number else resource
 
 
 def _nullable(values: npt.NDArray[Any], missing: int) -> Any:

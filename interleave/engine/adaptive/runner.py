@@ -141,6 +141,11 @@ class AdaptiveRunner:
         return self._storage is not None
 
     @property
+    def storage_written_bytes(self) -> int:
+        """Bytes of state written to storage so far."""
+        return 0 if self._storage is None else self._storage.written_bytes
+
+    @property
     def closed(self) -> bool:
         """Whether there is no engine, before the first `rebuild` and after `close`."""
         return self._engine is None

@@ -19,7 +19,7 @@ from ebbtide.interleave.engine.runtime.step_clock import StepClock
 from ebbtide.interleave.engine.runtime.step_inputs import StepInputs
 from ebbtide.interleave.engine.runtime.storage.stored_states import StoredStates
 from ebbtide.interleave.engine.runtime.store import Store
-from ebbtide.interleave.engine.runtime.trace_recording import record_operations
+from ebbtide.interleave.engine.runtime.trace_recording import record_operations, reserve_rows
 from ebbtide.interleave.model.plan import BACKWARD, STEP, UPDATE, WRITES_PARAMETERS, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
@@ -74,6 +74,8 @@ class Engine:
         self._block_sizes: list[int] = []
         self._is_running = False
         self._clock = StepClock()
+        # Of the last step, for the trace that is recorded.
+        self._row_numbers: list[int] = []
         # Late operations that write the parameters of each subgroup.
         self._late_writes: list[list[int]] = []
         # Parameters whose gradients were offloaded in this iteration, before the step.
@@ -227,6 +229,7 @@ class Engine:
         for number in (_SCALARS, _ASSUMED_SCALARS):
             self._executor.mark_available(number, [self._clock.step_mark])
         self._executor.advance_to(STEP)
+        self._row_numbers = reserve_rows(self._plan)
         if not self._plan.has_late_operations:
             return self.finish_step()
         try:
@@ -276,7 +279,7 @@ class Engine:
         finally:
             self._offloaded_params.clear()
             returned_s, self._clock.returned_s = self._clock.returned_s, None
-        record_operations(run)
+        record_operations(run, self._row_numbers)
         self.last_schedule = self._clock.end_step(run, self._workload, returned_s)
         self._begin(returned_s)
         return self.last_schedule

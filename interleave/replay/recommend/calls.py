@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import math
 
+from ebbtide.interleave.model.host_memory import available_host_bytes
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload, value_at
 from ebbtide.interleave.policies import parse
 from ebbtide.interleave.replay.recommend.configuration import LEARNING_RATE, max_grad_norm
 from ebbtide.interleave.replay.recommend.recorded_job import RecordedJob
+from ebbtide.machines.machine import Machine
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
+
+# Stands for the folder of a path that is not known.
+STORAGE_FOLDER = "/path/on/a/drive"
 
 Budget = int | dict[str, int]
 _ROUNDING = 1e-9
@@ -31,12 +36,15 @@ def enable_code(schedule: Schedule, machine_code: str | None, overlap: str = "no
     return "\n".join([*lines, "", *_call("enable", arguments)])
 
 
-def optimizer_code(schedule: Schedule, job: RecordedJob, machine_code: str | None, overlap: str = "none") -> str:
+def optimizer_code(
+    schedule: Schedule, job: RecordedJob, machine: Machine, machine_code: str | None, overlap: str = "none"
+) -> str:
     """Return the call for a job without DeepSpeed; it needs `model`.
 
     Args:
         schedule: The schedule of the policy.
         job: The settings to repeat.
+        machine: The machine that the plan was made for.
         machine_code: An expression for the machine that calls `find_machine`; None if the job is to measure it.
         overlap: The overlap to ask for.
     """
@@ -50,6 +58,11 @@ def optimizer_code(schedule: Schedule, job: RecordedJob, machine_code: str | Non
     norm = max_grad_norm(workload, job)
     if norm is not None:
         arguments.append(f"max_grad_norm={norm!r}")
+    if schedule.plan.stored:
+        folders = [path.path or STORAGE_FOLDER for path in machine.storage]
+        arguments.append(f"storage={json.dumps(folders)}")
+        host_bytes = available_host_bytes(workload, machine)
+        arguments.append(f"host_memory_budget={int(host_bytes or 0):_}")
     comments = []
     if not workload.gradients_held_until_step:
         arguments.append('gradients="streamed"')
@@ -98,8 +111,9 @@ def _common_arguments(schedule: Schedule, machine_code: str | None, overlap: str
     imports, arguments = [], [f"policy={json.dumps(policy.removesuffix(f',overlap={overlap}'))}"]
     if overlap != "none":
         arguments.append(f"overlap={json.dumps(overlap)}")
-    # Plans of other policies do not depend on rates, but for how much they speculate.
-    if (parse(policy).name == "adaptive" or schedule.plan.speculated) and machine_code is not None:
+    # Plans of other policies do not depend on rates, but for how much they speculate or store.
+    uses_rates = parse(policy).name == "adaptive" or schedule.plan.speculated or schedule.plan.stored
+    if uses_rates and machine_code is not None:
         imports.append("from ebbtide.machines.catalog import find_machine")
         arguments.append(f"machine={machine_code}")
     if isinstance(budget, dict):

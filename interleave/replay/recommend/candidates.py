@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ebbtide.errors import MachineError, PolicyError
 from ebbtide.interleave.model.schedule import Schedule
@@ -32,10 +33,11 @@ def steps_of(policy: str, workload: Workload, machine: Machine) -> Steps | None:
 
 
 def best_static_split(workload: Workload, machine: Machine) -> Schedule | None:
-    """Return the fastest static split that fits; None if none does.
+    """Return the fastest static split without storage that fits the device; None if none does.
 
     Of ratios that DeepSpeed rounds to the same subgroups it is the largest.
     """
+    machine = replace(machine, storage=())
     best = None
     for ratio in (share / 20 for share in range(20, -1, -1)):
         policy = f"twin-flow:{ratio:g}" if ratio < 1 else "zero-offload"

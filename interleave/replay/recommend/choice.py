@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ebbtide.interleave.model.host_memory import available_host_bytes
 from ebbtide.interleave.model.schedule import Schedule
@@ -42,7 +42,6 @@ def choose_policy(workload: Workload, machine: Machine, job: RecordedJob) -> Pol
     Raises:
         MachineError: The machine lacks a rate that the best policy needs.
     """
-    machine = _in_host_memory(machine)
     on_gpu = without_offload(workload, machine, job)
     if on_gpu is not None:
         return PolicyChoice(on_gpu, None, None, (), {})
@@ -50,6 +49,9 @@ def choose_policy(workload: Workload, machine: Machine, job: RecordedJob) -> Pol
     # A rate that is missing is an error here.
     best = simulate(make_plan(policy, workload, machine), workload, machine)
     split = best_static_split(workload, machine)
+    if best.plan.stored and split is not None and host_excess(split, machine) is not None:
+        # There are policies with storage in its place.
+        split = None
     others, left_out = [], {}
     for schedule in other_schedules(best, split, workload, machine):
         excess = host_excess(schedule, machine)
@@ -67,7 +69,6 @@ def choose_among(policies: Sequence[str], workload: Workload, machine: Machine) 
         PolicyError: A policy does not exist or cannot plan this workload.
         MachineError: The machine lacks a rate that a policy needs.
     """
-    machine = _in_host_memory(machine)
     schedules = [simulate(make_plan(policy, workload, machine), workload, machine) for policy in policies]
     excess = {schedule.plan.policy: host_excess(schedule, machine) for schedule in schedules}
 
@@ -78,11 +79,6 @@ def choose_among(policies: Sequence[str], workload: Workload, machine: Machine) 
     best, *others = sorted(schedules, key=order)
     left_out = {policy: text for policy, text in excess.items() if text is not None}
     return PolicyChoice(best, excess[best.plan.policy], None, tuple(others), left_out)
-
-
-def _in_host_memory(machine: Machine) -> Machine:
-    """Return the machine without storage: no optimizer that could be recommended runs the plans that use it."""
-    return replace(machine, storage=())
 
 
 def without_offload(workload: Workload, machine: Machine, job: RecordedJob) -> Schedule | None:

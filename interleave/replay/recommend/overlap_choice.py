@@ -65,7 +65,7 @@ class OverlapChoice:
         """Return the gain in a sentence without an end."""
         gain_s = self.without_s - self.iteration_s
         plan = self.steps.valid.plan
-        kinds = {"under the next forward": plan.has_late_operations, "inside the backward": bool(plan.speculated)}
+        kinds = {"under the next forward": plan.has_late_updates, "inside the backward": bool(plan.speculated)}
         where = " and ".join(kind for kind, is_used in kinds.items() if is_used)
         percent = 100 * gain_s / self.without_s
         text = f"updates {where} win {gain_s * 1e3:,.0f} ms ({percent:.0f} %) over {self.policy} alone"

@@ -28,6 +28,7 @@ class PolicySetup:
         deepspeed_config: A configuration that `deepspeed.initialize` accepts.
         code: Lines of Python to run before `deepspeed.initialize`; None if the configuration suffices.
         optimizer_code: Lines of Python for a job without DeepSpeed; None for a policy that DeepSpeed has by itself.
+        uses_storage: Whether state is in storage, which only a job without DeepSpeed has.
     """
 
     policy: str
@@ -35,6 +36,7 @@ class PolicySetup:
     deepspeed_config: dict[str, Any]
     code: str | None
     optimizer_code: str | None
+    uses_storage: bool = False
 
 
 def setup_of(schedule: Schedule, job: RecordedJob, machine: Machine, machine_source: str | None) -> PolicySetup:
@@ -48,11 +50,13 @@ def setup_of(schedule: Schedule, job: RecordedJob, machine: Machine, machine_sou
     """
     policy = parse(schedule.plan.policy)
     workload, iteration_ms = schedule.workload, schedule.iteration_s * 1e3
-    if policy.name not in _DEEPSPEED_POLICIES:
+    stored = bool(schedule.plan.stored)
+    if policy.name not in _DEEPSPEED_POLICIES or stored:
         config = deepspeed_config(workload, job, 1.0)
         machine_call = machine_code(machine, machine_source)
-        call = None if job.offloads_params else enable_code(schedule, machine_call)
-        return PolicySetup(policy.text, iteration_ms, config, call, optimizer_code(schedule, job, machine_call))
+        call = None if job.offloads_params or stored else enable_code(schedule, machine_call)
+        own_call = optimizer_code(schedule, job, machine, machine_call)
+        return PolicySetup(policy.text, iteration_ms, config, call, own_call, stored)
     ratio = {"gpu-only": None, "zero-offload": 1.0}.get(policy.name, float(policy.value or 1.0))
     # Only a split needs stage 3.
     stage = 3 if policy.name == "twin-flow" else job.stage or 3
@@ -78,7 +82,8 @@ def overlapped_setup(
         machine_source: Its file or preset; None if the job is to measure it.
     """
     schedule, machine_call = choice.steps.valid, machine_code(machine, machine_source)
-    code = plain.code
+    stored = bool(schedule.plan.stored)
+    code = None if stored else plain.code
     if code is not None and deepspeed is not None:
         code = enable_code(deepspeed.steps.valid, machine_call, deepspeed.option)
     if code is not None and (deepspeed is None or deepspeed.option != choice.option):
@@ -89,7 +94,8 @@ def overlapped_setup(
         policy=schedule.plan.policy,
         iteration_ms=choice.iteration_s * 1e3,
         code=code,
-        optimizer_code=optimizer_code(schedule, job, machine_call, choice.option),
+        uses_storage=stored,
+        optimizer_code=optimizer_code(schedule, job, machine, machine_call, choice.option),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from ebbtide.interleave.engine.errors import EngineError
 # Offsets, lengths and addresses of direct I/O are multiples of this.
 PAGE = 4096
 _BLOCK_BYTES = 8 << 20
+# A smaller piece is not worth a second request.
+_MIN_BLOCK_BYTES = 1 << 20
 # With one thread the drive idles between requests.
 _THREADS = 2
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -125,18 +127,22 @@ class DirectFile:
 
     def _move(self, verb: str, move: Callable[..., int], offset: int, memory: memoryview) -> None:
         """Move blocks in both threads, and return when all have moved, even if one cannot."""
-        starts = range(0, len(memory), _BLOCK_BYTES)
+        # As many blocks of the same size for each thread, so that they end together.
+        rounds = -(-len(memory) // (_THREADS * _BLOCK_BYTES))
+        block_bytes = max(_MIN_BLOCK_BYTES, aligned(-(-len(memory) // (_THREADS * rounds))))
+        blocks = [(start, min(start + block_bytes, len(memory))) for start in range(0, len(memory), block_bytes)]
         tasks = [
-            self._pool.submit(self._move_blocks, verb, move, offset, memory, starts[number::_THREADS])
-            for number in range(min(_THREADS, len(starts)))
+            self._pool.submit(self._move_blocks, verb, move, offset, memory, blocks[number::_THREADS])
+            for number in range(min(_THREADS, len(blocks)))
         ]
         errors = [error for task in tasks if (error := task.exception()) is not None]
         if errors:
             raise errors[0]
 
-    def _move_blocks(self, verb: str, move: Callable[..., int], offset: int, memory: memoryview, starts: range) -> None:
-        for start in starts:
-            end = min(start + _BLOCK_BYTES, len(memory))
+    def _move_blocks(
+        self, verb: str, move: Callable[..., int], offset: int, memory: memoryview, blocks: Sequence[tuple[int, int]]
+    ) -> None:
+        for start, end in blocks:
             while start < end:
                 try:
                     moved = move(self._file, [memory[start:end]], offset + start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,9 +13,12 @@ from ebbtide import host_limits
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.runtime.layout import Subgroup
+from ebbtide.interleave.engine.runtime.storage.file_systems import memory_file_system
 from ebbtide.interleave.engine.runtime.storage.probe import probe_storage
 from ebbtide.interleave.engine.runtime.storage.stored_states import StoredStates
 from ebbtide.machines.machine import Machine
+
+log = logging.getLogger("ebbtide")
 
 # Of the host memory that is available, this share is used by default.
 _HOST_SHARE = 0.8
@@ -44,6 +48,15 @@ class StorageOptions:
         self._host_bytes = host_memory_budget
         self._run = os.urandom(16)
         self._files = 0
+        self._stored: StoredStates | None = None
+        # By the files before these.
+        self._written_bytes = 0
+        self._is_described = False
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of state written so far."""
+        return self._written_bytes + (0 if self._stored is None else self._stored.written_bytes)
 
     def added_to(self, machine: Machine) -> Machine:
         """Return a machine with this storage and host memory. Paths that it does not know are measured.
@@ -82,7 +95,30 @@ class StorageOptions:
             self._files += 1
         self._names = names
         files = [folder / name for folder, name in zip(self._folders, names, strict=True)]
-        return StoredStates(files, subgroups, device, self._run, commit)
+        stored = StoredStates(files, subgroups, device, self._run, commit)
+        self._written_bytes, self._stored = self.written_bytes, stored
+        if not self._is_described:
+            self._is_described = True
+            self._warn_of_host_memory(stored)
+        return stored
+
+    def _warn_of_host_memory(self, stored: StoredStates) -> None:
+        """Log which folders use host memory beyond the budget."""
+        for folder, is_direct in zip(self._folders, stored.are_direct, strict=True):
+            kind = memory_file_system(folder)
+            if kind is not None:
+                log.warning(
+                    "ebbtide: storage %s is a %s: its files are host memory too, beyond host_memory_budget, and lost "
+                    "when the host stops; name a folder on a drive",
+                    folder,
+                    kind,
+                )
+            elif not is_direct:
+                log.warning(
+                    "ebbtide: storage %s has no O_DIRECT: its files pass through the page cache, which is slower and "
+                    "uses host memory beyond host_memory_budget",
+                    folder,
+                )
 
     def commit_of(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """Return what `open` takes to go on from what `StoredStates.commit` has returned."""

@@ -68,9 +68,9 @@ class StoredStates:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     @property
-    def is_direct(self) -> bool:
-        """Whether the files are read and written without the page cache."""
-        return all(file.is_direct for file in self._files)
+    def are_direct(self) -> list[bool]:
+        """Whether the file of each path is read and written without the page cache."""
+        return [file.is_direct for file in self._files]
 
     @property
     def written_bytes(self) -> int:

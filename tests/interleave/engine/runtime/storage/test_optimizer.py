@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.runtime.storage.direct_file import aligned
 from ebbtide.machines.storage import StoragePath
 from tests.interleave.engine.test_edits import follow
 from tests.interleave.engine.test_late_updates import late_optimizer, random_job, reference_optimizer
@@ -99,6 +103,59 @@ def test_plan__has_state_in_storage_only_if_host_memory_is_short(tmp_path: Path,
         assert store.host_bytes <= budget + 3 * 8192 * len(optimizer.plan.storage_buffers)
         files = list(tmp_path.iterdir())
         assert len(files) == 1
+
+
+def test_storage_written_bytes__counts_what_steps_write(tmp_path: Path) -> None:
+    job = Job()
+    with storing_optimizer(job, [tmp_path]) as optimizer:
+        assert optimizer.storage_written_bytes == 0
+        written = []
+        for step in range(3):
+            job.step(optimizer, step)
+            optimizer.synchronize()
+            written.append(optimizer.storage_written_bytes)
+        layout = optimizer._runner.engine.store.subgroups
+        per_step = sum(aligned(12 * layout[subgroup].params) for subgroup in optimizer.plan.stored)
+        assert [after - before for before, after in pairwise(written)] == [per_step, per_step]
+        optimizer.commit()
+        # State in host memory is written, too.
+        assert optimizer.storage_written_bytes > written[-1]
+        before_change = optimizer.storage_written_bytes
+        extra = torch.nn.Parameter(torch.zeros(8, dtype=job.net.first.weight.dtype))
+        optimizer.add_param_group({"params": [extra]})
+        assert optimizer.storage_written_bytes >= before_change
+
+
+def test_storage__warns_once_of_folders_in_host_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name, caplog.at_level("WARNING", "ebbtide"):
+        folders, job = [tmp_path, Path(name)], Job()
+        with storing_optimizer(job, folders) as optimizer:
+            job.step(optimizer)
+            optimizer.load_state_dict(optimizer.commit())
+            job.step(optimizer)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len([text for text in warnings if f"storage {name} is a tmpfs" in text]) == 1
+    assert not [text for text in warnings if str(tmp_path) in text]
+
+
+def test_storage__warns_of_file_systems_without_direct_reads(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "open", without_direct(os.open))
+    with caplog.at_level("WARNING", "ebbtide"):
+        check_random_jobs(range(1), tmp_path, "pipelined", "streamed", "none", SMALL)
+    assert "has no O_DIRECT" in caplog.text
+
+
+def without_direct(opens: Any) -> Any:
+    """Return `os.open` of a file system without O_DIRECT."""
+
+    def open_buffered(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return int(opens(path, flags, *arguments, **options))
+
+    return open_buffered
 
 
 @pytest.mark.usefixtures("speculating_policy")
