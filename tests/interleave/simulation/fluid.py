@@ -43,7 +43,8 @@ def norm_s(workload: Workload, machine: Machine) -> float:
 def traffic_bytes(op: Op, workload: Workload) -> float:
     """Return the host memory traffic of an operation.
 
-    An update on the CPU reads and writes state, reads the gradient and writes the parameter. A cast reads fp32 and
+    An update on the CPU reads and writes state, reads the gradient and writes the parameter, which it also reads if it
+    is a part of the master. A cast reads fp32 and
     writes a parameter. A copy reads or writes what it moves.
     """
     if op.kind == "clip":
@@ -51,7 +52,8 @@ def traffic_bytes(op: Op, workload: Workload) -> float:
     if op.resource == "gpu":
         return 0.0
     if op.kind == "update":
-        return op.params * (2 * workload.state_bytes + workload.grad_bytes + workload.param_bytes)
+        params = 2 * workload.param_bytes if workload.master == "remainder" else workload.param_bytes
+        return op.params * (2 * workload.state_bytes + workload.grad_bytes + params)
     return op.params * (4 + workload.param_bytes) if op.kind == "cast" else op.nbytes
 
 
