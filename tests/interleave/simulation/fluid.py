@@ -36,7 +36,9 @@ def norm_s(workload: Workload, machine: Machine) -> float:
         return workload.params * (
             1 / machine.cpu_norm_params_per_s if machine.cpu_norm_params_per_s else seconds_per_param
         )
-    update_bytes = workload.grad_bytes + workload.param_bytes + 2 * workload.state_bytes
+    # The rate of the GPU is that of updates.
+    params = 2 * workload.param_bytes if workload.master == "remainder" else workload.param_bytes
+    update_bytes = workload.grad_bytes + params + 2 * workload.state_bytes
     return workload.params * workload.grad_bytes / update_bytes / (machine.gpu_update_params_per_s or math.inf)
 
 
