@@ -290,8 +290,12 @@ class OffloadedParams:
 
     def _changed(self, values: Sequence[torch.Tensor]) -> set[int]:
         """Return the indices of the parameters whose values are not those that the masters round to."""
-        current = self._runner.device.fingerprint(values)
-        pairs = zip(self._fingerprints(), current(), strict=True)
+        if _layouts(self.params) == self._layouts:
+            current = self._runner.device.fingerprint(values)()
+        else:
+            # Parameters that have moved are not on the device of the engine.
+            current = [self._runner.kernel.fingerprint(value.cpu()) for value in values]
+        pairs = zip(self._fingerprints(), current, strict=True)
         return {index for index, (old, new) in enumerate(pairs) if old != new}
 
 

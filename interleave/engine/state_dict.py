@@ -115,7 +115,7 @@ def _split_masters(
     params: Sequence[torch.Tensor],
     param_states: Sequence[ParamState | None],
 ) -> torch.Tensor:
-    """Return a state as the subgroup stores it. Where masters are remainders, write the parameters that have a state."""
+    """Return a state as the subgroup stores it. If masters are remainders, write the parameters that have a state."""
     if not subgroup.has_remainders:
         return state
     stored = torch.zeros(state_shape(subgroup), **_HOST)

@@ -259,9 +259,7 @@ class PlanBuilder:
 
     def _update_on_gpu(self, subgroup: int, inputs: tuple[int, ...]) -> int:
         released = 0.0 if subgroup in self._kept else self._returned_gradient_bytes(subgroup)
-        return self.add(
-            "update", "gpu", subgroup, after=inputs, point=self._update_point(subgroup), release=released
-        )
+        return self.add("update", "gpu", subgroup, after=inputs, point=self._update_point(subgroup), release=released)
 
     def _returned_gradient_bytes(self, subgroup: int) -> float:
         """Return the device memory of a gradient that was copied to the host and back.

@@ -93,7 +93,7 @@ def check_update(
 
 def is_remainder(master: torch.Tensor) -> bool:
     """Return whether a tensor has the remainders of masters, as int16, instead of masters: see remainder.py."""
-    return master.dtype == torch.int16
+    return bool(master.dtype == torch.int16)
 
 
 def check_disjoint(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:

@@ -10,8 +10,8 @@ takes 10 B per parameter instead of 12: the parameter is on the device already. 
 This rounding can be undone, to nearest even cannot: a parameter does not tell to which side a tie went. Parameters
 differ from those of reference.py where a master is exactly between two of them; the update itself is the same.
 
-- A finite master that rounds to infinity has a parameter that is infinite and a remainder of 0x8000 or more, so it stays
-  finite. An infinite master has the remainder 0.
+- A finite master that rounds to infinity has an infinite parameter and a remainder of 0x8000 or more, so it comes back.
+  An infinite master has the remainder 0.
 - Every NaN becomes the parameter 0x7FC0 with the remainder 0: rounded like numbers, some would become infinite or zero.
 - A parameter that somebody else has written starts with the remainder 0: the master is the parameter.
 """

@@ -148,10 +148,9 @@ def _update_block(
     m = _canonical_nan(m + share1 * (g - m) if share1 < 0.5 else g - beta1 * (g - m))
     v = _canonical_nan(beta2 * tl.load(exp_avg_sq, mask=mask) + share2 * g * g)
     denominator = _quotient(_root(v), root) + eps
+    p = tl.load(master, mask=mask)
     if is_remainder:
-        p = _joined(tl.load(out, mask=mask), tl.load(master, mask=mask))
-    else:
-        p = tl.load(master, mask=mask)
+        p = _joined(tl.load(out, mask=mask), p)
     p = _canonical_nan(kept * p - _quotient(rate * m, denominator))
     tl.store(exp_avg, m, mask=mask)
     tl.store(exp_avg_sq, v, mask=mask)

@@ -112,9 +112,7 @@ def gpu_fingerprint(values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
     return results
 
 
-def warm_up(
-    device: torch.device, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False
-) -> None:
+def warm_up(device: torch.device, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False) -> None:
     """Compile all kernels for these dtypes of gradient and parameter, load them on a GPU, and run them.
 
     They run on a few elements, and are done when this returns. No launch compiles anything after it.

@@ -43,7 +43,7 @@ def gradient_elements(subgroup: Subgroup) -> int:
     master, so it needs none. A gradient of another dtype than the parameter has a block of its own; so has one whose
     parameter is a part of the master."""
     if subgroup.has_remainders:
-        return -(-subgroup.params * subgroup.grad_dtype.itemsize // 4)
+        return int(-(-subgroup.params * subgroup.grad_dtype.itemsize // 4))
     return subgroup.params if subgroup.grad_dtype != subgroup.dtype else 0
 
 

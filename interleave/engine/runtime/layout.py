@@ -49,9 +49,7 @@ class Subgroup:
     has_remainders: bool = False
 
 
-def divide(
-    params: Sequence[torch.Tensor], subgroup_params: int, has_remainders: bool = False
-) -> tuple[Subgroup, ...]:
+def divide(params: Sequence[torch.Tensor], subgroup_params: int, has_remainders: bool = False) -> tuple[Subgroup, ...]:
     """Divide parameters into subgroups of `subgroup_params` elements, in order; large parameters are split.
 
     The last subgroup before a change of dtype may be smaller, since a subgroup has one dtype."""

@@ -85,7 +85,7 @@ class SubgroupStates:
             self._allocated_on_host(subgroup).copy_(state)
 
     def read_master(self, subgroup: int) -> torch.Tensor:
-        """Return the masters of a subgroup or their remainders, on the host. Changes take effect with `write_master`."""
+        """Return the masters or remainders of a subgroup, on the host. Changes take effect with `write_master`."""
         if subgroup not in self._on_device:
             return self.rows(subgroup, self.read(subgroup))[MASTER]
         on_device = self.rows(subgroup, self._on_device[subgroup])[MASTER]
