@@ -129,6 +129,18 @@ def test_engine__holds_10_bytes_of_state_and_fetches_as_many() -> None:
     optimizer.close()
 
 
+def test_step__does_not_write_returned_gradients_to_parameters() -> None:
+    """Memory for two states and little more: gradients of updates on the GPU go to the host and back."""
+    job = ReferenceJob([700], 1)
+    params = leaves(job)
+    options = {"gradients": "streamed", "max_grad_norm": 3.0, "memory_budget": 2200}
+    optimizer = optimizer_of(params, "interleaved:2", **options)
+    assert any(op.kind == "gradient up" for op in optimizer.plan.ops)
+    run_steps(job, params, optimizer, 3, 3.0)
+    assert_states(optimizer, job)
+    optimizer.close()
+
+
 def test_step__follows_parameters_that_the_job_has_changed() -> None:
     """All remainders of a changed parameter become 0, wherever its state and its copy on the host are."""
     for policy in ("pipelined", "interleaved:2", "gpu-only"):
