@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.interleave.engine.runtime.subgroup_states import EXP_AVG, EXP_AVG_SQ, MASTER
+from ebbtide.interleave.engine.runtime.state_rows import EXP_AVG, EXP_AVG_SQ, MASTER
 
 _MOMENTS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 

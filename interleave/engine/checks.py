@@ -84,12 +84,34 @@ def check_group(group: dict[str, Any]) -> None:
             raise EngineError(f"{name} is not supported: leave it off")
 
 
-def check_params(params: Sequence[torch.Tensor], streamed: bool) -> None:
+def check_master(master: str, policy: str, has_storage: bool) -> None:
+    """Check the option `master` of InterleavedAdamW.
+
+    Args:
+        master: The option.
+        policy: The policy, with its option `overlap`.
+        has_storage: Whether state goes to storage.
+
+    Raises:
+        EngineError: If there is no such option, or not together with the others.
+    """
+    if master not in ("fp32", "remainder"):
+        raise EngineError(f"master is {master!r}: it must be 'fp32' or 'remainder'")
+    if master == "fp32":
+        return
+    if has_storage:
+        raise EngineError("master='remainder' is not supported with storage=: leave one of them out")
+    if "overlap=" in policy and "overlap=none" not in policy:
+        raise EngineError("master='remainder' is not supported with updates outside of the step: use overlap='none'")
+
+
+def check_params(params: Sequence[torch.Tensor], streamed: bool, has_remainders: bool = False) -> None:
     """Check the parameters to update.
 
     Args:
         params: The parameters.
         streamed: Whether gradients are offloaded as soon as they are computed.
+        has_remainders: Whether masters are remainders.
 
     Raises:
         EngineError: If an engine cannot update them.
@@ -103,6 +125,11 @@ def check_params(params: Sequence[torch.Tensor], streamed: bool) -> None:
     for param in params:
         if local_shard(param).dtype not in _DTYPES:
             raise EngineError(f"a parameter is {local_shard(param).dtype}: it must be bfloat16, float16 or float32")
+        if has_remainders and local_shard(param).dtype != torch.bfloat16:
+            raise EngineError(
+                f"a parameter is {local_shard(param).dtype}: master='remainder' is for bfloat16 parameters only; use "
+                "master='fp32'"
+            )
         if not is_dense(local_shard(param)):
             raise EngineError(
                 "the elements of a parameter do not fill its memory without gaps: replace it by "

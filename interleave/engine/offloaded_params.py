@@ -38,6 +38,7 @@ class OffloadedParams:
         streamed: Whether gradients are offloaded as soon as they are computed.
         max_grad_norm: Maximum norm of all gradients, or None.
         expected_scalars: As for GradientCollector.
+        has_remainders: Whether the masters are remainders: see remainder.py.
 
     Attributes:
         params: The parameters, in the order of their indices; none before the engine is opened.
@@ -58,6 +59,7 @@ class OffloadedParams:
         streamed: bool,
         max_grad_norm: float | None,
         expected_scalars: Callable[[], Sequence[Scalars | None]] | None = None,
+        has_remainders: bool = False,
     ) -> None:
         self.params: list[torch.Tensor] = []
         self.is_checked = False
@@ -67,6 +69,7 @@ class OffloadedParams:
         self._streamed = streamed
         self._max_grad_norm = max_grad_norm
         self._expected_scalars = expected_scalars
+        self._has_remainders = has_remainders
         self.pending = PendingParams(runner)
         self._layouts: list[_Layout] = []
         self._device: torch.device | None = None
@@ -92,7 +95,7 @@ class OffloadedParams:
 
     def check(self, params: Sequence[torch.Tensor]) -> None:
         """Check parameters. Raises EngineError if an engine cannot update them."""
-        check_params(params, self._streamed)
+        check_params(params, self._streamed, self._has_remainders)
 
     def open(self, params: Sequence[torch.Tensor]) -> Engine:
         """Return the engine; if it is not open, open it for these parameters. Raises EngineError if it is closed."""
@@ -116,7 +119,8 @@ class OffloadedParams:
             return []
         engine = self._runner.engine
         with engine.paused():
-            return gather_states(engine.store.states, self.params)
+            changed = self._changed(self._values()) if self._has_remainders else ()
+            return gather_states(engine.store.states, self.params, changed)
 
     def load(self, params: Sequence[torch.Tensor], states: Sequence[ParamState | None]) -> None:
         """Set the state of parameters, and recall offloaded gradients.
@@ -210,7 +214,7 @@ class OffloadedParams:
         return engine
 
     def _divide(self, params: Sequence[torch.Tensor]) -> Sequence[Subgroup]:
-        return divide([local_shard(param) for param in params], self._subgroup_params)
+        return divide([local_shard(param) for param in params], self._subgroup_params, self._has_remainders)
 
     def _set_params(
         self,
@@ -243,6 +247,7 @@ class OffloadedParams:
 
     def _set_states(self, engine: Engine, states: Sequence[ParamState | None]) -> None:
         scatter_states(engine.store.states, self.params, states)
+        engine.store.forget_params(range(len(self.params)))
         self.pending.take_written()
         self._has_state = self._has_state or any(state is not None for state in states)
         self._record_values(self._values())
@@ -275,14 +280,23 @@ class OffloadedParams:
     def _follow_values(self) -> list[torch.Tensor]:
         """Update the masters of parameters that the job has changed since the last step, and return all parameters."""
         values = self._values()
-        current = self._runner.device.fingerprint(values)
-        pairs = zip(self._fingerprints(), current(), strict=True)
-        changed = {index for index, (old, new) in enumerate(pairs) if old != new} | self.pending.take_written()
+        changed = self._changed(values) | self.pending.take_written()
         if changed:
             engine = self._runner.engine
             with engine.paused():
                 update_masters(engine.store.states, self.params, changed)
+            engine.store.forget_params(changed)
         return values
+
+    def _changed(self, values: Sequence[torch.Tensor]) -> set[int]:
+        """Return the indices of the parameters whose values are not those that the masters round to."""
+        if _layouts(self.params) == self._layouts:
+            current = self._runner.device.fingerprint(values)()
+        else:
+            # Parameters that have moved are not on the device of the engine.
+            current = [self._runner.kernel.fingerprint(value.cpu()) for value in values]
+        pairs = zip(self._fingerprints(), current, strict=True)
+        return {index for index, (old, new) in enumerate(pairs) if old != new}
 
 
 def _layouts(params: Sequence[torch.Tensor]) -> list[_Layout]:

@@ -12,7 +12,7 @@ import torch
 
 from ebbtide.interleave.engine.adaptive.budget import Budget
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
-from ebbtide.interleave.engine.checks import check_group, check_options, with_overlap_option
+from ebbtide.interleave.engine.checks import check_group, check_master, check_options, with_overlap_option
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.guarded_reads import GuardedReads, locked
@@ -60,6 +60,8 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
         storage: A folder, or several, for state that host memory does not hold; see `commit`.
         host_memory_budget: With `storage`: bytes of host memory for state and buffers; by default most of what is free.
         model: With updates under the forward: the module whose forward uses the parameters, so that it waits for them.
+        master: `fp32` masters in the state, 12 B per parameter, or `remainder`: each is a bfloat16 parameter and 16
+            further bits, so that the state has 10 B. Ties round away from zero then (`remainder` defines the bits).
 
     Raises:
         EngineError: If a parameter or an option is not supported.
@@ -88,6 +90,7 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
         model: torch.nn.Module | None = None,
         storage: str | Path | Sequence[str | Path] | None = None,
         host_memory_budget: float | None = None,
+        master: Literal["fp32", "remainder"] = "fp32",
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_group(defaults)
@@ -96,6 +99,7 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
         streamed = gradients == "streamed"
         # The caller closes a device that it passes.
         policy = with_overlap_option(policy, overlap, gradients, model is not None)
+        check_master(master, policy, storage is not None)
         if storage is None and host_memory_budget is not None:
             raise EngineError("host_memory_budget needs storage=: a folder for state that host memory does not hold")
         options = None if storage is None else StorageOptions(storage, host_memory_budget)
@@ -119,6 +123,7 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
             streamed,
             max_grad_norm,
             lambda: _expected_scalars(weak_self),
+            master == "remainder",
         )
         self._pending = self._offloaded.pending
         self._pending.finish_after(self)

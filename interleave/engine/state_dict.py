@@ -11,7 +11,11 @@ import torch
 from ebbtide.interleave.engine.checks import check_group
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.local_shards import flat_like, flat_view, local_shard, unflatten, wrap_shard
-from ebbtide.interleave.engine.runtime.subgroup_states import MASTER, SubgroupStates
+from ebbtide.interleave.engine.numerics.host_arrays import is_remainder
+from ebbtide.interleave.engine.numerics.remainder import join_tensors, split_tensor
+from ebbtide.interleave.engine.runtime.layout import Subgroup
+from ebbtide.interleave.engine.runtime.state_rows import MASTER, state_rows, state_shape
+from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 
 # Explicit, so that the defaults of torch that a job sets have no effect.
 _HOST: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
@@ -41,28 +45,49 @@ class SavedStates:
     steps: list[int]
 
 
-def gather_states(states: SubgroupStates, params: Sequence[torch.Tensor]) -> list[ParamState]:
-    """Return the state of each parameter, in new host memory."""
+def gather_states(
+    states: SubgroupStates, params: Sequence[torch.Tensor], changed: Collection[int] = ()
+) -> list[ParamState]:
+    """Return the state of each parameter, in new host memory.
+
+    Args:
+        states: The states.
+        params: The parameters.
+        changed: The indices of parameters that were changed since the states, where masters are remainders: their
+            masters are the parameters.
+    """
     param_states = [
         ParamState(*(torch.empty(local_shard(param).numel(), **_HOST) for _ in ParamState._fields)) for param in params
     ]
     for number in range(len(states.subgroups)):
-        _gather_subgroup(states, number, param_states)
+        _gather_subgroup(states, number, params, param_states, changed)
     return param_states
 
 
-def _gather_subgroup(states: SubgroupStates, number: int, param_states: Sequence[ParamState]) -> None:
+def _gather_subgroup(
+    states: SubgroupStates,
+    number: int,
+    params: Sequence[torch.Tensor],
+    param_states: Sequence[ParamState],
+    changed: Collection[int],
+) -> None:
     """Copy the state of a subgroup to those of its parameters. The memory that this takes is released on return."""
-    state = states.read(number)
+    rows = states.rows(number, states.read(number))
     for segment in states.subgroups[number].segments:
-        for row, target in enumerate(param_states[segment.param]):
-            target[segment.begin : segment.end] = state[row, segment.span]
+        for row, target in zip(rows, param_states[segment.param], strict=True):
+            values = row[segment.span]
+            if is_remainder(row):
+                param = flat_view(params[segment.param])[segment.begin : segment.end].cpu()
+                values = param.float() if segment.param in changed else join_tensors(param, values)
+            target[segment.begin : segment.end] = values
 
 
 def scatter_states(
     states: SubgroupStates, params: Sequence[torch.Tensor], param_states: Sequence[ParamState | None]
 ) -> None:
     """Set the state of every parameter, one subgroup after the other.
+
+    Where masters are remainders, this also writes the parameters that have a state, since they are a part of it.
 
     Args:
         states: The states to write.
@@ -81,11 +106,32 @@ def scatter_states(
                 continue
             for row, source in enumerate(param_state):
                 state[row, segment.span] = source[elements]
-        states.write(number, state)
+        states.write(number, _split_masters(state, subgroup, params, param_states))
+
+
+def _split_masters(
+    state: torch.Tensor,
+    subgroup: Subgroup,
+    params: Sequence[torch.Tensor],
+    param_states: Sequence[ParamState | None],
+) -> torch.Tensor:
+    """Return a state as the subgroup stores it. If masters are remainders, write the parameters that have a state."""
+    if not subgroup.has_remainders:
+        return state
+    stored = torch.zeros(state_shape(subgroup), **_HOST)
+    values, low = split_tensor(state[MASTER])
+    for row, source in zip(state_rows(stored, subgroup), (low, *state[MASTER + 1 :]), strict=True):
+        row.copy_(source)
+    for segment in subgroup.segments:
+        if param_states[segment.param] is not None:
+            flat_view(params[segment.param])[segment.begin : segment.end].copy_(values[segment.span])
+    return stored
 
 
 def update_masters(states: SubgroupStates, params: Sequence[torch.Tensor], changed: Collection[int]) -> None:
     """Set the masters of some parameters to the parameters, except elements whose master already rounds to them.
+
+    Nobody knows which elements were written of a parameter that is a part of its masters: all remainders become 0.
 
     Args:
         states: The states to change.
@@ -98,6 +144,9 @@ def update_masters(states: SubgroupStates, params: Sequence[torch.Tensor], chang
             continue
         master = states.read_master(number)
         for segment in segments:
+            if is_remainder(master):
+                master[segment.span] = 0
+                continue
             value = flat_view(params[segment.param])[segment.begin : segment.end].cpu()
             part = master[segment.span]
             different = part.to(value.dtype) != value

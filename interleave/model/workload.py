@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from ebbtide.errors import WorkloadError
 from ebbtide.json_files import convert_object, number_range, read_object
-from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
+from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, REMAINDER_STATE_BYTES, STATE_BYTES
 
 # (seconds from the iteration's start, bytes free from there on), in order; the first at 0.
 FreeMemorySteps = tuple[tuple[float, float], ...]
@@ -45,7 +45,8 @@ class Workload:
         other_s: The part of the iteration that no phase covers.
         param_bytes: Bytes per parameter of the half-precision copy on the device.
         grad_bytes: Bytes per parameter of a gradient.
-        state_bytes: Bytes per parameter of the optimizer state: fp32 master weight and moments.
+        state_bytes: Bytes per parameter of the optimizer state: fp32 master weight and moments; with the master as
+            remainder, the remainder and the moments.
         gpu_free: Device memory that the job's own parameters, gradients and activations leave free, as a step function
             over the iteration; None: not known.
         host_free_bytes: Host memory that the plan may use; None: all of the rank's part (`Machine.host_memory_bytes`).
@@ -53,6 +54,8 @@ class Workload:
         d2h_busy_share: The same of copies to the host.
         clipping: Whether all gradients are needed before any update.
         clip_active_share: Share of the steps in which they change an update: the norm is clipped, or not finite.
+        master: Where the fp32 master weight is: "fp32" in the state, or "remainder" if the state has the 16 bits of it
+            that the bf16 parameter has not, so that an update reads the parameter too.
         norm: Where the norm of the gradients, for which clipping waits, is computed: "host" or "device". None: its time
             is not known, or part of the machine's step_overhead_s.
         collective_bytes: (phase, bytes to the device, bytes to the host) that the job's collectives (all-gather,
@@ -82,6 +85,7 @@ class Workload:
     d2h_busy_share: float = 0.0
     clipping: bool = True
     clip_active_share: float = DEFAULT_CLIP_ACTIVE_SHARE
+    master: Literal["fp32", "remainder"] = "fp32"
     norm: Literal["host", "device"] | None = None
     collective_bytes: tuple[tuple[str, float, float], ...] = ()
     gpu_slack_bytes: float = 0.0
@@ -102,9 +106,11 @@ class Workload:
     def cpu_update_bytes(self) -> float:
         """Bytes per parameter that an update on the CPU reads from and writes to host memory.
 
-        Gradient and state are read, state and half-precision parameter are written.
+        Gradient and state are read, state and half-precision parameter are written. With the master as remainder the
+        parameter is read, too.
         """
-        return self.grad_bytes + 2 * self.state_bytes + self.param_bytes
+        param_accesses = 2 if self.master == "remainder" else 1
+        return self.grad_bytes + 2 * self.state_bytes + param_accesses * self.param_bytes
 
     @property
     def needs_all_gradients(self) -> bool:
@@ -169,7 +175,7 @@ class WorkloadFile(msgspec.Struct):
     other_s: Seconds = 0.0
     param_bytes: BytesPerParam = float(PARAM_BYTES)
     grad_bytes: BytesPerParam = float(GRAD_BYTES)
-    state_bytes: Annotated[float, number_range(1, 1024)] = float(STATE_BYTES)
+    state_bytes: Annotated[float, number_range(1, 1024)] | None = None
     gpu_free_bytes: (
         Annotated[
             FreeBytes | list[_FreeMemoryStep],
@@ -182,6 +188,7 @@ class WorkloadFile(msgspec.Struct):
     d2h_busy_share: BusyShare = 0.0
     clipping: Flag = True
     clip_active_share: ClipActiveShare = DEFAULT_CLIP_ACTIVE_SHARE
+    master: Annotated[Literal["fp32", "remainder"], Meta(description='"fp32" or "remainder"')] = "fp32"
     norm: Annotated[Literal["host", "device"], Meta(description='"host" or "device"')] | None = None
     collective_bytes: Annotated[
         _CollectiveBytes,
@@ -222,13 +229,14 @@ def workload_from(values: dict[str, Any], where: str) -> Workload:
         other_s=file.other_s,
         param_bytes=file.param_bytes,
         grad_bytes=file.grad_bytes,
-        state_bytes=file.state_bytes,
+        state_bytes=_state_bytes(file, where),
         gpu_free=_free_steps(file.gpu_free_bytes, file.gpu_slack_bytes),
         host_free_bytes=file.host_free_bytes,
         h2d_busy_share=file.h2d_busy_share,
         d2h_busy_share=file.d2h_busy_share,
         clipping=file.clipping,
         clip_active_share=file.clip_active_share,
+        master=file.master,
         norm=file.norm,
         collective_bytes=file.collective_bytes.items(),
         gpu_slack_bytes=file.gpu_slack_bytes,
@@ -237,6 +245,23 @@ def workload_from(values: dict[str, Any], where: str) -> Workload:
         deepspeed_version=file.deepspeed_version,
         notes=tuple(file.notes),
     )
+
+
+def _state_bytes(file: WorkloadFile, where: str) -> float:
+    """Return the bytes per parameter of the state; by default those of the kind of master."""
+    if file.master == "fp32":
+        return STATE_BYTES if file.state_bytes is None else file.state_bytes
+    if file.param_bytes != PARAM_BYTES:
+        raise WorkloadError(
+            f"{where}: master is remainder and param_bytes {file.param_bytes:g}: only the master of a bf16 parameter "
+            f"({PARAM_BYTES} B) can be a remainder"
+        )
+    if file.state_bytes not in (None, REMAINDER_STATE_BYTES):
+        raise WorkloadError(
+            f"{where}: master is remainder and state_bytes {file.state_bytes:g}: remainder and moments have "
+            f"{REMAINDER_STATE_BYTES} B; leave state_bytes out"
+        )
+    return REMAINDER_STATE_BYTES
 
 
 def load_workload(path: Path) -> Workload:

@@ -143,7 +143,8 @@ class PlanBuilder:
             subgroup: Index of the subgroup.
             params: How the parameters reach the device. `pipelined`: the update writes them in half precision, and they
                 are uploaded from pinned memory. `blocking`: they are converted in a pass of its own and uploaded from
-                pageable memory. `gpu-cast`: the fp32 masters are uploaded and converted on the GPU.
+                pageable memory. `gpu-cast`: the fp32 masters are uploaded and converted on the GPU. With the master as
+                remainder there is nothing to convert: the update writes the parameters.
             after: Indices of further operations to wait for.
 
         Returns:
@@ -154,6 +155,8 @@ class PlanBuilder:
         point = self.ops[update].point
         if params == "pipelined":
             return self.add("upload", "h2d", subgroup, width, (update,), point)
+        if self.workload.master == "remainder":
+            return self.add("upload", "h2d", subgroup, width, (update,), pageable=params == "blocking")
         if params == "gpu-cast":
             return self.upload_masters(subgroup, (update,), point)
         cast = self.add("cast", "cpu", subgroup, after=(update,))
@@ -183,7 +186,7 @@ class PlanBuilder:
     def resident(self, subgroup: int) -> None:
         """Update a subgroup on the GPU whose state never leaves the device."""
         self._resident.add(subgroup)
-        self.add("update", "gpu", subgroup, after=self._gradient(subgroup), point=self._update_point(subgroup))
+        self._update_on_gpu(subgroup, self._gradient(subgroup))
 
     def leave(self, subgroups: Iterable[int], point: float = OTHER) -> None:
         """Flush parked state, which is on the device when the iteration begins.
@@ -223,8 +226,7 @@ class PlanBuilder:
 
     def update_fetched(self, subgroup: int) -> int:
         """Update fetched state on the GPU and return the index of the update."""
-        inputs = (self._fetches[subgroup], *self._gradient(subgroup))
-        return self.add("update", "gpu", subgroup, after=inputs, point=self._update_point(subgroup))
+        return self._update_on_gpu(subgroup, (self._fetches[subgroup], *self._gradient(subgroup)))
 
     def flush(self, subgroup: int, update: int) -> int:
         """Copy state to the host after an update, free its device memory, and return the index of the flush."""
@@ -250,9 +252,20 @@ class PlanBuilder:
         """Return the inputs of an update on the GPU: the gradient, copied back if it was copied down, and clipping."""
         if subgroup in self._kept:
             return self._clip
-        inputs = (self._gradient_copies[subgroup], *self._clip)
-        up = self.add("gradient up", "h2d", subgroup, self.workload.grad_bytes, inputs, self._update_point(subgroup))
+        inputs, point = (self._gradient_copies[subgroup], *self._clip), self._update_point(subgroup)
+        width, size = self.workload.grad_bytes, self._returned_gradient_bytes(subgroup)
+        up = self.add("gradient up", "h2d", subgroup, width, inputs, point, acquire=size)
         return (up, *self._clip)
+
+    def _update_on_gpu(self, subgroup: int, inputs: tuple[int, ...]) -> int:
+        released = 0.0 if subgroup in self._kept else self._returned_gradient_bytes(subgroup)
+        return self.add("update", "gpu", subgroup, after=inputs, point=self._update_point(subgroup), release=released)
+
+    def _returned_gradient_bytes(self, subgroup: int) -> float:
+        """Return the device memory of a gradient that was copied to the host and back.
+
+        It is in the memory of its parameter, unless that is a part of the state."""
+        return self.workload.grad_bytes * self.sizes[subgroup] if self.workload.master == "remainder" else 0.0
 
     def _update_point(self, subgroup: int) -> float:
         return self._gradient_points[subgroup] if self.early else STEP

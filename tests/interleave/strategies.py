@@ -61,6 +61,7 @@ def workloads(
     sizes = draw(subgroup_sizes(max_subgroups))
     forward, backward = (draw(st.just(0.0) | spread(0.01, 5.0)) for _ in range(2))
     other = draw(st.sampled_from([0.0, 0.1]))
+    is_remainder = draw(st.sampled_from([False, False, False, True]))
     return Workload(
         name="random",
         params=sum(sizes),
@@ -69,9 +70,10 @@ def workloads(
         forward_s=forward,
         backward_s=backward,
         other_s=other,
-        param_bytes=draw(st.sampled_from([2.0, 4.0])),
+        param_bytes=2.0 if is_remainder else draw(st.sampled_from([2.0, 4.0])),
         grad_bytes=draw(st.sampled_from([2.0, 4.0])),
-        state_bytes=draw(st.sampled_from([12.0, 8.0])),
+        state_bytes=10.0 if is_remainder else draw(st.sampled_from([12.0, 8.0])),
+        master="remainder" if is_remainder else "fp32",
         gpu_free=draw(_free_memory(sum(sizes) * 14, other + forward + backward)) if free_known else None,
         h2d_busy_share=draw(st.sampled_from([0.0, 0.3])),
         d2h_busy_share=draw(st.sampled_from([0.0, 0.3])),

@@ -18,6 +18,7 @@ from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import depends_on_rates, make_plan, parse, refuse_simulation_only
 from ebbtide.machines.machine import Machine
+from ebbtide.state_bytes import REMAINDER_STATE_BYTES, STATE_BYTES
 from ebbtide.units import bytes_text
 
 # A new plan is due if rates, phases or memory differ by more than this share from those of the last plan.
@@ -71,6 +72,7 @@ class Planner:
         self._subgroups = subgroups
         width = max((subgroup.dtype.itemsize for subgroup in subgroups), default=2)
         sizes = tuple(subgroup.params for subgroup in subgroups)
+        has_remainders = any(subgroup.has_remainders for subgroup in subgroups)
         self.workload = Workload(
             name="this job",
             params=sum(sizes),
@@ -80,6 +82,8 @@ class Planner:
             backward_s=0.0,
             param_bytes=width,
             grad_bytes=width,
+            state_bytes=REMAINDER_STATE_BYTES if has_remainders else STATE_BYTES,
+            master="remainder" if has_remainders else "fp32",
             gradients_held_until_step=not streamed,
         )
         self._planned: tuple[Workload, Machine, Budget | None] | None = None

@@ -17,15 +17,16 @@ from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.runtime.device_blocks import gradient_elements
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import OperationFailed
 from ebbtide.interleave.engine.runtime.layout import Subgroup
+from ebbtide.interleave.engine.runtime.state_rows import state_elements
 from ebbtide.interleave.engine.runtime.storage.options import StorageOptions
 from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.policies import depends_on_rates, parse
 from ebbtide.machines.machine import Machine
-from ebbtide.state_bytes import STATE_BYTES
 from ebbtide.units import bytes_text
 
 log = logging.getLogger("ebbtide")
@@ -33,8 +34,6 @@ log = logging.getLogger("ebbtide")
 # After the device ran out of memory, the next plan may use this share of what the last one needed.
 _BACK_OFF = 0.8
 _CLOSED = "this optimizer is closed, or its state is lost: create a new one"
-# Share of the memory that is left for state, if a gradient (4 B) cannot use the memory of its parameter.
-_STATE_SHARE = STATE_BYTES / (STATE_BYTES + 4)
 
 
 class AdaptiveRunner:
@@ -188,8 +187,8 @@ class AdaptiveRunner:
                 cannot be used.
         """
         total_params = sum(subgroup.params for subgroup in subgroups)
-        own_blocks = any(subgroup.grad_dtype != subgroup.dtype for subgroup in subgroups)
-        self._state_share = _STATE_SHARE if own_blocks else 1.0
+        self._state_share = min(map(_state_share, subgroups), default=1.0)
+        has_remainders = any(subgroup.has_remainders for subgroup in subgroups)
         if self._planner is not None:
             # Its rates are corrected by the steps so far.
             machine = self._planner.machine
@@ -204,8 +203,8 @@ class AdaptiveRunner:
         planner = Planner(self.policy, machine, subgroups, self._streamed, self._supported)
         plan = planner.plan(self._current_budget())
         dtypes = {(subgroup.grad_dtype, subgroup.dtype) for subgroup in subgroups}
-        self.kernel.warm_up(dtypes, out_of_place=self._supported.backward and self._needs_rates)
-        self.device.warm_up(dtypes)
+        self.kernel.warm_up(dtypes, self._supported.backward and self._needs_rates, has_remainders)
+        self.device.warm_up(dtypes, has_remainders)
         if self._engine is not None:
             # First, since the new one may use its files.
             self._closers.remove(self._engine.close)
@@ -368,6 +367,11 @@ class AdaptiveRunner:
         if self._state_share < 1:
             size *= self._state_share
         return size if self._memory_limit is None else min(size, self._memory_limit)
+
+
+def _state_share(subgroup: Subgroup) -> float:
+    """Return the share of the memory that is left for state, if a gradient cannot use the memory of its parameter."""
+    return state_elements(subgroup) / (state_elements(subgroup) + gradient_elements(subgroup))
 
 
 def _do_nothing() -> None:

@@ -115,10 +115,10 @@ class CudaDevice:
         with torch.cuda.device(self._device):
             return self._kernel.gpu_fingerprint(values)
 
-    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]]) -> None:
+    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False) -> None:
         try:
             with torch.cuda.device(self._device):
-                self._kernel.warm_up(self._device, dtypes)
+                self._kernel.warm_up(self._device, dtypes, remainder)
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise EngineError(

@@ -100,11 +100,12 @@ class Device(Streams, Protocol):
         """
         ...
 
-    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]]) -> None:
+    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False) -> None:
         """Compile the kernels of `update`, `sums_of_squares` and `fingerprint`, and run them on a few elements.
 
         Args:
             dtypes: The dtypes of the gradient and the parameter, for each combination that updates will have.
+            remainder: Whether masters are remainders: see remainder.py.
 
         Raises:
             EngineError: If a kernel cannot be compiled or run.

@@ -143,8 +143,8 @@ class EmulatedDevice:
         fingerprints = self._kernel.fingerprints(values)
         return lambda: fingerprints
 
-    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]]) -> None:
-        self._kernel.warm_up(dtypes)
+    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False) -> None:
+        self._kernel.warm_up(dtypes, remainder=remainder)
 
     def is_capturing(self) -> bool:
         return False

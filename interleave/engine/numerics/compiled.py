@@ -147,6 +147,24 @@ def _update_state(grad, master, exp_avg, exp_avg_sq, scale, beta1, share1, beta2
         master[i] = p
 
 
+def _update_remainder(
+    grad, remainder, exp_avg, exp_avg_sq, param, scale, beta1, share1, beta2, share2, kept, rate, root, eps
+):
+    for i in range(remainder.size):
+        low = U(remainder[i])
+        upper = U(U(param[i]) - U(low >> U(15)))
+        master = U(U(upper << U(16)) | low).view(F)
+        p, m, v = step(
+            grad[i], master, exp_avg[i], exp_avg_sq[i], scale, beta1, share1, beta2, share2, kept, rate, root, eps
+        )
+        exp_avg[i] = m
+        exp_avg_sq[i] = v
+        # The bits of the one NaN are rounded to its parameter, with the remainder 0, like those of a number.
+        bits = F(p).view(U)
+        remainder[i] = np.uint16(bits & U(0xFFFF))
+        param[i] = np.uint16(U(bits + U(0x8000)) >> U(16))
+
+
 def _block_sums(grad, sums):
     lanes = np.empty(LANES, np.float64)
     for block in range(sums.size):
@@ -208,5 +226,6 @@ def compile_loop(loop):
 
 update = compile_loop(_update)
 update_state = compile_loop(_update_state)
+update_remainder = compile_loop(_update_remainder)
 block_sums = compile_loop(_block_sums)
 fingerprint = compile_loop(_fingerprint)

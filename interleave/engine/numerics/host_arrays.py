@@ -13,6 +13,8 @@ _SMALL, _BATCH = 1024, 4096
 
 # The types by which the compiled loops recognize what an array contains.
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.float32}
+# Remainders of masters.
+_REMAINDER_BITS = torch.uint16
 
 # Rows of a state whose distance is this, beside whole pages of 4,096 B: a third of a page, in whole lines of the cache.
 _PAGE, _ROW_OFFSET = 4096 // 4, 1344 // 4
@@ -66,6 +68,34 @@ def check_tensors(device: str, stored: Sequence[torch.Tensor], state: Sequence[t
         raise ValueError(f"gradient, master, moments and parameter must be on one {device} device")
 
 
+def check_update(
+    device: str, grad: torch.Tensor, state: Sequence[torch.Tensor], out: torch.Tensor | None = None
+) -> None:
+    """Check the tensors of an update as `check_tensors`; the master may be a remainder (see `is_remainder`).
+
+    Args:
+        device: As for `check_tensors`.
+        grad: The gradient.
+        state: Master or remainder, and moments.
+        out: The parameter; None if it is not written.
+
+    Raises:
+        ValueError: If a tensor is of another kind.
+    """
+    stored = (grad,) if out is None else (grad, out)
+    if not is_remainder(state[0]):
+        check_tensors(device, stored, state)
+        return
+    if out is None or out.dtype != torch.bfloat16:
+        raise ValueError("a remainder needs a bfloat16 parameter")
+    check_tensors(device, (*stored, state[0].view(torch.bfloat16)), state[1:])
+
+
+def is_remainder(master: torch.Tensor) -> bool:
+    """Return whether a tensor has the remainders of masters, as int16, instead of masters: see remainder.py."""
+    return bool(master.dtype == torch.int16)
+
+
 def check_disjoint(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
     """Check that an update that must not change the old state does not write to it.
 
@@ -85,7 +115,8 @@ def check_disjoint(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> 
 
 def as_array(tensor: torch.Tensor) -> Any:
     """Return the same memory as an array for the compiled loops."""
-    return tensor.detach().view(_BITS[tensor.dtype]).numpy()
+    bits = _REMAINDER_BITS if is_remainder(tensor) else _BITS[tensor.dtype]
+    return tensor.detach().view(bits).numpy()
 
 
 def as_arrays(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:

@@ -19,6 +19,8 @@ from ebbtide.interleave.engine.numerics.host_arrays import (
     check_disjoint,
     check_each,
     check_tensors,
+    check_update,
+    is_remainder,
 )
 from ebbtide.interleave.engine.numerics.norm import BLOCK, total
 from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
@@ -90,7 +92,7 @@ class CpuKernel:
 
         Args:
             grad: Gradient, bfloat16, float16 or float32.
-            master: Master weights, fp32.
+            master: Master weights, fp32; or their remainders, int16, whose parameters (bfloat16) are in `out`.
             exp_avg: First moment, fp32.
             exp_avg_sq: Second moment, fp32.
             out: Parameter to write, bfloat16, float16 or float32; None to only update the state.
@@ -127,9 +129,11 @@ class CpuKernel:
             ValueError: If a tensor is of another kind.
         """
         outs = () if out is None else (out,)
-        check_tensors("cpu", (grad, *outs), (master, exp_avg, exp_avg_sq))
+        check_update("cpu", grad, (master, exp_avg, exp_avg_sq), out)
         arrays = [as_array(tensor) for tensor in (grad, master, exp_avg, exp_avg_sq, *outs)]
         loop = self._compiled.update if outs else self._compiled.update_state
+        if is_remainder(master):
+            loop = self._compiled.update_remainder
 
         def part(begin: int, end: int, scalars: Scalars) -> None:
             loop(*[array[begin:end] for array in arrays], *scalars)
@@ -202,17 +206,26 @@ class CpuKernel:
         remaining = iter(sums.tolist())
         return [total(itertools.islice(remaining, count)) for count in blocks]
 
-    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], out_of_place: bool = False) -> None:
+    def warm_up(
+        self,
+        dtypes: Collection[tuple[torch.dtype, torch.dtype]],
+        out_of_place: bool = False,
+        remainder: bool = False,
+    ) -> None:
         """Compile the loops for these dtypes of gradient and parameter, and run them on one element.
 
         Args:
             dtypes: The dtypes of gradient and parameter of each combination.
             out_of_place: Whether to also compile those of `update_beside`.
+            remainder: Whether masters are remainders. All parameters are bfloat16 then.
         """
         state = torch.zeros((3, 1), dtype=torch.float32, device="cpu")
         for grad_dtype, dtype in dtypes:
             grad, out = (torch.zeros(1, dtype=kind, device="cpu") for kind in (grad_dtype, dtype))
-            for target in (out, None):
+            if remainder:
+                low = torch.zeros(1, dtype=torch.int16, device="cpu")
+                self.update(grad, low, state[1], state[2], out, Hyper().scalars(1))
+            for target in () if remainder else (out, None):
                 self.update(grad, state[0], state[1], state[2], target, Hyper().scalars(1))
                 if out_of_place:
                     self.update_beside(grad, state, state.clone(), target, [(0, 1, Hyper().scalars(1))])

@@ -15,7 +15,7 @@ class TensorUpdate:
 
     Attributes:
         grad: Gradient, bfloat16, float16 or float32.
-        master: Master weights, fp32.
+        master: Master weights, fp32; or their remainders, int16, whose parameters (bfloat16) are in `out`.
         exp_avg: First moment, fp32.
         exp_avg_sq: Second moment, fp32.
         out: Parameter to write, bfloat16, float16 or float32.

@@ -123,7 +123,23 @@ def _root(value):
 
 
 @triton.jit
-def _update_block(grad, master, exp_avg, exp_avg_sq, out, scalars, mask, out_dtype: tl.constexpr):
+def _joined(param, remainder):
+    upper = param.to(tl.uint32) - (remainder.to(tl.uint32) >> 15)
+    return ((upper << 16) | remainder.to(tl.uint32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store_split(master, param, remainder, mask):
+    # The bits of the one NaN are rounded to its parameter, with the remainder 0, like those of a number.
+    bits = master.to(tl.uint32, bitcast=True)
+    tl.store(remainder, (bits & 0xFFFF).to(tl.uint16), mask=mask)
+    tl.store(param, ((bits + 0x8000) >> 16).to(tl.uint16), mask=mask)
+
+
+@triton.jit
+def _update_block(
+    grad, master, exp_avg, exp_avg_sq, out, scalars, mask, out_dtype: tl.constexpr, is_remainder: tl.constexpr
+):
     scale, beta1, share1 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     beta2, share2, kept = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
     rate, root, eps = tl.load(scalars + 6), tl.load(scalars + 7), tl.load(scalars + 8)
@@ -132,16 +148,22 @@ def _update_block(grad, master, exp_avg, exp_avg_sq, out, scalars, mask, out_dty
     m = _canonical_nan(m + share1 * (g - m) if share1 < 0.5 else g - beta1 * (g - m))
     v = _canonical_nan(beta2 * tl.load(exp_avg_sq, mask=mask) + share2 * g * g)
     denominator = _quotient(_root(v), root) + eps
-    p = _canonical_nan(kept * tl.load(master, mask=mask) - _quotient(rate * m, denominator))
+    p = tl.load(master, mask=mask)
+    if is_remainder:
+        p = _joined(tl.load(out, mask=mask), p)
+    p = _canonical_nan(kept * p - _quotient(rate * m, denominator))
     tl.store(exp_avg, m, mask=mask)
     tl.store(exp_avg_sq, v, mask=mask)
-    tl.store(master, p, mask=mask)
-    tl.store(out, _round(p, out_dtype), mask=mask)
+    if is_remainder:
+        _store_split(p, out, master, mask)
+    else:
+        tl.store(master, p, mask=mask)
+        tl.store(out, _round(p, out_dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["table"])
-def update(table, count, grad_dtype: tl.constexpr, out_dtype: tl.constexpr):
-    """Update all tensors of a table, in blocks of `UPDATE_BLOCK`.
+def update(table, count, grad_dtype: tl.constexpr, out_dtype: tl.constexpr, master_dtype: tl.constexpr):
+    """Update all tensors of a table, in blocks of `UPDATE_BLOCK`. Masters of uint16 are remainders.
 
     Columns of a row: addresses of gradient, master, first and second moment and parameter; length; scalars."""
     tensor = _find_tensor(table, count)
@@ -151,7 +173,7 @@ def update(table, count, grad_dtype: tl.constexpr, out_dtype: tl.constexpr):
     grad_address, master_address = tl.load(row), tl.load(row + 1)
     exp_avg_address, exp_avg_sq_address, out_address = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
     grad = _pointer(grad_address, grad_dtype) + begin
-    master = _pointer(master_address, tl.float32) + begin
+    master = _pointer(master_address, master_dtype) + begin
     exp_avg = _pointer(exp_avg_address, tl.float32) + begin
     exp_avg_sq = _pointer(exp_avg_sq_address, tl.float32) + begin
     out = _pointer(out_address, out_dtype) + begin
@@ -168,6 +190,7 @@ def update(table, count, grad_dtype: tl.constexpr, out_dtype: tl.constexpr):
             scalars,
             None,
             out_dtype,
+            master_dtype == tl.uint16,
         )
     else:
         _update_block(
@@ -179,6 +202,7 @@ def update(table, count, grad_dtype: tl.constexpr, out_dtype: tl.constexpr):
             scalars,
             begin + offsets < length,
             out_dtype,
+            master_dtype == tl.uint16,
         )
 
 

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ebbtide.interleave.engine.numerics import triton_compiled as compiled
 from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
-from ebbtide.interleave.engine.numerics.host_arrays import check_tensors
+from ebbtide.interleave.engine.numerics.host_arrays import check_tensors, check_update, is_remainder
 from ebbtide.interleave.engine.numerics.launch_tables import SharedHostMemory, scalar_columns, table_words
 from ebbtide.interleave.engine.numerics.norm import BLOCK, total
 from ebbtide.interleave.engine.numerics.reference import Hyper
@@ -44,22 +44,23 @@ _WARM_UP_PARAMS = 64
 def gpu_update(updates: Sequence[TensorUpdate]) -> None:
     """Run updates on one GPU, on its current stream; return before it is done.
 
-    There is one launch of the update for each combination of dtypes of gradient and parameter.
+    There is one launch of the update for each combination of dtypes of gradient, parameter and master.
 
     Raises:
         ValueError: If `CpuKernel.update` does not support the tensors of an update, or they are not on one GPU. Nothing
             is launched then.
     """
-    groups: dict[tuple[torch.dtype, torch.dtype], list[TensorUpdate]] = defaultdict(list)
+    groups: dict[tuple[Any, Any, Any], list[TensorUpdate]] = defaultdict(list)
     for item in updates:
-        check_tensors(_DEVICE, (item.grad, item.out), (item.master, item.exp_avg, item.exp_avg_sq))
+        check_update(_DEVICE, item.grad, (item.master, item.exp_avg, item.exp_avg_sq), item.out)
         if item.master.numel():
-            groups[item.grad.dtype, item.out.dtype].append(item)
+            master = tl.uint16 if is_remainder(item.master) else tl.float32
+            groups[_BITS[item.grad.dtype], _BITS[item.out.dtype], master].append(item)
     with _on_device_of([item.master for item in updates]):
         # Nothing is updated before there is memory for all tables.
         loaded = [(key, len(group), *_load_updates(group)) for key, group in groups.items()]
-        for (grad_dtype, out_dtype), count, programs, table in loaded:
-            dtypes = {"grad_dtype": _BITS[grad_dtype], "out_dtype": _BITS[out_dtype]}
+        for (grad, out, master), count, programs, table in loaded:
+            dtypes = {"grad_dtype": grad, "out_dtype": out, "master_dtype": master}
             _launch(compiled.update, programs, table, count, **dtypes, num_warps=compiled.UPDATE_WARPS)
 
 
@@ -111,15 +112,22 @@ def gpu_fingerprint(values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
     return results
 
 
-def warm_up(device: torch.device, dtypes: Collection[tuple[torch.dtype, torch.dtype]]) -> None:
+def warm_up(device: torch.device, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False) -> None:
     """Compile all kernels for these dtypes of gradient and parameter, load them on a GPU, and run them.
 
-    They run on a few elements, and are done when this returns. No launch compiles anything after it."""
+    They run on a few elements, and are done when this returns. No launch compiles anything after it.
+
+    Args:
+        device: The GPU.
+        dtypes: The dtypes of gradient and parameter, for each combination.
+        remainder: Whether masters are remainders.
+    """
     updates = []
     for grad_dtype, out_dtype in dtypes:
         grad, out = (torch.zeros(_WARM_UP_PARAMS, dtype=dtype, device=device) for dtype in (grad_dtype, out_dtype))
         state = torch.zeros((3, _WARM_UP_PARAMS), dtype=torch.float32, device=device)
-        updates.append(TensorUpdate(grad, state[0], state[1], state[2], out, Hyper().scalars(1)))
+        master = torch.zeros(_WARM_UP_PARAMS, dtype=torch.int16, device=device) if remainder else state[0]
+        updates.append(TensorUpdate(grad, master, state[1], state[2], out, Hyper().scalars(1)))
     gpu_update(updates)
     gpu_sums_of_squares([item.grad for item in updates])()
     gpu_fingerprint([item.out for item in updates])()

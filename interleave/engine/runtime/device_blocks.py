@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ebbtide.interleave.engine.runtime.layout import Subgroup
+from ebbtide.interleave.engine.runtime.state_rows import state_elements
 from ebbtide.interleave.model.plan import Op, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
@@ -35,16 +36,14 @@ def worst_case(plan: Plan, workload: Workload) -> Schedule:
     return simulate(plan, workload, replace(_WORST_CASE, storage=(_FAST_STORAGE,) * paths))
 
 
-def state_elements(subgroup: Subgroup) -> int:
-    """Return the number of fp32 elements of a subgroup's state."""
-    return 3 * subgroup.params
-
-
 def gradient_elements(subgroup: Subgroup) -> int:
     """Return the number of fp32 elements of memory for a gradient that was copied to the host and back.
 
     It is written to the memory of the parameter, which nobody reads until the update has written it again from the
-    master, so it needs none. A gradient of another dtype than the parameter has a block of its own."""
+    master, so it needs none. A gradient of another dtype than the parameter has a block of its own; so has one whose
+    parameter is a part of the master."""
+    if subgroup.has_remainders:
+        return int(-(-subgroup.params * subgroup.grad_dtype.itemsize // 4))
     return subgroup.params if subgroup.grad_dtype != subgroup.dtype else 0
 
 

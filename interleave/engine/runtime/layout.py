@@ -39,15 +39,17 @@ class Subgroup:
         dtype: Type of all its parameters.
         segments: The parts of parameters, in order and without gaps.
         grad_dtype: Type of the gradients.
+        has_remainders: Whether its state has remainders of masters instead of masters: see remainder.py.
     """
 
     params: int
     dtype: torch.dtype
     segments: tuple[ParamSegment, ...]
     grad_dtype: torch.dtype
+    has_remainders: bool = False
 
 
-def divide(params: Sequence[torch.Tensor], subgroup_params: int) -> tuple[Subgroup, ...]:
+def divide(params: Sequence[torch.Tensor], subgroup_params: int, has_remainders: bool = False) -> tuple[Subgroup, ...]:
     """Divide parameters into subgroups of `subgroup_params` elements, in order; large parameters are split.
 
     The last subgroup before a change of dtype may be smaller, since a subgroup has one dtype."""
@@ -59,7 +61,7 @@ def divide(params: Sequence[torch.Tensor], subgroup_params: int) -> tuple[Subgro
     def close() -> None:
         nonlocal segments, size
         if size:
-            subgroups.append(Subgroup(size, dtype, tuple(segments), dtype))
+            subgroups.append(Subgroup(size, dtype, tuple(segments), dtype, has_remainders))
         segments, size = [], 0
 
     for index, param in enumerate(params):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
 
-from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.interleave.engine.devices.device import Device, copy_now
 from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Scalars
@@ -18,9 +18,10 @@ from ebbtide.interleave.engine.runtime.device_blocks import acquired_elements
 from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.engine.runtime.returned_gradients import ReturnedGradients
 from ebbtide.interleave.engine.runtime.speculations import Speculations
+from ebbtide.interleave.engine.runtime.state_rows import MASTER
 from ebbtide.interleave.engine.runtime.step_inputs import StepInputs
 from ebbtide.interleave.engine.runtime.storage.stored_states import StoredStates
-from ebbtide.interleave.engine.runtime.subgroup_states import MASTER, SubgroupStates
+from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 from ebbtide.interleave.engine.runtime.transfer_buffers import TransferBuffers
 from ebbtide.interleave.model.plan import Op, Plan
 
@@ -151,10 +152,25 @@ class Store:
             The subgroups whose speculative update has assumed others, and must be done again.
         """
         self._inputs.values, self._inputs.scalars = list(values), list(scalars)
+        for subgroup in sorted(self._buffers.outdated_params & self._buffers.params.keys()):
+            self._refresh_params(subgroup)
         valid, invalid = self._speculations.validate(self._inputs.scalars)
         for subgroup in valid:
             self._use_speculation(subgroup)
         return invalid
+
+    def forget_params(self, changed: Collection[int]) -> None:
+        """Read parameters, by their indices, again before an update on the CPU needs them, since they have changed."""
+        for param in changed:
+            self._buffers.outdated_params |= self.subgroups_of(param)
+
+    def _refresh_params(self, number: int) -> None:
+        """Copy the parameters of a subgroup to the host if they are a part of the master, which updates read there."""
+        subgroup, buffer = self.subgroups[number], self._buffers.params[number]
+        if subgroup.has_remainders:
+            pairs = [(self.inputs.value(segment), buffer[segment.span]) for segment in subgroup.segments]
+            copy_now(self.device, "d2h", pairs)
+        self._buffers.outdated_params.discard(number)
 
     def invalidate_speculations(self) -> None:
         """Let speculative updates be done again, since the state changes that they have read.
@@ -213,6 +229,8 @@ class Store:
     def _complete_subgroup(self, subgroup: int, is_updated: bool) -> None:
         """Update a subgroup on the CPU, or only take its parameters from the master, and copy them to the device."""
         self._buffers.ensure_params(subgroup)
+        if subgroup in self._buffers.outdated_params:
+            self._refresh_params(subgroup)
         if is_updated:
             self._cast_master(subgroup)
         else:
@@ -281,18 +299,19 @@ class Store:
 
     def _update_host_state(self, subgroup: int, out: torch.Tensor | None) -> None:
         gradient = self._buffers.gradients[subgroup]
-        master, exp_avg, exp_avg_sq = self.states.on_host(subgroup)
+        master, exp_avg, exp_avg_sq = self.states.rows(subgroup, self.states.on_host(subgroup))
         self._corrupted.add(subgroup)
         ranges = self.inputs.update_ranges(self.subgroups[subgroup])
         self._kernel.update_ranges(gradient, master, exp_avg, exp_avg_sq, out, ranges, self._cpu_share)
         self._corrupted.discard(subgroup)
 
     def _update_on_gpu(self, op: Op) -> None:
-        state, is_returned = self.states.on_device(op.subgroup), op.subgroup in self._returned
+        rows = self.states.rows(op.subgroup, self.states.on_device(op.subgroup))
+        is_returned = op.subgroup in self._returned
         inputs, updates = self.inputs, []
         for segment, scalars in inputs.updated_segments(self.subgroups[op.subgroup]):
             own = self._returned.gradient(op.subgroup, segment, inputs) if is_returned else inputs.gradient(segment)
-            master, exp_avg, exp_avg_sq = (row[segment.span] for row in state)
+            master, exp_avg, exp_avg_sq = (row[segment.span] for row in rows)
             updates.append(TensorUpdate(own, master, exp_avg, exp_avg_sq, inputs.value(segment), scalars))
         self._corrupted.add(op.subgroup)
         try:
@@ -307,6 +326,9 @@ class Store:
         self._cast_master(op.subgroup)
 
     def _cast_master(self, subgroup: int) -> None:
+        if self.subgroups[subgroup].has_remainders:
+            # The update has written the parameters.
+            return
         self._buffers.params[subgroup].copy_(self.states.on_host(subgroup)[MASTER])
 
     def _upload(self, op: Op) -> None:

@@ -11,17 +11,14 @@ import torch
 from ebbtide.interleave.engine.devices.device import Device, copy_now
 from ebbtide.interleave.engine.numerics.host_arrays import row_stride
 from ebbtide.interleave.engine.runtime.arena import Arena, Block
-from ebbtide.interleave.engine.runtime.device_blocks import state_elements
 from ebbtide.interleave.engine.runtime.layout import Subgroup
+from ebbtide.interleave.engine.runtime.state_rows import MASTER, state_elements, state_rows, state_shape
 from ebbtide.interleave.engine.runtime.storage.stored_states import StoredStates
 from ebbtide.interleave.model.plan import Plan
 
-# Rows of a subgroup's state, in the order of ParamState.
-MASTER, EXP_AVG, EXP_AVG_SQ = range(3)
-
 
 class SubgroupStates:
-    """The state of each subgroup, (3, params) fp32: master, exp_avg, exp_avg_sq.
+    """The state of each subgroup, fp32, of `state_shape`: master or remainder, exp_avg, exp_avg_sq.
 
     A state is on the host, on the device, or on both while it is copied or where the device's is the newer one. With
     storage it may also be in a file, or pass through a buffer on the host between its read and its write.
@@ -74,7 +71,7 @@ class SubgroupStates:
             if subgroup not in self._on_host and self._stored is not None:
                 return self._stored.read(subgroup)
             return self._on_host[subgroup]
-        state = torch.empty((3, self.subgroups[subgroup].params), dtype=torch.float32, device="cpu")
+        state = torch.empty(state_shape(self.subgroups[subgroup]), dtype=torch.float32, device="cpu")
         copy_now(self._device, "d2h", [(self._on_device[subgroup], state)])
         return state
 
@@ -88,22 +85,27 @@ class SubgroupStates:
             self._allocated_on_host(subgroup).copy_(state)
 
     def read_master(self, subgroup: int) -> torch.Tensor:
-        """Return the masters of a subgroup, on the host. Changes take effect with `write_master`."""
+        """Return the masters or remainders of a subgroup, on the host. Changes take effect with `write_master`."""
         if subgroup not in self._on_device:
-            return self.read(subgroup)[MASTER]
-        master = torch.empty(self.subgroups[subgroup].params, dtype=torch.float32, device="cpu")
-        copy_now(self._device, "d2h", [(self._on_device[subgroup][MASTER], master)])
+            return self.rows(subgroup, self.read(subgroup))[MASTER]
+        on_device = self.rows(subgroup, self._on_device[subgroup])[MASTER]
+        master = torch.empty(on_device.shape, dtype=on_device.dtype, device="cpu")
+        copy_now(self._device, "d2h", [(on_device, master)])
         return master
 
     def write_master(self, subgroup: int, master: torch.Tensor) -> None:
         """Set the masters of a subgroup to those of `read_master` with changes. No operation may run meanwhile."""
         if subgroup in self._on_device:
-            copy_now(self._device, "h2d", [(master, self._on_device[subgroup][MASTER])])
+            copy_now(self._device, "h2d", [(master, self.rows(subgroup, self._on_device[subgroup])[MASTER])])
         elif self._stored is not None and self.is_stored(subgroup):
             state = self.read(subgroup)
             state[MASTER] = master
             # Also where the state is in a buffer: it may be read again.
             self._stored.write(subgroup, state)
+
+    def rows(self, subgroup: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the rows of a state of a subgroup: see `state_rows`."""
+        return state_rows(state, self.subgroups[subgroup])
 
     def is_stored(self, subgroup: int) -> bool:
         """Return whether the plan has the state of a subgroup in storage."""
@@ -283,9 +285,13 @@ class SubgroupStates:
 
     def _allocate(self, subgroup: int) -> torch.Tensor:
         params = self.subgroups[subgroup].params
+        if self.subgroups[subgroup].has_remainders:
+            return self._device.allocate_host(state_shape(self.subgroups[subgroup]), torch.float32)
         return self._device.allocate_host((3, row_stride(params)), torch.float32)[:, :params]
 
 
 def _row_pairs(source: torch.Tensor, target: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the rows to copy, one by one: host buffers of the caller may be parts of longer rows."""
+    if source.dim() == 1:
+        return [(source, target)]
     return list(zip(source, target, strict=True))

@@ -17,6 +17,8 @@ class TransferBuffers:
     Attributes:
         gradients: Buffers of the gradients, by subgroup.
         params: Buffers of the updated parameters, by subgroup.
+        outdated_params: Subgroups whose buffer of parameters has not their values. Only updates of masters as
+            remainders read them.
     """
 
     def __init__(self, subgroups: Sequence[Subgroup], device: Device) -> None:
@@ -24,6 +26,7 @@ class TransferBuffers:
         self._device = device
         self.gradients: dict[int, torch.Tensor] = {}
         self.params: dict[int, torch.Tensor] = {}
+        self.outdated_params: set[int] = set()
         self._by_kind = {"gradient down": self.gradients, "upload": self.params}
         # (kind, subgroup) of the copies whose buffer is not pinned.
         self._pageable: set[tuple[str, int]] = set()
@@ -64,3 +67,5 @@ class TransferBuffers:
         if number not in buffers:
             dtype = subgroup.grad_dtype if kind == "gradient down" else subgroup.dtype
             buffers[number] = self._device.allocate_host((subgroup.params,), dtype, pinned)
+            if kind == "upload":
+                self.outdated_params.add(number)

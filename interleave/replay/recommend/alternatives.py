@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.replay.recommend.recorded_job import RecordedJob
+from ebbtide.state_bytes import PARAM_BYTES, REMAINDER_STATE_BYTES
 
-_SMALLER_STATE = (("bf16 moments (8 B a parameter)", 8.0), ("8-bit moments (6 B a parameter)", 6.0))
+_OTHER_RESULTS = "other arithmetic, other results"
+# Name, bytes per parameter, and what it does to the results.
+_REMAINDER = (
+    f"InterleavedAdamW(..., master='remainder') on bf16 parameters ({REMAINDER_STATE_BYTES} B a parameter)",
+    float(REMAINDER_STATE_BYTES),
+    "the same arithmetic; parameters differ where a master is exactly between two of them",
+)
+_SMALLER_STATE = (
+    ("bf16 moments (8 B a parameter)", 8.0, _OTHER_RESULTS),
+    ("8-bit moments (6 B a parameter)", 6.0, _OTHER_RESULTS),
+)
 
 
 def fits_with_accumulation(workload: Workload, job: RecordedJob) -> bool:
@@ -76,10 +87,9 @@ def _smaller_state(workload: Workload) -> str | None:
     free = workload.min_free_bytes
     if free is None:
         return None
-    for name, state_bytes in _SMALLER_STATE:
+    is_half = workload.param_bytes == PARAM_BYTES
+    for name, state_bytes, results in (*((_REMAINDER,) if is_half else ()), *_SMALLER_STATE):
         if state_bytes < workload.state_bytes and _needed_bytes(workload, state_bytes) <= free:
             needed_gb = state_bytes * workload.params / 1e9
-            return (
-                f"with {name}, {needed_gb:.1f} GB, nothing would have to be offloaded (other arithmetic, other results)"
-            )
+            return f"with {name}, {needed_gb:.1f} GB, nothing would have to be offloaded ({results})"
     return None

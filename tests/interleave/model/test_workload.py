@@ -149,3 +149,15 @@ def test_resolve_workload__requires_exactly_one_source(tmp_path: Path) -> None:
     for size in (JobSize(0), JobSize(10**9, 0)):
         with pytest.raises(WorkloadError, match="must be at least 1"):
             resolve_workload(None, None, size)
+
+
+def test_workload_from__master_as_remainder_has_10_bytes_of_state() -> None:
+    minimal = {"params": 1e9, "forward_s": 0.2, "backward_s": 0.6, "master": "remainder"}
+    job = workload_from(minimal, "w.json")
+    assert (job.master, job.state_bytes, job.cpu_update_bytes) == ("remainder", 10, 26)
+    assert workload_from(minimal | {"state_bytes": 10}, "w.json") == job
+    for key, value in (("state_bytes", 12), ("param_bytes", 4)):
+        with pytest.raises(WorkloadError, match=f"master is remainder and {key} {value}"):
+            workload_from(minimal | {key: value}, "w.json")
+    with pytest.raises(WorkloadError, match='master is \'bf16\'; it must be "fp32" or "remainder"'):
+        workload_from(minimal | {"master": "bf16"}, "w.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -169,6 +170,16 @@ def test_recommend__mentions_smaller_state_that_would_fit(free: float, mentioned
     assert len(changes) == (mentioned is not None)
     assert all(change.startswith(f"with {mentioned} ") for change in changes)
     assert all("nothing would have to be offloaded (other arithmetic, other results)" in text for text in changes)
+
+
+def test_recommend__mentions_the_master_as_remainder_for_half_precision_parameters() -> None:
+    job = workload(gpu_free_bytes=24e9)
+    (change,) = recommend(job, machine()).alternatives
+    assert change.startswith(
+        "with InterleavedAdamW(..., master='remainder') on bf16 parameters (10 B a parameter), 20.0"
+    )
+    (change,) = recommend(replace(job, param_bytes=4.0), machine()).alternatives
+    assert change.startswith("with bf16 moments ")
 
 
 @pytest.mark.parametrize(("free", "micro_steps", "mentioned"), [(24e9, 2, True), (24e9, 1, False), (23e9, 2, False)])

@@ -36,14 +36,17 @@ def norm_s(workload: Workload, machine: Machine) -> float:
         return workload.params * (
             1 / machine.cpu_norm_params_per_s if machine.cpu_norm_params_per_s else seconds_per_param
         )
-    update_bytes = workload.grad_bytes + workload.param_bytes + 2 * workload.state_bytes
+    # The rate of the GPU is that of updates.
+    params = 2 * workload.param_bytes if workload.master == "remainder" else workload.param_bytes
+    update_bytes = workload.grad_bytes + params + 2 * workload.state_bytes
     return workload.params * workload.grad_bytes / update_bytes / (machine.gpu_update_params_per_s or math.inf)
 
 
 def traffic_bytes(op: Op, workload: Workload) -> float:
     """Return the host memory traffic of an operation.
 
-    An update on the CPU reads and writes state, reads the gradient and writes the parameter. A cast reads fp32 and
+    An update on the CPU reads and writes state, reads the gradient and writes the parameter, which it also reads if it
+    is a part of the master. A cast reads fp32 and
     writes a parameter. A copy reads or writes what it moves.
     """
     if op.kind == "clip":
@@ -51,7 +54,8 @@ def traffic_bytes(op: Op, workload: Workload) -> float:
     if op.resource == "gpu":
         return 0.0
     if op.kind == "update":
-        return op.params * (2 * workload.state_bytes + workload.grad_bytes + workload.param_bytes)
+        params = 2 * workload.param_bytes if workload.master == "remainder" else workload.param_bytes
+        return op.params * (2 * workload.state_bytes + workload.grad_bytes + params)
     return op.params * (4 + workload.param_bytes) if op.kind == "cast" else op.nbytes
 
 

@@ -56,6 +56,16 @@ def test_bound__counts_all_memory_as_free_if_it_is_not_known() -> None:
         )
 
 
+def test_bound__of_the_master_as_remainder_moves_26_and_10_bytes() -> None:
+    """Host memory alone limits both kinds of update: on the CPU with its gradient and upload, and of fetched state."""
+    machine = replace(TEST_MACHINE, host_memory_bytes_per_s=1e9)
+    for master, state, cpu in (("fp32", 12.0, 28.0), ("remainder", 10.0, 26.0)):
+        on_cpu = job(gpu_free=((0.0, 0.0),), master=master, state_bytes=state, gradients_held_until_step=True)
+        assert update_s(on_cpu, machine) == pytest.approx(N * (cpu + 2 + 2) / 1e9, rel=1e-4)
+        schedule = simulate(make_plan("interleaved:1", job(master=master, state_bytes=state), machine), on_cpu, machine)
+        assert (schedule.moved_bytes("h2d"), schedule.moved_bytes("d2h")) == (state * N, state * N)
+
+
 def test_bound__with_all_resident_shares_updates_between_cpu_and_gpu() -> None:
     assert update_s(job(gpu_free=((0.0, 1e12),)), TEST_MACHINE) == pytest.approx(OVERHEAD + N / (C + G))
     assert update_s(job(gpu_free=((0.0, 1e12),)), SLOW_CPU) == pytest.approx(OVERHEAD + N / G)

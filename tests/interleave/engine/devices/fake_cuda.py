@@ -211,7 +211,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     def deferred(call: Callable[..., Any]) -> Callable[..., Any]:
         return lambda tensors: (lambda results: lambda: results)([call(tensor) for tensor in tensors])
 
-    def warm_up(device: torch.device, dtypes: object) -> None:
+    def warm_up(device: torch.device, dtypes: object, remainder: bool) -> None:
         if fake.compile_error is not None:
             raise fake.compile_error
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ebbtide.interleave.engine.numerics import remainder
 from ebbtide.interleave.engine.numerics.fingerprint import fingerprint
 from ebbtide.interleave.engine.numerics.norm import BLOCK, sum_of_squares
 from ebbtide.interleave.engine.numerics.reference import Hyper
@@ -43,6 +44,30 @@ def check_updates(lengths: list[int], begin: int, device: str) -> None:
                 states.append(on_device)
                 expected.append(after)
     gpu_update(updates)
+    for state, after in zip(states, expected, strict=True):
+        assert_same(state, after)
+
+
+def check_remainder_updates(lengths: list[int], begin: int, device: str) -> None:
+    """Run updates of masters as remainders, together with one of an fp32 master, and compare all bits."""
+    from ebbtide.interleave.engine.numerics.triton_kernel import gpu_update
+
+    updates, states, expected = [], [], []
+    for number, length in enumerate(lengths):
+        make = (any_state, plausible_state)[number % 2]
+        gradient, master, exp_avg, exp_avg_sq, _ = make(begin + length, DTYPES[0], DTYPES[0], number)
+        param, low = remainder.split_tensor(master)
+        state, scalars = [gradient, low, exp_avg, exp_avg_sq, param], HYPERS[number % 2].scalars(number + 1, 0.7)
+        after = [tensor.clone() for tensor in state]
+        remainder.update(*(tensor[begin:] for tensor in after), scalars)
+        on_device = [tensor.to(device) for tensor in state]
+        updates.append(TensorUpdate(*(tensor[begin:] for tensor in on_device), scalars))
+        states.append(on_device)
+        expected.append(after)
+    usual = plausible_state(100, DTYPES[0], DTYPES[0], 0)
+    expected.append(updated(usual, HYPERS[0].scalars(1)))
+    states.append([tensor.to(device) for tensor in usual])
+    gpu_update([*updates, TensorUpdate(*states[-1], HYPERS[0].scalars(1))])
     for state, after in zip(states, expected, strict=True):
         assert_same(state, after)
 
@@ -82,6 +107,7 @@ def check_fingerprints(
 def check_all_in_the_interpreter() -> None:
     for begin in BEGINS[:2]:
         check_updates([0, 1, 1024, 1500], begin, "cpu")
+        check_remainder_updates([0, 1, 1024, 1500], begin, "cpu")
     # The interpreter takes long for a whole block: only one of them.
     for dtypes, length in ((DTYPES[:1], BLOCK + 700), (DTYPES, 777)):
         check_sums([length, 0, 777, 1], (0, 0, 1, 2), "cpu", dtypes)

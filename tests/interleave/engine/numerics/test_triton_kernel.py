@@ -16,7 +16,13 @@ from ebbtide.interleave.engine.numerics.norm import BLOCK
 from tests.conftest import run_process, slow
 from tests.cuda_mock.triton_cache import ENVIRONMENT
 from tests.interleave.engine.numerics import gpu_checks
-from tests.interleave.engine.numerics.gpu_checks import BEGINS, check_fingerprints, check_sums, check_updates
+from tests.interleave.engine.numerics.gpu_checks import (
+    BEGINS,
+    check_fingerprints,
+    check_remainder_updates,
+    check_sums,
+    check_updates,
+)
 from tests.interleave.engine.states import DTYPES
 
 triton = pytest.importorskip("triton", reason="needs triton, which is for Linux only")
@@ -26,6 +32,7 @@ triton = pytest.importorskip("triton", reason="needs triton, which is for Linux 
 def test_gpu_update__gives_the_bits_of_the_reference() -> None:
     for begin in BEGINS:
         check_updates([0, 1, 1024, 2_000_003], begin, "cuda")
+        check_remainder_updates([0, 1, 1024, 2_000_003], begin, "cuda")
 
 
 @pytest.mark.gpu
@@ -94,10 +101,11 @@ def wide_accesses(ptx: str) -> Counter[str]:
     return Counter(re.findall(r"\b((?:ld|st)\.global\.v\d\.b32)\b", ptx))
 
 
-def compile_update(capability: int, grad: str, out: str, fusion: bool = False) -> str:
+def compile_update(capability: int, grad: str, out: str, fusion: bool = False, master: str = "float32") -> str:
     import triton.language as tl
 
-    return compile_kernel("update", capability, fusion=fusion, grad_dtype=getattr(tl, grad), out_dtype=getattr(tl, out))
+    dtypes = {"grad_dtype": getattr(tl, grad), "out_dtype": getattr(tl, out), "master_dtype": getattr(tl, master)}
+    return compile_kernel("update", capability, fusion=fusion, **dtypes)
 
 
 PAIRS = ["uint16-uint16", "float16-float16", "float32-float32", "float32-uint16"]
@@ -123,6 +131,15 @@ def test_gpu_update__rounds_every_operation_and_keeps_subnormals_in_ptx(capabili
     for name, dtype in (("ld", grad), ("st", out)):
         widths[f"{name}.global.v{4 if dtype == 'float32' else 2}.b32"] += 1
     assert wide_accesses(ptx) == widths
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_gpu_update__of_remainders_rounds_every_operation_and_moves_26_bytes(capability: int) -> None:
+    ptx = compile_update(capability, "uint16", "uint16", master="uint16")
+    assert {"div.rn.f32", "sqrt.rn.f32"} <= arithmetic(ptx) <= ALLOWED | PACKED
+    # Four elements by each access: read gradient, parameter, remainder and moments, write all but the gradient.
+    counts = {"ld.global.v2.b32": 3, "ld.global.v4.b32": 2, "st.global.v2.b32": 2, "st.global.v4.b32": 2}
+    assert wide_accesses(ptx) == Counter(counts)
 
 
 def test_arithmetic__shows_fused_operations() -> None:
