@@ -11,6 +11,7 @@ from ebbtide.interleave.model.departures import (
     ONE_UPDATE,
     ONE_UPLOAD,
     OWN_GRADIENT,
+    STATE_ONLY,
     Departures,
 )
 from ebbtide.interleave.model.operations import (
@@ -186,10 +187,17 @@ class _PlanChecker:
         if self._plan.has_late_operations:
             self._check_late_operations()
         plan = self._plan
-        check_storage(plan.policy, plan.ops, plan.storage_buffers, plan.resident | plan.parked, self._workload)
+        check_storage(
+            plan.policy,
+            plan.ops,
+            plan.storage_buffers,
+            plan.resident | plan.parked,
+            self._workload,
+            STATE_ONLY in self._left_out,
+        )
 
     def _may_repeat(self, op: Op) -> bool:
-        rule = {"update": ONE_UPDATE, "upload": ONE_UPLOAD}.get(op.kind)
+        rule = {"update": ONE_UPDATE, "upload": ONE_UPLOAD, "write": STATE_ONLY}.get(op.kind)
         return rule in self._left_out
 
     def _check_clip(self, op: Op) -> None:
