@@ -120,8 +120,8 @@ class PlanBuilder:
         Returns:
             Index of the copy.
         """
-        held = self.workload.gradients_held_until_step
-        point = UPDATE if held else self._gradient_points[subgroup]
+        until_step = self.workload.gradients_held_until_step
+        point = UPDATE if until_step else self._gradient_points[subgroup]
         self._gradient_copies[subgroup] = self.add(
             "gradient down",
             "d2h",
@@ -130,7 +130,7 @@ class PlanBuilder:
             after,
             point,
             pageable,
-            blocking and not held,
+            blocking and not until_step,
             acquire=acquire,
         )
         return self._gradient_copies[subgroup]
