@@ -14,8 +14,9 @@ from ebbtide.interleave.policies.storage import storage_summary
 from ebbtide.interleave.policies.stored_plan import StorageLayout, stored_in
 from ebbtide.machines.machine import Machine
 
-# Of each path: one subgroup is read, one updated, one written.
-_LAYOUT = StorageLayout("last", 3)
+# Of each path: one subgroup is read, one updated, one written. Updates of state in memory are evenly spread, so that
+# storage is busy meanwhile: MLP-Offload reads while it updates what the iteration before has left in memory.
+_LAYOUT = StorageLayout("spread", 3)
 
 
 @policy("mlp-offload", simulation_only=True, uses_storage=False)
@@ -23,9 +24,9 @@ def mlp_offload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Keep the state that host memory does not hold on all paths of the storage at once, in proportion to their rates,
     as MLP-Offload does.
 
-    Gradients stay in host memory. The CPU updates one subgroup after another at the step, first those whose state is in
-    host memory, while others are read. MLP-Offload updates in the opposite order in every second iteration, so that the
-    last subgroups of one are the first of the next; here the same subgroups stay in memory in every iteration.
+    Gradients stay in host memory. The CPU updates one subgroup after another at the step, while others are read and
+    written. MLP-Offload updates in the opposite order in every second iteration, so that the last subgroups of one are
+    the first of the next; here the same subgroups stay in memory in every iteration.
     """
     reject_value(spec)
     if available_host_bytes(workload, machine) is None:
