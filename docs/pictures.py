@@ -82,6 +82,14 @@ COMMANDS: dict[str, list[str | Path]] = {
         "--plot",
     ],
     "policies.png": ["replay", TRACES / "a100-13b-async.ebb", "--machine", "a100-40gb-published", "--plot"],
+    "systems-storage.png": [
+        "replay",
+        *("--params", "7e9", "--forward-ms", "2050", "--backward-ms", "4100"),
+        *("--free-bytes", "5GB", "--host-free-bytes", "72GB"),
+        *("--machine", ROOT / "examples" / "machine-desktop-nvme.json"),
+        *(part for policy in ("pipelined", "adaptive", "systems") for part in ("--policy", policy)),
+        "--plot",
+    ],
     "systems.png": [
         "replay",
         "--workload",
