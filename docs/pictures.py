@@ -87,7 +87,10 @@ COMMANDS: dict[str, list[str | Path]] = {
         *("--params", "7e9", "--forward-ms", "2050", "--backward-ms", "4100"),
         *("--free-bytes", "5GB", "--host-free-bytes", "72GB"),
         *("--machine", ROOT / "examples" / "machine-desktop-nvme.json"),
-        *(part for policy in ("pipelined", "adaptive", "systems") for part in ("--policy", policy)),
+        *("--policy", "pipelined", "--policy", "zero-infinity"),
+        *("--policy", "zero-infinity:12,pipeline_read=true,pipeline_write=true"),
+        *("--policy", "zero-infinity:12,pipeline_read=true,pipeline_write=true,gradients=device"),
+        *("--policy", "mlp-offload"),
         "--plot",
     ],
     "systems.png": [

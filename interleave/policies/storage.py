@@ -67,7 +67,8 @@ def storage_summary(plan: Plan, workload: Workload) -> str:
     """Return in words which state is in storage."""
     stored = plan.stored
     size = workload.state_bytes * sum(workload.subgroups[subgroup] for subgroup in stored)
+    buffers = len({op.buffer for op in plan.ops if op.kind == "read"})
     return (
         f"state of {len(stored)} of {plan.subgroups} subgroups ({bytes_text(size)}) in storage, through "
-        f"{len(plan.storage_buffers)} buffers in host memory"
+        f"{buffers} buffer{'s' if buffers != 1 else ''} in host memory"
     )
