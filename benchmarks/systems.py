@@ -7,40 +7,19 @@ the sources.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from benchmarks.published import jobs, simulated, simulated_sample
+from benchmarks.published_figures import Figure, box, fitted_rate
+from benchmarks.storage_systems import mlp_offload, zero_infinity
 from benchmarks.tables import machine_line, percent, table
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import parse
-from ebbtide.machines.catalog import preset
 from ebbtide.machines.machine import Machine
 
 # Errors up to this share count as reproduced.
 CLOSE = 0.15
-_STEPS = 40
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A published figure and what is simulated for it.
-
-    Attributes:
-        system: The system.
-        what: The figure in words.
-        unit: Its unit.
-        published: The published value.
-        simulated: The simulated value.
-        is_fitted: Whether a rate was fitted to it, so that it proves nothing.
-    """
-
-    system: str
-    what: str
-    unit: str
-    published: float
-    simulated: float
-    is_fitted: bool = False
 
 
 def workload(params: float, compute_s: float, **values: float | bool) -> Workload:
@@ -54,19 +33,11 @@ def workload(params: float, compute_s: float, **values: float | bool) -> Workloa
 
 def fitted_cpu_rate(machine: Machine, iteration_s: Callable[[Machine], float], published_s: float) -> Machine:
     """Return a machine with the rate of updates on the CPU at which an iteration takes as long as published."""
-    low, high = 1e6, 1e12
-    for _ in range(_STEPS):
-        rate = (low * high) ** 0.5
-        if iteration_s(replace(machine, cpu_update_params_per_s=rate)) > published_s:
-            low = rate
-        else:
-            high = rate
-    return replace(machine, cpu_update_params_per_s=high)
 
+    def with_rate(rate: float) -> Machine:
+        return replace(machine, cpu_update_params_per_s=rate)
 
-def box(name: str) -> Machine:
-    """Return a preset without its limit of host memory, which a fitted rate of the CPU includes."""
-    return replace(preset(name), host_memory_bytes_per_s=1e13, duplex_bytes_per_s=None, box=None)
+    return with_rate(fitted_rate(lambda rate: iteration_s(with_rate(rate)), published_s))
 
 
 def deep_optimizer_states() -> list[Figure]:
@@ -215,7 +186,16 @@ def main() -> None:
     """Print the figures of each system, and how many are reproduced."""
     print(f"{machine_line()}\n")
     by_system: dict[str, list[Figure]] = {}
-    for source in (deep_optimizer_states, megatron_bridge, nemo_rl, zenflow, prime_rl, torchao):
+    for source in (
+        deep_optimizer_states,
+        megatron_bridge,
+        nemo_rl,
+        zenflow,
+        prime_rl,
+        torchao,
+        zero_infinity,
+        mlp_offload,
+    ):
         for figure in source():
             by_system.setdefault(figure.system, []).append(figure)
     rows = [

@@ -82,6 +82,17 @@ COMMANDS: dict[str, list[str | Path]] = {
         "--plot",
     ],
     "policies.png": ["replay", TRACES / "a100-13b-async.ebb", "--machine", "a100-40gb-published", "--plot"],
+    "systems-storage.png": [
+        "replay",
+        *("--params", "7e9", "--forward-ms", "2050", "--backward-ms", "4100"),
+        *("--free-bytes", "5GB", "--host-free-bytes", "72GB"),
+        *("--machine", ROOT / "examples" / "machine-desktop-nvme.json"),
+        *("--policy", "pipelined", "--policy", "zero-infinity"),
+        *("--policy", "zero-infinity:12,pipeline_read=true,pipeline_write=true"),
+        *("--policy", "zero-infinity:12,pipeline_read=true,pipeline_write=true,gradients=device"),
+        *("--policy", "mlp-offload"),
+        "--plot",
+    ],
     "systems.png": [
         "replay",
         "--workload",

@@ -36,6 +36,11 @@ class StoragePath:
     rated_write_bytes: StorageBytes | None = None
     path: Annotated[str, Meta(description="a text")] | None = None
 
+    @property
+    def s_per_byte(self) -> float:
+        """Seconds to read and write a byte of state, if reads and writes run at the same time."""
+        return max(1 / self.read_bytes_per_s, 1 / self.write_bytes_per_s, 2 / (self.duplex_bytes_per_s or float("inf")))
+
     def for_ranks(self, measured_ranks: int, ranks: int) -> StoragePath:
         """Return the path of one of `ranks` ranks that share it, from that with `measured_ranks`."""
         share = measured_ranks / ranks

@@ -13,11 +13,13 @@ Rule = Literal[
     "clipping comes before updates and uploads",
     "a subgroup has one update",
     "parameters are uploaded once",
+    "storage has state only",
 ]
 OWN_GRADIENT: Final = "an update on the CPU waits for its gradient of this iteration"
 CLIPPING_FIRST: Final = "clipping comes before updates and uploads"
 ONE_UPDATE: Final = "a subgroup has one update"
 ONE_UPLOAD: Final = "parameters are uploaded once"
+STATE_ONLY: Final = "storage has state only"
 
 
 class Departures(NamedTuple):

@@ -59,7 +59,8 @@ class Op(NamedTuple):
             old state (or over it, see `Plan.rolls_back`).
         path: Of a read or write: the path of the storage (see `Machine.storage`).
         buffer: Of a read or write: the buffer in host memory, by its index in `Plan.storage_buffers`. A subgroup has it
-            from the start of its read until the end of its write.
+            from the start of its read until the end of its write. -1: a write of a gradient (see `STATE_ONLY` of the
+            departures).
     """
 
     kind: OpKind

@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from ebbtide.errors import PlanError
 from ebbtide.interleave.model.operations import BACKWARD, Op, plan_error
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.state_bytes import MASTER_BYTES
 
 # Operations that use the state of a subgroup in host memory, and those of them that change it.
 _USES_STATE = ("fetch", "update", "flush")
 
 
 def check_storage(
-    policy: str, ops: Sequence[Op], buffers: Sequence[float], not_stored: frozenset[int], workload: Workload
+    policy: str,
+    ops: Sequence[Op],
+    buffers: Sequence[float],
+    not_stored: frozenset[int],
+    workload: Workload,
+    has_gradients: bool = False,
 ) -> None:
     """Check that state in storage is in host memory when it is used, that every change of it is written back, and that
     no buffer has state of two subgroups at the same time, in this iteration or the next.
@@ -24,12 +30,19 @@ def check_storage(
         buffers: Bytes of each buffer.
         not_stored: Subgroups whose state is on the device when the iteration begins.
         workload: The workload.
+        has_gradients: Whether storage has gradients, too, in fp32: each is written, and read with the state.
 
     Raises:
         PlanError: The plan is not valid.
     """
     reads = {op.subgroup: index for index, op in enumerate(ops) if op.kind == "read"}
-    writes = {op.subgroup: index for index, op in enumerate(ops) if op.kind == "write"}
+    all_writes = [index for index, op in enumerate(ops) if op.kind == "write"]
+    writes = {ops[index].subgroup: index for index in all_writes if not _is_of_gradient(ops[index], has_gradients)}
+    if has_gradients:
+        gradient_writes = [index for index in all_writes if _is_of_gradient(ops[index], has_gradients)]
+        _check_gradients(policy, ops, reads, gradient_writes, workload)
+    if len(all_writes) > len(writes) + (len(reads) if has_gradients else 0):
+        raise plan_error(policy, ops[all_writes[-1]], "is repeated")
     if not reads and not writes and not buffers:
         return
     for subgroup in writes.keys() - reads.keys():
@@ -38,7 +51,7 @@ def check_storage(
     for subgroup, read in reads.items():
         if subgroup not in writes:
             raise plan_error(policy, ops[read], "is not followed by a write: the updated state is lost")
-        _check_pair(policy, ops[read], ops[writes[subgroup]], buffers, workload)
+        _check_pair(policy, ops[read], ops[writes[subgroup]], buffers, workload, has_gradients)
         if missing := [index for index in used[subgroup] if index not in ops[writes[subgroup]].after]:
             raise plan_error(policy, ops[writes[subgroup]], f"does not wait for its {ops[missing[-1]].kind}")
     _check_buffers(policy, ops, reads, writes, len(buffers))
@@ -65,16 +78,42 @@ def _users(
     return last
 
 
-def _check_pair(policy: str, read: Op, write: Op, buffers: Sequence[float], workload: Workload) -> None:
+def _is_of_gradient(op: Op, has_gradients: bool) -> bool:
+    return has_gradients and op.buffer < 0
+
+
+def _check_gradients(
+    policy: str, ops: Sequence[Op], reads: dict[int, int], writes: Sequence[int], workload: Workload
+) -> None:
+    """Check that the gradient of each stored subgroup is written when it is on the host, and read after that."""
+    copies = {op.subgroup: index for index, op in enumerate(ops) if op.kind == "gradient down"}
+    write_of = {ops[index].subgroup: index for index in writes}
+    for subgroup, index in write_of.items():
+        op = ops[index]
+        if copies.get(subgroup, -1) not in op.after:
+            raise plan_error(policy, op, "does not wait for its gradient down")
+        if op.nbytes != MASTER_BYTES * workload.subgroups[subgroup]:
+            raise plan_error(policy, op, "does not move the whole gradient")
+    for subgroup, read in reads.items():
+        if write_of.get(subgroup, -1) not in ops[read].after:
+            raise plan_error(policy, ops[read], "does not wait for the write of its gradient")
+        if ops[write_of[subgroup]].path != ops[read].path:
+            raise plan_error(policy, ops[read], "is not of the path that its gradient was written to")
+
+
+def _check_pair(
+    policy: str, read: Op, write: Op, buffers: Sequence[float], workload: Workload, has_gradients: bool
+) -> None:
     """Check buffer, path and times of a read and the write that follows it."""
     if not 0 <= read.buffer < len(buffers) or read.buffer != write.buffer or read.path != write.path:
         raise plan_error(policy, write, "is not of the buffer and the path that its read is of")
     if min(read.path, read.buffer) < 0:
         raise plan_error(policy, read, "is of a path that does not exist")
     size = workload.state_bytes * workload.subgroups[read.subgroup]
-    if read.nbytes != size or write.nbytes != size:
+    read_size = size + MASTER_BYTES * workload.subgroups[read.subgroup] if has_gradients else size
+    if read.nbytes != read_size or write.nbytes != size:
         raise plan_error(policy, read, "does not move the whole state")
-    if buffers[read.buffer] < size:
+    if buffers[read.buffer] < read_size:
         raise plan_error(policy, read, "is larger than its buffer")
     if read.point < BACKWARD:
         # The write of the iteration before may still run until then, of this subgroup or of another one in the buffer.

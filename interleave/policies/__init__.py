@@ -39,6 +39,8 @@ SYSTEMS = (
     "prime-rl",
     "torchao",
     "fsdp2-offload",
+    "zero-infinity:12,pipeline_read=true,pipeline_write=true",
+    "mlp-offload",
 )
 ALL_SYSTEMS = "systems"
 

@@ -64,6 +64,8 @@ class PlanBuilder:
         due: float | None = None,
         speculative: bool = False,
         share: float = 1.0,
+        path: int = 0,
+        buffer: int = -1,
     ) -> int:
         """Append an operation (see `Op`) on a share of a subgroup's parameters and return its index."""
         params = round(share * self.sizes[subgroup]) if subgroup >= 0 else 0
@@ -83,6 +85,8 @@ class PlanBuilder:
                 release,
                 due,
                 speculative,
+                path,
+                buffer,
             )
         )
         return len(self.ops) - 1
@@ -96,19 +100,43 @@ class PlanBuilder:
         """
         width = self.workload.grad_bytes if bytes_per_param is None else bytes_per_param
         for subgroup in reversed(range(len(self.sizes))):
-            point = UPDATE if self.workload.gradients_held_until_step else self._gradient_points[subgroup]
             if subgroup in keep:
                 self._kept.add(subgroup)
-                continue
-            self._gradient_copies[subgroup] = self.add(
-                "gradient down",
-                "d2h",
-                subgroup,
-                width,
-                point=point,
-                pageable=self.blocking_gradients,
-                blocking=self.blocking_gradients and not self.workload.gradients_held_until_step,
-            )
+            else:
+                self.gradient(subgroup, width, pageable=self.blocking_gradients, blocking=self.blocking_gradients)
+        self.clip_copied_gradients()
+
+    def gradient(
+        self,
+        subgroup: int,
+        bytes_per_param: float,
+        after: tuple[int, ...] = (),
+        pageable: bool = False,
+        blocking: bool = False,
+        acquire: float = 0.0,
+    ) -> int:
+        """Copy one gradient to the host as soon as it is ready, or after the backward if it is held until then.
+
+        Returns:
+            Index of the copy.
+        """
+        until_step = self.workload.gradients_held_until_step
+        point = UPDATE if until_step else self._gradient_points[subgroup]
+        self._gradient_copies[subgroup] = self.add(
+            "gradient down",
+            "d2h",
+            subgroup,
+            bytes_per_param,
+            after,
+            point,
+            pageable,
+            blocking and not until_step,
+            acquire=acquire,
+        )
+        return self._gradient_copies[subgroup]
+
+    def clip_copied_gradients(self) -> None:
+        """Clip when all gradients are on the host, if the workload clips."""
         if self.workload.clipping:
             self._clip = (self.add("clip", "cpu", -1, after=tuple(self._gradient_copies.values())),)
 

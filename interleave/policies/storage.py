@@ -46,7 +46,9 @@ def with_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
     choices = layouts(len(machine.storage))
     plans = dict.fromkeys(stored_in(plan, workload, machine, layout) for layout in choices)
     best = min(plans, key=lambda candidate: simulate_steps(candidate, workload, machine).cost(machine))
-    return replace(best, remark="; ".join(filter(None, (plan.remark, _summary(best, workload))))).validate(workload)
+    return replace(best, remark="; ".join(filter(None, (plan.remark, storage_summary(best, workload))))).validate(
+        workload
+    )
 
 
 def with_default_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
@@ -61,11 +63,12 @@ def _needs_storage(plan: Plan, workload: Workload, machine: Machine) -> bool:
     return available is not None and needed_host_bytes(plan, workload) > available
 
 
-def _summary(plan: Plan, workload: Workload) -> str:
+def storage_summary(plan: Plan, workload: Workload) -> str:
     """Return in words which state is in storage."""
     stored = plan.stored
     size = workload.state_bytes * sum(workload.subgroups[subgroup] for subgroup in stored)
+    buffers = len({op.buffer for op in plan.ops if op.kind == "read"})
     return (
         f"state of {len(stored)} of {plan.subgroups} subgroups ({bytes_text(size)}) in storage, through "
-        f"{len(plan.storage_buffers)} buffers in host memory"
+        f"{buffers} buffer{'s' if buffers != 1 else ''} in host memory"
     )

@@ -234,10 +234,7 @@ def _paths(
     space for is left out."""
     busy_s = [0.0] * len(storage)
     free = [float("inf") if path.bytes is None else path.bytes for path in storage]
-    s_per_byte = [
-        max(1 / path.read_bytes_per_s, 1 / path.write_bytes_per_s, 2 / (path.duplex_bytes_per_s or float("inf")))
-        for path in storage
-    ]
+    s_per_byte = [path.s_per_byte for path in storage]
     fastest = sorted(range(len(storage)), key=s_per_byte.__getitem__)[:count]
     path_of = {}
     for subgroup in subgroups:

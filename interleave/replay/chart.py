@@ -26,6 +26,8 @@ _BYTES_COLOR = "#8a8a8a"
 _STRIP_COLOR, _STRIP_TOP, _STRIP_HEIGHT = "#1b5e20", 0.33, 0.09
 _FITS_TEXTS = {True: "", False: ", does not fit", None: ", not known to fit"}
 _FONT_SIZE = 8.5
+# Characters of a line of a policy's string.
+_MAX_NAME_WIDTH = 36
 # What is drawn beside the iteration where it is not 0 for every policy.
 _BYTES: tuple[tuple[str, Callable[[PolicyResult], float]], ...] = (
     ("device memory (GB)", lambda result: result.peak_device_bytes),
@@ -81,12 +83,22 @@ def _draw_iterations(axes: Axes, replay: Replay) -> None:
     texts = [f"{_FITS_TEXTS[result.fits]}{'' if result.exact else ', not exact'}" for result in results]
     for row, text, end in zip(rows, texts, ends, strict=True):
         _write_figure(axes, row, end, f"{end:,.0f} ms{text}")
-    axes.set_yticks(rows, [result.policy for result in results])
+    axes.set_yticks(rows, [_wrapped(result.policy) for result in results])
     axes.invert_yaxis()
     room = 1.16 + 0.017 * max(map(len, texts))
     axes.set_xlim(0, max(max(float(ends.max()), bound_ms) * room, last_ms))
     axes.set_xlabel("time of an iteration (ms), simulated")
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _wrapped(policy: str) -> str:
+    """Return the string of a policy with a line for each few of its options, if it is long."""
+    lines = [""]
+    for part in policy.split(","):
+        if lines[-1] and len(lines[-1]) + len(part) > _MAX_NAME_WIDTH:
+            lines.append("")
+        lines[-1] += f"{',' if lines[-1] else ''}{part}"
+    return ",\n".join(lines)
 
 
 def _work_spans_ms(schedule: Schedule) -> list[tuple[float, float]]:

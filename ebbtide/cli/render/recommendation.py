@@ -28,7 +28,7 @@ def print_recommendation(advice: Recommendation) -> None:
     faster = [system for system in advice.systems if system.is_faster]
     if faster:
         texts = (f"{system.policy}{'' if system.exact else ' (not exact)'}" for system in faster)
-        _print_text(f"faster in other systems: {', '.join(texts)}")
+        _print_text(f"{_advantage(faster[0], advice)} in other systems: {', '.join(texts)}")
     for policy, reason in advice.left_out.items():
         _print_text(f"not among the blocks below: {policy} ({reason})")
     if advice.placeholders:
@@ -37,7 +37,7 @@ def print_recommendation(advice: Recommendation) -> None:
     for number, setup in enumerate(advice.setups):
         _print_setup(setup, is_recommended=not number)
     for system in advice.systems:
-        _print_system(system)
+        _print_system(system, advice)
 
 
 def json_block(value: Any, indent: int = 0) -> str:
@@ -71,8 +71,13 @@ def _print_setup(setup: PolicySetup, is_recommended: bool) -> None:
         typer.echo("\nIn a script without DeepSpeed: keep torch.optim.AdamW.")
 
 
-def _print_system(system: SystemSetup) -> None:
-    kind = "faster" if system.is_faster else "the best fraction"
+def _advantage(system: SystemSetup, advice: Recommendation) -> str:
+    """Return in a word what a system has over the recommended policy: it is faster, or fits where that does not."""
+    return "faster" if system.iteration_ms < advice.setups[0].iteration_ms else "fits"
+
+
+def _print_system(system: SystemSetup, advice: Recommendation) -> None:
+    kind = _advantage(system, advice) if system.is_faster else "the best fraction"
     title = (
         f"{system.policy}: {ms_text(system.iteration_ms)} an iteration ({kind}{'' if system.exact else ', not exact'})"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any
 
 from ebbtide.interleave.model.schedule import Schedule
@@ -125,7 +126,9 @@ class _Recommender:
             beside = overlapped_setup(overlap, deepspeed, setups[0], self.job, self.machine, self.machine_source)
             setups = (beside, *setups)
         advice = self._assemble(line, section, setups, alternatives(self.workload, self.job), choice.left_out)
-        advice = replace(advice, systems=other_systems(self.workload, self.machine, self.job, iteration_s))
+        # Where the best policy does not fit, any system that does is better.
+        limit_s = inf if choice.excess else iteration_s
+        advice = replace(advice, systems=other_systems(self.workload, self.machine, self.job, limit_s))
         return advice if overlap is None else replace(advice, overlap=overlap.as_json())
 
     def _setup(self, schedule: Schedule) -> PolicySetup:

@@ -13,6 +13,7 @@ from ebbtide.interleave.policies import make_plan, parse
 from ebbtide.interleave.replay.recommend.choice import fits_memory
 from ebbtide.interleave.replay.recommend.configuration import deepspeed_config
 from ebbtide.interleave.replay.recommend.recorded_job import RecordedJob
+from ebbtide.interleave.replay.recommend.storage_configs import mlp_offload_config, zero_infinity_config
 from ebbtide.interleave.simulation.steps import Steps, simulate_steps
 from ebbtide.machines.machine import Machine
 
@@ -26,6 +27,9 @@ _SYSTEMS = (
     "prime-rl",
     "torchao",
     "fsdp2-offload",
+    "zero-infinity:12,pipeline_read=true,pipeline_write=true",
+    "zero-infinity:12,pipeline_read=true,pipeline_write=true,gradients=device",
+    "mlp-offload",
 )
 # Of fractions with the same subgroups the first one is taken.
 _FRACTIONS = tuple(step / 20 for step in range(20, 0, -1))
@@ -38,7 +42,7 @@ class SystemSetup:
     Attributes:
         policy: The policy's string.
         iteration_ms: Its predicted iteration time.
-        is_faster: Whether it is faster than the recommended policy.
+        is_faster: Whether it is faster than the recommended policy, or fits where that does not.
         exact: Whether each step gives the results that the workload asks for.
         note: How the results differ where they are not exact; None where they are.
         place: Where the lines belong.
@@ -73,7 +77,7 @@ def other_systems(workload: Workload, machine: Machine, job: RecordedJob, best_s
     hybrids = [steps for text in fractions if (steps := _steps(text, workload, machine)) is not None]
     if hybrids:
         faster.append(min(hybrids, key=lambda steps: steps.mean("iteration_s")))
-    setups = [_setup(steps, workload, job, limit_s) for steps in faster]
+    setups = [_setup(steps, workload, job, machine, limit_s) for steps in faster]
     return tuple(sorted(setups, key=lambda setup: (not setup.exact, setup.iteration_ms)))
 
 
@@ -87,12 +91,12 @@ def _steps(policy: str, workload: Workload, machine: Machine) -> Steps | None:
     return steps if fits else None
 
 
-def _setup(steps: Steps, workload: Workload, job: RecordedJob, limit_s: float) -> SystemSetup:
+def _setup(steps: Steps, workload: Workload, job: RecordedJob, machine: Machine, limit_s: float) -> SystemSetup:
     plan, iteration_s = steps.valid.plan, steps.mean("iteration_s")
     spec = parse(plan.policy)
     if spec.name in _DEEPSPEED:
-        place = "In the configuration of DeepSpeed, whose other keys stay"
-        lines = json.dumps(_DEEPSPEED[spec.name](steps, workload, job), indent=2)
+        place = _FORKS.get(spec.name, "In the configuration of DeepSpeed, whose other keys stay")
+        lines = json.dumps(_DEEPSPEED[spec.name](steps, workload, job, machine), indent=2)
     else:
         place, template = _LINES[spec.name]
         lines = template.format(value=spec.value)
@@ -107,7 +111,7 @@ def _setup(steps: Steps, workload: Workload, job: RecordedJob, limit_s: float) -
     )
 
 
-def _superoffload(steps: Steps, workload: Workload, job: RecordedJob) -> dict[str, Any]:
+def _superoffload(steps: Steps, workload: Workload, job: RecordedJob, machine: Machine) -> dict[str, Any]:
     count, resident = steps.valid.plan.subgroups, len(steps.valid.plan.resident)
     # DeepSpeed keeps int((1 - ratio) count) subgroups on the GPU.
     ratio = round(1 - (resident + 0.5) / count, 4) if resident else 1.0
@@ -116,7 +120,7 @@ def _superoffload(steps: Steps, workload: Workload, job: RecordedJob) -> dict[st
     return config
 
 
-def _zenflow(steps: Steps, workload: Workload, job: RecordedJob) -> dict[str, Any]:
+def _zenflow(steps: Steps, workload: Workload, job: RecordedJob, machine: Machine) -> dict[str, Any]:
     spec = parse(steps.valid.plan.policy)
     config = deepspeed_config(workload, job, 1.0, 1 if job.stage == 1 else 2)
     config["zero_optimization"]["zenflow"] = {
@@ -128,14 +132,20 @@ def _zenflow(steps: Steps, workload: Workload, job: RecordedJob) -> dict[str, An
     return config
 
 
-def _deepcompile(steps: Steps, workload: Workload, job: RecordedJob) -> dict[str, Any]:
+def _deepcompile(steps: Steps, workload: Workload, job: RecordedJob, machine: Machine) -> dict[str, Any]:
     return {**deepspeed_config(workload, job, None), "compile": {"deepcompile": True, "offload_opt_states": True}}
 
 
-_DEEPSPEED: dict[str, Callable[[Steps, Workload, RecordedJob], dict[str, Any]]] = {
+_DEEPSPEED: dict[str, Callable[[Steps, Workload, RecordedJob, Machine], dict[str, Any]]] = {
     "superoffload": _superoffload,
     "zenflow": _zenflow,
     "deepcompile": _deepcompile,
+    "zero-infinity": zero_infinity_config,
+    "mlp-offload": mlp_offload_config,
+}
+# Where the lines belong of systems that change DeepSpeed.
+_FORKS = {
+    "mlp-offload": "In the configuration of MLP-Offload's DeepSpeed (github.com/mauryaavinash95/MLP-Offload)",
 }
 # Where the lines belong, and the lines, by system; `{value}` is the value of the policy.
 _LINES = {

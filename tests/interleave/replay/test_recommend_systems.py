@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from ebbtide.interleave.policies import parse
+from ebbtide.interleave.policies import make_plan, parse
 from ebbtide.interleave.replay.recommend import RecordedJob, SystemSetup, recommend
+from ebbtide.interleave.replay.recommend.storage_configs import zero_infinity_config
 from ebbtide.interleave.replay.recommend.systems import other_systems
+from ebbtide.interleave.simulation.steps import simulate_steps
+from ebbtide.machines.storage import StoragePath
 from tests.interleave.model.test_speculation import BOX, JOB
 
 HOUR_S = 3600.0
@@ -73,3 +76,38 @@ def test_recommend__names_no_system_that_is_not_known_to_fit_or_needed(free: tup
     needed = [system for system in advice.systems if system.policy != "megatron-hybrid:1,overlap=copies"]
     assert (advice.policy == "gpu-only") is (free is not None)
     assert free is None or not needed
+
+
+def stored_systems() -> dict[str, SystemSetup]:
+    """Return the systems for a job whose state host memory does not hold, on a machine with two paths of storage."""
+    drives = (StoragePath(3e9, 3e9, path="/nvme"), StoragePath(1e9, 1e9))
+    box = replace(FULL_BOX, storage=drives, cpu_cast_params_per_s=1e12, h2d_pageable_bytes_per_s=10e9)
+    # 16 GB of copies, and 20 of 48 GB of state. Gradients of 16 GB in fp32 do not fit on the device.
+    job = replace(JOB, subgroup_params=10**8, gpu_free=((0.0, 0.0),), host_free_bytes=16e9 + 20e9)
+    return {setup.policy: setup for setup in other_systems(job, box, RecordedJob(), HOUR_S)}
+
+
+def test_other_systems__name_storage_where_host_memory_is_too_small() -> None:
+    setups = stored_systems()
+    assert list(setups) == ["mlp-offload", "zero-infinity:12,pipeline_read=true,pipeline_write=true"]
+    assert all(setup.exact and setup.note is None for setup in setups.values())
+    offload = json.loads(setups["mlp-offload"].lines)["zero_optimization"]["offload_optimizer"]
+    assert offload["nvme_path"] == "/nvme;/local_nvme1"
+    assert "MLP-Offload" in setups["mlp-offload"].place
+
+
+def test_zero_infinity_config__is_read_by_deepspeed(deepspeed_extensions: None) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+
+    box = replace(FULL_BOX, storage=(StoragePath(3e9, 3e9, path="/nvme"),), cpu_cast_params_per_s=1e12)
+    box = replace(box, h2d_pageable_bytes_per_s=10e9)
+    for gradients, block_bytes in (("storage", 2 * 2**20), ("device", 4 * 10**9)):
+        policy = f"zero-infinity:12,pipeline_read=true,pipeline_write=true,gradients={gradients}"
+        steps = simulate_steps(make_plan(policy, JOB, box), JOB, box)
+        values = json.loads(json.dumps(zero_infinity_config(steps, JOB, RecordedJob(), box)))
+        offload = DeepSpeedConfig(values).zero_config.offload_optimizer
+        assert (str(offload.device), str(offload.nvme_path), offload.buffer_count) == ("nvme", "/nvme", 12)
+        assert offload.pipeline_read
+        assert offload.pipeline_write
+        assert get_aio_config(values)["block_size"] == block_bytes

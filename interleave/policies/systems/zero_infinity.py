@@ -1,0 +1,157 @@
+"""ZeRO-Infinity: DeepSpeed's optimizer state, and by default the gradients, in files on one drive."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ebbtide.errors import PolicyError
+from ebbtide.interleave.model.departures import STATE_ONLY, Departures
+from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.plan_builder import PlanBuilder
+from ebbtide.interleave.policies.registry import PolicySpec, policy
+from ebbtide.interleave.policies.storage import storage_summary
+from ebbtide.machines.machine import Machine
+from ebbtide.state_bytes import MASTER_BYTES
+from ebbtide.units import bytes_text
+
+# Master weight, two moments and gradient of a subgroup each take a buffer.
+BUFFERS_OF_SUBGROUP = 4
+_MOST_BUFFERS = 4096
+
+
+@policy(
+    "zero-infinity",
+    simulation_only=True,
+    uses_storage=False,
+    pipeline_read=("false", "true"),
+    pipeline_write=("false", "true"),
+    gradients=("storage", "device"),
+)
+def zero_infinity(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
+    """Keep all state, and fp32 gradients, in storage; read, update on the CPU, upload and write one subgroup after
+    another, as DeepSpeed's ZeRO-Infinity does.
+
+    The number after the colon is `buffer_count`: buffers of the largest subgroup's size in fp32, of which each subgroup
+    in host memory takes four. With `pipeline_read` the next subgroup is read during an update, with `pipeline_write`
+    the one before is written. Gradients are written in the backward, which stops whenever all buffers are full until
+    all are written. `gradients=device`: with an `aio.block_size` above the largest gradient DeepSpeed does not write
+    them, and they stay on the device in fp32. The fastest path is used.
+    """
+    number = spec.number("buffer_count", BUFFERS_OF_SUBGROUP, 1, _MOST_BUFFERS)
+    count = int(number)
+    if count != number:
+        raise PolicyError(f"{spec.text!r}: buffer_count is {number:g}; it must be a whole number")
+    ahead = int(spec.options["pipeline_read"] == "true")
+    behind = int(spec.options["pipeline_write"] == "true")
+    slots = 1 + ahead + behind
+    if count < BUFFERS_OF_SUBGROUP * slots:
+        raise PolicyError(
+            f"{spec.text!r}: DeepSpeed runs out of swap buffers with buffer_count {count}; these pipelines need "
+            f"{BUFFERS_OF_SUBGROUP * slots}"
+        )
+    path = _fastest_path(workload, machine, spec)
+    builder = PlanBuilder(spec.text, workload)
+    gradients_stored = spec.options["gradients"] == "storage"
+    if gradients_stored:
+        gradient_writes = _written_gradients(builder, count, path)
+    else:
+        gradient_writes = {}
+        for subgroup in reversed(range(len(builder.sizes))):
+            builder.gradient(subgroup, workload.grad_bytes, acquire=MASTER_BYTES * builder.sizes[subgroup])
+        builder.clip_copied_gradients()
+    read_bytes = workload.state_bytes + (MASTER_BYTES if gradients_stored else 0)
+    uploads: list[int] = []
+    writes: list[int] = []
+    # DeepSpeed waits for all gradients before the first read.
+    before_read = tuple(gradient_writes.values())
+    for subgroup, size in enumerate(builder.sizes):
+        own_gradient = (gradient_writes[subgroup],) if gradients_stored else ()
+        released = (*_before(uploads, subgroup, 1 + ahead), *_before(writes, subgroup, slots))
+        read = builder.add(
+            "read",
+            "storage_read",
+            subgroup,
+            read_bytes,
+            tuple({*before_read, *own_gradient, *released}),
+            path=path,
+            buffer=subgroup % slots,
+        )
+        before_read = (read,)
+        update = len(builder.ops)
+        uploads.append(
+            builder.on_cpu(
+                subgroup, "blocking", (read, *_before(uploads, subgroup, 1), *_before(writes, subgroup, 1 + behind))
+            )
+        )
+        if not gradients_stored:
+            builder.ops[-1] = builder.ops[-1]._replace(release=MASTER_BYTES * size)
+        writes.append(
+            builder.add(
+                "write",
+                "storage_write",
+                subgroup,
+                workload.state_bytes,
+                (update, uploads[-1]),
+                path=path,
+                buffer=subgroup % slots,
+            )
+        )
+    departures = Departures(frozenset({STATE_ONLY}) if gradients_stored else frozenset())
+    plan = replace(
+        builder.plan(validate=False),
+        storage_buffers=_buffer_bytes(max(builder.sizes), count, slots),
+        departures=departures,
+    )
+    return replace(plan, remark=storage_summary(plan, workload)).validate(workload)
+
+
+def _fastest_path(workload: Workload, machine: Machine, spec: PolicySpec) -> int:
+    """Return the number of the path that is used."""
+    if not machine.storage:
+        raise PolicyError(
+            f"{spec.text!r} needs storage: measure it with `ebbtide calibrate --storage FOLDER`, or write its rates "
+            "into the machine file"
+        )
+    number = min(range(len(machine.storage)), key=lambda index: machine.storage[index].s_per_byte)
+    free = machine.storage[number].bytes
+    gradient_bytes = MASTER_BYTES if spec.options["gradients"] == "storage" else 0
+    needed = (workload.state_bytes + gradient_bytes) * workload.params
+    if free is not None and needed > free:
+        raise PolicyError(f"{spec.text!r} needs {bytes_text(needed)} of storage, and {bytes_text(free)} are free")
+    return number
+
+
+def _written_gradients(builder: PlanBuilder, count: int, path: int) -> dict[int, int]:
+    """Copy gradients to buffers and write them; return the index of the write of each subgroup's gradient."""
+    writes: dict[int, int] = {}
+    previous = -1
+    for number, subgroup in enumerate(reversed(range(len(builder.sizes)))):
+        # All buffers are full, and DeepSpeed waits until all are written.
+        is_full = number > 0 and number % count == 0
+        after = tuple(writes.values())[-count:] if is_full else ()
+        copy = builder.gradient(subgroup, builder.workload.grad_bytes, after, blocking=is_full)
+        previous = builder.add(
+            "write",
+            "storage_write",
+            subgroup,
+            MASTER_BYTES,
+            (copy,) if previous < 0 else (copy, previous),
+            builder.ops[copy].point,
+            path=path,
+        )
+        writes[subgroup] = previous
+    builder.clip_copied_gradients()
+    return writes
+
+
+def _before(indices: list[int], subgroup: int, distance: int) -> tuple[int, ...]:
+    """Return the operation of the subgroup that was so many before this one, if there is one."""
+    return (indices[subgroup - distance],) if subgroup >= distance else ()
+
+
+def _buffer_bytes(largest: int, count: int, slots: int) -> tuple[float, ...]:
+    """Return the bytes of the buffers of subgroups in host memory, and of the rest, which only gradients use."""
+    unused = float(MASTER_BYTES * largest * (count - BUFFERS_OF_SUBGROUP * slots))
+    used = (float(BUFFERS_OF_SUBGROUP * MASTER_BYTES * largest),) * slots
+    return (*used, unused) if unused else used
