@@ -275,15 +275,18 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
         """
         offloaded = self._offloaded
         own_params = set(offloaded.params or self._params_with_state())
+        loaded = None
         if "storage" in state_dict:
             steps = read_commit(state_dict, self.param_groups, self.defaults, own_params)
-            offloaded.resume(list(steps), state_dict["storage"])
         else:
             loaded = read_state_dict(state_dict, self.param_groups, self.defaults, own_params, offloaded.check)
-            offloaded.load(loaded.params, loaded.states)
             steps = dict(zip(loaded.params, loaded.steps, strict=True))
         if "loss_scale" in state_dict:
             self._loss_scale.load_state_dict(state_dict["loss_scale"])
+        if loaded is None:
+            offloaded.resume(list(steps), state_dict["storage"])
+        else:
+            offloaded.load(loaded.params, loaded.states)
         for group, own_group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             own_group.update({key: value for key, value in group.items() if key != "params"})
         self.state.clear()

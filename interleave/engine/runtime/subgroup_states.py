@@ -87,7 +87,8 @@ class SubgroupStates:
     def read_master(self, subgroup: int) -> torch.Tensor:
         """Return the masters or remainders of a subgroup, on the host. Changes take effect with `write_master`."""
         if subgroup not in self._on_device:
-            return self.rows(subgroup, self.read(subgroup))[MASTER]
+            state = self._on_host[subgroup] if subgroup in self._on_host else self.read(subgroup)
+            return self.rows(subgroup, state)[MASTER]
         on_device = self.rows(subgroup, self._on_device[subgroup])[MASTER]
         master = torch.empty(on_device.shape, dtype=on_device.dtype, device="cpu")
         copy_now(self._device, "d2h", [(on_device, master)])
