@@ -17,11 +17,12 @@ from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.guarded_reads import GuardedReads, locked
 from ebbtide.interleave.engine.numerics.loss_scale import LossScale
-from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
+from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.offloaded_params import OffloadedParams
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.storage.options import StorageOptions
 from ebbtide.interleave.engine.state_dict import make_entry, read_commit, read_state_dict
+from ebbtide.interleave.engine.step_scalars import scalars_of
 from ebbtide.interleave.model.overlap import Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
@@ -344,32 +345,12 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
 
     def _scalars(self, updated: Collection[int], scale: float) -> list[Scalars | None]:
         """Return the factors of the next update of each parameter; None for those that are not updated."""
-        hypers = self._hypers()
-        # The same object for all parameters of a group with as many updates.
-        scalars: dict[tuple[int, int], Scalars] = {}
-        result: list[Scalars | None] = []
-        for index, param in enumerate(self._offloaded.params):
-            if index not in updated:
-                result.append(None)
-                continue
-            hyper, step = hypers[param], self._step_count(param) + 1
-            if (id(hyper), step) not in scalars:
-                scalars[id(hyper), step] = hyper.scalars(step, scale)
-            result.append(scalars[id(hyper), step])
-        return result
+        return scalars_of(self._offloaded.params, self.param_groups, self._step_count, updated, scale)
 
     @property
     def _expected_scale(self) -> float:
         """The factor of gradients if they are finite and not clipped."""
         return 1.0 / self._loss_scale.value
-
-    def _hypers(self) -> dict[torch.Tensor, Hyper]:
-        hypers = {}
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            hyper = Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
-            hypers.update(dict.fromkeys(group["params"], hyper))
-        return hypers
 
 
 def _expected_scalars(optimizer_ref: weakref.ref[InterleavedAdamW]) -> Sequence[Scalars | None]:

@@ -17,7 +17,7 @@ from ebbtide.interleave.engine.runtime.arena import Arena
 from ebbtide.interleave.engine.runtime.device_blocks import acquired_elements
 from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.engine.runtime.returned_gradients import ReturnedGradients
-from ebbtide.interleave.engine.runtime.speculations import Speculations
+from ebbtide.interleave.engine.runtime.speculative_updates import SpeculativeUpdates
 from ebbtide.interleave.engine.runtime.state_rows import MASTER
 from ebbtide.interleave.engine.runtime.step_inputs import StepInputs
 from ebbtide.interleave.engine.runtime.storage.stored_states import StoredStates
@@ -56,13 +56,11 @@ class Store:
         self.states = SubgroupStates(subgroups, device, self._arena, host_buffers, stored)
         self._buffers = TransferBuffers(subgroups, device)
         self._inputs = StepInputs([])
-        self._speculations = Speculations(subgroups)
+        self._speculative = SpeculativeUpdates(subgroups, self.states)
         self._kernel = kernel
         # Subgroups whose update has started and not ended: if it raises, nobody knows what it has changed.
         self._corrupted: set[int] = set()
         self._returned = ReturnedGradients(subgroups, device, self._arena)
-        # Subgroups whose speculative update has changed the buffer into which their state was read.
-        self._outdated: set[int] = set()
         # Subgroups whose update writes no half-precision parameter, since a cast follows.
         self._cast_subgroups: set[int] = set()
         self._cpu_share = 1.0
@@ -111,8 +109,7 @@ class Store:
     @inputs.setter
     def inputs(self, inputs: StepInputs) -> None:
         self._inputs = inputs
-        self._speculations = Speculations(self.subgroups)
-        self._outdated.clear()
+        self._speculative.begin_step()
         self._offloaded.clear()
 
     def subgroups_of(self, param: int) -> set[int]:
@@ -154,10 +151,7 @@ class Store:
         self._inputs.values, self._inputs.scalars = list(values), list(scalars)
         for subgroup in sorted(self._buffers.outdated_params & self._buffers.params.keys()):
             self._refresh_params(subgroup)
-        valid, invalid = self._speculations.validate(self._inputs.scalars)
-        for subgroup in valid:
-            self._use_speculation(subgroup)
-        return invalid
+        return self._speculative.use_valid(self._inputs.scalars)
 
     def forget_params(self, changed: Collection[int]) -> None:
         """Read parameters, by their indices, again before an update on the CPU needs them, since they have changed."""
@@ -176,9 +170,7 @@ class Store:
         """Let speculative updates be done again, since the state changes that they have read.
 
         No operation may run meanwhile."""
-        self._speculations.invalidate()
-        for subgroup in list(self._outdated):
-            self._restore(subgroup)
+        self._speculative.invalidate()
 
     def apply_placement(self, plan: Plan, sizes: Sequence[int], kept_bytes: float = math.inf) -> None:
         """Move state to where a plan has it when an iteration starts, and allocate the memory of the plan.
@@ -217,8 +209,7 @@ class Store:
         self.states.move_all_to_host()
         self._arena.release()
         for subgroup in range(len(self.subgroups)):
-            if subgroup in self._outdated:
-                self._restore(subgroup)
+            self._speculative.restore(subgroup)
             is_complete = subgroup in updated and (subgroup not in on_cpu or subgroup in uploaded)
             if is_complete and not self.states.is_loaded(subgroup):
                 continue
@@ -265,37 +256,21 @@ class Store:
 
     def _update_on_cpu(self, op: Op) -> None:
         out = None if op.subgroup in self._cast_subgroups else self._buffers.params[op.subgroup]
-        if op.speculative and self._speculations.begin(op.subgroup, self.inputs.assumed):
+        if op.speculative and self._speculative.begin(op.subgroup, self.inputs.assumed):
             self._speculate(op.subgroup, out)
-            return
-        if op.subgroup in self._outdated:
-            self._restore(op.subgroup)
-        self._update_host_state(op.subgroup, out)
+            self._speculative.end(op.subgroup)
+        else:
+            self._update_host_state(op.subgroup, out)
 
     def _speculate(self, subgroup: int, out: torch.Tensor | None) -> None:
         gradient, state = self._buffers.gradients[subgroup], self.states.on_host(subgroup)
         ranges = replace(self.inputs, scalars=self.inputs.assumed).update_ranges(self.subgroups[subgroup])
-        if self.states.is_stored(subgroup):
-            # The file has the old version.
-            self._outdated.add(subgroup)
+        spare = self._speculative.spare(subgroup)
+        if spare is None:
             master, exp_avg, exp_avg_sq = state
             self._kernel.update_ranges(gradient, master, exp_avg, exp_avg_sq, out, ranges, self._cpu_share)
         else:
-            self._kernel.update_beside(gradient, state, self.states.spare(subgroup), out, ranges, self._cpu_share)
-        if self._speculations.end(subgroup):
-            self._use_speculation(subgroup)
-
-    def _use_speculation(self, subgroup: int) -> None:
-        """Take the result of a speculative update as the state."""
-        if self.states.is_stored(subgroup):
-            self._outdated.discard(subgroup)
-        else:
-            self.states.use_spare(subgroup)
-
-    def _restore(self, subgroup: int) -> None:
-        """Undo a speculative update in the buffer of a state in storage."""
-        self.states.reload(subgroup)
-        self._outdated.discard(subgroup)
+            self._kernel.update_beside(gradient, state, spare, out, ranges, self._cpu_share)
 
     def _update_host_state(self, subgroup: int, out: torch.Tensor | None) -> None:
         gradient = self._buffers.gradients[subgroup]

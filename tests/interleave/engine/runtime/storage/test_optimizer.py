@@ -57,6 +57,7 @@ def storing_optimizer(
 CASES = [
     ("pipelined", "kept", "none", SMALL),
     ("pipelined", "kept", "none", HALF),
+    ("pipelined", "kept", "forward", SMALL),
     ("pipelined", "streamed", "both", SMALL),
     ("pipelined", "streamed", "both", HALF),
     ("pipelined", "streamed", "none", ALL),
