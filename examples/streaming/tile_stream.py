@@ -13,7 +13,7 @@ from ebbtide.interleave.engine.devices.cuda import CudaDevice
 from ebbtide.interleave.engine.devices.device import copy_now
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.runtime.executor import Executor
-from ebbtide.interleave.engine.runtime.trace_recording import record_operations
+from ebbtide.interleave.engine.runtime.trace_recording import record_operations, reserve_rows
 from ebbtide.interleave.model.plan import STEP, Op
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.profiler import Tracer
@@ -151,10 +151,11 @@ class TileStream:
         self._function, self._plan_options = function, (fetch_factor, flush_factor)
         with self._tracer.phase("update") if self._tracer else nullcontext():
             self._device.begin_iteration()
+            numbers = reserve_rows(plan)
             self._executor.begin(plan)
             self._executor.advance_to(STEP)
             run = self._executor.finish()
-            record_operations(run)
+            record_operations(run, numbers)
         workload = pass_workload(self.layout)
         self.schedules.append(Schedule(plan, workload, run.starts, run.ends, 0.0, 0.0, 0.0, max(run.ends)))
 

@@ -61,12 +61,13 @@ class ForwardGates:
             removable.remove()
 
     def _add_gates(self, model: torch.nn.Module, wait: Wait, finish: Callable[[], None]) -> None:
-        self._removables.append(ReplicaGates(model, finish))
+        replicas = ReplicaGates(model, finish)
+        self._removables.append(replicas)
         sharded = ShardedGates(model, wait)
         self._removables.append(sharded)
         self.names = dict.fromkeys(sharded.params, "of fully_shard")
         self.names |= {param: name for name, param in model.named_parameters()}
-        hook_ids = set()
+        hook_ids = replicas.hook_ids
         for module in model.modules():
             params = list(module.parameters(recurse=False))
             in_place = [param for param in params if param not in sharded.params]

@@ -173,7 +173,7 @@ def test_link__has_a_row_per_phase_and_direction(written: dict[str, Path], capsy
 
 def test_steps__has_a_row_per_sub_step_and_optionally_per_subgroup(written: dict[str, Path], capsys: Printed) -> None:
     result = answer(capsys, "steps", written["deepspeed"])
-    assert set(result) == {"pool", "tiles", "steps", "subgroups", "resources"}
+    assert set(result) == {"pool", "tiles", "steps", "subgroups", "resources", "storage"}
     assert len(result["steps"]) == 11
     assert len(result["subgroups"]) == 5 * 5
     assert set(result["steps"][0]["h2d"]) == {

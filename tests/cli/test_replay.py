@@ -175,7 +175,7 @@ def test_replay__explain_and_recommend_are_printed_and_in_the_json(folder: Path,
     steps = printed["explain"]
     assert [list(step) for step in steps] == [["mechanism", "policy", "iteration_ms", "gain_ms"]] * 8
     assert [step["policy"] for step in steps[-2:]] == ["adaptive,overlap=forward", "adaptive,overlap=both"]
-    assert "overlap" not in printed["recommend"]["policy"]
+    assert printed["recommend"]["policy"] == "adaptive,overlap=auto"
     total_gain_ms = steps[0]["iteration_ms"] - steps[-1]["iteration_ms"]
     assert sum(step["gain_ms"] for step in steps) == pytest.approx(total_gain_ms)
     assert list(printed["recommend"])[:6] == [

@@ -136,7 +136,7 @@ class Planner:
         """Return what to plan with if a plan needs more than its budget."""
         if isinstance(budget, Mapping):
             return [float(min(budget.values()))]
-        if not self._is_adaptive or not limit:
+        if not self._is_adaptive or not limit or not needed_bytes:
             return []
         # Blocks that uneven subgroups share are larger than most states in them.
         return [limit * limit / needed_bytes, 0.0]

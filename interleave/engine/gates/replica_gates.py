@@ -40,6 +40,11 @@ class ReplicaGates:
             hook = torch._disable_dynamo(lambda *_: self._add_active())
             self._handle = model.register_forward_pre_hook(hook)
 
+    @property
+    def hook_ids(self) -> set[int]:
+        """The ids of hooks of the model."""
+        return set() if self._handle is None else {self._handle.id}
+
     def remove(self) -> None:
         """Remove the gates."""
         if self._handle is not None:

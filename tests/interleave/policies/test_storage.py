@@ -186,10 +186,10 @@ def test_make_plan__keeps_all_state_in_memory_without_storage_or_where_it_fits()
     assert not make_plan("pipelined", JOB, MACHINE).storage_buffers
 
 
-def test_choose_among__recommends_no_plan_that_nothing_can_run() -> None:
+def test_choose_among__uses_storage_where_host_memory_is_short() -> None:
     choice = choose_among(["pipelined"], ALL_STORED, MACHINE)
-    assert not choice.best.plan.storage_buffers
-    assert choice.excess is not None
+    assert choice.best.plan.storage_buffers
+    assert choice.excess is None
 
 
 def test_stored_in__state_on_its_way_through_the_device_has_buffers_of_its_own() -> None:

