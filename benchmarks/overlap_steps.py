@@ -4,9 +4,9 @@
 
 The device is emulated: its link is throttled, the updates of the CPU are real. The job's forward and backward are
 timed waits, so that they take no core. Each policy trains the same job in turns; a share of the steps is clipped.
-Exposed time is the iteration less forward and backward. Predictions use the rates measured here before, and the
-policy's plan at the end. The fingerprints and norms that the emulated device computes on the job's thread are measured
-alone, as the overhead of a step. Prints Markdown.
+Exposed time is the iteration less that of the job without an optimizer. Predictions use the rates measured here
+before, and the policy's plan at the end. The fingerprints and norms that the emulated device computes on the job's
+thread are measured alone, as the overhead of a step. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -97,9 +97,27 @@ class Run:
     speculated: int
 
 
-def train(overlap: str, shape: Shape, clipped: float, steps: int, testbed: Testbed) -> Run:
+def make_layers(shape: Shape) -> list[Layer]:
     torch.manual_seed(0)
-    layers = [Layer(shape.params // LAYERS, shape.forward_s / LAYERS, shape.backward_s / LAYERS) for _ in range(LAYERS)]
+    return [Layer(shape.params // LAYERS, shape.forward_s / LAYERS, shape.backward_s / LAYERS) for _ in range(LAYERS)]
+
+
+def measure_job(shape: Shape, steps: int) -> float:
+    """Return the median iteration of the job without an optimizer, s."""
+    model = torch.nn.Sequential(*make_layers(shape))
+    inputs = torch.zeros(1, requires_grad=True)
+    times = []
+    for _ in range(steps):
+        begin_s = time.perf_counter()
+        model.zero_grad()
+        model(inputs).sum().backward()
+        times.append(time.perf_counter() - begin_s)
+    return statistics.median(times)
+
+
+def train(overlap: str, shape: Shape, clipped: float, steps: int, testbed: Testbed) -> Run:
+    job_s = measure_job(shape, steps)
+    layers = make_layers(shape)
     model = torch.nn.Sequential(*layers)
     options: dict[str, Any] = {} if overlap == "none" else {"overlap": overlap, "model": model}
     device = testbed.make_device()
@@ -144,7 +162,7 @@ def train(overlap: str, shape: Shape, clipped: float, steps: int, testbed: Testb
     predicted = simulate_steps(plan, workload, testbed.machine)
     shares = {kind: len(values) / sum(map(len, times.values())) for kind, values in times.items()}
     iteration_s = sum(shares[kind] * statistics.median(values) for kind, values in times.items() if values)
-    return Run(iteration_s, iteration_s - compute_s, predicted.mean("iteration_s") - compute_s, len(plan.speculated))
+    return Run(iteration_s, iteration_s - job_s, predicted.mean("iteration_s") - compute_s, len(plan.speculated))
 
 
 def measure_overhead(shape: Shape, testbed: Testbed) -> float:

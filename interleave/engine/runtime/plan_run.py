@@ -71,8 +71,10 @@ class PlanRun:
         self._point_marks: list[tuple[float, Mark]] = []
         self._gated: list[tuple[float, int]] = []
         # Operations that can start, as heaps; and those on the device that can be issued ahead of time.
-        self._ready: dict[Lane, list[int]] = defaultdict(list)
-        self._ahead: dict[Lane, list[int]] = defaultdict(list)
+        # They are ordered by the plan, and repeated ones by the first operation that waits for them.
+        self._keys = list(range(count))
+        self._ready: dict[Lane, list[tuple[int, int]]] = defaultdict(list)
+        self._ahead: dict[Lane, list[tuple[int, int]]] = defaultdict(list)
         for index, op in enumerate(plan.ops):
             for dependency in op.after:
                 self._dependents[dependency].append(index)
@@ -114,7 +116,7 @@ class PlanRun:
     def can_take(self, lane: Lane, can_start: Callable[[Op], bool]) -> bool:
         """Return whether `take` would return an operation."""
         queues = (self._ready[lane], self._ahead[lane])
-        return any(not self._taken[index] and can_start(self.plan.ops[index]) for queue in queues for index in queue)
+        return any(not self._taken[index] and can_start(self.plan.ops[index]) for queue in queues for _, index in queue)
 
     def marks_before(self, index: int) -> list[Mark]:
         """Return the marks that the stream of an operation must wait for."""
@@ -167,14 +169,14 @@ class PlanRun:
             if not was_issued or self.plan.ops[dependent].resource not in DEVICE_RESOURCES:
                 self._count_down(dependent)
             elif not self._undone[dependent] and self._is_ahead(dependent):
-                heappush(self._ready[lane_of(self.plan.ops[dependent])], dependent)
+                heappush(self._ready[lane_of(self.plan.ops[dependent])], (self._keys[dependent], dependent))
 
-    def _pop_first(self, queue: list[int], can_start: Callable[[Op], bool]) -> int | None:
+    def _pop_first(self, queue: list[tuple[int, int]], can_start: Callable[[Op], bool]) -> int | None:
         """Remove and return the first operation of a heap that was not taken and can start."""
         passed_over = []
         first = None
         while queue and first is None:
-            index = heappop(queue)
+            _, index = heappop(queue)
             if self._taken[index]:
                 continue
             if can_start(self.plan.ops[index]):
@@ -182,11 +184,12 @@ class PlanRun:
             else:
                 passed_over.append(index)
         for index in passed_over:
-            heappush(queue, index)
+            heappush(queue, (self._keys[index], index))
         return first
 
     def _take_again(self, index: int) -> None:
         self._taken[index] = False
+        self._keys[index] = min(self._dependents[index], default=index)
         self._enqueue(index)
 
     def _is_ahead(self, index: int) -> bool:
@@ -206,4 +209,4 @@ class PlanRun:
             position = bisect_left(self._point_marks, op.point, key=itemgetter(0))
             self._marks[index] += [mark for _, mark in self._point_marks[position : position + 1]]
             queues = self._ahead if self._undone[index] else self._ready
-            heappush(queues[lane_of(op)], index)
+            heappush(queues[lane_of(op)], (self._keys[index], index))

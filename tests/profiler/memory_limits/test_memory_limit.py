@@ -30,7 +30,7 @@ def exceeded(limit: str, size: int) -> MemoryLimitExceeded:
 
 
 def test_memory_limit__passes_below_and_lists_the_holders_above() -> None:
-    with memory_limit("1GB", "cpu"):
+    with memory_limit("100GB", "cpu"):
         hold(30 * MB)
     error = exceeded("40MB", 30 * MB)
     assert isinstance(error, AssertionError)
