@@ -28,7 +28,7 @@ def check(metrics: TraceMetrics) -> Finding | None:
     if count >= _NEEDED or waits_ms < MIN_SHARE * iteration:
         return None
     on = [name for name in ("pipeline_read", "pipeline_write") if job.offload_config.get(name) is True]
-    more = (_NEEDED - count) * _FP32_BYTES * max(job.subgroups, default=0)
+    missing_bytes = (_NEEDED - count) * _FP32_BYTES * max(job.subgroups, default=0)
     evidence = (
         f"buffer_count is {count}: enough for {max(1, count // _BUFFERS_PER_SUBGROUP)} subgroup(s) at a time, "
         f"with {' and '.join(on) or 'neither pipeline_read nor pipeline_write'} on",
@@ -40,5 +40,5 @@ def check(metrics: TraceMetrics) -> Finding | None:
         clamp_gain(waits_ms, update - waits_ms),
         evidence,
         f"set offload_optimizer.buffer_count: {_NEEDED}, pipeline_read: true and pipeline_write: true (up to "
-        f"{bytes_text(more)} more host memory), or use a smaller sub_group_size",
+        f"{bytes_text(missing_bytes)} more host memory), or use a smaller sub_group_size",
     )

@@ -9,14 +9,12 @@ from ebbtide.interleave.model.overlap import OVERLAPS, Overlap
 from ebbtide.interleave.model.plan import BACKWARD, LATE_KINDS, WRITES_PARAMETERS, Op, Plan, forward_points
 from ebbtide.interleave.model.speculation import speculate
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.counts import Cost, best_count
 from ebbtide.interleave.policies.storage import with_default_storage
 from ebbtide.interleave.simulation.steps import simulate_steps
 from ebbtide.machines.machine import Machine
 
 OVERLAP = (*OVERLAPS, "auto")
-# Into so many steps the numbers of subgroups that may be speculated are divided at first.
-_FIRST_COUNTS = 8
-Cost = tuple[bool, bool, float]
 _POINT, _DUE = Op._fields.index("point"), Op._fields.index("due")
 
 
@@ -64,19 +62,7 @@ def _speculating(plan: Plan, workload: Workload, overlap: Overlap, cost: Callabl
         return late(speculating, workload) if overlap.forward else speculating
 
     most = plan.counts().get("update on cpu", 0)
-    costs: dict[int, Cost] = {}
-
-    def cost_of(count: int) -> Cost:
-        if count not in costs:
-            costs[count] = cost(with_count(count))
-        return costs[count]
-
-    step = max(1, most // _FIRST_COUNTS)
-    best = min(range(0, most + 1, step), key=cost_of)
-    while step:
-        best = min((best, max(0, best - step), min(most, best + step)), key=cost_of)
-        step //= 2
-    return with_count(best)
+    return with_count(best_count(most, lambda count: cost(with_count(count))))
 
 
 def late(plan: Plan, workload: Workload, on_time: frozenset[int] = frozenset()) -> Plan:

@@ -307,8 +307,9 @@ class Engine:
         self.device.begin_iteration()
         inputs = {index: op.subgroup for index, op in enumerate(self._plan.ops) if op.kind == "gradient down"}
         # Operations that use the scalars of the step wait for them, at whatever point they may begin.
+        speculated = self._plan.speculated
         for index, op in enumerate(self._plan.ops):
-            if op.kind in _STEP_KINDS or (op.kind == "write" and op.subgroup in self._plan.speculated):
+            if op.kind in _STEP_KINDS or (op.kind == "write" and op.subgroup in speculated):
                 inputs[index] = _ASSUMED_SCALARS if op.speculative else _SCALARS
         self._executor.begin(self._plan, inputs, begin_s)
         self._executor.advance_to(0.0)

@@ -220,10 +220,11 @@ class SubgroupStates:
         if self._stored is None:
             return
         self._stored.prepare(plan)
-        for subgroup in plan.stored & self._on_host.keys():
+        stored = plan.stored
+        for subgroup in stored & self._on_host.keys():
             self._stored.write(subgroup, self._on_host.pop(subgroup))
         for subgroup in range(len(self.subgroups)):
-            if self._stored.has(subgroup) and subgroup not in plan.stored:
+            if self._stored.has(subgroup) and subgroup not in stored:
                 self._allocated_on_host(subgroup).copy_(self._stored.read(subgroup))
                 self._stored.forget(subgroup)
 
@@ -270,13 +271,14 @@ class SubgroupStates:
         """Allocate host memory for the states that a plan has there at some time, and release that of the others."""
         for subgroup in () if self._host_buffers is not None else plan.resident:
             self._on_host.pop(subgroup, None)
-        needed = plan.speculated - plan.stored
+        stored = plan.stored
+        needed = plan.speculated - stored
         self._spares = {subgroup: spare for subgroup, spare in self._spares.items() if subgroup in needed}
         for subgroup in range(len(self.subgroups)):
-            if subgroup not in plan.resident | plan.stored:
+            if subgroup not in plan.resident and subgroup not in stored:
                 self._allocated_on_host(subgroup)
         # Of state in storage the file has the old version.
-        for subgroup in plan.speculated - plan.stored - self._spares.keys():
+        for subgroup in needed - self._spares.keys():
             self._spares[subgroup] = self._allocate(subgroup)
 
     def _allocated_on_host(self, subgroup: int) -> torch.Tensor:

@@ -7,14 +7,12 @@ from dataclasses import replace
 from ebbtide.interleave.model.departures import CLIPPING_FIRST, Departures
 from ebbtide.interleave.model.plan import STEP, Plan
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.counts import Cost, best_count
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
 from ebbtide.interleave.policies.registry import PolicySpec, policy, reject_value
 from ebbtide.interleave.simulation.steps import simulate_steps
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES
-
-# Into so many steps the numbers of subgroups that may be resident are divided at first.
-_FIRST_COUNTS = 8
 
 
 @policy("superoffload", simulation_only=True, uses_storage=False, rule=("paper", "deepspeed"))
@@ -30,22 +28,10 @@ def superoffload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan
     is_paper = spec.options["rule"] == "paper"
     most = _fitting_count(workload)
 
-    def cost(count: int) -> tuple[bool, bool, float]:
+    def cost(count: int) -> Cost:
         return simulate_steps(_plan(workload, spec.text, count, is_paper), workload, machine).cost(machine)
 
-    costs: dict[int, tuple[bool, bool, float]] = {}
-
-    def cost_of(count: int) -> tuple[bool, bool, float]:
-        if count not in costs:
-            costs[count] = cost(count)
-        return costs[count]
-
-    step = max(1, most // _FIRST_COUNTS)
-    best = min(range(0, most + 1, step), key=cost_of)
-    while step:
-        best = min((best, max(0, best - step), min(most, best + step)), key=cost_of)
-        step //= 2
-    return _plan(workload, spec.text, best, is_paper).validate(workload)
+    return _plan(workload, spec.text, best_count(most, cost), is_paper).validate(workload)
 
 
 def _plan(workload: Workload, text: str, count: int, is_paper: bool) -> Plan:
