@@ -14,7 +14,7 @@ import ebbtide
 
 
 def user_line() -> str:
-    """Return file and line of the innermost function outside of torch, ebbtide and the standard library."""
+    """Return file and line of the innermost function outside of torch, DeepSpeed, ebbtide and the standard library."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _is_of_user(frame.f_code.co_filename):
@@ -25,7 +25,8 @@ def user_line() -> str:
 
 @cache
 def _is_of_user(file: str) -> bool:
-    if file.startswith(("<", *_folders(torch.__path__[0], ebbtide.__path__[0]))):
+    libraries = [torch, ebbtide, *filter(None, [sys.modules.get("deepspeed")])]
+    if file.startswith(("<", *_folders(*(path for library in libraries for path in library.__path__)))):
         return False
     installed = _folders(sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     return file.startswith(installed) or not file.startswith(_folders(sysconfig.get_path("stdlib")))

@@ -30,7 +30,7 @@ class UnguardedAccess:
     """A place in a job that reads or writes parameters without waiting for their updates.
 
     Attributes:
-        location: File and line of the innermost function outside of torch, ebbtide and the standard library.
+        location: File and line of the innermost function outside of torch, DeepSpeed, ebbtide and the standard library.
         operator: The operation, as torch names it.
         is_write: Whether it writes the parameters.
         params: The names of the parameters, in the order in which they were found.
