@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from extensions import use_own_extensions
 from rival_jobs import LEARNING_RATE, NAMES, PARTS, REFERENCE, measure, reference_of
 from tables import machine_line, spread, table
 
@@ -59,6 +60,7 @@ def main() -> None:
     flags.add_argument("--measure", choices=NAMES, help=argparse.SUPPRESS)
     flags.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
     args = flags.parse_args()
+    use_own_extensions()
     import torch
 
     args.lift_checks = args.lift_checks and not torch.cuda.is_available()

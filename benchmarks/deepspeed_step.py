@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from extensions import use_own_extensions
 from tables import machine_line, spread, table
 
 FOLDER = Path(__file__).resolve().parent
@@ -135,6 +136,7 @@ def main() -> None:
     flags.add_argument("--contestant", action="append", choices=list(CONTESTANTS))
     flags.add_argument("--measure", choices=list(CONTESTANTS), help=argparse.SUPPRESS)
     args = flags.parse_args()
+    use_own_extensions()
     if args.measure:
         print(json.dumps(measure(args.measure, args.params * 1_000_000, args.subgroup * 1_000_000, args.steps)))
         return

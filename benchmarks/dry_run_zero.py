@@ -20,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from extensions import use_own_extensions
 from tables import machine_line, table
 
 from ebbtide.profiler.trace import open_trace
@@ -120,6 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     args = parser.parse_args()
+    use_own_extensions()
     with tempfile.TemporaryDirectory() as folder:
         job, output = Path(folder, "job.py"), Path(folder, "run.ebb")
         job.write_text(JOB, encoding="utf-8")

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from extensions import use_own_extensions
 from tables import machine_line, spread, table
 
 from ebbtide.analysis.metrics.storage import storage_use
@@ -106,6 +107,7 @@ def main() -> None:
     flags.add_argument("--steps", type=int, default=8, help="steps of each process after the warm-up")
     flags.add_argument("--measure", choices=SETTINGS, help=argparse.SUPPRESS)
     args = flags.parse_args()
+    use_own_extensions()
     args.folder = args.folder.resolve()
     if args.measure:
         print(json.dumps(measure(args.measure, args)), flush=True)

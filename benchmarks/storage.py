@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from extensions import use_own_extensions
 from storage_jobs import BEST, DEEPSPEED, NAMES, host_bytes, measure
 from tables import machine_line, spread, table
 
@@ -203,6 +204,7 @@ def main() -> None:
     flags.add_argument("--io-only", action="store_true")
     flags.add_argument("--measure", choices=NAMES, help=argparse.SUPPRESS)
     args = flags.parse_args()
+    use_own_extensions()
     args.host_bytes = args.host_bytes or host_bytes(args.width, args.blocks)
     if args.measure:
         print(json.dumps(measure(args.measure, args)))

@@ -12,6 +12,7 @@ import time
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from extensions import use_own_extensions
 from tables import machine_line, table
 
 PARAMS = 1_000_000
@@ -41,6 +42,7 @@ def rollback(gradient: torch.Tensor) -> list[str]:
 
 
 def main() -> None:
+    use_own_extensions()
     print(f"{time.strftime('%Y-%m-%d')}, {machine_line()}, torch {torch.__version__}\n")
     finite, infinite = torch.randn(PARAMS), torch.full((PARAMS,), float("inf"))
     heads = ["gradients of the step", "weights with their old bits", "first moments", "second moments"]

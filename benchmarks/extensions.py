@@ -1,0 +1,15 @@
+"""Where torch keeps the C++ extensions that DeepSpeed compiles for the benchmarks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def use_own_extensions() -> None:
+    """Direct torch in this process and its children to a directory of this environment, which the tests share.
+
+    In the user's directory a `lock` file that a killed process left behind would make them wait without a limit.
+    """
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
