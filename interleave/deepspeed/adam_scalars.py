@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -51,3 +53,16 @@ class CpuAdamScalars:
             root=np.float32(math.sqrt(one - power2)),
             eps=np.float32(hyper.eps),
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes to go on with the same bits."""
+        betas = None if self._betas is None else list(map(float, self._betas))
+        return {"step": self._step, "betas": betas, "powers": list(map(float, self._powers))}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` has returned."""
+        self._step = state_dict["step"]
+        beta1, beta2 = state_dict["betas"] or (None, None)
+        self._betas = None if beta1 is None else (np.float32(beta1), np.float32(beta2))
+        power1, power2 = state_dict["powers"]
+        self._powers = np.float32(power1), np.float32(power2)

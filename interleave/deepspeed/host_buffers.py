@@ -12,7 +12,7 @@ _MOMENTS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 
 
 def use_host_buffer(optimizer: Any, master: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """Make a master and its moments views of a host buffer, and return it. Without moments these are zero.
+    """Make a master and its moments views of a host buffer with their values, and return it. New moments are zero.
 
     Args:
         optimizer: The optimizer that DeepSpeed calls, which has the moments.
@@ -21,14 +21,27 @@ def use_host_buffer(optimizer: Any, master: torch.Tensor, buffer: torch.Tensor) 
     """
     if master.data.data_ptr() != buffer[MASTER].data_ptr():
         buffer[MASTER].copy_(master.data)
-        master.data = buffer[MASTER]
-    master.grad = None
     state = optimizer.state[master]
     for name, row in _MOMENTS.items():
         if name not in state:
             buffer[row].zero_()
         elif state[name].data_ptr() != buffer[row].data_ptr():
             buffer[row].copy_(state[name])
+    return bind(optimizer, master, buffer)
+
+
+def bind(optimizer: Any, master: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Make a master and its moments views of a host buffer, whose values they take, and return it.
+
+    Args:
+        optimizer: As for `use_host_buffer`.
+        master: As for `use_host_buffer`.
+        buffer: Shape (3, elements), fp32; elements may be 0.
+    """
+    master.data = buffer[MASTER]
+    master.grad = None
+    state = optimizer.state[master]
+    for name, row in _MOMENTS.items():
         state[name] = buffer[row]
     state.setdefault("step", 0)
     return buffer

@@ -63,6 +63,10 @@ class LateSteps(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         finally:
             if self._gates is not None:
                 self._gates.remove()
+            if self._runner is not None and self._runner.has_storage:
+                # Before, since DeepSpeed reads the masters, which would read all state into host memory.
+                self._runner.close()
+                self._runner = None
             super().destroy()
             if self._runner is not None:
                 self._runner.close()

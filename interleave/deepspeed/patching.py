@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from ebbtide.interleave.engine.adaptive.budget import Budget
 from ebbtide.interleave.engine.checks import check_options, with_overlap_option
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.runtime.storage.options import storage_options
 from ebbtide.machines.machine import Machine
 
 log = logging.getLogger("ebbtide")
@@ -57,6 +59,8 @@ def enable(
     device: Device | None = None,
     beside: bool = False,
     overlap: Literal["none", "forward"] = "none",
+    storage: str | Path | Sequence[str | Path] | None = None,
+    host_memory_budget: float | None = None,
 ) -> Enabled:
     """Let `deepspeed.initialize` create engines whose optimizer follows a policy of ebbtide; call this before it.
 
@@ -73,6 +77,9 @@ def enable(
         beside: Allow that engines exist already; they stay as they are.
         overlap: `forward` to update parameters under the next forward, as far as it does not gather them yet. Then
             read parameters outside of the model only in GatheredParameters, or after `engine.optimizer.synchronize()`.
+        storage: A folder, or several, for state that host memory does not hold; see `StateAccess.commit`.
+        host_memory_budget: With `storage`: bytes of host memory for state and buffers of ebbtide; by default most of
+            what is free.
 
     Returns:
         A context manager that calls `disable` at its end.
@@ -86,6 +93,8 @@ def enable(
     check_options("streamed", subgroup_params, threads, memory_budget)
     policy = with_overlap_option(policy, overlap, "streamed", has_model=True)
     overlap_of(policy)
+    # Each engine opens files of its own.
+    storage_options(storage, host_memory_budget)
 
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401  derives from what is replaced below
@@ -100,7 +109,7 @@ def enable(
         )
     disable()
     original = DeepSpeedEngine._configure_optimizer
-    settings = Settings(policy, memory_budget, machine, subgroup_params, threads, device)
+    settings = Settings(policy, memory_budget, machine, subgroup_params, threads, device, storage, host_memory_budget)
 
     @functools.wraps(original)
     def configure_optimizer(engine: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ebbtide.interleave.engine.adaptive.budget import Budget
 from ebbtide.interleave.engine.devices.device import Device
@@ -19,3 +21,5 @@ class Settings:
     subgroup_params: int = 100_000_000
     threads: int | None = None
     device: Device | None = None
+    storage: str | Path | Sequence[str | Path] | None = None
+    host_memory_budget: float | None = None

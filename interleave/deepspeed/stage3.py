@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,27 +11,25 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import log_dist
 
 from ebbtide.interleave.deepspeed.adam_scalars import CpuAdamScalars
-from ebbtide.interleave.deepspeed.host_buffers import use_host_buffer
-from ebbtide.interleave.deepspeed.late_steps import LateSteps
-from ebbtide.interleave.deepspeed.subgroup_slices import ParamExtent, SliceGradients, cut_subgroups, engine_subgroups
+from ebbtide.interleave.deepspeed.master_views import HeldMasters, StoredMasters
+from ebbtide.interleave.deepspeed.state_access import StateAccess
+from ebbtide.interleave.deepspeed.subgroup_slices import ParamExtent, SliceGradients, cut_subgroups
 from ebbtide.interleave.deepspeed.supported import check_optimizer, hyper_of
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.devices.open import open_device
 from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.runtime.storage.options import storage_options
 from ebbtide.interleave.model.overlap import Overlap
 from ebbtide.interleave.model.schedule import Schedule
 
 
-class InterleavedStage3(LateSteps):
+class InterleavedStage3(StateAccess):
     """ZeRO stage 3 with a policy of ebbtide for the optimizer state.
 
     DeepSpeed reduces and partitions gradients, computes their norm, scales the loss, gathers parameters and writes
     checkpoints, as always. This class replaces the copies of gradients to the host, and the loop over subgroups in
     `step`.
-
-    State has host buffers, and DeepSpeed's masters and moments are views of them. A part of the state may be on the
-    device; reading DeepSpeed's masters moves it to the host first.
     """
 
     def __init__(self, module: Any, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -43,38 +40,39 @@ class InterleavedStage3(LateSteps):
         # torch's AdamW, which DeepSpeed supports too, computes its scalars in double precision.
         self._cpu_adam = CpuAdamScalars() if isinstance(init_optimizer, DeepSpeedCPUAdam) else None
         self._ready_params = 0
-        masters = self._masters
-        self._slices = cut_subgroups([master.numel() for master in masters], self.settings.subgroup_params)
+        settings, masters = self.settings, self._masters
+        sizes = [values.numel() for values in self.fp16_partitioned_groups_flat]
+        self._slices = cut_subgroups(sizes, settings.subgroup_params)
         self._gradients = SliceGradients(self._slices, self._extents(), self.gradient_accumulation_dtype)
         # Gradients that the job reads before the step, and may change: fp32, by parameter.
         self._exposed: dict[int, torch.Tensor] = {}
-        device = self.settings.device or open_device(self.fp16_partitioned_groups_flat)
+        device = settings.device or open_device(self.fp16_partitioned_groups_flat)
+        storage = storage_options(settings.storage, settings.host_memory_budget)
         self._runner = AdaptiveRunner(
-            self.settings.policy,
-            self.settings.machine,
-            self.settings.memory_budget,
-            self.settings.threads,
+            settings.policy,
+            settings.machine,
+            settings.memory_budget,
+            settings.threads,
             True,
             device,
-            owns_device=self.settings.device is None,
+            owns_device=settings.device is None,
             supported=Overlap(forward=self._is_late),
+            storage=storage,
         )
         try:
-            self._host_buffers = [
-                use_host_buffer(self.optimizer, master, device.allocate_host((3, master.numel()), torch.float32))
-                for master in masters
-            ]
-            slice_buffers = [self._host_buffers[part.group][:, part.begin : part.end] for part in self._slices]
-            dtype = self.fp16_partitioned_groups_flat[0].dtype
-            subgroups = engine_subgroups(self._slices, dtype, self.gradient_accumulation_dtype)
-            self._runner.rebuild(subgroups, len(self._slices), slice_buffers)
-            self._runner.set_plan()
+            if storage is None:
+                self._views = HeldMasters(self.optimizer, masters, self._slices, device)
+                self._start_plan()
+            else:
+                # The engine is opened when it is needed, since a commit that is loaded first names the files to use.
+                self._views = StoredMasters(self.optimizer, masters, sizes, self._slices)
+                self._runner.check(self._subgroups)
             self._gate_gathers(module.parameters())
         except BaseException:
             self._runner.close()
             raise
         kind = "an emulated device" if isinstance(device, EmulatedDevice) else "the GPU"
-        log_dist(f"ebbtide drives ZeRO-3: {self.settings.policy}, {len(self._slices)} subgroups, {kind}", ranks=[0])
+        log_dist(f"ebbtide drives ZeRO-3: {settings.policy}, {len(self._slices)} subgroups, {kind}", ranks=[0])
 
     @property
     def last_schedule(self) -> Schedule | None:
@@ -86,41 +84,13 @@ class InterleavedStage3(LateSteps):
         """The policy of this optimizer."""
         return self.settings.policy
 
-    # -- state, as DeepSpeed reads it ---------------------------------------------------------------------------
-
-    @property
-    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """The masters; reading them moves all state to the host and recalls offloaded gradients."""
-        self._move_to_host()
-        return self._masters
-
-    @fp32_partitioned_groups_flat.setter
-    def fp32_partitioned_groups_flat(self, masters: list[torch.Tensor]) -> None:
-        self._masters = masters
-
-    def initialize_optimizer_states(self) -> None:
-        """Do nothing: gradients have no fp32 buffers on the host here, and moments are views of the host buffers."""
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load a state dict of DeepSpeed. torch replaces the moments by new tensors; they are copied to the buffers."""
-        super().load_state_dict(*args, **kwargs)
-        for master, buffer in zip(self.fp32_partitioned_groups_flat, self._host_buffers, strict=True):
-            use_host_buffer(self.optimizer, master, buffer)
-
-    def _move_to_host(self) -> None:
-        """Move all state to the host and recall offloaded gradients; the next backward starts the plan again."""
-        if self._runner is None or self._runner.closed:
-            return
-        self._recall()
-        self._runner.engine.store.states.move_all_to_host()
-
     # -- gradients ----------------------------------------------------------------------------------------------
 
     def backward_prologue(self) -> None:
         """Start the plan, if it is not running and there are no gradients of this step."""
         super().backward_prologue()
-        if self._runner is not None and not self._runner.engine.is_running and self._gradients.is_empty:
-            self._runner.set_plan()
+        if self._runner is not None and not self._engine.is_running and self._gradients.is_empty:
+            self._start_plan()
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
         """Offload gradients directly if the step has one micro-step, without DeepSpeed's buffer on the host."""
@@ -140,7 +110,6 @@ class InterleavedStage3(LateSteps):
         self._add_gradient(param, grad_buffer)
 
     def _add_gradient(self, param: Any, gradient: torch.Tensor) -> None:
-        assert self._runner is not None
         self.synchronize()
         number = self.get_param_id(param)
         self.norm_for_param_grads[number] = self._constant_buffered_norm2(gradient)
@@ -148,7 +117,7 @@ class InterleavedStage3(LateSteps):
             # Another backward without a step in between: it replaces the earlier gradient.
             self._recall()
         self._exposed.pop(number, None)
-        engine = self._runner.engine
+        engine = self._engine
         for part in self._gradients.add(number, gradient.view(-1)):
             if engine.is_running:
                 engine.offload_gradient(part, self._gradients.pop(part, gradient.device))
@@ -157,9 +126,8 @@ class InterleavedStage3(LateSteps):
 
     def _recall(self) -> None:
         """Recall offloaded gradients and stop the plan."""
-        assert self._runner is not None
         self.synchronize()
-        for part, gradient in self._runner.engine.recall_gradients(self._values()).items():
+        for part, gradient in self._engine.recall_gradients(self._values()).items():
             self._gradients.restore(part, gradient)
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
@@ -182,10 +150,9 @@ class InterleavedStage3(LateSteps):
 
     def _overflow_clean_up(self, prev_scale: Any) -> None:
         super()._overflow_clean_up(prev_scale)
-        assert self._runner is not None
         self._clear_gradients()
-        if self._runner.engine.is_running:
-            self._runner.engine.discard()
+        if self._engine.is_running:
+            self._engine.discard()
 
     def _clear_gradients(self) -> None:
         self._gradients.clear()
@@ -216,9 +183,9 @@ class InterleavedStage3(LateSteps):
         assert self._runner is not None
         runner = self._runner
         self._apply_exposed_gradients()
-        if not runner.engine.is_running:
-            runner.set_plan()
-        engine, values = runner.engine, self._values()
+        engine, values = self._engine, self._values()
+        if not engine.is_running:
+            self._start_plan()
         not_offloaded = set(range(len(self._slices))) - engine.offloaded_params
         engine.submit_gradients({part: self._gradients.pop(part, values[part].device) for part in not_offloaded})
         scalars = [self._scalars(group, master) for group, master in enumerate(self._masters)]
@@ -241,10 +208,6 @@ class InterleavedStage3(LateSteps):
         for number, gradient in self._exposed.items():
             self._gradients.add(number, gradient.to(self.gradient_accumulation_dtype))
         self._exposed.clear()
-
-    def _values(self) -> Sequence[torch.Tensor]:
-        """Return the parameters of each slice, flat."""
-        return [self.fp16_partitioned_groups_flat[part.group][part.begin : part.end] for part in self._slices]
 
     def _extents(self) -> dict[int, ParamExtent]:
         """Return the extents of the parameters that this rank has elements of that are not padding."""

@@ -20,7 +20,7 @@ from ebbtide.interleave.engine.numerics.loss_scale import LossScale
 from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.offloaded_params import OffloadedParams
 from ebbtide.interleave.engine.runtime.engine import Engine
-from ebbtide.interleave.engine.runtime.storage.options import StorageOptions
+from ebbtide.interleave.engine.runtime.storage.options import storage_options
 from ebbtide.interleave.engine.state_dict import make_entry, read_commit, read_state_dict
 from ebbtide.interleave.engine.step_scalars import scalars_of
 from ebbtide.interleave.model.overlap import Overlap
@@ -101,9 +101,6 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
         # The caller closes a device that it passes.
         policy = with_overlap_option(policy, overlap, gradients, model is not None)
         check_master(master, policy, storage is not None)
-        if storage is None and host_memory_budget is not None:
-            raise EngineError("host_memory_budget needs storage=: a folder for state that host memory does not hold")
-        options = None if storage is None else StorageOptions(storage, host_memory_budget)
         supported = Overlap(forward=model is not None, backward=streamed)
         self._runner = AdaptiveRunner(
             policy,
@@ -114,7 +111,7 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
             device,
             owns_device=False,
             supported=supported,
-            storage=options,
+            storage=storage_options(storage, host_memory_budget),
         )
         weak_self = weakref.ref(self)
         self._offloaded = OffloadedParams(
@@ -253,7 +250,7 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
         """Make the state in `storage` that to go on with, and return a small dict for `load_state_dict`.
 
         Save the dict together with the parameters. It can be loaded with the same storage and subgroups, in this
-        process or after a crash, until the second commit after it.
+        process or after a crash, until the first step after the next commit.
 
         Raises:
             EngineError: There is no storage, or too little space in it; the commit before stays.

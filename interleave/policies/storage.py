@@ -30,8 +30,8 @@ def with_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
     """Return a plan with as much of its state in storage as host memory does not hold.
 
     A plan that fits into host memory, or has state in storage already, is returned as it is, as is any plan where the
-    machine has no storage or its host memory is not known. Of all layouts the one with the shortest mean iteration is
-    taken.
+    machine has no storage or its host memory is not known. Of all layouts that fit, the one with the shortest mean
+    iteration is taken; if none fits, the one that needs the least host memory.
 
     Args:
         plan: A valid plan.
@@ -45,7 +45,10 @@ def with_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
         return plan
     choices = layouts(len(machine.storage))
     plans = dict.fromkeys(stored_in(plan, workload, machine, layout) for layout in choices)
-    best = min(plans, key=lambda candidate: simulate_steps(candidate, workload, machine).cost(machine))
+    fitting = [candidate for candidate in plans if not _exceeds_host(candidate, workload, machine)]
+    # If none fits, the least memory is what is missing.
+    candidates = fitting or [min(plans, key=lambda candidate: needed_host_bytes(candidate, workload))]
+    best = min(candidates, key=lambda candidate: simulate_steps(candidate, workload, machine).cost(machine))
     return replace(best, remark="; ".join(filter(None, (plan.remark, storage_summary(best, workload))))).validate(
         workload
     )
@@ -59,6 +62,10 @@ def with_default_storage(plan: Plan, workload: Workload, machine: Machine) -> Pl
 def _needs_storage(plan: Plan, workload: Workload, machine: Machine) -> bool:
     if not machine.storage or plan.storage_buffers:
         return False
+    return _exceeds_host(plan, workload, machine)
+
+
+def _exceeds_host(plan: Plan, workload: Workload, machine: Machine) -> bool:
     available = available_host_bytes(workload, machine)
     return available is not None and needed_host_bytes(plan, workload) > available
 

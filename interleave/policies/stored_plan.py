@@ -139,6 +139,8 @@ class _Chains:
             self._reads[op.subgroup] = self._read(op)
         if use is not None and (op.kind == "fetch" or (op.kind == "update" and op.resource == "cpu")):
             after = (*after, self._reads[op.subgroup])
+            # A fetch in the forward, while the update of the iteration before may still be late, waits like its read.
+            op = op._replace(point=max(op.point, BACKWARD))
         self._index[index] = len(self._new)
         self._new.append(op._replace(after=after))
         if use is not None and index == use.last:

@@ -67,8 +67,8 @@ def lines_to_paste(
     else:
         optimizer = _ADAMW if fsdp2 is not None else f"import torch\n\n{_ADAMW}"
     checkpointing = _CHECKPOINTING if settings.checkpointing else None
-    # Without DeepSpeed where state is in storage: its part of ebbtide has none.
-    if job.section("zero_optimization") and not setup.uses_storage:
+    # Without DeepSpeed where state is in storage, and its parameters are offloaded, too.
+    if job.section("zero_optimization") and (setup.code is not None or not setup.uses_storage):
         python = setup.code or f"deepspeed_config = {config!r}"
     else:
         python = "\n\n".join(part for part in (checkpointing, fsdp2, optimizer) if part is not None)

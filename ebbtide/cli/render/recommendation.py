@@ -61,7 +61,7 @@ def _print_text(text: str) -> None:
 def _print_setup(setup: PolicySetup, is_recommended: bool) -> None:
     title = f"{setup.policy}: {ms_text(setup.iteration_ms)} an iteration{' (recommended)' if is_recommended else ''}"
     typer.echo(f"\n{title}\n{'-' * len(title)}")
-    if not setup.uses_storage:
+    if setup.code is not None or not setup.uses_storage:
         typer.echo(f"In the configuration of DeepSpeed, whose other keys stay:\n\n{json_block(setup.deepspeed_config)}")
     if setup.code is not None:
         typer.echo(f"\nand in the script, before deepspeed.initialize:\n\n{setup.code}")

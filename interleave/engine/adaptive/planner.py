@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ebbtide.interleave.engine.adaptive.budget import Budget, budgets_differ, free_memory, max_budget, min_budget
-from ebbtide.interleave.engine.adaptive.rate_correction import PLANNING_RATES, WEIGHT, correct_rates
+from ebbtide.interleave.engine.adaptive.rate_correction import WEIGHT, correct_rates, planning_rates
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.runtime.device_blocks import plan_bytes, worst_case
 from ebbtide.interleave.engine.runtime.layout import Subgroup
@@ -209,8 +209,9 @@ class Planner:
             return None
         # Fluctuations wait for the full patience; leaps do not.
         drift = _DRIFT if steps >= self._patience else _LEAP
-        for key in PLANNING_RATES:
-            before, now = getattr(machine, key), getattr(self.machine, key)
+        rates = planning_rates(self.machine)
+        for key, before in planning_rates(machine).items():
+            now = rates[key]
             if before and now and max(now / before, before / now) > 1 + drift:
                 return f"{key} went from {before:.3g} to {now:.3g}"
         for key in ("forward_s", "backward_s"):

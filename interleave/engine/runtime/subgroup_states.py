@@ -140,7 +140,7 @@ class SubgroupStates:
     def reload(self, subgroup: int) -> None:
         """Read the state in a buffer again."""
         assert self._stored is not None
-        self._on_host[subgroup].copy_(self._stored.read(subgroup))
+        self._stored.reload(subgroup, self._on_host[subgroup])
 
     @contextmanager
     def on_host_now(self, subgroup: int) -> Iterator[torch.Tensor]:
@@ -222,11 +222,10 @@ class SubgroupStates:
         self._stored.prepare(plan)
         stored = plan.stored
         for subgroup in stored & self._on_host.keys():
-            self._stored.write(subgroup, self._on_host.pop(subgroup))
+            self._stored.move_in(subgroup, self._on_host.pop(subgroup))
         for subgroup in range(len(self.subgroups)):
             if self._stored.has(subgroup) and subgroup not in stored:
-                self._allocated_on_host(subgroup).copy_(self._stored.read(subgroup))
-                self._stored.forget(subgroup)
+                self._stored.move_out(subgroup, self._allocated_on_host(subgroup))
 
     def issue_to_device(self, subgroup: int) -> None:
         """Issue the move of a state from the host to the device."""

@@ -21,17 +21,19 @@ Budget = int | dict[str, int]
 _ROUNDING = 1e-9
 
 
-def enable_code(schedule: Schedule, machine_code: str | None, overlap: str = "none") -> str:
+def enable_code(schedule: Schedule, machine: Machine, machine_code: str | None, overlap: str = "none") -> str:
     """Return the call for a DeepSpeed job, which stands before `deepspeed.initialize`.
 
     Args:
         schedule: The schedule of the policy.
+        machine: The machine that the plan was made for.
         machine_code: An expression for the machine that calls `find_machine`; None if the job is to measure it.
         overlap: The overlap to ask for.
     """
     imports, arguments = _common_arguments(schedule, machine_code, overlap)
     # DeepSpeed's subgroups consist of whole tensors and may be larger than its sub_group_size.
     arguments.append(f"subgroup_params={max(schedule.workload.subgroups):_}")
+    arguments += _storage_arguments(schedule, machine)
     lines = ["from ebbtide.interleave.deepspeed import enable", *imports]
     return "\n".join([*lines, "", *_call("enable", arguments)])
 
@@ -58,11 +60,7 @@ def optimizer_code(
     norm = max_grad_norm(workload, job)
     if norm is not None:
         arguments.append(f"max_grad_norm={norm!r}")
-    if schedule.plan.stored:
-        folders = [path.path or STORAGE_FOLDER for path in machine.storage]
-        arguments.append(f"storage={json.dumps(folders)}")
-        host_bytes = available_host_bytes(workload, machine)
-        arguments.append(f"host_memory_budget={int(host_bytes or 0):_}")
+    arguments += _storage_arguments(schedule, machine)
     comments = []
     if not workload.gradients_held_until_step:
         arguments.append('gradients="streamed"')
@@ -122,6 +120,14 @@ def _common_arguments(schedule: Schedule, machine_code: str | None, overlap: str
     elif budget is not None:
         arguments.append(f"memory_budget={budget:_}")
     return imports, arguments
+
+
+def _storage_arguments(schedule: Schedule, machine: Machine) -> list[str]:
+    if not schedule.plan.stored:
+        return []
+    folders = [path.path or STORAGE_FOLDER for path in machine.storage]
+    host_bytes = available_host_bytes(schedule.workload, machine)
+    return [f"storage={json.dumps(folders)}", f"host_memory_budget={int(host_bytes or 0):_}"]
 
 
 def _call(function: str, arguments: list[str]) -> list[str]:

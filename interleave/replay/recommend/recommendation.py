@@ -96,7 +96,7 @@ class _Recommender:
             return self._without_offload(best)
         deepspeed = choose_overlap(best, DEEPSPEED_OVERLAP, self.workload, self.machine)
         overlap = deepspeed
-        if self.job.stage is None or best.plan.stored:
+        if self.job.stage is None:
             overlap = choose_overlap(best, OPTIMIZER_OVERLAP, self.workload, self.machine)
         plan, iteration_s = best.plan, best.iteration_s
         if overlap is not None:
@@ -115,9 +115,7 @@ class _Recommender:
         if static is not None:
             section = self._setup(static).deepspeed_config["zero_optimization"]
             line += f"; {static.plan.policy} in plain DeepSpeed: {static.iteration_s * 1e3:,.0f} ms"
-        if best.plan.stored:
-            line += "; its state is in storage, as InterleavedAdamW has it and enable() for DeepSpeed does not"
-        elif self.job.stage in (1, 2):
+        if self.job.stage in (1, 2):
             line += f"; {policy} needs zero_optimization.stage 3: this job has stage {self.job.stage}"
         if self.job.offloads_params:
             line += f"; {policy} in a DeepSpeed job needs offload_param to be off"

@@ -28,7 +28,7 @@ class PolicySetup:
         deepspeed_config: A configuration that `deepspeed.initialize` accepts.
         code: Lines of Python to run before `deepspeed.initialize`; None if the configuration suffices.
         optimizer_code: Lines of Python for a job without DeepSpeed; None for a policy that DeepSpeed has by itself.
-        uses_storage: Whether state is in storage, which only a job without DeepSpeed has.
+        uses_storage: Whether state is in storage. Then the configuration of DeepSpeed does not do without `code`.
     """
 
     policy: str
@@ -54,7 +54,7 @@ def setup_of(schedule: Schedule, job: RecordedJob, machine: Machine, machine_sou
     if policy.name not in _DEEPSPEED_POLICIES or stored:
         config = deepspeed_config(workload, job, 1.0)
         machine_call = machine_code(machine, machine_source)
-        call = None if job.offloads_params or stored else enable_code(schedule, machine_call)
+        call = None if job.offloads_params else enable_code(schedule, machine, machine_call)
         own_call = optimizer_code(schedule, job, machine, machine_call)
         return PolicySetup(policy.text, iteration_ms, config, call, own_call, stored)
     ratio = {"gpu-only": None, "zero-offload": 1.0}.get(policy.name, float(policy.value or 1.0))
@@ -82,10 +82,9 @@ def overlapped_setup(
         machine_source: Its file or preset; None if the job is to measure it.
     """
     schedule, machine_call = choice.steps.valid, machine_code(machine, machine_source)
-    stored = bool(schedule.plan.stored)
-    code = None if stored else plain.code
+    code = plain.code
     if code is not None and deepspeed is not None:
-        code = enable_code(deepspeed.steps.valid, machine_call, deepspeed.option)
+        code = enable_code(deepspeed.steps.valid, machine, machine_call, deepspeed.option)
     if code is not None and (deepspeed is None or deepspeed.option != choice.option):
         seconds, option = (choice.without_s, "none") if deepspeed is None else (deepspeed.iteration_s, deepspeed.option)
         code = f"# DeepSpeed runs it with overlap={option}: {seconds * 1e3:,.0f} ms an iteration.\n{code}"
@@ -94,7 +93,7 @@ def overlapped_setup(
         policy=schedule.plan.policy,
         iteration_ms=choice.iteration_s * 1e3,
         code=code,
-        uses_storage=stored,
+        uses_storage=bool(schedule.plan.stored),
         optimizer_code=optimizer_code(schedule, job, machine, machine_call, choice.option),
     )
 

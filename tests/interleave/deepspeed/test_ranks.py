@@ -21,6 +21,7 @@ def job(folder: Path) -> None:
     """Run the job of a rank: all policies one after the other, and a checkpoint of one that another loads."""
     import deepspeed
 
+    from .test_storage import storing
     from .training import config, digest, engine, train
 
     deepspeed.init_distributed("gloo", verbose=False)
@@ -31,6 +32,13 @@ def job(folder: Path) -> None:
             if policy == "twin-flow:0.5":
                 running.save_checkpoint(folder, tag="three")
                 results["further"] = train(running, 2, seed=5), digest(running)
+    with storing([folder / "storage"], "pipelined", config("bf16", 2), host_memory_budget=160e3) as running:
+        results["storage"] = train(running, 3), digest(running)
+        commit = running.optimizer.commit()
+        assert running.optimizer._runner.plan.stored
+    with storing([folder / "storage"], "pipelined", config("bf16", 2), host_memory_budget=160e3, seed=4) as running:
+        running.optimizer.load_commit(commit)
+        results["committed"] = results["storage"][0], digest(running)
     with engine("interleaved:2", config("bf16", 2), seed=4) as running:
         running.load_checkpoint(folder, tag="three")
         results["loaded"] = train(running, 2, seed=5), digest(running)
@@ -45,7 +53,8 @@ def test_ranks__two_ranks_give_the_same_bits_under_every_policy(deepspeed_extens
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for results in ranks:
-        assert len({hashlib.sha256(str(results[policy]).encode()).hexdigest() for policy in POLICIES}) == 1
+        names = (*POLICIES, "storage", "committed")
+        assert len({hashlib.sha256(str(results[name]).encode()).hexdigest() for name in names}) == 1
         assert results["loaded"] == results["further"]
         assert results["plain"][0] == pytest.approx(results["adaptive"][0], abs=2e-3)
     assert ranks[0]["adaptive"] != ranks[1]["adaptive"]

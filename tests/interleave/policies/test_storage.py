@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ebbtide.errors import MachineError, PlanError
 from ebbtide.interleave.model.host_memory import needed_host_bytes
 from ebbtide.interleave.model.overlap import OVERLAPS
-from ebbtide.interleave.model.plan import Op, Plan
+from ebbtide.interleave.model.plan import BACKWARD, FORWARD, Op, Plan
 from ebbtide.interleave.model.speculation import redone, speculate
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import PlanBuilder, make_plan
@@ -204,6 +204,20 @@ def test_stored_in__state_on_its_way_through_the_device_has_buffers_of_its_own()
         before = tuple([builder.flush(subgroup, builder.update_fetched(subgroup)) for subgroup in group][-1:])
     plan = stored_in(builder.plan(), job, MACHINE, StorageLayout("spread", 1)).validate(job)
     assert len(plan.storage_buffers) == 5
+    assert_state_is_in_memory_when_used(plan, job, MACHINE)
+
+
+def test_stored_in__fetches_in_the_forward_wait_for_the_backward() -> None:
+    """Until then the write of the iteration before may be late."""
+    job = replace(ALL_STORED, gpu_free=((0.0, 1e12),))
+    builder = PlanBuilder("early", job)
+    builder.gradients()
+    for subgroup in range(10):
+        builder.fetch(subgroup, point=FORWARD)
+    for subgroup in range(10):
+        builder.flush(subgroup, builder.update_fetched(subgroup))
+    plan = stored_in(builder.plan(), job, MACHINE, THREE_BUFFERS).validate(job)
+    assert {op.point for op in plan.ops if op.kind == "fetch"} == {BACKWARD}
     assert_state_is_in_memory_when_used(plan, job, MACHINE)
 
 

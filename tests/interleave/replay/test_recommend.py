@@ -244,13 +244,12 @@ def test_recommend__has_lines_for_storage_where_host_memory_is_short() -> None:
     drives = [{"read_bytes_per_s": 6e9, "write_bytes_per_s": 5e9, "path": path} for path in ("/a", "/b")]
     job, target = workload(), machine(host_memory_bytes=20e9, storage=drives)
     advice = recommend(job, target, machine_source="box.json")
-    assert "enable() for DeepSpeed does not" in advice.line
     assert advice.deepspeed is None
-    assert advice.code is None
     assert len(advice.setups) > 2
     for setup in advice.setups:
         assert setup.uses_storage
-        assert setup.optimizer_code is not None
-        assert '    machine=find_machine("box.json"),\n' in setup.optimizer_code
-        assert '    storage=["/a", "/b"],\n    host_memory_budget=20_000_000_000,\n' in setup.optimizer_code
+        for code in (setup.optimizer_code, setup.code):
+            assert code is not None
+            assert '    machine=find_machine("box.json"),\n' in code
+            assert '    storage=["/a", "/b"],\n    host_memory_budget=20_000_000_000,\n' in code
         assert ran(setup.policy, job, target).iteration_s * 1e3 == pytest.approx(setup.iteration_ms)

@@ -24,6 +24,21 @@ log = logging.getLogger("ebbtide")
 _HOST_SHARE = 0.8
 
 
+def storage_options(
+    storage: str | Path | Sequence[str | Path] | None, host_memory_budget: float | None
+) -> StorageOptions | None:
+    """Return the options for arguments of an optimizer; None without storage.
+
+    Raises:
+        EngineError: An option is not valid.
+    """
+    if storage is not None:
+        return StorageOptions(storage, host_memory_budget)
+    if host_memory_budget is not None:
+        raise EngineError("host_memory_budget needs storage=: a folder for state that host memory does not hold")
+    return None
+
+
 class StorageOptions:
     """Folders for state that host memory does not hold, and how much host memory there is.
 

@@ -14,6 +14,8 @@ from ebbtide.interleave.engine.runtime.storage.direct_file import DirectFile
 from ebbtide.machines.storage import StoragePath
 
 _FILE_BYTES = 64 << 20
+# In pieces, since this is host memory that the job may not have.
+_RANDOM_BYTES = 1 << 20
 # The part of the free space that the two files may take together.
 _MOST_OF_FREE_SPACE = 0.1
 _ROUNDS = 3
@@ -40,7 +42,8 @@ def probe_storage(folder: Path) -> StoragePath:
             path.unlink()
         with mmap.mmap(-1, _FILE_BYTES) as pages:
             # Some drives compress, and some file systems leave out blocks of zeros.
-            pages.write(os.urandom(_FILE_BYTES))
+            for _ in range(_FILE_BYTES // _RANDOM_BYTES):
+                pages.write(os.urandom(_RANDOM_BYTES))
             with memoryview(pages) as memory:
                 return _measured(folder, files[0], files[1], memory, free)
     finally:

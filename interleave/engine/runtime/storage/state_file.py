@@ -4,57 +4,21 @@ Each subgroup has two regions. A commit names, in one of two alternating headers
 its state; until the next commit only the other regions are written. So whenever the process or its host stops, the last
 commit can be read, whatever was being written. The order of writes and flushes follows from that alone: data, flush,
 header, flush.
+
+The commit before the last one can be read until the first of its regions is overwritten. Before that, its header is
+made void, so that no checkpoint is loaded with state that is not its own.
 """
 
 from __future__ import annotations
 
 import hashlib
-import mmap
 import struct
-import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.runtime.storage.direct_file import PAGE, DirectFile, aligned
-
-_MAGIC = b"ebbstate"
-_VERSION = 1
-# The first page: magic, version, name of the run, number of subgroups, digest of their sizes, CRC of all that.
-_IDENTITY = struct.Struct("<8sI16sI32s")
-# A header: sequence number; a byte per subgroup, its region or _NONE; the CRC of both and of the name of the run.
-_SEQUENCE = struct.Struct("<Q")
-_CRC = struct.Struct("<I")
-_NONE = 255
-
-
-@dataclass(frozen=True)
-class _Identity:
-    """The run and the subgroups that a file has the state of.
-
-    Attributes:
-        run: Name of the run, 16 bytes.
-        count: Number of subgroups.
-        digest: Digest of their sizes.
-    """
-
-    run: bytes
-    count: int
-    digest: bytes
-
-
-@dataclass(frozen=True)
-class _Header:
-    """A commit.
-
-    Attributes:
-        sequence: Its number, from 1.
-        regions: The region of each subgroup that has its state; _NONE: the file does not have it.
-    """
-
-    sequence: int
-    regions: bytes
+from ebbtide.interleave.engine.runtime.storage.commit_headers import NO_REGION, Commit, CommitHeaders, Identity
+from ebbtide.interleave.engine.runtime.storage.direct_file import DirectFile, aligned
 
 
 class StateFile:
@@ -78,17 +42,19 @@ class StateFile:
     def __init__(self, path: Path, sizes: Sequence[int], run: bytes, sequence: int | None = None) -> None:
         self._sizes = list(sizes)
         digest = hashlib.sha256(struct.pack(f"<{len(sizes)}Q", *sizes)).digest()
-        self._identity = _Identity(run, len(sizes), digest)
+        self._identity = Identity(run, len(sizes), digest)
         # Offsets in a region; the regions follow the first page and the headers.
         self._offsets = [0]
         for size in self._sizes:
             self._offsets.append(self._offsets[-1] + aligned(size))
         self._file = DirectFile(path)
+        self._headers = CommitHeaders(self._file, self._identity)
         self.is_direct = self._file.is_direct
         self.written_bytes = 0
-        # The last commit, and the region of each subgroup that was written last.
-        self._commit: _Header | None = None
-        self._current = bytearray([_NONE] * len(sizes))
+        # The last commit, that in the other header, and the region of each subgroup that was written last.
+        self._commit: Commit | None = None
+        self._other: Commit | None = None
+        self._current = bytearray([NO_REGION] * len(sizes))
         # The regions of which the file has the space.
         self._reserved: set[tuple[int, int]] = set()
         try:
@@ -112,7 +78,7 @@ class StateFile:
 
     def has(self, subgroup: int) -> bool:
         """Return whether the file has state of a subgroup."""
-        return self._current[subgroup] != _NONE
+        return self._current[subgroup] != NO_REGION
 
     def reserve(self, subgroup: int) -> None:
         """Reserve the space of the next write of a subgroup.
@@ -137,6 +103,9 @@ class StateFile:
             EngineError: It cannot be written.
         """
         region = self._next_region(subgroup)
+        if self._other is not None and self._other.regions[subgroup] == region:
+            # Before its state is overwritten.
+            self._other = self._headers.make_void(self._other)
         self._file.write(self._offset(subgroup, region), memory)
         self._current[subgroup] = region
         self.written_bytes += len(memory)
@@ -152,17 +121,13 @@ class StateFile:
                 stays.
         """
         for subgroup, region in enumerate(self._current):
-            if region != _NONE:
+            if region != NO_REGION:
                 self._reserve(subgroup, 1 - region)
         self._file.synchronize()
-        header = _Header(self.sequence + 1, bytes(self._current))
-        content = _SEQUENCE.pack(header.sequence) + header.regions
-        self._write_pages(
-            _header_offset(header.sequence % 2, len(self._sizes)), content, zlib.crc32(content + self._identity.run)
-        )
-        self._file.synchronize()
-        self._commit = header
-        return header.sequence
+        commit = Commit(self._next_sequence(), bytes(self._current))
+        self._headers.write(commit)
+        self._other, self._commit = self._commit, commit
+        return commit.sequence
 
     def close(self) -> None:
         """Close the file. One without a commit is removed: nothing could be read from it again."""
@@ -172,40 +137,45 @@ class StateFile:
 
     def _create(self) -> None:
         """Begin with new state, in a new file or in that of a run that has never committed."""
-        other = self._read_identity()
+        other = self._headers.read_identity()
         if other is None and self._file.size:
             raise EngineError(f"{self.path} is not a file of ebbtide's: remove it, or name another folder")
-        if other is not None and self._read_headers(other):
+        if other is not None and self._headers.read(other):
             raise EngineError(
                 f"{self.path} has the state of another run: load the checkpoint that names it, remove the file, or "
                 "name another folder"
             )
         self._file.truncate()
         self._file.allocate(0, self._offset(0, 0))
-        identity = self._identity
-        content = _IDENTITY.pack(_MAGIC, _VERSION, identity.run, identity.count, identity.digest)
-        self._write_pages(0, content, zlib.crc32(content))
+        self._headers.write_identity()
 
     def _resume(self, sequence: int) -> None:
         """Begin with a commit."""
-        headers = self._read_headers(self._identity) if self._read_identity() == self._identity else []
-        self._commit = next((header for header in headers if header.sequence == sequence), None)
+        commits = self._headers.read(self._identity) if self._headers.read_identity() == self._identity else []
+        whole = [commit for commit in commits if not commit.is_void]
+        self._commit = next((commit for commit in whole if commit.sequence == sequence), None)
         if self._commit is None:
-            has = " and ".join(str(header.sequence) for header in headers) or "none of this run and these subgroups"
+            has = " and ".join(str(commit.sequence) for commit in whole) or "none of this run and these subgroups"
             raise EngineError(
                 f"{self.path} does not have commit {sequence}, which the checkpoint names (it has {has}): load the "
                 "checkpoint that was saved with it"
             )
+        self._other = next((commit for commit in commits if commit is not self._commit), None)
         regions = enumerate(self._commit.regions)
-        ends = [self._offset(of, region) + aligned(self._sizes[of]) for of, region in regions if region != _NONE]
+        ends = [self._offset(of, region) + aligned(self._sizes[of]) for of, region in regions if region != NO_REGION]
         if self._file.size < max(ends, default=0):
             raise EngineError(f"{self.path} is cut short: its state is lost, begin with an older checkpoint")
         self._current = bytearray(self._commit.regions)
 
+    def _next_sequence(self) -> int:
+        """Return the number of the next commit, which is new, and whose header replaces the other one."""
+        sequence = 1 + max(self.sequence, 0 if self._other is None else self._other.sequence)
+        return sequence if self._commit is None else sequence + (self.sequence + 1 - sequence) % 2
+
     def _next_region(self, subgroup: int) -> int:
         """Return the region that the next write of a subgroup goes to: not the committed one."""
-        committed = _NONE if self._commit is None else self._commit.regions[subgroup]
-        return 0 if committed == _NONE else 1 - committed
+        committed = NO_REGION if self._commit is None else self._commit.regions[subgroup]
+        return 0 if committed == NO_REGION else 1 - committed
 
     def _reserve(self, subgroup: int, region: int) -> None:
         if (subgroup, region) not in self._reserved:
@@ -213,46 +183,4 @@ class StateFile:
             self._reserved.add((subgroup, region))
 
     def _offset(self, subgroup: int, region: int) -> int:
-        begin = _header_offset(2, len(self._sizes))
-        return begin + region * self._offsets[-1] + self._offsets[subgroup]
-
-    def _read_identity(self) -> _Identity | None:
-        """Return what the file has the state of, None if it is not a whole state file."""
-        content = self._read_pages(0, _IDENTITY.size, b"")
-        if content is None:
-            return None
-        magic, version, *fields = _IDENTITY.unpack(content)
-        return _Identity(*fields) if (magic, version) == (_MAGIC, _VERSION) else None
-
-    def _read_headers(self, identity: _Identity) -> list[_Header]:
-        """Return the commits of a file."""
-        size = _SEQUENCE.size + identity.count
-        offsets = [_header_offset(slot, identity.count) for slot in range(2)]
-        contents = [self._read_pages(offset, size, identity.run) for offset in offsets]
-        return [
-            _Header(_SEQUENCE.unpack_from(content)[0], content[_SEQUENCE.size :])
-            for content in contents
-            if content is not None
-        ]
-
-    def _read_pages(self, offset: int, size: int, key: bytes) -> bytes | None:
-        """Return content that is followed by its CRC, None if it is not whole. key: more that the CRC is of."""
-        nbytes = aligned(size + _CRC.size)
-        if self._file.size < offset + nbytes:
-            return None
-        with mmap.mmap(-1, nbytes) as pages:
-            with memoryview(pages) as memory:
-                self._file.read(offset, memory)
-            content, crc = pages[:size], _CRC.unpack_from(pages, size)[0]
-        return content if crc == zlib.crc32(content + key) else None
-
-    def _write_pages(self, offset: int, content: bytes, crc: int) -> None:
-        with mmap.mmap(-1, aligned(len(content) + _CRC.size)) as pages:
-            pages.write(content + _CRC.pack(crc))
-            with memoryview(pages) as memory:
-                self._file.write(offset, memory)
-
-
-def _header_offset(slot: int, count: int) -> int:
-    """Return the offset of a header in the file of so many subgroups; that of slot 2 is where the regions begin."""
-    return PAGE + slot * aligned(_SEQUENCE.size + count + _CRC.size)
+        return self._headers.end + region * self._offsets[-1] + self._offsets[subgroup]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,11 +114,13 @@ class StoredStates:
         self._files[self._path_of[subgroup]].read(subgroup, _bytes_of(pages))
         return self._state_in(pages, subgroup)
 
+    def reload(self, subgroup: int, state: torch.Tensor) -> None:
+        """Read a state again into its buffer, of `load`."""
+        self._files[self._path_of[subgroup]].read(subgroup, self._buffer_of(subgroup, state))
+
     def save(self, subgroup: int, state: torch.Tensor) -> None:
         """Write a state that is in a buffer, of `load`."""
-        nbytes = aligned(self._sizes[subgroup])
-        memory = (ctypes.c_char * nbytes).from_address(state.data_ptr())
-        self._write(subgroup, memoryview(memory).cast("B"))
+        self._write(subgroup, self._buffer_of(subgroup, state))
 
     def read(self, subgroup: int) -> torch.Tensor:
         """Return the state of a subgroup in new host memory, (3, params) fp32."""
@@ -127,16 +130,27 @@ class StoredStates:
 
     def write(self, subgroup: int, state: torch.Tensor) -> None:
         """Write the state of a subgroup from any memory."""
-        pages = _pages(aligned(self._sizes[subgroup]))
-        self._state_in(pages, subgroup).copy_(state)
-        self._write(subgroup, _bytes_of(pages))
+        self._write(subgroup, self._copy_of(subgroup, state, _pages(aligned(self._sizes[subgroup]))))
+
+    def move_in(self, subgroup: int, state: torch.Tensor) -> None:
+        """Write the state of a subgroup from any memory, through a buffer. None of them may be in use."""
+        self._write(subgroup, self._copy_of(subgroup, state, self._free_pages(subgroup)))
+
+    def move_out(self, subgroup: int, state: torch.Tensor) -> None:
+        """Read the state of a subgroup into any memory, through a buffer, and `forget` it. No buffer may be in use."""
+        pages = self._free_pages(subgroup)
+        self._files[self._path_of[subgroup]].read(subgroup, _bytes_of(pages))
+        state.copy_(self._state_in(pages, subgroup))
+        self.forget(subgroup)
 
     def forget(self, subgroup: int) -> None:
         """Take the state of a subgroup as elsewhere from now on: that in the file is old."""
         self._path_of.pop(subgroup, None)
 
     def commit(self, read: Callable[[int], torch.Tensor]) -> dict[str, Any]:
-        """Make the newest state of all subgroups that to go on with after a crash. No operation may run meanwhile.
+        """Make the newest state of all subgroups that to go on with after a crash.
+
+        No operation may run meanwhile, and no buffer may be in use.
 
         Args:
             read: Returns the state of a subgroup that is not in a file.
@@ -151,9 +165,8 @@ class StoredStates:
                 # It stays elsewhere: the file has a copy.
                 path = self._planned_path_of.get(subgroup, subgroup % len(self._files))
                 self._files[path].reserve(subgroup)
-                pages = _pages(aligned(self._sizes[subgroup]))
-                self._state_in(pages, subgroup).copy_(read(subgroup))
-                self._files[path].write(subgroup, _bytes_of(pages))
+                copy = self._copy_of(subgroup, read(subgroup), self._free_pages(subgroup))
+                self._files[path].write(subgroup, copy)
             paths.append(path)
         return {"paths": paths, "sequences": [file.commit() for file in self._files]}
 
@@ -169,6 +182,22 @@ class StoredStates:
         self._files[path].write(subgroup, memory)
         self._path_of[subgroup] = path
 
+    def _free_pages(self, subgroup: int) -> torch.Tensor:
+        """Return the pages of a buffer that a state fits in; of new memory, if none is large enough."""
+        nbytes = aligned(self._sizes[subgroup])
+        large = next((buffer for buffer in self._buffers if len(buffer) >= nbytes), None)
+        return _pages(nbytes) if large is None else large[:nbytes]
+
+    def _copy_of(self, subgroup: int, state: torch.Tensor, pages: torch.Tensor) -> memoryview:
+        """Copy a state to pages, and return their bytes."""
+        self._state_in(pages, subgroup).copy_(state)
+        return _bytes_of(pages)
+
+    def _buffer_of(self, subgroup: int, state: torch.Tensor) -> memoryview:
+        """Return the bytes of the buffer that a state is in."""
+        memory = (ctypes.c_char * aligned(self._sizes[subgroup])).from_address(state.data_ptr())
+        return memoryview(memory).cast("B")
+
     def _allocate(self, nbytes: int) -> torch.Tensor:
         """Return pinned host memory of so many bytes that begins at a page."""
         memory = self._device.allocate_host((nbytes + PAGE,), torch.uint8)
@@ -180,10 +209,9 @@ class StoredStates:
 
 
 def _pages(nbytes: int) -> torch.Tensor:
-    """Return host memory of so many bytes that begins at a page."""
-    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu")
-    begin = -memory.data_ptr() % PAGE
-    return memory[begin : begin + nbytes]
+    """Return host memory of so many bytes that begins at a page, and goes back to the system when it is released."""
+    # The allocator behind torch.empty keeps blocks of up to 32 MiB.
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
 def _bytes_of(pages: torch.Tensor) -> memoryview:

@@ -21,6 +21,7 @@ from ebbtide.interleave.engine.runtime.storage.state_file import StateFile
 
 RUN, OTHER_RUN = b"a run, 16 bytes.", b"another run, 16."
 SIZES = [3 * PAGE, 100, 17 << 20, PAGE]
+SMALL = [3 * PAGE, 100, PAGE]
 
 
 class Memory:
@@ -117,6 +118,46 @@ def test_commit__is_whole_after_kills_at_random_moments(tmp_path: Path) -> None:
             with opened(path, sizes, RUN, last) as file:
                 assert numbers(file, sizes) == [last] * 3
     assert last > 2
+
+
+def test_commit__can_be_loaded_until_a_write_after_the_next_one(tmp_path: Path) -> None:
+    """A job of several ranks goes on from it if one of them is killed before its next commit."""
+    path = tmp_path / "state"
+    with opened(path, SMALL) as file:
+        for number in (1, 2):
+            write_all(file, number, SMALL)
+            assert file.commit() == number
+    for number in (2, 1):
+        with opened(path, SMALL, sequence=number) as file:
+            assert numbers(file, SMALL) == [number] * 3
+    with opened(path, SMALL, sequence=2) as file:
+        file.write(1, Memory(SMALL[1]).fill(3).view)
+    with pytest.raises(EngineError, match=r"does not have commit 1, which the checkpoint names .it has 2.: load"):
+        StateFile(path, SMALL, RUN, 1)
+    with opened(path, SMALL, sequence=2) as file:
+        assert numbers(file, SMALL) == [2] * 3
+
+
+def test_commit__never_has_the_number_of_one_that_was_given_up(tmp_path: Path) -> None:
+    """Else the checkpoint of that one would be loaded with the state of another."""
+    path = tmp_path / "state"
+    with opened(path, SMALL) as file:
+        for number in (1, 2):
+            write_all(file, number, SMALL)
+            file.commit()
+    for _ in range(2):
+        # The second time, what was written has already replaced the state of commit 2.
+        with opened(path, SMALL, sequence=1) as file:
+            file.write(0, Memory(SMALL[0]).fill(7).view)
+    with pytest.raises(EngineError, match=r"does not have commit 2, which the checkpoint names .it has 1."):
+        StateFile(path, SMALL, RUN, 2)
+    with opened(path, SMALL, sequence=1) as file:
+        write_all(file, 8, SMALL)
+        sequence = file.commit()
+    assert sequence > 2
+    for number, expected in ((1, 1), (sequence, 8)):
+        with opened(path, SMALL, sequence=number) as file:
+            assert numbers(file, SMALL) == [expected] * 3
 
 
 @pytest.mark.parametrize(
