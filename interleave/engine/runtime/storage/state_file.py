@@ -68,7 +68,8 @@ class StateFile:
 
     Attributes:
         is_direct: Whether the page cache is left out.
-        written_bytes: Bytes written so far.
+        read_bytes: Bytes of state read so far.
+        written_bytes: Bytes of state written so far.
 
     Raises:
         EngineError: The file cannot be used: it has commits of another run, or not the one to begin with; or there is
@@ -85,7 +86,7 @@ class StateFile:
             self._offsets.append(self._offsets[-1] + aligned(size))
         self._file = DirectFile(path)
         self.is_direct = self._file.is_direct
-        self.written_bytes = 0
+        self.read_bytes = self.written_bytes = 0
         # The last commit, and the region of each subgroup that was written last.
         self._commit: _Header | None = None
         self._current = bytearray([_NONE] * len(sizes))
@@ -129,6 +130,7 @@ class StateFile:
             EngineError: It cannot be read.
         """
         self._file.read(self._offset(subgroup, self._current[subgroup]), memory)
+        self.read_bytes += len(memory)
 
     def write(self, subgroup: int, memory: memoryview) -> None:
         """Write the state of a subgroup from memory of `aligned(size)` bytes, which begins at a page.

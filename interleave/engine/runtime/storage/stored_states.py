@@ -73,6 +73,11 @@ class StoredStates:
         return [file.is_direct for file in self._files]
 
     @property
+    def read_bytes(self) -> int:
+        """Bytes read so far."""
+        return sum(file.read_bytes for file in self._files)
+
+    @property
     def written_bytes(self) -> int:
         """Bytes written so far."""
         return sum(file.written_bytes for file in self._files)
