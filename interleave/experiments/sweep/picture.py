@@ -29,6 +29,8 @@ from ebbtide.interleave.experiments.sweep.task import Row
 _NAME_SIZE = 10.0
 # Widths of a character of the legend, and of a handle and the gap beside it.
 _CHARACTER_POINTS, _HANDLE_CHARACTERS = 4.7, 8
+# Height of a line of the legend, inches.
+_LEGEND_LINE = 0.18
 
 
 def check_panels(rows: Sequence[Row]) -> None:
@@ -56,7 +58,7 @@ def _draw_lines(grid: Grid, axis: Axis) -> Figure:
     """Draw a column of panels per machine: for each workload and scenario the iteration, and the bytes below it."""
     quantities = [ITERATION, *byte_quantities(grid.rows)]
     row_height = 2.6 + 1.1 * (len(quantities) - 1)
-    size = (max(7.0, 0.9 + 3.6 * len(grid.machines)), 1.3 + row_height * len(grid.panel_rows))
+    size = (max(7.0, 0.9 + 3.6 * len(grid.machines)), 0.9 + row_height * len(grid.panel_rows))
     figure = Figure(figsize=size, layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
     all_axes = figure.subplots(
@@ -104,11 +106,22 @@ def _legend(figure: Figure, grid: Grid, axes: Axes) -> None:
     shown = {row["fits"] for row in grid.rows if row["error"] is None}
     handles += [FITS[fits].handle(axes) for fits in (True, False, None) if fits in shown]
     names = [plain_text(str(handle.get_label())) for handle in handles]
-    characters = figure.get_size_inches()[0] * 72 / _CHARACTER_POINTS
-    columns = max(1, min(len(handles), 5, int(characters / (max(map(len, names)) + _HANDLE_CHARACTERS))))
+    columns = _column_count(names, figure.get_size_inches()[0] * 72 / _CHARACTER_POINTS)
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + _LEGEND_LINE * -(-len(names) // columns))
     legend = figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5)
     for text in legend.get_texts():
         text.set_parse_math(False)
+
+
+def _column_count(names: Sequence[str], characters: float) -> int:
+    """Return in how many columns, each as wide as its longest name, names fit into a width in characters."""
+    for columns in range(min(len(names), 5), 1, -1):
+        rows = -(-len(names) // columns)
+        longest = [max(map(len, names[begin : begin + rows])) for begin in range(0, len(names), rows)]
+        if sum(longest) + _HANDLE_CHARACTERS * len(longest) <= characters:
+            return columns
+    return 1
 
 
 def _write_message(axes: Axes, text: str) -> None:
