@@ -44,6 +44,7 @@ class PolicyBar:
         remark: What does not hold for the policy, or why it has no result; empty if there is nothing to say.
         is_faint: Whether it is drawn lighter: a prediction beside a measurement.
         position: Vertical position.
+        median_ms: Length of the iteration if the phases are medians, which do not add up to it; None if they do.
     """
 
     name: str
@@ -54,11 +55,12 @@ class PolicyBar:
     remark: str = ""
     is_faint: bool = False
     position: float = 0.0
+    median_ms: float | None = None
 
     @property
     def iteration_ms(self) -> float:
         """Length of the iteration."""
-        return sum(self.phases_ms.values())
+        return sum(self.phases_ms.values()) if self.median_ms is None else self.median_ms
 
     @property
     def text(self) -> str:

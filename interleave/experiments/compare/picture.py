@@ -45,7 +45,7 @@ def draw_comparison(comparison: Comparison) -> Figure:
     parts = (0.95 + POLICY_HEIGHT * len(results), 0.95 + sum(heights))
     figure = Figure(figsize=(12.0, 0.35 + sum(parts)), layout="constrained", dpi=130)
     figure.set_label("ebbtide: policies, measured and predicted")
-    top, bottom = figure.subfigures(2, 1, height_ratios=parts)
+    top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=parts)[:, 0]
     draw_summary(top, results)
     _draw_schedules(bottom, results, lanes, heights)
     testbed = comparison.testbed

@@ -50,6 +50,7 @@ def _pair(result: ComparedPolicy, position: float) -> list[PolicyBar]:
             remark=remark if half == "measured" else "",
             is_faint=half == "predicted",
             position=position + (0.0 if half == "measured" else _PAIR_STEP),
+            median_ms=getattr(result.times["iteration"], half),
         )
         for half in ("measured", "predicted")
     ]

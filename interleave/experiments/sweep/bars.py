@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -67,7 +69,7 @@ def draw_bars(grid: Grid) -> Figure:
                 reason = next((str(row["error"]) for row in points.values()), "not in the sweep")
                 _write_reason(axes, reason)
     all_axes[-1][0].set_xlabel("time of an iteration (ms), simulated")
-    lines = next((axes.lines for axes in all_axes[:, 0] if axes.lines), [])
+    lines: Sequence[Artist] = next((list(axes.lines) for axes in all_axes[:, 0] if axes.lines), [])
     handles = [*legend_patches([bar for group in all_bars for bars in group for bar in bars]), *lines]
     figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=FONT_SIZE)
     return figure

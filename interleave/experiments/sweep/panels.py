@@ -36,7 +36,7 @@ Points = Mapping[tuple[str, Any], Row]
 
 
 class Quantity(NamedTuple):
-    """What a panel of lines shows: its label with the unit, the figure of a row, and the relative height."""
+    """A figure that panels of lines show: its label with the unit, its value in a row, and the relative height."""
 
     label: str
     value: Callable[[Row], float]
