@@ -119,7 +119,7 @@ class OffloadedParams:
             return []
         engine = self._runner.engine
         with engine.paused():
-            changed = self._changed(self._values()) if self._has_remainders else ()
+            changed = self._changed(self._values()) | self.pending.written if self._has_remainders else ()
             return gather_states(engine.store.states, self.params, changed)
 
     def load(self, params: Sequence[torch.Tensor], states: Sequence[ParamState | None]) -> None:

@@ -104,7 +104,7 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
         if storage is None and host_memory_budget is not None:
             raise EngineError("host_memory_budget needs storage=: a folder for state that host memory does not hold")
         options = None if storage is None else StorageOptions(storage, host_memory_budget)
-        supported = Overlap(forward=model is not None, backward=streamed)
+        supported = Overlap(forward=model is not None, backward=streamed and master == "fp32")
         self._runner = AdaptiveRunner(
             policy,
             machine,
