@@ -85,13 +85,12 @@ def check_group(group: dict[str, Any]) -> None:
             raise EngineError(f"{name} is not supported: leave it off")
 
 
-def check_master(master: str, policy: str, has_storage: bool) -> None:
+def check_master(master: str, policy: str) -> None:
     """Check the option `master` of InterleavedAdamW.
 
     Args:
         master: The option.
         policy: The policy, with its option `overlap`.
-        has_storage: Whether state goes to storage.
 
     Raises:
         EngineError: If there is no such option, or not together with the others.
@@ -100,8 +99,6 @@ def check_master(master: str, policy: str, has_storage: bool) -> None:
         raise EngineError(f"master is {master!r}: it must be 'fp32' or 'remainder'")
     if master == "fp32":
         return
-    if has_storage:
-        raise EngineError("master='remainder' is not supported with storage=: leave one of them out")
     if parse(policy).options.get("overlap", "none") not in ("none", "forward"):
         raise EngineError(
             "master='remainder' is not supported with updates inside the backward: use overlap='none' or 'forward'"

@@ -140,7 +140,9 @@ class OffloadedParams:
             self._set_states(self._stop(), states)
 
     def commit(self) -> dict[str, Any]:
-        """Return `AdaptiveRunner.commit`, and recall offloaded gradients."""
+        """Return `AdaptiveRunner.commit`, with masters that follow the parameters, and recall offloaded gradients."""
+        self.pending.finish()
+        self._record_values(self._follow_values())
         self._stop()
         return self._runner.commit()
 

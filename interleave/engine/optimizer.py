@@ -100,7 +100,7 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
         streamed = gradients == "streamed"
         # The caller closes a device that it passes.
         policy = with_overlap_option(policy, overlap, gradients, model is not None)
-        check_master(master, policy, storage is not None)
+        check_master(master, policy)
         if storage is None and host_memory_budget is not None:
             raise EngineError("host_memory_budget needs storage=: a folder for state that host memory does not hold")
         options = None if storage is None else StorageOptions(storage, host_memory_budget)

@@ -105,7 +105,7 @@ class SubgroupStates:
             copy_now(self._device, "h2d", [(master, self.rows(subgroup, self._on_device[subgroup])[MASTER])])
         elif self._stored is not None and self.is_stored(subgroup):
             state = self.read(subgroup)
-            state[MASTER] = master
+            self.rows(subgroup, state)[MASTER].copy_(master)
             # Also where the state is in a buffer: it may be read again.
             self._stored.write(subgroup, state)
 
