@@ -85,16 +85,18 @@ def _draw_lines(grid: Grid, axis: Axis) -> Figure:
         axes.set_xlabel(axis.label)
     figure.align_ylabels(all_axes[:, 0])
     _legend(figure, grid, all_axes[0, 0])
-    _names(figure, grid, all_axes[:: len(quantities)])
+    _names(
+        figure, grid, all_axes[:: len(quantities)], ITERATION.height / sum(quantity.height for quantity in quantities)
+    )
     return figure
 
 
-def _names(figure: Figure, grid: Grid, all_axes: Any) -> None:
-    """Write machines above the columns and workloads at the left of the rows."""
+def _names(figure: Figure, grid: Grid, all_axes: Any, share: float) -> None:
+    """Write machines above the columns and workloads at the left of the iterations, which have a share of a row."""
     for machine, axes in zip(grid.machines, all_axes[0], strict=True):
         text = shorten_text(figure, plain_text(machine), _NAME_SIZE, 3.3 * 72)
         axes.set_title(text, fontsize=_NAME_SIZE, parse_math=False)
-    height = figure.get_size_inches()[1] * 72 / len(grid.panel_rows) - 60
+    height = figure.get_size_inches()[1] * 72 / len(grid.panel_rows) * share - 50
     for panel_row, row_axes in zip(grid.panel_rows, all_axes, strict=True):
         text = shorten_text(figure, plain_text(panel_row.name), _NAME_SIZE, height)
         row_axes[0].set_ylabel(f"{text}\n{row_axes[0].get_ylabel()}".strip(), fontsize=_NAME_SIZE, parse_math=False)
