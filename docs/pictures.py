@@ -22,6 +22,10 @@ ROOT = Path(__file__).parents[1]
 TRACES = ROOT / "traces"
 BLOCKING, INTERLEAVED = TRACES / "h100-20b-blocking.ebb", TRACES / "h100-20b-interleaved-2.ebb"
 THREE_POLICIES = [TRACES / f"h100-20b-{kind}.ebb" for kind in ("blocking", "async", "interleaved-2")]
+SWEEP_JOB = ROOT / "examples" / "workload-7b.json"
+SWEEP_MACHINES = (ROOT / "examples" / "machine-desktop-nvme.json", "rtx4090")
+# Stands for a table in the folder of the picture's temporary files.
+TABLE = "TABLE"
 # Picture -> the command that draws it, without its output.
 COMMANDS: dict[str, list[str | Path]] = {
     "memory-and-link.png": ["plot", INTERLEAVED, "--iterations", "4:7", "-o"],
@@ -82,6 +86,20 @@ COMMANDS: dict[str, list[str | Path]] = {
         "--plot",
     ],
     "policies.png": ["replay", TRACES / "a100-13b-async.ebb", "--machine", "a100-40gb-published", "--plot"],
+    "sweep.png": [
+        *("sweep", "--workload", SWEEP_JOB, "-o", TABLE),
+        *(part for machine in SWEEP_MACHINES for part in ("--machine", machine)),
+        *("--policy", "pipelined", "--policy", "adaptive", "--policy", "mlp-offload", "--policy", "superoffload"),
+        *("--policy", "zero-infinity:12,pipeline_read=true,pipeline_write=true"),
+        *("--jobs", "1", "--plot"),
+    ],
+    "sweep-lines.png": [
+        *("sweep", "--workload", SWEEP_JOB, "--scale-params", "0.5,0.75,1", "-o", TABLE),
+        *("--machine", SWEEP_MACHINES[0]),
+        *("--policy", "pipelined", "--policy", "mlp-offload", "--policy", "superoffload"),
+        *("--policy", "zero-infinity:12,pipeline_read=true,pipeline_write=true"),
+        *("--jobs", "1", "--plot"),
+    ],
     "systems-storage.png": [
         "replay",
         *("--params", "7e9", "--forward-ms", "2050", "--backward-ms", "4100"),
@@ -110,15 +128,22 @@ REPORT_SIZE = "1180,1100"
 def draw(folder: Path) -> list[Path]:
     """Draw all pictures into a folder, and return the paths of those that were drawn."""
     pictures = []
-    for name, arguments in COMMANDS.items():
+    for name in COMMANDS:
         path = folder / name
-        status = run([*map(str, arguments), str(path), "--force"])
+        status = run_command(name, path)
         if status:
             raise SystemExit(status)
         pictures.append(path)
     if screenshot(folder / REPORT):
         pictures.append(folder / REPORT)
     return pictures
+
+
+def run_command(name: str, path: Path) -> int:
+    """Draw a picture into a file, and return the exit status."""
+    with tempfile.TemporaryDirectory() as scratch:
+        words = [str(Path(scratch) / "rows.parquet") if word is TABLE else str(word) for word in COMMANDS[name]]
+        return run([*words, str(path), "--force"])
 
 
 def screenshot(path: Path) -> bool:

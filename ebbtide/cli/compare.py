@@ -74,6 +74,22 @@ def compare(
             show_default="this machine, which is measured",
         ),
     ] = None,
+    storage: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder for state that host memory does not hold. Repeatable: several are used at once.",
+            show_default="none",
+        ),
+    ] = None,
+    host_free_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Host memory in bytes that the optimizer may use (only with --storage), e.g. 1GiB.",
+            show_default="what gradients, parameters, half of the state and three subgroups need",
+        ),
+    ] = None,
     against: Annotated[
         str | None,
         typer.Option(
@@ -98,6 +114,7 @@ def compare(
     if subgroup_params == 0:
         raise typer.BadParameter("--subgroup-params must be at least 1")
     memory_budget_bytes = size(memory_budget) if memory_budget is not None else None
+    host_bytes = size(host_free_bytes) if host_free_bytes is not None else None
     link_bytes_per_s = size(emulate_link) if emulate_link is not None else None
     _set_environment()
 
@@ -124,6 +141,8 @@ def compare(
             waits=waits,
             baselines=[name.strip() for name in against.split(",")] if against is not None else [],
             seed=seed,
+            storage=storage or [],
+            host_bytes=host_bytes,
         )
         with progress_bar() as update:
             comparison = run(

@@ -25,9 +25,12 @@ DuplexRate = Annotated[float, number_range(1e6, 2e13)]
 HostMemoryRate = Annotated[float, number_range(1e6, 1e14)]
 GpuRate = Annotated[float, number_range(1e6, 1e15)]
 RateShare = Annotated[float, number_range(0.01, 1.0)]
+RateRatio = Annotated[float, number_range(0.01, 100.0)]
 OverheadS = Annotated[float, number_range(0.0, 1e4)]
 # Measured with streaming stores on a host with AVX-512: 0.90 to 0.93.
 DEFAULT_OUT_OF_PLACE_SHARE = 0.9
+# Host memory that an update reads and writes, B per parameter, with fp32 masters and with remainders.
+_FP32_UPDATE_BYTES, _REMAINDER_UPDATE_BYTES = 28.0, 26.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Machine:
         cpu_cast_params_per_s: Parameters converted from fp32 to half precision on the CPU.
         cpu_out_of_place_share: Rate of updates on the CPU that write beside the old state, as a share of the rate in
             place; None: not known (see `out_of_place_share`).
+        cpu_remainder_ratio: Rate of updates on the CPU whose masters are remainders of bf16 parameters, over the rate
+            with fp32 masters; None: not known (see `cpu_update_rate`).
         gpu_update_params_per_s: Parameters updated on the GPU.
         gpu_cast_params_per_s: Parameters converted from fp32 to half precision on the GPU.
         cpu_norm_params_per_s: Parameters whose gradients' norm is computed on the CPU; None: as fast as host memory.
@@ -83,6 +88,7 @@ class Machine:
     operation_s: OverheadS | None = None
     pinned_memory_bytes: HostBytes | None = None
     cpu_out_of_place_share: RateShare | None = None
+    cpu_remainder_ratio: RateRatio | None = None
     box: Box | None = None
     gpu: GpuCompute | None = None
     storage: tuple[StoragePath, ...] = ()
@@ -92,6 +98,22 @@ class Machine:
     def out_of_place_share(self) -> float:
         """The measured `cpu_out_of_place_share`, or the one assumed where it is not known."""
         return DEFAULT_OUT_OF_PLACE_SHARE if self.cpu_out_of_place_share is None else self.cpu_out_of_place_share
+
+    @property
+    def remainder_ratio(self) -> float:
+        """The measured `cpu_remainder_ratio`, or where it is not known that of the bytes: as if memory alone limited
+        updates."""
+        by_bytes = _FP32_UPDATE_BYTES / _REMAINDER_UPDATE_BYTES
+        return by_bytes if self.cpu_remainder_ratio is None else self.cpu_remainder_ratio
+
+    def cpu_update_rate(self, master: str) -> float | None:
+        """Return the parameters updated on the CPU per second, None if it is not known.
+
+        Args:
+            master: `fp32`, or `remainder` for masters that are a bf16 parameter and its remainder.
+        """
+        rate = self.cpu_update_params_per_s
+        return rate * self.remainder_ratio if rate is not None and master == "remainder" else rate
 
     def for_ranks(self, ranks: int) -> Machine:
         """Return the machine with the rates of one of `ranks` ranks that share the box.

@@ -79,6 +79,7 @@ class OnePassAdamW:
         self.state = torch.empty((3, row_stride(params)))[:, :params].fill_(0.0)
         self.state[0] = 1.0
         self.new_state: torch.Tensor | None = None
+        self._remainders: torch.Tensor | None = None
         self._kernel = CpuKernel(threads)
         self._steps = 0
 
@@ -96,6 +97,17 @@ class OnePassAdamW:
             self.new_state = torch.empty((3, row_stride(len(self.half))))[:, : len(self.half)].fill_(0.0)
         ranges = [(0, len(self.half), _HYPER.scalars(self._steps + 1))]
         self._kernel.update_beside(self.gradient, self.state, self.new_state, self.half, ranges)
+
+    def update_remainders(self) -> None:
+        """Make a step whose masters are remainders, for which the first call allocates memory. The step is another one
+        each time, of the same moments and parameters."""
+        self._steps += 1
+        if self._remainders is None:
+            self._remainders = torch.zeros(len(self.half), dtype=torch.int16)
+        _, exp_avg, exp_avg_sq = self.state
+        self._kernel.update(
+            self.gradient, self._remainders, exp_avg, exp_avg_sq, self.half, _HYPER.scalars(self._steps)
+        )
 
 
 def cpu_kernels(params: int, threads: int) -> dict[str, Callable[[], UpdateCall]]:

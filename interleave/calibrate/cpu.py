@@ -55,6 +55,22 @@ def measure_out_of_place(setup: Setup, record: Record) -> None:
     record.extra["cpu_out_of_place"] = {"threads": setup.threads, "params": params, "params_per_s": rates}
 
 
+def measure_remainder(setup: Setup, record: Record) -> None:
+    """Measure `cpu_remainder_ratio`: the engine's own kernel with masters as remainders and in fp32, in turns."""
+    params = setup.working_set // KERNEL_BYTES
+    update = OnePassAdamW(params, setup.threads)
+    fp32, remainder = measure_times([update, update.update_remainders], 2 * setup.window_s, setup.ranks)
+    rates = {"fp32": params / fp32.seconds, "remainder": params / remainder.seconds}
+    record.rate(
+        "cpu_remainder_ratio",
+        rates["remainder"] / rates["fp32"],
+        f"the engine's update of remainders and of fp32 masters (threads: {setup.threads}, {params / 1e6:.1f} M "
+        "parameters)",
+        remainder,
+    )
+    record.extra["cpu_remainder"] = {"threads": setup.threads, "params": params, "params_per_s": rates}
+
+
 def measure_cast(setup: Setup, record: Record) -> None:
     """Measure `cpu_cast_params_per_s`: fp32 to bf16."""
     torch.set_num_threads(setup.threads)

@@ -47,6 +47,7 @@ _HOST_PARTS = (
     Part("host memory", host_memory.measure_bandwidth, 2),
     Part("update on the CPU", cpu.measure_update, 2),
     Part("update out of place on the CPU", cpu.measure_out_of_place, 2),
+    Part("update of remainders on the CPU", cpu.measure_remainder, 2),
     Part("cast on the CPU", cpu.measure_cast, 1),
     Part("norm on the CPU", cpu.measure_norm, 1),
     Part("operations of a plan", operations.measure_operation, 1),

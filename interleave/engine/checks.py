@@ -9,6 +9,7 @@ import torch
 
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.local_shards import flat_like, is_dense, local_shard
+from ebbtide.interleave.policies import parse
 from ebbtide.interleave.policies.overlap import OVERLAP
 from ebbtide.phases import PHASES
 
@@ -84,13 +85,12 @@ def check_group(group: dict[str, Any]) -> None:
             raise EngineError(f"{name} is not supported: leave it off")
 
 
-def check_master(master: str, policy: str, has_storage: bool) -> None:
+def check_master(master: str, policy: str) -> None:
     """Check the option `master` of InterleavedAdamW.
 
     Args:
         master: The option.
         policy: The policy, with its option `overlap`.
-        has_storage: Whether state goes to storage.
 
     Raises:
         EngineError: If there is no such option, or not together with the others.
@@ -99,10 +99,10 @@ def check_master(master: str, policy: str, has_storage: bool) -> None:
         raise EngineError(f"master is {master!r}: it must be 'fp32' or 'remainder'")
     if master == "fp32":
         return
-    if has_storage:
-        raise EngineError("master='remainder' is not supported with storage=: leave one of them out")
-    if "overlap=" in policy and "overlap=none" not in policy:
-        raise EngineError("master='remainder' is not supported with updates outside of the step: use overlap='none'")
+    if parse(policy).options.get("overlap", "none") not in ("none", "forward"):
+        raise EngineError(
+            "master='remainder' is not supported with updates inside the backward: use overlap='none' or 'forward'"
+        )
 
 
 def check_params(params: Sequence[torch.Tensor], streamed: bool, has_remainders: bool = False) -> None:

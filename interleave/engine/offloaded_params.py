@@ -119,7 +119,7 @@ class OffloadedParams:
             return []
         engine = self._runner.engine
         with engine.paused():
-            changed = self._changed(self._values()) if self._has_remainders else ()
+            changed = self._changed(self._values()) | self.pending.written if self._has_remainders else ()
             return gather_states(engine.store.states, self.params, changed)
 
     def load(self, params: Sequence[torch.Tensor], states: Sequence[ParamState | None]) -> None:
@@ -140,7 +140,9 @@ class OffloadedParams:
             self._set_states(self._stop(), states)
 
     def commit(self) -> dict[str, Any]:
-        """Return `AdaptiveRunner.commit`, and recall offloaded gradients."""
+        """Return `AdaptiveRunner.commit`, with masters that follow the parameters, and recall offloaded gradients."""
+        self.pending.finish()
+        self._record_values(self._follow_values())
         self._stop()
         return self._runner.commit()
 

@@ -100,8 +100,8 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
         streamed = gradients == "streamed"
         # The caller closes a device that it passes.
         policy = with_overlap_option(policy, overlap, gradients, model is not None)
-        check_master(master, policy, storage is not None)
-        supported = Overlap(forward=model is not None, backward=streamed)
+        check_master(master, policy)
+        supported = Overlap(forward=model is not None, backward=streamed and master == "fp32")
         self._runner = AdaptiveRunner(
             policy,
             machine,

@@ -151,6 +151,11 @@ class PendingParams:
             finally:
                 self._checks = None
 
+    @property
+    def written(self) -> frozenset[int]:
+        """The parameters that the job has written while others were pending, as `take_written` returns them."""
+        return frozenset(self._written)
+
     def take_written(self) -> set[int]:
         """Return the parameters that the job has written while others were pending, and forget them."""
         written, self._written = self._written, set()

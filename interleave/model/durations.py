@@ -119,7 +119,7 @@ class Durations:
         }
         self._copy_rates = {False: pinned, True: limited}
         self._update_rates = {
-            "cpu": (machine.cpu_update_params_per_s or 1.0) * plan.cpu_share,
+            "cpu": (machine.cpu_update_rate(workload.master) or 1.0) * plan.cpu_share,
             "gpu": machine.gpu_update_params_per_s or 1.0,
         }
         self._speculative_share = 1.0 if plan.rolls_back else machine.out_of_place_share

@@ -14,6 +14,23 @@ from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
 
 
 @dataclass(frozen=True)
+class MeasuredBytes:
+    """Bytes of one iteration, counted where they are allocated and moved, and not taken from the plan.
+
+    Attributes:
+        device: Device memory that state and its buffers hold at the end of the iteration.
+        host: Host memory that state, its buffers and those of copies hold then.
+        storage_read: Bytes read from storage.
+        storage_written: Bytes written to storage.
+    """
+
+    device: int
+    host: int
+    storage_read: int
+    storage_written: int
+
+
+@dataclass(frozen=True)
 class Schedule:
     """A plan with the times of one iteration, which repeats.
 
@@ -28,6 +45,7 @@ class Schedule:
         forward_s: Length of the forward, likewise.
         backward_s: Length of the backward, likewise.
         update_s: Length of the update, likewise. The iteration is the sum of the four.
+        measured: Bytes as the executor has counted them; None: simulated.
     """
 
     plan: Plan
@@ -38,6 +56,7 @@ class Schedule:
     forward_s: float
     backward_s: float
     update_s: float
+    measured: MeasuredBytes | None = None
 
     @property
     def iteration_s(self) -> float:

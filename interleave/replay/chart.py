@@ -3,37 +3,33 @@ and the memory that it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-from ebbtide.analysis.plot import PHASE_COLORS
 from ebbtide.interleave.model.overlap import NO_OVERLAP
 from ebbtide.interleave.model.plan import LATE_KINDS
 from ebbtide.interleave.model.schedule import Schedule
-from ebbtide.interleave.replay.results import PolicyResult, Replay
+from ebbtide.interleave.replay.policy_bars import (
+    FONT_SIZE,
+    PolicyBar,
+    byte_columns,
+    draw_bytes,
+    draw_iterations,
+    figure_width,
+    legend_patches,
+    remark_of,
+    time_limit_ms,
+    width_ratios,
+)
+from ebbtide.interleave.replay.results import Replay
 from ebbtide.phases import OTHER, PHASES
 
 matplotlib.use("Agg")
 
-_HATCHES = {"other": "", "forward": "//", "backward": "\\\\", "update": ""}
-_OTHER_COLOR = "#d0d0d0"
-_BYTES_COLOR = "#8a8a8a"
 # The strip below each bar where updates run, or state and parameters are copied for them.
 _STRIP_COLOR, _STRIP_TOP, _STRIP_HEIGHT = "#1b5e20", 0.33, 0.09
-_FITS_TEXTS = {True: "", False: ", does not fit", None: ", not known to fit"}
-_FONT_SIZE = 8.5
-# Characters of a line of a policy's string.
-_MAX_NAME_WIDTH = 36
-# What is drawn beside the iteration where it is not 0 for every policy.
-_BYTES: tuple[tuple[str, Callable[[PolicyResult], float]], ...] = (
-    ("device memory (GB)", lambda result: result.peak_device_bytes),
-    ("host memory (GB)", lambda result: result.host_bytes),
-    ("storage traffic (GB)", lambda result: result.storage_read_bytes + result.storage_written_bytes),
-)
 
 
 def chart(replay: Replay) -> Figure:
@@ -43,62 +39,46 @@ def chart(replay: Replay) -> Figure:
     bar shows when updates, or copies of state and parameters, run; what is right of the bar runs under the next
     forward. The bound is that with the overlap of all policies.
     """
-    results = replay.results
-    shown = [(title, size_of) for title, size_of in _BYTES if any(size_of(result) for result in results)]
-    size = (8.5 + 1.6 * len(shown), 1.8 + 0.45 * len(results))
-    figure = Figure(figsize=size, layout="constrained", dpi=130)
-    widths = [4.0] + [1.0] * len(shown)
-    all_axes = figure.subplots(1, len(widths), squeeze=False, sharey=True, width_ratios=widths)[0]
-    _draw_iterations(all_axes[0], replay)
-    for axes, (title, size_of) in zip(all_axes[1:], shown, strict=True):
-        _draw_bytes(axes, title, [size_of(result) / 1e9 for result in results])
-    figure.suptitle(f"{replay.workload.name} on {replay.machine.name}", x=0.01, ha="left", fontsize=10.5)
-    handles, labels = all_axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False, fontsize=_FONT_SIZE)
+    bars = [
+        PolicyBar(
+            name=result.policy,
+            phases_ms={phase: getattr(result, f"{phase}_ms") for phase in (OTHER, *PHASES)},
+            device_bytes=result.peak_device_bytes,
+            host_bytes=result.host_bytes,
+            storage_bytes=result.storage_read_bytes + result.storage_written_bytes,
+            remark=remark_of(result.fits, result.exact),
+            position=number,
+        )
+        for number, result in enumerate(replay.results)
+    ]
+    columns = byte_columns(bars)
+    figure = Figure(figsize=(figure_width(columns), 1.8 + 0.45 * len(bars)), layout="constrained", dpi=130)
+    ratios = width_ratios(columns)
+    all_axes = figure.subplots(1, len(ratios), squeeze=False, sharey=True, width_ratios=ratios)[0]
+    bound_ms = replay.overlap_bound.iteration_s * 1e3
+    of_overlap = "" if replay.overlap == NO_OVERLAP else f", overlap={replay.overlap.name}"
+    draw_iterations(all_axes[0], bars, bound_ms, f"bound{of_overlap}: {bound_ms:,.0f} ms")
+    last_ms = _draw_strips(all_axes[0], replay.schedules)
+    all_axes[0].set_xlim(0, max(time_limit_ms(bars, bound_ms), last_ms))
+    all_axes[0].set_xlabel("time of an iteration (ms), simulated")
+    for axes, column in zip(all_axes[1:], columns, strict=True):
+        draw_bytes(axes, column, bars)
+    figure.suptitle(
+        f"{replay.workload.name} on {replay.machine.name}", x=0.01, ha="left", fontsize=10.5, parse_math=False
+    )
+    handles = [*legend_patches(bars), Patch(color=_STRIP_COLOR, label="updates, copies"), all_axes[0].lines[0]]
+    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=FONT_SIZE)
     return figure
 
 
-def _draw_iterations(axes: Axes, replay: Replay) -> None:
-    results = replay.results
-    rows = range(len(results))
-    ends = np.zeros(len(results))
-    colors = {OTHER: _OTHER_COLOR, **PHASE_COLORS}
-    for phase in (OTHER, *PHASES):
-        lengths = np.array([getattr(result, f"{phase}_ms") for result in results])
-        axes.barh(
-            rows, lengths, left=ends, height=0.62, color=colors[phase], hatch=_HATCHES[phase], edgecolor="white",
-            linewidth=0.5, label=phase,
-        )  # fmt: skip
-        ends += lengths
+def _draw_strips(axes: Axes, schedules: list[Schedule]) -> float:
+    """Draw below each bar when updates and copies run, and return when the last of them ends, in ms."""
     last_ms = 0.0
-    for row, schedule in zip(rows, replay.schedules, strict=True):
+    for row, schedule in enumerate(schedules):
         spans = _work_spans_ms(schedule)
         axes.broken_barh(spans, (row + _STRIP_TOP, _STRIP_HEIGHT), color=_STRIP_COLOR, lw=0)
         last_ms = max(last_ms, *(begin + length for begin, length in spans), 0.0)
-    axes.barh(0, 0, color=_STRIP_COLOR, label="updates, copies")
-    bound_ms = replay.overlap_bound.iteration_s * 1e3
-    of_overlap = "" if replay.overlap == NO_OVERLAP else f", overlap={replay.overlap.name}"
-    bound_name = f"bound{of_overlap}: {bound_ms:,.0f} ms"
-    axes.axvline(bound_ms, color="#222222", lw=1.2, ls=(0, (5, 3)), label=bound_name)
-    texts = [f"{_FITS_TEXTS[result.fits]}{'' if result.exact else ', not exact'}" for result in results]
-    for row, text, end in zip(rows, texts, ends, strict=True):
-        _write_figure(axes, row, end, f"{end:,.0f} ms{text}")
-    axes.set_yticks(rows, [_wrapped(result.policy) for result in results])
-    axes.invert_yaxis()
-    room = 1.16 + 0.017 * max(map(len, texts))
-    axes.set_xlim(0, max(max(float(ends.max()), bound_ms) * room, last_ms))
-    axes.set_xlabel("time of an iteration (ms), simulated")
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _wrapped(policy: str) -> str:
-    """Return the string of a policy with a line for each few of its options, if it is long."""
-    lines = [""]
-    for part in policy.split(","):
-        if lines[-1] and len(lines[-1]) + len(part) > _MAX_NAME_WIDTH:
-            lines.append("")
-        lines[-1] += f"{',' if lines[-1] else ''}{part}"
-    return ",\n".join(lines)
+    return last_ms
 
 
 def _work_spans_ms(schedule: Schedule) -> list[tuple[float, float]]:
@@ -110,27 +90,3 @@ def _work_spans_ms(schedule: Schedule) -> list[tuple[float, float]]:
         else:
             spans.append([start, end])
     return [(1e3 * start, 1e3 * (end - start)) for start, end in spans]
-
-
-def _draw_bytes(axes: Axes, title: str, gigabytes: list[float]) -> None:
-    axes.barh(np.arange(len(gigabytes)), gigabytes, height=0.62, color=_BYTES_COLOR)
-    for row, size in enumerate(gigabytes):
-        _write_figure(axes, row, size, f"{size:.3g}")
-    axes.set_xlim(0, max(gigabytes) * 1.5)
-    axes.set_xlabel(title)
-    axes.tick_params(left=False)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _write_figure(axes: Axes, row: float, end: float, text: str) -> None:
-    """Write a figure behind its bar."""
-    axes.annotate(
-        text,
-        (end, row),
-        xytext=(4, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=_FONT_SIZE,
-        # The line of the bound must not cross the text.
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
-    )

@@ -43,7 +43,7 @@ def draw_schedules(schedules: Sequence[Schedule]) -> Figure:
 
     Operations that end in the next iteration continue at the left. All policies have the same scale.
     """
-    lanes = [_lanes(schedule) for schedule in schedules]
+    lanes = [["phase", *resource_lanes(schedule)] for schedule in schedules]
     height = 1.1 + sum(0.45 + 0.22 * len(names) for names in lanes)
     figure = Figure(figsize=(9.5, height), layout="constrained", dpi=130)
     figure.set_label("ebbtide: simulated schedules")
@@ -60,11 +60,11 @@ def draw_schedules(schedules: Sequence[Schedule]) -> Figure:
     return figure
 
 
-def _lanes(schedule: Schedule) -> list[str]:
-    """Return the names of all lanes from top to bottom, without those of storage that is not used."""
+def resource_lanes(schedule: Schedule) -> list[str]:
+    """Return the names of the lanes of all resources from top to bottom, without those of storage that is not used."""
     paths = max((op.path + 1 for op in schedule.plan.ops if op.resource in STORAGE_RESOURCES), default=0)
     storage = [f"{name} {path}" if path else name for path in range(paths) for name in STORAGE_RESOURCES]
-    return ["phase", *RESOURCES, *storage]
+    return [*RESOURCES, *storage]
 
 
 def _draw(axes: Axes, schedule: Schedule, names: list[str], least_edged_s: float) -> None:

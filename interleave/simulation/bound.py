@@ -159,7 +159,8 @@ def _solve(
     intervals = (cycle_intervals_of if overlap.forward else intervals_of)(workload, machine)
     # The time that CPU and GPU need together without any waiting. With extremely different rates the update is so much
     # longer than this that the solver fails; the time unit then has to be longer.
-    compute_s = workload.params / ((machine.cpu_update_params_per_s or 0.0) + (machine.gpu_update_params_per_s or 0.0))
+    cpu_rate, gpu_rate = machine.cpu_update_rate(workload.master), machine.gpu_update_params_per_s
+    compute_s = workload.params / ((cpu_rate or 0.0) + (gpu_rate or 0.0))
     # The solver also fails if free memory is so small that it cannot tell it from none. Then it counts as none.
     min_free_bytes = _MIN_FREE_BYTES_PER_PARAM * workload.params
     rounded = [

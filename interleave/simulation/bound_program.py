@@ -154,7 +154,7 @@ class BoundProgram(LinearProgram):
             self._limit_rate({**read, **written}, index, self._scaled_rate(storage.both))
             traffic |= {**read, **written}
         self._limit_rate(traffic, index, self._scaled_rate(machine.host_memory_bytes_per_s))
-        self._limit_rate({flow("cpu updates"): 1.0}, index, self._scaled_rate(machine.cpu_update_params_per_s))
+        self._limit_rate({flow("cpu updates"): 1.0}, index, self._scaled_rate(machine.cpu_update_rate(workload.master)))
         if machine.gpu_update_params_per_s is not None:
             gpu_rate = self._scaled_rate(machine.gpu_update_params_per_s)
             self._limit_rate({flow("gpu updates"): 1.0}, index, gpu_rate)
@@ -215,7 +215,7 @@ class BoundProgram(LinearProgram):
         results beside the state."""
         workload, machine = self._workload, self._machine
         early = [i for i, interval in enumerate(self.intervals) if interval.phase in (BACKWARD, OVERHEAD)]
-        rate = self._scaled_rate(machine.cpu_update_params_per_s) * machine.out_of_place_share
+        rate = self._scaled_rate(machine.cpu_update_rate(workload.master)) * machine.out_of_place_share
         for index in early if workload.clipping else ():
             self._limit_rate({self.variable("cpu updates", index): 1.0}, index, rate)
         # In storage a new state is written beside the old one.

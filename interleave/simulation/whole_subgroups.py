@@ -144,7 +144,7 @@ class WholeSubgroupProgram(BoundProgram):
         workload, machine = self._workload, self._machine
         down = workload.grad_bytes / self._link_rate("d2h")
         memory_limited = (machine.host_memory_bytes_per_s or 0.0) / workload.cpu_update_bytes
-        cpu_rate = self._scaled_rate(min(machine.cpu_update_params_per_s or 0.0, memory_limited))
+        cpu_rate = self._scaled_rate(min(machine.cpu_update_rate(workload.master) or 0.0, memory_limited))
         cpu = size * (down + 1 / cpu_rate + workload.param_bytes / self._link_rate("h2d"))
         if machine.gpu_update_params_per_s is None or size > self._free_share(self.intervals[-1]) * (1 + _TOLERANCE):
             return cpu, math.inf
@@ -183,7 +183,7 @@ class WholeSubgroupProgram(BoundProgram):
         self.add_row({on_cpu: size, **updates}, 0.0, size - last)
         self.add_row({on_cpu: 1.0, any_on_cpu: -count}, upper=0.0)
         memory_limited = (machine.host_memory_bytes_per_s or 0.0) / self._workload.cpu_update_bytes
-        cpu_rate = self._scaled_rate(min(machine.cpu_update_params_per_s or 0.0, memory_limited))
+        cpu_rate = self._scaled_rate(min(machine.cpu_update_rate(self._workload.master) or 0.0, memory_limited))
         upload = self._workload.param_bytes * last / self._link_rate("h2d")
         terms = {self.variable("update length"): 1.0, on_cpu: -size / cpu_rate, any_on_cpu: -upload}
         self.add_row(terms, lower=-(size - last) / cpu_rate)
@@ -267,7 +267,7 @@ def modes(workload: Workload, machine: Machine) -> list[ModeRates]:
     CPU with fewer threads, down to those for which copies leave enough memory: any other number is between the two.
     """
     cpu_bytes = workload.cpu_update_bytes
-    cpu = machine.cpu_update_params_per_s or 0.0
+    cpu = machine.cpu_update_rate(workload.master) or 0.0
     up = (machine.h2d_bytes_per_s or 0.0) * (1 - workload.h2d_busy_share)
     down = (machine.d2h_bytes_per_s or 0.0) * (1 - workload.d2h_busy_share)
     rates = []

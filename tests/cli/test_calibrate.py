@@ -24,6 +24,7 @@ HOST = (
     "host_memory_bytes_per_s",
     "cpu_update_params_per_s",
     "cpu_out_of_place_share",
+    "cpu_remainder_ratio",
     "cpu_cast_params_per_s",
     "cpu_norm_params_per_s",
     "operation_s",

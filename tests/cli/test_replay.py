@@ -170,6 +170,18 @@ def test_replay__table_has_a_row_per_policy_and_the_bound(folder: Path, capsys: 
         assert rows[policy].rstrip().endswith({True: "yes", False: "no", None: "not known"}[result["fits"]])
 
 
+def test_replay__says_at_which_rate_remainders_are_updated(folder: Path, capsys: Printed) -> None:
+    (folder / "remainder.json").write_text(json.dumps({**WORKLOAD, "master": "remainder"}))
+    (folder / "measured.json").write_text(json.dumps({**MACHINE, "cpu_remainder_ratio": 1.25}))
+    job = "--workload remainder.json --policy zero-offload"
+    assert (
+        "updates on the CPU run at 1.08 times the CPU's rate with fp32 masters (by bytes, not measured here)"
+        in text(capsys, f"{job} --machine m.json")
+    )
+    assert "at 1.25 times the CPU's rate with fp32 masters (measured)" in text(capsys, f"{job} --machine measured.json")
+    assert "masters" not in text(capsys, "--workload w.json --machine m.json --policy zero-offload")
+
+
 def test_replay__explain_and_recommend_are_printed_and_in_the_json(folder: Path, capsys: Printed) -> None:
     printed = answer(capsys, "--workload w.json --machine m.json --policy pipelined --explain --recommend")
     steps = printed["explain"]

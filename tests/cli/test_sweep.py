@@ -21,6 +21,7 @@ from ebbtide.interleave.experiments.sweep import Journal, journal_path
 from ebbtide.interleave.experiments.sweep.task import run_task, task_key
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import TraceBuilder
+from ebbtide.units import bytes_text
 from tests.cli.test_bad_input import contents
 from tests.conftest import ebbtide, slow
 from tests.interleave.experiments.sweep.sweeps import MACHINE, WORKLOAD, tasks, write_files
@@ -211,10 +212,12 @@ def test_sweep__prints_the_best_policies(folder: Path, sweep: Sweep) -> None:
     output = sweep(*FAST, "--policy", "gpu-only", *axes, "-o", "s.parquet")
     assert output.err == "ebbtide: s.parquet\n"
     assert "speed-up over zero-offload" in output.out
-    lines = [re.split(" {2,}", row.strip()) for row in output.out.splitlines()]
-    assert lines[0] == ["workload: job, machine: box"]
+    best, combinations = (
+        [re.split(" {2,}", row.strip()) for row in part.splitlines()] for part in output.out.split("All combinations")
+    )
+    assert best[0] == ["workload: job, machine: box"]
     # 40 G parameters do not fit the memory of this host.
-    assert [(row[0], row[1], row[3]) for row in lines if row[-1] == "yes" or "none fits" in row] == [
+    assert [(row[0], row[1], row[3]) for row in best if row[-1] == "yes" or "none fits" in row] == [
         ("1 G", "0 B", "interleaved:2"),
         ("1 G", "37.25 GiB", "gpu-only"),
         ("2 G", "0 B", "interleaved:2"),
@@ -222,7 +225,19 @@ def test_sweep__prints_the_best_policies(folder: Path, sweep: Sweep) -> None:
         ("20 x", "0 B", "none fits"),
         ("20 x", "37.25 GiB", "none fits"),
     ]
-    assert len(rows(folder / "s.parquet")) == 18
+    table_rows = rows(folder / "s.parquet")
+    # Policy, iteration, device memory, host memory, traffic of storage, fits, exact.
+    figures = [row[-7:] for row in combinations if row[-1] in ("yes", "no")]
+    assert [(row[0], row[2], row[3], row[5]) for row in figures] == [
+        (
+            row["policy"],
+            bytes_text(row["peak_device_bytes"]),
+            bytes_text(row["host_bytes"]),
+            "yes" if row["fits"] else "no",
+        )
+        for row in table_rows
+    ]
+    assert len(table_rows) == 18
 
 
 def test_sweep__json_has_the_best_policies(folder: Path, sweep: Sweep) -> None:
@@ -239,6 +254,8 @@ def test_sweep__json_has_the_best_policies(folder: Path, sweep: Sweep) -> None:
     (best,) = printed["best"]
     assert (best["policy"], best["iteration_ms"]) == ("interleaved:2", second["iteration_ms"])
     assert best["speed_up"] == first["iteration_ms"] / second["iteration_ms"]
+    for name in ("peak_device_bytes", "host_bytes", "storage_read_bytes", "storage_written_bytes"):
+        assert best[name] == second[name]
     assert "lacks the share" in third["error"]
     assert third["iteration_ms"] is None
 
@@ -311,5 +328,5 @@ def test_sweep__bad_input_is_one_line_and_changes_no_file(refuses: Refuses, argu
 def test_sweep__refuses_too_many_combinations_at_once(refuses: Refuses) -> None:
     values = ",".join(str(number) for number in range(1, 400))
     assert "sweep at most" in refuses(*FAST, "-o", "s.parquet", "--scale-params", values, "--subgroup-params", values)
-    policies = [part for number in range(1, 12) for part in ("--policy", f"interleaved:{number}")]
-    assert "at most 8 policies" in refuses(*FAST, *policies, "-o", "s.parquet", "--plot", "s.png")
+    policies = [part for number in range(1, 26) for part in ("--policy", f"interleaved:{number}")]
+    assert "at most 24 policies" in refuses(*FAST, *policies, "-o", "s.parquet", "--plot", "s.png")

@@ -27,6 +27,7 @@ def machines(draw: st.DrawFn) -> Machine:
         d2h_pageable_bytes_per_s=draw(spread(1e9, 20e9)),
         host_memory_bytes_per_s=draw(spread(10e9, 500e9)),
         cpu_update_params_per_s=draw(spread(0.1e9, 20e9)),
+        cpu_remainder_ratio=draw(st.sampled_from([None, 0.6, 1.3])),
         cpu_cast_params_per_s=draw(spread(1e9, 40e9)),
         gpu_update_params_per_s=draw(spread(1e9, 100e9)),
         gpu_cast_params_per_s=draw(spread(1e9, 100e9)),
@@ -34,6 +35,12 @@ def machines(draw: st.DrawFn) -> Machine:
         step_overhead_s=draw(st.sampled_from([0.0, 0.01, 0.2])),
         operation_s=draw(st.sampled_from([None, 0.0, 1e-4, 1e-2])),
     )
+
+
+def cpu_rate(workload: Workload, machine: Machine) -> float:
+    """Return the parameters updated on the CPU per second."""
+    ratio = 1.0 if workload.master == "fp32" else machine.cpu_remainder_ratio or 28 / 26
+    return (machine.cpu_update_params_per_s or 0.0) * ratio
 
 
 @st.composite

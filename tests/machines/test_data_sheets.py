@@ -43,7 +43,7 @@ def test_data_sheet_machine__has_every_rate_with_its_uncertainty_and_its_source(
     # All of the rank's part of host memory may be pinned.
     # Neither is on a data sheet; both have a default.
     unknown = {key for key in RATES if getattr(machine, key) is None}
-    assert unknown == {"pinned_memory_bytes", "cpu_out_of_place_share"}
+    assert unknown == {"pinned_memory_bytes", "cpu_out_of_place_share", "cpu_remainder_ratio"}
     rates = {key for key in RATES if key.endswith("_per_s") or key in ("step_overhead_s", "operation_s")}
     assert set(uncertainty_of(machine)) == rates
     assert all(1 < factor <= 3 for factor in uncertainty_of(machine).values())

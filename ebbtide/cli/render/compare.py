@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from ebbtide.cli.render.tables import print_table
-from ebbtide.units import bytes_text, count_text, ms_text, rate_text
+from ebbtide.interleave.model.plan import RESOURCES
+from ebbtide.interleave.policies.storage import storage_summary
+from ebbtide.units import bytes_unit, count_text, ms_text, rate_text
 
 if TYPE_CHECKING:
     from ebbtide.interleave.experiments.compare.results import ComparedPolicy, Comparison, Pair
@@ -58,10 +60,18 @@ def _print_policies(comparison: Comparison) -> None:
         [row for result in comparison.results for row in _time_rows(result)],
     )
     print_table(
-        "Busy shares of the update and peak device memory, measured / predicted",
-        ["policy", "cpu", "gpu", "h2d", "d2h", "device memory", "final loss", "losses"],
-        [_resource_row(result) for result in comparison.results],
+        "Memory, storage read and written in an iteration, measured / predicted, and results",
+        ["policy", "device memory", "host memory", "storage read", "storage written", "exact", "final loss", "losses"],
+        [_memory_row(result) for result in comparison.results],
     )
+    print_table(
+        "Busy shares of the update, measured / predicted",
+        ["policy", *RESOURCES],
+        [[result.policy, *map(_shares_text, result.busy.values())] for result in comparison.results],
+    )
+    for result in comparison.results:
+        if result.measured.plan.stored:
+            typer.echo(f"{result.policy}: {storage_summary(result.measured.plan, result.measured.workload)}")
     for result in comparison.results:
         if result.counted < counted:
             typer.echo(
@@ -75,11 +85,18 @@ def _time_rows(result: ComparedPolicy) -> Iterator[list[str]]:
         yield ["" if number else result.policy, phase, ms_text(pair.measured), ms_text(pair.predicted), ratio]
 
 
-def _resource_row(result: ComparedPolicy) -> list[str]:
-    peak = result.peak_device_bytes
-    memory = f"{bytes_text(peak.measured)} / {bytes_text(peak.predicted)}"
-    equal = "equal" if result.losses_equal else "DIFFER"
-    return [result.policy, *map(_shares_text, result.busy.values()), memory, _loss_text(result.losses[-1]), equal]
+def _memory_row(result: ComparedPolicy) -> list[str]:
+    memory = result.memory
+    pairs = (memory.device, memory.host, memory.storage_read, memory.storage_written)
+    results = ["yes" if result.is_exact else "no", _loss_text(result.losses[-1])]
+    return [result.policy, *map(_bytes_text, pairs), *results, "equal" if result.losses_equal else "DIFFER"]
+
+
+def _bytes_text(pair: Pair) -> str:
+    if not pair.measured and not pair.predicted:
+        return "0"
+    unit_bytes, unit = bytes_unit(max(pair.measured, pair.predicted))
+    return f"{pair.measured / unit_bytes:,.2f} / {pair.predicted / unit_bytes:,.2f} {unit}"
 
 
 def _shares_text(pair: Pair) -> str:

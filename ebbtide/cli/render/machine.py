@@ -26,6 +26,10 @@ def _share_text(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f} % of the rate in place"
 
 
+def _ratio_text(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{100 * ratio:.0f} % of the rate with fp32 masters"
+
+
 # Key in a machine file -> (label, function that formats the value).
 _RATES: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "gpu_memory_bytes": ("GPU memory", bytes_text),
@@ -38,6 +42,7 @@ _RATES: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "d2h_pageable_bytes_per_s": ("d2h, pageable", rate_text),
     "cpu_update_params_per_s": ("update on the CPU", _params_rate_text),
     "cpu_out_of_place_share": ("update on the CPU, out of place", _share_text),
+    "cpu_remainder_ratio": ("update on the CPU, masters as remainders", _ratio_text),
     "cpu_cast_params_per_s": ("cast on the CPU", _params_rate_text),
     "cpu_norm_params_per_s": ("norm of gradients on the CPU", _params_rate_text),
     "gpu_update_params_per_s": ("update on the GPU", _params_rate_text),

@@ -56,6 +56,7 @@ def print_replay(replayed: Replay, baseline: str) -> None:
         if result.note:
             typer.echo(f"{result.policy} is not exact: {result.note}")
     _print_speculation(replayed)
+    _print_remainders(replayed)
     _print_storage(replayed)
     for name, reason in replayed.skipped.items():
         typer.echo(f"left out: {name} ({reason})")
@@ -71,6 +72,15 @@ def _print_speculation(replayed: Replay) -> None:
         origin = "measured" if replayed.machine.cpu_out_of_place_share is not None else "assumed, not measured here"
         rate = f"; they run at {replayed.machine.out_of_place_share:.3g} of the CPU's rate ({origin})"
     typer.echo(f"speculative updates: {clipped}{rate}")
+
+
+def _print_remainders(replayed: Replay) -> None:
+    """Print at which rate masters as remainders are updated, if the workload has them."""
+    if replayed.workload.master != "remainder":
+        return
+    origin = "measured" if replayed.machine.cpu_remainder_ratio is not None else "by bytes, not measured here"
+    ratio = f"{replayed.machine.remainder_ratio:.3g} times the CPU's rate with fp32 masters"
+    typer.echo(f"masters as remainders: updates on the CPU run at {ratio} ({origin})")
 
 
 def _print_storage(replayed: Replay) -> None:

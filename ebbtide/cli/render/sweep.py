@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -16,6 +16,9 @@ from ebbtide.units import bytes_text, count_text, ms_text
 
 if TYPE_CHECKING:
     from ebbtide.interleave.experiments.sweep import BestPolicy, Row
+
+_BYTES = ("device memory", "host memory", "storage traffic")
+_FITS = {True: "yes", False: "no", None: "not known"}
 
 
 @contextmanager
@@ -47,7 +50,9 @@ def sweep_progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def print_sweep(rows: list[Row], output: Path, as_json: bool) -> None:
-    """Print the best policy of each workload, machine and scenario; on stderr the path of the table.
+    """Print the best policy of each workload, machine and scenario, and all rows of a small sweep.
+
+    The path of the table is printed on stderr.
 
     With `as_json` one JSON object is printed instead, which contains the path.
     """
@@ -65,23 +70,61 @@ def print_sweep(rows: list[Row], output: Path, as_json: bool) -> None:
         }
         typer.echo(json.dumps(summary))
         return
-    columns = ["best policy", "iteration", "speed-up", "above the bound", "fits"]
-    table_rows = [_figures(item) for item in best]
     scenarios = _scenario_columns(best)
     # Columns with the same value in every row become one line above the table.
     constant = [name for name, values in scenarios.items() if len(set(values)) == 1]
     if constant:
         typer.echo(", ".join(f"{name}: {scenarios[name][0]}" for name in constant))
-    for name in reversed([name for name in scenarios if name not in constant]):
-        columns.insert(0, name)
-        table_rows = [[value, *table_row] for value, table_row in zip(scenarios[name], table_rows, strict=True)]
-    title = f"The best policy that fits (speed-up over {BASELINE} with the same subgroups)"
-    print_table(title, columns, table_rows[:MAX_ROWS])
+    names = [name for name in scenarios if name not in constant]
+    # A second table has the bytes of every row, if there are few.
+    has_rows = len(best) < len(rows) <= MAX_ROWS
+    figures = [_figures(item, with_bytes=not has_rows) for item in best]
+    print_table(
+        f"The best policy that fits (speed-up over {BASELINE} with the same subgroups)",
+        [*names, "best policy", "iteration", "speed-up", "above the bound", "fits", *(() if has_rows else _BYTES)],
+        [[*(scenarios[name][number] for name in names), *row] for number, row in enumerate(figures)][:MAX_ROWS],
+    )
     if len(best) > MAX_ROWS:
         typer.echo(f"{len(best) - MAX_ROWS} more in {output}")
+    if has_rows:
+        _print_rows(rows)
     if errors:
         typer.echo(f"{len(errors)} of {len(rows)} combinations cannot be replayed; the first: {errors[0]}")
     typer.echo(f"ebbtide: {output}", err=True)
+
+
+def _print_rows(rows: list[Row]) -> None:
+    """Print the iteration, memory and traffic of storage of every combination."""
+    keys = {"workload": "workload", "machine": "machine", "scale_params": "parameters"}
+    keys |= {"free_bytes": "always free", "subgroup_params": "subgroup"}
+    texts: dict[str, Callable[[Any], str]] = {
+        "scale_params": lambda value: f"{value:g} x",
+        "free_bytes": bytes_text,
+        "subgroup_params": count_text,
+    }
+    swept = [key for key in keys if len({row[key] for row in rows}) > 1]
+    table_rows: list[list[str]] = []
+    before: list[str] = []
+    for row in rows:
+        scenario = [texts.get(key, str)(row[key]) for key in swept]
+        # Each scenario is named once.
+        shown = [""] * len(swept) if scenario == before else scenario
+        figures = ["cannot be replayed", *["-"] * 5] if row["error"] else _row_figures(row)
+        table_rows.append([*shown, row["policy"], *figures])
+        before = scenario
+    print_table(
+        "All combinations", [*(keys[key] for key in swept), "policy", "iteration", *_BYTES, "fits", "exact"], table_rows
+    )
+
+
+def _row_figures(row: Row) -> list[str]:
+    return [ms_text(row["iteration_ms"]), *_bytes_texts(row), _FITS[row["fits"]], "yes" if row["exact"] else "no"]
+
+
+def _bytes_texts(row: Row) -> list[str]:
+    """Return device memory, host memory, and the traffic of storage."""
+    sizes = (row["peak_device_bytes"], row["host_bytes"], row["storage_read_bytes"] + row["storage_written_bytes"])
+    return [bytes_text(size) for size in sizes]
 
 
 def _scenario_columns(best: list[BestPolicy]) -> dict[str, list[str]]:
@@ -95,14 +138,15 @@ def _scenario_columns(best: list[BestPolicy]) -> dict[str, list[str]]:
     }
 
 
-def _figures(best: BestPolicy) -> list[str]:
+def _figures(best: BestPolicy, with_bytes: bool) -> list[str]:
     row = best.row
     if row is None:
-        return ["none fits", "-", "-", "-", "-"]
+        return ["none fits", *["-"] * (4 + len(_BYTES) * with_bytes)]
     return [
         row["policy"] if row["exact"] else f"{row['policy']} (not exact)",
         ms_text(row["iteration_ms"]),
         "-" if best.speed_up is None else f"{best.speed_up:.2f}x",
         "-" if best.above_bound is None else f"{100 * best.above_bound:.1f} %",
-        "yes" if row["fits"] else "not known",
+        _FITS[row["fits"]],
+        *(_bytes_texts(row) if with_bytes else []),
     ]

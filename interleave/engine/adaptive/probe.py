@@ -27,7 +27,12 @@ _ROUNDS = 3
 
 
 def probe(
-    device: Device, kernel: CpuKernel, params: int, device_bytes: float | None, out_of_place: bool = False
+    device: Device,
+    kernel: CpuKernel,
+    params: int,
+    device_bytes: float | None,
+    out_of_place: bool = False,
+    remainder: bool = False,
 ) -> Machine:
     """Measure the rates of a device and the CPU.
 
@@ -37,6 +42,8 @@ def probe(
         params: Number of parameters of the job. At most this many, and at most some million, are measured.
         device_bytes: Device memory that the measurement may use, in bytes; None for no limit.
         out_of_place: Whether to also measure `cpu_out_of_place_share`, which only speculative updates depend on.
+
+        remainder: Whether to also measure `cpu_remainder_ratio`, which only masters as remainders depend on.
 
     Returns:
         The rates. `host_memory_bytes_per_s` is the traffic of updates and copies that run at once, or twice the traffic
@@ -60,6 +67,9 @@ def probe(
     def update_beside(new_state: torch.Tensor) -> Callable[[], None]:
         return lambda: kernel.update_beside(half, state, new_state, out, [(0, params, scalars)])
 
+    def update_remainders(remainders: torch.Tensor) -> Callable[[], None]:
+        return lambda: kernel.update(half, remainders, state[1], state[2], out, scalars)
+
     def copy(direction: Direction) -> Callable[[], None]:
         h2d = direction == "h2d"
         pair = (host_states[0], device_states[0]) if h2d else (device_states[1], host_states[1])
@@ -75,6 +85,8 @@ def probe(
         copy_now(device, "h2d", [(half, device_grad)])
         cpu_s = _min_seconds(update_on_cpu)
         share = cpu_s / _min_seconds(update_beside(_host_state(params))) if out_of_place else None
+        remainders = torch.zeros(params, dtype=torch.int16, device="cpu")
+        ratio = cpu_s / _min_seconds(update_remainders(remainders)) if remainder else None
         h2d_s, d2h_s = _min_seconds(copy("h2d")), _min_seconds(copy("d2h"))
         gpu_s = _min_seconds(update_on_gpu)
         together_s = _min_seconds(lambda: _run_at_once(update_on_cpu, copy("h2d"), copy("d2h")))
@@ -96,6 +108,7 @@ def probe(
         cpu_update_params_per_s=params / cpu_s,
         cpu_cast_params_per_s=2 * params / cpu_s,
         cpu_out_of_place_share=None if share is None else min(1.0, share),
+        cpu_remainder_ratio=ratio,
         gpu_update_params_per_s=params / gpu_s,
         step_overhead_s=0.0,
     )

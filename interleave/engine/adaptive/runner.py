@@ -195,7 +195,9 @@ class AdaptiveRunner:
         elif self._machine is None and self._needs_rates:
             budget = self._budget if self._budget is not None else self.device.free_bytes()
             speculates = self._supported.backward
-            machine = probe(self.device, self.kernel, total_params, min_budget(budget), speculates)
+            machine = probe(
+                self.device, self.kernel, total_params, min_budget(budget), speculates, remainder=has_remainders
+            )
         else:
             machine = self._machine or Machine(name="unknown")
         if self._planner is None:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -21,7 +22,7 @@ from ebbtide.interleave.engine.runtime.storage.stored_states import StoredStates
 from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.engine.runtime.trace_recording import record_operations, reserve_rows
 from ebbtide.interleave.model.plan import BACKWARD, STEP, UPDATE, WRITES_PARAMETERS, Plan
-from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.model.schedule import MeasuredBytes, Schedule
 from ebbtide.interleave.model.workload import Workload
 
 # The latest point that the gradients can report: the backward is over only when the job calls step.
@@ -76,6 +77,8 @@ class Engine:
         self._clock = StepClock()
         # Of the last step, for the trace that is recorded.
         self._row_numbers: list[int] = []
+        # Bytes read from and written to storage before this iteration.
+        self._storage_before = (0, 0)
         # Late operations that write the parameters of each subgroup.
         self._late_writes: list[list[int]] = []
         # Parameters whose gradients were offloaded in this iteration, before the step.
@@ -280,7 +283,8 @@ class Engine:
             self._offloaded_params.clear()
             returned_s, self._clock.returned_s = self._clock.returned_s, None
         record_operations(run, self._row_numbers)
-        self.last_schedule = self._clock.end_step(run, self._workload, returned_s)
+        schedule = self._clock.end_step(run, self._workload, returned_s)
+        self.last_schedule = replace(schedule, measured=self._measured_bytes())
         self._begin(returned_s)
         return self.last_schedule
 
@@ -289,6 +293,12 @@ class Engine:
         self._executor.close()
         self.store.inputs = StepInputs([])
         self.store.release()
+
+    def _measured_bytes(self) -> MeasuredBytes:
+        (read, written), (read_before, written_before) = self.store.states.storage_bytes, self._storage_before
+        return MeasuredBytes(
+            self.device.used_bytes, self.store.host_bytes, read - read_before, written - written_before
+        )
 
     def _begin(self, begin_s: float | None = None) -> None:
         """Begin an iteration. begin_s: when it began, on the clock of time.perf_counter; None: now."""
@@ -311,6 +321,7 @@ class Engine:
         for index, op in enumerate(self._plan.ops):
             if op.kind in _STEP_KINDS or (op.kind == "write" and op.subgroup in speculated):
                 inputs[index] = _ASSUMED_SCALARS if op.speculative else _SCALARS
+        self._storage_before = self.store.states.storage_bytes
         self._executor.begin(self._plan, inputs, begin_s)
         self._executor.advance_to(0.0)
         self._is_running = True

@@ -65,6 +65,11 @@ class SubgroupStates:
         nbytes: int = buffers + sum(state.nbytes for state in (*own, *self._spares.values()))
         return nbytes
 
+    @property
+    def storage_bytes(self) -> tuple[int, int]:
+        """Bytes read from and written to storage so far."""
+        return (0, 0) if self._stored is None else (self._stored.read_bytes, self._stored.written_bytes)
+
     def read(self, subgroup: int) -> torch.Tensor:
         """Return the state of a subgroup, on the host. The caller must not write to it."""
         if subgroup not in self._on_device:
@@ -100,7 +105,7 @@ class SubgroupStates:
             copy_now(self._device, "h2d", [(master, self.rows(subgroup, self._on_device[subgroup])[MASTER])])
         elif self._stored is not None and self.is_stored(subgroup):
             state = self.read(subgroup)
-            state[MASTER] = master
+            self.rows(subgroup, state)[MASTER].copy_(master)
             # Also where the state is in a buffer: it may be read again.
             self._stored.write(subgroup, state)
 

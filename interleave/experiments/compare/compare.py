@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 from ebbtide import host_limits
@@ -17,6 +18,7 @@ from ebbtide.interleave.experiments.compare.results import (
     Comparison,
     Pair,
     busy_shares,
+    bytes_in_use,
     finite_losses,
     median_schedule,
     phase_times,
@@ -29,7 +31,7 @@ from ebbtide.interleave.experiments.compare.runs import (
     overlap_of,
     run_policy,
 )
-from ebbtide.interleave.experiments.compare.testbed import Testbed, find_testbed
+from ebbtide.interleave.experiments.compare.testbed import StorageFolders, Testbed, find_testbed
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.policies import refuse_simulation_only
 from ebbtide.interleave.simulation.simulator import simulate
@@ -66,6 +68,9 @@ class CompareConfig:
         waits: Times that forward and backward wait in addition to their arithmetic; None for the default.
         baselines: Names in BASELINES of other optimizers to measure.
         seed: Seed of weights and tokens.
+        storage: Folders for state that host memory does not hold; empty for none.
+        host_bytes: With storage: bytes of host memory for state and buffers; None for what gradients, parameters, half
+            of the state and three subgroups need.
     """
 
     policies: Sequence[str] | None = None
@@ -78,6 +83,8 @@ class CompareConfig:
     waits: PhaseWaits | None = None
     baselines: Sequence[str] = ()
     seed: int = 0
+    storage: Sequence[Path] = ()
+    host_bytes: float | None = None
 
 
 def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None) -> Comparison:
@@ -89,7 +96,7 @@ def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None)
     policies = list(dict.fromkeys(config.policies or POLICIES))
     shape = _checked_shape(config, policies)
     subgroup_params = config.subgroup_params or -(-shape.params // _SUBGROUPS)
-    budget = config.memory_budget or STATE_BYTES * (shape.params / 2 + _EXTRA_SUBGROUPS * subgroup_params)
+    budget = config.memory_budget or _part_of_state(shape, subgroup_params)
     total = config.iterations * (len(policies) + len(config.baselines))
     done = 0
 
@@ -102,7 +109,8 @@ def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None)
         return TrainingRun(shape, config.seed, config.iterations, subgroup_params, on_iteration, waits, streamed)
 
     progress("measuring this machine", 0, total)
-    testbed = find_testbed(shape.params, budget, config.link_bytes_per_s, config.machine)
+    limits = _storage_limits(config, shape, subgroup_params)
+    testbed = find_testbed(shape.params, budget, config.link_bytes_per_s, config.machine, limits)
     waits = _waits(config, policies, testbed, shape)
     streamed = any(map(needs_streamed, policies))
     runs: list[PolicyRun] = []
@@ -126,6 +134,25 @@ def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None)
         raise UserError("no policy can run here: " + "; ".join(f"{text}: {reason}" for text, reason in skipped.items()))
     results = _results(runs, testbed.machine)
     return Comparison(testbed, shape, subgroup_params, config.iterations, _WARMUP, results, baselines, skipped)
+
+
+def _part_of_state(shape: Shape, subgroup_params: int) -> float:
+    """Return the bytes of half of the state and some subgroups, for a memory that holds a part of the state."""
+    return STATE_BYTES * (shape.params / 2 + _EXTRA_SUBGROUPS * subgroup_params)
+
+
+def _storage_limits(config: CompareConfig, shape: Shape, subgroup_params: int) -> StorageFolders | None:
+    """Return the folders and the host memory of a comparison with storage, None of one without.
+
+    Raises:
+        UserError: Host memory was given, and no folder.
+    """
+    if not config.storage:
+        if config.host_bytes is not None:
+            raise UserError("--host-free-bytes is for runs with storage: add --storage FOLDER")
+        return None
+    buffers = (PARAM_BYTES + GRAD_BYTES) * shape.params
+    return StorageFolders(tuple(config.storage), config.host_bytes or buffers + _part_of_state(shape, subgroup_params))
 
 
 def _waits(config: CompareConfig, policies: Sequence[str], testbed: Testbed, shape: Shape) -> PhaseWaits:
@@ -184,6 +211,7 @@ def _results(runs: Sequence[PolicyRun], machine: Machine) -> list[ComparedPolicy
                 times=phase_times(measured, predicted),
                 busy=busy_shares(measured, predicted),
                 peak_device_bytes=Pair(max(s.peak_device_bytes for s in measured), predicted.peak_device_bytes),
+                memory=bytes_in_use(measured, predicted),
                 losses=finite_losses(run.losses),
                 losses_equal=_bits(run.losses) == _bits(runs[0].losses),
                 measured=median_schedule(measured),

@@ -1,4 +1,4 @@
-"""Draws measured and predicted schedules: each operation on the lane of its resource."""
+"""Draws a comparison: the figures of each policy, and below them each operation on the lane of its resource."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch, Rectangle
 
 from ebbtide.analysis.plot import PHASE_COLORS
 from ebbtide.interleave.experiments.compare.results import ComparedPolicy, Comparison
-from ebbtide.interleave.model.plan import RESOURCES
+from ebbtide.interleave.experiments.compare.summary_picture import POLICY_HEIGHT, draw_summary
 from ebbtide.interleave.model.schedule import Schedule
-from ebbtide.interleave.replay.schedule_picture import OPERATION_EDGE, OPERATION_LOOKS
+from ebbtide.interleave.replay.schedule_picture import OPERATION_EDGE, OPERATION_LOOKS, resource_lanes
 
 matplotlib.use("Agg")
 
 _HALVES = ("measured", "predicted")
-# Lanes of a half, and the distance between the two halves in lanes.
-_LANES = len(RESOURCES)
+# The distance between the two halves in lanes, and heights in inches: a lane, and what else a policy has.
 _HALF_DISTANCE = 0.6
+_LANE_HEIGHT, _TITLE_HEIGHT = 0.16, 0.47
 _END: dict[str, Any] = {"color": "#222222", "lw": 1.1, "ls": (0, (4, 2))}
 _FONT = 8
 # Phases beside the update are shaded behind the lanes.
@@ -33,37 +33,49 @@ _SHADE_NAMES = {"backward": "backward before it", "forward": "next forward"}
 
 
 def draw_comparison(comparison: Comparison) -> Figure:
-    """Draw the lanes of the four resources for each policy, measured above predicted.
+    """Draw the figures of each policy, measured and predicted, and below them the lanes of its resources.
 
-    The axis is the time in ms from the start of the update; earlier operations are left of 0, and those that end in the
-    next iteration right of the end of the update. Backward and next forward are shaded. All policies have the same
-    scale.
+    Figures are the median iteration by phase, device and host memory, and the traffic of storage. The axis of the lanes
+    is the time in ms from the start of the update; earlier operations are left of 0, and those that end in the next
+    iteration right of the end of the update. Backward and next forward are shaded. All policies have the same scale.
     """
     results = comparison.results
-    figure = Figure(figsize=(9.5, 1.3 + 1.75 * len(results)), layout="constrained", dpi=130)
+    lanes = [resource_lanes(result.measured) for result in results]
+    heights = [_TITLE_HEIGHT + _LANE_HEIGHT * (2 * len(names) + _HALF_DISTANCE) for names in lanes]
+    parts = (0.95 + POLICY_HEIGHT * len(results), 0.95 + sum(heights))
+    figure = Figure(figsize=(12.0, 0.35 + sum(parts)), layout="constrained", dpi=130)
     figure.set_label("ebbtide: policies, measured and predicted")
-    rows = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, result in zip(rows, results, strict=True):
-        _draw(axes, result)
-    schedules = [schedule for result in results for schedule in (result.measured, result.predicted)]
-    first = min(min((start for _, start in operation_starts_ms(schedule)), default=0.0) for schedule in schedules)
-    last = max(map(_last_ms, schedules))
-    left, right = min(first, 0.0) - 0.02 * last, 1.01 * last
-    for axes, result in zip(rows, results, strict=True):
-        _shade_phases(axes, result, left, right)
-    rows[-1].set_xlim(left, right)
-    rows[-1].set_xlabel("time from the start of the update (ms)")
+    top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=parts)[:, 0]
+    draw_summary(top, results)
+    _draw_schedules(bottom, results, lanes, heights)
     testbed = comparison.testbed
     device = "an emulated device: these times say nothing about a GPU" if testbed.emulated else testbed.name
+    losses = "losses equal bit for bit" if comparison.losses_equal else "LOSSES DIFFER"
     figure.suptitle(
-        f"{comparison.shape.params / 1e6:,.3g} M parameters on {device}",
+        f"{comparison.shape.params / 1e6:,.3g} M parameters on {device}; {losses}",
         x=0.01,
         ha="left",
         fontsize=10.5,
         parse_math=False,
     )
-    figure.legend(handles=_legend(schedules), loc="outside lower center", ncols=6, frameon=False, fontsize=_FONT)
     return figure
+
+
+def _draw_schedules(
+    figure: SubFigure, results: Sequence[ComparedPolicy], lanes: Sequence[Sequence[str]], heights: Sequence[float]
+) -> None:
+    rows = figure.subplots(len(results), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, result, names in zip(rows, results, lanes, strict=True):
+        _draw(axes, result, names)
+    schedules = [schedule for result in results for schedule in (result.measured, result.predicted)]
+    first = min(min((start for _, start in operation_starts_ms(schedule)), default=0.0) for schedule in schedules)
+    last = max(map(_last_ms, schedules))
+    left, right = min(first, 0.0) - 0.02 * last, 1.01 * last
+    for axes, result, names in zip(rows, results, lanes, strict=True):
+        _shade_phases(axes, result, len(names), left, right)
+    rows[-1].set_xlim(left, right)
+    rows[-1].set_xlabel("time from the start of the update (ms)")
+    figure.legend(handles=_legend(schedules), loc="outside lower left", ncols=7, frameon=False, fontsize=_FONT)
 
 
 def operation_starts_ms(schedule: Schedule) -> list[tuple[int, float]]:
@@ -78,10 +90,10 @@ def _last_ms(schedule: Schedule) -> float:
     return 1e3 * (max(schedule.iteration_s, *schedule.ends) - schedule.iteration_s + schedule.update_s)
 
 
-def _shade_phases(axes: Axes, result: ComparedPolicy, left: float, right: float) -> None:
+def _shade_phases(axes: Axes, result: ComparedPolicy, lanes: int, left: float, right: float) -> None:
     """Shade backward and next forward of each half, as far as they are within the axis."""
     for half, schedule in enumerate((result.measured, result.predicted)):
-        top = half * (_LANES + _HALF_DISTANCE) - 0.5
+        top = half * (lanes + _HALF_DISTANCE) - 0.5
         update, forward, backward = (
             1e3 * seconds for seconds in (schedule.update_s, schedule.forward_s, schedule.backward_s)
         )
@@ -89,29 +101,30 @@ def _shade_phases(axes: Axes, result: ComparedPolicy, left: float, right: float)
         spans = {"backward": (max(left, -backward), 0.0), "forward": (update, min(right, update + forward))}
         for phase, (begin, end) in spans.items():
             if end > begin:
-                axes.add_patch(Rectangle((begin, top), end - begin, _LANES, zorder=0, lw=0, **_SHADES[phase]))
+                axes.add_patch(Rectangle((begin, top), end - begin, lanes, zorder=0, lw=0, **_SHADES[phase]))
 
 
-def _draw(axes: Axes, result: ComparedPolicy) -> None:
+def _draw(axes: Axes, result: ComparedPolicy, lanes: Sequence[str]) -> None:
+    count = len(lanes)
     ticks: list[float] = []
     names: list[str] = []
     for half, schedule in enumerate((result.measured, result.predicted)):
-        top = half * (_LANES + _HALF_DISTANCE)
+        top = half * (count + _HALF_DISTANCE)
         for index, start in operation_starts_ms(schedule):
             op = schedule.plan.ops[index]
             length = 1e3 * (schedule.ends[index] - schedule.starts[index])
-            lane = top + RESOURCES.index(op.resource)
+            lane = top + lanes.index(op.lane)
             axes.broken_barh([(start, length)], (lane - 0.42, 0.84), **OPERATION_LOOKS[op.kind], **OPERATION_EDGE)
-        axes.vlines(1e3 * schedule.update_s, top - 0.5, top + _LANES - 0.5, **_END)
-        ticks += [top + lane for lane in range(_LANES)]
-        names += RESOURCES
+        axes.vlines(1e3 * schedule.update_s, top - 0.5, top + count - 0.5, **_END)
+        ticks += [top + lane for lane in range(count)]
+        names += [lane.replace("_", " ") for lane in lanes]
         axes.text(
-            -0.075, top + (_LANES - 1) / 2, _HALVES[half], rotation=90, ha="center", va="center", fontsize=_FONT,
+            -0.085, top + (count - 1) / 2, _HALVES[half], rotation=90, ha="center", va="center", fontsize=_FONT,
             transform=axes.get_yaxis_transform(),
         )  # fmt: skip
     axes.axvline(0.0, color="#999999", lw=0.8)
     axes.set_yticks(ticks, names, fontsize=_FONT - 1)
-    axes.set_ylim(2 * _LANES + _HALF_DISTANCE - 0.5, -0.5)
+    axes.set_ylim(2 * count + _HALF_DISTANCE - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_title(_title(result), loc="left", fontsize=9, parse_math=False)

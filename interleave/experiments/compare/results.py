@@ -32,6 +32,33 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class ComparedBytes:
+    """Bytes that the engine has counted, and those of the plan.
+
+    Attributes:
+        device: Device memory of state and its buffers.
+        host: Host memory of state, its buffers and those of copies.
+        storage_read: Bytes read from storage in an iteration.
+        storage_written: Bytes written to storage in an iteration.
+    """
+
+    device: Pair
+    host: Pair
+    storage_read: Pair
+    storage_written: Pair
+
+    @property
+    def storage(self) -> Pair:
+        """Bytes read from and written to storage in an iteration."""
+        read, written = self.storage_read, self.storage_written
+        return Pair(read.measured + written.measured, read.predicted + written.predicted)
+
+    def as_json(self) -> dict[str, Any]:
+        names = ("device", "host", "storage_read", "storage_written")
+        return {f"{name}_bytes": getattr(self, name).as_json() for name in names}
+
+
+@dataclass(frozen=True)
 class ComparedPolicy:
     """The measured and predicted figures of one policy.
 
@@ -40,7 +67,9 @@ class ComparedPolicy:
         counted: Number of iterations that medians are over.
         times: Median in ms of the iteration, of each phase, and of what the optimizer adds to the iteration: `exposed`.
         busy: Busy share of each resource during the update.
-        peak_device_bytes: Peak of the device memory of the plan.
+        peak_device_bytes: Peak of the device memory of the plan, at the measured or predicted times of its operations.
+        memory: Device memory and host memory that the optimizer holds, and bytes read from and written to storage in an
+            iteration, as the engine has counted them and as the plan needs them: see `ComparedBytes`.
         losses: Loss of every iteration; None for one that is not finite.
         losses_equal: Whether all losses equal those of the first policy, bit for bit.
         measured: Schedule of the iteration with the median update time.
@@ -52,10 +81,16 @@ class ComparedPolicy:
     times: dict[str, Pair]
     busy: dict[str, Pair]
     peak_device_bytes: Pair
+    memory: ComparedBytes
     losses: list[float | None]
     losses_equal: bool
     measured: Schedule
     predicted: Schedule
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the plan is exact, and the losses show it."""
+        return self.losses_equal and self.measured.plan.is_exact
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -64,6 +99,9 @@ class ComparedPolicy:
             **{f"{phase}_ms": pair.as_json() for phase, pair in self.times.items()},
             "busy": {resource: pair.as_json() for resource, pair in self.busy.items()},
             "peak_device_bytes": self.peak_device_bytes.as_json(),
+            **self.memory.as_json(),
+            "stored_subgroups": len(self.measured.plan.stored),
+            "exact": self.is_exact,
             "final_loss": self.losses[-1],
             "losses_equal": self.losses_equal,
             "losses": self.losses,
@@ -143,6 +181,17 @@ def busy_shares(measured: Sequence[Schedule], predicted: Schedule) -> dict[str, 
     """Return the median busy share of each resource during the update."""
     shares, expected = [schedule.busy_shares() for schedule in measured], predicted.busy_shares()
     return {resource: Pair(median(share[resource] for share in shares), expected[resource]) for resource in RESOURCES}
+
+
+def bytes_in_use(measured: Sequence[Schedule], predicted: Schedule) -> ComparedBytes:
+    """Return the largest memory of all iterations and the median bytes of storage, beside those of the plan."""
+    counts = [schedule.measured for schedule in measured if schedule.measured is not None]
+    return ComparedBytes(
+        Pair(max(count.device for count in counts), predicted.peak_device_bytes),
+        Pair(max(count.host for count in counts), predicted.host_bytes()),
+        Pair(median(count.storage_read for count in counts), predicted.moved_bytes("storage_read")),
+        Pair(median(count.storage_written for count in counts), predicted.moved_bytes("storage_write")),
+    )
 
 
 def median_schedule(measured: Sequence[Schedule]) -> Schedule:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from ebbtide.errors import UserError
+from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from ebbtide.interleave.experiments.compare.job import Job, PhaseWaits, Shape
 from ebbtide.interleave.experiments.compare.testbed import Testbed
@@ -106,6 +107,8 @@ def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRu
             threads=testbed.threads,
             gradients="streamed" if training.streamed else "kept",
             model=None if overlap_of(policy) == "none" else job.model,
+            storage=testbed.storage or None,
+            host_memory_budget=testbed.machine.host_memory_bytes if testbed.storage else None,
         )
     except UserError as error:
         raise CannotRun(str(error)) from error
@@ -122,8 +125,11 @@ def run_policy(policy: str, training: TrainingRun, testbed: Testbed) -> PolicyRu
         add_schedule()
 
     with closing(optimizer):
-        losses = train(job, optimizer, training, add_step)
-        optimizer.synchronize()
+        try:
+            losses = train(job, optimizer, training, add_step)
+            optimizer.synchronize()
+        except EngineError as error:
+            raise CannotRun(str(error)) from error
         add_schedule()
     if len(schedules) < len(times):
         raise CannotRun("the device ran out of memory during a step, which was finished without the plan")

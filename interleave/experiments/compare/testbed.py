@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +17,7 @@ from ebbtide.interleave.calibrate.run import calibrate
 from ebbtide.interleave.calibrate.timing import measure_time
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES
+from ebbtide.interleave.engine.runtime.storage.options import StorageOptions
 from ebbtide.machines.machine import Machine, machine_from
 
 # Slow enough to leave the cores to the updates, which share them with the emulated device.
@@ -45,6 +48,8 @@ class Testbed:
         memory_budget: Bytes of device memory for optimizer state.
         link_bytes_per_s: Rate of an emulated link per direction; None for a GPU.
         threads: CPU threads of updates; None for the default of the kernel.
+        storage: Folders for state that host memory does not hold, the paths of the machine's storage; empty: none. The
+            host memory that there is for state and buffers is that of the machine.
     """
 
     device: torch.device
@@ -53,6 +58,7 @@ class Testbed:
     memory_budget: float
     link_bytes_per_s: float | None
     threads: int | None
+    storage: tuple[Path, ...] = ()
 
     @property
     def emulated(self) -> bool:
@@ -65,7 +71,20 @@ class Testbed:
         return EmulatedDevice(self.memory_budget, self.link_bytes_per_s, self.link_bytes_per_s, _GPU_PARAMS_PER_S)
 
 
-def find_testbed(params: int, memory_budget: float, link_bytes_per_s: float | None, machine: Machine | None) -> Testbed:
+class StorageFolders(NamedTuple):
+    """Folders for state that host memory does not hold, and the bytes of host memory for state and buffers."""
+
+    folders: tuple[Path, ...]
+    host_bytes: float
+
+
+def find_testbed(
+    params: int,
+    memory_budget: float,
+    link_bytes_per_s: float | None,
+    machine: Machine | None,
+    storage: StorageFolders | None = None,
+) -> Testbed:
     """Return the GPU of this machine, or an emulated device without a GPU or if a link rate is given.
 
     Args:
@@ -73,9 +92,11 @@ def find_testbed(params: int, memory_budget: float, link_bytes_per_s: float | No
         memory_budget: Bytes of device memory for optimizer state.
         link_bytes_per_s: Rate of the emulated link per direction; None for a GPU if there is one, else 1e9.
         machine: Rates to predict with; None to measure them. Link and GPU of an emulated device always have its rates.
+        storage: Where state goes that host memory does not hold. Folders that the machine does not know are measured.
 
     Raises:
         MachineError: The machine lacks a rate.
+        EngineError: A folder cannot be used.
     """
     if torch.cuda.is_available() and link_bytes_per_s is None:
         rates = machine or calibrate(Ranks(), _CALIBRATE_S, "this machine")
@@ -98,7 +119,10 @@ def find_testbed(params: int, memory_budget: float, link_bytes_per_s: float | No
         )
         testbed = Testbed(torch.device("cpu"), "emulated device", rates, memory_budget, link, threads)
     testbed.machine.need(_REQUIRED_RATES, "compare")
-    return testbed
+    if storage is None:
+        return testbed
+    measured = StorageOptions(storage.folders, storage.host_bytes).added_to(testbed.machine)
+    return replace(testbed, machine=measured, storage=storage.folders)
 
 
 def _measure_cpu(params: int, threads: int) -> Machine:

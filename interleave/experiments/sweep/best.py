@@ -48,6 +48,10 @@ class BestPolicy:
             "exposed_ms",
             "fits",
             "exact",
+            "peak_device_bytes",
+            "host_bytes",
+            "storage_read_bytes",
+            "storage_written_bytes",
         )
         return {
             "workload": self.workload,

@@ -12,7 +12,8 @@ from ebbtide.units import count_text
 
 _MAX_PANELS = 24
 _MAX_MACHINES = 6
-_MAX_POLICIES = 8
+# Bars have names, lines only styles to be told apart.
+_MAX_BARS, _MAX_LINES = 24, 8
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,10 @@ class Grid:
                 f"--plot would need {len(grid.panel_rows)} rows of {len(grid.machines)} panels, more than "
                 f"{_MAX_PANELS} in all or {_MAX_MACHINES} in a row: draw a smaller sweep, or leave --plot out"
             )
-        if len(grid.policies) > _MAX_POLICIES:
-            raise UserError(f"--plot shows at most {_MAX_POLICIES} policies: draw fewer, or leave --plot out")
+        most = _MAX_LINES if grid.axis else _MAX_BARS
+        if len(grid.policies) > most:
+            kind = "lines" if grid.axis else "bars"
+            raise UserError(f"--plot shows at most {most} policies as {kind}: draw fewer, or leave --plot out")
         return grid
 
     def points(self, panel_row: PanelRow, machine: str) -> dict[tuple[str, Any], Row]:

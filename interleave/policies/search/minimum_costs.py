@@ -32,7 +32,7 @@ class MinimumCosts:
         self._h2d_s = 1 / ((machine.h2d_bytes_per_s or 1.0) * (1 - workload.h2d_busy_share))
         self._d2h_s = 1 / ((machine.d2h_bytes_per_s or 1.0) * (1 - workload.d2h_busy_share))
         self._host_s = 1 / (machine.host_memory_bytes_per_s or INFINITE)
-        self._cpu_s = 1 / (machine.cpu_update_params_per_s or INFINITE)
+        self._cpu_s = 1 / (machine.cpu_update_rate(workload.master) or INFINITE)
         self._gpu_s = 1 / (machine.gpu_update_params_per_s or INFINITE)
         link_bytes_per_s = min(1 / self._h2d_s + 1 / self._d2h_s, machine.duplex_bytes_per_s or INFINITE)
         self.cpu_slows_copies = machine.gpu_update_params_per_s is not None and (

@@ -19,6 +19,7 @@ from ebbtide.interleave.calibrate.record import Record, Setup
 from ebbtide.interleave.calibrate.run import _slowest
 from ebbtide.interleave.calibrate.timing import Timing, measure_time
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from ebbtide.interleave.engine.numerics.reference import Hyper
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -117,6 +118,21 @@ def test_one_pass_adamw__makes_the_next_step_out_of_place() -> None:
     update()
     assert torch.equal(update.state, out_of_place)
     assert torch.equal(update.half, half)
+
+
+def test_one_pass_adamw__updates_remainders_of_its_parameters() -> None:
+    update = OnePassAdamW(1000, 1)
+    gradient, half, moments = update.gradient.clone(), update.half.clone(), update.state[1:].clone()
+    lowest = torch.zeros(1000, dtype=torch.int16)
+    kernel = CpuKernel(1)
+    hyper = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
+    for step in (1, 2):
+        update.update_remainders()
+        kernel.update(gradient, lowest, moments[0], moments[1], half, hyper.scalars(step))
+    kernel.close()
+    assert torch.equal(update.half, half)
+    assert torch.equal(update.state[1:], moments)
+    assert not torch.equal(update.half, torch.ones_like(half))
 
 
 def test_measure_out_of_place__compares_the_times_of_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,13 +47,13 @@ def late_optimizer(job: Job, policy: str, mode: str, **options: Any) -> Iterator
         optimizer.close()
 
 
-def random_job(seed: int, mode: str, make: Any) -> Outcome:
+def random_job(seed: int, mode: str, make: Any, dtypes: Sequence[torch.dtype] = DTYPES) -> Outcome:
     """Run a job whose dtype, clipping, infinities, accumulation, evaluation and checkpoints are drawn from a seed.
 
     Streamed gradients cannot be set to zero in place.
     """
     draw = random.Random(seed)
-    job = Job(draw.choice(DTYPES), branch=lambda step: step % 3 if seed % 2 else 0)
+    job = Job(draw.choice(dtypes), branch=lambda step: step % 3 if seed % 2 else 0)
     options: dict[str, Any] = {"max_grad_norm": draw.choice([None, 1e-3, 0.3, 1e6])}
     if draw.random() < 0.5:
         options["loss_scale"] = "dynamic"
@@ -101,6 +101,54 @@ def test_step__gives_the_bits_of_the_reference_on_a_device_with_any_timing(polic
     finally:
         device.close()
     assert got == random_job(seed, mode, reference_optimizer)
+
+
+@contextmanager
+def remainder_optimizer(job: Job, policy: str, mode: str, **options: Any) -> Iterator[InterleavedAdamW]:
+    with late_optimizer(job, policy, mode, master="remainder", **options) as optimizer:
+        yield optimizer
+
+
+@pytest.mark.parametrize(("policy", "mode"), CASES)
+def test_step__with_remainders_gives_the_bits_of_steps_that_end_before_they_return(policy: str, mode: str) -> None:
+    """Those of steps that end are compared with the reference in `test_remainder_master`."""
+    for seed in range(3):
+        expected = random_job(
+            seed,
+            mode,
+            lambda job, **options: remainder_optimizer(job, "zero-offload", mode, **{**options, "overlap": "none"}),
+            (torch.bfloat16,),
+        )
+        device = JitteryDevice(Jitter(seed, 1e-3))
+        try:
+            got = random_job(
+                seed,
+                mode,
+                lambda job, device=device, **options: remainder_optimizer(job, policy, mode, device=device, **options),
+                (torch.bfloat16,),
+            )
+        finally:
+            device.close()
+        assert got == expected
+
+
+def test_state_dict__has_no_remainders_of_what_the_forward_has_written() -> None:
+    """A module writes to its parameter as it runs, as an embedding with a maximum norm, while other updates run."""
+    job = Job(torch.bfloat16)
+    with remainder_optimizer(job, "pipelined", "kept") as optimizer:
+        for _ in range(3):
+            job.step(optimizer)
+        weight = job.net.last.weight
+        job.net.last.register_forward_hook(lambda *_: _halve(weight))
+        job.loss()
+        number = [id(param) for param in job.net.parameters()].index(id(weight))
+        master = optimizer.state_dict()["state"][number]["master"]
+        assert torch.equal(master, weight.detach().float().view_as(master))
+
+
+def _halve(param: torch.Tensor) -> None:
+    with torch.no_grad():
+        param.mul_(0.5)
 
 
 def test_step__returns_before_the_updates_have_ended_and_the_forward_waits() -> None:

@@ -13,6 +13,7 @@ from scipy.optimize import linprog
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import Machine
 from tests.interleave.simulation.fluid import norm_s
+from tests.interleave.strategies import cpu_rate
 
 # Variables of each interval: flows in it, and state and kept gradients on the device at its end.
 NAMES = (
@@ -70,7 +71,7 @@ def update_s(workload: Workload, machine: Machine, windows: bool) -> float:
             (down, rates["d2h"] * left["d2h"]),
             (host, (machine.host_memory_bytes_per_s or 0.0) / G),
         ]
-        limits.append(({flow["cpu updates"]: 1.0}, (machine.cpu_update_params_per_s or 0.0) / G))
+        limits.append(({flow["cpu updates"]: 1.0}, cpu_rate(workload, machine) / G))
         limits.append(({flow["gpu updates"]: 1.0}, (machine.gpu_update_params_per_s or 0.0) / G))
         if machine.duplex_bytes_per_s is not None:
             limits.append(({**up, **down}, machine.duplex_bytes_per_s / G))

@@ -10,6 +10,7 @@ from ebbtide.interleave.model.plan import Op
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import Machine
+from tests.interleave.strategies import cpu_rate
 
 
 def alone_s(op: Op, workload: Workload, machine: Machine) -> float:
@@ -19,7 +20,8 @@ def alone_s(op: Op, workload: Workload, machine: Machine) -> float:
     if op.kind == "clip":
         return norm_s(workload, machine)
     if op.kind == "update":
-        return fixed + op.params / values[f"{op.resource}_update_params_per_s"]
+        on_cpu = op.resource == "cpu"
+        return fixed + op.params / (cpu_rate(workload, machine) if on_cpu else values["gpu_update_params_per_s"])
     if op.kind == "cast":
         return fixed + op.params / values[f"{op.resource}_cast_params_per_s"]
     busy = workload.h2d_busy_share if op.resource == "h2d" else workload.d2h_busy_share

@@ -66,6 +66,17 @@ def test_bound__of_the_master_as_remainder_moves_26_and_10_bytes() -> None:
         assert (schedule.moved_bytes("h2d"), schedule.moved_bytes("d2h")) == (state * N, state * N)
 
 
+@pytest.mark.parametrize("ratio", [None, 0.5, 1.5])
+def test_bound__updates_remainders_at_their_own_rate(ratio: float | None) -> None:
+    machine = replace(SLOW_CPU, cpu_remainder_ratio=ratio)
+    for master, rate in (("fp32", 1.0), ("remainder", 28 / 26 if ratio is None else ratio)):
+        state_bytes = 12.0 if master == "fp32" else 10.0
+        on_cpu = job(gpu_free=((0.0, 0.0),), master=master, state_bytes=state_bytes)
+        assert update_s(on_cpu, machine) == pytest.approx(N / rate, rel=1e-3)
+        schedule = simulate(make_plan("pipelined", on_cpu, machine), on_cpu, machine)
+        assert sum(end - start for op, start, end in schedule.items() if op.kind == "update") == pytest.approx(N / rate)
+
+
 def test_bound__with_all_resident_shares_updates_between_cpu_and_gpu() -> None:
     assert update_s(job(gpu_free=((0.0, 1e12),)), TEST_MACHINE) == pytest.approx(OVERHEAD + N / (C + G))
     assert update_s(job(gpu_free=((0.0, 1e12),)), SLOW_CPU) == pytest.approx(OVERHEAD + N / G)

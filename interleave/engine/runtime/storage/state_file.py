@@ -32,7 +32,8 @@ class StateFile:
 
     Attributes:
         is_direct: Whether the page cache is left out.
-        written_bytes: Bytes written so far.
+        read_bytes: Bytes of state read so far.
+        written_bytes: Bytes of state written so far.
 
     Raises:
         EngineError: The file cannot be used: it has commits of another run, or not the one to begin with; or there is
@@ -50,7 +51,7 @@ class StateFile:
         self._file = DirectFile(path)
         self._headers = CommitHeaders(self._file, self._identity)
         self.is_direct = self._file.is_direct
-        self.written_bytes = 0
+        self.read_bytes = self.written_bytes = 0
         # The last commit, that in the other header, and the region of each subgroup that was written last.
         self._commit: Commit | None = None
         self._other: Commit | None = None
@@ -95,6 +96,7 @@ class StateFile:
             EngineError: It cannot be read.
         """
         self._file.read(self._offset(subgroup, self._current[subgroup]), memory)
+        self.read_bytes += len(memory)
 
     def write(self, subgroup: int, memory: memoryview) -> None:
         """Write the state of a subgroup from memory of `aligned(size)` bytes, which begins at a page.

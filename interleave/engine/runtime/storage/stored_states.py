@@ -12,10 +12,10 @@ import torch
 
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.runtime.layout import Subgroup
+from ebbtide.interleave.engine.runtime.state_rows import state_elements, state_shape
 from ebbtide.interleave.engine.runtime.storage.direct_file import PAGE, aligned
 from ebbtide.interleave.engine.runtime.storage.state_file import StateFile
 from ebbtide.interleave.model.plan import Plan
-from ebbtide.state_bytes import STATE_BYTES
 
 
 class StoredStates:
@@ -40,7 +40,8 @@ class StoredStates:
         run: bytes,
         commit: Mapping[str, Any] | None = None,
     ) -> None:
-        self._sizes = [STATE_BYTES * subgroup.params for subgroup in subgroups]
+        self._shapes = [state_shape(subgroup) for subgroup in subgroups]
+        self._sizes = [torch.float32.itemsize * state_elements(subgroup) for subgroup in subgroups]
         self._device = device
         self._files: list[StateFile] = []
         try:
@@ -72,6 +73,11 @@ class StoredStates:
     def are_direct(self) -> list[bool]:
         """Whether the file of each path is read and written without the page cache."""
         return [file.is_direct for file in self._files]
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read so far."""
+        return sum(file.read_bytes for file in self._files)
 
     @property
     def written_bytes(self) -> int:
@@ -108,7 +114,7 @@ class StoredStates:
             number: The buffer, by its index.
 
         Returns:
-            The state, (3, params) fp32, in the buffer.
+            The state, of `state_shape`, in the buffer.
         """
         pages = self._buffers[number][: aligned(self._sizes[subgroup])]
         self._files[self._path_of[subgroup]].read(subgroup, _bytes_of(pages))
@@ -123,7 +129,7 @@ class StoredStates:
         self._write(subgroup, self._buffer_of(subgroup, state))
 
     def read(self, subgroup: int) -> torch.Tensor:
-        """Return the state of a subgroup in new host memory, (3, params) fp32."""
+        """Return the state of a subgroup in new host memory, of `state_shape`."""
         pages = _pages(aligned(self._sizes[subgroup]))
         self._files[self._path_of[subgroup]].read(subgroup, _bytes_of(pages))
         return self._state_in(pages, subgroup)
@@ -205,7 +211,7 @@ class StoredStates:
         return memory[begin : begin + nbytes]
 
     def _state_in(self, pages: torch.Tensor, subgroup: int) -> torch.Tensor:
-        return pages[: self._sizes[subgroup]].view(torch.float32).view(3, -1)
+        return pages[: self._sizes[subgroup]].view(torch.float32).view(self._shapes[subgroup])
 
 
 def _pages(nbytes: int) -> torch.Tensor:

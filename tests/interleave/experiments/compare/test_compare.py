@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
 from ebbtide.interleave.experiments.compare import testbed as testbed_module
 from ebbtide.interleave.experiments.compare.compare import POLICIES, CompareConfig, compare
 from ebbtide.interleave.experiments.compare.job import PhaseWaits, find_shape
-from ebbtide.interleave.experiments.compare.results import Comparison
+from ebbtide.interleave.experiments.compare.picture import draw_comparison
+from ebbtide.interleave.experiments.compare.results import Comparison, Pair
 from ebbtide.interleave.experiments.compare.runs import TrainingRun, run_policy
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
+from ebbtide.machines.storage import StoragePath
 from ebbtide.state_bytes import STATE_BYTES
 from tests.interleave.experiments.compare.conftest import LINK, TINY
 
@@ -183,6 +186,40 @@ def test_as_json__is_valid_json(comparison: Comparison) -> None:
     assert [result["policy"] for result in printed["results"]] == list(POLICIES)
     assert set(printed["results"][0]["update_ms"]) == {"measured", "predicted", "ratio"}
     assert printed["results"][0]["peak_device_bytes"] == {"measured": 0.0, "predicted": 0.0, "ratio": None}
+
+
+def test_compare__measures_memory_and_storage_beside_their_prediction(tmp_path: Path) -> None:
+    # Known rates, so that no file is written to measure them.
+    storage = StoragePath(read_bytes_per_s=1e9, write_bytes_per_s=1e9, path=str(tmp_path))
+    comparison = compare_small(
+        "pipelined",
+        "deepcompile",
+        storage=[tmp_path],
+        memory_budget=STATE_BYTES * 2 * TINY,
+        machine=replace(MACHINE, storage=(storage,)),
+    )
+    assert comparison.losses_equal
+    pipelined, deepcompile = comparison.results
+    stored = sum(pipelined.measured.workload.subgroups[subgroup] for subgroup in pipelined.measured.plan.stored)
+    assert 0 < stored < comparison.shape.params
+    for pair in (pipelined.memory.storage_read, pipelined.memory.storage_written):
+        assert pair.predicted == STATE_BYTES * stored
+        # Requests are of whole pages.
+        assert 0 <= pair.measured - pair.predicted < 4096 * len(pipelined.measured.plan.stored)
+    assert deepcompile.memory.storage == Pair(0, 0)
+    for result in comparison.results:
+        assert result.memory.host.ratio == pytest.approx(1.0, abs=0.1)
+        printed = result.as_json()
+        assert printed["exact"] is True
+        assert printed["storage_read_bytes"] == result.memory.storage_read.as_json()
+        assert printed["stored_subgroups"] == len(result.measured.plan.stored)
+    # The state of all subgroups passes through the device.
+    assert deepcompile.memory.device.measured == deepcompile.memory.device.predicted > 0
+    assert not list(tmp_path.iterdir())
+    bars = draw_comparison(comparison).subfigs[0].axes[3]
+    assert bars.get_xlabel() == "storage traffic (MB)"
+    lanes = [label.get_text() for label in draw_comparison(comparison).subfigs[1].axes[0].get_yticklabels()]
+    assert lanes[4:6] == ["storage read", "storage write"]
 
 
 def test_compare__late_updates_run_under_the_next_forward() -> None:

@@ -6,18 +6,46 @@ import itertools
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 
 from ebbtide.analysis.plot import save
 from ebbtide.interleave.experiments.compare.picture import draw_comparison
 from ebbtide.interleave.experiments.compare.results import Comparison
 from ebbtide.interleave.model.plan import RESOURCES
+from ebbtide.phases import PHASES
+
+
+def panels(comparison: Comparison) -> tuple[list[Axes], list[Axes]]:
+    """Draw a comparison; return the axes of its figures, and those of its schedules."""
+    top, bottom = draw_comparison(comparison).subfigs
+    return top.axes, bottom.axes
+
+
+def test_draw_comparison__shows_measured_figures_beside_predicted_ones(comparison: Comparison) -> None:
+    axes, device, host = panels(comparison)[0]
+    results = comparison.results
+    names = [name for result in results for name in (f"{result.policy}  measured", "predicted")]
+    assert [label.get_text().replace("\n", "") for label in axes.get_yticklabels()] == names
+    halves = ("measured", "predicted")
+    # A bar for each phase, one after the other.
+    ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
+    phases = [sum(getattr(result.times[phase], half) for phase in PHASES) for result in results for half in halves]
+    assert ends[len(PHASES) - 1 :: len(PHASES)] == pytest.approx(phases)
+    medians = [getattr(result.times["iteration"], half) for result in results for half in halves]
+    assert [text.get_text() for text in axes.texts] == [f"{length:,.0f} ms" for length in medians]
+    for panel, pairs in (
+        (device, [result.memory.device for result in results]),
+        (host, [result.memory.host for result in results]),
+    ):
+        sizes = [getattr(pair, half) / 1e6 for pair in pairs for half in halves]
+        assert [bar.get_width() for bar in panel.patches] == pytest.approx(sizes)
+        assert [text.get_text() for text in panel.texts] == [f"{size:.3g}" for size in sizes]
+    assert (device.get_xlabel(), host.get_xlabel()) == ("device memory (MB)", "host memory (MB)")
 
 
 def test_draw_comparison__each_operation_is_in_its_lane_at_its_time(comparison: Comparison) -> None:
-    figure = draw_comparison(comparison)
-    assert len(figure.axes) == len(comparison.results)
-    for axes, result in zip(figure.axes, comparison.results, strict=True):
+    for axes, result in zip(panels(comparison)[1], comparison.results, strict=True):
         bar_extents = [
             path.get_extents().extents.tolist()
             for bars in axes.collections
@@ -39,13 +67,14 @@ def test_draw_comparison__each_operation_is_in_its_lane_at_its_time(comparison: 
 
 def test_draw_comparison__labels_have_units_and_name_the_emulated_device(comparison: Comparison) -> None:
     figure = draw_comparison(comparison)
-    assert "emulated device: these times say nothing about a GPU" in figure.get_suptitle()
-    assert figure.axes[-1].get_xlabel().endswith("(ms)")
-    for axes, result in zip(figure.axes, comparison.results, strict=True):
+    assert "emulated device: these times say nothing about a GPU; losses equal bit for bit" in figure.get_suptitle()
+    bottom = figure.subfigs[1]
+    assert bottom.axes[-1].get_xlabel().endswith("(ms)")
+    for axes, result in zip(bottom.axes, comparison.results, strict=True):
         assert axes.get_title(loc="left").startswith(f"{result.policy}: update measured ")
         assert [text.get_text() for text in axes.texts] == ["measured", "predicted"]
         assert [label.get_text() for label in axes.get_yticklabels()] == list(RESOURCES) * 2
-    (legend,) = figure.legends
+    (legend,) = bottom.legends
     kinds = {op.kind for result in comparison.results for op in result.predicted.plan.ops} - {"clip"}
     assert {text.get_text() for text in legend.get_texts()} == kinds | {
         "end of the update",
@@ -57,10 +86,12 @@ def test_draw_comparison__labels_have_units_and_name_the_emulated_device(compari
 def test_draw_comparison__no_text_overlaps_another_or_is_cut_off(comparison: Comparison) -> None:
     figure = draw_comparison(comparison)
     figure.draw_without_rendering()
-    texts = [text for axes in figure.axes for text in (*axes.texts, *axes.get_yticklabels(), axes.title)]
-    texts += [axes._left_title for axes in figure.axes]
-    texts += [figure._suptitle, *figure.legends[0].get_texts(), figure.axes[-1].xaxis.label]
-    boxes = [text.get_window_extent() for text in texts if text is not None and text.get_text()]
+    all_axes = [axes for part in figure.subfigs for axes in part.axes]
+    texts = [text for axes in all_axes for text in (*axes.texts, *axes.get_yticklabels(), axes.title)]
+    texts += [axes._left_title for axes in all_axes]
+    texts += [axes.xaxis.label for axes in all_axes]
+    texts += [figure._suptitle, *(text for part in figure.subfigs for text in part.legends[0].get_texts())]
+    boxes = [text.get_window_extent() for text in texts if text is not None and text.get_text() and text.get_visible()]
     assert all(figure.bbox.contains(*corner) for text_box in boxes for corner in (text_box.min, text_box.max))
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 

@@ -81,6 +81,28 @@ def test_step__gives_the_bits_of_the_reference_with_adaptive_plans(tmp_path: Pat
     check_random_jobs(seeds, tmp_path, "adaptive", "streamed", "forward", SMALL, memory_budget=10e3)
 
 
+REMAINDERS = {"master": "remainder"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "mode", "overlap", "budget"),
+    [("pipelined", "kept", "forward", SMALL), ("interleaved:2", "streamed", "none", SMALL)],
+)
+def test_step__with_remainders_gives_the_bits_of_those_in_memory(
+    tmp_path: Path, policy: str, mode: str, overlap: str, budget: float
+) -> None:
+    dtypes = (torch.bfloat16,)
+    for seed in range(2):
+
+        def in_memory(job: Job, **others: Any) -> Any:
+            return late_optimizer(job, "zero-offload", mode, **{**others, **REMAINDERS, "overlap": "none"})
+
+        def stored(job: Job, **others: Any) -> Any:
+            return storing_optimizer(job, [tmp_path], policy, budget, mode, overlap, **others, **REMAINDERS)
+
+        assert random_job(seed, mode, stored, dtypes) == random_job(seed, mode, in_memory, dtypes), seed
+
+
 def check_random_jobs(
     seeds: range, folder: Path, policy: str, mode: str, overlap: str, budget: float, **options: Any
 ) -> None:
@@ -216,6 +238,32 @@ def test_step__takes_the_values_that_the_job_has_set(tmp_path: Path) -> None:
 def _states(optimizer: InterleavedAdamW) -> list[torch.Tensor]:
     entries = optimizer.state_dict()["state"].values()
     return [value for entry in entries for value in entry.values()]
+
+
+@pytest.mark.parametrize("master", ["fp32", "remainder"])
+def test_commit__has_what_the_job_has_changed_since_the_last_step(tmp_path: Path, master: str) -> None:
+    job, again = Job(torch.bfloat16), Job(torch.bfloat16)
+    with storing_optimizer(job, [tmp_path], master=master) as optimizer:
+        for step in range(3):
+            job.step(optimizer, step)
+        # Writes to storage may still run.
+        optimizer.synchronize()
+        with torch.no_grad():
+            job.net.last.weight.mul_(1.01)
+        commit, values = optimizer.commit(), [param.detach().clone() for param in job.net.parameters()]
+        job.losses.clear()
+        for step in range(3, 6):
+            job.step(optimizer, step)
+        expected = job.outcome()
+    for _ in range(3):
+        next(again._batches)
+    with storing_optimizer(again, [tmp_path], master=master) as other:
+        for param, value in zip(again.net.parameters(), values, strict=True):
+            param.data.copy_(value)
+        other.load_state_dict(commit)
+        for step in range(3, 6):
+            again.step(other, step)
+        assert again.outcome() == expected
 
 
 @pytest.mark.parametrize("budget", [SMALL, ALL])
