@@ -109,10 +109,13 @@ def remainder_optimizer(job: Job, policy: str, mode: str, **options: Any) -> Ite
         yield optimizer
 
 
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 5), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("policy", "mode"), CASES)
-def test_step__with_remainders_gives_the_bits_of_steps_that_end_before_they_return(policy: str, mode: str) -> None:
+def test_step__with_remainders_gives_the_bits_of_steps_that_end_before_they_return(
+    policy: str, mode: str, seeds: range
+) -> None:
     """Those of steps that end are compared with the reference in `test_remainder_master`."""
-    for seed in range(3):
+    for seed in seeds:
         expected = random_job(
             seed,
             mode,
