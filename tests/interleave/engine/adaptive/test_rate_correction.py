@@ -26,7 +26,7 @@ GB = 1e9
 # Two drives: one with the same bandwidth in both directions together, and one with a limit of its own.
 MACHINE = Machine(
     name="two drives",
-    host_memory_bytes=4.9 * GB,
+    host_memory_bytes=9 * GB,
     h2d_bytes_per_s=20 * GB,
     d2h_bytes_per_s=20 * GB,
     host_memory_bytes_per_s=100 * GB,
