@@ -46,6 +46,7 @@ class LiveTrace:
         state: See `State`.
         trace: The last iterations (and one before them, which counts as warm-up) as a trace, for all metrics; None in
             the state `waiting`, until a process has begun to record.
+        finished: The whole trace; None until it is finished.
     """
 
     def __init__(self, path: str | Path, iterations: int = 50) -> None:
@@ -54,7 +55,7 @@ class LiveTrace:
         self.trace: Trace | None = None
         self._iterations = iterations
         self._tail: RecordingTail | None = None
-        self._finished: Trace | None = None
+        self.finished: Trace | None = None
         # Modification time and inode of meta.json, and when its recording began.
         self._stamp: tuple[int, int] | None = None
         self._started_ns: Any = None
@@ -106,8 +107,8 @@ class LiveTrace:
         if rank not in self._totals:
             if self._tail is not None:
                 self._totals[rank] = totals_of_counts(self._tail.counts(rank), self._tail.link_bytes(rank))
-            elif self._finished is not None:
-                self._totals[rank] = totals_of_trace(self._finished, rank)
+            elif self.finished is not None:
+                self._totals[rank] = totals_of_trace(self.finished, rank)
         return self._totals[rank]
 
     def _meta_changed(self) -> bool:
@@ -140,12 +141,12 @@ class LiveTrace:
             started_ns = meta.get("started_ns")
             if self._tail is None or started_ns != self._started_ns:
                 self._tail = RecordingTail(self.path, meta, self._iterations)
-                self.trace, self._finished = None, None
+                self.trace, self.finished = None, None
             self._started_ns = started_ns
             return
         self._tail = None
-        self._finished = open_trace(self.path)
-        self.trace = last_iterations(self._finished, self._iterations)
+        self.finished = open_trace(self.path)
+        self.trace = last_iterations(self.finished, self._iterations)
         self._totals.clear()
         self.state = "complete"
 

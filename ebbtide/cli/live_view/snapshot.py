@@ -1,0 +1,139 @@
+"""Reads what the view shows: one snapshot of a recording after the other."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ebbtide.analysis.findings import Finding, find
+from ebbtide.analysis.live import LiveRank, LiveTrace, State
+from ebbtide.analysis.live.series import IterationBar, iteration_bars, time_range
+from ebbtide.analysis.metrics.windows import Windows, find_windows
+from ebbtide.profiler.trace import Trace
+
+# Iterations that are kept: the most that the view can show.
+MAX_ITERATIONS = 100
+# Least free memory of the windows that are shown; the default of `ebbtide windows`.
+MIN_WINDOW_BYTES = 2**30
+# Looks at the recording, and for findings, take at most one part in so many of the time of one core.
+_LOOK_SHARE = 30
+_FINDINGS_SHARE = 60
+_MIN_PERIOD_S = 1.0
+_MIN_FINDINGS_PERIOD_S = 10.0
+
+
+@dataclass(frozen=True)
+class SeenFinding:
+    """A finding, and the newest iteration when it was first true; None in a trace without iterations."""
+
+    finding: Finding
+    since: int | None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One look at a recording.
+
+    Attributes:
+        path: The trace.
+        state: Its state.
+        behind: Whether it has not been read to its end yet.
+        trace: Its last iterations; None while nothing was recorded.
+        ranks: Figures of each rank.
+        findings: What is true of the last iterations (of all, if the trace is finished); None before the first look.
+        windows: Windows of the rank that was selected; None before the first look.
+    """
+
+    path: Path
+    state: State = "waiting"
+    behind: bool = False
+    trace: Trace | None = None
+    ranks: tuple[LiveRank, ...] = ()
+    findings: tuple[SeenFinding, ...] | None = None
+    windows: Windows | None = None
+
+
+@dataclass(frozen=True)
+class RankView:
+    """One rank of a snapshot, as far as the view is zoomed.
+
+    Attributes:
+        snapshot: The snapshot.
+        figures: Figures of the rank.
+        trace: The last iterations.
+        iterations: How many iterations to show.
+    """
+
+    snapshot: Snapshot
+    figures: LiveRank
+    trace: Trace
+    iterations: int
+
+    @cached_property
+    def bars(self) -> list[IterationBar]:
+        """The iterations to show, oldest first."""
+        return iteration_bars(self.trace, self.figures.rank, self.iterations)
+
+    @cached_property
+    def range_ns(self) -> tuple[int, int] | None:
+        """Start and end of these iterations; without iterations those of the trace."""
+        return time_range(self.trace, self.figures.rank, self.iterations)
+
+
+class SnapshotReader:
+    """Reads snapshots, and findings and windows as often as is cheap.
+
+    Args:
+        live: The recording.
+    """
+
+    def __init__(self, live: LiveTrace) -> None:
+        self._live = live
+        self._seen: dict[str, int | None] = {}
+        self._findings: tuple[SeenFinding, ...] | None = None
+        self._windows: Windows | None = None
+        self._next_findings_s = 0.0
+        self._looked_at: tuple[State, int] | None = None
+        self.period_s = _MIN_PERIOD_S
+
+    def read(self, rank: int) -> Snapshot | None:
+        """Return a new snapshot; None if nothing has changed.
+
+        Args:
+            rank: The selected rank, whose windows are looked for.
+
+        Raises:
+            TraceError: The path is no trace, is damaged, or has a newer schema.
+        """
+        begun_s = time.thread_time()
+        changed = self._live.poll()
+        ranks = tuple(self._live.rank(number) for number in self._live.ranks)
+        looked = self._look(rank, ranks)
+        self.period_s = (
+            max(_MIN_PERIOD_S, _LOOK_SHARE * (time.thread_time() - begun_s)) if not looked else self.period_s
+        )
+        if not changed and not looked:
+            return None
+        live = self._live
+        return Snapshot(live.path, live.state, live.behind, live.trace, ranks, self._findings, self._windows)
+
+    def _look(self, rank: int, ranks: tuple[LiveRank, ...]) -> bool:
+        """Look for findings and windows if it is time; return whether it was."""
+        trace = self._live.finished or self._live.trace
+        key = self._live.state, rank
+        is_due = time.monotonic() >= self._next_findings_s and self._live.state == "recording"
+        if trace is None or not (is_due or key != self._looked_at):
+            return False
+        begun_s = time.thread_time()
+        newest = max((figures.iteration for figures in ranks if figures.iteration is not None), default=None)
+        findings = find(trace).findings
+        self._seen = {finding.rule: self._seen.get(finding.rule, newest) for finding in findings}
+        self._findings = tuple(SeenFinding(finding, self._seen[finding.rule]) for finding in findings)
+        shown = [rank] if rank in trace.ranks else trace.ranks[:1]
+        self._windows = find_windows(self._live.trace or trace, MIN_WINDOW_BYTES, shown)
+        self._looked_at = key
+        pause_s = max(_MIN_FINDINGS_PERIOD_S, _FINDINGS_SHARE * (time.thread_time() - begun_s))
+        self._next_findings_s = time.monotonic() + pause_s
+        return True
