@@ -16,10 +16,11 @@ from textual.widgets import Footer
 from ebbtide.cli.live_view import chart_panels, table_panels
 from ebbtide.cli.live_view.screens import FindingsScreen, HelpScreen, LogScreen
 from ebbtide.cli.live_view.snapshot import MAX_ITERATIONS, RankView, Snapshot, SnapshotReader
-from ebbtide.cli.live_view.watched import WatchedLog
+from ebbtide.cli.live_view.watched import WatchedJob
 from ebbtide.errors import UserError
 
 ZOOMS = (1, 2, 5, 10, 20, 50, MAX_ITERATIONS)
+_PAGE_ACTIONS = ("pop_screen", "interrupt")
 _Draw = Callable[[RankView, int, int], Text]
 
 
@@ -45,9 +46,10 @@ class LiveView(App[str]):
 
     Args:
         reader: Reads the recording.
-        output: The output of the job, where the view runs it; None: the view only reads.
+        job: The job, where the view belongs to it: the view ends when the job has ended. None: the view only reads.
     """
 
+    TITLE = "ebbtide watch"
     ENABLE_COMMAND_PALETTE = False
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]  # noqa: RUF012
     CSS = """
@@ -90,14 +92,14 @@ class LiveView(App[str]):
         Binding("ctrl+c", "interrupt", show=False, priority=True),
     ]
 
-    def __init__(self, reader: SnapshotReader, snapshot: Snapshot, output: WatchedLog | None = None) -> None:
+    def __init__(self, reader: SnapshotReader, snapshot: Snapshot, job: WatchedJob | None = None) -> None:
         super().__init__()
         self.animation_level = "none"
         self.snapshot = snapshot
         self.iterations = 10
         self.paused = False
         self._reader = reader
-        self._output = output
+        self._job = job
         self._rank = snapshot.ranks[0].rank if snapshot.ranks else 0
         self._view: RankView | None = None
         self._wake = Event()
@@ -135,8 +137,11 @@ class LiveView(App[str]):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Show the key of the job's output only where the view runs the job, and those of ranks where there are
         several."""
+        if len(self.screen_stack) > 1:
+            # A page lies over the view.
+            return action in _PAGE_ACTIONS
         if action == "log":
-            return self._output is not None
+            return self._job is not None
         if action == "select_rank":
             return len(self.snapshot.ranks) > 1
         return True
@@ -146,6 +151,9 @@ class LiveView(App[str]):
         while not self._ends:
             self._wake.wait(0.0 if self.snapshot.behind else self._reader.period_s)
             self._wake.clear()
+            if self._job is not None and self._job.is_finished():
+                self.call_from_thread(self.exit)
+                return
             if self._ends or self.paused:
                 continue
             try:
@@ -214,12 +222,12 @@ class LiveView(App[str]):
 
     def action_log(self) -> None:
         """Show the end of the job's output."""
-        if self._output is not None:
-            self.push_screen(LogScreen(self._output))
+        if self._job is not None:
+            self.push_screen(LogScreen(self._job))
 
     def action_interrupt(self) -> None:
         """Pass Ctrl-C on to the job where the view runs it; else leave the view."""
-        if self._output is not None:
-            self._output.interrupt()
+        if self._job is not None:
+            self._job.interrupt()
         else:
             self.exit()

@@ -40,7 +40,8 @@ def draw_phases(view: RankView, width: int, height: int) -> Text:
     labels = [f"{bar.iteration} {ms_text(bar.length_ms):>9} " for bar in bars]
     label_width = max(map(len, labels))
     longest = max(bar.length_ms for bar in bars)
-    rows = [title("Phases", f"{details} ms (medians)" if details else "")]
+    of_medians = " (medians)" if len(details) + 20 <= width else ""
+    rows = [title("Phases", f"{details} ms{of_medians}" if details else "")]
     for label, bar in zip(labels, bars, strict=True):
         rows.append(Text(label.rjust(label_width)).append_text(_bar(bar, longest, width - label_width)))
     return lines(rows, width, height)

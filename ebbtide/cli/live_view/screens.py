@@ -14,26 +14,36 @@ from textual.widgets import Footer, Static
 from ebbtide.cli.live_view.marks import legend
 from ebbtide.cli.live_view.snapshot import Snapshot
 from ebbtide.cli.live_view.table_panels import finding_line
-from ebbtide.cli.live_view.watched import WatchedLog
+from ebbtide.cli.live_view.watched import WatchedJob, tail
 
 _PERIOD_S = 1.0
 _HELP = """
-Phases     A row per iteration, the newest at the top, as long as it took. Figures of a rank are medians
-           over the last iterations (100 at most), without the warm-up.
-Memory     Memory of the rank's device over the iterations that are shown, up to its capacity, with the
-           phase below each column. On a CPU: the process's heap, of the host's memory.
-Link       Bytes per second to the device (h2d) and to the host (d2h) by the counters of the card, up to
-           the peak of the link; utilization and power of the GPU by NVML. Copies of `--transfers` are
-           added when the recording is finished.
-Windows    Parts of an iteration in which at least 1 GiB of device memory is free in every iteration, and
-           how idle the link is then.
-Ranks      Newest iteration of each rank. A silent rank runs, but has recorded nothing for more than ten
-           seconds and five iterations.
-Findings   Rules of `ebbtide findings`, applied to the last iterations about every ten seconds.
+Phases    A row per iteration, the newest at the top, as long as it took.
+          Figures of a rank are medians over its last iterations (at most
+          100), without the warm-up.
+Memory    Memory of the rank's device in these iterations, up to its
+          capacity, above the phase of each column. Of a job on the CPU:
+          the heap of its process, and the memory of the host.
+Link      Bytes per second to the device (h2d) and to the host (d2h), by the
+          counters of the card, as a share of the peak of the link. Then
+          utilization and power of the GPU. Copies of --transfers are added
+          when the recording is finished.
+Windows   Parts in which at least 1 GiB of device memory is free in every
+          iteration, the longest first, and how idle the link is then.
+Ranks     The newest iteration of each rank; h2d and d2h as shares of the
+          peak. A silent rank runs, but has recorded nothing for more than
+          ten seconds and five of its iterations.
+Findings  The rules of `ebbtide findings` on the last iterations, every ten
+          seconds; of a finished trace on all iterations.
 
-Keys       n p, right left    next and previous rank          + -, up down    more and fewer iterations
-           space              pause                           f               findings with evidence
-           l                  output of the job (--watch)     q, Escape       back, quit
+Keys      n p, right left   next rank, previous rank
+          + -, up down      more iterations, fewer
+          space             pause and go on
+          f                 findings with evidence and advice
+          l                 output of the job (profile --watch)
+          q                 quit (the job of profile --watch goes on)
+          q, Escape         leave this page
+          Ctrl-C            quit; with profile --watch: interrupt the job
 """
 
 
@@ -82,9 +92,9 @@ class FindingsScreen(_Page):
 class LogScreen(_Page):
     """The end of the output of the job, kept up to date."""
 
-    def __init__(self, output: WatchedLog) -> None:
-        super().__init__(_tail(output))
-        self._output = output
+    def __init__(self, job: WatchedJob) -> None:
+        super().__init__(_tail(job))
+        self._job = job
 
     def on_mount(self) -> None:
         """Read the output again and again."""
@@ -94,10 +104,10 @@ class LogScreen(_Page):
     def _update(self) -> None:
         scroll = self.query_one(VerticalScroll)
         at_end = scroll.is_vertical_scroll_end
-        self.query_one("#page", Static).update(_tail(self._output))
+        self.query_one("#page", Static).update(_tail(self._job))
         if at_end:
             scroll.scroll_end(animate=False)
 
 
-def _tail(output: WatchedLog) -> Text:
-    return Text.assemble((f"{output.path}\n", "bold"), Text.from_ansi(output.tail()))
+def _tail(job: WatchedJob) -> Text:
+    return Text.assemble((f"{job.log}\n", "bold"), Text.from_ansi(tail(job.log)))

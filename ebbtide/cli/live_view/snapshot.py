@@ -83,20 +83,25 @@ class RankView:
 
 
 class SnapshotReader:
-    """Reads snapshots, and findings and windows as often as is cheap.
+    """Reads snapshots; and findings and windows as often as is cheap, but not for the first snapshot.
 
     Args:
         live: The recording.
+
+    Attributes:
+        period_s: Seconds to wait before the next snapshot.
     """
 
     def __init__(self, live: LiveTrace) -> None:
+        self.period_s = 0.0
         self._live = live
+        self._ranks: tuple[LiveRank, ...] = ()
         self._seen: dict[str, int | None] = {}
         self._findings: tuple[SeenFinding, ...] | None = None
         self._windows: Windows | None = None
         self._next_findings_s = 0.0
+        # The state of the recording and the rank that `_look` has looked at.
         self._looked_at: tuple[State, int] | None = None
-        self.period_s = _MIN_PERIOD_S
 
     def read(self, rank: int) -> Snapshot | None:
         """Return a new snapshot; None if nothing has changed.
@@ -107,33 +112,32 @@ class SnapshotReader:
         Raises:
             TraceError: The path is no trace, is damaged, or has a newer schema.
         """
+        looked = self.period_s > 0 and self._look(rank)
         begun_s = time.thread_time()
         changed = self._live.poll()
-        ranks = tuple(self._live.rank(number) for number in self._live.ranks)
-        looked = self._look(rank, ranks)
-        self.period_s = (
-            max(_MIN_PERIOD_S, _LOOK_SHARE * (time.thread_time() - begun_s)) if not looked else self.period_s
-        )
+        if changed:
+            self._ranks = tuple(self._live.rank(number) for number in self._live.ranks)
+        self.period_s = max(_MIN_PERIOD_S, _LOOK_SHARE * (time.thread_time() - begun_s))
         if not changed and not looked:
             return None
         live = self._live
-        return Snapshot(live.path, live.state, live.behind, live.trace, ranks, self._findings, self._windows)
+        return Snapshot(live.path, live.state, live.behind, live.trace, self._ranks, self._findings, self._windows)
 
-    def _look(self, rank: int, ranks: tuple[LiveRank, ...]) -> bool:
+    def _look(self, rank: int) -> bool:
         """Look for findings and windows if it is time; return whether it was."""
         trace = self._live.finished or self._live.trace
-        key = self._live.state, rank
-        is_due = time.monotonic() >= self._next_findings_s and self._live.state == "recording"
-        if trace is None or not (is_due or key != self._looked_at):
+        is_due = self._live.state == "recording" and time.monotonic() >= self._next_findings_s
+        if trace is None or not (is_due or self._looked_at != (self._live.state, rank)):
             return False
         begun_s = time.thread_time()
-        newest = max((figures.iteration for figures in ranks if figures.iteration is not None), default=None)
-        findings = find(trace).findings
-        self._seen = {finding.rule: self._seen.get(finding.rule, newest) for finding in findings}
-        self._findings = tuple(SeenFinding(finding, self._seen[finding.rule]) for finding in findings)
+        newest = max((figures.iteration for figures in self._ranks if figures.iteration is not None), default=None)
+        if is_due or self._looked_at is None or self._looked_at[0] != self._live.state:
+            findings = find(trace).findings
+            self._seen = {finding.rule: self._seen.get(finding.rule, newest) for finding in findings}
+            self._findings = tuple(SeenFinding(finding, self._seen[finding.rule]) for finding in findings)
         shown = [rank] if rank in trace.ranks else trace.ranks[:1]
         self._windows = find_windows(self._live.trace or trace, MIN_WINDOW_BYTES, shown)
-        self._looked_at = key
+        self._looked_at = self._live.state, rank
         pause_s = max(_MIN_FINDINGS_PERIOD_S, _FINDINGS_SHARE * (time.thread_time() - begun_s))
         self._next_findings_s = time.monotonic() + pause_s
         return True

@@ -114,7 +114,7 @@ def draw_waiting(snapshot: Snapshot, width: int, height: int) -> Text:
         "gone": "The trace was removed, since nothing was recorded.",
     }
     if snapshot.state == "waiting" and not snapshot.path.exists():
-        reason = f"Waiting for {snapshot.path}, which does not exist yet."
+        reason = f"Waiting for {snapshot.path.name}, which does not exist yet."
     else:
         reason = reasons.get(snapshot.state, "This trace has no ranks.")
     return lines([Text(reason)], width, height)

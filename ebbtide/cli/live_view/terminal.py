@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ebbtide.errors import UserError
 
 if TYPE_CHECKING:
-    from ebbtide.cli.live_view.watched import WatchedLog
+    from ebbtide.cli.live_view.watched import WatchedJob
 
 # The processes of the job come first where cores are few.
 _NICE = 10
@@ -37,12 +37,12 @@ def require_terminal(name: str, alternative: str) -> None:
         raise UserError(f"{name} needs a terminal that can move its cursor, and TERM is dumb: {alternative}")
 
 
-def show(path: Path, output: WatchedLog | None = None) -> None:
+def show(path: Path, job: WatchedJob | None = None) -> None:
     """Show a trace until the user leaves the view.
 
     Args:
         path: The trace, which need not exist yet.
-        output: The output of the job, where the view runs it.
+        job: The job, where the view belongs to it: the view ends when the job has ended.
 
     Raises:
         UserError: The path is no trace, or became unreadable.
@@ -57,6 +57,6 @@ def show(path: Path, output: WatchedLog | None = None) -> None:
     # Before the screen changes: an error is one line.
     snapshot = reader.read(0) or Snapshot(path)
     # The mouse stays with the terminal, so that text can be selected.
-    error = LiveView(reader, snapshot, output).run(mouse=False)
+    error = LiveView(reader, snapshot, job).run(mouse=False)
     if error is not None:
         raise UserError(error)

@@ -21,6 +21,7 @@ from ebbtide.errors import TraceError
 from ebbtide.profiler.agent.spool import RECORD
 from ebbtide.profiler.trace import open_trace
 from ebbtide.profiler.trace.finish import finish
+from tests.conftest import examples
 from tests.profiler.live.growing import (
     BACKWARD_MS,
     CAPACITY,
@@ -45,7 +46,7 @@ def recording(tmp_path: Path) -> GrowingRecording:
     return recording
 
 
-def follow(recording: GrowingRecording, iterations: int, pieces: int = 25) -> LiveTrace:
+def follow(recording: GrowingRecording, iterations: int, pieces: int = 6) -> LiveTrace:
     """Follow a recording that grows to its end in pieces that cut records."""
     live = LiveTrace(recording.path, iterations)
     for number in range(1, pieces + 1):
@@ -107,7 +108,7 @@ def test_live_trace__figures_of_a_rank_are_those_of_the_recording(recording: Gro
     assert set(rank.gpu) == {"utilization_percent"}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(examples(4, by_default=1)))
 def test_live_trace__never_loses_or_invents_an_iteration_wherever_spools_are_cut(
     recording: GrowingRecording, seed: int
 ) -> None:
@@ -117,7 +118,7 @@ def test_live_trace__never_loses_or_invents_an_iteration_wherever_spools_are_cut
     sizes = dict.fromkeys(recording.spools, 0)
     while any(size < len(recording.spools[path]) for path, size in sizes.items()):
         path = chance.choice(list(sizes))
-        sizes[path] += chance.randrange(1, 200 * RECORD.size)
+        sizes[path] += chance.randrange(1, 600 * RECORD.size)
         recording.grow(path, sizes[path])
         live.poll()
         for rank in live.ranks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ class GrowingRecording:
         ]
         host = {"name": socket.gethostname(), "cpu": {"device": "cpu", "kind": "cpu"}, "gpus": gpus}
         meta: dict[str, Any] = {"state": "recording", "source": "recorded", "started_ns": 0, "host": host}
+        # Its times count from now on: the processes are not silent.
+        meta["clock"] = {"name": "monotonic", "host": host["name"], "wall_offset_ns": time.time_ns()}
         write_meta(self.path, {**meta, "command": ["python", "train.py"], "ranks": [], "notes": []})
 
     def add_rank(self, rank: int, iterations: int, slow_ms: int = 0, world_size: int = 2) -> Path:
