@@ -115,7 +115,9 @@ def _create(path: Path, force: bool) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, flags, 0o644)
-    except FileExistsError:
+    except FileExistsError as error:
+        if not os.path.lexists(path):
+            raise TraceError(f"cannot write {path}: {error.strerror}") from None
         raise TraceError(
             f"{path} exists already, and the job's output goes there: choose another -o, or replace it (--force)"
         ) from None

@@ -171,7 +171,12 @@ class LiveTrace:
             return "stopped"
         if self._on_this_host(self._tail) and not process_runs(process.pid):
             return "ended"
-        return "silent" if self._silence_s(self._tail, process) > self._patience_s(rank) else "recording"
+        silence_s = self._silence_s(self._tail, process)
+        return (
+            "silent"
+            if silence_s > _SILENT_S and silence_s > self._longest_s(rank) * _SILENT_ITERATIONS
+            else "recording"
+        )
 
     def _silence_s(self, tail: RecordingTail, process: ProcessTail) -> float:
         if process.last_record_ns is None:
@@ -179,12 +184,12 @@ class LiveTrace:
         offset_ns = tail.meta.get("clock", {}).get("wall_offset_ns") or 0
         return (time.time_ns() - offset_ns - process.last_record_ns) / 1e9
 
-    def _patience_s(self, rank: int) -> float:
+    def _longest_s(self, rank: int) -> float:
+        """Return the length of a rank's longest iteration, in seconds."""
         if self.trace is None:
-            return _SILENT_S
+            return 0.0
         spans = intervals(self.trace, rank, device_times=False).spans
-        longest_s = float((spans["end_ns"] - spans["start_ns"]).max()) / 1e9 if len(spans) else 0.0
-        return max(_SILENT_S, _SILENT_ITERATIONS * longest_s)
+        return float((spans["end_ns"] - spans["start_ns"]).max()) / 1e9 if len(spans) else 0.0
 
     def _collector_may_run(self, tail: RecordingTail) -> bool:
         return not self._on_this_host(tail) or collector_runs(self.path)

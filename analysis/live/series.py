@@ -45,17 +45,19 @@ def iteration_bars(trace: Trace, rank: int, count: int) -> list[IterationBar]:
     """
     times = intervals(trace, rank)
     last = times.spans.tail(count)
+    origin_ns = dict(zip(last["iteration"].tolist(), last["start_ns"].tolist(), strict=True))
+    spans: dict[int, list[PhaseSpan]] = {number: [] for number in origin_ns}
     phases = times.with_other
-    phases = phases[phases["iteration"].isin(last["iteration"])].sort_values("start_ns", kind="stable")
-    rows = dict(list(phases.groupby("iteration")))
-    bars = []
-    for number, start, end in last.itertuples(index=False, name=None):
-        spans = tuple(
-            PhaseSpan(str(phase), (begins - start) / 1e6, (ends - start) / 1e6)
-            for phase, begins, ends in rows[number][["phase", "start_ns", "end_ns"]].itertuples(index=False, name=None)
-        )
-        bars.append(IterationBar(int(number), (end - start) / 1e6, spans))
-    return bars
+    phases = phases[phases["iteration"] >= min(origin_ns, default=0)]
+    columns = (phases[name].tolist() for name in ("start_ns", "end_ns", "iteration", "phase"))
+    for start_ns, end_ns, number, phase in sorted(zip(*columns, strict=True)):
+        origin = origin_ns[number]
+        spans[number].append(PhaseSpan(phase, (start_ns - origin) / 1e6, (end_ns - origin) / 1e6))
+    ends_ns = last["end_ns"].tolist()
+    return [
+        IterationBar(number, (end_ns - origin) / 1e6, tuple(spans[number]))
+        for (number, origin), end_ns in zip(origin_ns.items(), ends_ns, strict=True)
+    ]
 
 
 def time_range(trace: Trace, rank: int, count: int) -> tuple[int, int] | None:

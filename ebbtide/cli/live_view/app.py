@@ -51,7 +51,8 @@ class LiveView(App[str]):
 
     TITLE = "ebbtide watch"
     ENABLE_COMMAND_PALETTE = False
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]  # noqa: RUF012
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (160, "-wide")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (34, "-tall")]  # noqa: RUF012
     CSS = """
     Screen { background: $background; }
     #header { height: 1; }
@@ -59,16 +60,20 @@ class LiveView(App[str]):
     #left, #right { height: 1fr; }
     .-narrow #body { layout: vertical; }
     .-narrow #right { height: 8; }
+    .-narrow.-tall #right { height: 15; }
     .-wide #body { layout: horizontal; }
-    .-wide #left { width: 3fr; padding-right: 2; }
-    .-wide #right { width: 2fr; }
+    .-wide #left { width: 1fr; padding-right: 2; }
+    .-wide #right { width: 80; }
     #waiting { display: none; height: 1fr; }
     #phases { height: 1fr; }
     #memory { height: 6; }
+    .-narrow.-tall #memory { height: 9; }
     #link { height: 4; }
     .-plain #link { height: 1; }
     #windows { height: 2; }
+    .-narrow.-tall #windows { height: 5; }
     #ranks { height: 3; }
+    .-narrow.-tall #ranks { height: 5; }
     #findings { height: 1fr; }
     .-wide #memory { height: 1fr; }
     .-wide #link { height: 1fr; max-height: 13; }

@@ -16,14 +16,14 @@ from ebbtide.analysis.live.series import (
 )
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_iterations, no_link
+from ebbtide.analysis.timeline.styles import COLORS
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.cli.live_view.marks import DIM, LETTERS, level_rows, line_style, lines, phase_style, title
 from ebbtide.cli.live_view.snapshot import RankView
 from ebbtide.units import bytes_text, ms_text, rate_text
 
-# Width of the labels before charts.
-_LABEL = 11
-_LINK_LABEL = 24
+# Width of the labels before charts over time: these have one time axis.
+_LABEL = 23
 # Memory that never uses so much of the capacity has a scale of its own.
 _MIN_SHARE_OF_CAPACITY = 0.1
 
@@ -78,8 +78,9 @@ def draw_memory(view: RankView, width: int, height: int) -> Text:
     chart = level_rows(sizes / top if top else sizes, max(height - 2, 1))
     labels = [bytes_text(top), *[""] * (len(chart) - 1)]
     rows = [title("Memory", details)]
+    color = memory.pool if memory.pool in COLORS else "device"
     for label, row in zip(labels, chart, strict=True):
-        rows.append(Text(f"{label:>{_LABEL - 1}} ").append(row, line_style("device")))
+        rows.append(Text(f"{label:>{_LABEL - 1}} ").append(row, line_style(color)))
     return lines([*rows, _phase_row(view, edges)], width, height)
 
 
@@ -96,7 +97,7 @@ def draw_link(view: RankView, width: int, height: int) -> Text:
     rank, figures = view.figures.rank, view.figures
     if view.range_ns is None or not (figures.link or figures.gpu):
         return lines([title("Link", no_link(view.trace, [rank]))], width, height)
-    edges = column_edges(*view.range_ns, max(width - _LINK_LABEL, 1))
+    edges = column_edges(*view.range_ns, max(width - _LABEL, 1))
     charts: list[tuple[str, str, Floats]] = []
     for direction in DIRECTIONS:
         if direction in figures.link:
@@ -104,19 +105,20 @@ def draw_link(view: RankView, width: int, height: int) -> Text:
             rates = link_columns(view.trace, rank, direction, edges)
             scale = link_scale(view.trace, rank, rates)
             share = "" if link.share is None else f"{100 * link.share:.0f} %"
-            label = f"{direction} {rate_text(link.bytes_per_s):>10} {share:>6}"
+            label = f"{direction} {rate_text(link.bytes_per_s):>11} {share:>6}"
             charts.append((label, direction, rates / scale if scale else rates))
     if "utilization_percent" in figures.gpu:
         used = gpu_columns(view.trace, rank, "utilization_percent", edges)
         power = f"{figures.gpu['power_w']:.0f} W" if "power_w" in figures.gpu else ""
-        charts.append((f"GPU {power:>10} {figures.gpu['utilization_percent']:>4.0f} %", "compute", used / 100))
+        charts.append((f"GPU {power:>11} {figures.gpu['utilization_percent']:>4.0f} %", "compute", used / 100))
     peak = next((link.peak_bytes_per_s for link in figures.link.values() if link.peak_bytes_per_s), None)
     details = f"full height is the peak of {rate_text(peak)} per direction" if peak else "peak not known"
     rows = [title("Link and GPU" if "utilization_percent" in figures.gpu else "Link", details)]
-    chart_height = max(1, (height - 1) // max(len(charts), 1))
+    of_each = max(1, (height - 1) // max(len(charts), 1))
     for label, color, shares in charts:
-        chart = level_rows(shares, chart_height)
+        # A row stays free between charts that have several.
+        chart = [" " * len(shares)] * (of_each > 1) + level_rows(shares, max(of_each - 1, 1))
         for number, row in enumerate(chart):
             text = label if number == len(chart) - 1 else ""
-            rows.append(Text(f"{text:<{_LINK_LABEL}}").append(row, line_style(color)))
+            rows.append(Text(f"{text:<{_LABEL}}").append(row, line_style(color)))
     return lines(rows, width, height)

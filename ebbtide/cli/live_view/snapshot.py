@@ -18,15 +18,15 @@ MAX_ITERATIONS = 100
 # Least free memory of the windows that are shown; the default of `ebbtide windows`.
 MIN_WINDOW_BYTES = 2**30
 # Looks at the recording, and for findings, take at most one part in so many of the time of one core.
-_LOOK_SHARE = 30
-_FINDINGS_SHARE = 60
+_LOOK_SHARE = 40
+_FINDINGS_SHARE = 100
 _MIN_PERIOD_S = 1.0
 _MIN_FINDINGS_PERIOD_S = 10.0
 
 
 @dataclass(frozen=True)
 class SeenFinding:
-    """A finding, and the newest iteration when it was first true; None in a trace without iterations."""
+    """A finding, and the newest iteration when it was first true; None of a trace that was finished by then."""
 
     finding: Finding
     since: int | None
@@ -130,7 +130,8 @@ class SnapshotReader:
         if trace is None or not (is_due or self._looked_at != (self._live.state, rank)):
             return False
         begun_s = time.thread_time()
-        newest = max((figures.iteration for figures in self._ranks if figures.iteration is not None), default=None)
+        iterations = [figures.iteration for figures in self._ranks if figures.iteration is not None]
+        newest = None if self._live.finished is not None else max(iterations, default=None)
         if is_due or self._looked_at is None or self._looked_at[0] != self._live.state:
             findings = find(trace).findings
             self._seen = {finding.rule: self._seen.get(finding.rule, newest) for finding in findings}

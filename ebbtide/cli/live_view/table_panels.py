@@ -9,7 +9,7 @@ from ebbtide.analysis.metrics.devices import ran_on_cpu
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.cli.live_view.marks import DIM, TITLE, lines, title
 from ebbtide.cli.live_view.snapshot import RankView, SeenFinding, Snapshot
-from ebbtide.units import bytes_text, ms_text
+from ebbtide.units import bytes_text, ms_text, range_text
 
 _STATES = {
     "silent": "nothing was recorded for long",
@@ -53,7 +53,7 @@ def draw_windows(view: RankView, width: int, height: int) -> Text:
             for direction, share in (("h2d", window.h2d_idle_share), ("d2h", window.d2h_idle_share))
             if share is not None
         ]
-        span = f"{window.start_ms:.1f} to {ms_text(window.end_ms)}"
+        span = range_text(window.start_ms, window.end_ms)
         rows.append(Text(f"{window.phase or '-':<9} {span:<22} {bytes_text(window.free_bytes):>10}  {'  '.join(idle)}"))
     return lines(rows, width, height)
 

@@ -14,8 +14,8 @@ from ebbtide.errors import UserError
 if TYPE_CHECKING:
     from ebbtide.cli.live_view.watched import WatchedJob
 
-# The processes of the job come first where cores are few.
-_NICE = 10
+# The lowest priority: on a core that the job uses as well, the view has at most 1.5 % of the time.
+_NICE = 19
 
 
 def require_terminal(name: str, alternative: str) -> None:
