@@ -10,6 +10,7 @@ from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, Vertical
+from textual.geometry import Size
 from textual.widget import Widget
 from textual.widgets import Footer
 
@@ -30,11 +31,17 @@ class Panel(Widget):
     Args:
         draw: Draws it at a width and a height.
         panel_id: Its id in the style sheet.
+        count_rows: Counts its rows, where its height in the style sheet is `auto`.
     """
 
-    def __init__(self, draw: Callable[[int, int], Text], panel_id: str) -> None:
+    def __init__(self, draw: Callable[[int, int], Text], panel_id: str, count_rows: Callable[[], int] = int) -> None:
         super().__init__(id=panel_id)
         self._draw = draw
+        self._count_rows = count_rows
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """Return the number of rows."""
+        return self._count_rows()
 
     def render(self) -> Text:
         """Draw the panel."""
@@ -122,12 +129,12 @@ class LiveView(App[str]):
                 yield self._panel(chart_panels.draw_link, "link")
             with Vertical(id="right"):
                 yield self._panel(table_panels.draw_windows, "windows")
-                yield self._panel(table_panels.draw_ranks, "ranks")
+                yield self._panel(table_panels.draw_ranks, "ranks", lambda: len(self.snapshot.ranks) + 1)
                 yield Panel(lambda w, h: table_panels.draw_findings(self.snapshot, w, h), "findings")
         yield Footer(compact=True)
 
-    def _panel(self, draw: _Draw, panel_id: str) -> Panel:
-        return Panel(lambda w, h: Text() if self._view is None else draw(self._view, w, h), panel_id)
+    def _panel(self, draw: _Draw, panel_id: str, count_rows: Callable[[], int] = int) -> Panel:
+        return Panel(lambda w, h: Text() if self._view is None else draw(self._view, w, h), panel_id, count_rows)
 
     def on_mount(self) -> None:
         """Begin to follow the recording."""
