@@ -169,10 +169,10 @@ def draw_view(browser: str, path: Path, scratch: Path) -> None:
     """Draw the terminal view of the interleaved H100 run, by textual's own picture of the screen."""
     from ebbtide.analysis.live import LiveTrace
     from ebbtide.cli.live_view.app import LiveView
-    from ebbtide.cli.live_view.snapshot import Snapshot, SnapshotReader
+    from ebbtide.cli.live_view.snapshot import RecordingSnapshot, SnapshotReader
 
     reader = SnapshotReader(LiveTrace(INTERLEAVED))
-    view = LiveView(reader, reader.read(0) or Snapshot(INTERLEAVED))
+    view = LiveView(reader, reader.read(0) or RecordingSnapshot(INTERLEAVED))
 
     async def picture() -> str:
         async with view.run_test(size=VIEW_SIZE) as pilot:

@@ -102,8 +102,8 @@ def gpu_columns(trace: Trace, rank: int, quantity: str, edges: Ints) -> Floats:
     if not len(times):
         return np.full(len(edges) - 1, np.nan)
     index = np.searchsorted(times, edges[1:], side="right") - 1
-    held = (index >= 0) & (times[np.maximum(index, 0)] >= edges[:-1] - _MAX_HOLD_NS)
-    sampled: Floats = np.where(held, values[np.maximum(index, 0)], np.nan)
+    is_valid = (index >= 0) & (times[np.maximum(index, 0)] >= edges[:-1] - _MAX_HOLD_NS)
+    sampled: Floats = np.where(is_valid, values[np.maximum(index, 0)], np.nan)
     return sampled
 
 

@@ -16,13 +16,13 @@ from textual.widgets import Footer
 
 from ebbtide.cli.live_view import chart_panels, table_panels
 from ebbtide.cli.live_view.screens import FindingsScreen, HelpScreen, LogScreen
-from ebbtide.cli.live_view.snapshot import MAX_ITERATIONS, RankView, Snapshot, SnapshotReader
+from ebbtide.cli.live_view.snapshot import MAX_ITERATIONS, RecordingSnapshot, SelectedRank, SnapshotReader
 from ebbtide.cli.live_view.watched import WatchedJob
 from ebbtide.errors import UserError
 
 ZOOMS = (1, 2, 5, 10, 20, 50, MAX_ITERATIONS)
 _PAGE_ACTIONS = ("pop_screen", "interrupt")
-_Draw = Callable[[RankView, int, int], Text]
+_Draw = Callable[[SelectedRank, int, int], Text]
 
 
 class Panel(Widget):
@@ -104,7 +104,7 @@ class LiveView(App[str]):
         Binding("ctrl+c", "interrupt", show=False, priority=True),
     ]
 
-    def __init__(self, reader: SnapshotReader, snapshot: Snapshot, job: WatchedJob | None = None) -> None:
+    def __init__(self, reader: SnapshotReader, snapshot: RecordingSnapshot, job: WatchedJob | None = None) -> None:
         super().__init__()
         self.animation_level = "none"
         self.snapshot = snapshot
@@ -113,7 +113,7 @@ class LiveView(App[str]):
         self._reader = reader
         self._job = job
         self._rank = snapshot.ranks[0].rank if snapshot.ranks else 0
-        self._view: RankView | None = None
+        self._view: SelectedRank | None = None
         self._wake = Event()
         self._ends = False
         self._make_view()
@@ -176,7 +176,7 @@ class LiveView(App[str]):
             if snapshot is not None and not self._ends:
                 self.call_from_thread(self._take, snapshot)
 
-    def _take(self, snapshot: Snapshot) -> None:
+    def _take(self, snapshot: RecordingSnapshot) -> None:
         if self.paused:
             return
         several = len(self.snapshot.ranks) > 1
@@ -191,7 +191,7 @@ class LiveView(App[str]):
         self._view = None
         if self.snapshot.trace is not None and figures:
             chosen = figures.get(self._rank, self.snapshot.ranks[0])
-            self._view = RankView(self.snapshot, chosen, self.snapshot.trace, self.iterations)
+            self._view = SelectedRank(self.snapshot, chosen, self.snapshot.trace, self.iterations)
 
     def _show(self) -> None:
         """Draw all panels anew."""

@@ -19,7 +19,7 @@ from ebbtide.analysis.metrics.missing import NO_MEMORY, no_iterations, no_link
 from ebbtide.analysis.timeline.styles import COLORS
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.cli.live_view.marks import DIM, LETTERS, level_rows, line_style, lines, phase_style, title
-from ebbtide.cli.live_view.snapshot import RankView
+from ebbtide.cli.live_view.snapshot import SelectedRank
 from ebbtide.units import bytes_text, ms_text, rate_text
 
 # Width of the labels before charts over time: these have one time axis.
@@ -28,7 +28,7 @@ _LABEL = 23
 _MIN_SHARE_OF_CAPACITY = 0.1
 
 
-def draw_phases(view: RankView, width: int, height: int) -> Text:
+def draw_phases(view: SelectedRank, width: int, height: int) -> Text:
     """Draw the newest iterations, a row each and the newest first, in the scale of the longest."""
     bars = view.bars[::-1][: max(height - 1, 1)]
     if not bars:
@@ -57,7 +57,7 @@ def _bar(bar: IterationBar, longest_ms: float, width: int) -> Text:
     return text
 
 
-def draw_memory(view: RankView, width: int, height: int) -> Text:
+def draw_memory(view: SelectedRank, width: int, height: int) -> Text:
     """Draw memory over time, the capacity at the top, and below it the phases by letters."""
     memory = view.figures.memory
     if memory is None or view.range_ns is None:
@@ -84,7 +84,7 @@ def draw_memory(view: RankView, width: int, height: int) -> Text:
     return lines([*rows, _phase_row(view, edges)], width, height)
 
 
-def _phase_row(view: RankView, edges: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Text:
+def _phase_row(view: SelectedRank, edges: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Text:
     """Draw the phase of each column as a letter."""
     row = Text(f"{'phase':>{_LABEL - 1}} ")
     for phase in phase_columns(view.trace, view.figures.rank, edges):
@@ -92,7 +92,7 @@ def _phase_row(view: RankView, edges: np.ndarray[tuple[int], np.dtype[np.int64]]
     return row
 
 
-def draw_link(view: RankView, width: int, height: int) -> Text:
+def draw_link(view: SelectedRank, width: int, height: int) -> Text:
     """Draw the rate of the link per direction as a share of its peak, and the utilization of the GPU."""
     rank, figures = view.figures.rank, view.figures
     if view.range_ns is None or not (figures.link or figures.gpu):

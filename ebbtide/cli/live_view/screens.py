@@ -12,7 +12,7 @@ from textual.screen import Screen
 from textual.widgets import Footer, Static
 
 from ebbtide.cli.live_view.marks import legend
-from ebbtide.cli.live_view.snapshot import Snapshot
+from ebbtide.cli.live_view.snapshot import RecordingSnapshot
 from ebbtide.cli.live_view.table_panels import finding_line
 from ebbtide.cli.live_view.watched import WatchedJob, tail
 
@@ -73,7 +73,7 @@ class HelpScreen(_Page):
 class FindingsScreen(_Page):
     """The findings of a snapshot, with evidence and advice."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: RecordingSnapshot) -> None:
         text = Text()
         for number, seen in enumerate(snapshot.findings or (), 1):
             text.append(f"{number}. {finding_line(seen).strip()}\n", "bold")

@@ -17,8 +17,8 @@ from ebbtide.profiler.trace import Trace
 MAX_ITERATIONS = 100
 # Least free memory of the windows that are shown; the default of `ebbtide windows`.
 MIN_WINDOW_BYTES = 2**30
-# Looks at the recording, and for findings, take at most one part in so many of the time of one core.
-_LOOK_SHARE = 40
+# The view, and looks for findings, take at most one part in so many of the time of one core.
+_LOOK_SHARE = 50
 _FINDINGS_SHARE = 100
 _MIN_PERIOD_S = 1.0
 _MIN_FINDINGS_PERIOD_S = 10.0
@@ -33,7 +33,7 @@ class SeenFinding:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RecordingSnapshot:
     """One look at a recording.
 
     Attributes:
@@ -56,7 +56,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class RankView:
+class SelectedRank:
     """One rank of a snapshot, as far as the view is zoomed.
 
     Attributes:
@@ -66,7 +66,7 @@ class RankView:
         iterations: How many iterations to show.
     """
 
-    snapshot: Snapshot
+    snapshot: RecordingSnapshot
     figures: LiveRank
     trace: Trace
     iterations: int
@@ -100,10 +100,12 @@ class SnapshotReader:
         self._findings: tuple[SeenFinding, ...] | None = None
         self._windows: Windows | None = None
         self._next_findings_s = 0.0
+        # CPU time of this process at the end of the last snapshot.
+        self._read_until_s = time.process_time()
         # The state of the recording and the rank that `_look` has looked at.
         self._looked_at: tuple[State, int] | None = None
 
-    def read(self, rank: int) -> Snapshot | None:
+    def read(self, rank: int) -> RecordingSnapshot | None:
         """Return a new snapshot; None if nothing has changed.
 
         Args:
@@ -112,16 +114,21 @@ class SnapshotReader:
         Raises:
             TraceError: The path is no trace, is damaged, or has a newer schema.
         """
+        # What the screen has taken since the last snapshot counts, too.
+        drawn_s = time.process_time() - self._read_until_s
         looked = self.period_s > 0 and self._look(rank)
-        begun_s = time.thread_time()
+        begun_s = time.process_time()
         changed = self._live.poll()
         if changed:
             self._ranks = tuple(self._live.rank(number) for number in self._live.ranks)
-        self.period_s = max(_MIN_PERIOD_S, _LOOK_SHARE * (time.thread_time() - begun_s))
+        self._read_until_s = time.process_time()
+        self.period_s = max(_MIN_PERIOD_S, _LOOK_SHARE * (self._read_until_s - begun_s + drawn_s))
         if not changed and not looked:
             return None
         live = self._live
-        return Snapshot(live.path, live.state, live.behind, live.trace, self._ranks, self._findings, self._windows)
+        return RecordingSnapshot(
+            live.path, live.state, live.behind, live.trace, self._ranks, self._findings, self._windows
+        )
 
     def _look(self, rank: int) -> bool:
         """Look for findings and windows if it is time; return whether it was."""

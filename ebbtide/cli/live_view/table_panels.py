@@ -8,7 +8,7 @@ from ebbtide.analysis.live import LiveRank
 from ebbtide.analysis.metrics.devices import ran_on_cpu
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.cli.live_view.marks import DIM, TITLE, lines, title
-from ebbtide.cli.live_view.snapshot import RankView, SeenFinding, Snapshot
+from ebbtide.cli.live_view.snapshot import RecordingSnapshot, SeenFinding, SelectedRank
 from ebbtide.units import bytes_text, ms_text, range_text
 
 _STATES = {
@@ -19,7 +19,7 @@ _STATES = {
 }
 
 
-def draw_header(snapshot: Snapshot, view: RankView | None, paused: bool, width: int) -> Text:
+def draw_header(snapshot: RecordingSnapshot, view: SelectedRank | None, paused: bool, width: int) -> Text:
     """Draw the trace, its state, and the selected rank."""
     row = Text.assemble((snapshot.path.name, "bold"), "  ", ("paused" if paused else snapshot.state, "reverse"))
     if snapshot.behind:
@@ -34,7 +34,7 @@ def draw_header(snapshot: Snapshot, view: RankView | None, paused: bool, width: 
     return lines([row], width, 1)
 
 
-def draw_windows(view: RankView, width: int, height: int) -> Text:
+def draw_windows(view: SelectedRank, width: int, height: int) -> Text:
     """Draw the windows of free memory that recur in every iteration, the longest first."""
     windows = view.snapshot.windows
     if windows is None:
@@ -58,7 +58,7 @@ def draw_windows(view: RankView, width: int, height: int) -> Text:
     return lines(rows, width, height)
 
 
-def draw_ranks(view: RankView, width: int, height: int) -> Text:
+def draw_ranks(view: SelectedRank, width: int, height: int) -> Text:
     """Draw a row per rank, those around the selected one where not all have room."""
     ranks = view.snapshot.ranks
     on_cpu = ran_on_cpu(view.trace)
@@ -88,7 +88,7 @@ def _rank_row(figures: LiveRank, on_cpu: bool) -> str:
     return row + "".join(f" {'-' if percent is None else f'{percent:.0f} %':>5}" for percent in percents)
 
 
-def draw_findings(snapshot: Snapshot, width: int, height: int) -> Text:
+def draw_findings(snapshot: RecordingSnapshot, width: int, height: int) -> Text:
     """Draw a row per finding, the largest gain first."""
     findings = snapshot.findings
     if findings is None:
@@ -106,7 +106,7 @@ def finding_line(seen: SeenFinding) -> str:
     return f"{'-' if gain is None else ms_text(gain):>10}  {seen.finding.title}{since}"
 
 
-def draw_waiting(snapshot: Snapshot, width: int, height: int) -> Text:
+def draw_waiting(snapshot: RecordingSnapshot, width: int, height: int) -> Text:
     """Draw why there is nothing to show."""
     reasons = {
         "waiting": "Waiting for the first phase: nothing was recorded yet.",

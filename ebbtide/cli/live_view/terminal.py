@@ -49,13 +49,13 @@ def show(path: Path, job: WatchedJob | None = None) -> None:
     """
     from ebbtide.analysis.live import LiveTrace
     from ebbtide.cli.live_view.app import LiveView
-    from ebbtide.cli.live_view.snapshot import MAX_ITERATIONS, Snapshot, SnapshotReader
+    from ebbtide.cli.live_view.snapshot import MAX_ITERATIONS, RecordingSnapshot, SnapshotReader
 
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     reader = SnapshotReader(LiveTrace(path, MAX_ITERATIONS))
     # Before the screen changes: an error is one line.
-    snapshot = reader.read(0) or Snapshot(path)
+    snapshot = reader.read(0) or RecordingSnapshot(path)
     # The mouse stays with the terminal, so that text can be selected.
     error = LiveView(reader, snapshot, job).run(mouse=False)
     if error is not None:
