@@ -2,14 +2,17 @@
 
     python docs/pictures.py [-o docs/pictures]
 
-Every picture is the output of an ebbtide command. That of the report is a screenshot by a headless Chromium; without
-Chromium it is not drawn.
+Every picture is the output of an ebbtide command. Those of the report and of the terminal view are screenshots by a
+headless Chromium; without Chromium they are not drawn.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -123,6 +126,8 @@ COMMANDS: dict[str, list[str | Path]] = {
 }
 REPORT = "report.png"
 REPORT_SIZE = "1180,1100"
+VIEW = "watch.png"
+VIEW_SIZE = (120, 36)
 
 
 def draw(folder: Path) -> list[Path]:
@@ -134,9 +139,14 @@ def draw(folder: Path) -> list[Path]:
         if status:
             raise SystemExit(status)
         pictures.append(path)
-    if screenshot(folder / REPORT):
-        pictures.append(folder / REPORT)
-    return pictures
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        print("no Chromium is installed: the pictures of the report and of the view are not drawn", file=sys.stderr)
+        return pictures
+    with tempfile.TemporaryDirectory() as scratch:
+        draw_report(browser, folder / REPORT, Path(scratch))
+        draw_view(browser, folder / VIEW, Path(scratch))
+    return [*pictures, folder / REPORT, folder / VIEW]
 
 
 def run_command(name: str, path: Path) -> int:
@@ -146,31 +156,54 @@ def run_command(name: str, path: Path) -> int:
         return run([*words, str(path), "--force"])
 
 
-def screenshot(path: Path) -> bool:
-    """Draw the top of the report of the H100 run. Return False if no Chromium is installed."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        print("no Chromium is installed: the picture of the report is not drawn", file=sys.stderr)
-        return False
-    with tempfile.TemporaryDirectory() as scratch:
-        page = Path(scratch) / "report.html"
-        status = run(["report", str(BLOCKING), "--rank", "0", "-o", str(page)])
-        if status:
-            raise SystemExit(status)
-        options = [
-            "--headless",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            "--no-first-run",
-            f"--user-data-dir={scratch}/user",
-        ]
-        options += ["--disable-background-networking", "--disable-sync", "--disable-component-update"]
-        if os.geteuid() == 0:
-            options.append("--no-sandbox")
-        # The timeline is drawn by a script after the page has loaded.
-        output = [f"--screenshot={path}", f"--window-size={REPORT_SIZE}", "--virtual-time-budget=10000"]
-        subprocess.run([browser, *options, *output, page.as_uri()], check=True, capture_output=True, timeout=120)
-    return True
+def draw_report(browser: str, path: Path, scratch: Path) -> None:
+    """Draw the top of the report of the H100 run."""
+    page = scratch / "report.html"
+    status = run(["report", str(BLOCKING), "--rank", "0", "-o", str(page)])
+    if status:
+        raise SystemExit(status)
+    photograph(browser, page, path, REPORT_SIZE)
+
+
+def draw_view(browser: str, path: Path, scratch: Path) -> None:
+    """Draw the terminal view of the interleaved H100 run, by textual's own picture of the screen."""
+    from ebbtide.analysis.live import LiveTrace
+    from ebbtide.cli.live_view.app import LiveView
+    from ebbtide.cli.live_view.snapshot import RecordingSnapshot, SnapshotReader
+
+    reader = SnapshotReader(LiveTrace(INTERLEAVED))
+    view = LiveView(reader, reader.read(0) or RecordingSnapshot(INTERLEAVED))
+
+    async def picture() -> str:
+        async with view.run_test(size=VIEW_SIZE) as pilot:
+            await pilot.press("minus")
+            while view.snapshot.findings is None:
+                await pilot.pause(0.1)
+            await pilot.pause()
+            return view.export_screenshot()
+
+    page = scratch / "view.svg"
+    svg = asyncio.run(picture())
+    page.write_text(svg, encoding="utf-8")
+    width, height = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0]
+    photograph(browser, page, path, f"{math.ceil(float(width))},{math.ceil(float(height))}")
+
+
+def photograph(browser: str, page: Path, path: Path, size: str) -> None:
+    """Save a picture of a page in a window of a size (`width,height`)."""
+    options = [
+        "--headless",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--no-first-run",
+        f"--user-data-dir={page.parent}/user",
+    ]
+    options += ["--disable-background-networking", "--disable-sync", "--disable-component-update"]
+    if os.geteuid() == 0:
+        options.append("--no-sandbox")
+    # The timeline of the report is drawn by a script after the page has loaded.
+    output = [f"--screenshot={path}", f"--window-size={size}", "--virtual-time-budget=10000"]
+    subprocess.run([browser, *options, *output, page.as_uri()], check=True, capture_output=True, timeout=120)
 
 
 def main() -> None:

@@ -19,7 +19,9 @@ from ebbtide.profiler.recording import require_linux, spool_folder, write_nested
 _DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
-def profile(command: Sequence[str], output: Path, options: Options, force: bool = False) -> NoReturn:
+def profile(
+    command: Sequence[str], output: Path, options: Options, force: bool = False, output_to: int | None = None
+) -> NoReturn:
     """Become the job, whose training processes are recorded into a trace.
 
     The job keeps this process's id, standard streams, terminal and signals, and its exit status is its own. A collector
@@ -30,6 +32,7 @@ def profile(command: Sequence[str], output: Path, options: Options, force: bool 
         output: The trace to write.
         options: What to record.
         force: Whether to replace a trace that exists.
+        output_to: A descriptor that the job has as stdout and stderr; None: those of this process.
 
     Raises:
         TraceError: If the command cannot be executed or the trace cannot be created; nothing is left behind then.
@@ -41,6 +44,9 @@ def profile(command: Sequence[str], output: Path, options: Options, force: bool 
     write_nested_marker()
     for number in _DEFAULT:
         signal.signal(number, signal.SIG_DFL)
+    if output_to is not None:
+        os.dup2(output_to, 1)
+        os.dup2(output_to, 2)
     try:
         os.execvpe(command[0], list(command), job_environment(options, spool_folder(output)))
     except OSError as error:

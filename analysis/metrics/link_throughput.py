@@ -13,14 +13,11 @@ from ebbtide.analysis.metrics.devices import link_peak, main_device
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints, cumulative, union
 from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.link_samples import sample_starts, valid_rates
 
 DIRECTIONS = ("h2d", "d2h")
-# A sample covers the time since the one before. After a gap of this many times the usual spacing it covers its window.
-_MAX_SPACINGS = 5
 # Where samples cover less than this share of an interval, its bytes are not known.
 _MIN_COVERED = 0.5
-# Rounding may put a sampled rate this much above the link's peak; a higher rate is a false reading.
-_ABOVE_PEAK = 1.02
 
 # Running total by time: of bytes, or of ns.
 Total = Callable[[Ints], Floats]
@@ -187,12 +184,9 @@ def _of_counters(trace: Trace, rank: int, direction: str) -> Traffic | None:
     ends = rows["t_ns"].to_numpy(np.int64)[selected]
     windows = rows["window_ns"].to_numpy(np.int64)[selected]
     rates = rows[column].to_numpy(np.float64)[selected]
-    # A sample covers the time since the one before, even if its window is only a part of that time.
+    starts = sample_starts(ends, windows)
     spacing = np.diff(ends, prepend=ends[0] - windows[0])
-    gap = spacing > _MAX_SPACINGS * np.median(spacing)
-    starts = ends - np.where(gap, np.minimum(windows, spacing), spacing)
-    peak = link_peak(trace, rank)
-    valid = (rates >= 0) & (rates <= peak * _ABOVE_PEAK if peak else np.isfinite(rates))
+    valid = valid_rates(rates, link_peak(trace, rank))
     starts, ends, rates = starts[valid], ends[valid], rates[valid]
     total = cumulative(starts, ends, rates * (ends - starts) / 1e9)
     return Traffic(total, covering(*union(starts, ends)), None, int((~valid).sum()), float(np.median(spacing)))

@@ -14,7 +14,7 @@ import ebbtide
 
 # Heading in the help -> its commands.
 COMMANDS = {
-    "Record": ("profile", "import", "merge"),
+    "Record": ("profile", "watch", "import", "merge"),
     "Explain": (
         "summary",
         "findings",

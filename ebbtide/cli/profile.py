@@ -66,11 +66,19 @@ def profile(
         Literal["all", "phases"],
         typer.Option(help="What the job's processes record: everything, or phases without memory, at the least cost."),
     ] = "all",
-) -> None:
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            help="Show the recording in this terminal while the job runs, as `ebbtide watch` does; the job's output "
+            "goes to RUN.log.",
+        ),
+    ] = False,
+) -> int:
     """Record the phases, memory and link use of a training job.
 
     The job takes the place of this command: it runs unchanged, with its own process id, output, signals and exit
-    status. The trace is finished when it has ended.
+    status. The trace is finished when it has ended. With --watch it is a child of this command.
     """
     from ebbtide.profiler.agent.options import Options
     from ebbtide.profiler.launch import profile as profile_job
@@ -85,7 +93,12 @@ def profile(
         transfers=transfers,
         memory=record == "all",
     )
-    profile_job(command, Path(_fill_placeholders(output) if output else trace_name(command)), options, force)
+    path = Path(_fill_placeholders(output) if output else trace_name(command))
+    if watch:
+        from ebbtide.cli.live_view.profiled import profile_and_show
+
+        return profile_and_show(command, path, options, force)
+    return profile_job(command, path, options, force)
 
 
 def _fill_placeholders(output: str) -> str:

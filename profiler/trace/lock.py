@@ -48,6 +48,15 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+def collector_runs(path: Path) -> bool:
+    """Return whether the process that will finish a trace runs, without taking the lock: on the host of the recording
+    alone."""
+    try:
+        return process_runs(int(json.loads((path / SPOOL / _LOCK).read_bytes())["collector"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
 def refuse_locked(path: Path) -> None:
     """Raise TraceError if a trace is being recorded."""
     if is_locked(path):

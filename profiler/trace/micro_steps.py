@@ -27,7 +27,11 @@ def micro_steps(phases: pd.DataFrame) -> pd.Series[int]:
         # A loss that is a module belongs to the forward before it, an update to the last backward.
         numbers = batches.ffill().fillna(batches.bfill()).groupby(iteration).rank("dense").sub(1).fillna(numbers)
     if "source" in phases:
-        for _, rows in phases[forward | phases["phase"].eq(BACKWARD)].groupby(iteration):
+        passes = phases[forward | phases["phase"].eq(BACKWARD)]
+        # Most jobs have no iteration in which a forward follows a forward of the same micro-step.
+        ahead = passes["phase"].eq(FORWARD).mul(2).sub(1).groupby(iteration).cumsum()
+        candidates = iteration[ahead.index[ahead > 1]].unique()
+        for _, rows in passes[iteration.isin(candidates)[passes.index]].groupby(iteration):
             if _is_pipeline(rows):
                 numbers[rows.index] = rows.groupby("phase").cumcount()
                 last = rows.index[-1]

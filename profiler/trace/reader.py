@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -15,7 +14,7 @@ from ebbtide.profiler.trace.files import read_meta
 from ebbtide.profiler.trace.lock import wait_until_finished
 from ebbtide.profiler.trace.metadata_parsing import parse_meta
 from ebbtide.profiler.trace.recovery import recovered_traces
-from ebbtide.profiler.trace.schema import OPTIONAL_TABLES, TABLES, frame
+from ebbtide.profiler.trace.schema import OPTIONAL_TABLES, TABLES, empty_frame
 from ebbtide.profiler.trace.trace import Trace
 
 
@@ -55,7 +54,7 @@ def _parquet(path: Path, rank: int, table: str) -> Path:
 def _read(path: Path, rank: int, table: str) -> pd.DataFrame:
     file = _parquet(path, rank, table)
     if table in OPTIONAL_TABLES and not file.exists():
-        return _empty(table)
+        return empty_frame(table)
     try:
         # Text of few different values is read as a dictionary: decoding each value takes three times as long.
         # Files of earlier versions lack some columns.
@@ -66,11 +65,6 @@ def _read(path: Path, rank: int, table: str) -> pd.DataFrame:
         return arrow_frame(table, rows)
     except (OSError, pa.ArrowException, ValueError, TypeError, KeyError) as error:
         raise _damaged(path, file, rank, error) from None
-
-
-@cache
-def _empty(table: str) -> pd.DataFrame:
-    return frame(table)
 
 
 def _labels(path: Path, rank: int, table: str, column: str) -> list[str]:

@@ -22,7 +22,7 @@ def recovered_traces(path: Path, meta: dict[str, Any]) -> list[Trace]:
     trainings = recover(path / SPOOL, meta)
     paths = [path, *islice(_free_paths(path), len(trainings) - 1)]
     note_other_trainings(trainings, [free.name for free in paths])
-    return [_recovered(free, meta, training) for free, training in zip(paths, trainings, strict=True)]
+    return [trace_of(free, meta, training) for free, training in zip(paths, trainings, strict=True)]
 
 
 def _free_paths(path: Path) -> Iterator[Path]:
@@ -33,7 +33,14 @@ def _free_paths(path: Path) -> Iterator[Path]:
             yield free
 
 
-def _recovered(path: Path, meta: dict[str, Any], training: Training) -> Trace:
+def trace_of(path: Path, meta: dict[str, Any], training: Training) -> Trace:
+    """Return the trace of one training of a recording.
+
+    Args:
+        path: The path of the trace.
+        meta: The object of the recording's meta.json.
+        training: The data of its ranks.
+    """
     tables = {(data.meta["rank"], table): data.tables[table] for data in training.ranks for table in TABLES}
     notes = [*meta.get("notes", []), *training.notes]
     meta = {**meta, "ranks": [data.meta for data in training.ranks], "notes": notes}

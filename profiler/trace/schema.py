@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pandas as pd
@@ -173,6 +174,12 @@ def frame(table: str, rows: Any = ()) -> pd.DataFrame:
             raise ValueError(f"the table {table} needs a column {column.name}, with a value in every row")
         columns[column.name] = values.astype(_dtype(column)).array
     return sort_by_time(table, pd.DataFrame(columns))
+
+
+@cache
+def empty_frame(table: str) -> pd.DataFrame:
+    """Return a frame of a table without rows, which callers share and must not change."""
+    return frame(table)
 
 
 def sort_by_time(table: str, rows: pd.DataFrame) -> pd.DataFrame:

@@ -6,7 +6,7 @@ import pandas as pd
 
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import MISSING
-from ebbtide.profiler.trace.schema import frame
+from ebbtide.profiler.trace.schema import empty_frame, frame
 from ebbtide.profiler.trace.spool_records import Records
 
 # The column of each quantity, and how many units of the record make one of the column.
@@ -31,11 +31,13 @@ def gpu_table(records: Records, device_names: dict[int, str]) -> pd.DataFrame:
         device_names: The rank's names of its devices by their NVML number.
     """
     rows = records[(records["kind"] == kinds.GPU_STATE) & (records["y"] != MISSING)]
+    if not len(rows):
+        return empty_frame("gpu")
     samples = pd.DataFrame({"t_ns": rows["x"], "number": rows["small"], "code": rows["code"], "value": rows["y"]})
     samples["device"] = samples.pop("number").astype("int64").map(device_names)
     samples = samples[samples["device"].notna()].drop_duplicates(["t_ns", "device", "code"], keep="last")
     if samples.empty:
-        return frame("gpu")
+        return empty_frame("gpu")
     wide = samples.set_index(["t_ns", "device", "code"])["value"].astype("Int64").unstack("code")
     columns = {}
     for code, quantity in enumerate(kinds.GPU_QUANTITIES):

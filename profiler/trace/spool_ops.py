@@ -11,7 +11,7 @@ import pandas as pd
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import MISSING, NO_SUBGROUP
 from ebbtide.profiler.trace.iteration_ends import iteration_ends
-from ebbtide.profiler.trace.schema import frame
+from ebbtide.profiler.trace.schema import empty_frame, frame
 from ebbtide.profiler.trace.spool_records import Records
 
 
@@ -33,6 +33,8 @@ def device_times(records: Records) -> pd.DataFrame:
 def read(records: Records) -> pd.DataFrame:
     """Return the table `ops`. Operations on a GPU have the device's times where those were recorded."""
     rows = records[records["kind"] == kinds.OP]
+    if not len(rows):
+        return empty_frame("ops")
     ops = pd.DataFrame(
         {
             "sequence": rows["a"].astype(np.int64),

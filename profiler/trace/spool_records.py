@@ -32,17 +32,26 @@ def read_records(path: Path, notes: list[str]) -> Records | None:
     """Return the complete and valid records of a spool; None, and a note, where it does not even have its header."""
     raw = path.read_bytes()
     records = np.frombuffer(raw[: len(raw) - len(raw) % RECORD.itemsize], RECORD)
-    magic = int.from_bytes(kinds.MAGIC, "little")
-    if not len(records) or records[0]["kind"] != kinds.HEADER or records[0]["w"] != magic:
+    if not len(records) or not has_magic(records[0]):
         notes.append(f"{path.name} holds no records: the process ended or the disk was full before its first")
         return None
-    if records[0]["code"] != kinds.VERSION:
+    if not is_header(records[0]):
         notes.append(f"{path.name} was written by another version of ebbtide: not read")
         return None
-    return records[_valid(records)]
+    return records[is_valid(records)]
 
 
-def _valid(records: Records) -> npt.NDArray[np.bool_]:
+def has_magic(record: Any) -> bool:
+    """Return whether a record is the header of a spool, of any version."""
+    return bool(record["kind"] == kinds.HEADER and record["w"] == int.from_bytes(kinds.MAGIC, "little"))
+
+
+def is_header(record: Any) -> bool:
+    """Return whether a record is the header of a spool of this version."""
+    return has_magic(record) and bool(record["code"] == kinds.VERSION)
+
+
+def is_valid(records: Records) -> npt.NDArray[np.bool_]:
     """Return which records have codes that exist: a full disk or a power cut may leave others behind."""
     valid = np.ones(len(records), bool)
     for kind, codes in _CODES.items():

@@ -12,6 +12,7 @@ from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import HOST, MISSING
 from ebbtide.profiler.trace import spool_ops
 from ebbtide.profiler.trace.micro_steps import micro_steps
+from ebbtide.profiler.trace.schema import empty_frame, frame
 from ebbtide.profiler.trace.spool_records import Records
 
 
@@ -56,8 +57,10 @@ def memory_table(records: Records, device_names: dict[int, str] | None) -> pd.Da
 
 
 def link_table(records: Records, device_names: dict[int, str]) -> pd.DataFrame:
-    """Return the samples of the links of the rank's devices. device_names: as in `memory_table`."""
+    """Return the table `link` of the rank's devices. device_names: as in `memory_table`."""
     rows = records[records["kind"] == kinds.LINK]
+    if not len(rows):
+        return empty_frame("link")
     table = pd.DataFrame(
         {
             "t_ns": rows["x"],
@@ -72,7 +75,7 @@ def link_table(records: Records, device_names: dict[int, str]) -> pd.DataFrame:
     )
     for column in ("generation", "width"):
         table[column] = table[column].where(table[column] != 0)
-    return table[table["device"].notna()]
+    return frame("link", table[table["device"].notna()])
 
 
 def _devices(numbers: npt.NDArray[Any], names: dict[int, str] | None) -> pd.Series[Any]:

@@ -19,7 +19,7 @@ from ebbtide.profiler.trace.iteration_ends import note_on_iterations
 from ebbtide.profiler.trace.metadata import NumaPlacement, RankInfo
 from ebbtide.profiler.trace.metadata_parsing import without_nulls
 from ebbtide.profiler.trace.out_of_memory_text import with_stated_figures
-from ebbtide.profiler.trace.schema import SORT, TABLES, frame
+from ebbtide.profiler.trace.schema import SORT, TABLES, empty_frame, frame
 from ebbtide.profiler.trace.spool_devices import device_names, note_on_unused_gpus, notes_on_devices, nvml_info
 from ebbtide.profiler.trace.spool_gpu import gpu_table
 from ebbtide.profiler.trace.spool_records import RECORD, Records, read_records
@@ -44,14 +44,25 @@ def recover(directory: Path, meta: dict[str, Any]) -> list[Training]:
     for path in sorted(directory.glob("agent-*.spool")):
         records = read_records(path, notes)
         if records is not None:
-            processes.append(_recover_rank(path, records, samples, meta))
+            processes.append(read_process(path, records, samples, meta))
     trainings = group_trainings(processes) or [Training([])]
     unused = note_on_unused_gpus((data.meta["devices"] for data in processes), meta["host"])
     trainings[0].notes += notes + ([unused] if unused else [])
     return trainings
 
 
-def _recover_rank(path: Path, records: Records, samples: Records, meta: dict[str, Any]) -> RankData:
+def read_process(
+    path: Path, records: Records, samples: Records, meta: dict[str, Any], with_files: bool = True
+) -> RankData:
+    """Convert the records of one process into its tables.
+
+    Args:
+        path: Its spool. The description of its job is read from the file beside it.
+        records: The records of the spool, its header first.
+        samples: Records of the sampler.
+        meta: The object of the trace's meta.json.
+        with_files: Whether to read the copies and the allocations that the process wrote into further files.
+    """
     header = records[0]
     host, options = meta["host"], meta.get("options", {})
     gpus = host.get("gpus") or []
@@ -70,7 +81,7 @@ def _recover_rank(path: Path, records: Records, samples: Records, meta: dict[str
         entry["first_iteration_start_ns"] = int(starts[-1]["x"])
     elif len(phases):
         entry["first_iteration_start_ns"] = int(phases["start_ns"].min())
-    data = RankData(entry, {table: frame(table) for table in TABLES}, notes)
+    data = RankData(entry, {table: empty_frame(table) for table in TABLES}, notes)
     data.stepped = bool((records["kind"] == kinds.ITERATION).any())
     data.tables["phases"] = frame("phases", phases)
     data.tables["ops"] = spool_ops.read(records)
@@ -79,24 +90,31 @@ def _recover_rank(path: Path, records: Records, samples: Records, meta: dict[str
     own = samples[(samples["kind"] != kinds.MEMORY) | (samples["small"] != HOST) | (samples["a"] == pid)]
     memory = pd.concat([memory_table(records, None), memory_table(own, names)], ignore_index=True)
     data.tables["memory"] = frame("memory", memory)
-    data.tables["link"] = frame("link", link_table(own, names))
+    data.tables["link"] = link_table(own, names)
     data.tables["gpu"] = gpu_table(samples, names)
+    if with_files:
+        _add_files(data, path, header, bool(options.get("transfers")))
+    first, end = options.get("iterations") or (0, None)
+    if first or end is not None:
+        _trim(data, first, end)
+    return data
+
+
+def _add_files(data: RankData, path: Path, header: Any, expects_copies: bool) -> None:
+    """Add the copies, kernels and allocations of a process, which are in files of their own."""
+    notes = data.notes
     slice_paths = sorted(path.parent.glob(path.stem.replace("agent-", "") + "-copies-*.json"))
     if slice_paths:
         recorded = slices.read(slice_paths, int(header["x"]) - int(header["y"]))
         data.tables |= {"transfers": recorded.transfers, "kernels": recorded.kernels}
         notes += recorded.problems
-        entry["transfers_recorded"] = True
-        entry["transfers_spans_ns"] = slices.spans_of(slice_paths, data.tables["phases"])
-    elif options.get("transfers"):
-        on_gpu = entry["devices"][0].get("kind") == "cuda"
+        data.meta["transfers_recorded"] = True
+        data.meta["transfers_spans_ns"] = slices.spans_of(slice_paths, data.tables["phases"])
+    elif expects_copies:
+        on_gpu = data.meta["devices"][0].get("kind") == "cuda"
         reason = "the profiler for them gave nothing" if on_gpu else "the job did not use a GPU"
         notes.append(f"no copies were recorded: {reason}")
     notes += _add_allocations(data, path)
-    first, end = options.get("iterations") or (0, None)
-    if first or end is not None:
-        _trim(data, first, end)
-    return data
 
 
 def _add_allocations(data: RankData, path: Path) -> list[str]:

@@ -1,0 +1,7 @@
+"""Figures of a recording while it runs, and of a finished trace through the same interface."""
+
+from ebbtide.analysis.live.live_trace import LiveTrace, State
+from ebbtide.analysis.live.rank_figures import LiveLink, LiveMemory, LiveRank, RankState
+from ebbtide.analysis.live.totals import RankTotals
+
+__all__ = ["LiveLink", "LiveMemory", "LiveRank", "LiveTrace", "RankState", "RankTotals", "State"]

@@ -1,0 +1,199 @@
+"""Follows a trace while it is recorded, until it is finished; opens a finished one in the same way."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from ebbtide.analysis.live.last_iterations import last_iterations
+from ebbtide.analysis.live.rank_figures import LiveRank, RankState, rank_figures
+from ebbtide.analysis.live.totals import RankTotals, totals_of_counts, totals_of_trace
+from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.errors import TraceError
+from ebbtide.profiler.live.process_tail import ProcessTail
+from ebbtide.profiler.live.recording_tail import RecordingTail
+from ebbtide.profiler.processes import process_runs
+from ebbtide.profiler.trace import Trace, open_trace
+from ebbtide.profiler.trace.files import META, read_meta
+from ebbtide.profiler.trace.lock import collector_runs
+from ebbtide.profiler.trace.metadata_parsing import parse_meta
+
+# waiting: nothing was recorded yet. recording: a process records. silent: none has recorded anything for long.
+# finishing: all processes have ended, and the trace is being written. cut off: they have, and nobody finishes it.
+# complete: the trace is finished. gone: the trace was removed, since nothing was recorded.
+State = Literal["waiting", "recording", "silent", "finishing", "cut off", "complete", "gone"]
+
+# A process that runs is silent if it has recorded nothing for so long, and for so many of its longest iterations.
+_SILENT_S = 10.0
+_SILENT_ITERATIONS = 5.0
+
+
+class LiveTrace:
+    """The last iterations of a trace, whether it is being recorded or is finished.
+
+    A recording is read as far as it was written, and only what it has gained since the last `poll`; memory is bounded
+    by the number of iterations. Nothing is locked or written, and the job is not touched. When the recording has been
+    finished, the tables are read instead.
+
+    Args:
+        path: The trace, which need not exist yet.
+        iterations: How many iterations to keep.
+
+    Attributes:
+        path: The trace.
+        state: See `State`.
+        trace: The last iterations (and one before them, which counts as warm-up) as a trace, for all metrics; None in
+            the state `waiting`, until a process has begun to record.
+        finished: The whole trace; None until it is finished.
+    """
+
+    def __init__(self, path: str | Path, iterations: int = 50) -> None:
+        self.path = Path(path)
+        self.state: State = "waiting"
+        self.trace: Trace | None = None
+        self._iterations = iterations
+        self._tail: RecordingTail | None = None
+        self.finished: Trace | None = None
+        # Modification time and inode of meta.json, and when its recording began.
+        self._stamp: tuple[int, int] | None = None
+        self._started_ns: Any = None
+        self._totals: dict[int, RankTotals] = {}
+
+    @property
+    def behind(self) -> bool:
+        """Whether a long recording has not been read to its end yet: figures are those of an earlier time."""
+        return self._tail is not None and self._tail.behind
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that have begun to record."""
+        return self.trace.ranks if self.trace is not None else []
+
+    def poll(self) -> bool:
+        """Read what was recorded since the last call; return whether anything has changed.
+
+        Raises:
+            TraceError: The path is no trace, is damaged, or has a newer schema.
+        """
+        before = self.state
+        if self._meta_changed():
+            self._open()
+        if self._tail is not None:
+            # The tables may be there while the spools still are, but not the other way round.
+            changed = self._tail.poll()
+            if changed or self.trace is None:
+                self._read_window(self._tail)
+            self._totals.clear()
+            self.state = self._recording_state(self._tail)
+            return changed or self.state != before
+        return self.state != before
+
+    def rank(self, rank: int) -> LiveRank:
+        """Measure one rank. Raises TraceError for a rank that has not begun to record."""
+        if self.trace is None:
+            raise TraceError(f"{self.path}: nothing was recorded yet")
+        return rank_figures(self.trace, rank, self._rank_state(rank))
+
+    def totals(self, rank: int) -> RankTotals:
+        """Return the sums of a rank since the recording began. None of them decreases.
+
+        Raises:
+            TraceError: The rank has not begun to record.
+        """
+        if rank not in self.ranks:
+            raise TraceError(f"{self.path} has no rank {rank}")
+        if rank not in self._totals:
+            if self._tail is not None:
+                self._totals[rank] = totals_of_counts(self._tail.counts(rank), self._tail.link_bytes(rank))
+            elif self.finished is not None:
+                self._totals[rank] = totals_of_trace(self.finished, rank)
+        return self._totals[rank]
+
+    def _meta_changed(self) -> bool:
+        try:
+            status = (self.path / META).stat()
+        except FileNotFoundError:
+            if self._stamp is None and (not self.path.exists() or self._is_new_recording()):
+                return False
+            if self._stamp is None:
+                raise TraceError(f"{self.path} is not a trace: it has no readable {META}") from None
+            self.state, self._tail, self._stamp = "gone", None, None
+            return False
+        except OSError as error:
+            raise TraceError(f"{self.path} is not a trace: {error.strerror or error}") from None
+        stamp = status.st_mtime_ns, status.st_ino
+        changed, self._stamp = stamp != self._stamp, stamp
+        return changed
+
+    def _is_new_recording(self) -> bool:
+        """Return whether a folder without meta.json may be that of a recording that begins this moment."""
+        try:
+            return self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= {"spool", f"{META}.new"}
+        except OSError:
+            return False
+
+    def _open(self) -> None:
+        """Read meta.json, and follow the spools or open the tables, as it says."""
+        meta = read_meta(self.path)
+        if parse_meta(meta, self.path).state == "recording":
+            started_ns = meta.get("started_ns")
+            if self._tail is None or started_ns != self._started_ns:
+                self._tail = RecordingTail(self.path, meta, self._iterations)
+                self.trace, self.finished = None, None
+            self._started_ns = started_ns
+            return
+        self._tail = None
+        self.finished = open_trace(self.path)
+        self.trace = last_iterations(self.finished, self._iterations)
+        self._totals.clear()
+        self.state = "complete"
+
+    def _read_window(self, tail: RecordingTail) -> None:
+        window = tail.trace()
+        self.trace = None if window is None else last_iterations(window, self._iterations)
+
+    def _recording_state(self, tail: RecordingTail) -> State:
+        if self.trace is None and not any(process.last_record_ns for process in tail.processes.values()):
+            return "waiting" if self._collector_may_run(tail) else "cut off"
+        states = {self._rank_state(rank) for rank in self.ranks}
+        for state in ("recording", "silent"):
+            if state in states:
+                return state
+        return "finishing" if self._collector_may_run(tail) else "cut off"
+
+    def _rank_state(self, rank: int) -> RankState:
+        if self._tail is None:
+            return "complete"
+        process = self._tail.ranks[rank]
+        if process.stop_reason is not None:
+            return "stopped"
+        if self._on_this_host(self._tail) and not process_runs(process.pid):
+            return "ended"
+        silence_s = self._silence_s(self._tail, process)
+        return (
+            "silent"
+            if silence_s > _SILENT_S and silence_s > self._longest_s(rank) * _SILENT_ITERATIONS
+            else "recording"
+        )
+
+    def _silence_s(self, tail: RecordingTail, process: ProcessTail) -> float:
+        if process.last_record_ns is None:
+            return 0.0
+        offset_ns = tail.meta.get("clock", {}).get("wall_offset_ns") or 0
+        return (time.time_ns() - offset_ns - process.last_record_ns) / 1e9
+
+    def _longest_s(self, rank: int) -> float:
+        """Return the length of a rank's longest iteration, in seconds."""
+        if self.trace is None:
+            return 0.0
+        spans = intervals(self.trace, rank, device_times=False).spans
+        return float((spans["end_ns"] - spans["start_ns"]).max()) / 1e9 if len(spans) else 0.0
+
+    def _collector_may_run(self, tail: RecordingTail) -> bool:
+        return not self._on_this_host(tail) or collector_runs(self.path)
+
+    @staticmethod
+    def _on_this_host(tail: RecordingTail) -> bool:
+        return bool(tail.meta["host"].get("name") == socket.gethostname())

@@ -1,0 +1,153 @@
+"""Figures of one rank over the last iterations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+
+from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, link_peak, main_device, memory_timeline
+from ebbtide.analysis.metrics.iterations import durations_ms, intervals, steady_iterations
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
+from ebbtide.analysis.metrics.phases import phase_peaks
+from ebbtide.analysis.timeseries.statistics import median_or_none
+from ebbtide.phases import ITERATION_PARTS
+from ebbtide.profiler.trace import Trace
+
+# recording: its process runs. silent: it runs, but has recorded nothing for long. stopped: it has closed its recording.
+# ended: the process has ended. complete: the trace is finished.
+RankState = Literal["recording", "silent", "stopped", "ended", "complete"]
+
+
+@dataclass(frozen=True)
+class LiveMemory:
+    """Memory of a rank's first device, by the pool that free memory is computed from.
+
+    Attributes:
+        pool: The pool.
+        bytes: Its newest value.
+        capacity_bytes: Memory of the device; None if it is not known.
+        peak_bytes: Phase, or `other` -> median over the iterations of its largest value.
+        min_free_bytes: Phase, or `other` -> median over the iterations of capacity - largest value; empty without a
+            capacity.
+        lowest_free_bytes: Least free memory at any moment of the iterations; None without a capacity.
+    """
+
+    pool: str
+    bytes: int
+    capacity_bytes: int | None
+    peak_bytes: dict[str, int]
+    min_free_bytes: dict[str, int]
+    lowest_free_bytes: int | None
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Free memory now; None without a capacity."""
+        return None if self.capacity_bytes is None else max(self.capacity_bytes - self.bytes, 0)
+
+
+@dataclass(frozen=True)
+class LiveLink:
+    """One direction of a rank's link: its newest sample.
+
+    Attributes:
+        bytes_per_s: Rate.
+        peak_bytes_per_s: Peak of the link in one direction; None if it is not known.
+    """
+
+    bytes_per_s: float
+    peak_bytes_per_s: float | None
+
+    @property
+    def share(self) -> float | None:
+        """Rate as a share of the peak; None without a peak."""
+        return self.bytes_per_s / self.peak_bytes_per_s if self.peak_bytes_per_s else None
+
+
+@dataclass(frozen=True)
+class LiveRank:
+    """Figures of one rank. Medians are over the last iterations, without the warm-up of the job.
+
+    Attributes:
+        rank: The rank.
+        device: Name of its first device, `cuda:0` or `cpu`.
+        device_name: Model of the device; None if it is not known.
+        state: See `RankState`.
+        iteration: Number of the newest finished iteration; None before the first.
+        last_ms: `iteration`, a phase or `other` -> milliseconds in the newest finished iteration.
+        median_ms: The same, median over the last iterations.
+        memory: Memory; None where it was not recorded.
+        link: `h2d` or `d2h` -> the link; without a direction that was not sampled.
+        gpu: Column of the table `gpu` (`utilization_percent`, `power_w`, ...) -> its newest value; without those that
+            the card does not give.
+    """
+
+    rank: int
+    device: str | None
+    device_name: str | None
+    state: RankState
+    iteration: int | None
+    last_ms: dict[str, float] = field(default_factory=dict)
+    median_ms: dict[str, float] = field(default_factory=dict)
+    memory: LiveMemory | None = None
+    link: dict[str, LiveLink] = field(default_factory=dict)
+    gpu: dict[str, float] = field(default_factory=dict)
+
+
+def rank_figures(trace: Trace, rank: int, state: RankState) -> LiveRank:
+    """Measure one rank of a trace that has been cut to its last iterations."""
+    table = durations_ms(intervals(trace, rank))
+    steady = table[table.index.isin(steady_iterations(trace).numbers)]
+    last = table.iloc[-1] if len(table) else pd.Series(dtype=float)
+    device = trace.rank(rank).main_device
+    return LiveRank(
+        rank=rank,
+        device=main_device(trace, rank),
+        device_name=device.name,
+        state=state,
+        iteration=int(table.index[-1]) if len(table) else None,
+        last_ms={str(part): float(ms) for part, ms in last.items() if not np.isnan(ms)},
+        median_ms={str(part): ms for part in steady if (ms := median_or_none(steady[part])) is not None},
+        memory=_memory(trace, rank),
+        link=_link(trace, rank),
+        gpu=_gpu(trace, rank),
+    )
+
+
+def _memory(trace: Trace, rank: int) -> LiveMemory | None:
+    pool = free_pool(trace)
+    _, sizes = memory_timeline(trace, rank, pool or "")
+    if pool is None or not len(sizes):
+        return None
+    capacity = capacity_bytes(trace, rank)
+    peaks = phase_peaks(trace, rank, pool)
+    peaks = peaks[peaks.index.isin(steady_iterations(trace).numbers)]
+    of_phase = {phase: round(peak) for phase in ITERATION_PARTS if (peak := median_or_none(peaks[phase])) is not None}
+    largest = peaks.max(axis=None) if len(peaks) else np.nan
+    largest = float(sizes.max()) if np.isnan(largest) else float(largest)
+    return LiveMemory(
+        pool=pool,
+        bytes=int(sizes[-1]),
+        capacity_bytes=capacity,
+        peak_bytes=of_phase,
+        min_free_bytes={} if capacity is None else {phase: capacity - peak for phase, peak in of_phase.items()},
+        lowest_free_bytes=None if capacity is None else max(capacity - round(largest), 0),
+    )
+
+
+def _link(trace: Trace, rank: int) -> dict[str, LiveLink]:
+    rows = trace.link(rank)
+    rows = rows[rows["device"] == main_device(trace, rank)]
+    peak = link_peak(trace, rank)
+    newest = {direction: rows[f"{direction}_bytes_per_s"].dropna() for direction in DIRECTIONS}
+    return {direction: LiveLink(float(rates.iloc[-1]), peak) for direction, rates in newest.items() if len(rates)}
+
+
+def _gpu(trace: Trace, rank: int) -> dict[str, float]:
+    rows = trace.gpu(rank)
+    rows = rows[rows["device"] == main_device(trace, rank)]
+    columns = [column for column in rows if column not in ("t_ns", "device")]
+    newest = {str(column): rows[column].dropna() for column in columns}
+    return {column: float(values.iloc[-1]) for column, values in newest.items() if len(values)}

@@ -1,0 +1,122 @@
+"""Time series of one rank, cut into the columns of a narrow chart, and the phases of its iterations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ebbtide.analysis.metrics.devices import link_peak, main_device, memory_timeline
+from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.link_throughput import traffic
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints, peak_between
+from ebbtide.phases import ITERATION_PARTS
+from ebbtide.profiler.trace import Trace
+
+# A sample of the GPU's state holds for so long at most.
+_MAX_HOLD_NS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class PhaseSpan:
+    """A phase, or `other`, from and to a time since the start of its iteration."""
+
+    phase: str
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class IterationBar:
+    """One iteration: its length, and its phases in order of time, which cover it."""
+
+    iteration: int
+    length_ms: float
+    spans: tuple[PhaseSpan, ...]
+
+
+def iteration_bars(trace: Trace, rank: int, count: int) -> list[IterationBar]:
+    """Return the last iterations of a rank, oldest first.
+
+    Args:
+        trace: The trace.
+        rank: The rank.
+        count: How many at most.
+    """
+    times = intervals(trace, rank)
+    last = times.spans.tail(count)
+    origin_ns = dict(zip(last["iteration"].tolist(), last["start_ns"].tolist(), strict=True))
+    spans: dict[int, list[PhaseSpan]] = {number: [] for number in origin_ns}
+    phases = times.with_other
+    phases = phases[phases["iteration"] >= min(origin_ns, default=0)]
+    columns = (phases[name].tolist() for name in ("start_ns", "end_ns", "iteration", "phase"))
+    for start_ns, end_ns, number, phase in sorted(zip(*columns, strict=True)):
+        origin = origin_ns[number]
+        spans[number].append(PhaseSpan(phase, (start_ns - origin) / 1e6, (end_ns - origin) / 1e6))
+    ends_ns = last["end_ns"].tolist()
+    return [
+        IterationBar(number, (end_ns - origin) / 1e6, tuple(spans[number]))
+        for (number, origin), end_ns in zip(origin_ns.items(), ends_ns, strict=True)
+    ]
+
+
+def time_range(trace: Trace, rank: int, count: int) -> tuple[int, int] | None:
+    """Return (start, end) in ns of the last iterations of a rank, by the host's clock; without iterations those of the
+    whole trace; None if nothing was recorded."""
+    spans = intervals(trace, rank, device_times=False).spans.tail(count)
+    if spans.empty:
+        return trace.span_ns(rank)
+    return int(spans["start_ns"].iloc[0]), int(spans["end_ns"].iloc[-1])
+
+
+def column_edges(start_ns: int, end_ns: int, columns: int) -> Ints:
+    """Return the edges of columns of equal length: one more than there are columns."""
+    return np.linspace(start_ns, max(end_ns, start_ns + columns), columns + 1).astype(np.int64)
+
+
+def memory_columns(trace: Trace, rank: int, pool: str, edges: Ints) -> Floats:
+    """Return the largest value of a pool in each column, bytes; NaN before its first sample."""
+    return peak_between(*memory_timeline(trace, rank, pool), edges[:-1], edges[1:])
+
+
+def link_columns(trace: Trace, rank: int, direction: str, edges: Ints) -> Floats:
+    """Return the rate of the link in each column, bytes/s; NaN where it was not sampled."""
+    moved = traffic(trace, rank, direction)
+    if moved is None:
+        return np.full(len(edges) - 1, np.nan)
+    rates: Floats = moved.bytes(edges[:-1], edges[1:]) / (np.diff(edges) / 1e9)
+    return rates
+
+
+def link_scale(trace: Trace, rank: int, rates: Floats) -> float | None:
+    """Return the peak of a rank's link, else the largest of some rates, bytes/s; None without either."""
+    largest = float(np.nanmax(rates)) if np.isfinite(rates).any() else 0.0
+    return link_peak(trace, rank) or largest or None
+
+
+def gpu_columns(trace: Trace, rank: int, quantity: str, edges: Ints) -> Floats:
+    """Return the value of a column of the table `gpu` at the end of each column; NaN where it was not sampled."""
+    rows = trace.gpu(rank)
+    rows = rows[(rows["device"] == main_device(trace, rank)) & rows[quantity].notna()]
+    times, values = rows["t_ns"].to_numpy(np.int64), rows[quantity].to_numpy(np.float64)
+    if not len(times):
+        return np.full(len(edges) - 1, np.nan)
+    index = np.searchsorted(times, edges[1:], side="right") - 1
+    is_valid = (index >= 0) & (times[np.maximum(index, 0)] >= edges[:-1] - _MAX_HOLD_NS)
+    sampled: Floats = np.where(is_valid, values[np.maximum(index, 0)], np.nan)
+    return sampled
+
+
+def phase_columns(trace: Trace, rank: int, edges: Ints) -> list[str | None]:
+    """Return the phase, or `other`, that takes most of each column, by the host's clock; None outside of iterations."""
+    rows = intervals(trace, rank, device_times=False).with_other
+    rows = rows[(rows["end_ns"] > edges[0]) & (rows["start_ns"] < edges[-1])]
+    time_ns = np.zeros((len(ITERATION_PARTS), len(edges) - 1))
+    for phase, start, end in rows[["phase", "start_ns", "end_ns"]].itertuples(index=False, name=None):
+        first = max(0, int(np.searchsorted(edges, start, side="right")) - 1)
+        last = min(len(edges) - 2, int(np.searchsorted(edges, end, side="left")) - 1)
+        inside = slice(first, last + 1)
+        lengths = np.minimum(edges[1:][inside], end) - np.maximum(edges[:-1][inside], start)
+        time_ns[ITERATION_PARTS.index(phase), inside] += lengths
+    most = time_ns.argmax(axis=0)
+    return [ITERATION_PARTS[part] if time_ns[part, n] > 0 else None for n, part in enumerate(most)]

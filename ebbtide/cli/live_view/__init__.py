@@ -1,0 +1,1 @@
+"""The terminal view of `ebbtide watch` and `ebbtide profile --watch`."""

@@ -1,0 +1,63 @@
+"""Records a job and shows the recording in the terminal meanwhile."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from ebbtide.cli.live_view.terminal import require_terminal, show
+from ebbtide.cli.live_view.watched import tail
+from ebbtide.errors import UserError
+from ebbtide.profiler.agent.options import Options
+from ebbtide.profiler.background_job import BackgroundJob
+
+_PERIOD_S = 0.2
+# Lines of the output of a job that has failed.
+_LAST_LINES = 15
+
+
+def profile_and_show(command: Sequence[str], output: Path, options: Options, force: bool) -> int:
+    """Record a job until it ends, and show its recording; if the user leaves the view, its output.
+
+    Returns:
+        The exit code of the job; of one that a signal has ended 128 plus its number.
+
+    Raises:
+        UserError: There is no terminal, or the recording cannot begin; the job has not been started then.
+    """
+    require_terminal(
+        "--watch", f"`ebbtide profile` without it records, and `ebbtide watch {output}` shows it elsewhere"
+    )
+    job = BackgroundJob(command, output, options, force)
+    try:
+        show(output, job)
+    except UserError as error:
+        typer.echo(f"ebbtide: the view has ended ({error}); the job goes on", err=True)
+    _follow_output(job)
+    code = job.exit_code()
+    if code:
+        for line in tail(job.log).splitlines()[-_LAST_LINES:]:
+            typer.echo(line, err=True)
+    typer.echo(job.messages, nl=False, err=True)
+    typer.echo(f"ebbtide: output of the job: {job.log}", err=True)
+    return code
+
+
+def _follow_output(job: BackgroundJob) -> None:
+    """Print the output of a job from now on until it is finished; print nothing if it is already."""
+    if job.is_finished():
+        return
+    typer.echo("ebbtide: the job goes on, and its output follows", err=True)
+    with open(job.log, "rb") as file:
+        file.seek(0, 2)
+        is_finished = False
+        while not is_finished:
+            is_finished = job.is_finished()
+            sys.stdout.buffer.write(file.read())
+            sys.stdout.flush()
+            if not is_finished:
+                time.sleep(_PERIOD_S)

@@ -1,0 +1,113 @@
+"""Screens over the view: help, findings with evidence, the output of the job."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.screen import Screen
+from textual.widgets import Footer, Static
+
+from ebbtide.cli.live_view.marks import legend
+from ebbtide.cli.live_view.snapshot import RecordingSnapshot
+from ebbtide.cli.live_view.table_panels import finding_line
+from ebbtide.cli.live_view.watched import WatchedJob, tail
+
+_PERIOD_S = 1.0
+_HELP = """
+Phases    A row per iteration, the newest at the top, as long as it took.
+          Figures of a rank are medians over its last iterations (at most
+          100), without the warm-up.
+Memory    Memory of the rank's device in these iterations, up to its
+          capacity, above the phase of each column. Of a job on the CPU:
+          the heap of its process, and the memory of the host.
+Link      Bytes per second to the device (h2d) and to the host (d2h), by the
+          counters of the card, as a share of the peak of the link. Then
+          utilization and power of the GPU. Copies of --transfers are added
+          when the recording is finished.
+Windows   Parts in which at least 1 GiB of device memory is free in every
+          iteration, the longest first, and how idle the link is then.
+Ranks     The newest iteration of each rank; h2d and d2h as shares of the
+          peak. A silent rank runs, but has recorded nothing for more than
+          ten seconds and five of its iterations.
+Findings  The rules of `ebbtide findings` on the last iterations, every ten
+          seconds; of a finished trace on all iterations.
+
+Keys      n p, right left   next rank, previous rank
+          + -, up down      more iterations, fewer
+          space             pause and go on
+          f                 findings with evidence and advice
+          l                 output of the job (profile --watch)
+          q                 quit (the job of profile --watch goes on)
+          q, Escape         leave this page
+          Ctrl-C            quit; with profile --watch: interrupt the job
+"""
+
+
+class _Page(Screen[None]):
+    """A page that scrolls over the view."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "app.pop_screen", "back")]
+
+    def __init__(self, text: Text) -> None:
+        super().__init__()
+        self._text = text
+
+    def compose(self) -> ComposeResult:
+        """Make the page."""
+        with VerticalScroll():
+            yield Static(self._text, id="page")
+        yield Footer(compact=True)
+
+
+class HelpScreen(_Page):
+    """The meaning of panels and keys."""
+
+    def __init__(self) -> None:
+        super().__init__(Text.assemble(legend(), "\n", _HELP))
+
+
+class FindingsScreen(_Page):
+    """The findings of a snapshot, with evidence and advice."""
+
+    def __init__(self, snapshot: RecordingSnapshot) -> None:
+        text = Text()
+        for number, seen in enumerate(snapshot.findings or (), 1):
+            text.append(f"{number}. {finding_line(seen).strip()}\n", "bold")
+            for evidence in seen.finding.evidence:
+                text.append(f"   - {evidence}\n")
+            text.append(f"   {seen.finding.advice}\n\n")
+        if not snapshot.findings:
+            text.append("No rule has found anything yet." if snapshot.findings is None else "No rule found anything.")
+        else:
+            text.append(
+                "The time before a title is the most that an iteration would gain. Gains overlap; do not add them."
+            )
+        super().__init__(text)
+
+
+class LogScreen(_Page):
+    """The end of the output of the job, kept up to date."""
+
+    def __init__(self, job: WatchedJob) -> None:
+        super().__init__(_tail(job))
+        self._job = job
+
+    def on_mount(self) -> None:
+        """Read the output again and again."""
+        self.set_interval(_PERIOD_S, self._update)
+        self.query_one(VerticalScroll).scroll_end(animate=False)
+
+    def _update(self) -> None:
+        scroll = self.query_one(VerticalScroll)
+        at_end = scroll.is_vertical_scroll_end
+        self.query_one("#page", Static).update(_tail(self._job))
+        if at_end:
+            scroll.scroll_end(animate=False)
+
+
+def _tail(job: WatchedJob) -> Text:
+    return Text.assemble((f"{job.log}\n", "bold"), Text.from_ansi(tail(job.log)))

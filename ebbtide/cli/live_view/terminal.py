@@ -1,0 +1,62 @@
+"""Runs the view in this terminal, at low priority."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ebbtide.errors import UserError
+
+if TYPE_CHECKING:
+    from ebbtide.cli.live_view.watched import WatchedJob
+
+# The lowest priority: on a core that the job uses as well, the view has at most 1.5 % of the time.
+_NICE = 19
+
+
+def require_terminal(name: str, alternative: str) -> None:
+    """Check that the view can run here.
+
+    Args:
+        name: The command or option that shows the view.
+        alternative: What to do without a terminal.
+
+    Raises:
+        UserError: textual is not installed, or this is not a terminal that can show the view.
+    """
+    if importlib.util.find_spec("textual") is None:
+        raise UserError(f"{name} needs the package textual: pip install 'ebbtide[watch]'")
+    # textual draws on stderr.
+    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+        raise UserError(f"{name} needs a terminal, and this is a file or a pipe: {alternative}")
+    if os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
+        raise UserError(f"{name} needs a terminal that can move its cursor, and TERM is dumb: {alternative}")
+
+
+def show(path: Path, job: WatchedJob | None = None) -> None:
+    """Show a trace until the user leaves the view.
+
+    Args:
+        path: The trace, which need not exist yet.
+        job: The job, where the view belongs to it: the view ends when the job has ended.
+
+    Raises:
+        UserError: The path is no trace, or became unreadable.
+    """
+    from ebbtide.analysis.live import LiveTrace
+    from ebbtide.cli.live_view.app import LiveView
+    from ebbtide.cli.live_view.snapshot import MAX_ITERATIONS, RecordingSnapshot, SnapshotReader
+
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    reader = SnapshotReader(LiveTrace(path, MAX_ITERATIONS))
+    # Before the screen changes: an error is one line.
+    snapshot = reader.read(0) or RecordingSnapshot(path)
+    # The mouse stays with the terminal, so that text can be selected.
+    error = LiveView(reader, snapshot, job).run(mouse=False)
+    if error is not None:
+        raise UserError(error)

@@ -1,0 +1,141 @@
+"""Records a command that runs beside this process, which stays in the terminal: its output goes to a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from ebbtide.errors import TraceError
+from ebbtide.profiler.agent.options import Options
+from ebbtide.profiler.launch import profile
+
+# Passed on to the job; the others end or stop this process alone.
+_FORWARDED = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+
+
+class BackgroundJob:
+    """A recorded job in a process group of its own: the terminal's keys do not reach it.
+
+    It reads nothing from the terminal. Signals to this process are passed on to it.
+
+    Args:
+        command: The command and its arguments.
+        output: The trace to write.
+        options: What to record.
+        force: Whether to replace a trace, and a file of output, that exist.
+
+    Attributes:
+        pid: Process id of the job.
+        log: The file with its stdout and stderr: RUN.log beside RUN.ebb.
+
+    Raises:
+        TraceError: The command cannot be executed, or a file cannot be created; nothing is left behind then.
+    """
+
+    def __init__(self, command: Sequence[str], output: Path, options: Options, force: bool = False) -> None:
+        self.log = output.with_suffix(".log")
+        log = _create(self.log, force)
+        # The collector writes its lines into the first pipe, and closes it when the trace is finished. The second one
+        # closes when the job is executed.
+        self._messages, messages_write = os.pipe()
+        error_read, error_write = os.pipe()
+        os.set_blocking(self._messages, False)
+        self._text = b""
+        self._is_finished = False
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become_job(command, output, options, force, log, messages_write, error_write)
+        for descriptor in (log, messages_write, error_write):
+            os.close(descriptor)
+        error = b""
+        while part := os.read(error_read, 4096):
+            error += part
+        os.close(error_read)
+        if error:
+            os.waitpid(self.pid, 0)
+            self.log.unlink(missing_ok=True)
+            raise TraceError(error.decode(errors="replace"))
+        for number in _FORWARDED:
+            signal.signal(number, self._forward)
+
+    def is_finished(self) -> bool:
+        """Return whether the job has ended and its trace is finished."""
+        while not self._is_finished:
+            try:
+                part = os.read(self._messages, 1 << 16)
+            except BlockingIOError:
+                break
+            self._text += part
+            self._is_finished = not part
+        return self._is_finished and self._has_ended()
+
+    def interrupt(self) -> None:
+        """Send SIGINT to all processes of the job's group, as Ctrl-C in its terminal would."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGINT)
+
+    def exit_code(self) -> int:
+        """Return the exit code of the finished job; of one that a signal has ended 128 plus its number."""
+        for number in _FORWARDED:
+            signal.signal(number, signal.SIG_DFL)
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self._messages)
+        code = os.waitstatus_to_exitcode(status)
+        return code if code >= 0 else 128 - code
+
+    @property
+    def messages(self) -> str:
+        """The lines of the collector: warnings, and where the trace is."""
+        return self._text.decode(errors="replace")
+
+    def _has_ended(self) -> bool:
+        # The process is not reaped yet: the collector reads from it how it has ended.
+        flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        return os.waitid(os.P_PID, self.pid, flags) is not None
+
+    def _forward(self, number: int, _: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+def _create(path: Path, force: bool) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (os.O_TRUNC if force else os.O_EXCL)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, flags, 0o644)
+    except FileExistsError as error:
+        if not os.path.lexists(path):
+            raise TraceError(f"cannot write {path}: {error.strerror}") from None
+        raise TraceError(
+            f"{path} exists already, and the job's output goes there: choose another -o, or replace it (--force)"
+        ) from None
+    except OSError as error:
+        raise TraceError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _become_job(
+    command: Sequence[str], output: Path, options: Options, force: bool, log: int, messages: int, error_write: int
+) -> NoReturn:
+    """Be the job, in the forked process."""
+    try:
+        os.setpgid(0, 0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        # Of the collector, which is started next; the job has `log`.
+        os.dup2(messages, 2)
+        profile(command, output, options, force, output_to=log)
+    except BaseException as error:
+        os.write(error_write, str(error).encode() or repr(error).encode())
+    finally:
+        os._exit(2)
