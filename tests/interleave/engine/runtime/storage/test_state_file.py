@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import random
 import signal
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,26 +99,28 @@ def test_read__returns_the_newest_state_and_after_a_crash_that_of_the_last_commi
 
 def test_commit__is_whole_after_kills_at_random_moments(tmp_path: Path) -> None:
     sizes, path, draw = [1 << 20, 5 * PAGE, 300_000], tmp_path / "state", random.Random(0)
-    last = 0
+    # Of the last commit that is known: its number, and that with which it was filled.
+    last, content = 0, 0
     for _ in range(12):
         read_end, write_end = os.pipe()
         child = os.fork()
         if child == 0:
             os.close(read_end)
             with opened(path, sizes, RUN, last or None) as file:
-                while True:
-                    write_all(file, file.sequence + 1, sizes)
-                    os.write(write_end, file.commit().to_bytes(8, "little"))
+                for number in itertools.count(content + 1):
+                    write_all(file, number, sizes)
+                    os.write(write_end, struct.pack("<QQ", file.commit(), number))
         os.close(write_end)
         time.sleep(draw.uniform(0.01, 0.12))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         with os.fdopen(read_end, "rb") as reader:
             acknowledged = reader.read()
-        last = max(last, int.from_bytes(acknowledged[-8:], "little") if acknowledged else 0)
+        if acknowledged:
+            last, content = struct.unpack("<QQ", acknowledged[-16:])
         if last:
             with opened(path, sizes, RUN, last) as file:
-                assert numbers(file, sizes) == [last] * 3
+                assert numbers(file, sizes) == [content] * 3
     assert last > 2
 
 
