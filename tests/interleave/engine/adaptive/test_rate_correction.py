@@ -66,7 +66,7 @@ def test_correct_rates__reaches_those_of_the_drives(factors: list[float]) -> Non
     assert {op.path for op in plan.ops if op.kind == "read"} == {0, 1}
     true = changed(MACHINE, factors)
     machine = MACHINE
-    for _ in range(15):
+    for _ in range(40):
         machine = correct_rates(machine, simulate(plan, JOB, true))
     for path, expected in zip(machine.storage, true.storage, strict=True):
         assert path.read_bytes_per_s == pytest.approx(expected.read_bytes_per_s, rel=0.02)

@@ -73,8 +73,9 @@ def _run_rank(rank: int, folder: Path, rendezvous: Path, steps: int, overlap: st
     try:
         os.environ.update(RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
         store = dist.FileStore(str(rendezvous), RANKS)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
-        _train(rank, folder, steps, overlap, kill)
+        # Not the default group: the process that was forked may have one, of tests of DeepSpeed.
+        ranks = dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=60))
+        _train(ranks, rank, folder, steps, overlap, kill)
         code = 0
     except RuntimeError as error:
         if "pair.cc" not in str(error):
@@ -85,12 +86,14 @@ def _run_rank(rank: int, folder: Path, rendezvous: Path, steps: int, overlap: st
         os._exit(code)
 
 
-def _train(rank: int, folder: Path, steps: int, overlap: str, kill: str | float | None) -> None:
+def _train(ranks: Any, rank: int, folder: Path, steps: int, overlap: str, kill: str | float | None) -> None:
     job = Job()
     with storing_optimizer(job, [folder / "storage"], mode="kept", overlap=overlap) as optimizer:
-        own: list[Any] = [None] * RANKS
-        dist.all_gather_object(own, _saved_steps(folder, rank))
-        first = max(set.intersection(*map(set, own)), default=0)
+        common, least = torch.zeros(steps + 1), dist.AllreduceOptions()
+        common[[0, *_saved_steps(folder, rank)]] = 1
+        least.reduceOp = dist.ReduceOp.MIN
+        ranks.allreduce([common], least).wait()
+        first = int(common.nonzero().max())
         for given_up in _saved_steps(folder, rank):
             if given_up > first:
                 _checkpoint(folder, rank, given_up).unlink()
@@ -110,7 +113,7 @@ def _train(rank: int, folder: Path, steps: int, overlap: str, kill: str | float 
             next(job._batches)
             for param in job.net.parameters():
                 if param.grad is not None:
-                    dist.all_reduce(param.grad)
+                    ranks.allreduce([param.grad]).wait()
             optimizer.step()
             if step % 2:
                 _kill_if(kill == "before its commit" and step == first + 3)
