@@ -6,11 +6,9 @@ from typing import Any
 
 from ebbtide.phases import OTHER, PHASES
 from ebbtide.profiler.agent import start
-from ebbtide.profiler.agent.spool import HOST, POOLS
+from ebbtide.profiler.agent.spool import POOLS
 
 PREFIX = "ebbtide/"
-# The pools that free memory is computed from, the most complete first.
-_FREE_POOLS = ("reserved", "heap")
 
 
 def metrics() -> dict[str, float]:

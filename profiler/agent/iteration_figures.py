@@ -35,14 +35,19 @@ class _Iteration(NamedTuple):
         begin_ns: Start of the first iteration that was recorded, where that is before its first phase; else 0.
         follows: Whether another iteration ended before it.
         phases: Its phases.
-        peaks: The largest readings in bytes, by pool and device; None where memory was not read.
+        peaks: The largest readings in bytes, by pool and device.
     """
 
     number: int
     begin_ns: int
     follows: bool
     phases: tuple[_Phase, ...]
-    peaks: dict[tuple[int, int], int] | None
+    peaks: dict[tuple[int, int], int]
+
+    @property
+    def was_read(self) -> bool:
+        """Whether memory was read at the ends of all phases; of very short steps only some are."""
+        return all(phase.read for phase in self.phases)
 
 
 class IterationTimes(NamedTuple):
@@ -107,10 +112,9 @@ class IterationFigures:
         if last is not None and last.number == number:
             self._finished.pop()
             phases, begin_ns, follows = last.phases + phases, last.begin_ns, last.follows
-            for key, size in (last.peaks or {}).items():
+            for key, size in last.peaks.items():
                 peaks[key] = max(size, peaks.get(key, size))
-        read = bool(peaks) and all(phase.read for phase in phases)
-        self._finished.append(_Iteration(number, begin_ns, follows, phases, peaks if read else None))
+        self._finished.append(_Iteration(number, begin_ns, follows, phases, peaks))
         self._begin_ns = 0
 
     def times(self) -> Iterator[IterationTimes]:
@@ -130,11 +134,13 @@ class IterationFigures:
             yield _times(*later, later[0].begin_ns or None)
 
     def peaks(self, number: int) -> dict[tuple[int, int], int]:
-        """Return the peaks in bytes, by pool and device, of the last iteration up to `number` that was read."""
-        for iteration in reversed(list(self._finished)):
-            if iteration.number <= number and iteration.peaks is not None:
-                return iteration.peaks
-        return {}
+        """Return the peaks in bytes, by pool and device, of the last iteration up to `number` that was read.
+
+        Those of the last one where none was read at the ends of all its phases.
+        """
+        iterations = [iteration for iteration in list(self._finished) if iteration.number <= number]
+        read = [iteration for iteration in iterations if iteration.was_read]
+        return next((iteration.peaks for iteration in reversed(read or iterations)), {})
 
 
 def _bounds(phases: tuple[_Phase, ...], spans: dict[int, tuple[int, int]]) -> list[tuple[int, int]] | None:

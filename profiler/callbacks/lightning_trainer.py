@@ -25,4 +25,4 @@ class LightningCallback(Callback):
         """Log the figures if this step is logged."""
         # Each figure costs some microseconds, so not at every step.
         if trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0:
-            self.log_dict(ebbtide.metrics(), on_step=True, on_epoch=False)
+            pl_module.log_dict(ebbtide.metrics(), on_step=True, on_epoch=False)
