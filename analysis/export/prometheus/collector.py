@@ -39,12 +39,12 @@ _GPU = {
 
 
 class _Sample(NamedTuple):
-    """A value of a metric. `count` and `median` are of summaries, whose value is the sum."""
+    """A value of a metric. `observations` and `median` are of summaries, whose value is the sum."""
 
     family: str
     labels: tuple[str, ...]
     value: float
-    count: float = 0.0
+    observations: int = 0
     median: float | None = None
 
 
@@ -154,7 +154,7 @@ def _metric(family: Family, samples: list[_Sample]) -> Metric:
             if sample.median is not None:
                 labels = dict(zip(family.labels, sample.labels, strict=True))
                 summary.add_sample(family.name, {**labels, "quantile": "0.5"}, sample.median)
-            summary.add_metric(sample.labels, sample.count, sample.value)
+            summary.add_metric(sample.labels, sample.observations, sample.value)
         return summary
     gauge = GaugeMetricFamily(family.name, family.text, labels=family.labels)
     for sample in samples:

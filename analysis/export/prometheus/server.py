@@ -63,7 +63,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def server_bind(self) -> None:
         """Bind without a search for the host's name, which may take long."""
         TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]
+        self.server_name, self.server_port = self.socket.getsockname()[:2]
         self.setup_environ()
 
 
@@ -90,6 +90,7 @@ class MetricsServer:
             raise UserError(
                 f"cannot serve metrics on {address}: {reason}; choose another address, or port 0 for a free one"
             ) from None
+        self._thread: threading.Thread | None = None
         self.url = f"http://{Address(address.host, self._server.server_port)}/metrics"
 
     def fileno(self) -> int:
@@ -98,7 +99,16 @@ class MetricsServer:
 
     def start(self, trace: Path) -> None:
         """Serve the metrics of a trace, which need not exist yet."""
-        threading.Thread(target=self._serve, args=(trace.absolute(),), name="ebbtide metrics", daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._serve, args=(trace.absolute(),), name="ebbtide metrics", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop to answer and to listen."""
+        if self._thread is not None:
+            self._server.shutdown()
+        self._server.server_close()
 
     def _serve(self, trace: Path) -> None:
         # These imports take a second: scrapes wait for them, nothing else does.
@@ -117,5 +127,4 @@ class MetricsServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self.close()
