@@ -16,7 +16,7 @@ class HuggingFaceCallback(TrainerCallback):
     `HuggingFaceCallback.add_to(trainer)` puts it before the callbacks of the loggers (`report_to`), which see what was
     in the logs when their turn comes. In `Trainer(callbacks=[...])` its turn comes after theirs: the figures then reach
     `trainer.state.log_history` and the progress bar only. Under several ranks the figures are those of the rank that
-    logs.
+    logs, rank zero.
     """
 
     def __init__(self) -> None:
