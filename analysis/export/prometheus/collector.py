@@ -20,7 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 import ebbtide
-from ebbtide.analysis.export.prometheus.families import FAMILIES, Family
+from ebbtide.analysis.export.prometheus.families import FAMILIES, MEMORY_POOLS, Family
 from ebbtide.analysis.live import LiveMemory, LiveTrace
 from ebbtide.analysis.metrics.devices import memory_timeline
 from ebbtide.errors import UserError
@@ -124,7 +124,7 @@ class LiveTraceCollector(Collector):
     def _memory(self, rank: int, device: tuple[str, str], memory: LiveMemory | None) -> Iterator[_Sample]:
         trace = self._live.trace
         if trace is not None:
-            for pool in trace.labels(rank, "memory", "pool"):
+            for pool in sorted(set(MEMORY_POOLS) & set(trace.labels(rank, "memory", "pool"))):
                 sizes = memory_timeline(trace, rank, pool)[1]
                 if len(sizes):
                     yield _Sample("ebbtide_memory_bytes", (*device, pool), int(sizes[-1]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ebbtide.profiler.agent.spool import POOLS
+
 Kind = Literal["counter", "gauge", "info", "summary"]
 
 
@@ -35,8 +37,11 @@ _RANK = ("rank",)
 _DEVICE = ("rank", "device")
 _PHASE = (*_DEVICE, "phase")
 
+# The pools of recordings, and those of other sources. A file may have more.
+MEMORY_POOLS = (*POOLS, "cuda", "host", "tensors")
+
 # Every label has a bounded number of values: ranks of the job (`collector.MAX_RANKS` of them), each with one device,
-# four phases, the pools of `agent.spool.POOLS`, two directions. An info has one series.
+# four phases, MEMORY_POOLS, two directions. An info has one series.
 FAMILIES = {
     family.name: family
     for family in (

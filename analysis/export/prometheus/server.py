@@ -104,6 +104,11 @@ class MetricsServer:
         )
         self._thread.start()
 
+    def wait(self) -> None:
+        """Return when the server has been closed. A signal such as that of Ctrl-C raises its exception here."""
+        if self._thread is not None:
+            self._thread.join()
+
     def close(self) -> None:
         """Stop to answer and to listen."""
         if self._thread is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import sys
 import urllib.request
@@ -29,7 +30,7 @@ Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
 # Label -> its values, whatever the job does.
 BOUNDED = {
     "phase": set(ITERATION_PARTS),
-    "pool": set(POOLS),
+    "pool": {*POOLS, "cuda", "host", "tensors"},
     "direction": {"h2d", "d2h"},
     "quantile": {"0.5"},
     "rank": {str(rank) for rank in range(MAX_RANKS)},
@@ -156,6 +157,35 @@ def test_profile__refuses_a_port_in_use_before_the_job_starts(tmp_path: Path) ->
     (line,) = run.stderr.splitlines()
     assert f"cannot serve metrics on 127.0.0.1:{port}: Address already in use" in line
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_watch__serves_a_trace_without_a_view_until_it_is_interrupted() -> None:
+    trace = ROOT / "traces" / "a100-ranks2-async.ebb"
+    command = (sys.executable, "-m", "ebbtide", "watch", trace, "--no-view", "--metrics", "0")
+    with running_process(["bash", "-c", 'exec "$@" 2>&1', "-", *command]) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert str(trace) in line
+        values = scrape(line.split()[-1])
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+    totals = open_trace(trace).phases(0)
+    updates = totals[totals["phase"] == "update"]["iteration"].nunique()
+    assert get(values, "ebbtide_phase_seconds_count", rank="0", phase="update") == updates
+    assert get(values, "ebbtide_rank_recording", rank="0") == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--no-view"], "--no-view is for --metrics"), (["--no-view", "--metrics", "0"], "is not a trace")],
+)
+def test_watch__refuses_what_it_cannot_serve(options: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run = ebbtide_in_process("watch", tmp_path, *options)
+    assert run.returncode == 2
+    (line,) = run.stderr.splitlines()
+    assert message in line
 
 
 def test_dashboard__names_only_metrics_that_are_served() -> None:
