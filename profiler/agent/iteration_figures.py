@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .gpu_clock import DeviceSpan
@@ -18,13 +18,8 @@ _MAX_PHASES = 8192
 _MAX_SPANS = 8192
 
 
-class _Phase(NamedTuple):
-    phase: int
-    sequence: int
-    start_ns: int
-    end_ns: int
-    on_device: bool
-    read: bool
+# A phase, and whether memory was read at its end.
+_Phase = tuple[PhaseRecord, bool]
 
 
 class _Iteration(NamedTuple):
@@ -47,7 +42,7 @@ class _Iteration(NamedTuple):
     @property
     def was_read(self) -> bool:
         """Whether memory was read at the ends of all phases; of very short steps only some are."""
-        return all(phase.read for phase in self.phases)
+        return all(read for _, read in self.phases)
 
 
 class IterationTimes(NamedTuple):
@@ -79,9 +74,7 @@ class IterationFigures:
 
     def add_phase(self, record: PhaseRecord, read: bool) -> None:
         """Add a phase that was written. read: Whether memory was read at its end."""
-        phase, sequence, _, _, start_ns, end_ns, start, end = record
-        on_device = start is not None and end is not None and start.device == end.device
-        self._phases.append(_Phase(phase, sequence, start_ns, end_ns, on_device, read))
+        self._phases.append((record, read))
 
     def add_device_times(self, span: DeviceSpan) -> None:
         """Add the device times of a phase or an operation."""
@@ -143,15 +136,21 @@ class IterationFigures:
         return next((iteration.peaks for iteration in reversed(read or iterations)), {})
 
 
-def _bounds(phases: tuple[_Phase, ...], spans: dict[int, tuple[int, int]]) -> list[tuple[int, int]] | None:
+def _bounds(phases: Sequence[_Phase], spans: dict[int, tuple[int, int]]) -> list[tuple[int, int]] | None:
     """Return start and end of each phase: device times, or those of the host if a phase did not run on the device.
 
     None while the device has not passed all of them.
     """
-    if not all(phase.on_device for phase in phases):
-        return [(phase.start_ns, phase.end_ns) for phase in phases]
-    bounds = [spans.get(phase.sequence) for phase in phases]
+    records = [record for record, _ in phases]
+    if not all(_ran_on_device(record) for record in records):
+        return [(record.start_ns, record.end_ns) for record in records]
+    bounds = [spans.get(record.sequence) for record in records]
     return None if None in bounds else [bound for bound in bounds if bound is not None]
+
+
+def _ran_on_device(record: PhaseRecord) -> bool:
+    start, end = record.start_mark, record.end_mark
+    return start is not None and end is not None and start.device == end.device
 
 
 def _times(iteration: _Iteration, bounds: list[tuple[int, int]], previous_end_ns: int | None) -> IterationTimes:
@@ -159,6 +158,6 @@ def _times(iteration: _Iteration, bounds: list[tuple[int, int]], previous_end_ns
     # Device clocks are aligned to within microseconds: a first phase may seem to begin before its iteration.
     start_ns = earliest_ns if previous_end_ns is None else min(previous_end_ns, earliest_ns)
     sums = [0] * len(PHASES)
-    for phase, (phase_start_ns, phase_end_ns) in zip(iteration.phases, bounds):
-        sums[phase.phase] += phase_end_ns - phase_start_ns
+    for (record, _), (phase_start_ns, phase_end_ns) in zip(iteration.phases, bounds):
+        sums[record.phase] += phase_end_ns - phase_start_ns
     return IterationTimes(iteration.number, start_ns, max(end_ns for _, end_ns in bounds), tuple(sums))
