@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,12 @@ def watch(
     ] = None,
     metrics: Metrics = None,
     view: Annotated[
-        bool, typer.Option("--view/--no-view", help="Show the view; without it --metrics serves until Ctrl-C.")
+        bool,
+        typer.Option(
+            "--view/--no-view",
+            help="Show the view; without it --metrics serves until Ctrl-C, as it does where there is no terminal.",
+            show_default="view",
+        ),
     ] = True,
 ) -> None:
     """Show a recording in the terminal while it runs: phases, memory, link, windows, ranks, findings.
@@ -32,6 +38,7 @@ def watch(
 
     if not view and metrics is None:
         raise typer.BadParameter("--no-view is for --metrics: name a port, or leave it out to see the view")
+    view &= metrics is None or sys.stdout.isatty()
     if view:
         require_terminal("watch", f"`ebbtide summary {trace or 'RUN.ebb'}` prints a trace without one")
     path = trace if trace is not None else newest_recording(Path())

@@ -160,9 +160,9 @@ def test_profile__refuses_a_port_in_use_before_the_job_starts(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_watch__serves_a_trace_without_a_view_until_it_is_interrupted() -> None:
+def test_watch__serves_a_trace_where_there_is_no_terminal_until_it_is_interrupted() -> None:
     trace = ROOT / "traces" / "a100-ranks2-async.ebb"
-    command = (sys.executable, "-m", "ebbtide", "watch", trace, "--no-view", "--metrics", "0")
+    command = (sys.executable, "-m", "ebbtide", "watch", trace, "--metrics", "0")
     with running_process(["bash", "-c", 'exec "$@" 2>&1', "-", *command]) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -178,7 +178,7 @@ def test_watch__serves_a_trace_without_a_view_until_it_is_interrupted() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--no-view"], "--no-view is for --metrics"), (["--no-view", "--metrics", "0"], "is not a trace")],
+    [(["--no-view"], "--no-view is for --metrics"), (["--metrics", "0"], "is not a trace")],
 )
 def test_watch__refuses_what_it_cannot_serve(options: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
