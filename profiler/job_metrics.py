@@ -22,7 +22,7 @@ _OWN_POOLS = ("reserved", "heap")
 def metrics() -> dict[str, float]:
     """Return figures of the last complete iteration of this process, for its own logs.
 
-    It costs nothing until it is called; a call takes well below a millisecond, the first one on a GPU about a second.
+    A call takes less than a millisecond, the first one on a GPU about half a second: it imports the reader of samples.
 
     Returns:
         Plain numbers, sizes in bytes. A figure that is not known is absent. Empty where this process is not being
