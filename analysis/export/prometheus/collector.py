@@ -61,8 +61,8 @@ class LiveTraceCollector(Collector):
         self._lock = threading.Lock()
 
     def describe(self) -> Iterable[Metric]:
-        """Return no names in advance: which metrics there are depends on what the job records."""
-        return ()
+        """Return all metrics without values, so that a scrape can ask for some of them (`?name[]=...`)."""
+        return [Metric(family.name, family.text, family.kind) for family in FAMILIES.values()]
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that have values. A trace that cannot be read has only its name."""
