@@ -1,8 +1,8 @@
 """A profiler of GPU memory and the PCIe link in training, and an optimizer that uses it to offload its state.
 
 `open_trace` opens a trace, `ebbtide.analysis.TraceAnalysis` explains it, `ebbtide.profiler.Tracer` records one from a
-script, `ebbtide.interleave.InterleavedAdamW` runs the offloaded optimizer. Importing this module does not import its
-packages.
+script, `metrics` gives a recorded job its own figures, `ebbtide.interleave.InterleavedAdamW` runs the offloaded
+optimizer. Importing this module does not import its packages.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ebbtide.profiler.job_metrics import metrics
     from ebbtide.profiler.trace import Trace, TraceError, open_trace
 
 __version__ = "0.1.0"
-__all__ = ["Trace", "TraceError", "__version__", "open_trace"]
+__all__ = ["Trace", "TraceError", "__version__", "metrics", "open_trace"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from ebbtide.profiler import trace
 
         return getattr(trace, name)
+    if name == "metrics":
+        from ebbtide.profiler.job_metrics import metrics
+
+        return metrics
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

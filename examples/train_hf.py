@@ -3,7 +3,8 @@
     pip install 'ebbtide[transformers]'
     python examples/train_hf.py --steps 20
 
-Only the argument `optimizers=` differs from a usual script.
+Only the argument `optimizers=` and the callback differ from a usual script. Under `ebbtide profile -- python ...` the
+callback adds times of phases and memory to what the Trainer logs.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from ebbtide.interleave import InterleavedAdamW
+from ebbtide.profiler.callbacks import HuggingFaceCallback
 
 
 class Counting(Dataset):
@@ -52,6 +54,7 @@ def main() -> None:
     )
     optimizer = InterleavedAdamW(model.parameters(), lr=training.learning_rate, policy=args.policy)
     trainer = Trainer(model, training, train_dataset=Counting(512, 64, 256), optimizers=(optimizer, None))
+    HuggingFaceCallback.add_to(trainer)
     trainer.train()
 
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from ebbtide.errors import TraceError
 from ebbtide.profiler.agent.options import Options
+from ebbtide.profiler.collector import JobService
 from ebbtide.profiler.launch import profile
 
 # Passed on to the job; the others end or stop this process alone.
@@ -35,6 +36,7 @@ class BackgroundJob:
         output: The trace to write.
         options: What to record.
         force: Whether to replace a trace, and a file of output, that exist.
+        service: A server that answers beside the job, if any.
 
     Attributes:
         pid: Process id of the job.
@@ -44,7 +46,14 @@ class BackgroundJob:
         TraceError: The command cannot be executed, or a file cannot be created; nothing is left behind then.
     """
 
-    def __init__(self, command: Sequence[str], output: Path, options: Options, force: bool = False) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        output: Path,
+        options: Options,
+        force: bool = False,
+        service: JobService | None = None,
+    ) -> None:
         self.log = output.with_suffix(".log")
         log = _create(self.log, force)
         # The collector writes its lines into the first pipe, and closes it when the trace is finished. The second one
@@ -56,7 +65,7 @@ class BackgroundJob:
         self._is_finished = False
         self.pid = os.fork()
         if self.pid == 0:
-            _become_job(command, output, options, force, log, messages_write, error_write)
+            _become_job(command, output, options, force, service, log, messages_write, error_write)
         for descriptor in (log, messages_write, error_write):
             os.close(descriptor)
         error = b""
@@ -126,7 +135,14 @@ def _create(path: Path, force: bool) -> int:
 
 
 def _become_job(
-    command: Sequence[str], output: Path, options: Options, force: bool, log: int, messages: int, error_write: int
+    command: Sequence[str],
+    output: Path,
+    options: Options,
+    force: bool,
+    service: JobService | None,
+    log: int,
+    messages: int,
+    error_write: int,
 ) -> NoReturn:
     """Be the job, in the forked process."""
     try:
@@ -134,7 +150,7 @@ def _become_job(
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         # Of the collector, which is started next; the job has `log`.
         os.dup2(messages, 2)
-        profile(command, output, options, force, output_to=log)
+        profile(command, output, options, force, output_to=log, service=service)
     except BaseException as error:
         os.write(error_write, str(error).encode() or repr(error).encode())
     finally:

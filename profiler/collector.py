@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from ebbtide.errors import TraceError
 from ebbtide.profiler.agent.options import Options
@@ -42,6 +42,22 @@ _READY = b"ready"
 _CHILDREN_PERIOD_S = 0.1
 
 
+class JobService(Protocol):
+    """A server that answers while the job runs. It listens already, and is started in the collector's process.
+
+    Attributes:
+        url: Where it answers.
+    """
+
+    url: str
+
+    def fileno(self) -> int:
+        """Return the descriptor of its socket."""
+
+    def start(self, trace: Path) -> None:
+        """Answer from now on, from threads. trace: the trace, which exists."""
+
+
 class Collector:
     """The starting process's end of the connection to its collector."""
 
@@ -58,7 +74,9 @@ class Collector:
                 pass
 
 
-def start_collector(output: Path, command: Sequence[str], options: Options, force: bool) -> Collector:
+def start_collector(
+    output: Path, command: Sequence[str], options: Options, force: bool, service: JobService | None = None
+) -> Collector:
     """Start the collector of a job that this process is about to become.
 
     Args:
@@ -66,6 +84,7 @@ def start_collector(output: Path, command: Sequence[str], options: Options, forc
         command: The job's command.
         options: What to record.
         force: Whether to replace a trace that exists.
+        service: A server for the collector's process, if any. The job does not get its socket.
 
     Returns:
         The connection, once the trace's folder exists. Executing another program in this process closes it, which
@@ -85,7 +104,7 @@ def start_collector(output: Path, command: Sequence[str], options: Options, forc
         if os.fork() == 0:
             os.close(status_read)
             os.close(failure_write)
-            _run(job, status_write, failure_read, output, command, options, force)
+            _run(job, status_write, failure_read, output, command, options, force, service)
         os._exit(0)
     os.waitpid(child, 0)
     os.close(status_write)
@@ -99,7 +118,14 @@ def start_collector(output: Path, command: Sequence[str], options: Options, forc
 
 
 def _run(
-    job: int, status: int, failure: int, output: Path, command: Sequence[str], options: Options, force: bool
+    job: int,
+    status: int,
+    failure: int,
+    output: Path,
+    command: Sequence[str],
+    options: Options,
+    force: bool,
+    service: JobService | None,
 ) -> NoReturn:
     """Be the collector, from the fork to its end."""
     try:
@@ -107,8 +133,8 @@ def _run(
         for number in _IGNORED:
             signal.signal(number, signal.SIG_IGN)
         job_end = os.pidfd_open(job)
-        _keep_descriptors(status, failure, job_end)
-        _collect(job, job_end, status, failure, output, command, options, force)
+        _keep_descriptors(status, failure, job_end, *([service.fileno()] if service else []))
+        _collect(job, job_end, status, failure, output, command, options, force, service)
     except TraceError as error:
         with contextlib.suppress(OSError):
             os.write(status, str(error).encode())
@@ -141,6 +167,7 @@ def _collect(
     command: Sequence[str],
     options: Options,
     force: bool,
+    service: JobService | None,
 ) -> None:
     warned: list[str] = []
 
@@ -150,6 +177,8 @@ def _collect(
 
     with new_trace(output, force):
         recording = open_recording(output, list(command), options, job, warn)
+        if service is not None:
+            _say(f"metrics: {service.url}")
         os.write(status, _READY)
         # Closed without a word when the job is executed.
         reason = os.read(failure, 4096)
@@ -157,6 +186,8 @@ def _collect(
             raise TraceError(reason.decode(errors="replace"))
     os.close(status)
     recording.sampler.start()
+    if service is not None:
+        service.start(output)
     _wait(job_end)
     exit_info = exit_meta(wait_status(job, job_end))
     while job_continues(spool_folder(output)):

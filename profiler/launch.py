@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from ebbtide.errors import TraceError
 from ebbtide.profiler.agent.options import Options
-from ebbtide.profiler.collector import start_collector
+from ebbtide.profiler.collector import JobService, start_collector
 from ebbtide.profiler.recording import require_linux, spool_folder, write_nested_marker
 
 # Python ignores these, and a program inherits what is ignored.
@@ -20,7 +20,12 @@ _DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 def profile(
-    command: Sequence[str], output: Path, options: Options, force: bool = False, output_to: int | None = None
+    command: Sequence[str],
+    output: Path,
+    options: Options,
+    force: bool = False,
+    output_to: int | None = None,
+    service: JobService | None = None,
 ) -> NoReturn:
     """Become the job, whose training processes are recorded into a trace.
 
@@ -33,6 +38,7 @@ def profile(
         options: What to record.
         force: Whether to replace a trace that exists.
         output_to: A descriptor that the job has as stdout and stderr; None: those of this process.
+        service: A server that answers beside the job, if any.
 
     Raises:
         TraceError: If the command cannot be executed or the trace cannot be created; nothing is left behind then.
@@ -40,7 +46,7 @@ def profile(
     require_linux()
     if shutil.which(command[0]) is None:
         raise TraceError(f"cannot run {command[0]}: {_why_not(command[0])}")
-    collector = start_collector(output, command, options, force)
+    collector = start_collector(output, command, options, force, service)
     write_nested_marker()
     for number in _DEFAULT:
         signal.signal(number, signal.SIG_DFL)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ebbtide.units import parse_bytes
+
+if TYPE_CHECKING:
+    from ebbtide.analysis.export.prometheus.server import MetricsServer
 
 
 def size(text: str) -> int:
@@ -49,6 +52,16 @@ def machine_in_host(machine: str | None, host: str | None) -> str | None:
     if host is not None and machine is None:
         raise typer.BadParameter("--host is another host for the GPU of a machine: name the machine, too")
     return machine if host is None else f"{machine}@{host}"
+
+
+def metrics_server(text: str) -> MetricsServer:
+    """Listen on `9400` or `HOST:9400` for scrapes. Raises BadParameter for anything else, UserError if it cannot."""
+    from ebbtide.analysis.export.prometheus.server import MetricsServer, parse_address
+
+    try:
+        return MetricsServer(parse_address(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 TraceFile = Annotated[Path, typer.Argument(metavar="RUN.ebb", help="Trace to read.")]
@@ -97,6 +110,15 @@ Policies = Annotated[
 ]
 Plot = Annotated[
     Path | None, typer.Option("--plot", metavar="FILE", help="Also write a picture to this .png, .svg or .pdf file.")
+]
+Metrics = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics",
+        metavar="[HOST:]PORT",
+        help="Serve figures for Prometheus on this port of 127.0.0.1 or HOST; 0 for a free port.",
+        show_default="not served",
+    ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace existing output.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]

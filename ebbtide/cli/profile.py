@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ebbtide.cli.options import Force, count, size
+from ebbtide.cli.options import Force, Metrics, count, metrics_server, size
 from ebbtide.cli.options import iterations as parse_iterations
 
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
@@ -74,6 +74,7 @@ def profile(
             "goes to RUN.log.",
         ),
     ] = False,
+    metrics: Metrics = None,
 ) -> int:
     """Record the phases, memory and link use of a training job.
 
@@ -94,11 +95,12 @@ def profile(
         memory=record == "all",
     )
     path = Path(_fill_placeholders(output) if output else trace_name(command))
+    service = metrics_server(metrics) if metrics is not None else None
     if watch:
         from ebbtide.cli.live_view.profiled import profile_and_show
 
-        return profile_and_show(command, path, options, force)
-    return profile_job(command, path, options, force)
+        return profile_and_show(command, path, options, force, service)
+    return profile_job(command, path, options, force, service=service)
 
 
 def _fill_placeholders(output: str) -> str:

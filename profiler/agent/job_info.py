@@ -37,6 +37,11 @@ class JobInfo:
             rank, world_size = distributed.get_rank(), distributed.get_world_size()
         return rank, world_size, _environment_number("LOCAL_RANK", 0)
 
+    @property
+    def devices(self) -> list[dict[str, Any]]:
+        """The devices of the process, as of its first phase or its first update; none where it uses no GPU."""
+        return list(self._data.get("devices", ()))
+
     def begin(self, name: str) -> None:
         """Describe the process, at its first phase. `name` is the name of the spool that this belongs to."""
         self._name = name

@@ -17,6 +17,7 @@ class ProcessFiles:
     A program that this process executes, and a forked child, have files of their own.
 
     Attributes:
+        directory: The folder of the files.
         job_info: The description of the job.
         spool: The spool; None before `open`.
     """
@@ -24,7 +25,7 @@ class ProcessFiles:
     def __init__(self, torch: Any, directory: str, options: Options) -> None:
         self.job_info = JobInfo(torch, directory)
         self.spool: Spool | None = None
-        self._directory = directory
+        self.directory = directory
         self._max_bytes = options.max_bytes
         self._name = ""
 
@@ -36,7 +37,7 @@ class ProcessFiles:
         """
         rank, world_size, local_rank = self.job_info.read_ranks()
         self._name = process_name(self.job_info.host)
-        self.spool = Spool(os.path.join(self._directory, f"agent-{self._name}.spool"), self._max_bytes)
+        self.spool = Spool(os.path.join(self.directory, f"agent-{self._name}.spool"), self._max_bytes)
         self.spool.put_header(rank, world_size, local_rank)
         self.spool.flush()
         self.job_info.begin(self._name)
@@ -44,7 +45,7 @@ class ProcessFiles:
 
     def path(self, name: str) -> str:
         """Return the path of a further file of this process."""
-        return os.path.join(self._directory, f"{self._name}-{name}")
+        return os.path.join(self.directory, f"{self._name}-{name}")
 
     def close(self, reason: str) -> None:
         """Write why the recording ends, one of `spool.STOP_REASONS`, and close the spool."""

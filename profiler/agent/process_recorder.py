@@ -11,6 +11,7 @@ from typing import Any, Callable
 
 from .background import start_background
 from .gpu_clock import DeviceSpan, EventMark, GpuClock
+from .iteration_figures import IterationFigures
 from .memory_reader import MemoryReader, Reading
 from .options import Options
 from .process_files import ProcessFiles
@@ -26,6 +27,7 @@ class ProcessRecorder:
         live: Whether anything is still recorded.
         files: The files of this process, with the description of the job.
         gpu: The clock of the device.
+        figures: What the job can ask for: times and memory of the iterations that ended last.
         on_iteration: Functions to call with the number of each iteration that begins.
         on_update: Functions to call at the start of each update.
         on_error: Functions to call with an exception of the job.
@@ -51,6 +53,7 @@ class ProcessRecorder:
         """Set the state that is this process's own, which a forked child begins anew."""
         self.files = ProcessFiles(self._torch, self._directory, self._options)
         self.gpu = GpuClock(self._torch.cuda)
+        self.figures = IterationFigures()
         self._spool: Spool | None = None
         self._recording = self._options.first == 0
         self._sequences = itertools.count(1)
@@ -125,10 +128,12 @@ class ProcessRecorder:
         if self._spool is not None:
             for pool, device, size in readings:
                 self._spool.put_memory(pool, device, time_ns, size)
+            self.figures.add_memory(readings)
 
     def _put_gpu_times(self, spans: Iterable[DeviceSpan]) -> None:
-        for sequence, start_ns, end_ns in spans:
-            self.put(GPU_TIMES, a=sequence, x=start_ns, y=end_ns)
+        for span in spans:
+            self.put(GPU_TIMES, a=span.sequence, x=span.start_ns, y=span.end_ns)
+            self.figures.add_device_times(span)
 
     def put(self, *record: Any, **fields: int) -> None:
         """Append a record to the spool, if there is one."""

@@ -215,6 +215,7 @@ class Recorder(ProcessRecorder):
         phase, sequence, micro_batch, source, start_ns, end_ns, start_mark, end_mark = record
         if self._spool is not None:
             self._spool.put_phase(phase, sequence, micro_batch, source, start_ns, end_ns)
+            self.figures.add_phase(record, self._readings.at_ends)
         if start_mark is not None or end_mark is not None:
             self.gpu.add_span(sequence, start_mark, end_mark)
 
@@ -239,6 +240,7 @@ class Recorder(ProcessRecorder):
         if self._recording and self._spool is not None:
             self._spool.put(ITERATION, a=iteration, b=self._last_phase, x=end_ns)
             self._spool.flush_if_cheap()
+            self.figures.end_iteration(iteration)
             self.files.job_info.add_training(self.modules, self.stepped)
             if options.last is not None and iteration >= options.last:
                 self.close("iterations")
@@ -251,6 +253,7 @@ class Recorder(ProcessRecorder):
             self._open_files(self._rule.index + 1)
         if iteration + 1 == options.first and self._spool is not None:
             self._spool.put(START, a=options.first, x=end_ns)
+            self.figures.begin(end_ns)
         for listener in self.on_iteration:
             listener(iteration + 1)
 

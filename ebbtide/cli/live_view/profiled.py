@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 
+from ebbtide.analysis.export.prometheus.server import MetricsServer
 from ebbtide.cli.live_view.terminal import require_terminal, show
 from ebbtide.cli.live_view.watched import tail
 from ebbtide.errors import UserError
@@ -20,8 +21,17 @@ _PERIOD_S = 0.2
 _LAST_LINES = 15
 
 
-def profile_and_show(command: Sequence[str], output: Path, options: Options, force: bool) -> int:
+def profile_and_show(
+    command: Sequence[str], output: Path, options: Options, force: bool, service: MetricsServer | None = None
+) -> int:
     """Record a job until it ends, and show its recording; if the user leaves the view, its output.
+
+    Args:
+        command: The command and its arguments.
+        output: The trace to write.
+        options: What to record.
+        force: Whether to replace a trace that exists.
+        service: A server that answers from the process of the collector, if any.
 
     Returns:
         The exit code of the job; of one that a signal has ended 128 plus its number.
@@ -32,7 +42,10 @@ def profile_and_show(command: Sequence[str], output: Path, options: Options, for
     require_terminal(
         "--watch", f"`ebbtide profile` without it records, and `ebbtide watch {output}` shows it elsewhere"
     )
-    job = BackgroundJob(command, output, options, force)
+    job = BackgroundJob(command, output, options, force, service)
+    if service is not None:
+        # It must not listen any more when the collector has ended.
+        service.close()
     try:
         show(output, job)
     except UserError as error:

@@ -1,0 +1,1 @@
+"""Serves the figures of a recording to Prometheus."""

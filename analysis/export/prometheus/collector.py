@@ -1,0 +1,162 @@
+"""Turns a recording into metrics at each scrape."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+import ebbtide
+from ebbtide.analysis.export.prometheus.families import FAMILIES, MEMORY_POOLS, Family
+from ebbtide.analysis.live import LiveMemory, LiveTrace
+from ebbtide.analysis.metrics.devices import memory_timeline
+from ebbtide.errors import UserError
+from ebbtide.phases import ITERATION_PARTS
+
+# A host has fewer. `ebbtide_ranks` counts those beyond it, too.
+MAX_RANKS = 128
+# A scrape reads on in a long recording for so long; the next one goes on from there.
+_READ_S = 2.0
+_GPU = {
+    "utilization_percent": ("ebbtide_gpu_utilization_ratio", 1e-2),
+    "power_w": ("ebbtide_gpu_power_watts", 1.0),
+    "temperature_celsius": ("ebbtide_gpu_temperature_celsius", 1.0),
+    "sm_clock_mhz": ("ebbtide_gpu_sm_clock_hertz", 1e6),
+}
+
+
+class _Sample(NamedTuple):
+    """A value of a metric. `observations` and `median` are of summaries, whose value is the sum."""
+
+    family: str
+    labels: tuple[str, ...]
+    value: float
+    observations: int = 0
+    median: float | None = None
+
+
+class LiveTraceCollector(Collector):
+    """The metrics of a trace that is being recorded, or of a finished one. Every scrape reads what is new.
+
+    Args:
+        path: The trace, which need not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._live = LiveTrace(path)
+        # Several scrapes may come at once.
+        self._lock = threading.Lock()
+
+    def describe(self) -> Iterable[Metric]:
+        """Return all metrics without values, so that a scrape can ask for some of them (`?name[]=...`)."""
+        return [Metric(family.name, family.text, family.kind) for family in FAMILIES.values()]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics that have values. A trace that cannot be read has only its name."""
+        with self._lock:
+            samples = list(self._samples())
+        by_family: dict[str, list[_Sample]] = defaultdict(list)
+        for sample in samples:
+            by_family[sample.family].append(sample)
+        yield InfoMetricFamily(
+            "ebbtide_recording",
+            FAMILIES["ebbtide_recording"].text,
+            {"trace": self._live.path.name, "host": socket.gethostname(), "version": ebbtide.__version__},
+        )
+        for name, family in FAMILIES.items():
+            if name in by_family:
+                yield _metric(family, by_family[name])
+
+    def _samples(self) -> Iterator[_Sample]:
+        try:
+            self._read()
+            ranks = self._live.ranks
+            yield _Sample("ebbtide_ranks", (), len(ranks))
+            for rank in ranks[:MAX_RANKS]:
+                yield from self._of_rank(rank)
+        except UserError:
+            return
+
+    def _read(self) -> None:
+        deadline_s = time.monotonic() + _READ_S
+        self._live.poll()
+        while self._live.behind and time.monotonic() < deadline_s:
+            self._live.poll()
+
+    def _of_rank(self, rank: int) -> Iterator[_Sample]:
+        figures, totals = self._live.rank(rank), self._live.totals(rank)
+        own, device = (str(rank),), (str(rank), figures.device or "")
+        median_s = {part: ms / 1e3 for part, ms in figures.median_ms.items()}
+        yield _Sample("ebbtide_rank_recording", own, figures.state == "recording")
+        yield _Sample("ebbtide_iterations", own, totals.iterations)
+        if totals.iterations:
+            yield _Sample(
+                "ebbtide_iteration_seconds", own, totals.iteration_s, totals.iterations, median_s.get("iteration")
+            )
+        for phase, seconds in totals.phase_s.items():
+            yield _Sample(
+                "ebbtide_phase_seconds", (*own, phase), seconds, totals.phase_iterations[phase], median_s.get(phase)
+            )
+        yield from self._memory(rank, device, figures.memory)
+        for direction, moved in totals.link_bytes.items():
+            if moved is not None:
+                yield _Sample("ebbtide_link_bytes", (*device, direction), moved)
+        peaks = [link.peak_bytes_per_s for link in figures.link.values() if link.peak_bytes_per_s is not None]
+        if peaks:
+            yield _Sample("ebbtide_link_peak_bytes_per_second", device, peaks[0])
+        for column, (name, factor) in _GPU.items():
+            if column in figures.gpu:
+                yield _Sample(name, device, figures.gpu[column] * factor)
+
+    def _memory(self, rank: int, device: tuple[str, str], memory: LiveMemory | None) -> Iterator[_Sample]:
+        trace = self._live.trace
+        if trace is not None:
+            for pool in sorted(set(MEMORY_POOLS) & set(trace.labels(rank, "memory", "pool"))):
+                sizes = memory_timeline(trace, rank, pool)[1]
+                if len(sizes):
+                    yield _Sample("ebbtide_memory_bytes", (*device, pool), int(sizes[-1]))
+        if memory is None:
+            return
+        if memory.capacity_bytes is not None:
+            yield _Sample("ebbtide_memory_capacity_bytes", device, memory.capacity_bytes)
+        if memory.free_bytes is not None:
+            yield _Sample("ebbtide_free_bytes", device, memory.free_bytes)
+        for phase in ITERATION_PARTS:
+            if phase in memory.peak_bytes:
+                yield _Sample("ebbtide_phase_peak_bytes", (*device, phase), memory.peak_bytes[phase])
+            if phase in memory.min_free_bytes:
+                yield _Sample("ebbtide_phase_free_bytes", (*device, phase), memory.min_free_bytes[phase])
+
+
+def _metric(family: Family, samples: list[_Sample]) -> Metric:
+    """Return a metric of prometheus_client with its samples."""
+    if family.kind == "counter":
+        counter = CounterMetricFamily(family.name, family.text, labels=family.labels)
+        for sample in samples:
+            counter.add_metric(sample.labels, sample.value)
+        return counter
+    if family.kind == "summary":
+        summary = SummaryMetricFamily(family.name, family.text, labels=family.labels)
+        for sample in samples:
+            if sample.median is not None:
+                labels = dict(zip(family.labels, sample.labels, strict=True))
+                summary.add_sample(family.name, {**labels, "quantile": "0.5"}, sample.median)
+            summary.add_metric(sample.labels, sample.observations, sample.value)
+        return summary
+    gauge = GaugeMetricFamily(family.name, family.text, labels=family.labels)
+    for sample in samples:
+        gauge.add_metric(sample.labels, sample.value)
+    return gauge

@@ -1,0 +1,37 @@
+"""A callback for the Trainer of Lightning."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import ebbtide
+
+# Lightning has two names; a script uses classes of one of them.
+if TYPE_CHECKING or "lightning.pytorch" not in sys.modules:
+    from pytorch_lightning import Callback
+else:
+    from lightning.pytorch import Callback
+
+
+class LightningCallback(Callback):
+    """Logs the figures of `ebbtide.metrics` at the steps at which Lightning logs; nothing where nothing is recorded.
+
+    Import Lightning, as `lightning` or `pytorch_lightning`, before this class: it is a callback of that package. Under
+    several ranks the figures are those of the rank that logs, rank zero.
+    """
+
+    def __init__(self) -> None:
+        self._logged_step = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Log the figures if this batch ended a step that is logged."""
+        step = trainer.global_step
+        if step == self._logged_step or not trainer.log_every_n_steps or step % trainer.log_every_n_steps:
+            return
+        self._logged_step = step
+        figures = ebbtide.metrics()
+        # Not `log_dict`, which repeats the last value of a figure that is not known any more. Lightning numbers the
+        # first step 0 in its logs.
+        for logger in trainer.loggers if figures else ():
+            logger.log_metrics(figures, step=step - 1)
