@@ -15,6 +15,7 @@ from ebbtide.profiler.agent.spool import HOST
 from ebbtide.profiler.memory_snapshot.recorded import read_recorded
 from ebbtide.profiler.sampler.numa import placement_file
 from ebbtide.profiler.trace import slices, spool_ops
+from ebbtide.profiler.trace.detail_marks import detailed_slices
 from ebbtide.profiler.trace.iteration_ends import note_on_iterations
 from ebbtide.profiler.trace.metadata import NumaPlacement, RankInfo
 from ebbtide.profiler.trace.metadata_parsing import without_nulls
@@ -70,6 +71,7 @@ def _recover_rank(path: Path, records: Records, samples: Records, meta: dict[str
         entry["first_iteration_start_ns"] = int(starts[-1]["x"])
     elif len(phases):
         entry["first_iteration_start_ns"] = int(phases["start_ns"].min())
+    entry["detailed_slices"] = detailed_slices(records)
     data = RankData(entry, {table: frame(table) for table in TABLES}, notes)
     data.stepped = bool((records["kind"] == kinds.ITERATION).any())
     data.tables["phases"] = frame("phases", phases)
@@ -88,7 +90,7 @@ def _recover_rank(path: Path, records: Records, samples: Records, meta: dict[str
         notes += recorded.problems
         entry["transfers_recorded"] = True
         entry["transfers_spans_ns"] = slices.spans_of(slice_paths, data.tables["phases"])
-    elif options.get("transfers"):
+    elif options.get("transfers") or any(detailed["transfers"] for detailed in entry["detailed_slices"]):
         on_gpu = entry["devices"][0].get("kind") == "cuda"
         reason = "the profiler for them gave nothing" if on_gpu else "the job did not use a GPU"
         notes.append(f"no copies were recorded: {reason}")
