@@ -1,13 +1,14 @@
 """Measure the cost of recording a training step.
 
-    python benchmarks/overhead.py [--blocks 60] [--record phases|allocations] [--plot overhead.png]
+    python benchmarks/overhead.py [--blocks 60] [--record phases|allocations|on-demand|slice] [--plot overhead.png]
     python benchmarks/overhead.py --whole-runs [--rounds 9]
 
 The first is an A/B in one process: short blocks of steps with the agent attached alternate with blocks without it, on,
 off, off, on. Each ratio compares two neighbouring blocks, by the median step of each, so that slow changes of the
 speed of the machine cancel. With each median stands the interval in which it lies with a confidence of 95 %. The ratio
 of CPU times counts all threads of the process, and other work on the machine hardly changes it. With allocations, every
-iteration of a block is captured, and the pause at the end of a capture is printed for each. The second compares whole
+iteration of a block is captured, and the pause at the end of a capture is printed for each. On-demand is a recording
+that waits for `ebbtide profile --attach`, and slice is one within a slice. The second compares whole
 runs of the example: bare, under `ebbtide profile` and torch.profiler with memory recording, in turn and in
 changing order. Prints Markdown.
 """
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,8 +35,11 @@ from tables import machine_line, spread, table
 # files are created at the first phase, and the interpreter specializes its code anew for the hooks.
 STEP_MS = {0.5: (150, 50), 1.0: (80, 30), 3.0: (40, 20), 20.0: (8, 5), 400.0: (2, 1)}
 AIMS = {0.5: 0.10, 3.0: 0.03, 20.0: 0.01}
-# `all` and `phases` as the option of `ebbtide profile`; `allocations` as with its option --allocator-iterations.
-RECORDS = ("all", "phases", "allocations")
+# `all` and `phases` as the option of `ebbtide profile`; `allocations` as with its option --allocator-iterations;
+# `on-demand` as with --on-demand, and `slice` in a slice that --attach has asked for.
+RECORDS = ("all", "phases", "allocations", "on-demand", "slice")
+# The agent looks for requests four times a second.
+REQUEST_S = 0.4
 
 
 class Block(NamedTuple):
@@ -103,8 +108,20 @@ def run_block(step: Callable[[], None], steps: int) -> Block:
     return Block(statistics.median(walls) * 1e3, (time.process_time() - cpu) / steps * 1e3)
 
 
+def begin_slice(step: Callable[[], None], folder: str) -> None:
+    """Begin a slice that lasts to the end of the recording into a folder."""
+    from ebbtide.profiler.agent.slice_request import MAX_ITERATIONS, REQUEST, SliceRequest
+
+    step()
+    link = Path(folder) / REQUEST
+    link.unlink(missing_ok=True)
+    link.symlink_to(SliceRequest(time.monotonic_ns(), 0, MAX_ITERATIONS).text())
+    time.sleep(REQUEST_S)
+    step()
+
+
 @contextmanager
-def recorded(folder: str, record: str = "all") -> Iterator[None]:
+def recorded(folder: str, step: Callable[[], None], record: str) -> Iterator[None]:
     """Record this process into a folder in the block, as `ebbtide profile` would; `record` is one of RECORDS."""
     import torch
 
@@ -112,15 +129,34 @@ def recorded(folder: str, record: str = "all") -> Iterator[None]:
     from ebbtide.profiler.agent.start import start, stop
 
     iterations = 10**6 if record == "allocations" else 0
-    recorder = start(torch, folder, Options(allocator_iterations=iterations, memory=record != "phases"))
+    on_demand = record in ("on-demand", "slice")
+    memory = record != "phases" and not on_demand
+    recorder = start(torch, folder, Options(allocator_iterations=iterations, memory=memory, on_demand=on_demand))
     if recorder is None:
         raise SystemExit("the agent could not attach to this torch")
     try:
+        if record == "slice":
+            begin_slice(step, folder)
+            if not recorder.poll_ms:
+                raise SystemExit("the slice did not begin")
         yield
         if not recorder.live:
             raise SystemExit("the recording ended before its block did")
     finally:
         stop()
+
+
+def waiting_costs(folder: str) -> str:
+    """Return the cost of waiting for requests, in a sentence: each the least of many times."""
+    from ebbtide.profiler.agent.on_demand import DetailedSlices
+    from ebbtide.profiler.agent.slice_request import read_request
+
+    slices = DetailedSlices(None, None, folder)  # type: ignore[arg-type]  # neither is used before a slice
+    look, boundary = (
+        min(timeit.repeat(call, number=1000, repeat=50)) / 1000 * 1e6
+        for call in (lambda: read_request(folder), lambda: slices.enter_iteration(7))
+    )
+    return f"looking for a request: {look:.1f} us, four times a second; the end of an iteration: {boundary:.2f} us"
 
 
 def measure(aim_ms: float, blocks: int, record: str, folder: str) -> Cost:
@@ -132,7 +168,7 @@ def measure(aim_ms: float, blocks: int, record: str, folder: str) -> Cost:
         if not on:
             run_block(step, warm_up)
             return run_block(step, steps)
-        with recorded(folder, record):
+        with recorded(folder, step, record):
             run_block(step, warm_up)
             timed = run_block(step, steps)
             begin = time.perf_counter()
@@ -210,6 +246,9 @@ def blocks_in_one_process(blocks: int, record: str, plot: Path | None) -> None:
             )
             print(f"  {aim_ms} ms: {rows[-1]}", file=sys.stderr, flush=True)
     table(["step without, ms", "step time", "CPU time", "added per step, us", "at the end per step, us", "aim"], rows)
+    if record == "on-demand":
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"\n{waiting_costs(folder)}")
     if plot is not None:
         draw(costs, plot)
 

@@ -126,6 +126,7 @@ def first_meta(command: list[str], options: Options, host: dict[str, Any]) -> di
             "allocator_iterations": options.allocator_iterations,
             "transfers": options.transfers,
             "memory": options.memory,
+            "on_demand": options.on_demand,
         },
         **({"warmup_iterations": 0} if options.first >= 2 else {}),
         "ranks": [],

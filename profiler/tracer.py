@@ -40,6 +40,8 @@ class Tracer:
         max_bytes: Size limit of the process's spool, in bytes; None: no limit.
         poll_ms: Interval of memory readings between phase boundaries, in ms; 0: none.
         memory: Whether to read the memory of the process.
+        on_demand: Record phases alone, until `ebbtide profile --attach` asks for a detailed slice. It excludes
+            `iterations`, `allocator_iterations` and `transfers`, which are options of the slice then.
         force: Whether to replace a trace that exists.
 
     Attributes:
@@ -48,6 +50,7 @@ class Tracer:
         warnings: After the block, one line for each thing that is incomplete.
 
     Raises:
+        ValueError: If an option is given that `on_demand` excludes.
         TraceError: On entry, if `path` exists (see `force`) or cannot be written, or this torch or platform cannot be
             recorded.
     """
@@ -62,6 +65,7 @@ class Tracer:
         max_bytes: int | None = None,
         poll_ms: float = 25.0,
         memory: bool = True,
+        on_demand: bool = False,
         force: bool = False,
     ) -> None:
         self.path = Path(path)
@@ -69,7 +73,11 @@ class Tracer:
         self.warnings: list[str] = []
         self._force = force
         first, last = iterations
-        self._options = Options(first, last, max_bytes, poll_ms, allocator_iterations, transfers, memory)
+        if on_demand and (first or last is not None or allocator_iterations or transfers):
+            raise ValueError("on_demand records phases alone: ask for the rest with `ebbtide profile --attach`")
+        self._options = Options(
+            first, last, max_bytes, poll_ms, allocator_iterations, transfers, memory and not on_demand, on_demand
+        )
         self._recorder: Any = None
         self._recording: OpenRecording | None = None
 

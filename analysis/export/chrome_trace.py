@@ -18,6 +18,7 @@ from ebbtide.analysis.export.trace_events import Process, dumps
 from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
+from ebbtide.analysis.metrics.memory_spans import memory_spans
 from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.output_files import new_output
@@ -148,7 +149,12 @@ def _ops(process: Process, trace: Trace, rank: int) -> Iterator[str]:
 def _memory(process: Process, trace: Trace, rank: int) -> Iterator[str]:
     for (device, pool), rows in trace.memory(rank).groupby(["device", "pool"], sort=True, observed=True):
         times, sizes = rows["t_ns"].tolist(), rows["bytes"].tolist()
-        yield from process.counter(f"memory {device} {pool}", "bytes", times, sizes)
+        name = f"memory {device} {pool}"
+        yield from process.counter(name, "bytes", times, sizes)
+        if (spans := memory_spans(trace, rank, pool)) is not None and len(spans[0]) > 1:
+            # Between slices on demand the last value of a counter stands.
+            gaps = pd.DataFrame({"name": "not recorded", "start_ns": spans[1][:-1], "end_ns": spans[0][1:]})
+            yield from process.slices(f"{name}: not recorded", {"unknown": gaps})
 
 
 def _link(process: Process, trace: Trace, rank: int) -> Iterator[str]:

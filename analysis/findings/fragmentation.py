@@ -8,6 +8,7 @@ from ebbtide.analysis.findings.common import record_memory, scope_text
 from ebbtide.analysis.findings.finding import Finding, Unknown
 from ebbtide.analysis.metrics.devices import memory_timeline
 from ebbtide.analysis.metrics.memory import difference
+from ebbtide.analysis.metrics.memory_spans import memory_spans
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.analysis.timeseries.step_functions import Ints, peak_between
 from ebbtide.phases import UPDATE
@@ -74,8 +75,26 @@ def needless_growth(trace: Trace, rank: int) -> int:
     device for would have fitted into what it had, had that been in one piece. The first memory that is reserved, and
     growth for a short-lived tensor that fills it, do not count.
     """
-    times, reserved = memory_timeline(trace, rank, "reserved")
-    tensor_times, tensors = _tensors(trace, rank)
+    spans = memory_spans(trace, rank, "reserved")
+    if spans is None:
+        return _needless_growth(memory_timeline(trace, rank, "reserved"), _tensors(trace, rank))
+    return sum(
+        _needless_growth(
+            _between(memory_timeline(trace, rank, "reserved"), start, end), _between(_tensors(trace, rank), start, end)
+        )
+        for start, end in zip(*spans, strict=True)
+    )
+
+
+def _between(timeline: tuple[Ints, Ints], start: int, end: int) -> tuple[Ints, Ints]:
+    times, sizes = timeline
+    inside = (times >= start) & (times <= end)
+    return times[inside], sizes[inside]
+
+
+def _needless_growth(reserved_timeline: tuple[Ints, Ints], tensor_timeline: tuple[Ints, Ints]) -> int:
+    times, reserved = reserved_timeline
+    tensor_times, tensors = tensor_timeline
     if len(reserved) < 2 or not len(tensors):
         return 0
     changes = np.flatnonzero(np.diff(reserved, prepend=-1))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
-import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.timeseries.step_functions import Ints
-from ebbtide.phases import OTHER
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import DeviceInfo
 
@@ -29,23 +26,6 @@ def pool_peaks(trace: Trace, rank: int) -> dict[str, int]:
     """Return the largest value of each recorded pool of a rank, bytes."""
     pools = trace.labels(rank, "memory", "pool")
     return {pool: int(memory_timeline(trace, rank, pool)[1].max()) for pool in pools}
-
-
-def in_read_iteration(trace: Trace, phases: pd.DataFrame, times: Ints) -> npt.NDArray[np.bool_]:
-    """Return which phases are of iterations in which memory was read at the end of every phase; all if there are none.
-
-    Of a recorded job with very short steps only some are read, each as a whole; in the others an old value stands.
-
-    Args:
-        trace: The trace.
-        phases: Phases with `iteration`, `phase` and `end_ns`, by the host's clock.
-        times: Times of the readings, ns.
-    """
-    if trace.meta.source != "recorded":
-        return np.ones(len(phases), bool)
-    ends = phases[phases["phase"] != OTHER]
-    read = ends["end_ns"].isin(times).groupby(ends["iteration"]).all()
-    return np.asarray(phases["iteration"].isin(read.index[read] if read.any() else read.index), bool)
 
 
 def main_device(trace: Trace, rank: int) -> str | None:
@@ -85,6 +65,8 @@ def first_device(trace: Trace, rank: int) -> DeviceInfo:
 
 # Pools that count the memory of a device, the most complete first. An imported memory timeline has only `tensors`.
 _FREE_POOLS = ("device", "cuda", "reserved", "allocated", "requested", "tensors", "heap")
+# The pools of recorded allocations.
+ALLOCATION_POOLS = ("requested", "tensors")
 _PEAK_POOLS = ("device", "allocated", "requested", "tensors", "cuda", "heap")
 
 
@@ -110,6 +92,9 @@ def peak_pool(trace: Trace) -> str | None:
 
 def _first_recorded(trace: Trace, pools: tuple[str, ...]) -> str | None:
     recorded = _recorded_pools(trace)
+    if trace.meta.options.on_demand:
+        # Allocations are known in fewer iterations than the other pools.
+        pools = (*(pool for pool in pools if pool not in ALLOCATION_POOLS), *ALLOCATION_POOLS)
     return next((pool for pool in pools if pool in recorded), None)
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
-from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, in_read_iteration, memory_timeline
+from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_timeline
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
+from ebbtide.analysis.metrics.memory_spans import in_read_iteration
 from ebbtide.analysis.timeseries.step_functions import Ints, merge_times, peak_between
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
@@ -106,7 +107,8 @@ def memory_use(trace: Trace, ranks: Sequence[int] | None = None) -> MemoryUse:
         recorded = sorted(trace.memory(rank)["pool"].unique())
         timelines = {str(pool): memory_timeline(trace, rank, pool) for pool in recorded}
         for pool, timeline in timelines.items():
-            pools += [PoolUse(rank, phase, pool, low, peak) for phase, low, peak in _per_phase(trace, phases, timeline)]
+            use = _per_phase(trace, rank, pool, phases, timeline)
+            pools += [PoolUse(rank, phase, pool, low, peak) for phase, low, peak in use]
         differences = {
             gap: difference(timelines[upper], timelines[lower])
             for gap, (upper, lower) in GAPS.items()
@@ -117,7 +119,10 @@ def memory_use(trace: Trace, ranks: Sequence[int] | None = None) -> MemoryUse:
             times, used = timelines[pool_of_free]
             differences["free"] = times, np.maximum(capacity - used, 0)
         for gap, timeline in differences.items():
-            gaps += [Gap(rank, phase, gap, low, peak) for phase, low, peak in _per_phase(trace, phases, timeline)]
+            # The job itself reads the lower pool, of which less may be known.
+            pool = GAPS[gap][1] if gap in GAPS else str(pool_of_free)
+            use = _per_phase(trace, rank, pool, phases, timeline)
+            gaps += [Gap(rank, phase, gap, low, peak) for phase, low, peak in use]
     return MemoryUse(pools, gaps, tuple((rank, state) for rank in ranks for state in trace.rank(rank).allocators))
 
 
@@ -135,12 +140,17 @@ def difference(upper: tuple[Ints, Ints], lower: tuple[Ints, Ints]) -> tuple[Ints
     return times, np.maximum(values[0] - values[1], 0)
 
 
-def _per_phase(trace: Trace, phases: pd.DataFrame, timeline: tuple[Ints, Ints]) -> list[tuple[str | None, int, int]]:
-    """Return (phase, low, peak) of a timeline, medians over iterations; without iterations, of the whole trace."""
+def _per_phase(
+    trace: Trace, rank: int, pool: str, phases: pd.DataFrame, timeline: tuple[Ints, Ints]
+) -> list[tuple[str | None, int, int]]:
+    """Return (phase, low, peak) of a timeline, medians over iterations; without iterations, of the whole trace.
+
+    Iterations in which `pool` was not read are left out.
+    """
     times, values = timeline
     if not steady_iterations(trace).numbers:
         return [(None, int(values.min()), int(values.max()))]
-    phases = phases[in_read_iteration(trace, phases, times)]
+    phases = phases[in_read_iteration(trace, rank, pool, phases, times)]
     starts, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
     peaks, lows = peak_between(times, values, starts, ends), -peak_between(times, -values, starts, ends)
     recorded = phases.assign(peak=peaks, low=lows).dropna()

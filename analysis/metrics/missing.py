@@ -6,10 +6,15 @@ from collections.abc import Sequence
 
 from ebbtide.analysis.metrics.devices import first_device, ran_on_cpu
 from ebbtide.analysis.metrics.iterations import steady_iterations
+from ebbtide.analysis.metrics.memory_spans import detailed_iterations
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.iteration_ends import explain_no_iterations
 
-NO_MEMORY = "no memory of a device was recorded; `ebbtide profile` records it (without `--record phases`)"
+NO_MEMORY = (
+    "no memory of a device was recorded; `ebbtide profile` records it (without `--record phases`, and of a job under "
+    "`--on-demand` when `--attach` asks for it)"
+)
+_MAX_RANGES = 6
 NO_GPU_STATE = "utilization, power and clocks were not recorded; `ebbtide profile` records them with NVML"
 NO_KERNELS = (
     "no kernels of the GPU were recorded; `ebbtide profile --transfers` records them, and torch.profiler with "
@@ -19,6 +24,35 @@ NO_SUB_STEPS = (
     "no sub-steps of an update were recorded; `ebbtide profile` records those of DeepSpeed and InterleavedAdamW, and "
     "`ebbtide replay --save` simulates them"
 )
+
+
+def on_demand_remarks(trace: Trace) -> list[str]:
+    """Return lines on the iterations with details of a recording on demand; none of other traces."""
+    if not trace.meta.options.on_demand:
+        return []
+    ranks_of: dict[tuple[int, ...], list[str]] = {}
+    for rank in trace.ranks:
+        ranks_of.setdefault(tuple(detailed_iterations(trace, rank)), []).append(str(rank))
+    lines, count = [], len(steady_iterations(trace).numbers)
+    for numbers, ranks in ranks_of.items():
+        of_ranks = f" of rank {', '.join(ranks)}" if len(ranks_of) > 1 else ""
+        which = f"{len(numbers):,} of {count:,} iterations{of_ranks}"
+        if numbers:
+            lines.append(f"recorded on demand: details in {which} ({_ranges(numbers)}), not known in the others")
+        else:
+            lines.append(
+                f"recorded on demand: details in {which}; `ebbtide profile --attach` records some while the job runs"
+            )
+    return lines
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text, like `3 to 6, 9`; the first ranges of many."""
+    present = set(numbers)
+    starts = [number for number in numbers if number - 1 not in present]
+    ends = [number for number in numbers if number + 1 not in present]
+    texts = [str(first) if first == last else f"{first} to {last}" for first, last in zip(starts, ends, strict=True)]
+    return ", ".join(texts[:_MAX_RANGES] + (["…"] if len(texts) > _MAX_RANGES else []))
 
 
 def no_capacity(rank: int) -> str:

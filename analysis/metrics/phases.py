@@ -6,9 +6,10 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace
-from ebbtide.analysis.metrics.devices import in_read_iteration, memory_timeline
+from ebbtide.analysis.metrics.devices import memory_timeline
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, both_busy, traffic
+from ebbtide.analysis.metrics.memory_spans import in_read_iteration
 from ebbtide.analysis.timeseries.step_functions import peak_between
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
@@ -20,9 +21,8 @@ def phase_peaks(trace: Trace, rank: int, pool: str) -> pd.DataFrame:
     times, sizes = memory_timeline(trace, rank, pool)
     phases = intervals(trace, rank, device_times=False).with_other
     starts, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
-    peaks = phases.assign(
-        peak=np.where(in_read_iteration(trace, phases, times), peak_between(times, sizes, starts, ends), np.nan)
-    )
+    read = in_read_iteration(trace, rank, pool, phases, times)
+    peaks = phases.assign(peak=np.where(read, peak_between(times, sizes, starts, ends), np.nan))
     return peaks.groupby(["iteration", "phase"])["peak"].max().unstack().reindex(columns=list(ITERATION_PARTS))
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from ebbtide.analysis.metrics.devices import free_pool
 from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.memory_spans import memory_spans, phase_bounds, within_spans
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints, merge_times
 from ebbtide.analysis.timeseries.thresholds import FreeTimeline, intervals_at_least
 from ebbtide.phases import OTHER
@@ -103,7 +105,7 @@ def _lower(a: Envelope, b: Envelope) -> Envelope:
 
 
 def phase_table(trace: Trace, rank: int, timeline: FreeTimeline) -> pd.DataFrame:
-    """Return the phases of each iteration in order, `other` included.
+    """Return the phases of each iteration in order, `other` included; only those in which free memory is known.
 
     Returns:
         Columns iteration, phase, position, origin_ns (the iteration's start), start_ns, end_ns. position: which one of
@@ -121,4 +123,5 @@ def phase_table(trace: Trace, rank: int, timeline: FreeTimeline) -> pd.DataFrame
     nth = phases.groupby(["iteration", "phase"]).cumcount()
     phases["position"] = phases_before.where(phases["phase"] == OTHER, nth)
     origins = times.spans[["iteration", "start_ns"]].rename(columns={"start_ns": "origin_ns"})
+    phases = phases[within_spans(memory_spans(trace, rank, free_pool(trace) or ""), *phase_bounds(phases))]
     return phases.merge(origins, on="iteration")

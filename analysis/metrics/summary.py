@@ -20,7 +20,7 @@ from ebbtide.analysis.metrics.devices import (
 from ebbtide.analysis.metrics.gpu_state import GpuFigure, gpu_state
 from ebbtide.analysis.metrics.iterations import Intervals, intervals, median_ms, slowest_times, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations
-from ebbtide.analysis.metrics.missing import NO_GPU_STATE, no_link, partly_no_link
+from ebbtide.analysis.metrics.missing import NO_GPU_STATE, no_link, on_demand_remarks, partly_no_link
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.metrics.prediction import TimeRange, is_predicted, predicted_range, prediction_line
 from ebbtide.analysis.metrics.rank_figures import measure_ranks
@@ -299,7 +299,7 @@ def _remarks(trace: Trace) -> list[str]:
     """Describe limits of the data that the figures do not show."""
     link = any(len(trace.link(rank)) for rank in trace.ranks)
     copies = any(trace.rank(rank).transfers_recorded for rank in trace.ranks)
-    remarks, numbers = [], steady_iterations(trace).numbers
+    remarks, numbers = on_demand_remarks(trace), steady_iterations(trace).numbers
     if not link and not copies:
         remarks.append(no_link(trace))
     elif not copies:

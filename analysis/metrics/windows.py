@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from ebbtide.analysis.metrics.devices import (
     ran_on_cpu,
 )
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, Traffic, traffic
-from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity
+from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity, on_demand_remarks
 from ebbtide.analysis.metrics.recurring_windows import PhaseSegment, phase_table, recurring_segments
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.analysis.timeseries.thresholds import FreeTimeline, intervals_at_least
@@ -75,6 +75,7 @@ class Windows:
         windows: Windows of each iteration.
         guaranteed: Recurring windows.
         unrecorded_ranks: Ranks without a sample of `pool`, of which no window can be known.
+        remarks: Lines on the iterations of which windows are known, where these are not all.
     """
 
     min_bytes: int
@@ -85,6 +86,7 @@ class Windows:
     windows: list[Window]
     guaranteed: list[Window]
     unrecorded_ranks: list[int]
+    remarks: list[str] = field(default_factory=list)
 
     @property
     def known_ranks(self) -> list[int]:
@@ -141,7 +143,8 @@ def find_windows(trace: Trace, min_bytes: int, ranks: Sequence[int] | None = Non
             guaranteed += finder.guaranteed()
     capacity = devices[0]["capacity_bytes"] if devices else None
     memory = "host" if ran_on_cpu(trace) else "device"
-    return Windows(min_bytes, capacity, pool, memory, devices, windows, guaranteed, unrecorded)
+    remarks = on_demand_remarks(trace)
+    return Windows(min_bytes, capacity, pool, memory, devices, windows, guaranteed, unrecorded, remarks)
 
 
 @dataclass(frozen=True)

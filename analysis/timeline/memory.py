@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from ebbtide.analysis.metrics.devices import (
     capacity_bytes,
@@ -16,12 +17,13 @@ from ebbtide.analysis.metrics.devices import (
     ran_on_cpu,
 )
 from ebbtide.analysis.metrics.holders.holders import memory_by_category, recorded_span
+from ebbtide.analysis.metrics.memory_spans import memory_with_gaps
 from ebbtide.analysis.timeline.axis import TimeAxis
 from ebbtide.analysis.timeline.panels import TimelineLine, TimelinePanel
 from ebbtide.analysis.timeline.reduction import Resolution
 from ebbtide.analysis.timeline.stack import TimelineStack, stack_categories
 from ebbtide.analysis.timeline.styles import STACK_TOP, LineStyle, pool_styles
-from ebbtide.analysis.timeseries.step_functions import Ints, peak_between
+from ebbtide.analysis.timeseries.step_functions import Floats, Ints, peak_between
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text
 
@@ -29,6 +31,8 @@ from ebbtide.units import bytes_text
 _WHOLE = "tensors"
 _CATEGORY_PREFIX = f"{_WHOLE}/"
 _UNKNOWN = "unknown"
+# In a gap: below every size, and below every size with its sign changed.
+_UNKNOWN_SIZE = -(2**62)
 
 
 def device_memory_panel(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> TimelinePanel:
@@ -118,25 +122,39 @@ def _lines(
     ]
     # An empty pool carries no information, except those that other figures are computed from.
     main_pools = (free_pool(trace), peak_pool(trace))
-    return tuple(line for line in lines if line.name in main_pools or line.values.any())
+    return tuple(line for line in lines if line.name in main_pools or (line.values > 0).any())
 
 
 def pool_line(
     trace: Trace, rank: int, pool: str, style: LineStyle, axis: TimeAxis, resolution: Resolution
 ) -> TimelineLine | None:
     """Return the line of a pool within the axis; None where it has no value there."""
-    times, sizes = memory_timeline(trace, rank, pool)
+    times, sizes, recorded = memory_with_gaps(trace, rank, pool)
     first = max(int(np.searchsorted(times, axis.start_ns, side="right")) - 1, 0)
     after = int(np.searchsorted(times, axis.end_ns, side="right"))
-    if first >= after:
+    if not recorded[first:after].any():
         return None
-    times, sizes = times[first:after].clip(axis.start_ns), sizes[first:after]
+    times, sizes, recorded = times[first:after].clip(axis.start_ns), sizes[first:after], recorded[first:after]
     length = int(axis.end_ns - times[0])
     slots = resolution.slots_within(length, axis.length_ns)
     if len(times) <= resolution.steps_per_slot * slots:
-        return TimelineLine(pool, np.append(times, axis.end_ns), sizes, style)
+        return TimelineLine(pool, np.append(times, axis.end_ns), _with_nan(sizes, recorded), style)
     edges = times[0] + np.linspace(0, length, slots + 1).astype(np.int64)
-    largest, lowest = (sign * peak_between(times, sign * sizes, edges[:-1], edges[1:]) for sign in (1, -1))
-    return TimelineLine(
-        pool, edges, largest.astype(np.int64), style, lowest.astype(np.int64), slot_ns=axis.length_ns / resolution.slots
+    largest, lowest = (
+        sign * peak_between(times, np.where(recorded, sign * sizes, _UNKNOWN_SIZE), edges[:-1], edges[1:])
+        for sign in (1, -1)
     )
+    recorded = largest > _UNKNOWN_SIZE
+    return TimelineLine(
+        pool,
+        edges,
+        _with_nan(largest, recorded),
+        style,
+        _with_nan(lowest, recorded),
+        slot_ns=axis.length_ns / resolution.slots,
+    )
+
+
+def _with_nan(sizes: Floats | Ints, recorded: npt.NDArray[np.bool_]) -> Floats | Ints:
+    """Return sizes as integers; where some of them are not known, as floats with NaN there."""
+    return sizes.astype(np.int64) if recorded.all() else np.where(recorded, sizes, np.nan)

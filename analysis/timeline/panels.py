@@ -40,7 +40,7 @@ class TimelineLine:
     edges: Ints
     values: Floats | Ints
     style: LineStyle
-    lowest: Ints | None = None
+    lowest: Floats | Ints | None = None
     detail: str = ""
     above_peak_ns: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     slot_ns: float | None = None

@@ -18,9 +18,9 @@ _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
 
 def profile(
     command: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(metavar="-- CMD...", help="Command that starts the job: python, torchrun, deepspeed, ..."),
-    ],
+    ] = None,
     output: Annotated[
         str | None,
         typer.Option(
@@ -34,7 +34,11 @@ def profile(
     force: Force = False,
     iterations: Annotated[
         str | None,
-        typer.Option(metavar="FROM:TO", help="Record only these iterations, e.g. 10:30.", show_default="all"),
+        typer.Option(
+            metavar="FROM:TO",
+            help="Record only these iterations, e.g. 10:30; with --attach, their number, e.g. 20, or FROM:TO.",
+            show_default="all",
+        ),
     ] = None,
     max_size: Annotated[
         str | None,
@@ -75,6 +79,19 @@ def profile(
         ),
     ] = False,
     metrics: Metrics = None,
+    on_demand: Annotated[
+        bool,
+        typer.Option("--on-demand", help="Record phases alone, and details when --attach asks for them."),
+    ] = False,
+    attach: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN.ebb",
+            help="Instead of starting a job, record details of some --iterations of the one recorded here.",
+            show_default=False,
+        ),
+    ] = None,
+    wait: Annotated[bool, typer.Option(help="With --attach, wait until the details are recorded.")] = True,
 ) -> int:
     """Record the phases, memory and link use of a training job.
 
@@ -84,6 +101,19 @@ def profile(
     from ebbtide.profiler.agent.options import Options
     from ebbtide.profiler.launch import profile as profile_job
 
+    if attach is not None:
+        from ebbtide.cli.attach import attach_to
+
+        if command or on_demand or output or force or max_size or record != "all" or watch or metrics is not None:
+            raise typer.BadParameter(
+                "--attach takes only --iterations, --poll, --transfers, --allocator-iterations, --no-wait; no command"
+            )
+        attach_to(attach, iterations, poll, allocator_iterations, transfers, wait)
+        return 0
+    if not command:
+        raise typer.BadParameter("name the command that starts the job after --")
+    if on_demand and (iterations or transfers or allocator_iterations):
+        raise typer.BadParameter("--on-demand records phases alone: pass the other options to --attach")
     first, last = parse_iterations(iterations) if iterations is not None else (0, None)
     options = Options(
         first=first,
@@ -92,7 +122,8 @@ def profile(
         poll_ms=poll,
         allocator_iterations=allocator_iterations,
         transfers=transfers,
-        memory=record == "all",
+        memory=record == "all" and not on_demand,
+        on_demand=on_demand,
     )
     path = Path(_fill_placeholders(output) if output else trace_name(command))
     service = metrics_server(metrics) if metrics is not None else None

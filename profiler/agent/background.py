@@ -14,23 +14,26 @@ _FLUSH_SECONDS = 0.25
 _POLL_SHARE = 500
 
 
-def start_background(recorder: Any, spool: Spool, memory: MemoryReader, poll_ms: float) -> None:
+def start_background(recorder: Any, spool: Spool, memory: MemoryReader) -> None:
     """Start the thread of a `ProcessRecorder`, which ends with its recording.
 
     It is not a `threading` thread: the job's list of threads does not change, and its exit does not wait.
     """
-    _thread.start_new_thread(_run, (recorder, spool, memory, poll_ms / 1e3 if memory.enabled else 0.0))
+    _thread.start_new_thread(_run, (recorder, spool, memory))
 
 
-def _run(recorder: Any, spool: Spool, memory: MemoryReader, period_s: float) -> None:
+def _run(recorder: Any, spool: Spool, memory: MemoryReader) -> None:
     flushed_s = time.monotonic()
     while recorder.live and spool.is_open:
-        time.sleep(max(period_s, memory.cost_ns * _POLL_SHARE / 1e9) if period_s else _FLUSH_SECONDS)
+        period_s = recorder.poll_ms / 1e3
+        recorder.wake.acquire(True, max(period_s, memory.cost_ns * _POLL_SHARE / 1e9) if period_s else _FLUSH_SECONDS)
         try:
             if period_s and recorder.recording:
                 recorder.put_memory(time.monotonic_ns(), memory.read())
             if time.monotonic() - flushed_s >= _FLUSH_SECONDS:
                 spool.flush()
+                for listener in recorder.on_flush:
+                    listener()
                 flushed_s = time.monotonic()
                 if spool.full:
                     recorder.close("max-size")

@@ -36,7 +36,7 @@ class CheckedFile:
         try:
             if not self._is_own() and not self._reopen():
                 return False
-            if self._fd is None or not _within_limit(self._size + len(data)):
+            if self._fd is None or not within_limit(self._size + len(data)):
                 return False
             self._size += len(data)
             return os.write(self._fd, data) == len(data)
@@ -86,7 +86,7 @@ def _raise_number(fd: int) -> int:
     return high
 
 
-def _within_limit(size: int) -> bool:
+def within_limit(size: int) -> bool:
     """Return whether a file of this size is allowed: to write beyond the limit would raise SIGXFSZ in the job."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return limit == resource.RLIM_INFINITY or size <= limit

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from .checked_file import within_limit
 from .model_info import describe_model, describe_optimizers
 
 
@@ -102,8 +103,11 @@ class JobInfo:
             return
         path = os.path.join(self._directory, f"facts-{self._name}.json")
         try:
+            text = json.dumps(self._data)
+            if not within_limit(len(text)):
+                return
             with open(path + ".new", "w", encoding="utf-8") as file:
-                json.dump(self._data, file)
+                file.write(text)
             os.replace(path + ".new", path)
         except (OSError, ValueError, TypeError):
             pass  # for example a full disk: the spool's header has all that the trace requires

@@ -22,6 +22,7 @@ class Options:
         allocator_iterations: Number of iterations in which every allocation is recorded, with call stacks.
         transfers: Whether to record copies and kernels of the GPU (CUPTI).
         memory: Whether the process reads its memory; otherwise `poll_ms` and `allocator_iterations` mean nothing.
+        on_demand: Whether details are recorded in the slices that `ebbtide profile --attach` asks for, and only there.
     """
 
     first: int = 0
@@ -31,6 +32,7 @@ class Options:
     allocator_iterations: int = 0
     transfers: bool = False
     memory: bool = True
+    on_demand: bool = False
 
     def environment(self, spool_directory: str) -> dict[str, str]:
         """Return the environment variables that make a process record itself into `spool_directory`."""

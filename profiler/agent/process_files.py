@@ -20,12 +20,14 @@ class ProcessFiles:
         directory: The folder of the files.
         job_info: The description of the job.
         spool: The spool; None before `open`.
+        opened_ns: The time of `open`, in ns of CLOCK_MONOTONIC; 0 before.
     """
 
     def __init__(self, torch: Any, directory: str, options: Options) -> None:
         self.job_info = JobInfo(torch, directory)
         self.spool: Spool | None = None
         self.directory = directory
+        self.opened_ns = 0
         self._max_bytes = options.max_bytes
         self._name = ""
 
@@ -35,6 +37,7 @@ class ProcessFiles:
         Raises:
             OSError: If the spool cannot be created.
         """
+        self.opened_ns = time.monotonic_ns()
         rank, world_size, local_rank = self.job_info.read_ranks()
         self._name = process_name(self.job_info.host)
         self.spool = Spool(os.path.join(self.directory, f"agent-{self._name}.spool"), self._max_bytes)

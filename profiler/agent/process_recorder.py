@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import itertools
 import os
@@ -32,6 +33,9 @@ class ProcessRecorder:
         on_update: Functions to call at the start of each update.
         on_error: Functions to call with an exception of the job.
         on_close: Functions to call when the recording ends.
+        on_flush: Functions that the background thread calls a few times a second.
+        poll_ms: Interval of the background thread's readings of memory, in ms; 0: it makes none.
+        wake: A lock that the background thread waits for between its turns; released to begin one at once.
         on_restart: Functions to call in a forked child, which begins without any other function.
     """
 
@@ -41,6 +45,7 @@ class ProcessRecorder:
         self.on_update: list[Callable[[], None]] = []
         self.on_error: list[Callable[[BaseException], None]] = []
         self.on_close: list[Callable[[], None]] = []
+        self.on_flush: list[Callable[[], None]] = []
         self.on_restart: list[Callable[[], None]] = []
         self._torch = torch
         self._directory = directory
@@ -56,6 +61,10 @@ class ProcessRecorder:
         self.figures = IterationFigures()
         self._spool: Spool | None = None
         self._recording = self._options.first == 0
+        self._memory.enabled = self._options.memory
+        self.poll_ms = self._options.poll_ms if self._options.memory else 0.0
+        self.wake = _thread.allocate_lock()
+        self.wake.acquire()
         self._sequences = itertools.count(1)
         self._notes: set[str] = set()
 
@@ -96,7 +105,7 @@ class ProcessRecorder:
         self._spool = self.files.open()
         for listener in self.on_iteration:
             listener(iteration)
-        start_background(self, self._spool, self._memory, self._options.poll_ms)
+        start_background(self, self._spool, self._memory)
 
     def mark_time(self) -> EventMark | None:
         """Mark the current time of the device. Never raises."""
@@ -183,7 +192,7 @@ class ProcessRecorder:
         """Record a forked child as a process of its own, from its first phase on; the files are the parent's."""
         self.files.detach()
         # The captures have begun in the parent, and a hook that is left in place does nothing once `live` is False.
-        for listeners in (self.on_iteration, self.on_update, self.on_error, self.on_close):
+        for listeners in (self.on_iteration, self.on_update, self.on_error, self.on_flush, self.on_close):
             listeners.clear()
         self._reset()
         for listener in self.on_restart:

@@ -40,6 +40,7 @@ class Recorder(ProcessRecorder):
         source: Number of the outermost module of the open phase, if it is a forward; else 0.
         parts: The open update, if it may call a closure.
         threads: The threads that have had phases.
+        last_end_ns: End of the last phase.
         deferred: Phases that are not yet written, since the open update decides about them; None: none are held back.
     """
 
@@ -62,7 +63,7 @@ class Recorder(ProcessRecorder):
         self._rule = IterationRule()
         self._backwards = self._boundaries = 0
         self._after_backward = False
-        self._last_phase = self._last_end_ns = 0
+        self._last_phase = self.last_end_ns = 0
         self._previous = FORWARD
         self._readings = PhaseReadings(self._memory)
         self._start_mark: EventMark | None = None
@@ -71,6 +72,15 @@ class Recorder(ProcessRecorder):
     def iteration(self) -> int:
         """Number of the current iteration, as far as optimizers have stepped."""
         return self._rule.index + 1
+
+    def read_memory_every(self, poll_ms: float | None) -> None:
+        """Begin to read memory, at phase boundaries and every `poll_ms` ms (0: only there), or stop to (None)."""
+        self._memory.enabled, self.poll_ms = poll_ms is not None, poll_ms or 0.0
+        self._readings = PhaseReadings(self._memory)
+        if self._memory.enabled:
+            self.put_memory(self.last_end_ns, self._memory.read())
+            if self.wake.locked():
+                self.wake.release()
 
     def begin(self) -> bool:
         """Begin to write, unless it was begun; return False if nothing is recorded now."""
@@ -161,7 +171,7 @@ class Recorder(ProcessRecorder):
         If phases of other threads overlap it, it is dropped.
         """
         self.threads.add_current()
-        if self._last_end_ns > start_ns or not self.enter(FORWARD):
+        if self.last_end_ns > start_ns or not self.enter(FORWARD):
             self.gpu.release_mark(start_mark)
             return
         self.gpu.release_mark(self._start_mark)
@@ -175,7 +185,7 @@ class Recorder(ProcessRecorder):
         self._phase_lock.release()
 
     def _end_phase(self, end_ns: int, keep: bool) -> None:
-        self._last_end_ns = end_ns
+        self.last_end_ns = end_ns
         record = self.end_record(end_ns)
         if keep:
             self._last_phase = record.sequence

@@ -32,6 +32,7 @@ START = 7  # [a: iteration about to be recorded, x: its start ns]
 STOPPED = 8  # [code: reason, x: time ns]: nothing more will be recorded
 OP = 9  # [code: name, small: device, a: sequence, b: subgroup, c: resource, w: bytes, x, y: start, end ns, z: parent]
 GPU_STATE = 10  # [code: quantity, small: device, x: time ns, y: value in the unit of GPU_QUANTITIES]
+DETAILS = 11  # [code: of DETAIL_MARKS, small: 1 if copies, a: iteration, b: allocator iterations, w: request, x: time]
 
 # Equal to `ebbtide.phases.PHASES`, which the agent cannot import. The order gives the codes.
 PHASES = ("forward", "backward", "update")
@@ -53,6 +54,8 @@ OPS = (
 # `worker` is another process of the job, on the CPU. The last two are of files for optimizer state.
 RESOURCES = ("host", "cpu", "gpu", "h2d", "d2h", "worker", "storage_read", "storage_write")
 STOP_REASONS = ("closed", "max-size", "iterations", "fault")
+# A detailed slice begins at its first iteration, ends before an iteration, or did not begin in time.
+DETAIL_MARKS = ("begin", "end", "missed")
 
 HOST = 0xFFFF  # the `device` of a record about host memory
 MISSING = -1  # a value that could not be read

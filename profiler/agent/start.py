@@ -45,6 +45,7 @@ def start(torch: Any, directory: str, options: Options) -> Any:
         # Imported here, so that a process without torch loads none of it.
         from .deepspeed.phase_hooks import DeepSpeedHooks
         from .detailed_capture import attach_captures
+        from .on_demand import attach_on_demand
         from .out_of_memory import attach_memory_records
         from .phase_hooks import TorchHooks
         from .recorder import Recorder
@@ -55,6 +56,7 @@ def start(torch: Any, directory: str, options: Options) -> Any:
         recorder.on_close.append(DeepSpeedHooks(recorder, torch).remove)
         attach_captures(recorder, torch, options)
         attach_memory_records(recorder, torch, options)
+        attach_on_demand(recorder, torch, directory, options)
     except Exception as error:
         _write_marker(directory, "failed", f"torch {getattr(torch, '__version__', '?')}: {error!r}")
         return None

@@ -66,12 +66,12 @@ def refuse_locked(path: Path) -> None:
 def wait_until_finished(path: Path) -> None:
     """Wait for a recording whose job has ended to be finished; return at once if the job still runs."""
     deadline_s = time.monotonic() + _WAIT_SECONDS
-    while is_locked(path) and not _runs(path) and time.monotonic() < deadline_s:
+    while is_locked(path) and not job_runs(path) and time.monotonic() < deadline_s:
         time.sleep(_PERIOD_S)
 
 
-def _runs(path: Path) -> bool:
-    """Return whether the job or one of its recorded processes still runs."""
+def job_runs(path: Path) -> bool:
+    """Return whether the job of a trace that is being recorded, or one of its recorded processes, still runs."""
     try:
         lock = json.loads((path / SPOOL / _LOCK).read_bytes())
         if lock["start_ticks"] is not None and start_ticks(lock["job"]) == lock["start_ticks"]:

@@ -112,4 +112,8 @@ def _shifted(entry: dict[str, Any], shift: int) -> dict[str, Any]:
     }
     if entry.get("transfers_spans_ns"):
         shifted["transfers_spans_ns"] = [[start + shift, end + shift] for start, end in entry["transfers_spans_ns"]]
+    if slices := entry.get("detailed_slices"):
+        shifted["detailed_slices"] = [
+            {**detailed, "span_ns": [time_ns + shift for time_ns in detailed["span_ns"]]} for detailed in slices
+        ]
     return {**entry, **shifted}

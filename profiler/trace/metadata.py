@@ -111,7 +111,12 @@ class ClockInfo(_Section, frozen=True, kw_only=True):
 
 
 class RecordingOptions(_Section, frozen=True, kw_only=True):
-    """The options of the recorder. iterations: the first iteration and the end, which is excluded; None: all."""
+    """The options of the recorder.
+
+    Attributes:
+        iterations: The first iteration and the end, which is excluded; None: all.
+        on_demand: Whether details were recorded only in slices: `RankInfo.detailed_slices`.
+    """
 
     iterations: tuple[Count, Count | None] | None = None
     max_bytes: Count | None = None
@@ -119,6 +124,7 @@ class RecordingOptions(_Section, frozen=True, kw_only=True):
     allocator_iterations: Count | None = None
     transfers: bool | None = None
     memory: bool | None = None
+    on_demand: bool | None = None
 
 
 class ImportedFile(_Section, frozen=True, kw_only=True):
@@ -279,12 +285,29 @@ class OutOfMemoryRecord(_Section, frozen=True, kw_only=True):
     message: str | None = None
 
 
+class DetailedSlice(_Section, frozen=True, kw_only=True):
+    """Iterations of a rank in which details were recorded, of a recording on demand.
+
+    Attributes:
+        iterations: The first iteration and the end, which is excluded.
+        span_ns: Start and end of their recording.
+        allocator_iterations: Number of iterations in which every allocation was to be recorded.
+        transfers: Whether copies and kernels were to be recorded.
+    """
+
+    iterations: tuple[Count, Count]
+    span_ns: tuple[TimeNs, TimeNs]
+    allocator_iterations: Count = 0
+    transfers: bool = False
+
+
 class RankInfo(_Section, frozen=True, kw_only=True):
     """One rank: its process, devices, model and optimizers.
 
     Attributes:
         transfers_recorded: Whether the table `transfers` has every copy; if not, an empty table means nothing.
         transfers_spans_ns: The spans of time in which it has every copy, disjoint and ascending; empty: at all times.
+        detailed_slices: Of a recording on demand, the only iterations in which the process read memory.
         inventories: What parameters, gradients and optimizer state held, by time.
         out_of_memory: The first out-of-memory errors, by time.
         stopped: The reason for the end of the recording: `closed`, `iterations`, `max-size`, `fault` or `cut off`.
@@ -298,6 +321,7 @@ class RankInfo(_Section, frozen=True, kw_only=True):
     devices: tuple[DeviceInfo, ...] = ()
     transfers_recorded: bool = False
     transfers_spans_ns: tuple[tuple[TimeNs, TimeNs], ...] = ()
+    detailed_slices: tuple[DetailedSlice, ...] = ()
     first_iteration_start_ns: TimeNs | None = None
     started_ns: TimeNs | None = None
     stopped: str | None = None

@@ -25,6 +25,7 @@ _CODES = {
     kinds.GPU_STATE: len(kinds.GPU_QUANTITIES),
     kinds.STOPPED: len(kinds.STOP_REASONS),
     kinds.OP: len(kinds.OPS),
+    kinds.DETAILS: len(kinds.DETAIL_MARKS),
 }
 
 

@@ -15,6 +15,7 @@ from ebbtide.profiler.agent.spool import HOST
 from ebbtide.profiler.memory_snapshot.recorded import read_recorded
 from ebbtide.profiler.sampler.numa import placement_file
 from ebbtide.profiler.trace import slices, spool_ops
+from ebbtide.profiler.trace.detail_marks import detailed_slices
 from ebbtide.profiler.trace.iteration_ends import note_on_iterations
 from ebbtide.profiler.trace.metadata import NumaPlacement, RankInfo
 from ebbtide.profiler.trace.metadata_parsing import without_nulls
@@ -81,6 +82,7 @@ def read_process(
         entry["first_iteration_start_ns"] = int(starts[-1]["x"])
     elif len(phases):
         entry["first_iteration_start_ns"] = int(phases["start_ns"].min())
+    entry["detailed_slices"] = detailed_slices(records)
     data = RankData(entry, {table: empty_frame(table) for table in TABLES}, notes)
     data.stepped = bool((records["kind"] == kinds.ITERATION).any())
     data.tables["phases"] = frame("phases", phases)
@@ -93,7 +95,8 @@ def read_process(
     data.tables["link"] = link_table(own, names)
     data.tables["gpu"] = gpu_table(samples, names)
     if with_files:
-        _add_files(data, path, header, bool(options.get("transfers")))
+        expects_copies = options.get("transfers") or any(detailed["transfers"] for detailed in entry["detailed_slices"])
+        _add_files(data, path, header, bool(expects_copies))
     first, end = options.get("iterations") or (0, None)
     if first or end is not None:
         _trim(data, first, end)

@@ -12,6 +12,7 @@ from ebbtide.analysis.dataframes import to_frame
 from ebbtide.analysis.metrics.devices import main_device, peak_pool
 from ebbtide.analysis.metrics.holders.categories import CATEGORIES, categorized_allocations
 from ebbtide.analysis.metrics.holders.stacks import call_site
+from ebbtide.analysis.metrics.memory_spans import memory_spans, within_spans
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.profiler.trace import Trace
 
@@ -101,12 +102,13 @@ def holders_at(trace: Trace, rank: int, at_ns: int | None = None, device: str | 
     in_detail = at_ns is None or start_ns <= at_ns <= end_ns
     pool = detailed if detailed and in_detail else peak_pool(trace)
     times, sizes = _timeline(trace, rank, pool, device) if pool else (_NONE, _NONE)
-    if not len(times):
+    if not len(times) or not pool:
         return None
     if at_ns is None:
         at_ns = int(times[np.argmax(sizes)])
     position = int(np.searchsorted(times, at_ns, side="right")) - 1
-    if position < 0:
+    moment = np.array([at_ns])
+    if position < 0 or not within_spans(memory_spans(trace, rank, pool), moment, moment)[0]:
         return None
     total = int(sizes[position])
     if pool != detailed:

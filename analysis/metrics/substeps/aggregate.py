@@ -10,6 +10,7 @@ import pandas as pd
 
 from ebbtide.analysis.metrics.devices import link_peak, memory_timeline
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, busy_between, copies, traffic
+from ebbtide.analysis.metrics.memory_spans import memory_spans, within_spans
 from ebbtide.analysis.metrics.substeps.operations import ON_HOST, remove_overlaps
 from ebbtide.analysis.timeseries.step_functions import Ints, peak_between
 from ebbtide.phases import ITERATION_PARTS
@@ -113,6 +114,7 @@ class SubstepAggregator:
         """
         self._rank = rank
         self._timeline = memory_timeline(trace, rank, pool) if pool else None
+        self._memory_spans = memory_spans(trace, rank, pool) if pool else None
         self._peak = link_peak(trace, rank)
         self._phase_ms = phases.groupby("phase")["ms"].sum()
         self._iterations = sorted(phases["iteration"].unique())
@@ -167,7 +169,10 @@ class SubstepAggregator:
         figures = {"ms": (ends - starts) / 1e6, "count": rows["first"].astype(np.float64)}
         sizes = rows["bytes"].astype("Float64").to_numpy(np.float64, na_value=np.nan)
         figures["bytes"] = np.where(rows["first"], sizes, 0.0)
-        figures["peak"] = peak_between(*self._timeline, starts, ends) if self._timeline is not None else np.nan
+        figures["peak"] = np.nan
+        if self._timeline is not None:
+            recorded = within_spans(self._memory_spans, starts, ends)
+            figures["peak"] = np.where(recorded, peak_between(*self._timeline, starts, ends), np.nan)
         figures["resolution"] = (ends - starts).astype(np.float64)
         for direction in DIRECTIONS:
             figures |= self._moved(direction, starts, ends)

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 def print_findings(trace: Trace, findings: Findings, iteration_ms: float | None) -> None:
     """Print findings with evidence, advice and estimated gain; `iteration_ms`: median iteration, None if not known."""
+    from ebbtide.analysis.metrics.missing import on_demand_remarks
+
     typer.echo(f"{trace.path}: {_counts(findings)}")
+    for remark in on_demand_remarks(trace):
+        typer.echo(remark)
     for number, finding in enumerate(findings.findings, 1):
         gain = ""
         if finding.potential_gain_ms is not None:

@@ -27,10 +27,10 @@ def print_holders(trace: Trace, result: Holders | None, at: str) -> None:
         result: What holds the memory; None where no memory was recorded.
         at: The option `--at`.
     """
-    from ebbtide.analysis.metrics.missing import NO_MEMORY
+    from ebbtide.analysis.metrics.missing import NO_MEMORY, on_demand_remarks
 
     if result is None:
-        typer.echo(f"{trace.path}: {NO_MEMORY}")
+        typer.echo(f"{trace.path}: {'; '.join(on_demand_remarks(trace)) or NO_MEMORY}")
         return
     moment = f"at its peak, {ms_text(result.t_ms)}" if at == "peak" else f"at {ms_text(result.t_ms)}"
     typer.echo(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def print_memory(trace: Trace, memory: MemoryUse) -> None:
     """Print the lowest and highest use of each memory pool per phase, and the differences between pools."""
-    from ebbtide.analysis.metrics.missing import NO_MEMORY, no_iterations
+    from ebbtide.analysis.metrics.missing import NO_MEMORY, no_iterations, on_demand_remarks
 
     if not memory.pools:
         typer.echo(f"{trace.path}: {NO_MEMORY}")
@@ -27,6 +27,8 @@ def print_memory(trace: Trace, memory: MemoryUse) -> None:
         typer.echo(f"{trace.path}: lowest and highest use over the whole trace ({no_iterations(trace)})")
     else:
         typer.echo(f"{trace.path}: lowest and highest use per phase, medians over the iterations")
+    for remark in on_demand_remarks(trace):
+        typer.echo(remark)
 
     def rows(uses: Sequence[PoolUse | Gap], names: list[str]) -> list[list[str]]:
         return [

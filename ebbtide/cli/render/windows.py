@@ -30,6 +30,8 @@ def print_windows(trace: Trace, windows: Windows) -> None:
         typer.echo(
             f"{trace.path}: windows with at least {min_text} {memory}, of {capacity} ({free_memory_text(trace)})"
         )
+    for remark in windows.remarks:
+        typer.echo(remark)
     for missing_line in windows.missing:
         typer.echo(missing_line if windows.known_ranks else f"{trace.path}: {missing_line}")
     if not windows.known_ranks:

@@ -55,6 +55,24 @@ def join(child):
     say("child", os.waitpid(child, 0)[1])
 """
 
+# Requests for slices, as `ebbtide profile --attach` and others may leave them in the folder of the trace.
+REQUESTS = """
+def request(kind):
+    link = TRACE + "/spool/slice-request"
+    text = "ebbtide-slice-1 %d iterations 0:%d poll 1000 allocator 0 transfers 1"
+    try:
+        shutil.rmtree(link) if os.path.isdir(link) else os.path.lexists(link) and os.remove(link)
+        if kind in ("folder", "pipe"):
+            os.mkdir(link) if kind == "folder" else os.mkfifo(link)
+        else:
+            os.symlink(text % (time.monotonic_ns(), trained[0] + 4) if kind == "slice" else kind, link)
+    except OSError:
+        pass
+    time.sleep(0.3)
+    say(steps(3))
+"""
+REQUEST_KINDS = ("slice", "slice", "slice", "folder", "pipe", "import os", "/dev/zero", "x" * 4000)
+
 SECOND = "say('second', train(2))\n"
 
 
@@ -342,8 +360,8 @@ ENDS = {
 }
 
 
-def random_job(rng: random.Random, trace: Path) -> Job:
-    """Compose a random job that is recorded into `trace`."""
+def random_job(rng: random.Random, trace: Path, on_demand: bool = False) -> Job:
+    """Compose a random job that is recorded into `trace`, on demand with requests for slices between its parts."""
     flags = tuple(flag for flag in ("-I", "-S") if rng.random() < 0.1)
     parts, names = [], []
     for _ in range(rng.randint(3, 7)):
@@ -356,6 +374,8 @@ def random_job(rng: random.Random, trace: Path) -> Job:
         if behaviour is spawn and not any(closing.__name__ in names for closing in CLOSING):
             # Its helper processes stay: nothing may close their descriptors afterwards.
             break
+    if on_demand:
+        parts = [f"request({rng.choice(REQUEST_KINDS)!r})\n{part}" for part in parts]
     end = rng.choice(list(ENDS))
     parts.append("say('iterations of the job', trained[0])\nwrite_files('end')\n" + ENDS[end] + "\n")
     head = HEADER.format(site_packages=sysconfig.get_path("purelib"), trace=str(trace), flags=flags)
@@ -363,8 +383,8 @@ def random_job(rng: random.Random, trace: Path) -> Job:
     body = textwrap.indent("".join(parts), "    ")
     return Job(
         behaviours=(*names, end),
-        text=head + TRAINING + FUNCTIONS + f'if __name__ == "__main__":\n    {start}{body}',
-        second=head + TRAINING + FUNCTIONS + SECOND,
+        text=head + TRAINING + FUNCTIONS + REQUESTS + f'if __name__ == "__main__":\n    {start}{body}',
+        second=head + TRAINING + FUNCTIONS + REQUESTS + SECOND,
         flags=flags,
         disk_kib=rng.choice([64, 256]) if rng.random() < 0.12 else None,
         keeps_count=not LOSE_ITERATIONS.intersection(names),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from ebbtide.profiler.trace import open_trace
@@ -37,9 +38,9 @@ def training_program(folder: Path, body: str, name: str = "job.py") -> Path:
     return file
 
 
-def profile_command(output: str | Path, *command: str | Path) -> list[str]:
-    """Return the command that records `command` into `output`."""
-    return [sys.executable, "-m", "ebbtide", "profile", "-o", str(output), "--", *map(str, command)]
+def profile_command(output: str | Path, *command: str | Path, options: Sequence[str] = ()) -> list[str]:
+    """Return the command that records `command` into `output`, with options of `ebbtide profile`."""
+    return [sys.executable, "-m", "ebbtide", "profile", *options, "-o", str(output), "--", *map(str, command)]
 
 
 def run_bare(*command: str | Path, cwd: Path) -> Run:

@@ -61,9 +61,20 @@ def _timeless(text: bytes) -> bytes:
     [pytest.param(n, marks=[] if n in DEFAULT_CASES else [pytest.mark.slow]) for n in range(max(CASES, 4))],
 )
 def test_profile__changes_nothing_of_a_random_job(number: int, tmp_path: Path) -> None:
+    _compare_runs(number, tmp_path, on_demand=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(100, 100 + CASES))
+def test_profile__changes_nothing_of_a_random_job_with_requests_for_slices(number: int, tmp_path: Path) -> None:
+    _compare_runs(number, tmp_path, on_demand=True)
+
+
+def _compare_runs(number: int, tmp_path: Path, on_demand: bool) -> None:
+    """Run a random job bare and recorded, and compare what it wrote."""
     disk = tmp_path / "disk"
     with seeded(number) as rng:
-        job = random_job(rng, disk / "run.ebb")
+        job = random_job(rng, disk / "run.ebb", on_demand)
         command = [sys.executable, *job.flags, "job.py"]
         # The same folder for both runs, since tracebacks name it, in whatever file stderr has become.
         folder = _prepared(tmp_path / "job", job)
@@ -71,7 +82,9 @@ def test_profile__changes_nothing_of_a_random_job(number: int, tmp_path: Path) -
         bare_files = _files(folder)
         folder.rename(tmp_path / "bare")
         with _disk(disk, job.disk_kib):
-            profiled = run_bare(*profile_command(disk / "run.ebb", *command), cwd=_prepared(folder, job))
+            options = ["--on-demand"] if on_demand else []
+            recorded = profile_command(disk / "run.ebb", *command, options=options)
+            profiled = run_bare(*recorded, cwd=_prepared(folder, job))
             for path in disk.glob("*.ebb"):
                 open_trace(path)
             counts = [len(phases_of(open_trace(path))) for path in disk.glob("*.ebb") if open_trace(path).ranks]

@@ -1,0 +1,92 @@
+"""The iterations and spans of time in which a memory pool is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from ebbtide.analysis.metrics.cache import once_per_trace
+from ebbtide.analysis.metrics.devices import ALLOCATION_POOLS, memory_timeline
+from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
+from ebbtide.analysis.timeseries.step_functions import Ints
+from ebbtide.phases import OTHER
+from ebbtide.profiler.trace import Trace
+
+# Pools that the sampler reads from outside the job, at all times.
+_SAMPLED = ("device", "rss", "swap", "cgroup")
+
+Spans = tuple[Ints, Ints]
+
+
+@once_per_trace
+def memory_spans(trace: Trace, rank: int, pool: str) -> Spans | None:
+    """Return the spans in which a pool is known, ns: (starts, ends), ascending and disjoint; None: at all times."""
+    if not trace.meta.options.on_demand or pool in _SAMPLED:
+        return None
+    if pool in ALLOCATION_POOLS:
+        # From the first to the last of them.
+        times = memory_timeline(trace, rank, pool)[0]
+        return times[:1], times[-1:]
+    spans = np.array([detailed.span_ns for detailed in trace.rank(rank).detailed_slices], np.int64).reshape(-1, 2)
+    return spans[:, 0], spans[:, 1]
+
+
+def within_spans(spans: Spans | None, starts: Ints, ends: Ints) -> npt.NDArray[np.bool_]:
+    """Return which intervals lie in one of the spans as a whole; all where `spans` is None."""
+    if spans is None or not len(starts):
+        return np.ones(len(starts), bool)
+    position = np.searchsorted(spans[0], starts, side="right") - 1
+    last_ends = np.append(spans[1], 0)[position]
+    return np.asarray((position >= 0) & (ends <= last_ends))
+
+
+def in_read_iteration(trace: Trace, rank: int, pool: str, phases: pd.DataFrame, times: Ints) -> npt.NDArray[np.bool_]:
+    """Return which phases are of iterations in which a pool was read at the end of every phase; all if there are none.
+
+    Of a recorded job with very short steps only some are read, each as a whole; in the others an old value stands. Of
+    a recording on demand, only phases in the spans of the pool are.
+
+    Args:
+        trace: The trace.
+        rank: The rank.
+        pool: The pool.
+        phases: Phases with `iteration`, `phase`, `start_ns` and `end_ns`, by the host's clock.
+        times: Times of the readings, ns.
+    """
+    if trace.meta.source != "recorded":
+        return np.ones(len(phases), bool)
+    inside = within_spans(memory_spans(trace, rank, pool), *phase_bounds(phases))
+    ends = phases[inside & (phases["phase"] != OTHER)]
+    read = ends["end_ns"].isin(times).groupby(ends["iteration"]).all()
+    return np.asarray(inside & phases["iteration"].isin(read.index[read] if read.any() else read.index), bool)
+
+
+def phase_bounds(phases: pd.DataFrame) -> tuple[Ints, Ints]:
+    """Return the starts and ends of phases, ns."""
+    return phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
+
+
+def memory_with_gaps(trace: Trace, rank: int, pool: str) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
+    """Return (times ns, bytes, whether they are known) of a pool; where a gap begins, the last is False."""
+    times, sizes = memory_timeline(trace, rank, pool)
+    spans = memory_spans(trace, rank, pool)
+    if spans is None:
+        return times, sizes, np.ones(len(times), bool)
+    inside = within_spans(spans, times, times)
+    times = np.concatenate([times[inside], spans[1]])
+    sizes = np.concatenate([sizes[inside], np.zeros(len(spans[1]), np.int64)])
+    recorded = np.arange(len(times)) < inside.sum()
+    order = np.argsort(times, kind="stable")
+    return times[order], sizes[order], recorded[order]
+
+
+def detailed_iterations(trace: Trace, rank: int) -> list[int]:
+    """Return the steady iterations in which a rank recorded details: all but those between the slices on demand."""
+    numbers = steady_iterations(trace).numbers
+    if not trace.meta.options.on_demand:
+        return numbers
+    spans = intervals(trace, rank, device_times=False).spans
+    spans = spans[spans["iteration"].isin(numbers)]
+    whole = within_spans(memory_spans(trace, rank, ""), *phase_bounds(spans))
+    return [int(number) for number in spans["iteration"][whole]]

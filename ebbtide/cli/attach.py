@@ -1,0 +1,107 @@
+"""The option `--attach` of `ebbtide profile`: details of some iterations of a running job."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from ebbtide.cli.options import count
+from ebbtide.cli.options import iterations as parse_iterations
+
+if TYPE_CHECKING:
+    from ebbtide.profiler.attach import AttachedSlice
+
+_PERIOD_S = 0.1
+_CLEAR = "\r\033[K"
+
+
+def attach_to(
+    path: Path, iterations: str | None, poll_ms: float, allocator_iterations: int, transfers: bool, wait: bool
+) -> None:
+    """Ask a running job for a detailed slice, and wait for its end.
+
+    Args:
+        path: The trace that is being recorded.
+        iterations: The number of iterations, or `FROM:TO`.
+        poll_ms: Interval of memory readings in ms.
+        allocator_iterations: Number of iterations in which every allocation is recorded.
+        transfers: Whether to record copies and kernels.
+        wait: Whether to wait for the end of the slice.
+    """
+    from ebbtide.profiler.attach import SliceOptions, attach
+
+    first, number = _range(iterations)
+    attached = attach(path, SliceOptions(number, first, poll_ms, allocator_iterations, transfers))
+    if wait:
+        _wait(attached)
+        _print_result(attached)
+    else:
+        typer.echo(f"iterations {_text(attached.request.first, attached.request.end)} will have details")
+
+
+def _range(text: str | None) -> tuple[int | None, int]:
+    """Parse `20` as (None, 20) and `500:520` as (500, 20)."""
+    if text is None:
+        raise typer.BadParameter("--attach needs --iterations, the number of iterations to record in detail")
+    if ":" not in text:
+        return None, count(text)
+    first, end = parse_iterations(text)
+    if end is None:
+        raise typer.BadParameter(f"--iterations {text}: a slice needs an end, as in 500:520")
+    return first, end - first
+
+
+def _wait(attached: AttachedSlice) -> None:
+    """Wait for the end of a slice, with a line that shows how far it is."""
+    shows = sys.stderr.isatty()
+    request = attached.request
+    try:
+        while not attached.update():
+            if shows:
+                typer.echo(f"{_CLEAR}{_progress(attached)}", err=True, nl=False)
+            time.sleep(_PERIOD_S)
+    except KeyboardInterrupt:
+        line = f"no longer waiting; the job records iterations {_text(request.first, request.end)} all the same"
+        typer.echo(f"{_CLEAR if shows else ''}ebbtide: {line}", err=True)
+        raise
+    if shows:
+        typer.echo(_CLEAR, err=True, nl=False)
+
+
+def _progress(attached: AttachedSlice) -> str:
+    request, ranks = attached.request, len(attached.processes)
+    reached = min(process.iteration or 0 for process in attached.processes) + 1
+    on = f" on {ranks} ranks" if ranks > 1 else ""
+    if reached < request.first:
+        return f"iteration {reached}: details begin at {request.first}{on}"
+    return f"iteration {reached}: {min(reached, request.end) - request.first} of {request.end - request.first}{on}"
+
+
+def _print_result(attached: AttachedSlice) -> None:
+    """Print the iterations that have details, and which ranks have others. Raise TraceError if none has any."""
+    from ebbtide.errors import TraceError
+
+    recorded = {process: attached.recorded(process) for process in attached.processes}
+    spans = [span for span in recorded.values() if span is not None]
+    if not spans:
+        raise TraceError(f"no details were recorded: the job ended, or was past iteration {attached.request.end - 1}")
+    common = max(first for first, _ in spans), min(end for _, end in spans)
+    if common[0] < common[1]:
+        path = shlex.quote(str(attached.path))
+        typer.echo(f"details: iterations {_text(*common)}   in {path}: --iterations {common[0]}:{common[1]}")
+    for process, span in recorded.items():
+        if span is None:
+            typer.echo(f"rank {process.rank}: no details, since it was past the slice or has ended")
+        elif span != common:
+            typer.echo(f"rank {process.rank}: iterations {_text(*span)}")
+    if common[1] < attached.request.end:
+        typer.echo(f"the slice ended early: it was to last until iteration {attached.request.end - 1}")
+
+
+def _text(first: int, end: int) -> str:
+    return str(first) if end == first + 1 else f"{first} to {end - 1}"

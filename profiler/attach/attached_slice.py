@@ -1,0 +1,200 @@
+"""Writes the request for a detailed slice, after checking that the recording can serve it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ebbtide.errors import TraceError
+from ebbtide.profiler.agent.slice_request import MAX_ITERATIONS, REQUEST, SliceRequest, parse_request
+from ebbtide.profiler.attach.progress import ProcessProgress, training_processes
+from ebbtide.profiler.recording import require_linux, spool_folder
+from ebbtide.profiler.trace.files import read_meta
+from ebbtide.profiler.trace.lock import is_locked, job_runs
+from ebbtide.profiler.trace.metadata_parsing import parse_meta
+
+# A slice begins so long after its request that every process has seen it: processes look four times a second, and a
+# spool may be as old.
+_LEAD_NS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class SliceOptions:
+    """The options of a slice.
+
+    Attributes:
+        count: Number of iterations.
+        first: The first of them; None: soon, the same on all ranks.
+        poll_ms: Interval of memory readings between phase boundaries, in ms; 0: none.
+        allocator_iterations: Number of iterations in which every allocation is recorded.
+        transfers: Whether to record copies and kernels of the GPU.
+    """
+
+    count: int
+    first: int | None = None
+    poll_ms: float = 25.0
+    allocator_iterations: int = 0
+    transfers: bool = False
+
+
+@dataclass(frozen=True)
+class AttachedSlice:
+    """A slice that was asked for.
+
+    Attributes:
+        path: The trace.
+        request: The request.
+        processes: The processes that trained when it was made, by rank.
+    """
+
+    path: Path
+    request: SliceRequest
+    processes: list[ProcessProgress]
+
+    def update(self) -> bool:
+        """Read what the processes have recorded since the last time; return whether all have ended with the slice."""
+        running = False
+        for process in self.processes:
+            # Before its spool is read: a process that ends meanwhile has written all of it.
+            runs = process.runs
+            # The spools are removed once the recording is finished.
+            with contextlib.suppress(OSError):
+                process.update()
+            running = running or (runs and not _is_over(process, self.request))
+        return not running
+
+    def recorded(self, process: ProcessProgress) -> tuple[int, int] | None:
+        """Return the iterations of a process with details so far: the first, and the end, which is excluded."""
+        begin = process.mark(self.request.number, "begin")
+        end = process.mark(self.request.number, "end")
+        if end is None and process.iteration is not None:
+            end = min(process.iteration + 1, self.request.end)
+        return None if begin is None or end is None or end <= begin else (begin, end)
+
+
+def attach(path: Path, options: SliceOptions) -> AttachedSlice:
+    """Ask the job that is recorded into a trace for a detailed slice.
+
+    Args:
+        path: A trace that is being recorded by `ebbtide profile --on-demand` or `Tracer(on_demand=True)`.
+        options: What to record.
+
+    Raises:
+        TraceError: The trace cannot be attached to, another slice has not ended, or the options do not fit the job.
+    """
+    require_linux()
+    if not 1 <= options.count <= MAX_ITERATIONS:
+        raise TraceError(f"a slice has 1 to {MAX_ITERATIONS:,} iterations, not {options.count:,}")
+    if options.allocator_iterations > options.count:
+        raise TraceError(
+            f"--allocator-iterations {options.allocator_iterations:,} is more than --iterations {options.count:,}"
+        )
+    _check_recording(path)
+    spools = spool_folder(path)
+    try:
+        with _locked(spools):
+            processes = training_processes(spools)
+            if not processes:
+                raise TraceError((_NO_ITERATION if job_runs(path) else _ENDED).format(path=path))
+            _refuse_second(spools / REQUEST, processes)
+            request = _request(options, processes)
+            _replace(spools / REQUEST, request.text())
+    except OSError as error:
+        if not is_locked(path):
+            raise TraceError(_ENDED.format(path=path)) from None
+        raise TraceError(f"cannot ask for details in {path}: {error.strerror or error}") from None
+    return AttachedSlice(path, request, processes)
+
+
+_ENDED = "the job of {path} has ended: only a running job can be attached to"
+_NO_ITERATION = (
+    "no process of {path} has finished an iteration with an optimizer of torch: attach again after its first iteration"
+)
+
+
+def _check_recording(path: Path) -> None:
+    meta = parse_meta(read_meta(path), path)
+    if meta.state == "complete":
+        raise TraceError(f"{path} is complete: only a running job can be attached to")
+    if not is_locked(path):
+        raise TraceError(_ENDED.format(path=path))
+    if not meta.options.on_demand:
+        raise TraceError(
+            f"{path} is not recorded on demand: its recording has details already; start the job with "
+            "`ebbtide profile --on-demand` to attach to it"
+        )
+
+
+@contextlib.contextmanager
+def _locked(spools: Path) -> Iterator[None]:
+    """Let no other `ebbtide profile --attach` make a request in the block."""
+    fd = os.open(spools, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _refuse_second(link: Path, processes: list[ProcessProgress]) -> None:
+    """Raise TraceError if a slice that was asked for before has not ended."""
+    try:
+        request = parse_request(os.readlink(link))
+    except OSError:
+        return
+    if request is None or all(_is_over(process, request) for process in processes):
+        return
+    raise TraceError(
+        f"a slice of iterations {request.first} to {request.end - 1} has not ended yet: attach again after it"
+    )
+
+
+def _is_over(process: ProcessProgress, request: SliceRequest) -> bool:
+    """Return whether a process has recorded a slice, has missed it, or never had to look for it."""
+    if process.opened_ns >= request.number or process.mark(request.number, "missed") is not None:
+        return True
+    begun, ended = (process.mark(request.number, kind) is not None for kind in ("begin", "end"))
+    # The marks of an old request may be further back in the spool than this process has read.
+    passed = process.iteration is not None and process.iteration > request.end
+    return ended or (passed and not begun and time.monotonic_ns() - request.number > _LEAD_NS)
+
+
+def _request(options: SliceOptions, processes: list[ProcessProgress]) -> SliceRequest:
+    now_ns = time.monotonic_ns()
+    earliest = max(_first_iteration(process, now_ns) for process in processes)
+    first = earliest if options.first is None else options.first
+    if first < earliest:
+        raise TraceError(
+            f"iteration {first} is too close or over: the first one that all ranks can begin at is {earliest}"
+        )
+    return SliceRequest(
+        now_ns,
+        first,
+        first + options.count,
+        round(options.poll_ms * 1e3),
+        options.allocator_iterations,
+        options.transfers,
+    )
+
+
+def _first_iteration(process: ProcessProgress, now_ns: int) -> int:
+    """Return the first iteration that begins `_LEAD_NS` from now or later, if iterations stay as long as they are."""
+    length_ns = process.iteration_ns
+    # An evaluation or a checkpoint may have stopped the iterations for a while.
+    elapsed_ns = min(max(now_ns - process.ended_ns, 0), length_ns)
+    return (process.iteration or 0) + 1 + max(1, math.ceil((elapsed_ns + _LEAD_NS) / length_ns))
+
+
+def _replace(link: Path, text: str) -> None:
+    """Replace a symbolic link as a whole."""
+    new = link.with_name(f"{link.name}.new")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(new)
+    os.symlink(text, new)
+    os.replace(new, link)
