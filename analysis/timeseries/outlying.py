@@ -1,0 +1,62 @@
+"""Finds the values that stand out on one side of many, beyond noise and beyond the usual scatter."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbtide.analysis.timeseries.step_functions import Floats
+
+# A value stands out by this many standard errors of its own, and by this many scaled median absolute deviations.
+STANDARD_ERRORS = 5.0
+DEVIATIONS = 5.0
+_DEVIATIONS_PER_MAD = 1.482602218505602
+
+
+def median_errors(rows: Floats) -> Floats:
+    """Return the standard error of the median of each row: 1.25 IQR / (1.35 sqrt(n)), by McGill, Tukey and Larsen,
+    "Variations of Box Plots", The American Statistician 32 (1978).
+
+    Args:
+        rows: Values, NaN where missing.
+
+    Returns:
+        An error per row; NaN with fewer than two values.
+    """
+    errors = np.full(len(rows), np.nan)
+    for index, row in enumerate(rows):
+        values = row[~np.isnan(row)]
+        if len(values) > 1:
+            low, high = np.percentile(values, [25, 75], method="weibull")
+            errors[index] = 1.25 * (high - low) / (1.35 * np.sqrt(len(values)))
+    return errors
+
+
+def stands_out(values: Floats, errors: Floats, min_difference: float) -> npt.NDArray[np.bool_]:
+    """Return which values are so far above the median that neither noise nor the usual scatter explains it.
+
+    A value stands out if it exceeds the median by `min_difference`, by 5 of its standard errors, and by 5 scaled median
+    absolute deviations of all values. Of two values the larger one is compared with the smaller one, without the
+    scatter, which two values do not show.
+
+    Args:
+        values: One value per member of a group, NaN where missing.
+        errors: The standard error of each.
+        min_difference: The smallest difference that matters, in the unit of the values.
+    """
+    known = ~np.isnan(values) & ~np.isnan(errors)
+    found = np.zeros(len(values), bool)
+    count = int(known.sum())
+    if count < 2:
+        return found
+    usual, scatter = float(np.median(values[known])), 0.0
+    error = np.where(known, errors, 0.0)
+    if count == 2:
+        usual = float(np.min(values[known]))
+        error = np.full(len(values), float(np.hypot(*errors[known])))
+    else:
+        scatter = _DEVIATIONS_PER_MAD * float(np.median(np.abs(values[known] - usual)))
+    with np.errstate(invalid="ignore"):
+        excess = values - usual
+        found = known & (excess >= min_difference) & (excess > STANDARD_ERRORS * error) & (excess > DEVIATIONS * scatter)
+    return found
