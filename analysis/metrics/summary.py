@@ -24,6 +24,8 @@ from ebbtide.analysis.metrics.missing import NO_GPU_STATE, no_link, partly_no_li
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.metrics.prediction import TimeRange, is_predicted, predicted_range, prediction_line
 from ebbtide.analysis.metrics.rank_figures import measure_ranks
+from ebbtide.analysis.metrics.ranks.comparison import rank_differences
+from ebbtide.analysis.metrics.ranks.differences import RankDifferences
 from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.analysis.metrics.totals import Totals, whole_trace
 from ebbtide.analysis.timeseries.statistics import median_or_none
@@ -120,6 +122,7 @@ class Summary:
         iteration_range: Of a predicted trace, `iteration_ms` under fast and under slow assumptions;
             `iteration_low_ms` and `iteration_high_ms` in JSON.
         storage: Bytes and waits of storage, per rank and direction; empty where none was used.
+        rank_differences: The ranks that differ from the others.
     """
 
     iterations: int
@@ -137,6 +140,7 @@ class Summary:
     is_predicted: bool = False
     iteration_range: TimeRange | None = None
     storage: tuple[StorageUse, ...] = ()
+    rank_differences: RankDifferences = RankDifferences(0, 0, ())
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide summary --json` prints."""
@@ -154,6 +158,7 @@ class Summary:
             "gpu": None if self.gpu is None else [asdict(figure) for figure in self.gpu],
             "totals": None if self.totals is None else asdict(self.totals),
             "storage": [asdict(use) for use in self.storage],
+            "rank_differences": self.rank_differences.as_json(),
             "remarks": self.remarks,
             **self._prediction(),
         }
@@ -219,6 +224,7 @@ def summarize(trace: Trace) -> Summary:
         is_predicted=is_predicted(trace),
         iteration_range=predicted_range(trace, "iteration"),
         storage=tuple(storage_use(trace)),
+        rank_differences=rank_differences(trace),
     )
 
 

@@ -58,5 +58,7 @@ def stands_out(values: Floats, errors: Floats, min_difference: float) -> npt.NDA
         scatter = _DEVIATIONS_PER_MAD * float(np.median(np.abs(values[known] - usual)))
     with np.errstate(invalid="ignore"):
         excess = values - usual
-        found = known & (excess >= min_difference) & (excess > STANDARD_ERRORS * error) & (excess > DEVIATIONS * scatter)
+        found = (
+            known & (excess >= min_difference) & (excess > STANDARD_ERRORS * error) & (excess > DEVIATIONS * scatter)
+        )
     return found

@@ -17,7 +17,9 @@ def unusual_facts(trace: Trace, rank: int) -> tuple[str, ...]:
     """Return the facts in which a rank is unlike more than half of the ranks, as in `link lanes 8 (usual: 16)`."""
     usual = _usual_facts(trace)
     own = _facts(trace, rank)
-    return tuple(f"{name} {own[name]} (usual: {usual[name]})" for name in own if own[name] != usual.get(name, own[name]))
+    return tuple(
+        f"{name} {own[name]} (usual: {usual[name]})" for name in own if own[name] != usual.get(name, own[name])
+    )
 
 
 @once_per_trace

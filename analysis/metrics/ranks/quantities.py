@@ -9,7 +9,7 @@ from ebbtide.phases import PHASES
 from ebbtide.units import bytes_text, ms_text, rate_text
 
 # Of an iteration and of the phase; bytes as a share of the capacity.
-MIN_ITERATION_SHARE = 0.01
+MIN_ITERATION_SHARE = 0.02
 MIN_PHASE_SHARE = 0.02
 MIN_LATE_MS = 1.0
 MIN_RATE_SHARE = 0.1
@@ -46,13 +46,15 @@ class Quantity:
 
 
 # In the order in which they explain a difference: a slow link makes phases slow, a slow phase makes the next one late.
+# Time without a phase is none of them: it is long on ranks that wait for another one. What delays a rank outside its
+# phases makes its next phase late.
 QUANTITIES: tuple[Quantity, ...] = (
     Quantity("h2d_bytes_per_s", "h2d rate", "slow link", False, rate_text),
     Quantity("d2h_bytes_per_s", "d2h rate", "slow link", False, rate_text),
     Quantity("sm_clock_mhz", "SM clock", "slow clock", False, lambda megahertz: f"{megahertz:,.0f} MHz"),
     *(Quantity(f"{phase}_ms", phase, f"slow {phase}", True, ms_text) for phase in PHASES),
+    Quantity("phases_ms", "all phases", "slow phases", True, ms_text),
     *(Quantity(f"{phase}_late_ms", f"start of {phase}", f"late {phase}", True, ms_text, True) for phase in PHASES),
-    Quantity("other_ms", "time without a phase", "time without a phase", True, ms_text),
     Quantity("iteration_ms", "iteration", "slow iteration", True, ms_text),
     Quantity("free_bytes", "least free memory", "less free memory", False, bytes_text),
 )

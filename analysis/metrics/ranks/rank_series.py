@@ -23,7 +23,7 @@ def rank_series(trace: Trace, rank: int) -> pd.DataFrame:
     """Return values of a rank by steady iteration (index); NaN where not recorded.
 
     Returns:
-        Columns `iteration_ms` and one per phase, `other_ms`; `forward_start_ms` and so on, the first start of each
+        Columns `iteration_ms`, `other_ms` and one per phase; `phases_ms`, their sum without `other`; `forward_start_ms` and so on, the first start of each
         phase since a time that all ranks share; `free_bytes`, the least free memory; `h2d_bytes_per_s` and
         `d2h_bytes_per_s`, the rate of copies while they run, or the highest sampled rate; `h2d_bytes` and `d2h_bytes`;
         `sm_clock_mhz`, the median SM clock of the busy GPU.
@@ -32,6 +32,7 @@ def rank_series(trace: Trace, rank: int) -> pd.DataFrame:
     numbers = steady_iterations(trace).numbers
     durations = durations_ms(times).reindex(numbers)
     columns = {f"{part}_ms": durations[part] for part in ("iteration", *ITERATION_PARTS)}
+    columns["phases_ms"] = durations[list(PHASES)].sum(axis=1, min_count=1)
     starts = times.phases.groupby(["phase", "iteration"], observed=True)["start_ns"].min()
     for phase in PHASES:
         own = starts.xs(phase) if phase in starts.index.get_level_values(0) else pd.Series(dtype="int64")

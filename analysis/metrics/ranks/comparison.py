@@ -1,0 +1,173 @@
+"""Finds the ranks, or whole hosts, that differ from the others, and the causes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbtide.analysis.metrics.cache import once_per_trace
+from ebbtide.analysis.metrics.devices import capacity_bytes
+from ebbtide.analysis.metrics.iterations import steady_iterations
+from ebbtide.analysis.metrics.ranks import quantities
+from ebbtide.analysis.metrics.ranks.differences import Deviation, RankDifference, RankDifferences
+from ebbtide.analysis.metrics.ranks.facts import unusual_facts
+from ebbtide.analysis.metrics.ranks.quantities import QUANTITIES, Quantity
+from ebbtide.analysis.metrics.ranks.rank_series import rank_series
+from ebbtide.analysis.timeseries.outlying import median_errors, stands_out
+from ebbtide.analysis.timeseries.step_functions import Floats
+from ebbtide.profiler.trace import Trace
+
+# With fewer iterations noise cannot be told from a difference.
+MIN_ITERATIONS = 5
+# Of a host that differs as a whole, at least this share of the ranks does.
+_HOST_SHARE = 0.75
+
+
+@once_per_trace
+def rank_differences(trace: Trace) -> RankDifferences:
+    """Compare the ranks of a trace by the quantities of `Deviation`.
+
+    In each iteration the median of all ranks is subtracted, so that what all ranks have in common cancels. The median of
+    these differences over the steady iterations is what a rank is judged by: see `stands_out`. Where several hosts are
+    recorded, hosts are compared first; the ranks of a host that differs as a whole are then compared with each other.
+    """
+    numbers = steady_iterations(trace).numbers
+    if len(trace.ranks) < 2 or len(numbers) < MIN_ITERATIONS:
+        return RankDifferences(0, 0, ())
+    hosts = np.array([trace.rank(rank).host or "" for rank in trace.ranks])
+    tables = {rank: rank_series(trace, rank) for rank in trace.ranks}
+    iteration_ms = float(np.nanmedian([table["iteration_ms"].median() for table in tables.values()]))
+    found: dict[tuple[int, ...], list[Deviation]] = {}
+    for quantity in QUANTITIES:
+        values = np.stack([table[quantity.column].to_numpy(np.float64) for table in tables.values()])
+        values[np.isnan(values).sum(axis=1) > len(numbers) - MIN_ITERATIONS] = np.nan
+        comparison = _compare(trace, quantity, values, hosts, iteration_ms)
+        if comparison is None:
+            continue
+        if quantity.name in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
+            column = quantity.name.replace("_per_s", "")
+            moved = np.array([table[column].median() for table in tables.values()])
+            comparison.ranks &= moved >= quantities.MIN_BYTES_SHARE * np.nanmedian(moved)
+        for members, deviation in comparison.deviations(trace, quantity, hosts):
+            found.setdefault(members, []).append(deviation)
+    differences = [_difference(trace, members, deviations, hosts) for members, deviations in found.items()]
+    differences.sort(key=lambda difference: (not difference.is_host, -difference.extra_ms, difference.ranks))
+    return RankDifferences(len(trace.ranks), len(set(hosts) - {""}), tuple(differences))
+
+
+@dataclass
+class _Comparison:
+    """The result of comparing ranks by one quantity: medians of ranks, and which ranks and hosts differ."""
+
+    medians: Floats
+    usual: float
+    ranks: npt.NDArray[np.bool_]
+    hosts: list[str]
+
+    def deviations(
+        self, trace: Trace, quantity: Quantity, hosts: npt.NDArray[np.str_]
+    ) -> list[tuple[tuple[int, ...], Deviation]]:
+        """Return the ranks that differ, a tuple of several for a host, each with its deviation."""
+        numbers = np.array(trace.ranks)
+        groups = [hosts == host for host in self.hosts]
+        groups += [np.arange(len(numbers)) == index for index in np.flatnonzero(self.ranks)]
+        return [
+            (
+                tuple(map(int, numbers[group])),
+                Deviation(quantity.name, float(np.nanmedian(self.medians[group])), self.usual),
+            )
+            for group in groups
+        ]
+
+
+def _compare(
+    trace: Trace, quantity: Quantity, values: Floats, hosts: npt.NDArray[np.str_], iteration_ms: float
+) -> _Comparison | None:
+    """Compare ranks by one quantity: a row of values per rank, a column per iteration. None where too few have it."""
+    recorded = ~np.isnan(values).all(axis=1)
+    if recorded.sum() < 2:
+        return None
+    if quantity.within_host:
+        # Of two ranks the earlier one is on time.
+        centered = _centered(values, hosts, np.nanmin)
+    else:
+        centered = _centered(values, np.zeros(len(values)))
+    worse = centered if quantity.higher_is_worse else -centered
+    excess, errors = _row_medians(worse), median_errors(worse)
+    medians = excess if quantity.within_host else _row_medians(values)
+    usual = 0.0 if quantity.within_host else _usual(quantity, medians[recorded])
+    limit = _limit(trace, quantity, usual, iteration_ms)
+    odd_hosts = [] if quantity.within_host else _odd_hosts(excess, errors, hosts, limit)
+    for host in odd_hosts:
+        # Its ranks are compared with each other.
+        excess = np.where(hosts == host, excess - np.nanmedian(excess[hosts == host]), excess)
+    return _Comparison(medians, usual, stands_out(excess, errors, limit), odd_hosts)
+
+
+def _usual(quantity: Quantity, medians: Floats) -> float:
+    if len(medians) == 2:
+        return float(np.min(medians) if quantity.higher_is_worse else np.max(medians))
+    return float(np.median(medians))
+
+
+def _centered(values: Floats, groups: npt.NDArray[Any], of_pairs: Callable[..., Any] = np.nanmedian) -> Floats:
+    """Subtract in each column the median of the group's rows, of two rows `of_pairs`; NaN in groups of one row."""
+    result = np.full_like(values, np.nan)
+    for group in np.unique(groups):
+        rows = values[groups == group]
+        known = ~np.isnan(rows)
+        if len(rows) > 1 and known.any():
+            columns = known.sum(axis=0) > 1
+            center = of_pairs if len(rows) == 2 else np.nanmedian
+            result[np.ix_(groups == group, columns)] = rows[:, columns] - center(rows[:, columns], axis=0)
+    return result
+
+
+def _odd_hosts(excess: Floats, errors: Floats, hosts: npt.NDArray[np.str_], limit: float) -> list[str]:
+    """Return the hosts with several ranks that differ as a whole."""
+    names = [str(host) for host in np.unique(hosts) if host and (hosts == host).sum() > 1]
+    names = [host for host in names if not np.isnan(excess[hosts == host]).all()]
+    if len(names) < 2:
+        return []
+    medians = np.array([np.nanmedian(excess[hosts == host]) for host in names])
+    host_errors = np.array([np.nanmedian(errors[hosts == host]) for host in names])
+    found = stands_out(medians, host_errors, limit)
+    usual = float(np.median(medians[~found])) if (~found).any() else 0.0
+    shares = np.array([np.mean(excess[hosts == host] - usual >= limit) for host in names])
+    return [host for host, is_odd, share in zip(names, found, shares, strict=True) if is_odd and share >= _HOST_SHARE]
+
+
+def _limit(trace: Trace, quantity: Quantity, usual: float, iteration_ms: float) -> float:
+    """Return the smallest difference of a quantity that is reported."""
+    if quantity.name == "free_bytes":
+        return quantities.MIN_CAPACITY_SHARE * float(capacity_bytes(trace, trace.ranks[0]) or 0)
+    if quantity.name == "sm_clock_mhz":
+        return quantities.MIN_CLOCK_SHARE * usual
+    if not quantity.higher_is_worse:
+        return quantities.MIN_RATE_SHARE * usual
+    least = quantities.MIN_ITERATION_SHARE * iteration_ms
+    return max(least, quantities.MIN_LATE_MS if quantity.within_host else quantities.MIN_PHASE_SHARE * usual)
+
+
+def _row_medians(rows: Floats) -> Floats:
+    medians = np.full(len(rows), np.nan)
+    known = ~np.isnan(rows).all(axis=1)
+    medians[known] = np.nanmedian(rows[known], axis=1)
+    return medians
+
+
+def _difference(
+    trace: Trace, members: tuple[int, ...], deviations: Sequence[Deviation], hosts: npt.NDArray[np.str_]
+) -> RankDifference:
+    kinds = {kind.name: kind for kind in QUANTITIES}
+    facts = [unusual_facts(trace, rank) for rank in members]
+    # Of a host, what all of its ranks have in common.
+    common = tuple(fact for fact in facts[0] if all(fact in others for others in facts))
+    host = trace.rank(members[0]).host
+    return RankDifference(
+        members, host, len(members) > 1, kinds[deviations[0].quantity].cause, tuple(deviations), common
+    )
