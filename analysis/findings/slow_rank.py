@@ -20,7 +20,7 @@ _MIN_ITERATIONS = 3
 # More ranks are in the table of `ebbtide summary`.
 _MAX_LINES = 8
 _ADVICE = {
-    "slow link": "check lanes and generation of the link (nvidia-smi -q -d PCIE), the switch it shares, and the kernel log",
+    "slow link": "check lanes and generation of the link (nvidia-smi -q), the switch it shares, and the kernel log",
     "slow clock": "check power limit, temperature and fans (nvidia-smi -q -d PERFORMANCE)",
     "less free memory": "look for other processes on that GPU, and for state or buffers that only this rank holds",
 }

@@ -25,7 +25,7 @@ from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.metrics.prediction import TimeRange, is_predicted, predicted_range, prediction_line
 from ebbtide.analysis.metrics.rank_figures import measure_ranks
 from ebbtide.analysis.metrics.ranks.comparison import rank_differences
-from ebbtide.analysis.metrics.ranks.differences import RankDifferences
+from ebbtide.analysis.metrics.ranks.differences import NOT_COMPARED, RankDifferences
 from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.analysis.metrics.totals import Totals, whole_trace
 from ebbtide.analysis.timeseries.statistics import median_or_none
@@ -140,7 +140,7 @@ class Summary:
     is_predicted: bool = False
     iteration_range: TimeRange | None = None
     storage: tuple[StorageUse, ...] = ()
-    rank_differences: RankDifferences = RankDifferences(0, 0, ())
+    rank_differences: RankDifferences = NOT_COMPARED
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide summary --json` prints."""

@@ -45,10 +45,9 @@ def stands_out(values: Floats, errors: Floats, min_difference: float) -> npt.NDA
         min_difference: The smallest difference that matters, in the unit of the values.
     """
     known = ~np.isnan(values) & ~np.isnan(errors)
-    found = np.zeros(len(values), bool)
     count = int(known.sum())
     if count < 2:
-        return found
+        return np.zeros(len(values), bool)
     usual, scatter = float(np.median(values[known])), 0.0
     error = np.where(known, errors, 0.0)
     if count == 2:
@@ -58,7 +57,4 @@ def stands_out(values: Floats, errors: Floats, min_difference: float) -> npt.NDA
         scatter = _DEVIATIONS_PER_MAD * float(np.median(np.abs(values[known] - usual)))
     with np.errstate(invalid="ignore"):
         excess = values - usual
-        found = (
-            known & (excess >= min_difference) & (excess > STANDARD_ERRORS * error) & (excess > DEVIATIONS * scatter)
-        )
-    return found
+        return known & (excess >= min_difference) & (excess > STANDARD_ERRORS * error) & (excess > DEVIATIONS * scatter)

@@ -13,7 +13,7 @@ from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import capacity_bytes
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.ranks import quantities
-from ebbtide.analysis.metrics.ranks.differences import Deviation, RankDifference, RankDifferences
+from ebbtide.analysis.metrics.ranks.differences import NOT_COMPARED, Deviation, RankDifference, RankDifferences
 from ebbtide.analysis.metrics.ranks.facts import unusual_facts
 from ebbtide.analysis.metrics.ranks.quantities import QUANTITIES, Quantity
 from ebbtide.analysis.metrics.ranks.rank_series import rank_series
@@ -31,13 +31,13 @@ _HOST_SHARE = 0.75
 def rank_differences(trace: Trace) -> RankDifferences:
     """Compare the ranks of a trace by the quantities of `Deviation`.
 
-    In each iteration the median of all ranks is subtracted, so that what all ranks have in common cancels. The median of
-    these differences over the steady iterations is what a rank is judged by: see `stands_out`. Where several hosts are
+    In each iteration the median of all ranks is subtracted, so that what all ranks have in common cancels. A rank is
+    judged by the median of these differences over the steady iterations: see `stands_out`. Where several hosts are
     recorded, hosts are compared first; the ranks of a host that differs as a whole are then compared with each other.
     """
     numbers = steady_iterations(trace).numbers
     if len(trace.ranks) < 2 or len(numbers) < MIN_ITERATIONS:
-        return RankDifferences(0, 0, ())
+        return NOT_COMPARED
     hosts = np.array([trace.rank(rank).host or "" for rank in trace.ranks])
     tables = {rank: rank_series(trace, rank) for rank in trace.ranks}
     iteration_ms = float(np.nanmedian([table["iteration_ms"].median() for table in tables.values()]))
@@ -91,11 +91,9 @@ def _compare(
     recorded = ~np.isnan(values).all(axis=1)
     if recorded.sum() < 2:
         return None
-    if quantity.within_host:
-        # Of two ranks the earlier one is on time.
-        centered = _centered(values, hosts, np.nanmin)
-    else:
-        centered = _centered(values, np.zeros(len(values)))
+    # Of two ranks of a host the earlier one is on time.
+    groups, of_pairs = (hosts, np.nanmin) if quantity.within_host else (np.zeros(len(values)), np.nanmedian)
+    centered = _centered(values, groups, of_pairs)
     worse = centered if quantity.higher_is_worse else -centered
     excess, errors = _row_medians(worse), median_errors(worse)
     medians = excess if quantity.within_host else _row_medians(values)
@@ -114,7 +112,7 @@ def _usual(quantity: Quantity, medians: Floats) -> float:
     return float(np.median(medians))
 
 
-def _centered(values: Floats, groups: npt.NDArray[Any], of_pairs: Callable[..., Any] = np.nanmedian) -> Floats:
+def _centered(values: Floats, groups: npt.NDArray[Any], of_pairs: Callable[..., Any]) -> Floats:
     """Subtract in each column the median of the group's rows, of two rows `of_pairs`; NaN in groups of one row."""
     result = np.full_like(values, np.nan)
     for group in np.unique(groups):

@@ -18,10 +18,10 @@ class Deviation:
     """A quantity in which a rank differs.
 
     Attributes:
-        quantity: `forward_ms` and so on, `phases_ms` (their sum), `iteration_ms`; `forward_late_ms` and so on, by which a phase
-            begins later than on the median rank of the host; `h2d_bytes_per_s` and `d2h_bytes_per_s`, the rate of
-            copies while they run, or the highest sampled rate of an iteration; `free_bytes`, the least of an iteration;
-            `sm_clock_mhz`, of the busy GPU.
+        quantity: `forward_ms` and so on, `phases_ms` (their sum), `iteration_ms`; `forward_late_ms` and so on, by which
+            a phase begins later than on the median rank of the host; `h2d_bytes_per_s` and `d2h_bytes_per_s`, the rate
+            of copies while they run, or the highest sampled rate of an iteration; `free_bytes`, the least of an
+            iteration; `sm_clock_mhz`, of the busy GPU.
         value: Median over the steady iterations; of a host, of its ranks.
         usual: The same of the median rank, of two ranks of the better one; 0 of a lateness.
     """
@@ -99,6 +99,10 @@ class RankDifferences:
     def to_pandas(self) -> pd.DataFrame:
         """Return a row per rank or host, with the fields of `RankDifference` as columns."""
         return to_frame(self.differences, RankDifference)
+
+
+# Of a trace with one rank, or with fewer than 5 steady iterations.
+NOT_COMPARED = RankDifferences(0, 0, ())
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

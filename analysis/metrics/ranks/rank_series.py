@@ -23,10 +23,10 @@ def rank_series(trace: Trace, rank: int) -> pd.DataFrame:
     """Return values of a rank by steady iteration (index); NaN where not recorded.
 
     Returns:
-        Columns `iteration_ms`, `other_ms` and one per phase; `phases_ms`, their sum without `other`; `forward_start_ms` and so on, the first start of each
-        phase since a time that all ranks share; `free_bytes`, the least free memory; `h2d_bytes_per_s` and
-        `d2h_bytes_per_s`, the rate of copies while they run, or the highest sampled rate; `h2d_bytes` and `d2h_bytes`;
-        `sm_clock_mhz`, the median SM clock of the busy GPU.
+        Columns `iteration_ms`, `other_ms` and one per phase; `phases_ms`, their sum without `other`; `forward_start_ms`
+        and so on, the first start of each phase since a time that all ranks share; `free_bytes`, the least free memory;
+        `h2d_bytes_per_s` and `d2h_bytes_per_s`, the rate of copies while they run, or the highest sampled rate;
+        `h2d_bytes` and `d2h_bytes`; `sm_clock_mhz`, the median SM clock of the busy GPU.
     """
     times = intervals(trace, rank)
     numbers = steady_iterations(trace).numbers

@@ -1,0 +1,69 @@
+"""Traces of many equal ranks with noise, to which a test adds what sets some of them apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ebbtide.profiler.trace import Trace, TraceBuilder
+
+MS, GIB, PEAK = 10**6, 2**30, 32e9
+LENGTHS = {"forward": 200.0, "backward": 400.0, "update": 300.0}
+PERIOD_MS = 1500
+
+
+def fleet(
+    ranks: int,
+    iterations: int = 30,
+    odd: dict[int, dict[str, float]] | None = None,
+    noise: float = 0.03,
+    seed: int = 0,
+    ranks_per_host: int = 0,
+    **meta: Any,
+) -> Trace:
+    """Return ranks whose iterations begin together every 1.5 s, with memory read and link sampled in each phase.
+
+    Args:
+        ranks: Number of ranks.
+        iterations: Number of iterations; none is warm-up.
+        odd: By rank: `forward`, `backward`, `update` (factors of their times), `late_ms`, `link` (factor of rates while
+            bytes stay the same), `bytes` (more memory), `clock` (factor of the SM clock).
+        noise: Standard deviation of times, as a share, on top of noise that all ranks share.
+        seed: Seed of the noise.
+        ranks_per_host: Ranks of a host; 0: the host is not recorded.
+        meta: Keys of the entry of each rank.
+    """
+    random = np.random.default_rng(seed)
+    builder = TraceBuilder("recorded", warmup_iterations=0)
+    common = 1 + noise * random.standard_normal(iterations)
+    numbers = np.arange(iterations)
+    for rank in range(ranks):
+        own = (odd or {}).get(rank, {})
+        device = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 80 * GIB, "link": {"peak_bytes_per_s": PEAK}}
+        entry = {"host": f"node{rank // ranks_per_host}"} if ranks_per_host else {}
+        job = builder.rank(rank, devices=[device], first_iteration_start_ns=0, **entry, **meta)
+        jitter = random.normal(0, noise * 20, iterations)
+        now = ((numbers * PERIOD_MS + jitter + own.get("late_ms", 0.0) + 100) * MS).astype(np.int64)
+        for phase, length in LENGTHS.items():
+            scale = common * (1 + noise * random.standard_normal(iterations)) * own.get(phase, 1.0)
+            end = now + (length * scale * MS).astype(np.int64)
+            job.extend("phases", phase=phase, iteration=numbers, micro_step=0, start_ns=now, end_ns=end)
+            size = 60 * GIB + int(own.get("bytes", 0)) + random.integers(0, 64 * 2**20, iterations)
+            job.extend("memory", t_ns=now + 1, device="cuda:0", pool="device", bytes=size)
+            factor = own.get("link", 1.0)
+            rates = 10e9 * factor * (1 + noise * random.standard_normal(iterations))
+            window = int(100 * MS / factor)
+            job.extend(
+                "link",
+                t_ns=now + window,
+                device="cuda:0",
+                source="nvml-throughput",
+                window_ns=window,
+                h2d_bytes_per_s=rates,
+                d2h_bytes_per_s=rates,
+            )
+            clock = 1900 * own.get("clock", 1.0) + random.integers(-15, 15, iterations)
+            job.extend("gpu", t_ns=now + 2, device="cuda:0", utilization_percent=90.0, sm_clock_mhz=clock)
+            now = end
+    return builder.build()
