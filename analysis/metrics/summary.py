@@ -18,19 +18,19 @@ from ebbtide.analysis.metrics.devices import (
     pool_peaks,
 )
 from ebbtide.analysis.metrics.gpu_state import GpuFigure, gpu_state
-from ebbtide.analysis.metrics.iterations import Intervals, intervals, median_ms, slowest_times, steady_iterations
+from ebbtide.analysis.metrics.iterations import median_ms, part_counts, slowest_times, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations
 from ebbtide.analysis.metrics.missing import NO_GPU_STATE, no_link, partly_no_link
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.metrics.prediction import TimeRange, is_predicted, predicted_range, prediction_line
-from ebbtide.analysis.metrics.rank_figures import measure_ranks
 from ebbtide.analysis.metrics.ranks.comparison import rank_differences
 from ebbtide.analysis.metrics.ranks.differences import NOT_COMPARED, RankDifferences
+from ebbtide.analysis.metrics.ranks.figures import measure_ranks
 from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.analysis.metrics.totals import Totals, whole_trace
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import union_length
-from ebbtide.phases import ITERATION_PARTS, OTHER
+from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
 
@@ -179,7 +179,6 @@ class Summary:
 def summarize(trace: Trace) -> Summary:
     """Summarize a trace. Medians leave the warm-up out."""
     measure_ranks(trace)
-    times = [intervals(trace, rank) for rank in trace.ranks]
     steady = steady_iterations(trace)
     pool, pool_of_free = peak_pool(trace), free_pool(trace)
     slowest = slowest_times(trace)
@@ -197,7 +196,7 @@ def summarize(trace: Trace) -> Summary:
         phases.append(
             PhaseSummary(
                 phase=phase,
-                count=_count(phase, times),
+                count=max((part_counts(trace, rank)[phase] for rank in trace.ranks), default=0),
                 median_ms=median,
                 p95_ms=float(np.percentile(phase_times, 95)) if median is not None else None,
                 peak_bytes=_median_bytes(peaks[phase]),
@@ -241,13 +240,6 @@ def _stack(tables: Iterable[pd.DataFrame | None], iterations: list[int]) -> pd.D
 def _free(trace: Trace, rank: int, pool: str) -> pd.DataFrame | None:
     capacity = capacity_bytes(trace, rank)
     return capacity - phase_peaks(trace, rank, pool) if capacity is not None else None
-
-
-def _count(phase: str, times: list[Intervals]) -> int:
-    if phase == OTHER:
-        return max((len(rank.spans) for rank in times), default=0)
-    rows = [rank.phases.loc[rank.phases["phase"] == phase, ["iteration", "micro_step"]] for rank in times]
-    return max((len(r.drop_duplicates()) for r in rows), default=0)
 
 
 def _transfers(trace: Trace, direction: str) -> TransferSummary:

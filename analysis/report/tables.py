@@ -10,8 +10,8 @@ from ebbtide.analysis.metrics.devices import (
     first_device,
     free_memory_text,
     free_pool,
-    memory_timeline,
     peak_pool,
+    pool_peaks,
 )
 from ebbtide.analysis.metrics.iteration_stats import Iterations
 from ebbtide.analysis.metrics.summary import Summary
@@ -152,8 +152,7 @@ def _free_note(free_memory: str) -> str:
 
 
 def _peak(trace: Trace, rank: int, pool: str | None) -> int | None:
-    sizes = memory_timeline(trace, rank, pool)[1] if pool else ()
-    return int(max(sizes)) if len(sizes) else None
+    return pool_peaks(trace, rank).get(pool or "")
 
 
 def _values(rows: Sequence[dict[str, Any]], key: str) -> list[float | None]:

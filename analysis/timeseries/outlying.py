@@ -52,7 +52,8 @@ def stands_out(values: Floats, errors: Floats, min_difference: float) -> npt.NDA
     error = np.where(known, errors, 0.0)
     if count == 2:
         usual = float(np.min(values[known]))
-        error = np.full(len(values), float(np.hypot(*errors[known])))
+        # What one rank has more, the other has less: their errors do not cancel.
+        error = np.full(len(values), float(np.sum(errors[known])))
     else:
         scatter = _DEVIATIONS_PER_MAD * float(np.median(np.abs(values[known] - usual)))
     with np.errstate(invalid="ignore"):

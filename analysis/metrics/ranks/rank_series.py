@@ -7,7 +7,7 @@ import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, main_device
-from ebbtide.analysis.metrics.iterations import durations_ms, intervals, steady_iterations
+from ebbtide.analysis.metrics.iterations import intervals, rank_durations, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations, rate_samples
 from ebbtide.analysis.metrics.phases import link_table, phase_peaks
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
@@ -30,13 +30,13 @@ def rank_series(trace: Trace, rank: int) -> pd.DataFrame:
     """
     times = intervals(trace, rank)
     numbers = steady_iterations(trace).numbers
-    durations = durations_ms(times).reindex(numbers)
+    durations = rank_durations(trace, rank).reindex(numbers)
     columns = {f"{part}_ms": durations[part] for part in ("iteration", *ITERATION_PARTS)}
     columns["phases_ms"] = durations[list(PHASES)].sum(axis=1, min_count=1)
     starts = times.phases.groupby(["phase", "iteration"], observed=True)["start_ns"].min()
     for phase in PHASES:
         own = starts.xs(phase) if phase in starts.index.get_level_values(0) else pd.Series(dtype="int64")
-        columns[f"{phase}_start_ms"] = ((own - _origin_ns(trace)) / 1e6).reindex(numbers)
+        columns[f"{phase}_start_ms"] = ((own - origin_ns(trace)) / 1e6).reindex(numbers)
     spans = times.spans[times.spans["iteration"].isin(numbers)]
     columns["free_bytes"] = _free(trace, rank)
     for direction in DIRECTIONS:
@@ -47,7 +47,8 @@ def rank_series(trace: Trace, rank: int) -> pd.DataFrame:
 
 
 @once_per_trace
-def _origin_ns(trace: Trace) -> int:
+def origin_ns(trace: Trace) -> int:
+    """Return the time that starts of phases count from: the first iteration of the first rank."""
     spans = [intervals(trace, rank).spans for rank in trace.ranks[:1]]
     return int(spans[0]["start_ns"].iloc[0]) if spans and len(spans[0]) else 0
 

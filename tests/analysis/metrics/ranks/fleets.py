@@ -11,6 +11,7 @@ from ebbtide.profiler.trace import Trace, TraceBuilder
 MS, GIB, PEAK = 10**6, 2**30, 32e9
 LENGTHS = {"forward": 200.0, "backward": 400.0, "update": 300.0}
 PERIOD_MS = 1500
+_SAMPLES = 4
 
 
 def fleet(
@@ -51,18 +52,14 @@ def fleet(
             job.extend("phases", phase=phase, iteration=numbers, micro_step=0, start_ns=now, end_ns=end)
             size = 60 * GIB + int(own.get("bytes", 0)) + random.integers(0, 64 * 2**20, iterations)
             job.extend("memory", t_ns=now + 1, device="cuda:0", pool="device", bytes=size)
-            factor = own.get("link", 1.0)
-            rates = 10e9 * factor * (1 + noise * random.standard_normal(iterations))
-            window = int(100 * MS / factor)
-            job.extend(
-                "link",
-                t_ns=now + window,
-                device="cuda:0",
-                source="nvml-throughput",
-                window_ns=window,
-                h2d_bytes_per_s=rates,
-                d2h_bytes_per_s=rates,
-            )
+            # A slow link carries the same bytes, over more samples.
+            left = np.ones(iterations)
+            for sample in range(1, _SAMPLES + 1):
+                amount = np.minimum(left, own.get("link", 1.0))
+                left = left - amount
+                rates = 10e9 * amount * (1 + noise * random.standard_normal(iterations))
+                columns = {"device": "cuda:0", "source": "gpm", "window_ns": 10 * MS, "h2d_bytes_per_s": rates}
+                job.extend("link", t_ns=now + sample * 10 * MS, d2h_bytes_per_s=rates, **columns)
             clock = 1900 * own.get("clock", 1.0) + random.integers(-15, 15, iterations)
             job.extend("gpu", t_ns=now + 2, device="cuda:0", utilization_percent=90.0, sm_clock_mhz=clock)
             now = end
