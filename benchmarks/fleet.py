@@ -41,7 +41,7 @@ SAMPLE_NS = 20_000_000
 JITTER_NS = 1_000_000
 SLOW_EVERY = 64
 RANKS_PER_HOST = 8
-# What sets a rank apart: a factor of its link's rates, bytes more of each pool, ms by which it begins late, a longer
+# What sets a rank apart: a factor of its link's highest rate, bytes more of each pool, ms by which it begins late, a longer
 # backward in ms.
 ODD_RANKS: dict[int, dict[str, float]] = {
     5: {"link": 0.5},
@@ -123,8 +123,10 @@ class Repetition:
         times, real = self.sample_times()
         samples = rows.iloc[latest(rows, real)].reset_index(drop=True)
         for column in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
-            factors = self.odd.get("link", 1.0) * self.random.uniform(0.95, 1.0, len(samples))
-            samples[column] = samples[column] * factors
+            rates = samples[column].to_numpy(np.float64) * self.random.uniform(0.95, 1.0, len(samples))
+            if "link" in self.odd:
+                rates = limited(rates, self.odd["link"] * float(rates.max()))
+            samples[column] = rates
         return frame("link", samples.assign(t_ns=times, window_ns=SAMPLE_NS))
 
     def tables(self) -> dict[str, pd.DataFrame]:
@@ -138,6 +140,13 @@ class Repetition:
         host = f"node{self.rank // RANKS_PER_HOST:02d}"
         begin = int(self.starts[0])
         return {**copy.deepcopy(entry), "rank": self.rank, "host": host, "first_iteration_start_ns": begin}
+
+
+def limited(rates: npt.NDArray[np.float64], limit: float) -> npt.NDArray[np.float64]:
+    """Return rates of a link that carries no more than `limit`: what is beyond it follows later."""
+    excess = np.cumsum(rates - limit)
+    waiting = excess - np.minimum(np.minimum.accumulate(excess), 0.0)
+    return rates - np.diff(waiting, prepend=0.0)
 
 
 def latest(rows: pd.DataFrame, times: Ints) -> Ints:

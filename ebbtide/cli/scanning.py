@@ -18,7 +18,7 @@ _MIN_BYTES_FOR_PROCESSES = 100e6
 
 
 def read_ranks(
-    trace: Trace, figures: Callable[[Trace, int], None], jobs: int | None, scheduler: str | None = None
+    trace: Trace, figures: Callable[[Trace, int], object], jobs: int | None, scheduler: str | None = None
 ) -> None:
     """Compute figures of all ranks where processes or a cluster are asked for, or the trace is large.
 

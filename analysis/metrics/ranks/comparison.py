@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +14,7 @@ from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.ranks import quantities
 from ebbtide.analysis.metrics.ranks.differences import NOT_COMPARED, Deviation, RankDifference, RankDifferences
 from ebbtide.analysis.metrics.ranks.facts import unusual_facts
+from ebbtide.analysis.metrics.ranks.matrices import centered_rows, hosts_of, row_medians
 from ebbtide.analysis.metrics.ranks.quantities import QUANTITIES, Quantity
 from ebbtide.analysis.metrics.ranks.rank_series import rank_series
 from ebbtide.analysis.timeseries.outlying import median_errors, stands_out
@@ -38,7 +38,7 @@ def rank_differences(trace: Trace) -> RankDifferences:
     numbers = steady_iterations(trace).numbers
     if len(trace.ranks) < 2 or len(numbers) < MIN_ITERATIONS:
         return NOT_COMPARED
-    hosts = np.array([trace.rank(rank).host or "" for rank in trace.ranks])
+    hosts = hosts_of(trace)
     tables = {rank: rank_series(trace, rank) for rank in trace.ranks}
     iteration_ms = float(np.nanmedian([table["iteration_ms"].median() for table in tables.values()]))
     found: dict[tuple[int, ...], list[Deviation]] = {}
@@ -51,7 +51,7 @@ def rank_differences(trace: Trace) -> RankDifferences:
         if quantity.name in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
             column = quantity.name.replace("_per_s", "")
             moved = np.array([table[column].median() for table in tables.values()])
-            comparison.ranks &= moved >= quantities.MIN_BYTES_SHARE * np.nanmedian(moved)
+            comparison.ranks &= moved >= quantities.MIN_BYTES_SHARE * np.nanmedian(moved[~np.isnan(comparison.medians)])
         for members, deviation in comparison.deviations(trace, quantity, hosts):
             found.setdefault(members, []).append(deviation)
     differences = [_difference(trace, members, deviations, hosts) for members, deviations in found.items()]
@@ -93,10 +93,10 @@ def _compare(
         return None
     # Of two ranks of a host the earlier one is on time.
     groups, of_pairs = (hosts, np.nanmin) if quantity.within_host else (np.zeros(len(values)), np.nanmedian)
-    centered = _centered(values, groups, of_pairs)
+    centered = centered_rows(values, groups, of_pairs)
     worse = centered if quantity.higher_is_worse else -centered
-    excess, errors = _row_medians(worse), median_errors(worse)
-    medians = excess if quantity.within_host else _row_medians(values)
+    excess, errors = row_medians(worse), median_errors(worse)
+    medians = excess if quantity.within_host else row_medians(values)
     usual = 0.0 if quantity.within_host else _usual(quantity, medians[recorded])
     limit = _limit(trace, quantity, usual, iteration_ms)
     odd_hosts = [] if quantity.within_host else _odd_hosts(excess, errors, hosts, limit)
@@ -110,19 +110,6 @@ def _usual(quantity: Quantity, medians: Floats) -> float:
     if len(medians) == 2:
         return float(np.min(medians) if quantity.higher_is_worse else np.max(medians))
     return float(np.median(medians))
-
-
-def _centered(values: Floats, groups: npt.NDArray[Any], of_pairs: Callable[..., Any]) -> Floats:
-    """Subtract in each column the median of the group's rows, of two rows `of_pairs`; NaN in groups of one row."""
-    result = np.full_like(values, np.nan)
-    for group in np.unique(groups):
-        rows = values[groups == group]
-        known = ~np.isnan(rows)
-        if len(rows) > 1 and known.any():
-            columns = known.sum(axis=0) > 1
-            center = of_pairs if len(rows) == 2 else np.nanmedian
-            result[np.ix_(groups == group, columns)] = rows[:, columns] - center(rows[:, columns], axis=0)
-    return result
 
 
 def _odd_hosts(excess: Floats, errors: Floats, hosts: npt.NDArray[np.str_], limit: float) -> list[str]:
@@ -149,13 +136,6 @@ def _limit(trace: Trace, quantity: Quantity, usual: float, iteration_ms: float) 
         return quantities.MIN_RATE_SHARE * usual
     least = quantities.MIN_ITERATION_SHARE * iteration_ms
     return max(least, quantities.MIN_LATE_MS if quantity.within_host else quantities.MIN_PHASE_SHARE * usual)
-
-
-def _row_medians(rows: Floats) -> Floats:
-    medians = np.full(len(rows), np.nan)
-    known = ~np.isnan(rows).all(axis=1)
-    medians[known] = np.nanmedian(rows[known], axis=1)
-    return medians
 
 
 def _difference(

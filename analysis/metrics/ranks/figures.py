@@ -23,7 +23,7 @@ from ebbtide.host_limits import cores
 from ebbtide.profiler.trace import Trace
 
 # Computes figures of one rank, which keep their results.
-RankFigures = Callable[[Trace, int], None]
+RankFigures = Callable[[Trace, int], object]
 # Fewer ranks are measured before threads would help. More threads wait for each other, and each holds tables of a rank.
 _MIN_RANKS_FOR_THREADS = 16
 _MAX_THREADS = 4

@@ -8,8 +8,8 @@ import pandas as pd
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, main_device
 from ebbtide.analysis.metrics.iterations import intervals, rank_durations, steady_iterations
-from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations, rate_samples
-from ebbtide.analysis.metrics.phases import link_table, phase_peaks
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations, rate_samples, traffic
+from ebbtide.analysis.metrics.phases import phase_peaks
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.phases import ITERATION_PARTS, PHASES
 from ebbtide.profiler.trace import Trace
@@ -19,14 +19,12 @@ _LOADED_GPU_PERCENT = 50.0
 
 
 @once_per_trace
-def rank_series(trace: Trace, rank: int) -> pd.DataFrame:
-    """Return values of a rank by steady iteration (index); NaN where not recorded.
+def phase_series(trace: Trace, rank: int) -> pd.DataFrame:
+    """Return times of a rank by steady iteration (index), ms; NaN where not recorded.
 
     Returns:
         Columns `iteration_ms`, `other_ms` and one per phase; `phases_ms`, their sum without `other`; `forward_start_ms`
-        and so on, the first start of each phase since a time that all ranks share; `free_bytes`, the least free memory;
-        `h2d_bytes_per_s` and `d2h_bytes_per_s`, the rate of copies while they run, or the highest sampled rate;
-        `h2d_bytes` and `d2h_bytes`; `sm_clock_mhz`, the median SM clock of the busy GPU.
+        and so on, the first start of each phase since a time that all ranks share.
     """
     times = intervals(trace, rank)
     numbers = steady_iterations(trace).numbers
@@ -37,13 +35,27 @@ def rank_series(trace: Trace, rank: int) -> pd.DataFrame:
     for phase in PHASES:
         own = starts.xs(phase) if phase in starts.index.get_level_values(0) else pd.Series(dtype="int64")
         columns[f"{phase}_start_ms"] = ((own - origin_ns(trace)) / 1e6).reindex(numbers)
-    spans = times.spans[times.spans["iteration"].isin(numbers)]
-    columns["free_bytes"] = _free(trace, rank)
+    return pd.DataFrame(columns).astype("float64")
+
+
+@once_per_trace
+def rank_series(trace: Trace, rank: int) -> pd.DataFrame:
+    """Return values of a rank by steady iteration (index); NaN where not recorded.
+
+    Returns:
+        Columns of `phase_series`; `free_bytes`, the least free memory; `h2d_bytes_per_s` and `d2h_bytes_per_s`, the
+        rate of copies while they run, or the highest sampled rate; `h2d_bytes` and `d2h_bytes`; `sm_clock_mhz`, the
+        median SM clock of the busy GPU.
+    """
+    times = phase_series(trace, rank)
+    spans = intervals(trace, rank).spans
+    spans = spans[spans["iteration"].isin(times.index)]
+    columns = {"free_bytes": _free(trace, rank), "sm_clock_mhz": _clocks(trace, rank, spans)}
     for direction in DIRECTIONS:
         moved = _moved(trace, rank, direction, spans)
         columns[f"{direction}_bytes_per_s"], columns[f"{direction}_bytes"] = moved["rate"], moved["bytes"]
-    columns["sm_clock_mhz"] = _clocks(trace, rank, spans)
-    return pd.DataFrame({name: values.reindex(numbers) for name, values in columns.items()}).astype("float64")
+    others = {name: values.reindex(times.index).astype("float64") for name, values in columns.items()}
+    return times.assign(**others)
 
 
 @once_per_trace
@@ -62,18 +74,22 @@ def _free(trace: Trace, rank: int) -> pd.Series[float]:
 
 def _moved(trace: Trace, rank: int, direction: str, spans: pd.DataFrame) -> pd.DataFrame:
     """Return the columns `rate` (bytes/s) and `bytes` by iteration."""
-    rows = link_table(trace, rank)
-    rows = rows[rows["direction"] == direction]
-    totals = rows.groupby("iteration")[["bytes", "busy_ms"]].sum(min_count=1)
-    if trace.rank(rank).transfers_recorded:
-        totals = totals[totals.index.isin(copied_iterations(trace, rank))]
-        busy_s = totals["busy_ms"] / 1e3
-        return pd.DataFrame({"rate": totals["bytes"] / busy_s.where(busy_s > 0), "bytes": totals["bytes"]})
-    samples = rate_samples(trace, rank, direction)
-    if samples is None:
-        return pd.DataFrame({"rate": np.nan, "bytes": totals["bytes"]})
-    highest = pd.Series(_highest(samples.ends, samples.bytes_per_s, spans), index=spans["iteration"])
-    return pd.DataFrame({"rate": highest, "bytes": totals["bytes"]})
+    moved = traffic(trace, rank, direction)
+    numbers = spans["iteration"].to_numpy(np.int64)
+    if moved is None:
+        return pd.DataFrame({"rate": np.nan, "bytes": np.nan}, index=numbers)
+    starts, ends = spans["start_ns"].to_numpy(np.int64), spans["end_ns"].to_numpy(np.int64)
+    sizes = moved.total(ends) - moved.total(starts)
+    samples = None if moved.busy is not None else rate_samples(trace, rank, direction)
+    if moved.busy is not None:
+        recorded = np.isin(numbers, copied_iterations(trace, rank))
+        busy_s = np.where(recorded, moved.busy(starts, ends) / 1e9, np.nan)
+        rates = sizes / np.where(busy_s > 0, busy_s, np.nan)
+    elif samples is not None:
+        rates = _highest(samples.ends, samples.bytes_per_s, spans)
+    else:
+        rates = np.full(len(spans), np.nan)
+    return pd.DataFrame({"rate": rates, "bytes": sizes}, index=numbers)
 
 
 def _highest(ends: Ints, rates: Floats, spans: pd.DataFrame) -> Floats:
