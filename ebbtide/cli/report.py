@@ -16,8 +16,13 @@ def report(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="HTML file to write.")],
     min_bytes: MinBytes = "1GiB",
     rank: Annotated[
-        int | None,
-        typer.Option(help="Rank to draw.", parser=count, metavar="N", show_default="the first 8"),
+        list[int] | None,
+        typer.Option(
+            help="Rank to draw; of more than 8 ranks beside the representative ones. Repeatable.",
+            parser=count,
+            metavar="N",
+            show_default="all up to 8; of more, the slowest, median and fastest one and some that differ",
+        ),
     ] = None,
     jobs: Jobs = None,
     scheduler: Scheduler = None,
@@ -35,5 +40,5 @@ def report(
 
     opened = open_trace(trace)
     read_ranks(opened, finding_figures, jobs, scheduler)
-    write_report(opened, find(opened), output, min_size, rank, force)
+    write_report(opened, find(opened), output, min_size, rank or [], force)
     typer.echo(f"ebbtide: {output} (open it in a browser)", err=True)
