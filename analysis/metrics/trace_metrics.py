@@ -196,7 +196,7 @@ class TraceMetrics:
     @cached_property
     def steady_copies(self) -> pd.DataFrame:
         """Copies of each rank in its `copied_iterations`: the table `transfers` with rank, phase and iteration."""
-        tables = []
+        tables: list[pd.DataFrame] = []
         for rank in self.trace.ranks:
             rows = copies(self.trace, rank, None)
             if rows.empty and tables:

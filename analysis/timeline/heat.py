@@ -32,4 +32,5 @@ def heat_levels(values: list[Floats]) -> Floats:
     step = max(top / 2 ** (count - 1), _MIN_STEP_MS)
     power = 10 ** math.floor(math.log10(step))
     nice = max(factor for factor in (1, 2, 5) if factor * power <= step * (1 + 1e-9))
-    return nice * power * 2.0 ** np.arange(count)
+    levels: Floats = nice * power * 2.0 ** np.arange(count)
+    return levels

@@ -35,14 +35,15 @@ def read_ranks(
     from ebbtide.host_limits import cores
 
     is_on_disk = trace.meta.state == "complete"
-    if jobs is None and scheduler is None:
-        jobs = cores() if is_on_disk and len(trace.ranks) > 1 and _size(trace) >= _MIN_BYTES_FOR_PROCESSES else 1
-    if not is_on_disk or (scheduler is None and jobs == 1):
+    if not is_on_disk or len(trace.ranks) < 2:
+        return
+    processes = jobs or (cores() if _size(trace) >= _MIN_BYTES_FOR_PROCESSES else 1)
+    if scheduler is None and processes == 1:
         return
     from ebbtide.analysis.metrics.ranks.scan import scan_ranks
     from ebbtide.workers import run_locally, run_on_cluster
 
-    runner = partial(run_on_cluster, address=scheduler) if scheduler else partial(run_locally, jobs=jobs)
+    runner = partial(run_on_cluster, address=scheduler) if scheduler else partial(run_locally, jobs=processes)
     with progress_bar() as update:
         scan_ranks(trace, figures, runner, lambda done, total: update(f"{done} of {total} ranks", done, total))
 
