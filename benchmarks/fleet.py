@@ -41,8 +41,8 @@ SAMPLE_NS = 20_000_000
 JITTER_NS = 1_000_000
 SLOW_EVERY = 64
 RANKS_PER_HOST = 8
-# What sets a rank apart: a factor of its link's highest rate, bytes more of each pool, ms by which it begins late, a longer
-# backward in ms.
+# What sets a rank apart: a factor of its link's highest rate, bytes more of each pool, ms by which it begins late, ms
+# by which its backward is longer.
 ODD_RANKS: dict[int, dict[str, float]] = {
     5: {"link": 0.5},
     18: {"bytes": 6 * 2**30},

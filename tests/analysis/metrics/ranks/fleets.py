@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ebbtide.profiler.trace import Trace, TraceBuilder
+from ebbtide.profiler.trace.files import new_trace, write_meta, write_rank
+from ebbtide.profiler.trace.schema import TABLES
 
 MS, GIB, PEAK = 10**6, 2**30, 32e9
 LENGTHS = {"forward": 200.0, "backward": 400.0, "update": 300.0}
@@ -64,3 +67,11 @@ def fleet(
             job.extend("gpu", t_ns=now + 2, device="cuda:0", utilization_percent=90.0, sm_clock_mhz=clock)
             now = end
     return builder.build()
+
+
+def write_fleet(trace: Trace, path: Path) -> None:
+    """Write a trace that was built in memory."""
+    with new_trace(path):
+        for rank in trace.ranks:
+            write_rank(path, rank, {name: trace.table(rank, name) for name in TABLES})
+        write_meta(path, trace.raw_meta)
