@@ -1,6 +1,7 @@
 """Measure commands on a trace of many ranks and iterations.
 
     python benchmarks/fleet.py FOLDER [--ranks 512] [--iterations 1000] [--commands summary,report] [--rounds 1]
+    python benchmarks/fleet.py FOLDER --commands ""   # only makes the trace
 
 Makes the trace FOLDER/fleet-RANKSxITERATIONS.ebb unless it exists, and runs commands on it, each as a process of its
 own. The trace is a real one (`--trace`), repeated: rank n repeats rank n of the real trace, modulo its ranks, and eight
@@ -204,12 +205,14 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=ROOT / "traces" / "h100-20b-async.ebb")
     parser.add_argument("--ranks", type=int, default=512)
     parser.add_argument("--iterations", type=int, default=1000)
-    parser.add_argument("--commands", type=lambda text: text.split(","), default=COMMANDS)
+    parser.add_argument("--commands", type=lambda text: text.split(",") if text else [], default=COMMANDS)
     parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()
     path = arguments.folder / f"fleet-{arguments.ranks}x{arguments.iterations}.ebb"
     if not path.exists():
         make_trace(arguments.trace, path, arguments.ranks, arguments.iterations)
+    if not arguments.commands:
+        return
     size = f"{arguments.ranks} ranks, {arguments.iterations} iterations, {disk_bytes(path) / 1e9:.2f} GB on disk"
     print(f"{time.strftime('%Y-%m-%d')}, {machine_line()}, {size}, {arguments.rounds} rounds: median (least to most)\n")
     table(
