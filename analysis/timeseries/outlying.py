@@ -5,31 +5,22 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ebbtide.analysis.timeseries.statistics import DEVIATIONS_PER_MAD, median_error
 from ebbtide.analysis.timeseries.step_functions import Floats
 
 # A value stands out by this many standard errors of its own, and by this many scaled median absolute deviations.
 STANDARD_ERRORS = 5.0
 DEVIATIONS = 5.0
-_DEVIATIONS_PER_MAD = 1.482602218505602
 
 
 def median_errors(rows: Floats) -> Floats:
-    """Return the standard error of the median of each row: 1.25 IQR / (1.35 sqrt(n)), by McGill, Tukey and Larsen,
-    "Variations of Box Plots", The American Statistician 32 (1978).
+    """Return the standard error of the median of each row; NaN with fewer than two values.
 
     Args:
         rows: Values, NaN where missing.
-
-    Returns:
-        An error per row; NaN with fewer than two values.
     """
-    errors = np.full(len(rows), np.nan)
-    for index, row in enumerate(rows):
-        values = row[~np.isnan(row)]
-        if len(values) > 1:
-            low, high = np.percentile(values, [25, 75], method="weibull")
-            errors[index] = 1.25 * (high - low) / (1.35 * np.sqrt(len(values)))
-    return errors
+    known = [row[~np.isnan(row)] for row in rows]
+    return np.array([median_error(values) if len(values) > 1 else np.nan for values in known])
 
 
 def stands_out(values: Floats, errors: Floats, min_difference: float) -> npt.NDArray[np.bool_]:
@@ -55,7 +46,7 @@ def stands_out(values: Floats, errors: Floats, min_difference: float) -> npt.NDA
         # What one rank has more, the other has less: their errors do not cancel.
         error = np.full(len(values), float(np.sum(errors[known])))
     else:
-        scatter = _DEVIATIONS_PER_MAD * float(np.median(np.abs(values[known] - usual)))
+        scatter = DEVIATIONS_PER_MAD * float(np.median(np.abs(values[known] - usual)))
     with np.errstate(invalid="ignore"):
         excess = values - usual
         return known & (excess >= min_difference) & (excess > STANDARD_ERRORS * error) & (excess > DEVIATIONS * scatter)

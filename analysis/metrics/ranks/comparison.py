@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import capacity_bytes
@@ -39,27 +40,30 @@ def rank_differences(trace: Trace) -> RankDifferences:
     if len(trace.ranks) < 2 or len(numbers) < MIN_ITERATIONS:
         return NOT_COMPARED
     hosts = hosts_of(trace)
-    tables = {rank: rank_series(trace, rank) for rank in trace.ranks}
-    iteration_ms = float(np.nanmedian([table["iteration_ms"].median() for table in tables.values()]))
+    tables = [rank_series(trace, rank) for rank in trace.ranks]
+    iteration_ms = float(np.nanmedian([table["iteration_ms"].median() for table in tables]))
     found: dict[tuple[int, ...], list[Deviation]] = {}
     for quantity in QUANTITIES:
-        values = np.stack([table[quantity.column].to_numpy(np.float64) for table in tables.values()])
-        values[np.isnan(values).sum(axis=1) > len(numbers) - MIN_ITERATIONS] = np.nan
-        comparison = _compare(trace, quantity, values, hosts, iteration_ms)
-        if comparison is None:
-            continue
-        if quantity.name in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
-            column = quantity.name.replace("_per_s", "")
-            moved = np.array([table[column].median() for table in tables.values()])
-            comparison.ranks &= moved >= quantities.MIN_BYTES_SHARE * np.nanmedian(moved[~np.isnan(comparison.medians)])
-        for members, deviation in comparison.deviations(trace, quantity, hosts):
+        comparison = _compare(trace, quantity, _values(tables, quantity), hosts, iteration_ms)
+        for members, deviation in comparison.deviations(trace, quantity, hosts) if comparison is not None else ():
             found.setdefault(members, []).append(deviation)
-    differences = [_difference(trace, members, deviations, hosts) for members, deviations in found.items()]
+    differences = [_difference(trace, members, deviations) for members, deviations in found.items()]
     differences.sort(key=lambda difference: (not difference.is_host, -difference.extra_ms, difference.ranks))
     return RankDifferences(len(trace.ranks), len(set(hosts) - {""}), tuple(differences))
 
 
-@dataclass
+def _values(tables: Sequence[pd.DataFrame], quantity: Quantity) -> Floats:
+    """Return a row of values per rank, a column per iteration; NaN of ranks that are not compared."""
+    values = np.stack([table[quantity.column].to_numpy(np.float64) for table in tables])
+    values[(~np.isnan(values)).sum(axis=1) < MIN_ITERATIONS] = np.nan
+    recorded = ~np.isnan(values).all(axis=1)
+    if quantity.bytes_column is not None and recorded.any():
+        moved = np.array([table[quantity.bytes_column].median() for table in tables])
+        values[~(moved >= quantities.MIN_BYTES_SHARE * np.nanmedian(moved[recorded]))] = np.nan
+    return values
+
+
+@dataclass(frozen=True)
 class _Comparison:
     """The result of comparing ranks by one quantity: medians of ranks, and which ranks and hosts differ."""
 
@@ -138,9 +142,7 @@ def _limit(trace: Trace, quantity: Quantity, usual: float, iteration_ms: float) 
     return max(least, quantities.MIN_LATE_MS if quantity.within_host else quantities.MIN_PHASE_SHARE * usual)
 
 
-def _difference(
-    trace: Trace, members: tuple[int, ...], deviations: Sequence[Deviation], hosts: npt.NDArray[np.str_]
-) -> RankDifference:
+def _difference(trace: Trace, members: tuple[int, ...], deviations: Sequence[Deviation]) -> RankDifference:
     kinds = {kind.name: kind for kind in QUANTITIES}
     facts = [unusual_facts(trace, rank) for rank in members]
     # Of a host, what all of its ranks have in common.

@@ -24,7 +24,7 @@ class Quantity:
     """A quantity that ranks are compared by.
 
     Attributes:
-        name: Its name in JSON, and its column in `rank_series`; of a lateness the column of the start is `column`.
+        name: Its name in JSON.
         label: Its name for people.
         cause: The cause of a difference, as in `slow link`.
         higher_is_worse: Whether more of it is worse.
@@ -43,6 +43,11 @@ class Quantity:
     def column(self) -> str:
         """The column of `rank_series`."""
         return self.name.replace("_late_ms", "_start_ms")
+
+    @property
+    def bytes_column(self) -> str | None:
+        """The column of the bytes that a rate is of; None for other quantities."""
+        return self.name.removesuffix("_per_s") if self.name.endswith("_bytes_per_s") else None
 
 
 # In the order in which they explain a difference: a slow link makes phases slow, a slow phase makes the next one late.
