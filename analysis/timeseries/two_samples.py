@@ -84,8 +84,9 @@ def _left_out(first: int, second: int) -> tuple[int, float]:
 def beyond_spread(a: pd.Series[float], b: pd.Series[float]) -> bool | None:
     """Return whether the medians of two samples differ by more than three standard errors of their difference.
 
-    The standard errors are those of `median_error`. Of samples of 3 to 200 values from one distribution, normal, log-normal or with a tenth of outliers, less
-    than 1 % differ by this rule. Iterations that resemble the ones before them (correlation 0.5) make that 5 %.
+    The standard errors are those of `median_error`. Of samples of 3 to 200 values from one distribution, normal,
+    log-normal or with a tenth of outliers, less than 1 % differ by this rule. Iterations that resemble the ones before
+    them (correlation 0.5) make that 5 %.
 
     Returns:
         None with fewer than three values in one of the samples.
