@@ -7,7 +7,7 @@ Makes the trace FOLDER/fleet-RANKSxITERATIONS.ebb unless it exists, and runs com
 own. The trace is a real one (`--trace`), repeated: rank n repeats rank n of the real trace, modulo its ranks, and eight
 ranks share a host. All ranks start an iteration together, every 4 s. Phases differ by 1 % (standard deviation) between
 iterations of a rank. Memory (each pool of the real trace's first rank) and link are sampled every 20 ms, with 1 ms of
-jitter; memory differs by up to 64 MiB, link rates by 5 %. Some ranks differ from the others, as `ODD_RANKS` states, and
+jitter; memory differs by up to 64 MiB, link rates by 5 %. Some ranks differ, as `PECULIAR_RANKS` states, and
 one in 64 takes 5 % longer: `findings` must name them. Prints Markdown. Processor time tells what a command costs on a
 machine on which other work runs, too.
 """
@@ -44,7 +44,7 @@ SLOW_EVERY = 64
 RANKS_PER_HOST = 8
 # What sets a rank apart: a factor of its link's highest rate, bytes more of each pool, ms by which it begins late, ms
 # by which its backward is longer.
-ODD_RANKS: dict[int, dict[str, float]] = {
+PECULIAR_RANKS: dict[int, dict[str, float]] = {
     5: {"link": 0.5},
     18: {"bytes": 6 * 2**30},
     27: {"late_ms": 120.0},
@@ -70,12 +70,12 @@ class Repetition:
         self.numbers = [*ends.index[:2], *(steady[n % len(steady)] for n in range(iterations - 2))]
         self.real_starts = starts[self.numbers].to_numpy(np.int64)
         self.real_ends = ends[self.numbers].to_numpy(np.int64)
-        self.odd = ODD_RANKS.get(rank, {})
+        self.peculiarities = PECULIAR_RANKS.get(rank, {})
         slow = SLOW_HOST_FACTOR if rank // RANKS_PER_HOST == SLOW_HOST else 1.0
         slow *= 1.05 if rank % SLOW_EVERY == SLOW_EVERY - 1 else 1.0
         lengths = np.clip(slow * self.random.normal(0.85, 0.0085, iterations), 0.5, 0.95) * PERIOD_NS
         self.scales = lengths / (self.real_ends - self.real_starts)
-        late_ns = int(self.odd.get("late_ms", 0.0) * 1e6)
+        late_ns = int(self.peculiarities.get("late_ms", 0.0) * 1e6)
         self.starts = int(starts.iloc[0]) + late_ns + PERIOD_NS * np.arange(iterations)
 
     def new_phases(self) -> pd.DataFrame:
@@ -86,7 +86,7 @@ class Repetition:
         for column in ("start_ns", "end_ns"):
             since = rows[column].to_numpy(np.int64) - self.real_starts[index]
             rows[column] = self.starts[index] + (since * self.scales[index]).astype(np.int64)
-        longer_ns = int(self.odd.get("backward_ms", 0.0) * 1e6)
+        longer_ns = int(self.peculiarities.get("backward_ms", 0.0) * 1e6)
         after = rows["phase"].isin(["backward", "update"])
         rows.loc[rows["phase"] == "update", "start_ns"] += longer_ns
         rows.loc[after, "end_ns"] += longer_ns
@@ -109,7 +109,7 @@ class Repetition:
             rows = rows[rows["pool"] == pool]
             times, real = self.sample_times()
             sizes = rows["bytes"].to_numpy(np.int64)[latest(rows, real)]
-            sizes = sizes + int(self.odd.get("bytes", 0)) - (self.random.integers(0, 32, len(sizes)) << 21)
+            sizes = sizes + int(self.peculiarities.get("bytes", 0)) - (self.random.integers(0, 32, len(sizes)) << 21)
             tables.append(pd.DataFrame({"t_ns": times, "device": device, "pool": pool, "bytes": np.maximum(sizes, 0)}))
         return frame("memory", pd.concat(tables))
 
@@ -125,8 +125,8 @@ class Repetition:
         samples = rows.iloc[latest(rows, real)].reset_index(drop=True)
         for column in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
             rates = samples[column].to_numpy(np.float64) * self.random.uniform(0.95, 1.0, len(samples))
-            if "link" in self.odd:
-                rates = limited(rates, self.odd["link"] * float(rates.max()))
+            if "link" in self.peculiarities:
+                rates = limited(rates, self.peculiarities["link"] * float(rates.max()))
             samples[column] = rates
         return frame("link", samples.assign(t_ns=times, window_ns=SAMPLE_NS))
 

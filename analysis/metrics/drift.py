@@ -162,8 +162,8 @@ def _link_speeds(trace: Trace, rank: int) -> pd.DataFrame:
     rows = rows[rows["generation"].notna() & rows["width"].notna()]
     rows = rows[rows["device"] == main_device(trace, rank)]
     kinds = rows.groupby(["generation", "width"])
-    known = {kind: link_peak_bytes_per_s(int(kind[0]), int(kind[1])) or np.nan for kind in kinds.groups}
-    speeds = kinds.ngroup().map(dict(enumerate(known.values()))).astype("float64")
+    speed_of_kind = {kind: link_peak_bytes_per_s(int(kind[0]), int(kind[1])) or np.nan for kind in kinds.groups}
+    speeds = kinds.ngroup().map(dict(enumerate(speed_of_kind.values()))).astype("float64")
     moved = rows[["h2d_bytes_per_s", "d2h_bytes_per_s"]].max(axis=1).fillna(0.0)
     # Where only the state of the link was sampled, nothing shows load.
     return rows[["t_ns"]].assign(value=speeds)[moved >= _LOADED_LINK_SHARE * speeds]

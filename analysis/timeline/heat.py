@@ -26,8 +26,8 @@ def heat_levels(values: list[Floats]) -> Floats:
     Returns:
         One level fewer than LEVEL_COLORS, ascending: 1, 2 or 5 times a power of ten, times 1, 2, 4, 8.
     """
-    known = np.concatenate([rows[~np.isnan(rows)] for rows in values])
-    top = float(np.percentile(known, _TOP_PERCENTILE)) if len(known) else 0.0
+    recorded = np.concatenate([rows[~np.isnan(rows)] for rows in values])
+    top = float(np.percentile(recorded, _TOP_PERCENTILE)) if len(recorded) else 0.0
     count = len(LEVEL_COLORS) - 1
     step = max(top / 2 ** (count - 1), _MIN_STEP_MS)
     power = 10 ** math.floor(math.log10(step))

@@ -19,8 +19,8 @@ def median_errors(rows: Floats) -> Floats:
     Args:
         rows: Values, NaN where missing.
     """
-    known = [row[~np.isnan(row)] for row in rows]
-    return np.array([median_error(values) if len(values) > 1 else np.nan for values in known])
+    recorded = [row[~np.isnan(row)] for row in rows]
+    return np.array([median_error(values) if len(values) > 1 else np.nan for values in recorded])
 
 
 def stands_out(values: Floats, errors: Floats, min_difference: float) -> npt.NDArray[np.bool_]:
@@ -35,18 +35,20 @@ def stands_out(values: Floats, errors: Floats, min_difference: float) -> npt.NDA
         errors: The standard error of each.
         min_difference: The smallest difference that matters, in the unit of the values.
     """
-    known = ~np.isnan(values) & ~np.isnan(errors)
-    count = int(known.sum())
+    recorded = ~np.isnan(values) & ~np.isnan(errors)
+    count = int(recorded.sum())
     if count < 2:
         return np.zeros(len(values), bool)
-    usual, scatter = float(np.median(values[known])), 0.0
-    error = np.where(known, errors, 0.0)
+    usual, scatter = float(np.median(values[recorded])), 0.0
+    error = np.where(recorded, errors, 0.0)
     if count == 2:
-        usual = float(np.min(values[known]))
+        usual = float(np.min(values[recorded]))
         # What one rank has more, the other has less: their errors do not cancel.
-        error = np.full(len(values), float(np.sum(errors[known])))
+        error = np.full(len(values), float(np.sum(errors[recorded])))
     else:
-        scatter = DEVIATIONS_PER_MAD * float(np.median(np.abs(values[known] - usual)))
+        scatter = DEVIATIONS_PER_MAD * float(np.median(np.abs(values[recorded] - usual)))
     with np.errstate(invalid="ignore"):
         excess = values - usual
-        return known & (excess >= min_difference) & (excess > STANDARD_ERRORS * error) & (excess > DEVIATIONS * scatter)
+        return (
+            recorded & (excess >= min_difference) & (excess > STANDARD_ERRORS * error) & (excess > DEVIATIONS * scatter)
+        )

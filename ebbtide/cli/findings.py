@@ -14,8 +14,8 @@ def findings(
 ) -> None:
     """Print what slows the job down, with evidence and the estimated gain per iteration."""
     from ebbtide.analysis.findings import find
+    from ebbtide.analysis.findings.rank_figures import finding_figures
     from ebbtide.analysis.metrics.iterations import median_ms
-    from ebbtide.analysis.metrics.ranks.figures import finding_figures
     from ebbtide.cli.render.findings import print_findings
     from ebbtide.cli.render.prediction import print_json, print_prediction
     from ebbtide.profiler.trace import open_trace

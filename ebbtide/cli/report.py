@@ -34,7 +34,7 @@ def report(
     min_size = size(min_bytes)
 
     from ebbtide.analysis.findings import find
-    from ebbtide.analysis.metrics.ranks.figures import finding_figures
+    from ebbtide.analysis.findings.rank_figures import finding_figures
     from ebbtide.analysis.report import write_report
     from ebbtide.profiler.trace import open_trace
 

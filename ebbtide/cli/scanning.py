@@ -24,7 +24,7 @@ def read_ranks(
 
     Args:
         trace: The trace, from `open_trace`.
-        figures: Computes the figures of a rank: a function of `analysis.metrics.ranks.figures`.
+        figures: Computes the figures of a rank: `summary_figures` or `finding_figures`.
         jobs: Number of processes; None: the number of cores for a large trace.
         scheduler: Address of a Dask scheduler.
 

@@ -15,8 +15,8 @@ from tests.analysis.metrics.ranks.fleets import GIB, fleet, write_fleet
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("fleet") / "fleet.ebb"
-    odd = {2: {"link": 0.5}, 3: {"bytes": 4 * GIB}, 8: {"backward": 1.3}}
-    write_fleet(fleet(9, 6, odd, noise=0.002, ranks_per_host=3), path)
+    peculiar = {2: {"link": 0.5}, 3: {"bytes": 4 * GIB}, 8: {"backward": 1.3}}
+    write_fleet(fleet(9, 6, peculiar, noise=0.002, ranks_per_host=3), path)
     return path
 
 
@@ -49,10 +49,10 @@ def test_iterations__by_rank_has_a_row_per_rank(path: Path, capsys: pytest.Captu
 
 def test_findings__names_ranks_and_causes(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     findings = json.loads(printed(capsys, "findings", path, "--json"))["findings"]
-    (found,) = [finding for finding in findings if finding["rule"] == "slow-rank"]
-    assert found["title"] == "3 ranks differ from the others"
-    assert found["worth_ms"] == pytest.approx(120, rel=0.03)
-    evidence = " ".join(found["evidence"])
+    (difference,) = [finding for finding in findings if finding["rule"] == "slow-rank"]
+    assert difference["title"] == "3 ranks differ from the others"
+    assert difference["worth_ms"] == pytest.approx(120, rel=0.03)
+    evidence = " ".join(difference["evidence"])
     assert "rank 2 on node0: slow link: h2d rate" in evidence
     assert "rank 3 on node1: less free memory" in evidence
 

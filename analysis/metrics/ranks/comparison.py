@@ -42,12 +42,12 @@ def rank_differences(trace: Trace) -> RankDifferences:
     hosts = hosts_of(trace)
     tables = [rank_series(trace, rank) for rank in trace.ranks]
     iteration_ms = float(np.nanmedian([table["iteration_ms"].median() for table in tables]))
-    found: dict[tuple[int, ...], list[Deviation]] = {}
+    deviating: dict[tuple[int, ...], list[Deviation]] = {}
     for quantity in QUANTITIES:
         comparison = _compare(trace, quantity, _values(tables, quantity), hosts, iteration_ms)
         for members, deviation in comparison.deviations(trace, quantity, hosts) if comparison is not None else ():
-            found.setdefault(members, []).append(deviation)
-    differences = [_difference(trace, members, deviations) for members, deviations in found.items()]
+            deviating.setdefault(members, []).append(deviation)
+    differences = [_difference(trace, members, deviations) for members, deviations in deviating.items()]
     differences.sort(key=lambda difference: (not difference.is_host, -difference.extra_ms, difference.ranks))
     return RankDifferences(len(trace.ranks), len(set(hosts) - {""}), tuple(differences))
 
@@ -124,10 +124,12 @@ def _odd_hosts(excess: Floats, errors: Floats, hosts: npt.NDArray[np.str_], limi
         return []
     medians = np.array([np.nanmedian(excess[hosts == host]) for host in names])
     host_errors = np.array([np.nanmedian(errors[hosts == host]) for host in names])
-    found = stands_out(medians, host_errors, limit)
-    usual = float(np.median(medians[~found])) if (~found).any() else 0.0
+    deviating = stands_out(medians, host_errors, limit)
+    usual = float(np.median(medians[~deviating])) if (~deviating).any() else 0.0
     shares = np.array([np.mean(excess[hosts == host] - usual >= limit) for host in names])
-    return [host for host, is_odd, share in zip(names, found, shares, strict=True) if is_odd and share >= _HOST_SHARE]
+    return [
+        host for host, is_odd, share in zip(names, deviating, shares, strict=True) if is_odd and share >= _HOST_SHARE
+    ]
 
 
 def _limit(trace: Trace, quantity: Quantity, usual: float, iteration_ms: float) -> float:

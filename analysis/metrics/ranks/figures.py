@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from ebbtide.analysis.metrics.activity.busy_time import busy_time
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import free_pool, peak_pool, pool_peaks
-from ebbtide.analysis.metrics.drift import rank_drifts
-from ebbtide.analysis.metrics.free_profile import free_steps
-from ebbtide.analysis.metrics.holders.growth import memory_growth
 from ebbtide.analysis.metrics.iterations import part_counts, rank_durations
-from ebbtide.analysis.metrics.link import rank_link_use
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
-from ebbtide.analysis.metrics.memory import rank_memory_use
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.metrics.ranks.rank_series import rank_series
 from ebbtide.analysis.metrics.storage import rank_storage_use
-from ebbtide.analysis.metrics.substeps.operations import op_names
 from ebbtide.host_limits import cores
 from ebbtide.profiler.trace import Trace
 
@@ -45,18 +38,6 @@ def summary_figures(trace: Trace, rank: int) -> None:
     part_counts(trace, rank)
     rank_storage_use(trace, rank)
     iteration_figures(trace, rank)
-
-
-def finding_figures(trace: Trace, rank: int) -> None:
-    """Compute what `ebbtide findings` needs of a rank."""
-    summary_figures(trace, rank)
-    rank_link_use(trace, rank)
-    rank_memory_use(trace, rank)
-    rank_drifts(trace, rank)
-    free_steps(trace, rank)
-    op_names(trace, rank)
-    busy_time(trace, rank)
-    memory_growth(trace, rank)
 
 
 @once_per_trace

@@ -22,9 +22,9 @@ def centered_rows(values: Floats, groups: npt.NDArray[Any], of_pairs: Callable[.
     result = np.full_like(values, np.nan)
     for group in np.unique(groups):
         rows = values[groups == group]
-        known = ~np.isnan(rows)
-        if len(rows) > 1 and known.any():
-            columns = known.sum(axis=0) > 1
+        recorded = ~np.isnan(rows)
+        if len(rows) > 1 and recorded.any():
+            columns = recorded.sum(axis=0) > 1
             center = of_pairs if len(rows) == 2 else np.nanmedian
             result[np.ix_(groups == group, columns)] = rows[:, columns] - center(rows[:, columns], axis=0)
     return result
@@ -33,6 +33,6 @@ def centered_rows(values: Floats, groups: npt.NDArray[Any], of_pairs: Callable[.
 def row_medians(rows: Floats) -> Floats:
     """Return the median of each row."""
     medians = np.full(len(rows), np.nan)
-    known = ~np.isnan(rows).all(axis=1)
-    medians[known] = np.nanmedian(rows[known], axis=1)
+    recorded = ~np.isnan(rows).all(axis=1)
+    medians[recorded] = np.nanmedian(rows[recorded], axis=1)
     return medians

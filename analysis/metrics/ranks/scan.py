@@ -61,7 +61,7 @@ def scan_ranks(
 
     Args:
         trace: A trace on disk; other processes open it by its path.
-        figures: The figures of a rank: a function of `figures.py`.
+        figures: The figures of a rank: `summary_figures` or `finding_figures`.
         runner: Runs tasks in processes of this machine, or on a cluster.
         progress: Called with the numbers of finished and of all ranks, at the start and after each task.
 

@@ -20,7 +20,7 @@ _SAMPLES = 4
 def fleet(
     ranks: int,
     iterations: int = 30,
-    odd: dict[int, dict[str, float]] | None = None,
+    peculiar: dict[int, dict[str, float]] | None = None,
     noise: float = 0.03,
     seed: int = 0,
     ranks_per_host: int = 0,
@@ -31,7 +31,7 @@ def fleet(
     Args:
         ranks: Number of ranks.
         iterations: Number of iterations; none is warm-up.
-        odd: By rank: `forward`, `backward`, `update` (factors of their times), `late_ms`, `link` (factor of rates while
+        peculiar: By rank: `forward`, `backward`, `update` (factors of their times), `late_ms`, `link` (factor of rates;
             bytes stay the same), `bytes` (more memory), `clock` (factor of the SM clock).
         noise: Standard deviation of times, as a share, on top of noise that all ranks share.
         seed: Seed of the noise.
@@ -43,7 +43,7 @@ def fleet(
     common = 1 + noise * random.standard_normal(iterations)
     numbers = np.arange(iterations)
     for rank in range(ranks):
-        own = (odd or {}).get(rank, {})
+        own = (peculiar or {}).get(rank, {})
         device = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 80 * GIB, "link": {"peak_bytes_per_s": PEAK}}
         entry = {"host": f"node{rank // ranks_per_host}"} if ranks_per_host else {}
         job = builder.rank(rank, devices=[device], first_iteration_start_ns=0, **entry, **meta)

@@ -20,7 +20,7 @@ def only(*differences: RankDifference) -> RankDifference:
 
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize(
-    ("odd", "cause", "quantities"),
+    ("peculiar", "cause", "quantities"),
     [
         ({"forward": 1.25}, "slow forward", {"forward_ms", "phases_ms", "backward_late_ms"}),
         ({"update": 1.2}, "slow update", {"update_ms", "phases_ms"}),
@@ -31,22 +31,22 @@ def only(*differences: RankDifference) -> RankDifference:
     ],
 )
 def test_rank_differences__finds_rank_and_cause(
-    ranks: int, odd: dict[str, float], cause: str, quantities: set[str]
+    ranks: int, peculiar: dict[str, float], cause: str, quantities: set[str]
 ) -> None:
-    found = only(*rank_differences(fleet(ranks, odd={1: odd}, noise=0.01)).differences)
-    assert (found.ranks, found.cause, found.is_host) == ((1,), cause, False)
-    assert quantities <= {deviation.quantity for deviation in found.deviations}
+    difference = only(*rank_differences(fleet(ranks, peculiar={1: peculiar}, noise=0.01)).differences)
+    assert (difference.ranks, difference.cause, difference.is_host) == ((1,), cause, False)
+    assert quantities <= {deviation.quantity for deviation in difference.deviations}
 
 
 def test_rank_differences__states_values_beside_usual_ones() -> None:
-    job = fleet(8, odd={3: {"backward": 1.5, "bytes": 8 * GIB}}, noise=0.0)
-    found = only(*rank_differences(job).differences)
-    deviations = {deviation.quantity: deviation for deviation in found.deviations}
+    job = fleet(8, peculiar={3: {"backward": 1.5, "bytes": 8 * GIB}}, noise=0.0)
+    difference = only(*rank_differences(job).differences)
+    deviations = {deviation.quantity: deviation for deviation in difference.deviations}
     assert deviations["backward_ms"].value == pytest.approx(600)
     assert deviations["backward_ms"].usual == pytest.approx(400)
     assert deviations["update_late_ms"].value == pytest.approx(200)
     assert deviations["free_bytes"].usual - deviations["free_bytes"].value == pytest.approx(8 * GIB, abs=70 * 2**20)
-    assert found.extra_ms == pytest.approx(200)
+    assert difference.extra_ms == pytest.approx(200)
     assert deviations["backward_ms"].text == "backward 600.0 ms, usual 400.0 ms (+50 %)"
 
 
@@ -67,10 +67,10 @@ def test_rank_differences__rank_with_fewer_bytes_has_no_slow_link() -> None:
 
 
 def test_rank_differences__groups_ranks_of_a_host() -> None:
-    odd: dict[int, dict[str, float]] = {rank: {"update": 1.2} for rank in range(3, 6)}
-    odd[1] = {"link": 0.6}
-    odd[4] = {"update": 1.2, "forward": 1.4}
-    result = rank_differences(fleet(12, 10, odd, noise=0.005, ranks_per_host=3))
+    peculiar: dict[int, dict[str, float]] = {rank: {"update": 1.2} for rank in range(3, 6)}
+    peculiar[1] = {"link": 0.6}
+    peculiar[4] = {"update": 1.2, "forward": 1.4}
+    result = rank_differences(fleet(12, 10, peculiar, noise=0.005, ranks_per_host=3))
     assert (result.compared, result.hosts) == (12, 4)
     host, *others = result.differences
     assert (host.is_host, host.host, host.ranks, host.cause) == (True, "node1", (3, 4, 5), "slow update")
@@ -80,15 +80,15 @@ def test_rank_differences__groups_ranks_of_a_host() -> None:
 
 def test_rank_differences__hosts_with_clocks_apart_are_not_late() -> None:
     # A clock of another host that is 300 ms ahead.
-    odd: dict[int, dict[str, float]] = {rank: {"late_ms": 300.0} for rank in (4, 5, 6, 7)}
-    odd[6] = {"late_ms": 380.0}
-    found = only(*rank_differences(fleet(12, 10, odd, noise=0.005, ranks_per_host=4)).differences)
-    assert (found.ranks, found.cause) == ((6,), "late forward")
-    assert found.deviations[0].value == pytest.approx(80, abs=3)
+    peculiar: dict[int, dict[str, float]] = {rank: {"late_ms": 300.0} for rank in (4, 5, 6, 7)}
+    peculiar[6] = {"late_ms": 380.0}
+    difference = only(*rank_differences(fleet(12, 10, peculiar, noise=0.005, ranks_per_host=4)).differences)
+    assert (difference.ranks, difference.cause) == ((6,), "late forward")
+    assert difference.deviations[0].value == pytest.approx(80, abs=3)
 
 
 def test_rank_differences__lists_facts_unlike_those_of_most_ranks() -> None:
-    job = fleet(6, odd={4: {"link": 0.5}}, noise=0.01, threads={"torch": 8})
+    job = fleet(6, peculiar={4: {"link": 0.5}}, noise=0.01, threads={"torch": 8})
     job.raw_meta["ranks"][4]["devices"][0]["link"]["width"] = 8
     for rank in (0, 1, 2, 3, 5):
         job.raw_meta["ranks"][rank]["devices"][0]["link"]["width"] = 16
@@ -97,7 +97,7 @@ def test_rank_differences__lists_facts_unlike_those_of_most_ranks() -> None:
 
 @pytest.mark.parametrize("job", [{"ranks": 1}, {"ranks": 8, "iterations": 4}])
 def test_rank_differences__needs_ranks_and_iterations(job: dict[str, Any]) -> None:
-    result = rank_differences(fleet(**job, odd={0: {"forward": 3.0}}))
+    result = rank_differences(fleet(**job, peculiar={0: {"forward": 3.0}}))
     assert (result.compared, result.differences, result.as_json()) == (0, (), None)
 
 
@@ -112,11 +112,11 @@ def test_rank_differences__needs_ranks_and_iterations(job: dict[str, Any]) -> No
 )
 def test_rank_differences__of_equal_ranks_are_none(ranks: int, iterations: int, jobs: int) -> None:
     # Iterations scatter by 5 %, ranks do not differ.
-    found = [
+    difference = [
         bool(rank_differences(fleet(ranks, iterations, noise=0.05, seed=seed, ranks_per_host=4)).differences)
         for seed in range(jobs)
     ]
-    assert sum(found) <= 0.01 * jobs
+    assert sum(difference) <= 0.01 * jobs
 
 
 def test_ranks_text__joins_runs() -> None:

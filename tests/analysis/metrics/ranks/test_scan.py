@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ebbtide.analysis.findings import find
-from ebbtide.analysis.metrics.ranks.figures import finding_figures, summary_figures
+from ebbtide.analysis.findings.rank_figures import finding_figures
+from ebbtide.analysis.metrics.ranks.figures import summary_figures
 from ebbtide.analysis.metrics.ranks.scan import ScanRunner, ScanTask, scan_ranks
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.errors import TraceError, UserError
