@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import free_pool, peak_pool, pool_peaks
+from ebbtide.analysis.metrics.gpu_state import rank_gpu_totals
 from ebbtide.analysis.metrics.iterations import part_counts, rank_durations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
@@ -37,6 +38,7 @@ def summary_figures(trace: Trace, rank: int) -> None:
         phase_bytes(trace, rank, direction)
     part_counts(trace, rank)
     rank_storage_use(trace, rank)
+    rank_gpu_totals(trace, rank)
     iteration_figures(trace, rank)
 
 

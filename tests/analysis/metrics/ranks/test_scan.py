@@ -46,8 +46,8 @@ def test_scan_ranks__keeps_figures_equal_to_those_computed_here(path: Path, monk
     assert steps == [(0, 6), (4, 6), (6, 6)]
 
     def read(rank: int, table: str) -> Any:
-        # What the summary needs of memory and link has been computed.
-        assert table not in ("memory", "phases"), f"{table} of rank {rank} is read again"
+        # What summary and findings need of memory has been computed.
+        assert table != "memory", f"{table} of rank {rank} is read again"
         return opened.table(rank, table)
 
     opened = open_trace(path)
