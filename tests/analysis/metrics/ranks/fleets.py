@@ -19,7 +19,7 @@ _SAMPLES = 4
 
 def fleet(
     ranks: int,
-    iterations: int = 30,
+    iterations: int = 12,
     peculiar: dict[int, dict[str, float]] | None = None,
     noise: float = 0.03,
     seed: int = 0,
