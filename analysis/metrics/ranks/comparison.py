@@ -16,7 +16,7 @@ from ebbtide.analysis.metrics.ranks import quantities
 from ebbtide.analysis.metrics.ranks.differences import NOT_COMPARED, Deviation, RankDifference, RankDifferences
 from ebbtide.analysis.metrics.ranks.facts import unusual_facts
 from ebbtide.analysis.metrics.ranks.matrices import centered_rows, hosts_of, row_medians
-from ebbtide.analysis.metrics.ranks.quantities import QUANTITIES, Quantity
+from ebbtide.analysis.metrics.ranks.quantities import QUANTITIES, RankQuantity
 from ebbtide.analysis.metrics.ranks.rank_series import rank_series
 from ebbtide.analysis.timeseries.outlying import median_errors, stands_out
 from ebbtide.analysis.timeseries.step_functions import Floats
@@ -52,7 +52,7 @@ def rank_differences(trace: Trace) -> RankDifferences:
     return RankDifferences(len(trace.ranks), len(set(hosts) - {""}), tuple(differences))
 
 
-def _values(tables: Sequence[pd.DataFrame], quantity: Quantity) -> Floats:
+def _values(tables: Sequence[pd.DataFrame], quantity: RankQuantity) -> Floats:
     """Return a row of values per rank, a column per iteration; NaN of ranks that are not compared."""
     values = np.stack([table[quantity.column].to_numpy(np.float64) for table in tables])
     values[(~np.isnan(values)).sum(axis=1) < MIN_ITERATIONS] = np.nan
@@ -73,7 +73,7 @@ class _Comparison:
     hosts: list[str]
 
     def deviations(
-        self, trace: Trace, quantity: Quantity, hosts: npt.NDArray[np.str_]
+        self, trace: Trace, quantity: RankQuantity, hosts: npt.NDArray[np.str_]
     ) -> list[tuple[tuple[int, ...], Deviation]]:
         """Return the ranks that differ, a tuple of several for a host, each with its deviation."""
         numbers = np.array(trace.ranks)
@@ -89,7 +89,7 @@ class _Comparison:
 
 
 def _compare(
-    trace: Trace, quantity: Quantity, values: Floats, hosts: npt.NDArray[np.str_], iteration_ms: float
+    trace: Trace, quantity: RankQuantity, values: Floats, hosts: npt.NDArray[np.str_], iteration_ms: float
 ) -> _Comparison | None:
     """Compare ranks by one quantity: a row of values per rank, a column per iteration. None where too few have it."""
     recorded = ~np.isnan(values).all(axis=1)
@@ -110,7 +110,7 @@ def _compare(
     return _Comparison(medians, usual, stands_out(excess, errors, limit), odd_hosts)
 
 
-def _usual(quantity: Quantity, medians: Floats) -> float:
+def _usual(quantity: RankQuantity, medians: Floats) -> float:
     if len(medians) == 2:
         return float(np.min(medians) if quantity.higher_is_worse else np.max(medians))
     return float(np.median(medians))
@@ -132,7 +132,7 @@ def _odd_hosts(excess: Floats, errors: Floats, hosts: npt.NDArray[np.str_], limi
     ]
 
 
-def _limit(trace: Trace, quantity: Quantity, usual: float, iteration_ms: float) -> float:
+def _limit(trace: Trace, quantity: RankQuantity, usual: float, iteration_ms: float) -> float:
     """Return the smallest difference of a quantity that is reported."""
     if quantity.name == "free_bytes":
         return quantities.MIN_CAPACITY_SHARE * float(capacity_bytes(trace, trace.ranks[0]) or 0)

@@ -20,7 +20,7 @@ MIN_BYTES_SHARE = 0.9
 
 
 @dataclass(frozen=True)
-class Quantity:
+class RankQuantity:
     """A quantity that ranks are compared by.
 
     Attributes:
@@ -53,13 +53,13 @@ class Quantity:
 # In the order in which they explain a difference: a slow link makes phases slow, a slow phase makes the next one late.
 # Time without a phase is none of them: it is long on ranks that wait for another one. What delays a rank outside its
 # phases makes its next phase late.
-QUANTITIES: tuple[Quantity, ...] = (
-    Quantity("h2d_bytes_per_s", "h2d rate", "slow link", False, rate_text),
-    Quantity("d2h_bytes_per_s", "d2h rate", "slow link", False, rate_text),
-    Quantity("sm_clock_mhz", "SM clock", "slow clock", False, lambda megahertz: f"{megahertz:,.0f} MHz"),
-    *(Quantity(f"{phase}_ms", phase, f"slow {phase}", True, ms_text) for phase in PHASES),
-    Quantity("phases_ms", "all phases", "slow phases", True, ms_text),
-    *(Quantity(f"{phase}_late_ms", f"start of {phase}", f"late {phase}", True, ms_text, True) for phase in PHASES),
-    Quantity("iteration_ms", "iteration", "slow iteration", True, ms_text),
-    Quantity("free_bytes", "least free memory", "less free memory", False, bytes_text),
+QUANTITIES: tuple[RankQuantity, ...] = (
+    RankQuantity("h2d_bytes_per_s", "h2d rate", "slow link", False, rate_text),
+    RankQuantity("d2h_bytes_per_s", "d2h rate", "slow link", False, rate_text),
+    RankQuantity("sm_clock_mhz", "SM clock", "slow clock", False, lambda megahertz: f"{megahertz:,.0f} MHz"),
+    *(RankQuantity(f"{phase}_ms", phase, f"slow {phase}", True, ms_text) for phase in PHASES),
+    RankQuantity("phases_ms", "all phases", "slow phases", True, ms_text),
+    *(RankQuantity(f"{phase}_late_ms", f"start of {phase}", f"late {phase}", True, ms_text, True) for phase in PHASES),
+    RankQuantity("iteration_ms", "iteration", "slow iteration", True, ms_text),
+    RankQuantity("free_bytes", "least free memory", "less free memory", False, bytes_text),
 )
