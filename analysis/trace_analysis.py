@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ebbtide.analysis.metrics.iteration_stats import Iterations
     from ebbtide.analysis.metrics.link import LinkUse
     from ebbtide.analysis.metrics.memory import MemoryUse
+    from ebbtide.analysis.metrics.ranks.by_rank import RankTable
     from ebbtide.analysis.metrics.substeps.breakdown import SubSteps
     from ebbtide.analysis.metrics.summary import Summary
     from ebbtide.analysis.metrics.windows import Windows
@@ -144,6 +145,12 @@ class TraceAnalysis:
         from ebbtide.analysis.metrics.iteration_stats import compare_iterations
 
         return compare_iterations(self.trace, ranks)
+
+    def ranks(self) -> RankTable:
+        """Medians of each rank, and the ranks that differ from the others with their causes."""
+        from ebbtide.analysis.metrics.ranks.by_rank import rank_table
+
+        return rank_table(self.trace)
 
     def substeps(self, ranks: Sequence[int] | None = None) -> SubSteps:
         """Sub-steps of the update of a DeepSpeed job or of a simulated schedule; none where they were not recorded.

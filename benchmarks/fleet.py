@@ -1,13 +1,15 @@
 """Measure commands on a trace of many ranks and iterations.
 
     python benchmarks/fleet.py FOLDER [--ranks 512] [--iterations 1000] [--commands summary,report] [--rounds 1]
+    python benchmarks/fleet.py FOLDER --commands ""   # only makes the trace
 
 Makes the trace FOLDER/fleet-RANKSxITERATIONS.ebb unless it exists, and runs commands on it, each as a process of its
-own. The trace is a real one (`--trace`), repeated: rank n repeats rank n of the real trace, modulo its ranks. All ranks
-start an iteration together, every 4 s. Phases differ by 1 % (standard deviation) between iterations of a rank; one rank
-in 64 takes 5 % longer. Memory (each pool of the real trace's first rank) and link are sampled every 20 ms, with 1 ms of
-jitter; memory differs by up to 64 MiB, link rates by 5 %. Prints Markdown. Processor time tells what a command costs
-on a machine on which other work runs, too.
+own. The trace is a real one (`--trace`), repeated: rank n repeats rank n of the real trace, modulo its ranks, and eight
+ranks share a host. All ranks start an iteration together, every 4 s. Phases differ by 1 % (standard deviation) between
+iterations of a rank. Memory (each pool of the real trace's first rank) and link are sampled every 20 ms, with 1 ms of
+jitter; memory differs by up to 64 MiB, link rates by 5 %. Some ranks differ, as `PECULIAR_RANKS` states, and
+one in 64 takes 5 % longer: `findings` must name them. Prints Markdown. Processor time tells what a command costs on a
+machine on which other work runs, too.
 """
 
 from __future__ import annotations
@@ -39,6 +41,17 @@ PERIOD_NS = 4_000_000_000
 SAMPLE_NS = 20_000_000
 JITTER_NS = 1_000_000
 SLOW_EVERY = 64
+RANKS_PER_HOST = 8
+# What sets a rank apart: a factor of its link's highest rate, bytes more of each pool, ms by which it begins late, ms
+# by which its backward is longer.
+PECULIAR_RANKS: dict[int, dict[str, float]] = {
+    5: {"link": 0.5},
+    18: {"bytes": 6 * 2**30},
+    27: {"late_ms": 120.0},
+    42: {"backward_ms": 150.0},
+}
+# A host of which all ranks take 6 % longer.
+SLOW_HOST, SLOW_HOST_FACTOR = 4, 1.06
 Ints = npt.NDArray[np.int64]
 
 
@@ -57,10 +70,13 @@ class Repetition:
         self.numbers = [*ends.index[:2], *(steady[n % len(steady)] for n in range(iterations - 2))]
         self.real_starts = starts[self.numbers].to_numpy(np.int64)
         self.real_ends = ends[self.numbers].to_numpy(np.int64)
-        slow = 1.05 if rank % SLOW_EVERY == SLOW_EVERY - 1 else 1.0
-        lengths = np.clip(slow * self.random.normal(0.9, 0.009, iterations), 0.5, 1.0) * PERIOD_NS
+        self.peculiarities = PECULIAR_RANKS.get(rank, {})
+        slow = SLOW_HOST_FACTOR if rank // RANKS_PER_HOST == SLOW_HOST else 1.0
+        slow *= 1.05 if rank % SLOW_EVERY == SLOW_EVERY - 1 else 1.0
+        lengths = np.clip(slow * self.random.normal(0.85, 0.0085, iterations), 0.5, 0.95) * PERIOD_NS
         self.scales = lengths / (self.real_ends - self.real_starts)
-        self.starts = int(starts.iloc[0]) + PERIOD_NS * np.arange(iterations)
+        late_ns = int(self.peculiarities.get("late_ms", 0.0) * 1e6)
+        self.starts = int(starts.iloc[0]) + late_ns + PERIOD_NS * np.arange(iterations)
 
     def new_phases(self) -> pd.DataFrame:
         """Return the table `phases`."""
@@ -70,6 +86,10 @@ class Repetition:
         for column in ("start_ns", "end_ns"):
             since = rows[column].to_numpy(np.int64) - self.real_starts[index]
             rows[column] = self.starts[index] + (since * self.scales[index]).astype(np.int64)
+        longer_ns = int(self.peculiarities.get("backward_ms", 0.0) * 1e6)
+        after = rows["phase"].isin(["backward", "update"])
+        rows.loc[rows["phase"] == "update", "start_ns"] += longer_ns
+        rows.loc[after, "end_ns"] += longer_ns
         return frame("phases", rows.assign(gpu_start_ns=pd.NA, gpu_end_ns=pd.NA))
 
     def sample_times(self) -> tuple[Ints, Ints]:
@@ -89,7 +109,7 @@ class Repetition:
             rows = rows[rows["pool"] == pool]
             times, real = self.sample_times()
             sizes = rows["bytes"].to_numpy(np.int64)[latest(rows, real)]
-            sizes = sizes - (self.random.integers(0, 32, len(sizes)) << 21)
+            sizes = sizes + int(self.peculiarities.get("bytes", 0)) - (self.random.integers(0, 32, len(sizes)) << 21)
             tables.append(pd.DataFrame({"t_ns": times, "device": device, "pool": pool, "bytes": np.maximum(sizes, 0)}))
         return frame("memory", pd.concat(tables))
 
@@ -104,7 +124,10 @@ class Repetition:
         times, real = self.sample_times()
         samples = rows.iloc[latest(rows, real)].reset_index(drop=True)
         for column in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
-            samples[column] = samples[column] * self.random.uniform(0.95, 1.0, len(samples))
+            rates = samples[column].to_numpy(np.float64) * self.random.uniform(0.95, 1.0, len(samples))
+            if "link" in self.peculiarities:
+                rates = limited(rates, self.peculiarities["link"] * float(rates.max()))
+            samples[column] = rates
         return frame("link", samples.assign(t_ns=times, window_ns=SAMPLE_NS))
 
     def tables(self) -> dict[str, pd.DataFrame]:
@@ -115,7 +138,16 @@ class Repetition:
     def meta(self) -> dict[str, Any]:
         """Return the rank's entry of meta.json."""
         entry = next(entry for entry in self.trace.raw_meta["ranks"] if entry["rank"] == self.source)
-        return {**copy.deepcopy(entry), "rank": self.rank, "first_iteration_start_ns": int(self.starts[0])}
+        host = f"node{self.rank // RANKS_PER_HOST:02d}"
+        begin = int(self.starts[0])
+        return {**copy.deepcopy(entry), "rank": self.rank, "host": host, "first_iteration_start_ns": begin}
+
+
+def limited(rates: npt.NDArray[np.float64], limit: float) -> npt.NDArray[np.float64]:
+    """Return rates of a link that carries no more than `limit`: what is beyond it follows later."""
+    excess = np.cumsum(rates - limit)
+    waiting = excess - np.minimum(np.minimum.accumulate(excess), 0.0)
+    return rates - np.diff(waiting, prepend=0.0)
 
 
 def latest(rows: pd.DataFrame, times: Ints) -> Ints:
@@ -173,12 +205,14 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=ROOT / "traces" / "h100-20b-async.ebb")
     parser.add_argument("--ranks", type=int, default=512)
     parser.add_argument("--iterations", type=int, default=1000)
-    parser.add_argument("--commands", type=lambda text: text.split(","), default=COMMANDS)
+    parser.add_argument("--commands", type=lambda text: text.split(",") if text else [], default=COMMANDS)
     parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()
     path = arguments.folder / f"fleet-{arguments.ranks}x{arguments.iterations}.ebb"
     if not path.exists():
         make_trace(arguments.trace, path, arguments.ranks, arguments.iterations)
+    if not arguments.commands:
+        return
     size = f"{arguments.ranks} ranks, {arguments.iterations} iterations, {disk_bytes(path) / 1e9:.2f} GB on disk"
     print(f"{time.strftime('%Y-%m-%d')}, {machine_line()}, {size}, {arguments.rounds} rounds: median (least to most)\n")
     table(

@@ -125,6 +125,8 @@ COMMANDS: dict[str, list[str | Path]] = {
     ],
 }
 REPORT = "report.png"
+# Many ranks of which some differ, as `benchmarks/fleet.py` makes them.
+FLEET, FLEET_RANKS, FLEET_ITERATIONS = "fleet.png", 64, 60
 REPORT_SIZE = "1180,1100"
 VIEW = "watch.png"
 VIEW_SIZE = (120, 36)
@@ -139,6 +141,7 @@ def draw(folder: Path) -> list[Path]:
         if status:
             raise SystemExit(status)
         pictures.append(path)
+    pictures.append(draw_fleet(folder / FLEET))
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         print("no Chromium is installed: the pictures of the report and of the view are not drawn", file=sys.stderr)
@@ -154,6 +157,18 @@ def run_command(name: str, path: Path) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         words = [str(Path(scratch) / "rows.parquet") if word is TABLE else str(word) for word in COMMANDS[name]]
         return run([*words, str(path), "--force"])
+
+
+def draw_fleet(path: Path) -> Path:
+    """Make a trace of many ranks and draw its heat maps."""
+    with tempfile.TemporaryDirectory() as scratch:
+        size = ["--ranks", str(FLEET_RANKS), "--iterations", str(FLEET_ITERATIONS), "--commands", ""]
+        subprocess.run([sys.executable, ROOT / "benchmarks" / "fleet.py", scratch, *size], check=True, cwd=ROOT)
+        trace = Path(scratch) / f"fleet-{FLEET_RANKS}x{FLEET_ITERATIONS}.ebb"
+        status = run(["plot", str(trace), "--kind", "ranks", "-o", str(path), "--force"])
+        if status:
+            raise SystemExit(status)
+    return path
 
 
 def draw_report(browser: str, path: Path, scratch: Path) -> None:

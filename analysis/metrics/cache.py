@@ -13,6 +13,9 @@ from ebbtide.profiler.trace import Trace
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
+# Results by the name of a function and its arguments, as processes exchange them.
+KeptResults = dict[str, dict[Any, Any]]
+_KEPT: dict[str, WeakKeyDictionary[Trace, dict[Any, Any]]] = {}
 
 
 def once_per_trace(
@@ -24,6 +27,7 @@ def once_per_trace(
     arguments.
     """
     results: WeakKeyDictionary[Trace, dict[Any, Result]] = WeakKeyDictionary()
+    _KEPT[f"{function.__module__}.{function.__qualname__}"] = results
 
     @wraps(function)
     def cached(trace: Trace, /, *args: P.args, **kwargs: P.kwargs) -> Result:
@@ -34,6 +38,22 @@ def once_per_trace(
         return of_trace[key]
 
     return cached
+
+
+def kept_results(trace: Trace, rank: int | None = None) -> KeptResults:
+    """Return the results of a trace that `once_per_trace` keeps: those of one rank, or (None) without arguments."""
+    first = () if rank is None else (rank,)
+    selected = {
+        name: {key: result for key, result in results.get(trace, {}).items() if key[0][:1] == first}
+        for name, results in _KEPT.items()
+    }
+    return {name: results for name, results in selected.items() if results}
+
+
+def keep_results(trace: Trace, kept: KeptResults) -> None:
+    """Keep results that another process has computed of the same trace."""
+    for name, results in kept.items():
+        _KEPT[name].setdefault(trace, {}).update(results)
 
 
 # Time series that are kept of each function: those of a job with 8 ranks, 3 pools each, and some more.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
+from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, main_device, peak_pool
 from ebbtide.analysis.metrics.iterations import intervals, slowest_times, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import copies
@@ -65,31 +67,51 @@ def find_drifts(trace: Trace) -> list[Drift]:
     samples: memory that grows while a job starts is no drift.
     """
     drifts: dict[str, Drift] = {}
-    for quantity, rank, values in _series(trace):
+    for drift in (drift for rank in (None, *trace.ranks) for drift in rank_drifts(trace, rank).drifts):
+        worst = drifts.get(drift.quantity)
+        if worst is None or _share(drift) > _share(worst):
+            drifts[drift.quantity] = drift
+    return list(drifts.values())
+
+
+class RankDrifts(NamedTuple):
+    """The drifts of a rank, and the quantities of which it has enough values."""
+
+    drifts: list[Drift]
+    compared: list[str]
+
+
+@once_per_trace
+def rank_drifts(trace: Trace, rank: int | None) -> RankDrifts:
+    """Compare a rank, or (None) the iteration time of the slowest one, with its beginning."""
+    drifts, compared = [], []
+    for quantity, values in _series(trace, rank):
+        if len(values) >= MIN_VALUES:
+            compared.append(quantity)
         is_rate = quantity != "iteration_time"
         scale = capacity_bytes(trace, rank) if quantity == "free_memory" and rank is not None else None
         change = find_change(values.to_numpy(np.float64), -1 if is_rate else 1, _MIN_SHARES[quantity], scale)
         if change is None or (quantity == "free_memory" and not _keeps_falling(trace, rank, values)):
             continue
-        drift = Drift(
-            quantity=quantity,
-            rank=rank,
-            before=change.before,
-            after=change.after,
-            first=float(values.index[change.position]),
-            counts_iterations=bool(steady_iterations(trace).numbers),
-            is_gradual=change.is_gradual,
-            mean_change=change.mean_change,
+        drifts.append(
+            Drift(
+                quantity=quantity,
+                rank=rank,
+                before=change.before,
+                after=change.after,
+                first=float(values.index[change.position]),
+                counts_iterations=bool(steady_iterations(trace).numbers),
+                is_gradual=change.is_gradual,
+                mean_change=change.mean_change,
+            )
         )
-        worst = drifts.get(quantity)
-        if worst is None or _share(drift) > _share(worst):
-            drifts[quantity] = drift
-    return list(drifts.values())
+    return RankDrifts(drifts, compared)
 
 
 def compared_quantities(trace: Trace) -> list[str]:
     """Return the quantities of which a trace has enough values to compare."""
-    return list(dict.fromkeys(quantity for quantity, _, values in _series(trace) if len(values) >= MIN_VALUES))
+    ranks = (None, *trace.ranks)
+    return list(dict.fromkeys(quantity for rank in ranks for quantity in rank_drifts(trace, rank).compared))
 
 
 def _keeps_falling(trace: Trace, rank: int | None, free: pd.Series[float]) -> bool:
@@ -111,36 +133,37 @@ def _share(drift: Drift) -> float:
     return abs(drift.after - drift.before) / max(abs(drift.before), 1e-9)
 
 
-def _series(trace: Trace) -> Iterator[tuple[str, int | None, pd.Series[float]]]:
-    """Yield each quantity with its rank and its values, by iteration or by ms from the beginning of the trace."""
+def _series(trace: Trace, rank: int | None) -> Iterator[tuple[str, pd.Series[float]]]:
+    """Yield each quantity with its values, by iteration or by ms from the beginning of the trace."""
     numbers = steady_iterations(trace).numbers
-    if numbers:
-        yield "iteration_time", None, slowest_times(trace)["iteration"].dropna()
-    pool = free_pool(trace)
-    for rank in trace.ranks:
-        yield "link_speed", rank, _per_iteration(trace, rank, _link_speeds(trace, rank))
-        if not numbers:
-            continue
-        rows = copies(trace, rank, None)
-        rows = rows[(rows["bytes"].fillna(0) >= _LARGE_BYTES) & (rows["end_ns"] > rows["start_ns"])]
-        rates = rows["bytes"].astype("float64") / (rows["end_ns"] - rows["start_ns"]) * 1e9
-        for _, group in rows.assign(value=rates, t_ns=rows["start_ns"]).groupby(
-            ["direction", rows["host_memory"].fillna("")]
-        ):
-            yield "copy_rate", rank, _per_iteration(trace, rank, group)
-        yield "sm_clock", rank, _per_iteration(trace, rank, _clocks(trace, rank))
-        capacity = capacity_bytes(trace, rank)
-        if pool is not None and capacity is not None:
-            peaks = phase_peaks(trace, rank, pool).max(axis=1).dropna()
-            yield "free_memory", rank, (capacity - peaks[peaks.index.isin(numbers)]).astype("float64")
+    if rank is None:
+        if numbers:
+            yield "iteration_time", slowest_times(trace)["iteration"].dropna()
+        return
+    yield "link_speed", _per_iteration(trace, rank, _link_speeds(trace, rank))
+    if not numbers:
+        return
+    rows = copies(trace, rank, None)
+    rows = rows[(rows["bytes"].fillna(0) >= _LARGE_BYTES) & (rows["end_ns"] > rows["start_ns"])]
+    rates = rows["bytes"].astype("float64") / (rows["end_ns"] - rows["start_ns"]) * 1e9
+    kinds = ["direction", rows["host_memory"].fillna("")]
+    for _, group in rows.assign(value=rates, t_ns=rows["start_ns"]).groupby(kinds):
+        yield "copy_rate", _per_iteration(trace, rank, group)
+    yield "sm_clock", _per_iteration(trace, rank, _clocks(trace, rank))
+    pool, capacity = free_pool(trace), capacity_bytes(trace, rank)
+    if pool is not None and capacity is not None:
+        peaks = phase_peaks(trace, rank, pool).max(axis=1).dropna()
+        yield "free_memory", (capacity - peaks[peaks.index.isin(numbers)]).astype("float64")
 
 
 def _link_speeds(trace: Trace, rank: int) -> pd.DataFrame:
     """Return t_ns and value: the bytes/s that a link can carry, in samples with traffic."""
     rows = trace.link(rank)
-    rows = rows[(rows["device"] == main_device(trace, rank)) & rows["generation"].notna() & rows["width"].notna()]
-    pairs = rows[["generation", "width"]].astype("int64").itertuples(index=False, name=None)
-    speeds = pd.Series([link_peak_bytes_per_s(*pair) or np.nan for pair in pairs], index=rows.index, dtype=float)
+    rows = rows[rows["generation"].notna() & rows["width"].notna()]
+    rows = rows[rows["device"] == main_device(trace, rank)]
+    kinds = rows.groupby(["generation", "width"])
+    speed_of_kind = {kind: link_peak_bytes_per_s(int(kind[0]), int(kind[1])) or np.nan for kind in kinds.groups}
+    speeds = kinds.ngroup().map(dict(enumerate(speed_of_kind.values()))).astype("float64")
     moved = rows[["h2d_bytes_per_s", "d2h_bytes_per_s"]].max(axis=1).fillna(0.0)
     # Where only the state of the link was sampled, nothing shows load.
     return rows[["t_ns"]].assign(value=speeds)[moved >= _LOADED_LINK_SHARE * speeds]

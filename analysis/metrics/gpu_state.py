@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import main_device
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
@@ -95,16 +96,39 @@ def gpu_state(trace: Trace, ranks: Sequence[int] | None = None) -> GpuState:
     figures: list[GpuFigure] = []
     if not recorded:
         return GpuState(figures)
+    totals = [rank_gpu_totals(trace, rank) for rank in recorded]
     for quantity, unit in UNITS.items():
-        stretches = pd.concat([_stretches(trace, rank, quantity) for rank in recorded])
         for phase in ITERATION_PARTS:
-            rows = stretches[stretches["phase"] == phase]
-            if len(rows):
-                mean = float(np.average(rows["value"], weights=rows["length_ns"]))
-                low, high = float(rows["value"].min()), float(rows["value"].max())
+            of_ranks = [total[quantity, phase] for total in totals if (quantity, phase) in total]
+            if of_ranks:
+                low, high = min(total.low for total in of_ranks), max(total.high for total in of_ranks)
+                mean = sum(total.weighted for total in of_ranks) / sum(total.length_ns for total in of_ranks)
                 # The mean of equal values may differ from them by rounding.
                 figures.append(GpuFigure(quantity, unit, phase, low, min(max(mean, low), high), high))
     return GpuState(figures)
+
+
+class GpuTotals(NamedTuple):
+    """Values of a quantity in one phase of a rank: smallest, largest, their sum weighted by ns, and the ns."""
+
+    low: float
+    high: float
+    weighted: float
+    length_ns: float
+
+
+@once_per_trace
+def rank_gpu_totals(trace: Trace, rank: int) -> dict[tuple[str, str], GpuTotals]:
+    """Return the totals of a rank's GPU by quantity and phase, as far as they were recorded."""
+    totals = {}
+    for quantity in UNITS if len(trace.gpu(rank)) else ():
+        for phase, rows in _stretches(trace, rank, quantity).groupby("phase"):
+            values, lengths = rows["value"].to_numpy(np.float64), rows["length_ns"].to_numpy(np.float64)
+            weighted = float((values * lengths).sum())
+            totals[quantity, str(phase)] = GpuTotals(
+                float(values.min()), float(values.max()), weighted, float(lengths.sum())
+            )
+    return totals
 
 
 def _stretches(trace: Trace, rank: int, quantity: str) -> pd.DataFrame:

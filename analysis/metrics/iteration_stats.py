@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.metrics.iterations import durations_ms, intervals, steady_iterations
+from ebbtide.analysis.metrics.iterations import rank_durations, steady_iterations
 from ebbtide.analysis.timeseries.statistics import scaled_mad
 from ebbtide.phases import ITERATION_PARTS, PHASES
 from ebbtide.profiler.trace import Trace
@@ -90,10 +90,9 @@ def compare_iterations(trace: Trace, ranks: Sequence[int] | None = None) -> Iter
     totals: dict[int, pd.Series[float]] = {}
     warmup: set[int] = set()
     for rank in trace.ranks:
-        times = intervals(trace, rank)
-        if times.spans.empty:
+        table = rank_durations(trace, rank)
+        if table.empty:
             continue
-        table = durations_ms(times)
         warmup |= {int(number) for number in table.index} - numbers
         steady = table[table.index.isin(numbers)]
         totals[rank] = steady[list(PHASES)].sum(axis=1)

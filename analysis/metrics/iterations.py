@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.metrics.cache import once_per_trace
+from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.phases import ITERATION_PARTS, OTHER, PHASES
 from ebbtide.profiler.trace import Trace
@@ -52,7 +52,7 @@ class Intervals:
         return pd.concat([phases, pd.DataFrame(other)], ignore_index=True)
 
 
-@once_per_trace
+@recent_per_trace
 def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
     """Split the finished iterations of a rank into phases.
 
@@ -101,6 +101,14 @@ def _iteration_ends(phases: pd.DataFrame, marks: pd.DataFrame, column: str) -> p
     return np.maximum(ends, np.minimum(marked, next_starts))
 
 
+@once_per_trace
+def part_counts(trace: Trace, rank: int) -> dict[str, int]:
+    """Return how often each part of ITERATION_PARTS ran in the finished iterations of a rank, each micro-step once."""
+    times = intervals(trace, rank)
+    ran = times.phases[["iteration", "micro_step", "phase"]].drop_duplicates()["phase"].value_counts()
+    return {OTHER: len(times.spans), **{phase: int(ran.get(phase, 0)) for phase in PHASES}}
+
+
 class SteadyIterations(NamedTuple):
     """Iterations of a trace without its warm-up.
 
@@ -141,10 +149,16 @@ def durations_ms(times: Intervals) -> pd.DataFrame:
 
 
 @once_per_trace
+def rank_durations(trace: Trace, rank: int) -> pd.DataFrame:
+    """Return `durations_ms` of the finished iterations of a rank."""
+    return durations_ms(intervals(trace, rank))
+
+
+@once_per_trace
 def slowest_times(trace: Trace) -> pd.DataFrame:
     """Return milliseconds of the slowest rank per steady iteration (index) and part (columns `iteration` and
     ITERATION_PARTS)."""
-    tables = [durations_ms(intervals(trace, rank)) for rank in trace.ranks]
+    tables = [rank_durations(trace, rank) for rank in trace.ranks]
     if not tables:
         return pd.DataFrame(columns=["iteration", *ITERATION_PARTS], dtype=float)
     slowest = pd.concat(tables).groupby(level=0).max()

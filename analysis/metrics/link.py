@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import first_device, link_peak, main_device
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copies, traffic
@@ -121,22 +122,31 @@ class LinkUse:
 
 def link_use(trace: Trace, ranks: Sequence[int] | None = None) -> LinkUse:
     """Measure the link use of all ranks (None) or some."""
-    entries, phases, kinds = [], [], []
-    iterations = steady_iterations(trace).numbers
-    for rank in trace.ranks if ranks is None else ranks:
-        moved = {direction: traffic(trace, rank, direction) for direction in DIRECTIONS}
-        rejected = {direction: m.rejected_samples if m is not None else 0 for direction, m in moved.items()}
-        peak = link_peak(trace, rank)
-        missing = first_device(trace, rank).link_missing
-        entries.append(RankLink(rank, _source(trace, rank), peak, rejected, missing))
-        table = link_table(trace, rank) if iterations else whole_link_table(trace, rank)
-        table = table[table["iteration"].isin(iterations)] if iterations else table
-        for (phase, direction), rows in table.groupby(["phase", "direction"]):
-            phases.append(_phase_link(rank, str(phase) or None, str(direction), rows, peak))
-        kinds += _copy_kinds(trace, rank)
+    uses = [rank_link_use(trace, rank) for rank in (trace.ranks if ranks is None else ranks)]
+    phases = [phase for use in uses for phase in use.phases]
     parts = (None, *ITERATION_PARTS)
     phases.sort(key=lambda use: (use.rank, parts.index(use.phase), DIRECTIONS.index(use.direction)))
-    return LinkUse(entries, phases, kinds)
+    return LinkUse(
+        [entry for use in uses for entry in use.ranks], phases, [kind for use in uses for kind in use.copies]
+    )
+
+
+@once_per_trace
+def rank_link_use(trace: Trace, rank: int) -> LinkUse:
+    """Measure the link use of one rank."""
+    iterations = steady_iterations(trace).numbers
+    moved = {direction: traffic(trace, rank, direction) for direction in DIRECTIONS}
+    rejected = {direction: m.rejected_samples if m is not None else 0 for direction, m in moved.items()}
+    peak = link_peak(trace, rank)
+    missing = first_device(trace, rank).link_missing
+    entry = RankLink(rank, _source(trace, rank), peak, rejected, missing)
+    table = link_table(trace, rank) if iterations else whole_link_table(trace, rank)
+    table = table[table["iteration"].isin(iterations)] if iterations else table
+    phases = [
+        _phase_link(rank, str(phase) or None, str(direction), rows, peak)
+        for (phase, direction), rows in table.groupby(["phase", "direction"])
+    ]
+    return LinkUse([entry], phases, _copy_kinds(trace, rank))
 
 
 def _source(trace: Trace, rank: int) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -174,7 +175,27 @@ def covering(starts: Ints, ends: Ints) -> Total:
     return total
 
 
-def _of_counters(trace: Trace, rank: int, direction: str) -> Traffic | None:
+class RateSamples(NamedTuple):
+    """Samples of a link's counters in one direction, without rates that no link has.
+
+    Attributes:
+        starts: The beginning of the time that each sample covers, ns.
+        ends: Its end, ns, ascending.
+        bytes_per_s: The rates.
+        rejected: Number of samples left out.
+        spacing_ns: Median spacing of all samples.
+    """
+
+    starts: Ints
+    ends: Ints
+    bytes_per_s: Floats
+    rejected: int
+    spacing_ns: float
+
+
+@recent_per_trace
+def rate_samples(trace: Trace, rank: int, direction: str) -> RateSamples | None:
+    """Return the samples of the counters of a rank's first device; None where there are none."""
     column = f"{direction}_bytes_per_s"
     rows = trace.link(rank)
     selected = ((rows["device"] == main_device(trace, rank)) & rows[column].notna()).to_numpy(bool)
@@ -187,6 +208,13 @@ def _of_counters(trace: Trace, rank: int, direction: str) -> Traffic | None:
     starts = sample_starts(ends, windows)
     spacing = np.diff(ends, prepend=ends[0] - windows[0])
     valid = valid_rates(rates, link_peak(trace, rank))
-    starts, ends, rates = starts[valid], ends[valid], rates[valid]
-    total = cumulative(starts, ends, rates * (ends - starts) / 1e9)
-    return Traffic(total, covering(*union(starts, ends)), None, int((~valid).sum()), float(np.median(spacing)))
+    return RateSamples(starts[valid], ends[valid], rates[valid], int((~valid).sum()), float(np.median(spacing)))
+
+
+def _of_counters(trace: Trace, rank: int, direction: str) -> Traffic | None:
+    samples = rate_samples(trace, rank, direction)
+    if samples is None:
+        return None
+    starts, ends = samples.starts, samples.ends
+    total = cumulative(starts, ends, samples.bytes_per_s * (ends - starts) / 1e9)
+    return Traffic(total, covering(*union(starts, ends)), None, samples.rejected, samples.spacing_ns)

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_timeline
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.metrics.memory_spans import in_read_iteration
@@ -96,34 +97,43 @@ class MemoryUse:
 
 def memory_use(trace: Trace, ranks: Sequence[int] | None = None) -> MemoryUse:
     """Measure the pools and gaps of all ranks (None) or some."""
+    uses = [rank_memory_use(trace, rank) for rank in (trace.ranks if ranks is None else ranks)]
+    return MemoryUse(
+        [pool for use in uses for pool in use.pools],
+        [gap for use in uses for gap in use.gaps],
+        tuple(allocator for use in uses for allocator in use.allocators),
+    )
+
+
+@once_per_trace
+def rank_memory_use(trace: Trace, rank: int) -> MemoryUse:
+    """Measure the pools and gaps of one rank."""
     pools: list[PoolUse] = []
     gaps: list[Gap] = []
     iterations = steady_iterations(trace).numbers
     pool_of_free = free_pool(trace)
-    ranks = trace.ranks if ranks is None else ranks
-    for rank in ranks:
-        phases = intervals(trace, rank, device_times=False).with_other
-        phases = phases[phases["iteration"].isin(iterations)]
-        recorded = sorted(trace.memory(rank)["pool"].unique())
-        timelines = {str(pool): memory_timeline(trace, rank, pool) for pool in recorded}
-        for pool, timeline in timelines.items():
-            use = _per_phase(trace, rank, pool, phases, timeline)
-            pools += [PoolUse(rank, phase, pool, low, peak) for phase, low, peak in use]
-        differences = {
-            gap: difference(timelines[upper], timelines[lower])
-            for gap, (upper, lower) in GAPS.items()
-            if upper in timelines and lower in timelines
-        }
-        capacity = capacity_bytes(trace, rank)
-        if capacity is not None and pool_of_free in timelines:
-            times, used = timelines[pool_of_free]
-            differences["free"] = times, np.maximum(capacity - used, 0)
-        for gap, timeline in differences.items():
-            # The job itself reads the lower pool, of which less may be known.
-            pool = GAPS[gap][1] if gap in GAPS else str(pool_of_free)
-            use = _per_phase(trace, rank, pool, phases, timeline)
-            gaps += [Gap(rank, phase, gap, low, peak) for phase, low, peak in use]
-    return MemoryUse(pools, gaps, tuple((rank, state) for rank in ranks for state in trace.rank(rank).allocators))
+    phases = intervals(trace, rank, device_times=False).with_other
+    phases = phases[phases["iteration"].isin(iterations)]
+    recorded = sorted(trace.memory(rank)["pool"].unique())
+    timelines = {str(pool): memory_timeline(trace, rank, pool) for pool in recorded}
+    for pool, timeline in timelines.items():
+        use = _per_phase(trace, rank, pool, phases, timeline)
+        pools += [PoolUse(rank, phase, pool, low, peak) for phase, low, peak in use]
+    differences = {
+        gap: difference(timelines[upper], timelines[lower])
+        for gap, (upper, lower) in GAPS.items()
+        if upper in timelines and lower in timelines
+    }
+    capacity = capacity_bytes(trace, rank)
+    if capacity is not None and pool_of_free in timelines:
+        times, used = timelines[pool_of_free]
+        differences["free"] = times, np.maximum(capacity - used, 0)
+    for gap, timeline in differences.items():
+        # The job itself reads the lower pool, of which less may be known.
+        pool = GAPS[gap][1] if gap in GAPS else str(pool_of_free)
+        use = _per_phase(trace, rank, pool, phases, timeline)
+        gaps += [Gap(rank, phase, gap, low, peak) for phase, low, peak in use]
+    return MemoryUse(pools, gaps, tuple((rank, state) for state in trace.rank(rank).allocators))
 
 
 def difference(upper: tuple[Ints, Ints], lower: tuple[Ints, Ints]) -> tuple[Ints, Ints]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.metrics.cache import once_per_trace
+from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.metrics.devices import memory_timeline
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, both_busy, traffic
@@ -26,7 +26,7 @@ def phase_peaks(trace: Trace, rank: int, pool: str) -> pd.DataFrame:
     return peaks.groupby(["iteration", "phase"])["peak"].max().unstack().reindex(columns=list(ITERATION_PARTS))
 
 
-@once_per_trace
+@recent_per_trace
 def link_table(trace: Trace, rank: int) -> pd.DataFrame:
     """Return a row per iteration, phase and direction.
 

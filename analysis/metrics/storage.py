@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.timeseries.step_functions import union_length
 from ebbtide.profiler.trace import Trace
@@ -44,18 +45,23 @@ class StorageUse:
 
 def storage_use(trace: Trace, ranks: Sequence[int] | None = None) -> list[StorageUse]:
     """Return the storage use of all ranks (None) or some, both directions of each that used storage."""
+    return [use for rank in (trace.ranks if ranks is None else ranks) for use in rank_storage_use(trace, rank)]
+
+
+@once_per_trace
+def rank_storage_use(trace: Trace, rank: int) -> list[StorageUse]:
+    """Return the storage use of one rank in both directions; none where it used no storage."""
+    ops = trace.ops(rank)
+    if not ops["resource"].str.startswith("storage").any():
+        return []
     numbers = steady_iterations(trace).numbers
+    ops = ops[ops["iteration"].isin(numbers)]
+    requests, waits = _requests(ops), ops[(ops["name"] == "wait") & (ops["resource"] == "host")]
     uses = []
-    for rank in trace.ranks if ranks is None else ranks:
-        ops = trace.ops(rank)
-        if not ops["resource"].str.startswith("storage").any():
-            continue
-        ops = ops[ops["iteration"].isin(numbers)]
-        requests, waits = _requests(ops), ops[(ops["name"] == "wait") & (ops["resource"] == "host")]
-        for direction in DIRECTIONS:
-            own = requests[requests["direction"] == direction]
-            wait_ms = _per_iteration(_waits_for(waits, requests, direction), numbers) if len(waits) else None
-            uses.append(_use(rank, direction, own, wait_ms, numbers))
+    for direction in DIRECTIONS:
+        own = requests[requests["direction"] == direction]
+        wait_ms = _per_iteration(_waits_for(waits, requests, direction), numbers) if len(waits) else None
+        uses.append(_use(rank, direction, own, wait_ms, numbers))
     return uses
 
 

@@ -18,17 +18,19 @@ from ebbtide.analysis.metrics.devices import (
     pool_peaks,
 )
 from ebbtide.analysis.metrics.gpu_state import GpuFigure, gpu_state
-from ebbtide.analysis.metrics.iterations import Intervals, intervals, median_ms, slowest_times, steady_iterations
+from ebbtide.analysis.metrics.iterations import median_ms, part_counts, slowest_times, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations
 from ebbtide.analysis.metrics.missing import NO_GPU_STATE, no_link, on_demand_remarks, partly_no_link
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.metrics.prediction import TimeRange, is_predicted, predicted_range, prediction_line
-from ebbtide.analysis.metrics.rank_figures import measure_ranks
+from ebbtide.analysis.metrics.ranks.comparison import rank_differences
+from ebbtide.analysis.metrics.ranks.differences import NOT_COMPARED, RankDifferences
+from ebbtide.analysis.metrics.ranks.figures import measure_ranks
 from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.analysis.metrics.totals import Totals, whole_trace
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import union_length
-from ebbtide.phases import ITERATION_PARTS, OTHER
+from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
 
@@ -120,6 +122,7 @@ class Summary:
         iteration_range: Of a predicted trace, `iteration_ms` under fast and under slow assumptions;
             `iteration_low_ms` and `iteration_high_ms` in JSON.
         storage: Bytes and waits of storage, per rank and direction; empty where none was used.
+        rank_differences: The ranks that differ from the others.
     """
 
     iterations: int
@@ -137,6 +140,7 @@ class Summary:
     is_predicted: bool = False
     iteration_range: TimeRange | None = None
     storage: tuple[StorageUse, ...] = ()
+    rank_differences: RankDifferences = NOT_COMPARED
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide summary --json` prints."""
@@ -154,6 +158,7 @@ class Summary:
             "gpu": None if self.gpu is None else [asdict(figure) for figure in self.gpu],
             "totals": None if self.totals is None else asdict(self.totals),
             "storage": [asdict(use) for use in self.storage],
+            "rank_differences": self.rank_differences.as_json(),
             "remarks": self.remarks,
             **self._prediction(),
         }
@@ -174,7 +179,6 @@ class Summary:
 def summarize(trace: Trace) -> Summary:
     """Summarize a trace. Medians leave the warm-up out."""
     measure_ranks(trace)
-    times = [intervals(trace, rank) for rank in trace.ranks]
     steady = steady_iterations(trace)
     pool, pool_of_free = peak_pool(trace), free_pool(trace)
     slowest = slowest_times(trace)
@@ -192,7 +196,7 @@ def summarize(trace: Trace) -> Summary:
         phases.append(
             PhaseSummary(
                 phase=phase,
-                count=_count(phase, times),
+                count=max((part_counts(trace, rank)[phase] for rank in trace.ranks), default=0),
                 median_ms=median,
                 p95_ms=float(np.percentile(phase_times, 95)) if median is not None else None,
                 peak_bytes=_median_bytes(peaks[phase]),
@@ -219,6 +223,7 @@ def summarize(trace: Trace) -> Summary:
         is_predicted=is_predicted(trace),
         iteration_range=predicted_range(trace, "iteration"),
         storage=tuple(storage_use(trace)),
+        rank_differences=rank_differences(trace),
     )
 
 
@@ -235,13 +240,6 @@ def _stack(tables: Iterable[pd.DataFrame | None], iterations: list[int]) -> pd.D
 def _free(trace: Trace, rank: int, pool: str) -> pd.DataFrame | None:
     capacity = capacity_bytes(trace, rank)
     return capacity - phase_peaks(trace, rank, pool) if capacity is not None else None
-
-
-def _count(phase: str, times: list[Intervals]) -> int:
-    if phase == OTHER:
-        return max((len(rank.spans) for rank in times), default=0)
-    rows = [rank.phases.loc[rank.phases["phase"] == phase, ["iteration", "micro_step"]] for rank in times]
-    return max((len(r.drop_duplicates()) for r in rows), default=0)
 
 
 def _transfers(trace: Trace, direction: str) -> TransferSummary:

@@ -19,6 +19,7 @@ from ebbtide.analysis.metrics.phases import phase_peaks
 from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.analysis.metrics.substeps.aggregate import SubStep
 from ebbtide.analysis.metrics.substeps.breakdown import SubSteps, sub_steps
+from ebbtide.analysis.metrics.substeps.operations import op_names
 from ebbtide.analysis.metrics.summary import Summary, summarize
 from ebbtide.analysis.timeseries.step_functions import union_length
 from ebbtide.profiler.trace import Trace
@@ -143,7 +144,7 @@ class TraceMetrics:
     def sub_step(self, name: str, resources: tuple[str, ...] = ("host", "cpu")) -> SubStep | None:
         """Return a sub-step that DeepSpeed ran on the host, of the rank on which it took longest."""
         # Comparing names is fast; computing the figures of all sub-steps is not.
-        if not any((self.trace.ops(rank)["name"] == name).any() for rank in self.trace.ranks):
+        if not any(name in op_names(self.trace, rank) for rank in self.trace.ranks):
             return None
         if not self.sub_steps.tiles:
             return None
@@ -195,12 +196,14 @@ class TraceMetrics:
     @cached_property
     def steady_copies(self) -> pd.DataFrame:
         """Copies of each rank in its `copied_iterations`: the table `transfers` with rank, phase and iteration."""
-        tables = []
+        tables: list[pd.DataFrame] = []
         for rank in self.trace.ranks:
+            rows = copies(self.trace, rank, None)
+            if rows.empty and tables:
+                continue
             phases = intervals(self.trace, rank).with_other
             # The stable sort keeps a phase without length before the phase that begins with it.
             phases = phases.sort_values("start_ns", kind="stable", ignore_index=True)
-            rows = copies(self.trace, rank, None)
             index = np.searchsorted(phases["start_ns"].to_numpy(), rows["start_ns"].to_numpy(), side="right") - 1
             rows, index = rows[index >= 0], index[index >= 0]
             inside = rows["start_ns"].to_numpy() < phases["end_ns"].to_numpy()[index]

@@ -21,6 +21,7 @@ from ebbtide.analysis.plot.link import link_panels
 from ebbtide.analysis.plot.memory import memory_panels
 from ebbtide.analysis.plot.panels import PlotPanel, shared_scale
 from ebbtide.analysis.plot.phases import PhasesPanel, draw_phases
+from ebbtide.analysis.plot.ranks import RanksPanel, ranks_panels
 from ebbtide.analysis.plot.styles import NOTE_COLOR
 from ebbtide.analysis.plot.text import number_iterations, plain_text, shorten_text
 from ebbtide.analysis.plot.views import IterationRange, View, make_views
@@ -29,7 +30,7 @@ from ebbtide.analysis.timeline.panels import Scale
 from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import Trace
 
-Kind = Literal["both", "memory", "link", "activity", "all", "windows"]
+Kind = Literal["both", "memory", "link", "activity", "all", "windows", "ranks"]
 _WIDTH = 11.0
 # Points: the widest text of a legend, and the sizes of the fonts.
 _LEGEND_WIDTH = 190.0
@@ -64,9 +65,9 @@ def draw(
         span: Iterations [first, end) to show; end None: until the last one.
         rank: The rank to show; None: the first one of each trace.
         kind: `memory` (of the device, and of the host), `link`, `activity` (of the GPU), `both` (memory of the device,
-            and link; without memory, the activity of the GPU), `all` (memory, link and activity), or `windows`
-            (windows of free memory, and how idle the link is in them). Of `both` and `all` only what was recorded is
-            drawn.
+            and link; without memory, the activity of the GPU), `all` (memory, link and activity), `windows` (windows
+            of free memory, and how idle the link is in them), or `ranks` (heat maps of all ranks). Of `both` and `all`
+            only what was recorded is drawn.
         min_bytes: Least free memory of a window, bytes.
 
     Raises:
@@ -119,6 +120,8 @@ def _panels(view: View, kind: Kind, trace_count: int, min_bytes: int) -> list[Pl
         return [*link_panels(view, (tall + low) / 2, required=True)]
     if kind == "windows":
         return windows_panels(view, tall, min_bytes)
+    if kind == "ranks":
+        return [*ranks_panels(view, 2 * tall)]
     if kind == "activity":
         return [*activity_panels(view, tall, required=True)]
     memory = memory_panels(view, tall, with_host=kind != "both")
@@ -135,7 +138,8 @@ def _panels(view: View, kind: Kind, trace_count: int, min_bytes: int) -> list[Pl
 def _draw_panel(axes: Axes, panel: PlotPanel, scale: Scale, is_first: bool, is_last: bool) -> None:
     axis = panel.view.axis
     handles = panel.draw(axes, scale)
-    bands = draw_phases(axes, panel.view, panel.on_gpu) if not isinstance(panel, IdlePanel) else []
+    has_phases = not isinstance(panel, (IdlePanel, RanksPanel))
+    bands = draw_phases(axes, panel.view, panel.on_gpu) if has_phases else []
     if is_first:
         handles += bands
     axes.set_xlim(0, axis.length_ns / axis.unit_ns)
@@ -164,13 +168,13 @@ def _draw_panel(axes: Axes, panel: PlotPanel, scale: Scale, is_first: bool, is_l
 def _notes(stack: Sequence[PlotPanel], kind: Kind) -> str:
     """Return the line below a trace's name: rank, device, remarks."""
     view = stack[0].view
-    notes = [f"rank {view.rank}"] if len(view.trace.ranks) > 1 else []
+    notes = [f"rank {view.rank}"] if len(view.trace.ranks) > 1 and kind != "ranks" else []
     notes += [name] if (name := first_device(view.trace, view.rank).name) else []
     names = {panel.name for panel in stack}
     if kind in ("both", "all"):
         notes += ["no memory was recorded"] if not names & {"memory", "host memory"} else []
         notes += ["no GPU link was recorded"] if "link" not in names else []
-    if not view.has_room_for_phases:
+    if not view.has_room_for_phases and kind != "ranks":
         notes.append("phases too short to draw: show fewer --iterations")
     elif view.has_gpu_times and any(panel.on_gpu for panel in stack):
         on_gpu = " and ".join(panel.name for panel in stack if panel.on_gpu)
@@ -212,6 +216,7 @@ def _title(names: Sequence[str], kind: Kind) -> str:
         "activity": "GPU activity",
         "all": "memory, link and GPU activity",
         "windows": "windows of free memory",
+        "ranks": "ranks by iterations",
     }
     content = contents.get(kind, kind)
     return f"ebbtide: {content} of {', '.join(names)}"

@@ -10,18 +10,20 @@ from ebbtide.analysis.metrics.devices import free_memory_text, ran_on_cpu
 from ebbtide.analysis.metrics.iteration_stats import compare_iterations
 from ebbtide.analysis.metrics.link import link_use
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity, no_iterations
+from ebbtide.analysis.metrics.ranks.selection import ShownRank, shown_ranks
 from ebbtide.analysis.metrics.summary import Summary, summarize
 from ebbtide.analysis.report.columns import ReportTable
 from ebbtide.analysis.report.gpu_table import gpu_table
+from ebbtide.analysis.report.heat import HeatSection, heat_section
 from ebbtide.analysis.report.job_description import JobDetail, describe_job
 from ebbtide.analysis.report.rank import RankView, rank_view
-from ebbtide.analysis.report.tables import MAX_ROWS, rank_table, summary_table
+from ebbtide.analysis.report.rank_tables import differences_table, rank_table
+from ebbtide.analysis.report.tables import MAX_ROWS, summary_table
 from ebbtide.analysis.report.timeline_content import DetailLimits
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text, range_text
 
 # Limits that keep a page smaller than 5 MB. Points and boxes of each kind are those of all ranks together.
-MAX_RANKS = 8
 _MAX_POINTS = 80_000
 _MAX_BOXES = 4_500
 _MIN_ROWS = 50
@@ -56,6 +58,8 @@ class Page:
         gpu: Table of the state of the GPUs; None where it was not recorded.
         ranks: Ranks that are shown.
         omitted_ranks: Line on ranks that are not shown; None where all are.
+        heat: Heat maps of all ranks; None where there are few.
+        differences: Table of the ranks that differ; None where none does.
         compared: Table of all ranks; None for a single rank.
         job: Description of the job.
         missing: Lines on what was not recorded.
@@ -71,29 +75,30 @@ class Page:
     gpu: ReportTable | None
     ranks: list[RankView]
     omitted_ranks: str | None
+    heat: HeatSection | None
+    differences: ReportTable | None
     compared: ReportTable | None
     job: list[JobDetail]
     missing: list[str]
     notes: Sequence[str]
 
 
-def build_page(trace: Trace, findings: Findings, min_bytes: int, rank: int | None = None) -> Page:
+def build_page(trace: Trace, findings: Findings, min_bytes: int, ranks: Sequence[int] = ()) -> Page:
     """Collect the content of a trace's page.
 
     Args:
         trace: The trace.
         findings: Its findings.
         min_bytes: Least free memory of a window, bytes.
-        rank: The only rank to show; None: the first ones.
+        ranks: Ranks to show: see `shown_ranks`.
 
     Raises:
         TraceError: The trace has no such rank.
     """
-    if rank is not None:
-        trace.rank(rank)
-    shown = [rank] if rank is not None else trace.ranks[:MAX_RANKS]
+    shown = shown_ranks(trace, ranks)
     summary = summarize(trace)
-    iterations, link = compare_iterations(trace), link_use(trace)
+    numbers = [entry.rank for entry in shown]
+    iterations, link = compare_iterations(trace, numbers), link_use(trace, numbers)
     count = max(len(shown), 1)
     limits = DetailLimits(_MAX_POINTS // count, _MAX_BOXES // count, max(MAX_ROWS // count, _MIN_ROWS))
     return Page(
@@ -104,19 +109,23 @@ def build_page(trace: Trace, findings: Findings, min_bytes: int, rank: int | Non
         figures=_figures(trace, summary),
         phases=summary_table(summary, free_memory_text(trace)) if summary.iterations else None,
         gpu=gpu_table(summary.gpu) if summary.gpu is not None else None,
-        ranks=[rank_view(trace, number, iterations, link, min_bytes, limits) for number in shown],
-        omitted_ranks=_omitted(len(trace.ranks) - len(shown)),
-        compared=rank_table(trace, iterations, MAX_ROWS) if len(trace.ranks) > 1 else None,
+        ranks=[rank_view(trace, entry, iterations, link, min_bytes, limits) for entry in shown],
+        omitted_ranks=_omitted(shown, len(trace.ranks) - len(shown)),
+        heat=heat_section(trace),
+        differences=differences_table(summary.rank_differences),
+        compared=rank_table(trace, MAX_ROWS) if len(trace.ranks) > 1 else None,
         job=describe_job(trace),
         missing=_missing(trace, summary),
         notes=trace.notes,
     )
 
 
-def _omitted(count: int) -> str | None:
+def _omitted(shown: Sequence[ShownRank], count: int) -> str | None:
     if not count:
         return None
-    return f"{count} more {'rank is' if count == 1 else 'ranks are'} not drawn: --rank N draws another one"
+    reasons = ", ".join(f"{entry.rank} ({entry.reason})" for entry in shown if entry.reason)
+    drawn = f"drawn are {reasons}; " if reasons else ""
+    return f"{drawn}{count:,} more {'rank is' if count == 1 else 'ranks are'} not drawn: --rank N draws another one"
 
 
 def _about(trace: Trace, summary: Summary) -> str:

@@ -12,6 +12,7 @@ from ebbtide.analysis.metrics.holders.holders import holders_at
 from ebbtide.analysis.metrics.holders.stack_tree import stack_tree
 from ebbtide.analysis.metrics.iteration_stats import Iterations
 from ebbtide.analysis.metrics.link import LinkUse
+from ebbtide.analysis.metrics.ranks.selection import ShownRank
 from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
 from ebbtide.analysis.metrics.windows import Windows, find_windows
 from ebbtide.analysis.report.activity_tables import activity_tables
@@ -34,6 +35,7 @@ class RankView:
 
     Attributes:
         rank: The rank.
+        reason: Why it is shown; empty where all ranks are.
         timeline: Argument of Bokeh.embed.embed_item; None where nothing was recorded that a timeline could show.
         unit: Unit of the time axis.
         panels: Panels of the timeline, whose lines the page lists.
@@ -50,6 +52,7 @@ class RankView:
     """
 
     rank: int
+    reason: str
     timeline: dict[str, Any] | None
     unit: str
     panels: Sequence[ChartPanel]
@@ -66,24 +69,26 @@ class RankView:
 
 
 def rank_view(
-    trace: Trace, rank: int, iterations: Iterations, link: LinkUse, min_bytes: int, limits: DetailLimits
+    trace: Trace, shown: ShownRank, iterations: Iterations, link: LinkUse, min_bytes: int, limits: DetailLimits
 ) -> RankView:
     """Collect the content of the page on one rank.
 
     Args:
         trace: The trace.
-        rank: The rank.
+        shown: The rank, and why it is shown.
         iterations: Times of all iterations.
         link: Link use of all ranks.
         min_bytes: Least free memory of a window, bytes.
         limits: Limits of detail.
     """
+    rank = shown.rank
     windows = find_windows(trace, min_bytes, [rank])
     content = timeline_content(trace, rank, windows if windows.windows else None, limits)
     steps = sub_steps(trace, [rank])
     tree = stack_tree(trace, rank)
     return RankView(
         rank=rank,
+        reason=shown.reason,
         timeline=timeline_json(content) if content else None,
         unit=content.axis.unit if content else "s",
         panels=content.panels if content else (),

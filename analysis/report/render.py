@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from bokeh.resources import Resources
@@ -22,7 +23,7 @@ _SCRIPTS = ("tables.js", "readout.js", "controls.js", "timeline.js")
 
 
 def write_report(
-    trace: Trace, findings: Findings, output: Path, min_bytes: int, rank: int | None = None, force: bool = False
+    trace: Trace, findings: Findings, output: Path, min_bytes: int, ranks: Sequence[int] = (), force: bool = False
 ) -> None:
     """Write the page of a trace, complete or not at all.
 
@@ -31,7 +32,7 @@ def write_report(
         findings: Its findings.
         output: File to write.
         min_bytes: Least free memory of a window, bytes.
-        rank: The only rank to show; None: the first ones.
+        ranks: Ranks to show: see `shown_ranks`.
         force: Replace a file that exists.
 
     Raises:
@@ -39,7 +40,7 @@ def write_report(
         TraceError: The trace has no such rank.
     """
     with new_output(output, force, Path.is_file, "a file") as new:
-        new.write_text(render_page(build_page(trace, findings, min_bytes, rank)), encoding="utf-8")
+        new.write_text(render_page(build_page(trace, findings, min_bytes, ranks)), encoding="utf-8")
 
 
 def render_page(content: Page) -> str:

@@ -5,14 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from ebbtide.analysis.metrics.devices import (
-    capacity_bytes,
-    first_device,
-    free_memory_text,
-    free_pool,
-    memory_timeline,
-    peak_pool,
-)
 from ebbtide.analysis.metrics.iteration_stats import Iterations
 from ebbtide.analysis.metrics.summary import Summary
 from ebbtide.analysis.metrics.windows import Window, Windows
@@ -26,7 +18,6 @@ from ebbtide.analysis.report.columns import (
     text_column,
 )
 from ebbtide.phases import ITERATION_PARTS
-from ebbtide.profiler.trace import Trace
 
 # Most rows of a table. More rows are for a program to read.
 MAX_ROWS = 200
@@ -60,7 +51,7 @@ def summary_table(summary: Summary, free_memory: str) -> ReportTable:
     ]
     note = "Medians over the steady iterations."
     if any(row.min_free_bytes is not None for row in rows):
-        note += f" {_free_note(free_memory)}"
+        note += f" {free_note(free_memory)}"
     return ReportTable("phases", "Each phase in an iteration", tuple(columns), note)
 
 
@@ -76,14 +67,14 @@ def window_tables(windows: Windows, free_memory: str, max_rows: int) -> list[Rep
     if windows.guaranteed:
         rows, cut = first_rows(windows.guaranteed, max_rows, _ALL_WINDOWS)
         note = "Free at the same position in every iteration; times are those of an iteration of median phases."
-        note = f"{note} {_free_note(free_memory)}"
+        note = f"{note} {free_note(free_memory)}"
         tables.append(ReportTable("guaranteed", "In every iteration", tuple(_window_columns(rows)), note, cut))
     by_length = sorted(windows.windows, key=lambda w: w.start_ms - w.end_ms)
     rows, cut = first_rows(by_length, min(max_rows, MAX_WINDOWS), _ALL_WINDOWS)
     has_iterations = any(row.iteration is not None for row in rows)
     numbers = [count_column("iteration", [row.iteration for row in rows])] if has_iterations else []
     phase, *others = _window_columns(rows)
-    note = f"Times count from the start of the {'iteration' if has_iterations else 'trace'}. {_free_note(free_memory)}"
+    note = f"Times count from the start of the {'iteration' if has_iterations else 'trace'}. {free_note(free_memory)}"
     tables.append(ReportTable("longest", "The longest", (phase, *numbers, *others), note, cut))
     return tables
 
@@ -121,39 +112,9 @@ def iteration_table(iterations: Iterations, rank: int, max_rows: int) -> ReportT
     return ReportTable("iterations", "Every iteration", tuple(columns), note, cut)
 
 
-def rank_table(trace: Trace, iterations: Iterations, max_rows: int) -> ReportTable:
-    """Return the table of ranks."""
-    ranks, cut = first_rows(trace.ranks, max_rows, _ALL_ITERATIONS)
-    pool, free = peak_pool(trace), free_pool(trace)
-    peaks = [_peak(trace, rank, pool) for rank in ranks]
-    capacities = [capacity_bytes(trace, rank) for rank in ranks]
-    used = [_peak(trace, rank, free) for rank in ranks]
-    least_free = [None if c is None or u is None else c - u for c, u in zip(capacities, used, strict=True)]
-    medians = {(spread.rank, spread.phase): spread.median_ms for spread in iterations.spreads}
-    devices = [first_device(trace, rank) for rank in ranks]
-    columns = [
-        count_column("rank", ranks),
-        text_column("device", [device.name or device.device for device in devices]),
-    ]
-    for phase in ("iteration", *ITERATION_PARTS):
-        columns.append(ms_column(phase, [medians.get((rank, phase)) for rank in ranks]))
-    columns += [bytes_column(f"peak {pool or 'memory'}", peaks), bytes_column("least free", least_free)]
-    slowest = iterations.slowest_rank
-    if slowest and any(slowest.values()):
-        columns.append(count_column("times slowest", [slowest.get(rank) for rank in ranks]))
-    note = "Medians over the steady iterations; peaks of the whole trace."
-    if any(size is not None for size in least_free):
-        note += f" {_free_note(free_memory_text(trace))}"
-    return ReportTable("ranks", "Each rank", tuple(columns), note, cut)
-
-
-def _free_note(free_memory: str) -> str:
+def free_note(free_memory: str) -> str:
+    """Return the line that defines free memory."""
     return f"Free memory is {free_memory}."
-
-
-def _peak(trace: Trace, rank: int, pool: str | None) -> int | None:
-    sizes = memory_timeline(trace, rank, pool)[1] if pool else ()
-    return int(max(sizes)) if len(sizes) else None
 
 
 def _values(rows: Sequence[dict[str, Any]], key: str) -> list[float | None]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 
+from ebbtide.analysis.timeseries.step_functions import Floats
+
 # A normal distribution's standard deviation over its median absolute deviation: 1 / its 75 % quantile.
-_DEVIATIONS_PER_MAD = 1.482602218505602
+DEVIATIONS_PER_MAD = 1.482602218505602
 
 
 def median_or_none(values: pd.Series[float]) -> float | None:
@@ -20,4 +23,15 @@ def scaled_mad(values: pd.Series[float]) -> float:
     Equals `scipy.stats.median_abs_deviation(values, scale="normal")`. Importing scipy.stats takes a second, as long as
     the commands that need this figure run.
     """
-    return _DEVIATIONS_PER_MAD * float((values - values.median()).abs().median())
+    return DEVIATIONS_PER_MAD * float((values - values.median()).abs().median())
+
+
+def median_error(values: Floats | pd.Series[float]) -> float:
+    """Return the standard error of the median of a sample of two values or more.
+
+    It is taken as 1.25 IQR / (1.35 sqrt(n)): McGill, Tukey and Larsen, "Variations of Box Plots", The American
+    Statistician 32 (1978), who draw notches by it. It holds for normal values and nearly so for others, and a single
+    outlier hardly changes it. Quartiles are at p (n + 1) (Weibull), which makes them wide for few values.
+    """
+    low, high = np.percentile(values, [25, 75], method="weibull")
+    return float(1.25 * (high - low) / (1.35 * np.sqrt(len(values))))

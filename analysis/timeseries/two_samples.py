@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 import pandas as pd
 
+from ebbtide.analysis.timeseries.statistics import median_error
 from ebbtide.analysis.timeseries.step_functions import Floats
 
 _MIN_VALUES = 3
@@ -83,20 +84,13 @@ def _left_out(first: int, second: int) -> tuple[int, float]:
 def beyond_spread(a: pd.Series[float], b: pd.Series[float]) -> bool | None:
     """Return whether the medians of two samples differ by more than three standard errors of their difference.
 
-    The standard error of a median is taken as 1.25 IQR / (1.35 sqrt(n)): McGill, Tukey and Larsen, "Variations of Box
-    Plots", The American Statistician 32 (1978), who draw notches by it. It holds for normal values and nearly so for
-    others, and a single outlier hardly changes it. Quartiles are at p (n + 1) (Weibull), which makes them wide for few
-    values: of samples of 3 to 200 values from one distribution, normal, log-normal or with a tenth of outliers, less
-    than 1 % differ by this rule. Iterations that resemble the ones before them (correlation 0.5) make that 5 %.
+    The standard errors are those of `median_error`. Of samples of 3 to 200 values from one distribution, normal,
+    log-normal or with a tenth of outliers, less than 1 % differ by this rule. Iterations that resemble the ones before
+    them (correlation 0.5) make that 5 %.
 
     Returns:
         None with fewer than three values in one of the samples.
     """
     if min(len(a), len(b)) < _MIN_VALUES:
         return None
-    return bool(abs(b.median() - a.median()) > _STANDARD_ERRORS * np.hypot(_standard_error(a), _standard_error(b)))
-
-
-def _standard_error(values: pd.Series[float]) -> float:
-    low, high = np.percentile(values, [25, 75], method="weibull")
-    return float(1.25 * (high - low) / (1.35 * np.sqrt(len(values))))
+    return bool(abs(b.median() - a.median()) > _STANDARD_ERRORS * np.hypot(median_error(a), median_error(b)))

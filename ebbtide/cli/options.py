@@ -120,5 +120,24 @@ Metrics = Annotated[
         show_default="not served",
     ),
 ]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs",
+        help="Processes that read ranks.",
+        parser=count,
+        metavar="N",
+        show_default="one per core for a large trace, else none beside this one",
+    ),
+]
+Scheduler = Annotated[
+    str | None,
+    typer.Option(
+        "--scheduler",
+        metavar="ADDRESS",
+        help="Address of the scheduler of a Dask cluster to read ranks on.",
+        show_default="this machine",
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace existing output.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]

@@ -18,11 +18,11 @@ def plot(
         Path, typer.Option("-o", "--output", metavar="FILE", help="Picture to write: .png, .svg or .pdf.")
     ],
     kind: Annotated[
-        Literal["both", "memory", "link", "activity", "all", "windows"],
+        Literal["both", "memory", "link", "activity", "all", "windows", "ranks"],
         typer.Option(
             metavar="KIND",
             help="What to draw: both (memory and link; without memory, activity), memory, link, activity (of the GPU), "
-            "all (of these that were recorded), windows (of free memory).",
+            "all (of these that were recorded), windows (of free memory), ranks (heat maps of ranks by iterations).",
         ),
     ] = "both",
     min_bytes: MinBytes = "1GiB",
@@ -32,7 +32,7 @@ def plot(
     ] = None,
     force: Force = False,
 ) -> None:
-    """Draw memory and link use over time with the phases, the windows of free memory, or the activity of the GPU."""
+    """Draw memory and link use over time, windows of free memory, activity of the GPU, or heat maps of ranks."""
     file_format = picture_format(output)
     min_size = size(min_bytes)
     span = parse_iterations(iterations) if iterations is not None else (0, None)

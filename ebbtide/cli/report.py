@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ebbtide.cli.options import Force, MinBytes, TraceFile, count, size
+from ebbtide.cli.options import Force, Jobs, MinBytes, Scheduler, TraceFile, count, size
+from ebbtide.cli.scanning import read_ranks
 
 
 def report(
@@ -15,9 +16,16 @@ def report(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="HTML file to write.")],
     min_bytes: MinBytes = "1GiB",
     rank: Annotated[
-        int | None,
-        typer.Option(help="Rank to draw.", parser=count, metavar="N", show_default="the first 8"),
+        list[int] | None,
+        typer.Option(
+            help="Rank to draw; of more than 8 ranks beside the representative ones. Repeatable.",
+            parser=count,
+            metavar="N",
+            show_default="all up to 8; of more, the slowest, median and fastest one and some that differ",
+        ),
     ] = None,
+    jobs: Jobs = None,
+    scheduler: Scheduler = None,
     force: Force = False,
 ) -> None:
     """Write one HTML page that opens offline: findings, summary, timeline, windows, iterations."""
@@ -26,9 +34,11 @@ def report(
     min_size = size(min_bytes)
 
     from ebbtide.analysis.findings import find
+    from ebbtide.analysis.findings.rank_figures import finding_figures
     from ebbtide.analysis.report import write_report
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)
-    write_report(opened, find(opened), output, min_size, rank, force)
+    read_ranks(opened, finding_figures, jobs, scheduler)
+    write_report(opened, find(opened), output, min_size, rank or [], force)
     typer.echo(f"ebbtide: {output} (open it in a browser)", err=True)

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ebbtide.cli.options import Json, TraceFile, count
+from ebbtide.cli.options import Jobs, Json, Scheduler, TraceFile, count
+from ebbtide.cli.scanning import read_ranks
 
 
 def summary(
@@ -22,9 +23,12 @@ def summary(
             show_default="all: times of the slowest one",
         ),
     ] = None,
+    jobs: Jobs = None,
+    scheduler: Scheduler = None,
     as_json: Json = False,
 ) -> None:
     """Print time, memory and link use per phase: medians over the iterations of a trace."""
+    from ebbtide.analysis.metrics.ranks.figures import summary_figures
     from ebbtide.analysis.metrics.summary import summarize
     from ebbtide.cli.render.summary import print_summary
     from ebbtide.profiler.trace import open_trace
@@ -32,6 +36,8 @@ def summary(
     opened = open_trace(trace)
     if rank is not None:
         opened = opened.of_rank(rank)
+    else:
+        read_ranks(opened, summary_figures, jobs, scheduler)
     result = summarize(opened)
     if as_json:
         typer.echo(json.dumps(result.as_json()))

@@ -14,6 +14,7 @@ import typer
 from ebbtide.cli.options import Force, Json, Plot, Policies, count, size
 from ebbtide.cli.outputs import picture_format
 from ebbtide.cli.render.sweep import print_sweep, sweep_progress
+from ebbtide.cli.scanning import check_options
 
 if TYPE_CHECKING:
     from ebbtide.interleave.experiments.sweep import Row, Scenario, Task, TaskRunner
@@ -89,12 +90,7 @@ def sweep(
         picture_format(plot)
     if plot is not None and plot.resolve() == output.resolve():
         raise typer.BadParameter(f"{plot} cannot be both the table and the picture: choose two files")
-    if scheduler == "":
-        raise typer.BadParameter("--scheduler needs an address, e.g. tcp://host:8786")
-    if jobs == 0 or (jobs and scheduler):
-        raise typer.BadParameter(
-            "--jobs must be at least 1, and cannot be combined with --scheduler: a cluster has its own workers"
-        )
+    check_options(jobs, scheduler)
 
     from ebbtide import host_limits
     from ebbtide.errors import UserError

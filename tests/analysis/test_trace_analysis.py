@@ -25,6 +25,7 @@ METHODS = {
     "link": ("link", "phases"),
     "findings": ("findings", "findings"),
     "iterations": ("iterations", "rows"),
+    "ranks": ("iterations --by-rank", "ranks"),
     "substeps": ("steps", "steps"),
 }
 
@@ -42,7 +43,7 @@ def call(analysis: TraceAnalysis, method: str) -> Any:
 @pytest.mark.parametrize("method", METHODS)
 def test_method__gives_what_the_command_prints(analysis: TraceAnalysis, method: str) -> None:
     command, _ = METHODS[method]
-    printed = json.loads(ebbtide_in_process(command, RUN, "--json").stdout)
+    printed = json.loads(ebbtide_in_process(*command.split(), RUN, "--json").stdout)
     assert json.loads(json.dumps(call(analysis, method).as_json())) == printed
 
 

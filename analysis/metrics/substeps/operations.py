@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
+from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.profiler.trace import Trace
@@ -25,6 +26,12 @@ def run_in_sequence(ops: pd.DataFrame) -> bool:
     """
     used = set(ops["resource"])
     return "host" in used and not used & set(DIRECTIONS)
+
+
+@once_per_trace
+def op_names(trace: Trace, rank: int) -> frozenset[str]:
+    """Return the names in the table `ops` of a rank."""
+    return frozenset(trace.labels(rank, "ops", "name"))
 
 
 def named_ops(trace: Trace, rank: int) -> pd.DataFrame:

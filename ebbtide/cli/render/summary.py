@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ebbtide.cli.render.gpu import print_gpu
+from ebbtide.cli.render.rank_differences import print_differences
 from ebbtide.cli.render.storage import print_storage
 from ebbtide.cli.render.tables import print_table
 from ebbtide.units import bytes_text, ms_text, range_text
@@ -66,6 +67,7 @@ def print_summary(trace: Trace, summary: Summary) -> None:
     if summary.gpu is not None:
         print_gpu(summary.gpu)
     print_storage(summary.storage)
+    print_differences(summary.rank_differences)
     peaks = [[name, bytes_text(peak)] for name, peak in summary.memory.pools.items()]
     print_table(
         "Memory, whole trace",

@@ -15,11 +15,11 @@ MAX_ROWS = 40
 _FILE_WIDTH = 140
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; the first column is text, the others are figures."""
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> None:
+    """Print a table; the first columns are text, the others are figures."""
     grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
     for number, column in enumerate(columns):
-        grid.add_column(column, justify="right" if number else "left")
+        grid.add_column(column, justify="right" if number >= text_columns else "left")
     for row in rows:
         grid.add_row(*map(escape, row))
     console = Console()

@@ -9,7 +9,7 @@ from ebbtide.interleave.experiments.sweep.run import TaskRunner, combinations, c
 from ebbtide.interleave.experiments.sweep.scenario import Scenario
 from ebbtide.interleave.experiments.sweep.table import SCHEMA, write_rows
 from ebbtide.interleave.experiments.sweep.task import Row, Task, scenario_columns
-from ebbtide.interleave.experiments.sweep.workers import run_locally, run_on_cluster
+from ebbtide.workers import run_locally, run_on_cluster
 
 __all__ = [
     "BASELINE",

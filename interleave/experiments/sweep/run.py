@@ -10,9 +10,9 @@ from typing import TypeAlias
 from ebbtide.interleave.experiments.sweep.journal import Journal
 from ebbtide.interleave.experiments.sweep.scenario import Scenario
 from ebbtide.interleave.experiments.sweep.task import Row, Task, failed_row, make_task, run_task, task_key
-from ebbtide.interleave.experiments.sweep.workers import WorkerDied
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import Machine
+from ebbtide.workers import WorkerDied
 
 # Runs a function on tasks by key, and yields (key, outcome) as each is finished.
 TaskRunner: TypeAlias = Callable[[Callable[[Task], Row], Mapping[str, Task]], Iterator[tuple[str, Row | WorkerDied]]]

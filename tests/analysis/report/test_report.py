@@ -22,6 +22,7 @@ from ebbtide.analysis.timeline.styles import COLORS
 from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.analysis.metrics.deepspeed_jobs import SIZE, deepspeed_job
+from tests.analysis.metrics.ranks.fleets import fleet
 from tests.analysis.report.report_traces import GIB, GPU, HOSTILE, ITERATION, MS, hostile, long, trained, with_copies
 
 NONE = Findings((), ())
@@ -226,20 +227,34 @@ def test_page__says_that_a_trace_is_simulated() -> None:
     assert "a simulation" in parse(trained(source="simulated").build()).texts["header"][0]
 
 
-def test_page__draws_eight_ranks_and_counts_the_others() -> None:
-    trace = trained(ranks=11).build()
+def test_page__of_many_ranks_shows_representative_ones_and_a_heat_map() -> None:
+    trace = fleet(11, 8, {7: {"forward": 1.5}, 9: {"bytes": 4 * GIB}, 0: {"update": 0.7}}, noise=0.001)
     content = build_page(trace, NONE, GIB)
-    assert [view.rank for view in content.ranks] == list(range(8))
-    assert content.omitted_ranks == "3 more ranks are not drawn: --rank N draws another one"
+    shown_ranks = {view.rank: view.reason for view in content.ranks}
+    assert (shown_ranks[7], shown_ranks[0]) == ("slowest, slow forward", "fastest")
+    assert shown_ranks[9].endswith("less free memory")
+    assert len(content.ranks) in (3, 4)
+    assert content.omitted_ranks is not None
+    assert "drawn are 7 (slowest, slow forward), " in content.omitted_ranks
+    assert f"{11 - len(content.ranks)} more ranks are not drawn: --rank N draws another one" in content.omitted_ranks
+    assert content.differences is not None
+    assert [row[0].text for row in content.differences.rows] == ["rank 7", "rank 9"]
     assert content.compared is not None
     assert len(content.compared.rows) == 11
     shown = ParsedPage(render_page(content))
-    assert [a["value"] for a in shown.attributes("option")] == [str(rank) for rank in range(8)]
+    assert [a["value"] for a in shown.attributes("option")] == [str(rank) for rank in shown_ranks]
+    assert [a["src"][:22] for a in shown.attributes("img")] == ["data:image/png;base64,"] * 4
     hidden = ["hidden" in a for a in shown.attributes("div") if a.get("class") == "rank"]
-    assert hidden == [False] + [True] * 7
-    assert [view.rank for view in build_page(trace, NONE, GIB, rank=9).ranks] == [9]
+    assert hidden == [False] + [True] * (len(shown_ranks) - 1)
     with pytest.raises(TraceError, match="no rank 12"):
-        build_page(trace, NONE, GIB, rank=12)
+        build_page(trace, NONE, GIB, ranks=[12])
+
+
+def test_page__of_few_ranks_shows_all_or_those_asked_for() -> None:
+    trace = trained(ranks=3).build()
+    content = build_page(trace, NONE, GIB)
+    assert ([view.rank for view in content.ranks], content.heat, content.omitted_ranks) == ([0, 1, 2], None, None)
+    assert [view.rank for view in build_page(trace, NONE, GIB, ranks=[2, 0, 2]).ranks] == [2, 0]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from concurrent.futures import (
 )
 from typing import TypeVar
 
-import ebbtide
 from ebbtide.errors import UserError
 
 # The default of Dask.
@@ -89,12 +88,11 @@ def run_on_cluster(
     with client:
         # A lambda is sent by value. A named function would have to be imported there, and a worker that cannot import
         # it ends without an error message.
+        own = str(importlib.import_module("ebbtide").__version__)
         versions = client.run(lambda: str(importlib.import_module("ebbtide").__version__), on_error="return")
-        others = {str(version) for version in versions.values() if version != ebbtide.__version__}
+        others = {str(version) for version in versions.values() if version != own}
         if others:
-            raise UserError(
-                f"workers at {address} lack ebbtide {ebbtide.__version__}: install it there ({', '.join(others)})"
-            )
+            raise UserError(f"workers at {address} lack ebbtide {own}: install it there ({', '.join(others)})")
         for key, future in _completed(client.get_executor(pure=False), work, tasks, deque(tasks), 1000):
             try:
                 yield key, future.result()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ebbtide.analysis.metrics import cache, rank_figures
+from ebbtide.analysis.metrics import cache
 from ebbtide.analysis.metrics.devices import pool_peaks
 from ebbtide.analysis.metrics.link import link_use
 from ebbtide.analysis.metrics.memory import memory_use
-from ebbtide.analysis.metrics.rank_figures import measure_ranks
+from ebbtide.analysis.metrics.ranks import figures as rank_figures
+from ebbtide.analysis.metrics.ranks.figures import measure_ranks
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.profiler.trace import Trace, TraceBuilder

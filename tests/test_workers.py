@@ -14,7 +14,7 @@ import pytest
 
 import ebbtide
 from ebbtide.errors import UserError
-from ebbtide.interleave.experiments.sweep.workers import WorkerDied, run_locally, run_on_cluster
+from ebbtide.workers import WorkerDied, run_locally, run_on_cluster
 
 
 def double(number: int) -> int:

@@ -1,0 +1,1 @@
+"""Compares the ranks of a job: figures of each rank, ranks that differ, a heat map, representative ranks."""

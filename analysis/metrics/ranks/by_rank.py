@@ -1,0 +1,98 @@
+"""Summarizes the iterations of each rank in one row."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pandas as pd
+
+from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.metrics.iteration_stats import compare_iterations
+from ebbtide.analysis.metrics.iterations import steady_iterations
+from ebbtide.analysis.metrics.ranks.comparison import rank_differences
+from ebbtide.analysis.metrics.ranks.differences import RankDifferences
+from ebbtide.analysis.metrics.ranks.rank_series import rank_series
+from ebbtide.analysis.timeseries.statistics import median_or_none
+from ebbtide.profiler.trace import Trace
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """Medians of one rank over the steady iterations; None where not recorded.
+
+    Attributes:
+        rank: The rank.
+        host: Its host.
+        iteration_ms, forward_ms, backward_ms, update_ms, other_ms: Times.
+        phases_ms: Time of all phases, without `other`.
+        free_bytes: Least free memory of an iteration.
+        h2d_bytes_per_s, d2h_bytes_per_s: Rate of copies while they run, or the highest sampled rate.
+        times_slowest: In how many iterations its phases took longest; None with one rank.
+        cause: The cause where it differs from the others, alone or with its host; else None.
+    """
+
+    rank: int
+    host: str | None
+    iteration_ms: float | None
+    forward_ms: float | None
+    backward_ms: float | None
+    update_ms: float | None
+    other_ms: float | None
+    phases_ms: float | None
+    free_bytes: float | None
+    h2d_bytes_per_s: float | None
+    d2h_bytes_per_s: float | None
+    times_slowest: int | None
+    cause: str | None
+
+
+@dataclass(frozen=True)
+class RankTable:
+    """A row per rank, and the ranks that differ.
+
+    Attributes:
+        counted: How many steady iterations medians are over.
+        ranks: The rows.
+        differences: The ranks that differ from the others.
+    """
+
+    counted: int
+    ranks: list[RankRow]
+    differences: RankDifferences
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `ebbtide iterations --by-rank --json` prints."""
+        rows = [asdict(row) for row in self.ranks]
+        return {"counted": self.counted, "ranks": rows, "rank_differences": self.differences.as_json()}
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a row per rank, with the fields of `RankRow` as columns."""
+        return to_frame(self.ranks, RankRow)
+
+
+_MEDIANS = (
+    "iteration_ms",
+    "forward_ms",
+    "backward_ms",
+    "update_ms",
+    "other_ms",
+    "phases_ms",
+    "free_bytes",
+    "h2d_bytes_per_s",
+    "d2h_bytes_per_s",
+)
+
+
+def rank_table(trace: Trace) -> RankTable:
+    """Summarize each rank of a trace."""
+    differences = rank_differences(trace)
+    causes = {rank: difference.cause for difference in reversed(differences.differences) for rank in difference.ranks}
+    slowest = compare_iterations(trace, []).slowest_rank or {}
+    rows = []
+    for rank in trace.ranks:
+        series = rank_series(trace, rank)
+        medians = {column: median_or_none(series[column]) for column in _MEDIANS}
+        row = RankRow(rank, trace.rank(rank).host, **medians, times_slowest=slowest.get(rank), cause=causes.get(rank))
+        rows.append(row)
+    return RankTable(len(steady_iterations(trace).numbers), rows, differences)

@@ -1,0 +1,126 @@
+"""Builds the heat maps of ranks by iterations that the page shows."""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.colors import to_rgb
+from matplotlib.image import imsave
+
+from ebbtide.analysis.metrics.ranks.comparison import rank_differences
+from ebbtide.analysis.metrics.ranks.heat_map import heat_maps
+from ebbtide.analysis.timeline.heat import LEVEL_COLORS, heat_levels
+from ebbtide.analysis.timeseries.step_functions import Floats
+from ebbtide.profiler.trace import Trace
+from ebbtide.units import ms_text
+
+# Fewer ranks are compared by the table alone.
+MIN_RANKS = 9
+# Cells of a picture: of more ranks or iterations each cell is the largest of several.
+_MAX_ROWS, _MAX_COLUMNS = 512, 1000
+# Labels of ranks that differ need this share of the height, so that they do not overlap.
+_LABEL_SHARE = 0.075
+
+
+@dataclass(frozen=True)
+class HeatPicture:
+    """A heat map of one part of the iteration.
+
+    Attributes:
+        part: The part.
+        source: The picture as `data:` address: a row of cells per rank, a column per iteration.
+        note: Line on cells of several ranks or iterations; empty where each has its own.
+    """
+
+    part: str
+    source: str
+    note: str
+
+
+@dataclass(frozen=True)
+class RankLabel:
+    """The number of a rank that differs, its position from the top in percent, and the cause."""
+
+    rank: int
+    top: float
+    cause: str
+
+
+@dataclass(frozen=True)
+class HeatSection:
+    """Heat maps of all ranks.
+
+    Attributes:
+        pictures: A picture per part of the iteration.
+        keys: (colour, text) of each level.
+        labels: Ranks that differ, as far as there is room.
+        first_rank, last_rank: Ranks of the first and the last row.
+        first_iteration, last_iteration: Iterations of the first and the last column.
+    """
+
+    pictures: list[HeatPicture]
+    keys: list[tuple[str, str]]
+    labels: list[RankLabel]
+    first_rank: int
+    last_rank: int
+    first_iteration: int
+    last_iteration: int
+
+
+def heat_section(trace: Trace) -> HeatSection | None:
+    """Return the heat maps of a trace with many ranks; None with fewer, or without steady iterations."""
+    maps = heat_maps(trace) if len(trace.ranks) >= MIN_RANKS else []
+    if not maps:
+        return None
+    levels = heat_levels([heat.behind_ms for heat in maps])
+    texts = [f"less than {ms_text(levels[0])}", *(f"{ms_text(level)} or more" for level in levels)]
+    ranks, iterations = maps[0].ranks, maps[0].iterations
+    return HeatSection(
+        [HeatPicture(heat.part, _picture(heat.behind_ms, levels), _note(heat.behind_ms)) for heat in maps],
+        list(zip(LEVEL_COLORS, texts, strict=True)),
+        _labels(trace),
+        ranks[0],
+        ranks[-1],
+        iterations[0],
+        iterations[-1],
+    )
+
+
+def _labels(trace: Trace) -> list[RankLabel]:
+    differences = rank_differences(trace).differences
+    causes = {rank: difference.cause for difference in reversed(differences) for rank in difference.ranks}
+    labels: list[RankLabel] = []
+    for row, rank in enumerate(trace.ranks):
+        top = (row + 0.5) / len(trace.ranks)
+        if rank in causes and (not labels or top >= labels[-1].top / 100 + _LABEL_SHARE):
+            labels.append(RankLabel(rank, round(100 * top, 2), causes[rank]))
+    return labels
+
+
+def _picture(values: Floats, levels: Floats) -> str:
+    cells = _reduced(values)
+    colors = np.array([to_rgb(color) for color in LEVEL_COLORS])
+    rgba = np.concatenate([colors[np.digitize(cells, levels) % len(colors)], ~np.isnan(cells)[..., None]], axis=2)
+    file = io.BytesIO()
+    imsave(file, (255 * rgba).round().astype(np.uint8), format="png")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _reduced(values: Floats) -> Floats:
+    """Return at most 512 rows and 1000 columns, each cell the largest of those it stands for."""
+    for axis, most in enumerate((_MAX_ROWS, _MAX_COLUMNS)):
+        count = values.shape[axis]
+        if count > most:
+            starts = np.arange(most) * count // most
+            values = np.fmax.reduceat(values, starts, axis=axis)
+    return values
+
+
+def _note(values: Floats) -> str:
+    rows, columns = (-(-count // most) for count, most in zip(values.shape, (_MAX_ROWS, _MAX_COLUMNS), strict=True))
+    parts = [f"{rows} ranks"] if rows > 1 else []
+    parts += [f"{columns} iterations"] if columns > 1 else []
+    return f"each cell is the largest of up to {' and '.join(parts)}" if parts else ""
