@@ -27,7 +27,7 @@ def read_navigation(index: str, path_of: Callable[[str], str]) -> list[NavItem]:
         path_of: Function from a link of the index to the path of its page on the site.
 
     Returns:
-        One dict per section, with its title and a list of sections and pages. Links to a heading of a page are left out.
+        One dict per section, with its title and a list of sections and pages. Links to a heading are left out.
     """
     sections: list[NavItem] = []
     entries: list[NavItem] = []

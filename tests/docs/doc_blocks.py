@@ -7,22 +7,22 @@ special:
 
     <!-- not run: REASON -->   The next block is not run.
     <!-- slow -->              The next block is left out of quick runs.
+    <!-- exit codes: 1 0 -->   The exit codes of the commands of the next block, where one is not 0.
     <!-- numbers vary -->      The output of the next block is compared without its numbers.
     <!-- file: NAME -->        The next block is saved as this file, and is not run.
-    <!-- setup ... -->         Python lines, or lines with `$`, that run here.
+    <!-- setup [slow] ... -->  Python lines, or lines with `$`, that run here.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 _BLOCK = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^ *```$|^<!-- ?(?P<comment>.*?) ?-->$", re.MULTILINE | re.DOTALL
 )
-_MARK = re.compile(r"(not run|file|slow|numbers vary|setup)(?::|\b)(.*)", re.DOTALL)
+_MARK = re.compile(r"(not run|file|slow|exit codes|numbers vary|setup slow|setup)(?::|\b)(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Block:
         line: Number of its first line on the page, from 1.
         not_run: Why it is not run; None: it is.
         file: Name of the file that it is saved as; None: it is not.
+        exit_codes: Those of its commands, in order; the rest have 0.
         slow: Whether it is left out of quick runs.
         numbers_vary: Whether output is compared without its numbers.
     """
@@ -44,8 +45,14 @@ class Block:
     line: int
     not_run: str | None = None
     file: str | None = None
+    exit_codes: tuple[int, ...] = ()
     slow: bool = False
     numbers_vary: bool = False
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it is run, at least in runs that are not quick."""
+        return self.not_run is None and self.file is None
 
 
 def read_blocks(markdown: str) -> list[Block]:
@@ -65,9 +72,8 @@ def read_blocks(markdown: str) -> list[Block]:
             mark = _MARK.fullmatch(match["comment"])
             if mark is None:
                 continue
-            if mark[1] == "setup":
-                blocks.append(Block("setup", mark[2].strip("\n"), line, slow="slow" in marks))
-                marks = {}
+            if mark[1].startswith("setup"):
+                blocks.append(Block("setup", mark[2].strip("\n"), line, slow="slow" in mark[1]))
             else:
                 marks[mark[1]] = mark[2].strip()
             continue
@@ -79,8 +85,10 @@ def read_blocks(markdown: str) -> list[Block]:
             code = "\n".join(text[indent:] for text in match["code"].splitlines())
             if marks.get("not run") == "":
                 raise ValueError(f"line {line}: no reason why the block is not run")
-            flags = {"slow": "slow" in marks, "numbers_vary": "numbers vary" in marks}
-            blocks.append(Block(kind, code, line, marks.get("not run"), marks.get("file"), **flags))
+            exit_codes = tuple(map(int, marks.get("exit codes", "").split()))
+            slow = "slow" in marks or (kind == "output" and blocks[-1].slow)
+            flags = {"slow": slow, "numbers_vary": "numbers vary" in marks}
+            blocks.append(Block(kind, code, line, marks.get("not run"), marks.get("file"), exit_codes, **flags))
         marks = {}
     return blocks
 
@@ -90,19 +98,20 @@ def _kind(language: str, blocks: list[Block], between: str) -> Literal["console"
         return "console"
     if language == "python":
         return "python"
-    is_output = not language and blocks and blocks[-1].kind == "python" and not between.strip()
-    return "output" if is_output else None
+    after_code = blocks and blocks[-1].kind == "python" and blocks[-1].is_run and not between.strip()
+    return "output" if after_code and not language else None
 
 
 def matches(expected: str, actual: str, numbers_vary: bool = False) -> bool:
     """Return whether output is as expected, where a line of dots stands for any lines and blank lines do not count."""
     pattern = ""
-    for line in _lines(expected, numbers_vary):
+    for line in compared_lines(expected, numbers_vary):
         pattern += r"(?:.*\n)*?" if line.strip() == "..." else re.escape(line) + "\n"
-    return re.fullmatch(pattern, "".join(line + "\n" for line in _lines(actual, numbers_vary))) is not None
+    return re.fullmatch(pattern, "".join(line + "\n" for line in compared_lines(actual, numbers_vary))) is not None
 
 
-def _lines(text: str, numbers_vary: bool) -> list[str]:
+def compared_lines(text: str, numbers_vary: bool) -> list[str]:
+    """Return the lines of an output that count, without spaces at their ends."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     if numbers_vary:
         # Columns are as wide as their numbers.

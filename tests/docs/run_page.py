@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import io
 import os
 import shlex
@@ -19,12 +20,15 @@ from collections.abc import Iterator
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from ebbtide.cli import run
-from tests.docs.doc_blocks import Block, matches, read_blocks
+from tests.docs.doc_blocks import Block, compared_lines, matches, read_blocks
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
+# Of the terminal that pages show: long lines of findings stay whole.
+COLUMNS = "200"
 # Commands that start processes of their own run in one: `profile` even becomes the job.
 _IN_A_PROCESS = ("profile", "dry-run", "compare", "calibrate")
 
@@ -49,14 +53,15 @@ def run_page(page: Path, folder: Path, quick: bool = False) -> int:
     names: dict[str, Any] = {"__name__": "__main__"}
     printed = ""
     count = 0
-    with chdir(folder):
-        for block in read_blocks(page.read_text()):
-            where = f"{page.relative_to(ROOT)}, line {block.line}"
-            if block.not_run is not None or (quick and block.slow):
-                printed = ""
-            elif block.file is not None:
+    blocks = read_blocks(page.read_text())
+    with chdir(folder), mock.patch.dict(os.environ, {"COLUMNS": COLUMNS}):
+        for block in blocks:
+            where = f"{page}, line {block.line}"
+            if block.file is not None:
                 Path(block.file).parent.mkdir(parents=True, exist_ok=True)
                 Path(block.file).write_text(block.code + "\n")
+            elif not block.is_run or (quick and block.slow):
+                continue
             elif block.kind == "output":
                 _compare(where, block.code, printed, block.numbers_vary)
             elif block.kind == "console" or block.code.startswith("$"):
@@ -69,9 +74,10 @@ def run_page(page: Path, folder: Path, quick: bool = False) -> int:
 
 
 def _run_commands(where: str, block: Block) -> None:
+    exit_codes = iter(block.exit_codes)
     for command, expected in read_commands(block.code):
         status, output = _run_command(command)
-        if status:
+        if status != next(exit_codes, 0):
             raise BlockError(f"{where}: exit status {status} of {command}\n{output}")
         if expected.strip():
             _compare(f"{where}: {command}", expected, output, block.numbers_vary)
@@ -151,7 +157,9 @@ def _compare_value(where: str, statement: ast.Expr, code: str, value: object) ->
 
 def _compare(where: str, expected: str, actual: str, numbers_vary: bool) -> None:
     if not matches(expected, actual, numbers_vary):
-        raise BlockError(f"{where} prints\n{actual}\nand not\n{expected}")
+        lines = (compared_lines(text, numbers_vary) for text in (expected, actual))
+        difference = difflib.unified_diff(*lines, "page", "output", lineterm="")
+        raise BlockError(f"{where}: the output differs\n" + "\n".join(difference))
 
 
 def main() -> None:
@@ -161,7 +169,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    print(f"{run_page(args.page.resolve(), args.folder.resolve(), args.quick)} blocks")
+    print(f"{run_page(args.page, args.folder.resolve(), args.quick)} blocks")
 
 
 if __name__ == "__main__":
