@@ -21,10 +21,13 @@ PROJECT = "project"
 
 
 def site_path(root: Path, path: Path) -> str:
-    """Return the path of the page for a file of the repository, as MkDocs wants it: relative to docs/."""
+    """Return the path of the page for a file of the repository, as MkDocs wants it: relative to docs/.
+
+    Pages of notebooks end with `.md`, too (`notebook_pages.py`).
+    """
     relative = os.path.relpath(os.path.normpath(path), root)
     if relative.startswith("docs/"):
-        return relative.removeprefix("docs/")
+        return re.sub(r"\.ipynb$", ".md", relative.removeprefix("docs/"))
     return f"{PROJECT}/{relative}" if relative.endswith(".md") else f"{PROJECT}/{relative}.md"
 
 
@@ -79,20 +82,20 @@ def on_files(files: Any, config: Any) -> Any:
     """Add a page for each linked file outside docs/."""
     docs = Path(config.docs_dir)
     root = docs.parent
-    pages = [Path(file.abs_src_path) for file in files.documentation_pages() if file.abs_src_path]
-    for path in linked_files(root, pages):
+    for path in linked_files(root, sorted(docs.rglob("*.md"))):
         content = path.read_text() if path.suffix == ".md" else source_page(root, path)
-        file = File.generated(config, site_path(root, path), content=content, inclusion=InclusionLevel.NOT_IN_NAV)
-        file.repository_path = path if path.suffix == ".md" else None
-        files.append(file)
+        uri = site_path(root, path)
+        files.append(File.generated(config, uri, content=content, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Let links lead to the pages of the site."""
     docs = Path(config.docs_dir)
-    origin = getattr(page.file, "repository_path", docs / page.file.src_uri)
-    if origin is None:
-        return markdown
+    origin = docs / page.file.src_uri
+    if page.file.src_uri.startswith(f"{PROJECT}/"):
+        origin = docs.parent / page.file.src_uri.removeprefix(f"{PROJECT}/")
+        if not origin.is_file():  # a page of a file that is not Markdown
+            return markdown
     here = os.path.dirname(page.file.src_uri)
     return map_links(markdown, lambda link: os.path.relpath(site_path(docs.parent, origin.parent / link), here or "."))
