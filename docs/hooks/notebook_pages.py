@@ -54,7 +54,8 @@ def _output(output: Any, picture: str, pictures: dict[str, bytes]) -> str:
         return f"![Output of the cell above]({picture})"
     if "text/html" in data:
         table = re.sub(r"<style.*?</style>|\n\s*", "", data["text/html"], flags=re.DOTALL)
-        return table.replace(' border="1"', "")
+        # Tables without a class get the style of the site.
+        return table.replace(' border="1" class="dataframe"', "")
     return _text(data["text/plain"])
 
 
