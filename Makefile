@@ -60,7 +60,7 @@ $(VENV)/documented: $(VENV)/installed
 
 # The variable silences an advertisement that mkdocs-material prints.
 docs: $(VENV)/documented
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "Open site/index.html, or with search: $(BIN)/python -m http.server -d site"
 
 lint: $(VENV)/tested

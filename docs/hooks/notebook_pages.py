@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ TIMEOUT_S = 300
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def run_notebook(path: Path) -> Any:
-    """Run a notebook in its folder and return it with outputs.
+def run_notebook(path: Path, root: Path) -> Any:
+    """Run a notebook in its folder, with the ebbtide in the folder `root`, and return it with outputs.
 
     Raises:
         CellExecutionError: A cell has raised an error.
@@ -25,9 +26,10 @@ def run_notebook(path: Path) -> Any:
     resources = {"metadata": {"path": str(path.parent)}}
     # A kernel warns that others on this host may listen to its ports.
     quiet = ["--Application.log_level=ERROR"]
-    NotebookClient(
+    client = NotebookClient(
         notebook, timeout=TIMEOUT_S, startup_timeout=TIMEOUT_S, resources=resources, extra_arguments=quiet
-    ).execute()
+    )
+    client.execute(env={**os.environ, "PYTHONPATH": str(root)})
     return notebook
 
 
@@ -67,7 +69,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Add a page, and its pictures, for each notebook."""
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         path = Path(file.abs_src_path)
-        markdown, pictures = notebook_page(run_notebook(path), path.stem)
+        markdown, pictures = notebook_page(run_notebook(path, Path(config.docs_dir).parent), path.stem)
         files.append(File.generated(config, file.src_uri.removesuffix(".ipynb") + ".md", content=markdown))
         for name, content in pictures.items():
             files.append(File.generated(config, str(Path(file.src_uri).with_name(name)), content=content))
