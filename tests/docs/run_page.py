@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
 # Of the terminal that pages show: long lines of findings stay whole.
 COLUMNS = "200"
+HINT = "A block that cannot run here needs a mark with the reason above it: see tests/docs/doc_blocks.py."
 # Commands that start processes of their own run in one: `profile` even becomes the job.
 _IN_A_PROCESS = ("profile", "dry-run", "compare", "calibrate")
 
@@ -78,7 +79,7 @@ def _run_commands(where: str, block: Block) -> None:
     for command, expected in read_commands(block.code):
         status, output = _run_command(command)
         if status != next(exit_codes, 0):
-            raise BlockError(f"{where}: exit status {status} of {command}\n{output}")
+            raise BlockError(f"{where}: exit status {status} of {command}\n{output}\n{HINT}")
         if expected.strip():
             _compare(f"{where}: {command}", expected, output, block.numbers_vary)
 
@@ -130,7 +131,7 @@ def _run_python(where: str, block: Block, names: dict[str, Any]) -> str:
                 else:
                     exec(compile(ast.Module([statement], []), where, "exec"), names)
             except Exception as error:
-                error.add_note(f"{where}: {ast.unparse(statement)[:200]}")
+                error.add_note(f"{where}: {ast.unparse(statement)[:200]}\n{HINT}")
                 raise
     return output.getvalue()
 

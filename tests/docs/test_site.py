@@ -91,6 +91,11 @@ def test_command_reference__has_every_option_of_every_command(hooks: dict[str, M
     assert "| `--rank N` | Rank to show. | the first one; all with --json |" in reference
 
 
+def test_table_pipes__are_shown_without_their_escapes(hooks: dict[str, ModuleType]) -> None:
+    html = r"<p>a\|b</p><td><code>c\|d</code></td>"
+    assert hooks["table_pipes"].on_page_content(html) == r"<p>a\|b</p><td><code>c|d</code></td>"
+
+
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_lists__read_alike_on_code_hosts_and_on_the_site(page: Path) -> None:
     # Python-Markdown wants a blank line before a list, and lists in lists four spaces further right.
