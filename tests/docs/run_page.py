@@ -27,8 +27,8 @@ from tests.docs.doc_blocks import Block, compared_lines, matches, read_blocks
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
-# Of the terminal that pages show: long lines of findings stay whole.
-COLUMNS = "200"
+# The terminal of the pages is so wide that long lines of findings stay whole, and their machine has no GPU.
+ENVIRONMENT = {"COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""}
 HINT = "A block that cannot run here needs a mark with the reason above it: see tests/docs/doc_blocks.py."
 # Commands that start processes of their own run in one: `profile` even becomes the job.
 _IN_A_PROCESS = ("profile", "dry-run", "compare", "calibrate")
@@ -55,7 +55,7 @@ def run_page(page: Path, folder: Path, quick: bool = False) -> int:
     printed = ""
     count = 0
     blocks = read_blocks(page.read_text())
-    with chdir(folder), mock.patch.dict(os.environ, {"COLUMNS": COLUMNS}):
+    with chdir(folder), mock.patch.dict(os.environ, ENVIRONMENT):
         for block in blocks:
             where = f"{page}, line {block.line}"
             if block.file is not None:
