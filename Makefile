@@ -7,7 +7,7 @@ DEMO := demo
 # Multiplies the random cases of `make test-all`.
 FUZZ ?= 4
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo docs test test-all lint clean
 
 $(VENV)/installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("ebbtide needs Python 3.11 or newer: make PYTHON=...") if sys.version_info < (3, 11) else None'
@@ -16,7 +16,7 @@ $(VENV)/installed: pyproject.toml setup.py constraints.txt
 	touch $@
 
 $(VENV)/tested: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,docs]'
 	touch $@
 
 H100 := traces/h100-20b-blocking.ebb
@@ -54,6 +54,15 @@ demo: $(VENV)/installed
 	@echo "Open $(DEMO)/h100.html first, then $(DEMO)/a100-policies.png, $(DEMO)/gpt.html, $(DEMO)/predicted.png, $(DEMO)/machines.png and $(DEMO)/compare.png."
 	@echo "To record your own job: $(BIN)/ebbtide profile -o run.ebb -- $(BIN)/python train.py"
 
+$(VENV)/documented: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+# The variable silences an advertisement that mkdocs-material prints.
+docs: $(VENV)/documented
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "Open site/index.html, or with search: $(BIN)/python -m http.server -d site"
+
 lint: $(VENV)/tested
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -72,4 +81,4 @@ test-all: lint $(VENV)/compiled
 	EBBTIDE_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 1200
 
 clean:
-	rm -rf $(VENV) $(DEMO) build *.egg-info
+	rm -rf $(VENV) $(DEMO) build site *.egg-info

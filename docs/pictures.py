@@ -33,6 +33,7 @@ TABLE = "TABLE"
 COMMANDS: dict[str, list[str | Path]] = {
     "memory-and-link.png": ["plot", INTERLEAVED, "--iterations", "4:7", "-o"],
     "windows.png": ["plot", INTERLEAVED, "--kind", "windows", "--iterations", "4:6", "-o"],
+    "tutorial-blocking.png": ["plot", BLOCKING, "--iterations", "4:6", "-o"],
     "three-policies.png": ["plot", *THREE_POLICIES, "--kind", "memory", "--iterations", "4:6", "-o"],
     "activity.png": [
         "plot",

@@ -1,6 +1,11 @@
 """Plans, simulates and runs optimizer updates, based on what traces show of a job."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 
 __all__ = ["InterleavedAdamW"]
 
