@@ -19,7 +19,6 @@ from tests.conftest import run_process
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("ebbtide", "analysis", "interleave", "profiler")
-BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 INSTALL_TIMEOUT_S = 900.0
 REPOSITORY = {"GITHUB_SERVER_URL": "https://code.example", "GITHUB_REPOSITORY": "someone/ebbtide"}
 JOB = """
@@ -53,16 +52,6 @@ class Distributions:
             return Parser().parsestr(archive.read(name).decode())
 
 
-def build(kind: str, source: Path, output: Path) -> Path:
-    """Run a hook of the build backend in a process of its own, as pip does."""
-    output.mkdir()
-    environment = {**os.environ, **REPOSITORY}
-    run = run_process([sys.executable, "-c", BUILD, f"build_{kind}", output], cwd=source, env=environment)
-    assert run.returncode == 0, run.stderr
-    (built,) = output.iterdir()
-    return built
-
-
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
     folder = tmp_path_factory.mktemp("distributions")
@@ -73,11 +62,13 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
             shutil.copy(file, source)
     for package in (*PACKAGES, "tests"):
         shutil.copytree(ROOT / package, source / package, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    sdist = build("sdist", source, folder / "sdist")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
-    (unpacked,) = (folder / "unpacked").iterdir()
-    return Distributions(sdist, build("wheel", unpacked, folder / "wheel"))
+    # Builds the wheel from the source distribution.
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist"]
+    run = run_process(build, cwd=source, env={**os.environ, **REPOSITORY})
+    assert run.returncode == 0, run.stderr
+    (sdist,) = (folder / "dist").glob("*.tar.gz")
+    (wheel,) = (folder / "dist").glob("*.whl")
+    return Distributions(sdist, wheel)
 
 
 def test_wheel__has_each_file_of_the_packages_once_and_nothing_else(distributions: Distributions) -> None:
