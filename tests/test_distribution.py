@@ -1,4 +1,4 @@
-"""The source distribution and the wheel that is built from it: their files, and the wheel in an environment of its own."""
+"""The source distribution, the wheel that is built from it, and the wheel in an environment of its own."""
 
 from __future__ import annotations
 

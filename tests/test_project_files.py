@@ -1,4 +1,4 @@
-"""Files about the project itself: workflows, hooks, templates of issues. They parse, and state what the project states elsewhere."""
+"""Files about the project itself (workflows, hooks, templates) parse, and agree with pyproject.toml and Makefile."""
 
 from __future__ import annotations
 
