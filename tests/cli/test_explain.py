@@ -299,6 +299,7 @@ def test_commands__refuse_other_folders_in_one_line(command: str, tmp_path: Path
         assert (out, len(err.splitlines())) == ("", 1)
 
 
+@pytest.mark.slow
 def test_findings__runs_as_a_process(written: dict[str, Path]) -> None:
     shown = ebbtide("findings", written["troubled"], "--json")
     assert (shown.returncode, shown.stderr) == (0, "")

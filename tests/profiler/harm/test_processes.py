@@ -21,6 +21,7 @@ from tests.profiler.harm.programs import (
 )
 
 
+@pytest.mark.slow
 def test_profile__writes_a_trace_for_each_program_of_an_exec(tmp_path: Path) -> None:
     second = training_program(tmp_path, "train(5)\nprint('second', sys.argv[1:])\n", "second.py")
     program = f"train(3)\nos.execv(sys.executable, [sys.executable, {str(second)!r}, 'a'])\n"
@@ -108,6 +109,7 @@ def test_profile__records_a_background_job_that_outlives_its_shell(tmp_path: Pat
     assert not any("killed" in note or "cut off" in note for note in open_trace(tmp_path / "run.ebb").notes)
 
 
+@pytest.mark.slow
 def test_profile__records_under_another_profile(tmp_path: Path) -> None:
     inner = profile_command("inner.ebb", sys.executable, training_program(tmp_path, "train(3)\n"))
     run = run_profiled(*inner, cwd=tmp_path, output="outer.ebb")
