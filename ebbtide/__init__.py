@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ebbtide.profiler.trace import Trace, TraceError, open_trace
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Trace", "TraceError", "__version__", "open_trace"]
 
 

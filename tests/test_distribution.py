@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tarfile
@@ -97,6 +98,12 @@ def test_sdist__has_the_changelog_and_no_tests(distributions: Distributions) -> 
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     assert {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "setup.py"} <= names
     assert not any(name.startswith("tests") for name in names)
+
+
+def test_changelog__begins_with_what_is_unreleased_then_this_version_with_its_date() -> None:
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(ebbtide.__version__)} \(\d{{4}}-\d\d-\d\d\)", headings[1])
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import ebbtide
 from ebbtide.profiler.trace.schema import SCHEMA
 from tests.conftest import ebbtide_in_process
 
@@ -45,7 +46,8 @@ def test_old_trace__is_read_by_every_command_that_explains_it(command: str, trac
     assert json.loads(run.stdout)
 
 
-def test_old_traces__are_of_every_schema_and_small() -> None:
+def test_old_traces__are_of_every_schema_and_of_this_version_and_small() -> None:
+    assert f"{ebbtide.__version__}-recorded" in {trace.stem for trace in TRACES}
     schemas = {json.loads((trace / "meta.json").read_text())["schema"] for trace in TRACES}
     assert schemas == set(range(1, SCHEMA + 1))
     for trace in TRACES:

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
+from contextlib import chdir
 from pathlib import Path
 
 from tests.conftest import ebbtide, running_process
@@ -45,7 +46,7 @@ def cut_off(folder: Path) -> Path:
     """Copy the trace of a job that still runs, without the lock."""
     words = [sys.executable, "-m", "ebbtide", "profile", "-o", folder / "running.ebb", "--"]
     command = [*map(str, words), sys.executable, str(folder / "train.py"), "60"]
-    with running_process(command) as process:
+    with chdir(folder), running_process(command) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "trained\n"
         time.sleep(SPOOLS_WRITTEN_S)
