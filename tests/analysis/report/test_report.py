@@ -226,6 +226,7 @@ def test_page__says_that_a_trace_is_simulated() -> None:
     assert "a simulation" in parse(trained(source="simulated").build()).texts["header"][0]
 
 
+@pytest.mark.slow
 def test_page__draws_eight_ranks_and_counts_the_others() -> None:
     trace = trained(ranks=11).build()
     content = build_page(trace, NONE, GIB)

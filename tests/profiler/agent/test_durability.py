@@ -152,6 +152,7 @@ def test_profile__keeps_the_first_iterations_only(record: Record) -> None:
     assert list(recorded.trace.phases(0)["iteration"]) == [0, 0, 0, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_recorder__stops_at_max_size_and_the_job_goes_on(record: Record) -> None:
     recorded = record(ENDLESS.replace("10**6", "300").replace("0.02", "0.002"), options=("--max-size", "20KB"))
     assert recorded.run.returncode == 0

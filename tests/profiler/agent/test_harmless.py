@@ -67,6 +67,7 @@ def test_profile__reports_the_signal_that_ended_the_job(number: int, record: Rec
     assert len(recorded.phases()) == 4
 
 
+@pytest.mark.slow
 def test_recorder__lets_an_exception_of_a_signal_handler_reach_the_job(record: Record) -> None:
     recorded = record(
         PRELUDE

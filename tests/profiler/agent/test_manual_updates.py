@@ -60,6 +60,7 @@ def test_tracer__cuts_iterations_without_an_optimizer(tmp_path: Path) -> None:
     assert not traces["torch"].notes
 
 
+@pytest.mark.slow
 def test_profile__warns_once_and_gives_no_time_of_updates(record: Record) -> None:
     recorded = record(PRELUDE + MANUAL)
     assert recorded.run.stderr.count(WARNING) == 1

@@ -88,6 +88,7 @@ def test_profile__outlives_the_removal_of_all_of_its_folder(tmp_path: Path) -> N
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_profile__writes_a_relative_output_where_it_was_started(tmp_path: Path) -> None:
     program = "os.mkdir('elsewhere')\nos.chdir('elsewhere')\ntrain(3)\n"
     run = run_profiled(sys.executable, training_program(tmp_path, program), cwd=tmp_path)

@@ -80,7 +80,8 @@ def test_profile__writes_one_trace_with_two_ranks_under_torchrun(tmp_path: Path)
     assert [iterations_of(tmp_path / "run.ebb", rank) for rank in (0, 1)] == [3, 4]
 
 
-@pytest.mark.parametrize("end", ["sys.exit(0)", pytest.param("os._exit(0)", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)"])
 def test_profile__records_a_forked_child_that_trains(end: str, tmp_path: Path) -> None:
     program = f"if os.fork() == 0:\n    train(4)\n    {end}\nsys.exit(os.wait()[1])\n"
     run = run_profiled(sys.executable, training_program(tmp_path, program), cwd=tmp_path)
