@@ -1,4 +1,4 @@
-"""Where torch keeps the C++ extensions that DeepSpeed compiles for the benchmarks."""
+"""The folder in which torch keeps the C++ extensions that DeepSpeed compiles for the benchmarks."""
 
 from __future__ import annotations
 
