@@ -3,20 +3,24 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := demo
+# Exact versions of all packages.
+CONSTRAINTS ?= constraints.txt
+# Arguments of pytest.
+TESTS ?=
 
 # Multiplies the random cases of `make test-all`.
 FUZZ ?= 4
 
-.PHONY: demo docs test test-all lint clean
+.PHONY: demo docs test test-all lint dist clean
 
-$(VENV)/installed: pyproject.toml setup.py constraints.txt
+$(VENV)/installed: pyproject.toml setup.py $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit("ebbtide needs Python 3.11 or newer: make PYTHON=...") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable .
 	touch $@
 
 $(VENV)/tested: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,docs]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test,docs]'
 	touch $@
 
 H100 := traces/h100-20b-blocking.ebb
@@ -75,10 +79,16 @@ $(VENV)/compiled: $(VENV)/tested tests/torch_extensions.py
 	touch $@
 
 test: lint $(VENV)/compiled
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(TESTS)
 
 test-all: lint $(VENV)/compiled
-	EBBTIDE_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 1200
+	EBBTIDE_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 1200 $(TESTS)
+
+# The source distribution and the wheel of a release, after the tests of both.
+dist: $(VENV)/tested
+	$(BIN)/python -m pytest -q tests/test_distribution.py
+	rm -rf dist
+	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) $(DEMO) build site *.egg-info
+	rm -rf $(VENV) $(DEMO) build site dist *.egg-info

@@ -1,16 +1,33 @@
-"""Only for the one thing pyproject.toml cannot say: a .pth file that lies beside the package.
+"""Adds what pyproject.toml cannot express: a .pth file beside the package, and links to the repository of a release.
 
-It loads the agent at the start of Python where `ebbtide profile` asks for it in the environment, also where
+The .pth file loads the agent at the start of Python where `ebbtide profile` asks for it in the environment, also where
 PYTHONPATH is ignored (`python -I`) or replaced. Otherwise it does nothing.
+
+The repository names no address of its own: a build in GitHub Actions links to the repository that it was built from.
 """
 
+import os
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
 
-PTH = Path("profiler/inject/ebbtide-agent.pth")
+PTH = Path("ebbtide/profiler/inject/ebbtide-agent.pth")
+
+
+def repository_urls():
+    """Return the links of `[project.urls]` for a build in GitHub Actions, and none elsewhere."""
+    server, repository = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
+    if not (server and repository):
+        return {}
+    address = f"{server}/{repository}"
+    return {
+        "Source": address,
+        "Documentation": f"{address}/blob/main/docs/README.md",
+        "Changelog": f"{address}/blob/main/CHANGELOG.md",
+        "Issues": f"{address}/issues",
+    }
 
 
 class BuildWithPth(build_py):
@@ -42,4 +59,4 @@ class EditableWithPth(editable_wheel):
         return WithPth()
 
 
-setup(cmdclass={"build_py": BuildWithPth, "editable_wheel": EditableWithPth})
+setup(project_urls=repository_urls(), cmdclass={"build_py": BuildWithPth, "editable_wheel": EditableWithPth})

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ebbtide.profiler.job_metrics import metrics
     from ebbtide.profiler.trace import Trace, TraceError, open_trace
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Trace", "TraceError", "__version__", "metrics", "open_trace"]
 
 

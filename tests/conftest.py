@@ -48,7 +48,7 @@ def examples(count: int, by_default: int | None = None) -> int:
 # A failure prints how to reproduce it: seeds differ from run to run.
 settings.register_profile(
     "ebbtide",
-    max_examples=examples(25),
+    max_examples=examples(25, by_default=8),
     deadline=None,
     derandomize=False,
     print_blob=True,

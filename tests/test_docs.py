@@ -60,9 +60,11 @@ def test_help__shows_commands_in_groups(capsys: pytest.CaptureFixture[str]) -> N
             assert any(line.startswith(f"│ {name} ") for line in panel)
 
 
-def test_pictures__equal_those_of_the_script(pictures: ModuleType, tmp_path: Path) -> None:
+# Every third picture, or all.
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_pictures__equal_those_of_the_script(pictures: ModuleType, tmp_path: Path, step: int) -> None:
     from matplotlib.testing.compare import compare_images
 
-    for name in pictures.COMMANDS:
+    for name in list(pictures.COMMANDS)[::step]:
         assert pictures.run_command(name, tmp_path / name) == 0
         assert compare_images(str(ROOT / "docs" / "pictures" / name), str(tmp_path / name), tol=1.0) is None

@@ -52,7 +52,7 @@ def has_ended(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_run_locally__every_task_has_its_outcome(jobs: int) -> None:
     tasks = {str(number): number for number in range(20)}
     outcomes = list(run_locally(double, tasks, jobs))
@@ -72,6 +72,7 @@ def test_run_locally__only_the_task_that_kills_its_worker_fails() -> None:
     assert outcomes == {key: 2 * number for key, number in tasks.items() if number != 3}
 
 
+@pytest.mark.slow
 def test_run_locally__repeats_a_task_whose_worker_dies(tmp_path: Path) -> None:
     tasks = {name: str(tmp_path / name) for name in "ab"}
     (tmp_path / "b").touch()

@@ -88,8 +88,9 @@ class OutOfMemoryWatch:
         self._attached = False
         # The last record of the observer, whose exception was not seen yet.
         self._unexplained: dict[str, Any] | None = None
-        # Identity and text of the last exception: with the exception itself, tensors would stay alive.
-        self._last: tuple[int, str] | None = None
+        # Identity and arguments of the last exception: with the exception itself, tensors would stay alive. Its
+        # address may be that of the next one; its tuple of arguments, kept here, is not.
+        self._last: tuple[int, tuple[Any, ...]] = 0, ()
 
     def attach_observer(self, iteration: int) -> None:
         """Ask torch's CUDA allocator to report its errors, once the job uses it. It cannot be asked to stop."""
@@ -124,9 +125,9 @@ class OutOfMemoryWatch:
         on_cpu = "DefaultCPUAllocator" in text and "you tried to allocate" in text
         if not on_cpu and not isinstance(error, self._kind) and "CUDA error: out of memory" not in text:
             return
-        if (id(error), text) == self._last:
+        if self._last[0] == id(error) and self._last[1] is error.args:
             return
-        self._last = id(error), text
+        self._last = id(error), error.args
         text = text[:_MAX_MESSAGE]
         unexplained, self._unexplained = self._unexplained, None
         if unexplained is not None and not on_cpu:

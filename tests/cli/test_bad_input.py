@@ -103,14 +103,14 @@ BAD: list[Any] = [
     ("profile -o p.ebb -- nosuchcommand", "cannot run nosuchcommand"),
     ("profile -o a.ebb -- true", "--force"),
     ("profile --force -o folder -- true", "replaces only traces"),
-    ("profile -o file/p.ebb -- true", "cannot write"),
-    ("profile --nonsense -- true", "--nonsense"),
-    ("profile -o p.ebb --max-size lots -- true", "lots"),
+    pytest.param("profile -o file/p.ebb -- true", "cannot write", marks=pytest.mark.slow),
+    pytest.param("profile --nonsense -- true", "--nonsense", marks=pytest.mark.slow),
+    pytest.param("profile -o p.ebb --max-size lots -- true", "lots", marks=pytest.mark.slow),
     ("profile -o p.ebb --iterations 3:3 -- true", "3:3"),
     ("profile -o p.ebb --poll nan -- true", "--poll"),
     ("profile -o p.ebb --allocator-iterations 1.5 -- true", "--allocator-iterations"),
-    ("profile -o p.ebb --poll inf -- true", "--poll"),
-    ("profile --force -o deep -- true", "only traces"),
+    pytest.param("profile -o p.ebb --poll inf -- true", "--poll", marks=pytest.mark.slow),
+    pytest.param("profile --force -o deep -- true", "only traces", marks=pytest.mark.slow),
     ("profile -o new/er/p.ebb -- nosuch", "cannot run"),
     ("profile --force -o a.ebb -- nosuch", "cannot run"),
 ]
@@ -150,10 +150,10 @@ def test_summary__invalid_metadata_is_one_line(folder: Path, values: dict[str, A
 
 
 def test_good_input__the_same_commands_work(folder: Path) -> None:
-    assert json.loads(ebbtide("summary", "a.ebb", "--json", cwd=folder).stdout)["iterations"] == 3
-    assert ebbtide("plot", "a.ebb", "b.ebb", "-o", "taken.png", "--force", cwd=folder).returncode == 0
+    assert json.loads(ebbtide_in_process("summary", "a.ebb", "--json", cwd=folder).stdout)["iterations"] == 3
+    assert ebbtide_in_process("plot", "a.ebb", "b.ebb", "-o", "taken.png", "--force", cwd=folder).returncode == 0
     assert (folder / "taken.png").read_bytes().startswith(b"\x89PNG")
-    assert ebbtide("merge", "a.ebb", "b.ebb", "-o", "m.ebb", cwd=folder).returncode == 0
+    assert ebbtide_in_process("merge", "a.ebb", "b.ebb", "-o", "m.ebb", cwd=folder).returncode == 0
     assert open_trace(folder / "m.ebb").ranks == [0, 1]
 
 

@@ -36,7 +36,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests a mach
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
     path = tmp_path_factory.mktemp("measured") / "host.json"
-    return ebbtide("calibrate", "--seconds", "3", "--name", "host", "-o", path, "--json"), path
+    return ebbtide("calibrate", "--seconds", "1", "--name", "host", "-o", path, "--json"), path
 
 
 def test_calibrate__writes_a_machine_file_and_prints_only_that(measured: tuple[Run, Path]) -> None:
@@ -174,7 +174,7 @@ def test_calibrate__fits_a_machine_from_traces(tmp_path: Path) -> None:
     traces = [write_trace(tmp_path, "static", ratio=1.0)]
     traces += [write_trace(tmp_path, f"every-{stride}", **interleaved(stride)) for stride in (2, 5)]
     arguments = [word for path in traces for word in ("--from-trace", path)]
-    run = ebbtide("calibrate", *arguments, "--json", cwd=tmp_path)
+    run = ebbtide_in_process("calibrate", *arguments, "--json", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout)
     assert result == json.loads((tmp_path / "fitted.json").read_text())

@@ -14,7 +14,7 @@ from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import open_trace
-from tests.conftest import ebbtide, torch_on_one_thread
+from tests.conftest import ebbtide_in_process, torch_on_one_thread
 
 Printed = pytest.CaptureFixture[str]
 # Invented rates, so that these runs need not measure.
@@ -53,7 +53,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compare__prints_one_object_and_writes_its_outputs(folder: Path) -> None:
     arguments = [*TINY.split(), "--policy", "pipelined", "--policy", "interleaved:2", "--against", "torch"]
-    done = ebbtide("compare", *arguments, "--plot", "new.png", "--save", "new", "--json", cwd=folder)
+    done = ebbtide_in_process("compare", *arguments, "--plot", "new.png", "--save", "new", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "ebbtide: new.png\nebbtide: new\n"
     printed = json.loads(done.stdout)

@@ -13,7 +13,7 @@ from ebbtide.profiler.trace import Trace, TraceBuilder, open_trace
 from ebbtide.units import bytes_text, ms_text
 from tests.analysis.test_diff import trained, with_updates
 from tests.cli.test_bad_input import contents, refused
-from tests.conftest import ebbtide, ebbtide_in_process
+from tests.conftest import ebbtide_in_process
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_diff__json_is_the_comparison(folder: Path) -> None:
-    run = ebbtide("diff", "a.ebb", "b.ebb", "--json", cwd=folder)
+    run = ebbtide_in_process("diff", "a.ebb", "b.ebb", "--json", cwd=folder)
     assert (run.returncode, run.stderr) == (0, "")
     expected = compare(open_trace(folder / "a.ebb"), open_trace(folder / "b.ebb")).as_json()
     assert json.loads(run.stdout) == {**expected, "a": "a.ebb", "b": "b.ebb"}

@@ -16,7 +16,7 @@ from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.findings.jobs import CAPACITY, MS, PEAK, Job, async_copies, devices, offloaded, on_cpu
 from tests.analysis.findings.test_find import troubled
 from tests.analysis.metrics.deepspeed_jobs import deepspeed_job
-from tests.conftest import ebbtide, ebbtide_in_process
+from tests.conftest import ebbtide, ebbtide_in_process, slow
 
 COMMANDS = ("findings", "link", "memory", "iterations", "windows", "steps", "activity")
 GPU = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": CAPACITY, "link": {"peak_bytes_per_s": PEAK}}
@@ -83,6 +83,8 @@ WITHOUT_MEMORY = {"no-memory", "no-ranks", "bare-rank", "simulated"}
 WITHOUT_ITERATIONS = {"no-phases", "unfinished", "no-ranks", "bare-rank"}
 WITHOUT_LINK = {"no-link", "unfinished", "no-ranks", "bare-rank", "simulated", "on-cpu"}
 WITH_STEPS = {"simulated", "deepspeed"}
+# Traces of which another one is much the same.
+SIMILAR = ("well", "no-link", "bare-rank", "extreme-figures")
 # Command -> the traces that lack what it prints, and the list of its JSON object that is empty then.
 LACKING = {
     "windows": (WITHOUT_MEMORY, "windows"),
@@ -111,7 +113,7 @@ Printed = pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("name", slow(TRACES, but=TRACES.keys() - set(SIMILAR)))
 def test_commands__explain_every_trace_or_say_in_one_line_what_it_lacks(
     name: str, command: str, written: dict[str, Path], capsys: Printed
 ) -> None:
@@ -299,6 +301,7 @@ def test_commands__refuse_other_folders_in_one_line(command: str, tmp_path: Path
         assert (out, len(err.splitlines())) == ("", 1)
 
 
+@pytest.mark.slow
 def test_findings__runs_as_a_process(written: dict[str, Path]) -> None:
     shown = ebbtide("findings", written["troubled"], "--json")
     assert (shown.returncode, shown.stderr) == (0, "")

@@ -17,7 +17,7 @@ import pytest
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.export.trace_event_file import check
 from tests.cli.test_bad_input import contents, refused
-from tests.conftest import Recorded, ebbtide, ebbtide_in_process
+from tests.conftest import Recorded, ebbtide_in_process
 
 JOB = """
     import torch
@@ -51,7 +51,7 @@ def test_export_and_tables__a_recorded_job_opens_in_perfetto_and_pandas(
     record: Callable[..., Recorded], tmp_path: Path
 ) -> None:
     job = record(JOB)
-    run = ebbtide("export", job.path, "-o", "x.json.gz", cwd=tmp_path)
+    run = ebbtide_in_process("export", job.path, "-o", "x.json.gz", cwd=tmp_path)
     assert (run.returncode, run.stdout) == (0, "")
     text = gzip.decompress((tmp_path / "x.json.gz").read_bytes()).decode()
     check(text)
@@ -59,7 +59,7 @@ def test_export_and_tables__a_recorded_job_opens_in_perfetto_and_pandas(
     assert Counter(e["cat"] for e in events if e["ph"] == "X") == {"iteration": 6, "phase": 30}
     memory = Counter(e["name"] for e in events if e["ph"] == "C")
     assert memory == Counter(f"memory cpu {pool}" for pool in job.trace.memory(0)["pool"])
-    run = ebbtide("tables", job.path, "-o", "out", "--min-bytes", "1MB", cwd=tmp_path)
+    run = ebbtide_in_process("tables", job.path, "-o", "out", "--min-bytes", "1MB", cwd=tmp_path)
     assert (run.returncode, run.stdout) == (0, "")
     phases = pd.read_csv(tmp_path / "out" / "phases.csv")
     assert phases["start_ns"].tolist() == job.trace.phases(0)["start_ns"].tolist()
@@ -119,6 +119,7 @@ def test_export_and_tables__a_full_file_system_leaves_no_partial_output(folder: 
     assert contents(folder) == before
 
 
+@pytest.mark.slow
 def test_export_and_tables__import_neither_torch_nor_matplotlib(folder: Path) -> None:
     for command_line in ("export a.ebb -o x.json", "tables a.ebb -o out"):
         command = [sys.executable, "-X", "importtime", "-m", "ebbtide", *command_line.split()]

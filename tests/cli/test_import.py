@@ -12,7 +12,7 @@ import pytest
 from ebbtide.cli import run
 from ebbtide.profiler.trace import open_trace
 from tests.cli.test_bad_input import contents, refused
-from tests.conftest import Run, ebbtide, ebbtide_in_process
+from tests.conftest import Run, ebbtide_in_process
 
 DATA = Path(__file__).parents[1] / "profiler" / "importers" / "data"
 PUBLISHED = Path(__file__).parents[3] / "shared" / "published" / "deep-optimizer-states" / "h100-20B"
@@ -94,7 +94,7 @@ def test_import__a_bad_file_exits_with_2(folder: Path) -> None:
 
 
 def test_import__a_log_up_to_its_windows(folder: Path) -> None:
-    done = ebbtide("import", "run.log", "-o", "x.ebb", cwd=folder)
+    done = ebbtide_in_process("import", "run.log", "-o", "x.ebb", cwd=folder)
     assert (done.returncode, done.stdout) == (0, "")
     *notes, last = done.stderr.splitlines()
     assert [note.removeprefix("ebbtide: ") for note in notes] == open_trace(folder / "x.ebb").notes

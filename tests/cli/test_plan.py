@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ebbtide.cli import run
-from tests.conftest import ebbtide
+from tests.conftest import ebbtide_in_process
 from tests.interleave.experiments.sweep.sweeps import write_files
 from tests.interleave.provisioning.jobs import gpu_machine
 
@@ -41,7 +41,7 @@ def answer(capsys: Printed, arguments: str) -> Any:
 
 def test_plan__json_of_a_size_has_the_keys_of_each_machine(folder: Path) -> None:
     machines = ["--machine", "small.json", "large.json", "tiny.json", "--price-per-hour", "2"]
-    done = ebbtide("plan", *SIZE.split(), *machines, "--json", cwd=folder)
+    done = ebbtide_in_process("plan", *SIZE.split(), *machines, "--json", cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     printed = json.loads(done.stdout)
     assert list(printed) == ["job", "plans"]

@@ -10,7 +10,7 @@ import pytest
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.plot.pictures import GPU, LINKED, MIB, train
 from tests.cli.test_bad_input import refused
-from tests.conftest import ebbtide, ebbtide_in_process
+from tests.conftest import ebbtide_in_process, slow
 
 SIGNATURES = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("format", list(SIGNATURES))
+@pytest.mark.parametrize("format", slow(SIGNATURES, but=["png"]))
 @pytest.mark.parametrize("kind", ["both", "memory", "link", "windows"])
 def test_plot__writes_every_kind_in_every_format(folder: Path, kind: str, format: str) -> None:
     output = f"{kind}.{format}"
@@ -52,7 +52,9 @@ def test_plot__replaces_a_picture_only_with_force(folder: Path) -> None:
     (folder / "taken.png").write_text("kept")
     assert "--force" in refused(ebbtide_in_process("plot", "run.ebb", "-o", "taken.png", cwd=folder))
     assert (folder / "taken.png").read_text() == "kept"
-    assert ebbtide("plot", "run.ebb", "unlinked.ebb", "-o", "taken.png", "--force", cwd=folder).returncode == 0
+    assert (
+        ebbtide_in_process("plot", "run.ebb", "unlinked.ebb", "-o", "taken.png", "--force", cwd=folder).returncode == 0
+    )
     assert (folder / "taken.png").read_bytes().startswith(SIGNATURES["png"])
     (folder / "folder.png").mkdir()
     assert "not a file" in refused(ebbtide_in_process("plot", "run.ebb", "-o", "folder.png", "--force", cwd=folder))

@@ -17,7 +17,7 @@ from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.analysis.findings.jobs import PARAMS, Job, devices, offloaded
-from tests.conftest import ebbtide
+from tests.conftest import ebbtide, ebbtide_in_process
 from tests.interleave.experiments.sweep.sweeps import MACHINE, WORKLOAD, write_files
 from tests.interleave.replay.test_results import BOUND, RESULT
 
@@ -142,7 +142,9 @@ def test_replay__is_deterministic_and_its_output_can_be_replayed(folder: Path) -
     printed = json.loads(first.stdout)
     (folder / "again-w.json").write_text(json.dumps(printed["workload"]))
     (folder / "again-m.json").write_text(json.dumps(printed["machine"]))
-    again = ebbtide("replay", "--workload", "again-w.json", "--machine", "again-m.json", *OPTIONS, "--json", cwd=folder)
+    again = ebbtide_in_process(
+        "replay", "--workload", "again-w.json", "--machine", "again-m.json", *OPTIONS, "--json", cwd=folder
+    )
     assert again.stdout == first.stdout
 
 
@@ -334,6 +336,7 @@ def test_replay__bad_input_is_one_line_and_changes_no_file(folder: Path, capsys:
         assert {name: after[name] for name in after if "__pycache__" not in name} == before, arguments
 
 
+@pytest.mark.slow
 def test_replay__does_not_import_torch_and_exits_with_2_as_a_process(folder: Path) -> None:
     failed = ebbtide("replay", "--workload", "truncated.json", "--machine", "m.json", cwd=folder)
     assert (failed.returncode, failed.stdout) == (2, "")

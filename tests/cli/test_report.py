@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.analysis.report.report_traces import trained
-from tests.conftest import ebbtide, ebbtide_in_process
+from tests.conftest import ebbtide_in_process
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_report__writes_the_page_and_prints_its_path(run: Path) -> None:
-    done = ebbtide("report", "run.ebb", "-o", "run.html", "--min-bytes", "20GiB", cwd=run)
+    done = ebbtide_in_process("report", "run.ebb", "-o", "run.html", "--min-bytes", "20GiB", cwd=run)
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr.startswith("ebbtide: run.html")
     html = (run / "run.html").read_text()
@@ -67,6 +67,7 @@ def test_report__bad_input_is_one_line_and_changes_no_file(run: Path, arguments:
     assert [path.name for path in run.iterdir()] == ["run.ebb"]
 
 
+@pytest.mark.slow
 def test_report__imports_neither_torch_nor_matplotlib(run: Path) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "ebbtide", "report", "run.ebb", "-o", "run.html"]
     done = subprocess.run(command, cwd=run, capture_output=True, text=True, timeout=240, check=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity
 from ebbtide.analysis.metrics.windows import Window, find_windows
 from ebbtide.profiler.trace import Trace, TraceBuilder
-from tests.conftest import ebbtide, ebbtide_in_process
+from tests.conftest import ebbtide_in_process
 
 MS = 1_000_000
 CAPACITY = 100
@@ -324,7 +324,7 @@ def test_windows_command__prints_tables_and_json(tmp_path: Path) -> None:
             begin = (30 * iteration + 10 * index) * MS
             rank.phase(phase, begin, begin + 10 * MS, iteration).memory(begin, (1, 3, 0)[index] << 30)
     builder.write(path)
-    printed = json.loads(ebbtide("windows", path, "--json").stdout)
+    printed = json.loads(ebbtide_in_process("windows", path, "--json").stdout)
     assert printed["min_bytes"] == 1 << 30
     assert printed["capacity_bytes"] == 3 << 30
     assert printed["devices"] == [{"rank": 0, "device": "cuda:0", "capacity_bytes": 3 << 30}]

@@ -13,6 +13,7 @@ from ebbtide.analysis.plot import draw
 from ebbtide.analysis.plot.figure import Kind
 from ebbtide.profiler.trace import Trace, open_trace
 from tests.analysis.plot.pictures import boxes, labels, outside, overlapping, steps
+from tests.conftest import slow
 
 GIB = 2**30
 RUN = Path(__file__).parents[3] / "traces" / "h100-20b-interleaved-2.ebb"
@@ -23,7 +24,7 @@ def trace() -> Trace:
     return open_trace(RUN)
 
 
-@pytest.mark.parametrize("kind", ["both", "memory", "link", "windows"])
+@pytest.mark.parametrize("kind", slow(["both", "memory", "link", "windows"], but=["both"]))
 def test_draw__has_no_overlapping_texts(trace: Trace, kind: Kind) -> None:
     figure = draw([trace, trace], kind=kind)
     assert overlapping(figure) == []

@@ -37,7 +37,7 @@ def similar_to_neighbours(random: Random, count: int) -> Floats:
 
 
 @pytest.mark.parametrize("noise", [normal, with_outliers, alternating, similar_to_neighbours])
-@pytest.mark.parametrize("count", [MIN_VALUES, 50, 90])
+@pytest.mark.parametrize("count", [MIN_VALUES, pytest.param(50, marks=pytest.mark.slow), 90])
 def test_find_change__has_few_false_alarms(noise: Callable[[Random, int], Floats], count: int) -> None:
     random, runs = np.random.default_rng(0), 100
     false = sum(

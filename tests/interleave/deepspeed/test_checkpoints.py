@@ -9,7 +9,11 @@ from .training import config, digest, engine, train
 
 @pytest.mark.parametrize(
     ("saves", "loads"),
-    [("twin-flow:0.5", None), ("interleaved:2,overlap=forward", "adaptive"), ("adaptive", "pipelined,overlap=forward")],
+    [
+        ("twin-flow:0.5", None),
+        ("interleaved:2,overlap=forward", "adaptive"),
+        pytest.param("adaptive", "pipelined,overlap=forward", marks=pytest.mark.slow),
+    ],
 )
 def test_load_checkpoint__loads_across_policies_and_plain_deepspeed(
     deepspeed: Any, saves: str, loads: str | None, tmp_path: Any

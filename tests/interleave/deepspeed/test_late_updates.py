@@ -41,7 +41,9 @@ def read_at_steps(running: Any, steps: int) -> list[Any]:
     return readings
 
 
-@pytest.mark.parametrize(("policy", "accumulate"), [("interleaved:2", 2), ("adaptive", 1)])
+@pytest.mark.parametrize(
+    ("policy", "accumulate"), [("interleaved:2", 2), pytest.param("adaptive", 1, marks=pytest.mark.slow)]
+)
 def test_step__gives_the_bits_of_steps_without_overlap(deepspeed: Any, policy: str, accumulate: int) -> None:
     results = []
     for overlap in ("none", "forward"):

@@ -111,13 +111,19 @@ def in_a_backward(optimizer: InterleavedAdamW) -> None:
     (param.float() ** 2).sum().backward()
 
 
-@pytest.mark.parametrize("end", [deleted, closed, scheduled, in_a_backward])
+ENDS = (deleted, closed, scheduled, in_a_backward)
+
+
 @pytest.mark.parametrize(
-    ("policy", "mode"),
+    ("policy", "mode", "end"),
     [
-        pytest.param("interleaved:2", "streamed", marks=pytest.mark.slow),
-        ("gpu-only", "kept"),
-        ("adaptive", "streamed"),
+        ("gpu-only", "kept", deleted),
+        ("gpu-only", "kept", scheduled),
+        ("adaptive", "streamed", closed),
+        ("adaptive", "streamed", in_a_backward),
+        *(pytest.param("gpu-only", "kept", end, marks=pytest.mark.slow) for end in (closed, in_a_backward)),
+        *(pytest.param("adaptive", "streamed", end, marks=pytest.mark.slow) for end in (deleted, scheduled)),
+        *(pytest.param("interleaved:2", "streamed", end, marks=pytest.mark.slow) for end in ENDS),
     ],
 )
 def test_optimizer__releases_all_memory_and_threads(

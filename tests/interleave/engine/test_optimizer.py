@@ -123,8 +123,14 @@ def test_policies__give_the_bits_of_the_reference(policy: str, dtype: torch.dtyp
     assert outcome == expected
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "mode"),
+    [
+        pytest.param(policy, mode, marks=[] if number % len(MODES) == position else SLOW)
+        for number, policy in enumerate(POLICIES)
+        for position, mode in enumerate(MODES)
+    ],
+)
 def test_optimizer__gives_the_bits_of_the_reference_in_a_job_with_everything(policy: str, mode: str) -> None:
     assert everything(maker(policy, mode)) == expected(everything)
 

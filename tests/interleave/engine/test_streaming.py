@@ -259,8 +259,15 @@ def run_around(make: Make, unusual: Callable[[Job, Any], None]) -> Outcome:
     return finish(job, optimizer)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("unusual", UNUSUAL)
+# Each unusual job runs under one policy, all under each in the slow tests.
+@pytest.mark.parametrize(
+    ("unusual", "policy"),
+    [
+        pytest.param(unusual, policy, marks=[] if number % len(POLICIES) == position else pytest.mark.slow)
+        for number, unusual in enumerate(UNUSUAL)
+        for position, policy in enumerate(POLICIES)
+    ],
+)
 def test_streamed__gives_the_bits_of_the_reference_in_unusual_jobs(
     unusual: Callable[[Job, Any], None], policy: str
 ) -> None:

@@ -46,6 +46,7 @@ def test_explain__gains_add_up_to_the_whole(job: Workload, target: Machine) -> N
         assert step.iteration_ms == ran(step.policy, job, target).iteration_s * 1e3
 
 
+@pytest.mark.slow
 def test_explain__adds_windows_after_memory_that_is_always_free() -> None:
     job, target = workload(), machine()
     steps = explain(job, target)

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from ebbtide.interleave.replay.recommend.overlap_choice import DEEPSPEED_OVERLAP, OPTIMIZER_OVERLAP
-from tests.conftest import ebbtide_in_process, run_process, slow
+from tests.conftest import ebbtide_in_process, run_process
 from tests.interleave.experiments.sweep.sweeps import MACHINE
 
 ROOT = Path(__file__).parents[3]
@@ -81,7 +81,8 @@ def test_recommend__deepspeed_reads_each_printed_configuration(
     assert len(blocks["python"]) == (2 if policy in ENGINE_POLICIES else 0)
 
 
-@pytest.mark.parametrize("policy", slow(POLICIES, but=[OVERLAPPED]))
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
 def test_recommend__jobs_run_with_the_blocks_as_printed(
     policy: str, deepspeed_extensions: None, tmp_path: Path
 ) -> None:

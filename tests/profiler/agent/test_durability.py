@@ -16,7 +16,7 @@ import pytest
 
 from ebbtide.profiler import open_trace
 from ebbtide.profiler.trace import TraceBuilder
-from tests.conftest import Recorded, ebbtide, run_process, running_process
+from tests.conftest import Recorded, ebbtide, ebbtide_in_process, run_process, running_process
 from tests.profiler.agent.jobs import PLAIN, PRELUDE
 
 Record = Callable[..., Recorded]
@@ -58,7 +58,7 @@ def test_recorder__keeps_all_but_the_last_second_of_a_killed_job(tmp_path: Path)
     assert len(recorded) > 20
     assert any("its recording has no end" in note for note in trace.notes)
     # Reading it again, and by the commands, gives the same.
-    summary = json.loads(ebbtide("summary", path, "--json").stdout)
+    summary = json.loads(ebbtide_in_process("summary", path, "--json").stdout)
     assert summary["iterations"] == len(recorded)
     assert any("not finished" in remark for remark in summary["remarks"])
 
@@ -87,9 +87,10 @@ def test_recorder__stops_at_a_full_disk_and_the_job_goes_on(small_disk: Path, tm
     assert "no space left" in warnings[0].lower()
     iterations = open_trace(path).phases(0)["iteration"].dropna()
     assert 20 < iterations.nunique() < 1500
-    assert json.loads(ebbtide("summary", path, "--json").stdout)["iterations"] == iterations.nunique()
+    assert json.loads(ebbtide_in_process("summary", path, "--json").stdout)["iterations"] == iterations.nunique()
 
 
+@pytest.mark.slow
 def test_recorder__keeps_the_phases_of_a_crashed_rank(record: Record) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     crash = """
@@ -140,7 +141,7 @@ def test_profile__keeps_only_the_requested_iterations(record: Record) -> None:
     begin = trace.rank(0).first_iteration_start_ns
     assert begin < phases["start_ns"].min()
     assert trace.memory(0)["t_ns"].between(begin, phases["end_ns"].max()).all()
-    summary = json.loads(ebbtide("summary", recorded.path, "--json").stdout)
+    summary = json.loads(ebbtide_in_process("summary", recorded.path, "--json").stdout)
     assert summary["iterations"] == 3
     assert summary["warmup_iterations"] == 0
 
@@ -151,6 +152,7 @@ def test_profile__keeps_the_first_iterations_only(record: Record) -> None:
     assert list(recorded.trace.phases(0)["iteration"]) == [0, 0, 0, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_recorder__stops_at_max_size_and_the_job_goes_on(record: Record) -> None:
     recorded = record(ENDLESS.replace("10**6", "300").replace("0.02", "0.002"), options=("--max-size", "20KB"))
     assert recorded.run.returncode == 0

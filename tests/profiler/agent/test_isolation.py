@@ -45,6 +45,7 @@ def test_inject__changes_nothing_in_a_python_that_never_imports_torch(tmp_path: 
     assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == ["python"]
 
 
+@pytest.mark.slow
 def test_when_imported__survives_a_search_for_torch_without_import(tmp_path: Path) -> None:
     program = (
         "import importlib.util; assert importlib.util.find_spec('torch')\n"

@@ -60,6 +60,7 @@ def test_tracer__cuts_iterations_without_an_optimizer(tmp_path: Path) -> None:
     assert not traces["torch"].notes
 
 
+@pytest.mark.slow
 def test_profile__warns_once_and_gives_no_time_of_updates(record: Record) -> None:
     recorded = record(PRELUDE + MANUAL)
     assert recorded.run.stderr.count(WARNING) == 1
@@ -68,7 +69,8 @@ def test_profile__warns_once_and_gives_no_time_of_updates(record: Record) -> Non
     assert times["update_ms"].isna().all()
 
 
-@pytest.mark.parametrize(("job", "phases_each"), [(MANUAL, 2), pytest.param(ACCUMULATION, 7, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("job", "phases_each"), [(MANUAL, 2), (ACCUMULATION, 7)])
 def test_profile__records_a_range_of_iterations(job: str, phases_each: int, record: Record) -> None:
     recorded = record(PRELUDE + job.replace("STEPS", "12"), options=["--iterations", "5:8"])
     assert recorded.run.returncode == 0, recorded.run.stderr

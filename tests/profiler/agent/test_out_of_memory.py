@@ -224,3 +224,16 @@ def test_watch__joins_what_the_observer_and_the_exception_say(
     assert (last["requested_bytes"], last["message"]) == (30 * MIB, None)
     assert recorder.values["flushed"]
     assert recorder.faults == []
+
+
+def test_watch__records_each_of_several_errors_with_the_same_text(
+    observed: tuple[FakeRecorder, OutOfMemoryWatch, SimpleNamespace],
+) -> None:
+    recorder, watch, _ = observed
+    for _ in range(3):
+        # The next one takes the address of this one, which is freed.
+        error = RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.")
+        watch.see(error)
+        watch.see(error)
+        del error
+    assert len(recorder.values["out_of_memory"]) == 3

@@ -19,8 +19,6 @@ Record = Callable[..., Recorded]
 
 # Inductor starts a C++ compiler.
 COMPILED = [name for name in CASES if "compiled" in name and "without a compiler" not in name]
-# Loops with a process each: they are in different states when recording starts.
-FEW = ("the optimizer in the backward",)
 
 TRACE_ALL = """
 import json, sys
@@ -51,7 +49,8 @@ def test_tracer__records_the_phases_of_every_loop(name: str, traced: dict[str, T
     assert phases_of(traced[name]) == [CASES[name][1].split()] * STEPS
 
 
-@pytest.mark.parametrize("name", slow(CASES, FEW))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_profile__records_the_phases_of_every_loop(name: str, record: Record) -> None:
     job, expected = CASES[name]
     recorded = record(PRELUDE + ADAMW + textwrap.dedent(job))

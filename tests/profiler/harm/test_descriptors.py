@@ -53,6 +53,7 @@ for file in files:
     assert iterations_of(tmp_path / "run.ebb") == 7
 
 
+@pytest.mark.slow
 def test_agent__leaves_the_numbers_of_the_standard_descriptors_to_the_job(tmp_path: Path) -> None:
     program = """
     for number in range(3):
@@ -79,6 +80,7 @@ def test_agent__loses_at_most_the_last_iteration_of_a_job_that_ends_abruptly(
     assert iterations_of(tmp_path / "run.ebb") in (999, 1000)
 
 
+@pytest.mark.slow
 def test_profile__does_not_blame_a_job_that_has_no_descriptor_left_for_the_recorder(tmp_path: Path) -> None:
     program = training_program(
         tmp_path,

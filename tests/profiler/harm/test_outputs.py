@@ -65,7 +65,8 @@ def test_profile__does_not_replace_a_folder_that_is_no_trace(tmp_path: Path) -> 
     assert (tmp_path / "run.ebb" / "notes").read_text() == "kept"
 
 
-@pytest.mark.parametrize("steps", [2, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [2, 0])
 def test_profile__keeps_the_exit_status_of_a_job_that_removes_the_trace(steps: int, tmp_path: Path) -> None:
     program = f"train({steps}) if {steps} else None\nimport shutil; shutil.rmtree('run.ebb')\ntrain(2)\nsys.exit(5)\n"
     run = run_profiled(sys.executable, training_program(tmp_path, program), cwd=tmp_path)
@@ -87,6 +88,7 @@ def test_profile__outlives_the_removal_of_all_of_its_folder(tmp_path: Path) -> N
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_profile__writes_a_relative_output_where_it_was_started(tmp_path: Path) -> None:
     program = "os.mkdir('elsewhere')\nos.chdir('elsewhere')\ntrain(3)\n"
     run = run_profiled(sys.executable, training_program(tmp_path, program), cwd=tmp_path)

@@ -21,6 +21,7 @@ from tests.profiler.harm.programs import (
 )
 
 
+@pytest.mark.slow
 def test_profile__writes_a_trace_for_each_program_of_an_exec(tmp_path: Path) -> None:
     second = training_program(tmp_path, "train(5)\nprint('second', sys.argv[1:])\n", "second.py")
     program = f"train(3)\nos.execv(sys.executable, [sys.executable, {str(second)!r}, 'a'])\n"
@@ -79,7 +80,8 @@ def test_profile__writes_one_trace_with_two_ranks_under_torchrun(tmp_path: Path)
     assert [iterations_of(tmp_path / "run.ebb", rank) for rank in (0, 1)] == [3, 4]
 
 
-@pytest.mark.parametrize("end", ["sys.exit(0)", pytest.param("os._exit(0)", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)"])
 def test_profile__records_a_forked_child_that_trains(end: str, tmp_path: Path) -> None:
     program = f"if os.fork() == 0:\n    train(4)\n    {end}\nsys.exit(os.wait()[1])\n"
     run = run_profiled(sys.executable, training_program(tmp_path, program), cwd=tmp_path)
@@ -108,6 +110,7 @@ def test_profile__records_a_background_job_that_outlives_its_shell(tmp_path: Pat
     assert not any("killed" in note or "cut off" in note for note in open_trace(tmp_path / "run.ebb").notes)
 
 
+@pytest.mark.slow
 def test_profile__records_under_another_profile(tmp_path: Path) -> None:
     inner = profile_command("inner.ebb", sys.executable, training_program(tmp_path, "train(3)\n"))
     run = run_profiled(*inner, cwd=tmp_path, output="outer.ebb")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -41,6 +41,15 @@ while True:
     train(1)
     time.sleep(0.01)
 """
+
+
+@pytest.fixture(autouse=True)
+def hangups_end_jobs() -> Iterator[None]:
+    """Let jobs start with the default of SIGHUP also where the tests run under nohup, whose children ignore it."""
+    # A handler is not inherited by a program that is executed, and keeps a hangup from ending the tests.
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def _signalled(command: Sequence[str]) -> tuple[list[str], int]:

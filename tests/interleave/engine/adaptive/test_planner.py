@@ -130,6 +130,7 @@ def test_adaptive__corrects_wrong_rates() -> None:
         assert setup.follows(machine())
 
 
+@pytest.mark.slow
 def test_planner__follows_a_change_after_many_fluctuations() -> None:
     """In virtual time: the measured schedules are simulated on the true machine."""
     subgroups = divide([torch.zeros(COUNT * SUBGROUP, dtype=torch.bfloat16)], SUBGROUP)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.interleave.model.overlap import OVERLAPS
@@ -14,6 +14,7 @@ from ebbtide.interleave.policies.search.minimum_costs import INFINITE
 from ebbtide.interleave.policies.search.plan_costs import PlanCosts
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
+from tests.conftest import examples
 from tests.interleave import on_device
 from tests.interleave.simulation.test_simulator import TEST_MACHINE, even
 from tests.interleave.strategies import machines, workloads
@@ -106,6 +107,7 @@ def test_cost__of_late_updates_is_no_less_than_its_bound(
         assert costs.min_cost_of_plan(plan) <= seconds * (1 + 1e-9)
 
 
+@settings(max_examples=examples(25, by_default=6))
 @given(workloads(clipping=True, max_subgroups=8), machines(), st.data())
 def test_plan_of__keeps_within_constant_memory_whatever_the_rates(
     workload: Workload, machine: Machine, data: st.DataObject
