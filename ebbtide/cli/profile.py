@@ -111,7 +111,7 @@ def profile(
         attach_to(attach, iterations, poll, allocator_iterations, transfers, wait)
         return 0
     if not command:
-        raise typer.BadParameter("name the command that starts the job after --")
+        raise typer.BadParameter("name the command that starts the job after --", param_hint="CMD")
     if on_demand and (iterations or transfers or allocator_iterations):
         raise typer.BadParameter("--on-demand records phases alone: pass the other options to --attach")
     first, last = parse_iterations(iterations) if iterations is not None else (0, None)

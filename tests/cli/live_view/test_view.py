@@ -70,7 +70,7 @@ def test_view__shows_every_panel_at_both_sizes(
     assert max(map(len, rows)) <= size[0]
     for words in ("run.ebb", "rank 0 of 2 on cuda:0", "F forward 10.0", "Memory  device", "of 16.00 GiB", "h2d", "d2h"):
         assert words in text
-    for words in ("Windows with 1.00 GiB free in every iteration", "Findings of the last iterations: 1", "q quit"):
+    for words in ("Windows with 1.00 GiB free in every iteration", "Findings of the last iterations: 2", "q quit"):
         assert words in text
     assert "Device memory is free all the time" in text
     # Letters tell phases apart, also without colour.
