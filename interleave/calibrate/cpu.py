@@ -14,7 +14,7 @@ import torch
 
 from ebbtide.interleave.calibrate.adamw import CAST_BYTES, KERNEL_BYTES, OnePassAdamW, cpu_kernels
 from ebbtide.interleave.calibrate.record import Record, Setup
-from ebbtide.interleave.calibrate.timing import measure_time, measure_times
+from ebbtide.interleave.calibrate.timing import Timing, measure_time, measure_times
 from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES, CpuKernel
 from ebbtide.state_bytes import GRAD_BYTES
 
@@ -42,33 +42,37 @@ def measure_update(setup: Setup, record: Record) -> None:
 
 def measure_out_of_place(setup: Setup, record: Record) -> None:
     """Measure `cpu_out_of_place_share`: the engine's own kernel beside the old state and in place, in turns."""
-    params = setup.working_set // KERNEL_BYTES
-    update = OnePassAdamW(params, setup.threads)
-    in_place, beside = measure_times([update, update.update_beside], 2 * setup.window_s, setup.ranks)
-    rates = {"in_place": params / in_place.seconds, "out_of_place": params / beside.seconds}
-    record.rate(
-        "cpu_out_of_place_share",
-        min(1.0, rates["out_of_place"] / rates["in_place"]),
-        f"the engine's update out of place and in place (threads: {setup.threads}, {params / 1e6:.1f} M parameters)",
-        beside,
-    )
-    record.extra["cpu_out_of_place"] = {"threads": setup.threads, "params": params, "params_per_s": rates}
+    names = ("in_place", "out_of_place")
+    ratio, size, timing = _measure_variant(setup, record, "cpu_out_of_place", names, OnePassAdamW.update_beside)
+    details = f"the engine's update out of place and in place ({size})"
+    record.rate("cpu_out_of_place_share", min(1.0, ratio), details, timing)
 
 
 def measure_remainder(setup: Setup, record: Record) -> None:
     """Measure `cpu_remainder_ratio`: the engine's own kernel with masters as remainders and in fp32, in turns."""
+    names = ("fp32", "remainder")
+    ratio, size, timing = _measure_variant(setup, record, "cpu_remainder", names, OnePassAdamW.update_remainders)
+    record.rate("cpu_remainder_ratio", ratio, f"the engine's update of remainders and of fp32 masters ({size})", timing)
+
+
+def _measure_variant(
+    setup: Setup, record: Record, key: str, names: tuple[str, str], variant: Callable[[OnePassAdamW], None]
+) -> tuple[float, str, Timing]:
+    """Measure the engine's kernel and a variant of it, in turns; record both rates under `key` and their names.
+
+    Returns:
+        (rate of the variant / rate of the kernel, threads and parameters in words, times of the variant).
+    """
     params = setup.working_set // KERNEL_BYTES
     update = OnePassAdamW(params, setup.threads)
-    fp32, remainder = measure_times([update, update.update_remainders], 2 * setup.window_s, setup.ranks)
-    rates = {"fp32": params / fp32.seconds, "remainder": params / remainder.seconds}
-    record.rate(
-        "cpu_remainder_ratio",
-        rates["remainder"] / rates["fp32"],
-        f"the engine's update of remainders and of fp32 masters (threads: {setup.threads}, {params / 1e6:.1f} M "
-        "parameters)",
-        remainder,
-    )
-    record.extra["cpu_remainder"] = {"threads": setup.threads, "params": params, "params_per_s": rates}
+    usual, varied = measure_times([update, lambda: variant(update)], 2 * setup.window_s, setup.ranks)
+    rates = [params / usual.seconds, params / varied.seconds]
+    record.extra[key] = {
+        "threads": setup.threads,
+        "params": params,
+        "params_per_s": dict(zip(names, rates, strict=True)),
+    }
+    return rates[1] / rates[0], f"threads: {setup.threads}, {params / 1e6:.1f} M parameters", varied
 
 
 def measure_cast(setup: Setup, record: Record) -> None:
