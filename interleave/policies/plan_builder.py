@@ -254,7 +254,10 @@ class PlanBuilder:
 
     def update_fetched(self, subgroup: int) -> int:
         """Update fetched state on the GPU and return the index of the update."""
-        return self._update_on_gpu(subgroup, (self._fetches[subgroup], *self._gradient(subgroup)))
+        fetch = (self._fetches[subgroup],)
+        # A gradient that takes memory of its own comes when the fetch has found room for both.
+        gradient = self._gradient(subgroup, fetch if self.returned_gradient_bytes(subgroup) else ())
+        return self._update_on_gpu(subgroup, (*fetch, *gradient))
 
     def flush(self, subgroup: int, update: int) -> int:
         """Copy state to the host after an update, free its device memory, and return the index of the flush."""
@@ -276,24 +279,26 @@ class PlanBuilder:
         self.fetch(subgroup, after)
         return self.flush(subgroup, self.update_fetched(subgroup))
 
-    def _gradient(self, subgroup: int) -> tuple[int, ...]:
+    def _gradient(self, subgroup: int, after: tuple[int, ...] = ()) -> tuple[int, ...]:
         """Return the inputs of an update on the GPU: the gradient, copied back if it was copied down, and clipping."""
         if subgroup in self._kept:
             return self._clip
-        inputs, point = (self._gradient_copies[subgroup], *self._clip), self._update_point(subgroup)
-        width, size = self.workload.grad_bytes, self._returned_gradient_bytes(subgroup)
+        inputs, point = (self._gradient_copies[subgroup], *self._clip, *after), self._update_point(subgroup)
+        width, size = self.workload.grad_bytes, self.returned_gradient_bytes(subgroup)
         up = self.add("gradient up", "h2d", subgroup, width, inputs, point, acquire=size)
         return (up, *self._clip)
 
     def _update_on_gpu(self, subgroup: int, inputs: tuple[int, ...]) -> int:
-        released = 0.0 if subgroup in self._kept else self._returned_gradient_bytes(subgroup)
+        released = self.returned_gradient_bytes(subgroup)
         return self.add("update", "gpu", subgroup, after=inputs, point=self._update_point(subgroup), release=released)
 
-    def _returned_gradient_bytes(self, subgroup: int) -> float:
-        """Return the device memory of a gradient that was copied to the host and back.
+    def returned_gradient_bytes(self, subgroup: int) -> float:
+        """Return the device memory that an update on the GPU needs for a gradient that was copied to the host and back.
 
-        It is in the memory of its parameter, unless that is a part of the state."""
-        return self.workload.grad_bytes * self.sizes[subgroup] if self.workload.master == "remainder" else 0.0
+        The gradient is in the memory of its parameter, unless that is a part of the state.
+        """
+        needs_memory = self.workload.master == "remainder" and subgroup not in self._kept
+        return self.workload.grad_bytes * self.sizes[subgroup] if needs_memory else 0.0
 
     def _update_point(self, subgroup: int) -> float:
         return self._gradient_points[subgroup] if self.early else STEP

@@ -47,7 +47,8 @@ def plan_of(
     builder.leave(flushed_later)
     builder.gradients(keep=frozenset(kept))
     if moved:
-        free = memory.points(resident, kept, assignment.gradients_in_flight)
+        returned_bytes = sum(map(builder.returned_gradient_bytes, resident))
+        free = memory.points(resident, kept, assignment.gradients_in_flight, returned_bytes)
         stream = _Stream(builder, assignment, free, frozenset(kept), flushed_later)
     if assignment.uploads_first:
         for subgroup in assignment.on_cpu:
@@ -85,7 +86,11 @@ class _Stream:
         self._free = free
         self._kept = kept
         workload = builder.workload
-        self._state = {subgroup: workload.state_bytes * workload.subgroups[subgroup] for subgroup in assignment.moved}
+        # What a fetch makes room for: the state, and the gradient where that comes back to memory of its own.
+        self._fetched_bytes = {
+            subgroup: workload.state_bytes * workload.subgroups[subgroup] + builder.returned_gradient_bytes(subgroup)
+            for subgroup in assignment.moved
+        }
         self._grad_bytes = 0.0
         self._follows_gradients = not workload.needs_all_gradients
         self._due = dict.fromkeys(assignment.moved, UPDATE)
@@ -115,17 +120,17 @@ class _Stream:
             update = self._builder.update_fetched(subgroup)
             if subgroup not in self._assignment.late:
                 gradient = self._grad_bytes * self._builder.sizes[subgroup] if subgroup in self._kept else 0.0
-                self._flushes.append((self._builder.flush(subgroup, update), self._state[subgroup] + gradient))
+                self._flushes.append((self._builder.flush(subgroup, update), self._fetched_bytes[subgroup] + gradient))
 
     def _fetch_early(self, subgroup: int) -> None:
-        point = self._free.first_point(self._used + self._state[subgroup])
+        point = self._free.first_point(self._used + self._fetched_bytes[subgroup])
         if point is not None:
             self._add_fetch(subgroup, self._first_flushes, point)
 
     def _fetch(self, subgroup: int) -> None:
         after: list[int] = []
         while True:
-            point = self._free.first_point(self._used + self._state[subgroup])
+            point = self._free.first_point(self._used + self._fetched_bytes[subgroup])
             fits = point is not None and point <= self._due[subgroup] and self._on_device < self._assignment.slots
             if fits or not self._flushes:
                 break
@@ -141,7 +146,7 @@ class _Stream:
             self._gate = (fetch,)
 
     def _add_fetch(self, subgroup: int, after: tuple[int, ...], point: float) -> int:
-        self._used += self._state[subgroup]
+        self._used += self._fetched_bytes[subgroup]
         self._on_device += 1
         self._fetched.add(subgroup)
         return self._builder.fetch(subgroup, after, point)

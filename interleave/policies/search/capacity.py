@@ -73,15 +73,18 @@ class FreeMemory:
         fits = resident <= _with_tolerance(self.always) and at_start <= _with_tolerance(self.at_start)
         return fits and max(at_start, resident + largest) <= _with_tolerance(self._most)
 
-    def points(self, resident: Sequence[int], kept: Sequence[int], gradients_in_flight: int) -> FreePoints:
+    def points(
+        self, resident: Sequence[int], kept: Sequence[int], gradients_in_flight: int, returned_bytes: float
+    ) -> FreePoints:
         """Return what resident state and kept gradients leave for moved state.
 
         Args:
             resident: Subgroups whose state is resident.
             kept: Subgroups whose gradients stay on the device until their update.
             gradients_in_flight: How many of them are on the device at once, if each update follows its gradient.
+            returned_bytes: Gradients of resident subgroups that come back from the host to memory of their own.
         """
-        resident_bytes = self.state_bytes(resident)
+        resident_bytes = self.state_bytes(resident) + returned_bytes
         # From the last step to the first: the least of all values from there on.
         free, gradients = self._steps, self._kept_gradient_steps(kept, gradients_in_flight)
         points, sizes = [], []
@@ -119,7 +122,11 @@ class FreeMemory:
             return list(candidates)
         sizes = workload.subgroups
         resident_bytes = self.state_bytes(resident)
-        slot_bytes = workload.state_bytes * sum(nlargest(slots, (sizes[subgroup] for subgroup in moved)))
+        # Where parameters are a part of the state, gradients that do not stay come back to memory of their own.
+        returned_bytes = workload.grad_bytes if workload.master == "remainder" else 0.0
+        fetched_bytes = workload.state_bytes + returned_bytes
+        slot_bytes = fetched_bytes * sum(nlargest(slots, (sizes[subgroup] for subgroup in moved)))
+        slot_bytes += returned_bytes * sum(map(sizes.__getitem__, resident))
         limits = [(end, free - resident_bytes) for end, free in self._backward_pieces]
         limits.append((float("inf"), self._in_update - resident_bytes - slot_bytes))
         totals = [0.0] * len(limits)
