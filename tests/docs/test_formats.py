@@ -23,6 +23,9 @@ COMMANDS = {
     "memory": [TRACE],
     "iterations": [TRACE],
     "link": [WITH_LINK],
+    "steps": [WITH_LINK],
+    "diff": [WITH_LINK, TRACE],
+    "activity": [str(ROOT / "traces" / "a100-torch-profiler.ebb")],
     "replay": [TRACE, "--machine", "a100-40gb-published", "--policy", "pipelined"],
 }
 QUICK = ("windows", "memory", "iterations")
