@@ -24,8 +24,12 @@ DEEPSPEED: dict[str, tuple[dict[str, Any], bool]] = {
     "ZeRO-Infinity, pipelines": ({"pipeline_read": True, "pipeline_write": True, "buffer_count": BUFFERS}, False),
     BEST: ({"pipeline_read": True, "pipeline_write": True, "buffer_count": BUFFERS}, True),
 }
-# Name -> overlap.
-EBBTIDE = {"ebbtide": "none", "ebbtide, overlap=forward": "forward"}
+# Name -> (overlap, master).
+EBBTIDE = {
+    "ebbtide": ("none", "fp32"),
+    "ebbtide, overlap=forward": ("forward", "fp32"),
+    "ebbtide, master=remainder": ("none", "remainder"),
+}
 NAMES = (*DEEPSPEED, *EBBTIDE)
 _WARM_UP = 3
 
@@ -81,7 +85,7 @@ def _ebbtide_job(name: str, folder: str, args: argparse.Namespace) -> Iterate:
 
     from ebbtide.interleave import InterleavedAdamW
 
-    model, batch, overlap = build_model(args).to(torch.bfloat16), _batch(args), EBBTIDE[name]
+    model, batch, (overlap, master) = build_model(args).to(torch.bfloat16), _batch(args), EBBTIDE[name]
     optimizer = InterleavedAdamW(
         model.parameters(),
         lr=LEARNING_RATE,
@@ -90,6 +94,7 @@ def _ebbtide_job(name: str, folder: str, args: argparse.Namespace) -> Iterate:
         gradients="streamed",
         max_grad_norm=MAX_NORM,
         overlap=overlap,
+        master=master,
         model=model if overlap != "none" else None,
         storage=folder,
         host_memory_budget=args.host_bytes,

@@ -1,10 +1,11 @@
 """Measure what `ebbtide watch` costs the job that it shows.
 
-    python benchmarks/watching.py [--pairs 20] [--step-ms 20] [--size 80x24]
+    python benchmarks/watching.py [--pairs 80] [--step-ms 20] [--size 80x24]
 
 An A/B in one process, which trains and is recorded all the time: blocks of a few seconds in which a real
 `ebbtide watch` in a tmux of its own follows the recording alternate with blocks in which it is stopped (SIGSTOP), on,
-off, off, on. Each ratio compares two neighbouring blocks by their median step. The CPU time of the view is that of its
+off, off, on. Each ratio compares the mean steps of two neighbouring blocks, in wall time and in CPU time of the job
+(of all its threads, which other work hardly changes). The CPU time of the view is that of its
 process per second of the blocks in which it runs, the first seconds (imports) left out. Prints Markdown.
 """
 
@@ -21,10 +22,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from overhead import machine, make_step, percent_interval, run_block
-from tables import table
+from overhead import Block, machine, make_step, percent_interval, run_block
+from tables import spread, table
 
-BLOCK_S = 5.0
+BLOCK_S = 2.0
 SETTLE_S = 20.0
 
 
@@ -44,18 +45,18 @@ def start_view(trace: Path, size: str, server: str) -> int:
     return int(pid.stdout)
 
 
-def train(step: Callable[[], None], seconds: float) -> float:
-    """Run steps for a time; return the median in ms."""
-    steps = []
+def train(step: Callable[[], None], seconds: float) -> Block:
+    """Run steps for a time; return their means."""
+    blocks = []
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        steps.append(run_block(step, 1).wall_ms)
-    return statistics.median(steps)
+        blocks.append(run_block(step, 1))
+    return Block(*(statistics.fmean(values) for values in zip(*blocks, strict=True)))
 
 
-def measure(step: Callable[[], None], pairs: int, pid: int) -> tuple[list[float], list[float], list[float]]:
-    """Return the steps without the view in ms, the ratios with and without it, and its CPU seconds per second."""
-    steps_ms, ratios, shares = [], [], []
+def measure(step: Callable[[], None], pairs: int, pid: int) -> tuple[list[tuple[Block, Block]], list[float]]:
+    """Return pairs of blocks without and with the view, and its CPU seconds per second."""
+    measured, shares = [], []
     for number in range(pairs):
         pair = {}
         for on in (True, False) if number % 2 == 0 else (False, True):
@@ -64,14 +65,13 @@ def measure(step: Callable[[], None], pairs: int, pid: int) -> tuple[list[float]
             pair[on] = train(step, BLOCK_S)
             if on:
                 shares.append((cpu_s(pid) - used) / (time.monotonic() - begun))
-        steps_ms.append(pair[False])
-        ratios.append(pair[True] / pair[False])
-    return steps_ms, ratios, shares
+        measured.append((pair[False], pair[True]))
+    return measured, shares
 
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("--pairs", type=int, default=20, help="pairs of blocks (default: 20)")
+    flags.add_argument("--pairs", type=int, default=80, help="pairs of blocks (default: 80)")
     flags.add_argument("--step-ms", type=float, default=20.0, help="aimed length of a step in ms (default: 20)")
     flags.add_argument("--size", default="80x24", help="columns and rows of the view (default: 80x24)")
     args = flags.parse_args()
@@ -95,23 +95,23 @@ def main() -> None:
             train(step, 1.0)
             pid = start_view(path, args.size, server)
             train(step, SETTLE_S)
-            steps_ms, ratios, shares = measure(step, args.pairs, pid)
+            measured, shares = measure(step, args.pairs, pid)
         finally:
             subprocess.run(["tmux", "-L", server, "kill-server"], check=False)
             stop()
             recording.sampler.stop()
     blocks = f"view of {args.size}, {args.pairs} pairs of blocks of {BLOCK_S:.0f} s"
     print(f"{time.strftime('%Y-%m-%d')}, {machine()}, {blocks}\n")
-    low, middle, high = min(steps_ms), statistics.median(steps_ms), max(steps_ms)
-    share = f"{1e3 * statistics.median(shares):.0f} ({1e3 * min(shares):.0f} to {1e3 * max(shares):.0f})"
-    table(
-        [
-            "recorded step without view, ms (least to most)",
-            "step with view (95 % interval)",
-            "CPU ms of the view per s",
-        ],
-        [[f"{middle:.2f} ({low:.2f} to {high:.2f})", percent_interval(ratios), share]],
-    )
+    without = [block.wall_ms for block, _ in measured]
+    ratios = [percent_interval([on[index] / off[index] for off, on in measured]) for index in (0, 1)]
+    share = spread([1e3 * share for share in shares], 0)
+    head = [
+        "recorded step without view, ms",
+        "step with view (95 % interval)",
+        "its CPU time",
+        "CPU ms of the view per s",
+    ]
+    table(head, [[spread(without, 2), *ratios, share]])
 
 
 if __name__ == "__main__":

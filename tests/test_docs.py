@@ -60,8 +60,8 @@ def test_help__shows_commands_in_groups(capsys: pytest.CaptureFixture[str]) -> N
             assert any(line.startswith(f"│ {name} ") for line in panel)
 
 
-# Every third picture, or all.
-@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
+# Every eighth picture, or all.
+@pytest.mark.parametrize("step", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_pictures__equal_those_of_the_script(pictures: ModuleType, tmp_path: Path, step: int) -> None:
     from matplotlib.testing.compare import compare_images
 

@@ -1,4 +1,4 @@
-"""Computes what the rules need of a rank."""
+"""Computes what the rules and the report need of a rank."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from ebbtide.analysis.metrics.holders.growth import memory_growth
 from ebbtide.analysis.metrics.link import rank_link_use
 from ebbtide.analysis.metrics.memory import rank_memory_use
 from ebbtide.analysis.metrics.ranks.figures import summary_figures
+from ebbtide.analysis.metrics.recorded_span import rank_span_ns
 from ebbtide.analysis.metrics.substeps.operations import op_names
 from ebbtide.profiler.trace import Trace
 
 
 def finding_figures(trace: Trace, rank: int) -> None:
-    """Compute the figures of a rank that `find` reads, which keep their results."""
+    """Compute the figures of a rank that `find` and `write_report` read, which keep their results."""
     summary_figures(trace, rank)
     rank_link_use(trace, rank)
     rank_memory_use(trace, rank)
@@ -23,3 +24,4 @@ def finding_figures(trace: Trace, rank: int) -> None:
     op_names(trace, rank)
     busy_time(trace, rank)
     memory_growth(trace, rank)
+    rank_span_ns(trace, rank)

@@ -156,7 +156,7 @@ def test_view__waits_for_a_trace_and_ends_with_an_error_that_it_cannot_read(tmp_
     assert damaged.return_code == 2
 
 
-@pytest.mark.parametrize("name", slow(TRACES, but=["a100-13b-async.ebb"]))
+@pytest.mark.parametrize("name", slow(TRACES, but=[]))
 def test_view__shows_finished_and_imported_traces(name: str) -> None:
     (rows,) = drive(make_view(PUBLISHED / name), NARROW)
     assert "complete" in rows[0]

@@ -32,7 +32,7 @@ from tests.interleave.engine.devices.happens_before import HOST, Clock
 from tests.interleave.engine.plans import PLACEMENTS, make, plans, workload_of
 from tests.interleave.engine.twins import Jitter, Twin, hasty_switches, no_thread_left, twins
 
-EXAMPLES = int(os.environ.get("EBBTIDE_FUZZ", "0")) or 120
+EXAMPLES = int(os.environ.get("EBBTIDE_FUZZ", "0")) or 40
 
 
 @dataclass
