@@ -9,13 +9,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebbtide.errors import UserError
+from ebbtide.errors import TraceError, UserError
+from ebbtide.profiler.trace.files import read_meta
 
 if TYPE_CHECKING:
     from ebbtide.cli.live_view.watched import WatchedJob
 
 # The lowest priority: on a core that the job uses as well, the view has at most 1.5 % of the time.
 _NICE = 19
+# More ranks take longer to read than one waits without a word.
+_MANY_RANKS = 32
 
 
 def require_terminal(name: str, alternative: str) -> None:
@@ -53,6 +56,9 @@ def show(path: Path, job: WatchedJob | None = None) -> None:
 
     with contextlib.suppress(OSError):
         os.nice(_NICE)
+    count = _rank_count(path)
+    if count > _MANY_RANKS:
+        print(f"ebbtide: reading {count} ranks; `ebbtide report` compares so many on a page", file=sys.stderr)
     reader = SnapshotReader(LiveTrace(path, MAX_ITERATIONS))
     # Before the screen changes: an error is one line.
     snapshot = reader.read(0) or RecordingSnapshot(path)
@@ -60,3 +66,11 @@ def show(path: Path, job: WatchedJob | None = None) -> None:
     error = LiveView(reader, snapshot, job).run(mouse=False)
     if error is not None:
         raise UserError(error)
+
+
+def _rank_count(path: Path) -> int:
+    """Return the number of ranks of a trace; 0 where there is none yet."""
+    with contextlib.suppress(TraceError, OSError):
+        ranks = read_meta(path).get("ranks")
+        return len(ranks) if isinstance(ranks, list) else 0
+    return 0
