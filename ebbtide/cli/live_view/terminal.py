@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ebbtide.errors import TraceError, UserError
-from ebbtide.profiler.trace.files import read_meta
 
 if TYPE_CHECKING:
     from ebbtide.cli.live_view.watched import WatchedJob
@@ -70,6 +69,8 @@ def show(path: Path, job: WatchedJob | None = None) -> None:
 
 def _rank_count(path: Path) -> int:
     """Return the number of ranks of a trace; 0 where there is none yet."""
+    from ebbtide.profiler.trace.files import read_meta
+
     with contextlib.suppress(TraceError, OSError):
         ranks = read_meta(path).get("ranks")
         return len(ranks) if isinstance(ranks, list) else 0
