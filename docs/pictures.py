@@ -104,6 +104,12 @@ COMMANDS: dict[str, list[str | Path]] = {
         *("--policy", "zero-infinity:12,pipeline_read=true,pipeline_write=true"),
         *("--jobs", "1", "--plot"),
     ],
+    "sweep-host-memory.png": [
+        *("sweep", "--workload", SWEEP_JOB, "--host-free-bytes", "24GB,48GB,72GB,96GB,120GB", "-o", TABLE),
+        *("--machine", SWEEP_MACHINES[0]),
+        *("--policy", "pipelined", "--policy", "adaptive", "--policy", "mlp-offload"),
+        *("--jobs", "1", "--plot"),
+    ],
     "systems-storage.png": [
         "replay",
         *("--params", "7e9", "--forward-ms", "2050", "--backward-ms", "4100"),

@@ -65,6 +65,14 @@ def sweep(
             metavar="N,...", help="Parameters per subgroup, e.g. 1e8,5e8.", show_default="those of the workload"
         ),
     ] = None,
+    host_free_bytes: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE,...",
+            help="Host memory that a policy may use, e.g. 64GB,128GB. State beyond it is in storage.",
+            show_default="that of the workload, else of the machine",
+        ),
+    ] = None,
     plot: Plot = None,
     jobs: Annotated[
         int | None,
@@ -83,7 +91,7 @@ def sweep(
 
     Run the same command again to continue a stopped sweep: finished rows are kept in a file next to the output.
     """
-    scenarios = _scenarios(scale_params or [], free_bytes or [], subgroup_params or [])
+    scenarios = _scenarios(scale_params or [], free_bytes or [], subgroup_params or [], host_free_bytes or [])
     if not (traces or workload):
         raise typer.BadParameter("nothing to replay: give traces, or workload files with --workload")
     if plot is not None:
@@ -144,15 +152,16 @@ def _run(tasks: list[Task], runner: TaskRunner, output: Path, plot: Path | None,
     return rows
 
 
-def _scenarios(scale: list[str], free: list[str], subgroup: list[str]) -> list[Scenario]:
+def _scenarios(scale: list[str], free: list[str], subgroup: list[str], host_free: list[str]) -> list[Scenario]:
     """Return all combinations of the values of the options; options that are not given change nothing."""
     factors = _values("--scale-params", scale, _factor) or [1.0]
     sizes: list[float | None] = [*_values("--free-bytes", free, _size)] or [None]
     counts: list[int | None] = [*_values("--subgroup-params", subgroup, _at_least_one)] or [None]
+    host_sizes: list[float | None] = [*_values("--host-free-bytes", host_free, _size)] or [None]
 
     from ebbtide.interleave.experiments.sweep import Scenario
 
-    return [Scenario(*values) for values in itertools.product(factors, sizes, counts)]
+    return [Scenario(*values) for values in itertools.product(factors, sizes, counts, host_sizes)]
 
 
 def _values(option: str, texts: list[str], read: Callable[[str], Value]) -> list[Value]:

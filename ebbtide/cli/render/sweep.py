@@ -96,10 +96,11 @@ def print_sweep(rows: list[Row], output: Path, as_json: bool) -> None:
 def _print_rows(rows: list[Row]) -> None:
     """Print the iteration, memory and traffic of storage of every combination."""
     keys = {"workload": "workload", "machine": "machine", "scale_params": "parameters"}
-    keys |= {"free_bytes": "always free", "subgroup_params": "subgroup"}
+    keys |= {"free_bytes": "always free", "subgroup_params": "subgroup", "host_free_bytes": "free host memory"}
     texts: dict[str, Callable[[Any], str]] = {
         "scale_params": lambda value: f"{value:g} x",
         "free_bytes": bytes_text,
+        "host_free_bytes": bytes_text,
         "subgroup_params": count_text,
     }
     swept = [key for key in keys if len({row[key] for row in rows}) > 1]
@@ -129,13 +130,16 @@ def _bytes_texts(row: Row) -> list[str]:
 
 def _scenario_columns(best: list[BestPolicy]) -> dict[str, list[str]]:
     """Return the columns that identify the scenario of each row, by their headings."""
-    return {
+    columns = {
         "workload": [item.workload for item in best],
         "machine": [item.machine for item in best],
         "parameters": [count_text(item.row["params"]) if item.row else f"{item.scale_params:g} x" for item in best],
         "always free": [bytes_text(item.row["least_free_bytes"] if item.row else item.free_bytes) for item in best],
         "subgroup": [count_text(item.row["largest_subgroup_params"] if item.row else None) for item in best],
     }
+    if any(item.host_free_bytes is not None for item in best):
+        columns["free host memory"] = [bytes_text(item.host_free_bytes) for item in best]
+    return columns
 
 
 def _figures(best: BestPolicy, with_bytes: bool) -> list[str]:

@@ -20,6 +20,7 @@ class BestPolicy:
         machine: Name of the machine.
         scale_params: Factor of the scenario.
         free_bytes: Free memory of the scenario; None for that of the workload.
+        host_free_bytes: Free host memory of the scenario; None for that of the workload.
         row: Row of the combination; None if no combination fits.
         speed_up: Speed-up over the baseline with the same subgroups; None if that is not in the sweep.
     """
@@ -28,6 +29,7 @@ class BestPolicy:
     machine: str
     scale_params: float
     free_bytes: float | None
+    host_free_bytes: float | None
     row: Row | None
     speed_up: float | None
 
@@ -58,6 +60,7 @@ class BestPolicy:
             "machine": self.machine,
             "scale_params": self.scale_params,
             "free_bytes": self.free_bytes,
+            "host_free_bytes": self.host_free_bytes,
             **{name: self.row[name] if self.row else None for name in names},
             "speed_up": self.speed_up,
             "above_bound_share": self.above_bound,
@@ -69,17 +72,18 @@ class _Group(NamedTuple):
     machine: str
     scale_params: float
     free_bytes: float | None
+    host_free_bytes: float | None
 
 
 def find_best(rows: Sequence[Row]) -> list[BestPolicy]:
-    """Return the best combination of each workload, machine, size and free memory, in the order of the rows.
+    """Return the best combination of each workload, machine, size, and free memory of device and host, in order.
 
     Combinations that are exact come before those that are not, and those that fit before those for which that is not
     known; those that do not fit are left out.
     """
     groups: dict[_Group, list[Row]] = {}
     for row in rows:
-        group = _Group(row["workload"], row["machine"], row["scale_params"], row["free_bytes"])
+        group = _Group(*(row[name] for name in _Group._fields))
         groups.setdefault(group, []).append(row)
     return [_best(group, group_rows) for group, group_rows in groups.items()]
 

@@ -1,4 +1,4 @@
-"""Changes a workload: another number of parameters, other subgroups, or other free memory."""
+"""Changes a workload: another number of parameters, other subgroups, other free memory of device or host."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ class Scenario:
         free_bytes: Lowest value of the free device memory, as a longer sequence or a larger batch would change it. Used
             memory at other times is scaled by the same factor, so that windows remain (see `with_min_free`).
         subgroup_params: Parameters per subgroup.
+        host_free_bytes: Host memory that a plan may use; the state beyond it is in storage, where the machine has some.
     """
 
     scale_params: float = 1.0
     free_bytes: float | None = None
     subgroup_params: int | None = None
+    host_free_bytes: float | None = None
 
     def apply_to(self, workload: Workload) -> Workload:
         """Return the changed workload.
@@ -39,6 +41,8 @@ class Scenario:
             workload = replace(workload, gpu_free=with_min_free(workload.gpu_free, self.free_bytes))
         if self.subgroup_params is not None:
             workload = replace(workload, sizes=None, subgroup_params=min(self.subgroup_params, workload.params))
+        if self.host_free_bytes is not None:
+            workload = replace(workload, host_free_bytes=self.host_free_bytes)
         if workload.params / workload.subgroup_params > _MAX_SUBGROUPS:
             raise WorkloadError(f"more than {_MAX_SUBGROUPS:,} subgroups: choose larger ones")
         return workload

@@ -43,15 +43,16 @@ _FIGURES = (
     "storage_read_busy_share",
     "storage_write_busy_share",
 )
-# Null means not known. scale_params, free_bytes and subgroup_params are the scenario (1 and null: the workload as it
-# is); params, subgroups, largest_subgroup_params and least_free_bytes are those of the changed workload. compute_ms is
-# the iteration without its optimizer; the other figures are those of `ebbtide replay`, busy shares of the update phase.
-# note: why results are not exact. error: why there are no figures.
+# Null means not known. scale_params, free_bytes, subgroup_params and host_free_bytes are the scenario (1 and null: the
+# workload as it is); params, subgroups, largest_subgroup_params and least_free_bytes are those of the changed workload.
+# compute_ms is the iteration without its optimizer; the other figures are those of `ebbtide replay`, busy shares of the
+# update phase. note: why results are not exact. error: why there are no figures.
 SCHEMA = pa.schema(
     [
         *(pa.field(name, pa.string(), nullable=False) for name in ("workload", "machine", "policy")),
         pa.field("scale_params", pa.float64(), nullable=False),
         pa.field("free_bytes", pa.float64()),
+        pa.field("host_free_bytes", pa.float64()),
         *(pa.field(name, pa.int64()) for name in ("subgroup_params", "params", "subgroups", "largest_subgroup_params")),
         *(pa.field(name, pa.float64()) for name in _FIGURES),
         pa.field("fits", pa.bool_()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,6 @@ def test_draw_sweep__an_error_is_written_into_an_empty_panel() -> None:
     ],
 )
 def test_check_panels__refuses_too_many_panels_or_policies(changes: list[Row], message: str) -> None:
-    row = {"workload": "job", "machine": "box", "policy": "pipelined", "scale_params": 1.0}
+    row = {"workload": "job", "machine": "box", "policy": "pipelined", **asdict(Scenario())}
     with pytest.raises(UserError, match=message):
-        check_panels([row | {"free_bytes": None, "subgroup_params": None} | change for change in changes])
+        check_panels([row | change for change in changes])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -70,7 +71,8 @@ def test_run_task__the_row_has_the_figures_of_the_replay() -> None:
 def test_run_task__a_combination_that_cannot_be_replayed_has_an_error(task: list[Task], message: str) -> None:
     row = run_task(*task)
     assert message in row["error"]
-    assert set(row) == {"workload", "machine", "policy", "scale_params", "free_bytes", "subgroup_params", "error"}
+    scenario = {field.name for field in fields(Scenario)}
+    assert set(row) == {"workload", "machine", "policy", *scenario, "error"}
 
 
 def test_run_task__refuses_a_task_of_another_version() -> None:
@@ -128,9 +130,10 @@ def test_write_rows__writes_all_rows_workloads_and_machines(tmp_path: Path) -> N
 
 
 def make_row(policy: str, iteration: float, fits: bool | None = True, **changes: object) -> Row:
-    row = {"workload": "job", "machine": "box", "scale_params": 1.0, "free_bytes": None, "subgroup_params": None}
     return {
-        **row,
+        "workload": "job",
+        "machine": "box",
+        **asdict(Scenario()),
         "policy": policy,
         "iteration_ms": iteration,
         "bound_overlap_iteration_ms": 80.0,
@@ -174,6 +177,16 @@ def test_find_best__one_that_may_fit_comes_before_none() -> None:
     (none,) = find_best(actual[1:])
     assert (none.row, none.speed_up, none.above_bound) == (None, None, None)
     assert none.as_json()["policy"] is None
+
+
+def test_sweep__less_host_memory_means_more_state_in_storage() -> None:
+    rates = replace(machine(), storage=(StoragePath(2e9, 1e9),))
+    sizes = (12e9, 20e9, None)
+    actual = rows(["pipelined"], [Scenario(host_free_bytes=size) for size in sizes], machines=[rates])
+    assert [row["host_free_bytes"] for row in actual] == list(sizes)
+    assert actual[0]["stored_subgroups"] > actual[1]["stored_subgroups"] > actual[2]["stored_subgroups"] == 0
+    assert all(row["fits"] and row["host_bytes"] <= (row["host_free_bytes"] or math.inf) for row in actual)
+    assert [best.host_free_bytes for best in find_best(actual)] == list(sizes)
 
 
 def test_find_best__is_over_policies_and_subgroups_of_each_scenario() -> None:
