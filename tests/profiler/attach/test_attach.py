@@ -30,7 +30,6 @@ from tests.conftest import ebbtide_in_process, torch_on_one_thread
 
 _one_thread = pytest.fixture(autouse=True, scope="module")(torch_on_one_thread)
 
-LEAD_NS = 300_000_000
 TIMEOUT_S = 60.0
 
 
@@ -103,8 +102,7 @@ class Slices(NamedTuple):
 @pytest.fixture(scope="module")
 def slices(tmp_path_factory: pytest.TempPathFactory) -> Slices:
     path = tmp_path_factory.mktemp("slices") / "run.ebb"
-    with pytest.MonkeyPatch.context() as patch, recorded(path) as job:
-        patch.setattr("ebbtide.profiler.attach.attached_slice._LEAD_NS", LEAD_NS)
+    with recorded(path) as job:
         attached = attach(path, SliceOptions(12))
         with pytest.raises(TraceError) as second:
             attach(path, SliceOptions(3))
