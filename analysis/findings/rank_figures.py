@@ -9,8 +9,8 @@ from ebbtide.analysis.metrics.holders.growth import memory_growth
 from ebbtide.analysis.metrics.link import rank_link_use
 from ebbtide.analysis.metrics.memory import rank_memory_use
 from ebbtide.analysis.metrics.ranks.figures import summary_figures
-from ebbtide.analysis.metrics.recorded_span import rank_span_ns
 from ebbtide.analysis.metrics.substeps.operations import op_names
+from ebbtide.analysis.metrics.trace_start import rank_start_ns
 from ebbtide.profiler.trace import Trace
 
 
@@ -24,4 +24,4 @@ def finding_figures(trace: Trace, rank: int) -> None:
     op_names(trace, rank)
     busy_time(trace, rank)
     memory_growth(trace, rank)
-    rank_span_ns(trace, rank)
+    rank_start_ns(trace, rank)

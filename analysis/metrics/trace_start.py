@@ -1,4 +1,4 @@
-"""When a trace begins and ends, computed rank by rank: reading all tables of a large job for it takes minutes."""
+"""When a trace begins, computed rank by rank: reading all tables of a large job for it takes minutes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from ebbtide.profiler.trace import Trace
 
 
 @once_per_trace
-def rank_span_ns(trace: Trace, rank: int) -> tuple[int, int] | None:
-    """Return the first and the last time of anything recorded of a rank; None if nothing was."""
-    return trace.span_ns(rank)
+def rank_start_ns(trace: Trace, rank: int) -> int | None:
+    """Return the first time of anything recorded of a rank; None if nothing was."""
+    span = trace.span_ns(rank)
+    return None if span is None else span[0]
 
 
-def trace_span_ns(trace: Trace) -> tuple[int, int] | None:
-    """Return the first and the last time of anything recorded of all ranks; None if nothing was."""
-    spans = [span for rank in trace.ranks if (span := rank_span_ns(trace, rank)) is not None]
-    return (min(start for start, _ in spans), max(end for _, end in spans)) if spans else None
+def trace_start_ns(trace: Trace) -> int | None:
+    """Return the first time of anything recorded of all ranks; None if nothing was."""
+    starts = (rank_start_ns(trace, rank) for rank in trace.ranks)
+    return min((start for start in starts if start is not None), default=None)

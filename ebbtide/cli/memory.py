@@ -73,7 +73,7 @@ def _print_holders(
     trace: Trace, rank: int | None, device: str | None, at: str, time_ms: float | None, as_json: bool
 ) -> None:
     from ebbtide.analysis.metrics.holders.holders import holders_at
-    from ebbtide.analysis.metrics.recorded_span import trace_span_ns
+    from ebbtide.analysis.metrics.trace_start import trace_start_ns
     from ebbtide.cli.render.holders import print_holders
     from ebbtide.cli.render.prediction import print_json, print_prediction
     from ebbtide.cli.render.ranks import choose_ranks
@@ -82,8 +82,8 @@ def _print_holders(
     if at == "oom":
         _print_out_of_memory(trace, number, rank, as_json)
         return
-    span = trace_span_ns(trace)
-    at_ns = round(span[0] + time_ms * 1e6) if span and time_ms is not None else None
+    start_ns = trace_start_ns(trace)
+    at_ns = None if start_ns is None or time_ms is None else round(start_ns + time_ms * 1e6)
     result = holders_at(trace, number, at_ns, device)
     if as_json:
         nothing: dict[str, Any] = {"pool": None, "device": device, "t_ms": time_ms, "bytes": None, "holders": []}

@@ -113,6 +113,14 @@ class Workload:
         return self.grad_bytes + 2 * self.state_bytes + param_accesses * self.param_bytes
 
     @property
+    def returned_gradient_bytes(self) -> float:
+        """Bytes of device memory per parameter for a gradient that was copied to the host and back.
+
+        It is in the memory of its parameter, unless that is a part of the state.
+        """
+        return self.grad_bytes if self.master == "remainder" else 0.0
+
+    @property
     def needs_all_gradients(self) -> bool:
         """Whether no update can begin before the end of the backward."""
         return self.clipping or self.gradients_held_until_step

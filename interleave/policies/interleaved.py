@@ -73,9 +73,8 @@ def keepable_gradients(workload: Workload, resident: Iterable[int], on_gpu: Iter
     begin = workload.compute_s - workload.backward_s
     free = min(size for _, size in workload.gpu_free_from(begin))
     free -= (workload.state_bytes + workload.grad_bytes) * sum(sizes[subgroup] for subgroup in resident)
-    # A gradient that was copied to the host and back is beside its state, if its parameter is a part of the master.
-    returned = workload.grad_bytes if workload.master == "remainder" else 0.0
-    free -= BUFFERS * (workload.state_bytes + returned) * max(sizes[subgroup] for subgroup in streamed)
+    fetched_bytes = workload.state_bytes + workload.returned_gradient_bytes
+    free -= BUFFERS * fetched_bytes * max(sizes[subgroup] for subgroup in streamed)
     kept = set()
     for subgroup in streamed:
         free -= workload.grad_bytes * sizes[subgroup]

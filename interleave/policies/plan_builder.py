@@ -293,12 +293,8 @@ class PlanBuilder:
         return self.add("update", "gpu", subgroup, after=inputs, point=self._update_point(subgroup), release=released)
 
     def returned_gradient_bytes(self, subgroup: int) -> float:
-        """Return the device memory that an update on the GPU needs for a gradient that was copied to the host and back.
-
-        The gradient is in the memory of its parameter, unless that is a part of the state.
-        """
-        needs_memory = self.workload.master == "remainder" and subgroup not in self._kept
-        return self.workload.grad_bytes * self.sizes[subgroup] if needs_memory else 0.0
+        """Return the device memory that an update on the GPU needs for its gradient, if that was copied to the host."""
+        return 0.0 if subgroup in self._kept else self.workload.returned_gradient_bytes * self.sizes[subgroup]
 
     def _update_point(self, subgroup: int) -> float:
         return self._gradient_points[subgroup] if self.early else STEP

@@ -13,7 +13,7 @@ from ebbtide.analysis.metrics.devices import main_device, peak_pool
 from ebbtide.analysis.metrics.holders.categories import CATEGORIES, categorized_allocations
 from ebbtide.analysis.metrics.holders.stacks import call_site
 from ebbtide.analysis.metrics.memory_spans import memory_spans, within_spans
-from ebbtide.analysis.metrics.recorded_span import trace_span_ns
+from ebbtide.analysis.metrics.trace_start import trace_start_ns
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.profiler.trace import Trace
 
@@ -121,10 +121,10 @@ def holders_at(trace: Trace, rank: int, at_ns: int | None = None, device: str | 
     rest = total - sum(holder.bytes for holder in holders)
     if rest > 0:
         holders.append(Holder(None, None, None, rest))
-    span = trace_span_ns(trace)
-    assert span is not None
+    trace_ns = trace_start_ns(trace)
+    assert trace_ns is not None
     holders.sort(key=lambda holder: -holder.bytes)
-    return Holders(pool or "", device, at_ns, (at_ns - span[0]) / 1e6, total, holders)
+    return Holders(pool or "", device, at_ns, (at_ns - trace_ns) / 1e6, total, holders)
 
 
 def memory_by_category(trace: Trace, rank: int, device: str) -> dict[str | None, tuple[Ints, Ints]]:

@@ -122,8 +122,8 @@ class FreeMemory:
             return list(candidates)
         sizes = workload.subgroups
         resident_bytes = self.state_bytes(resident)
-        # Where parameters are a part of the state, gradients that do not stay come back to memory of their own.
-        returned_bytes = workload.grad_bytes if workload.master == "remainder" else 0.0
+        # Gradients that do not stay come back.
+        returned_bytes = workload.returned_gradient_bytes
         fetched_bytes = workload.state_bytes + returned_bytes
         slot_bytes = fetched_bytes * sum(nlargest(slots, (sizes[subgroup] for subgroup in moved)))
         slot_bytes += returned_bytes * sum(map(sizes.__getitem__, resident))
