@@ -19,11 +19,19 @@ class BackwardProgress:
 
     Args:
         params: The parameters to watch.
+        on_gradient: A method to call with the index of the parameter for each of its gradients. What it raises, the
+            backward raises. As of the other one, its object is not kept alive.
         on_ready: A method to call with the index of the parameter and the share of all gradients that are ready. The
             object that it is bound to is not kept alive.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], on_ready: Callable[[int, float], None]) -> None:
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        on_gradient: Callable[[int], None],
+        on_ready: Callable[[int, float], None],
+    ) -> None:
+        self._on_gradient = weakref.WeakMethod(on_gradient)
         self._on_ready = weakref.WeakMethod(on_ready)
         self._sizes = [local_shard(param).numel() for param in params]
         # A rank may have only empty shards.
@@ -47,6 +55,9 @@ class BackwardProgress:
             handle.remove()
 
     def _count_gradient(self, index: int) -> None:
+        on_gradient = self._on_gradient()
+        if on_gradient is not None:
+            on_gradient(index)
         self._times[index] += 1
         if self._times[index] == self._expected_times[index]:
             self._ready_size += self._sizes[index]

@@ -2,27 +2,68 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch._functorch import eager_transforms, vmap
+from torch.utils._pytree import tree_leaves
 
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.gates.method_gate import MethodGate
 from ebbtide.interleave.engine.gates.replica_gates import ReplicaGates
 from ebbtide.interleave.engine.gates.sharded_gates import ShardedGates
 from ebbtide.interleave.engine.module_copies import CopyGate
 
+log = logging.getLogger("ebbtide")
+
 Wait = Callable[[Sequence[torch.Tensor]], None]
+# Functions whose arguments do not wait by themselves, as of scripted code: see LateParams.
+_READERS: list[tuple[Any, str]] = [
+    (torch.jit.ScriptFunction, "__call__"),
+    (eager_transforms, "_wrap_for_grad"),
+    (eager_transforms, "_wrap_functional_tensor"),
+    (vmap, "_add_batch_dim"),
+]
 
 
 class _Removable(Protocol):
     def remove(self) -> None: ...
 
 
+class _ModuleGate:
+    """Waits before the forward of a module, for the parameters that it reads.
+
+    Attributes:
+        params: The parameters to wait for.
+        is_called: Whether the module was called, but for evaluations.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], all_params: Sequence[torch.Tensor], wait: Wait) -> None:
+        self.params = list(params)
+        self.is_called = False
+        self._all_params = all_params
+        self._wait = wait
+
+    def before_forward(self, module: torch.nn.Module) -> None:
+        """Wait until the parameters are written."""
+        if module.training or torch.is_grad_enabled():
+            self.is_called = True
+            self._wait(self.params)
+        else:
+            # Attention and transformer layers of torch then read parameters of their children without calling them.
+            self._wait(self._all_params)
+
+
 class ForwardGates:
     """Hooks before everything in a model that uses parameters: forwards, gathers of shards, state dicts.
+
+    Which modules are called is known after the first iteration. Parameters of others, as of a projection that an
+    attention layer reads itself, are waited for by the nearest called module around them. Until then, none may be late.
 
     Copies and pickles of any module wait for all its parameters, and have no hooks.
 
@@ -36,6 +77,7 @@ class ForwardGates:
 
     Attributes:
         names: The parameters of the model, and their names.
+        sharded: The parameters that `fully_shard` has sharded.
     """
 
     def __init__(self, model: torch.nn.Module, wait: Wait, finish: Callable[[], None]) -> None:
@@ -45,6 +87,10 @@ class ForwardGates:
             )
         # Parameters are fixed now: functional_call replaces them for the time of a call.
         self.names: dict[torch.Tensor, str] = {}
+        self.sharded: set[torch.Tensor] = set()
+        self._model = weakref.ref(model)
+        self._module_gates: dict[torch.nn.Module, _ModuleGate] = {}
+        self._gated: set[torch.Tensor] = set()
         self._removables: list[_Removable] = []
         try:
             self._add_gates(model, wait, finish)
@@ -60,39 +106,83 @@ class ForwardGates:
         for removable in self._removables:
             removable.remove()
 
+    def is_gated(self, param: torch.Tensor) -> bool:
+        """Return whether something waits for a parameter before the forward reads it."""
+        return param in self._gated or param in self.sharded
+
+    def learn_calls(self) -> None:
+        """Let called modules wait for the parameters of those that are not called, after the first iteration."""
+        model = self._model()
+        if self._gated or model is None or not any(gate.is_called for gate in self._module_gates.values()):
+            return
+        params_of: dict[_ModuleGate, dict[torch.Tensor, None]] = {}
+        stack: list[tuple[torch.nn.Module, _ModuleGate | None]] = [(model, None)]
+        visited: set[tuple[torch.nn.Module, _ModuleGate | None]] = set()
+        while stack:
+            module, called_gate = stack.pop()
+            gate = self._module_gates.get(module)
+            if gate is not None and gate.is_called:
+                called_gate = gate
+            if (module, called_gate) in visited:
+                continue
+            visited.add((module, called_gate))
+            stack += [(child, called_gate) for child in module.children()]
+            if called_gate is not None:
+                params_of.setdefault(called_gate, {}).update(dict.fromkeys(self._own_params(module)))
+        for gate in self._module_gates.values():
+            # A module that is called later for the first time still waits for its own.
+            gate.params = [*dict.fromkeys([*gate.params, *params_of.get(gate, ())])]
+        self._gated = {param for params in params_of.values() for param in params}
+        ungated = [name for param, name in self.names.items() if not self.is_gated(param)]
+        if ungated:
+            log.info("ebbtide: step() waits for %s parameters that no called module has: %s", len(ungated), ungated[0])
+
+    def _own_params(self, module: torch.nn.Module) -> list[torch.Tensor]:
+        return [param for param in module.parameters(recurse=False) if param not in self.sharded]
+
     def _add_gates(self, model: torch.nn.Module, wait: Wait, finish: Callable[[], None]) -> None:
         replicas = ReplicaGates(model, finish)
         self._removables.append(replicas)
         sharded = ShardedGates(model, wait)
         self._removables.append(sharded)
+        self.sharded = sharded.params
         self.names = dict.fromkeys(sharded.params, "of fully_shard")
         self.names |= {param: name for name, param in model.named_parameters()}
+        # A graph reads all that it has read before, at addresses that are fixed.
+        self._removables.append(MethodGate(torch.cuda.CUDAGraph, "replay", lambda *_: finish()))
+        for owner, name in _READERS:
+            self._removables.append(MethodGate(owner, name, lambda *args, **kwargs: wait(_tensors(args, kwargs))))
         hook_ids = replicas.hook_ids
-        for module in model.modules():
-            params = list(module.parameters(recurse=False))
-            in_place = [param for param in params if param not in sharded.params]
-            if any(hasattr(param, "to_local") for param in in_place):
+        # Scripted modules have no hooks.
+        modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        for module in modules:
+            own_params = self._own_params(module)
+            if any(hasattr(param, "to_local") for param in own_params):
                 raise EngineError(
                     "overlap is not supported with DTensors that fully_shard did not make (tensor parallelism): "
                     "leave out overlap and model"
                 )
             handles = []
-            if in_place:
-                handles.append(module.register_forward_pre_hook(_make_hook(in_place, wait), prepend=True))
-            if params:
+            if all_params := [param for param in module.parameters() if param not in self.sharded]:
+                gate = self._module_gates[module] = _ModuleGate(own_params, all_params, wait)
+                hook = _untraced(lambda module, *_, gate=gate: gate.before_forward(module))
+                handles.append(module.register_forward_pre_hook(hook, prepend=True))
+            if shards := [param for param in module.parameters(recurse=False) if param in self.sharded]:
                 # Its tensors are the parameters, and the job may load values into them.
-                handles.append(module.register_state_dict_pre_hook(_make_hook(params, wait)))
-                handles.append(module.register_load_state_dict_pre_hook(_make_hook(params, wait)))
+                hook = _untraced(lambda *_, shards=shards: wait(shards))
+                handles.append(module.register_state_dict_pre_hook(hook))
+                handles.append(module.register_load_state_dict_pre_hook(hook))
             hook_ids |= {handle.id for handle in handles}
             self._removables += handles
-        for module in model.modules():
+        for module in modules:
             self._removables.append(CopyGate(module, partial(wait, list(module.parameters())), hook_ids))
 
 
-def _make_hook(params: Sequence[torch.Tensor], wait: Wait) -> Callable[..., None]:
-    def hook(*_: Any) -> None:
-        wait(params)
+def _tensors(*arguments: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(arguments) if isinstance(value, torch.Tensor)]
 
-    # torch.compile must not trace it: what it waits for changes.
+
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that torch.compile does not trace, since what it waits for changes."""
     untraced: Callable[..., None] = torch._disable_dynamo(hook)
     return untraced

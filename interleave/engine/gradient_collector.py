@@ -12,6 +12,7 @@ from ebbtide.interleave.engine.gradient_norm import GradientNorm
 from ebbtide.interleave.engine.gradient_placeholder import added_gradients, make_placeholder, mark_used
 from ebbtide.interleave.engine.local_shards import flat_like, local_shard, unflatten, wrap_shard
 from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.pending_params import PendingParams
 from ebbtide.interleave.engine.runtime.engine import Engine
 
 
@@ -27,7 +28,7 @@ class GradientCollector:
         engine: The engine that updates them.
         norm: Receives every gradient that is offloaded.
         streamed: Whether gradients are offloaded as soon as they are computed.
-        finish_step: Waits for late operations of the step before.
+        pending: Waits for late operations of the step before.
         expected_scalars: Returns the factors by parameter that the next step has if it is neither clipped nor skipped.
             None: speculative updates wait for the step.
     """
@@ -38,22 +39,22 @@ class GradientCollector:
         engine: Engine,
         norm: GradientNorm,
         streamed: bool,
-        finish_step: Callable[[], None],
+        pending: PendingParams,
         expected_scalars: Callable[[], Sequence[Scalars | None]] | None = None,
     ) -> None:
         self._params = params
         self._engine = engine
         self._norm = norm
         self._streamed = streamed
-        self._finish_step = finish_step
+        self._pending = pending
         self._expected_scalars = expected_scalars
         # The placeholders in p.grad of the offloaded gradients, by the parameter's index.
         self._placeholders: dict[int, torch.Tensor] = {}
-        self._progress = BackwardProgress(params, self._on_ready)
+        self._progress = BackwardProgress(params, pending.check_gradient, self._on_ready)
 
     def collect(self) -> dict[int, torch.Tensor]:
         """Return the gradients that were not offloaded, flat, by the parameter's index."""
-        self._finish_step()
+        self._pending.finish_updates()
         engine = self._engine
         if not (engine.is_running and all(map(self._is_unchanged, engine.offloaded_params))):
             self.recall()
@@ -65,7 +66,7 @@ class GradientCollector:
 
     def recall(self) -> None:
         """Put offloaded gradients back into `p.grad`, with what was added to them since, and stop the plan."""
-        self._finish_step()
+        self._pending.finish_updates()
         gradients = self._engine.recall_gradients([local_shard(param).detach() for param in self._params])
         for index, gradient in gradients.items():
             param, placeholder = self._params[index], self._placeholders[index]
@@ -98,7 +99,7 @@ class GradientCollector:
         if engine.device.is_capturing():
             # The gradients are computed when the graph is replayed, and are submitted at the step.
             return
-        self._finish_step()
+        self._pending.finish_updates()
         if self._expected_scalars is not None and engine.needs_assumption:
             engine.assume(self._expected_scalars())
         if self._streamed and engine.is_running and index not in engine.offloaded_params:

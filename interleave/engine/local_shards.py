@@ -35,6 +35,13 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def has_shared_memory(tensor: torch.Tensor) -> bool:
+    """Return whether something else has the memory of a tensor, too, as a view of it does."""
+    storage = tensor.untyped_storage()
+    # One of the tensor, and one of this variable.
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
+
+
 def flat_view(param: torch.Tensor) -> torch.Tensor:
     """Return the memory of this rank's part of a dense tensor, with one dimension, in the order of the memory.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -76,8 +77,9 @@ class OffloadedParams:
         # Whether parameters have state besides the initial one, and whether a step was done.
         self._has_state = False
         self._has_stepped = False
-        # Waits for the fingerprints of the values that the masters round to.
-        self._fingerprints: Callable[[], list[int]] = list
+        # By the index of each parameter, what waits for the fingerprints of the values that the masters round to, and
+        # the place of its own among them.
+        self._fingerprints: dict[int, tuple[Callable[[], list[int]], int]] = {}
 
     def plan_or_open(self, params: Sequence[torch.Tensor]) -> None:
         """Open the engine for parameters of a new optimizer, or only check that there is a plan if they may still move.
@@ -119,7 +121,7 @@ class OffloadedParams:
             return []
         engine = self._runner.engine
         with engine.paused():
-            changed = self._changed(self._values()) | self.pending.written if self._has_remainders else ()
+            changed = self._changed(self._values()) if self._has_remainders else ()
             return gather_states(engine.store.states, self.params, changed)
 
     def load(self, params: Sequence[torch.Tensor], states: Sequence[ParamState | None]) -> None:
@@ -142,7 +144,7 @@ class OffloadedParams:
     def commit(self) -> dict[str, Any]:
         """Return `AdaptiveRunner.commit`, with masters that follow the parameters, and recall offloaded gradients."""
         self.pending.finish()
-        self._record_values(self._follow_values())
+        self.record_values(self._follow_values())
         self._stop()
         return self._runner.commit()
 
@@ -171,15 +173,17 @@ class OffloadedParams:
             The engine for the step, and the parameters, flat, in the order of their memory.
 
         Raises:
-            EngineError: If the parameters moved after the first step, or the calling thread captures a CUDA graph.
+            EngineError: If the parameters moved after the first step, the calling thread captures a CUDA graph, or a
+                gradient is one of values before the last update.
         """
         engine = self.open(params)
-        self.pending.finish()
+        self.pending.finish_updates()
         if engine.device.is_capturing():
             raise EngineError(
                 "step() cannot be captured in a CUDA graph: capture forward and backward only, and call step() after "
                 "each replay"
             )
+        self.pending.begin_step()
         self._follow_layouts()
         own_params = set(self.params)
         if any(param not in own_params and param.grad is not None for param in params):
@@ -191,13 +195,16 @@ class OffloadedParams:
         self._has_stepped = self._has_state = True
         self.collector.end_step()
 
-    def finish_step(self, values: Sequence[torch.Tensor]) -> None:
-        """Take the parameters as those that the masters round to, after late operations have ended.
+    def record_values(self, values: Sequence[torch.Tensor], indices: Iterable[int] | None = None) -> None:
+        """Take the values of parameters as those that the masters round to.
 
         Args:
-            values: The parameters, as from `prepare_step`.
+            values: All parameters, as from `prepare_step`.
+            indices: The indices of those to take; by default all.
         """
-        self._record_values(values)
+        recorded = range(len(values)) if indices is None else list(indices)
+        fingerprints = cache(self._runner.device.fingerprint([values[index] for index in recorded]))
+        self._fingerprints |= {index: (fingerprints, place) for place, index in enumerate(recorded)}
 
     def close(self) -> None:
         """Finish late operations, stop watching backwards, and close the engine."""
@@ -235,31 +242,27 @@ class OffloadedParams:
             self.collector.close()
         self.norm = GradientNorm(self._runner.device, self._max_grad_norm)
         self.collector = GradientCollector(
-            params, engine, self.norm, self._streamed, self.pending.finish, self._expected_scalars
+            params, engine, self.norm, self._streamed, self.pending, self._expected_scalars
         )
         self.params = list(params)
         self.pending.set_params(self.params)
+        self._fingerprints.clear()
         self._layouts = _layouts(params)
         if commit is None:
             self._set_states(engine, states or [None] * len(params))
         else:
             self._has_state = True
-            self._record_values(self._values())
+            self.record_values(self._values())
         self._runner.set_plan()
 
     def _set_states(self, engine: Engine, states: Sequence[ParamState | None]) -> None:
         scatter_states(engine.store.states, self.params, states)
         engine.store.forget_params(range(len(self.params)))
-        self.pending.take_written()
         self._has_state = self._has_state or any(state is not None for state in states)
-        self._record_values(self._values())
+        self.record_values(self._values())
 
     def _values(self) -> list[torch.Tensor]:
         return [flat_view(param) for param in self.params]
-
-    def _record_values(self, values: Sequence[torch.Tensor]) -> None:
-        """Take the values of all parameters as those that the masters round to."""
-        self._fingerprints = self._runner.device.fingerprint(values)
 
     def _follow_layouts(self) -> None:
         """Open the engine again if parameters have moved, or changed their dtype, before the first step."""
@@ -282,7 +285,7 @@ class OffloadedParams:
     def _follow_values(self) -> list[torch.Tensor]:
         """Update the masters of parameters that the job has changed since the last step, and return all parameters."""
         values = self._values()
-        changed = self._changed(values) | self.pending.take_written()
+        changed = self._changed(values)
         if changed:
             engine = self._runner.engine
             with engine.paused():
@@ -297,8 +300,11 @@ class OffloadedParams:
         else:
             # Parameters that have moved are not on the device of the engine.
             current = [self._runner.kernel.fingerprint(value.cpu()) for value in values]
-        pairs = zip(self._fingerprints(), current, strict=True)
-        return {index for index, (old, new) in enumerate(pairs) if old != new}
+        return {
+            index
+            for index, (fingerprints, place) in self._fingerprints.items()
+            if fingerprints()[place] != current[index]
+        }
 
 
 def _layouts(params: Sequence[torch.Tensor]) -> list[_Layout]:

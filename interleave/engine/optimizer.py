@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -208,7 +209,7 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
             self._skip_step(engine)
             return
         scalars = self._scalars(updated, scale)
-        self._pending.step(values, scalars, lambda: self._end_step(updated), lambda: offloaded.finish_step(values))
+        self._pending.step(values, scalars, lambda: self._end_step(updated), partial(offloaded.record_values, values))
 
     @locked
     def add_param_group(self, param_group: dict[str, Any]) -> None:

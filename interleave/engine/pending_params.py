@@ -1,18 +1,23 @@
-"""Parameters that a step may still write after it has returned: waits for them, and finds lost writes of the job."""
+"""Parameters that a step may still write after it has returned: waits for them, and finds gradients of old values."""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.forward_gates import ForwardGates
+from ebbtide.interleave.engine.late_params import LateParams
+from ebbtide.interleave.engine.local_shards import has_shared_memory, local_shard
 from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.read_checks import ReadChecks, UnguardedAccess
 
@@ -22,9 +27,8 @@ log = logging.getLogger("ebbtide")
 class PendingParams:
     """The parameters that the last step has updated, each until something has waited for it.
 
-    A write of the job to a parameter before that is overwritten by the update, or the master does not follow it. The
-    version counters of the parameters show such writes: a step counts one version for each parameter, and operations of
-    the engine count none (see `flat_view`). `p.data` and NumPy arrays count none either, so their writes are not found.
+    Until then a parameter is unread: gates of its model and LateParams wait as soon as something uses it, and a
+    gradient of it is an error, since it would be one of old values.
 
     Args:
         runner: The runner of the engine.
@@ -46,19 +50,21 @@ class PendingParams:
         self._params: Sequence[torch.Tensor] = ()
         # The index of each parameter, which the forward of every module looks up.
         self._index: dict[torch.Tensor, int] = {}
+        weak_self = weakref.ref(self)
+        self._late_params = LateParams(partial(_wait, weak_self), partial(_finish, weak_self))
         # Read without the lock, so it is the last to be reset.
         self.is_active = False
-        # The version of each parameter when its step began: those that nothing has waited for yet, and the others.
-        self._versions: dict[int, int] = {}
-        self._released: dict[int, int] = {}
-        # Parameters that the job has written after something had waited for them, and before.
-        self._written: set[int] = set()
-        self._lost: set[int] = set()
+        self._unread: set[int] = set()
+        # Parameters whose memory something else has, too, before the step.
+        self._shared: set[int] = set()
+        # Those whose values were recorded since the last step, and the function that records them.
+        self._recorded: set[int] = set()
+        self._record: Callable[[Iterable[int]], None] = _do_nothing
 
     def guard(self, model: torch.nn.Module) -> None:
         """Let the forward, state dicts and copies of a model wait. Raises EngineError if they cannot."""
         weak_self = weakref.ref(self)
-        self._gates = ForwardGates(model, lambda params: _wait(weak_self, params), lambda: _finish(weak_self))
+        self._gates = ForwardGates(model, partial(_wait, weak_self), partial(_finish, weak_self))
         self.names = self._gates.names
 
     def remove_guards(self) -> None:
@@ -67,7 +73,7 @@ class PendingParams:
             self._gates.remove()
 
     def finish_after(self, owner: object) -> None:
-        """Call `finish` when an object is deleted or the process ends, before the engine is closed."""
+        """Call `finish` when an object is deleted, before a fork, and before the process closes engines at its end."""
         weakref.finalize(owner, _finish_on_thread, self).atexit = False
         _unfinished.add(self)
 
@@ -75,67 +81,115 @@ class PendingParams:
         """Use these parameters from now on, in the order of their indices. Nothing may be pending."""
         self._params = params
         self._index = {param: number for number, param in enumerate(params)}
-        self._written.clear()
+
+    def begin_step(self) -> None:
+        """Prepare for a step, after the late operations of the last one have ended.
+
+        Raises:
+            EngineError: There is a gradient of an unread parameter. That parameter stays unread.
+        """
+        for index in self._unread if self._checks is None else ():
+            gradient = self._params[index].grad
+            # Others are left from before, or are those of parameters that this iteration has not used.
+            if gradient is not None and (gradient.layout != torch.strided or bool(local_shard(gradient).any())):
+                self.check_gradient(index)
+        self._release(list(self._unread))
+        if self._gates is not None:
+            self._gates.learn_calls()
+            self._shared = {
+                index
+                for index, param in enumerate(self._params)
+                if param not in self._gates.sharded and has_shared_memory(param)
+            }
 
     def step(
         self,
         values: Sequence[torch.Tensor],
         scalars: Sequence[Scalars | None],
         on_done: Callable[[], None],
-        on_finished: Callable[[], None],
+        record: Callable[[Iterable[int]], None],
     ) -> None:
-        """Run `AdaptiveRunner.step`; afterwards the updated parameters are pending if it has late operations."""
+        """Run `AdaptiveRunner.step`; afterwards the updated parameters are pending if it has late operations.
+
+        Args:
+            values: As for `AdaptiveRunner.step`, like `scalars` and `on_done`.
+            scalars: See `values`.
+            on_done: See `values`.
+            record: Takes the values of parameters, by their indices, as those of the update. It is called when they are
+                written, and before the job may write them again.
+        """
         updated = [index for index, factors in enumerate(scalars) if factors is not None]
         torch.autograd.graph.increment_version([self._params[index] for index in updated])
-        self._versions = {index: self._params[index]._version for index in updated}
+        self._unread, self._recorded, self._record = set(updated), set(), record
         self.is_active = True
         try:
-            self._runner.step(values, scalars, on_done, on_finished)
+            self._runner.step(values, scalars, on_done, self._record_others)
             if self._checks is not None:
                 self._runner.finish_step()
                 self._checks.hide({index: self._params[index] for index in updated})
             elif self._runner.is_late:
-                unguarded = [index for index in updated if self._params[index] not in self.names]
-                self._runner.wait_for_params(unguarded)
-                self._release(unguarded)
+                never_late = [index for index in updated if not self._may_be_late(index)]
+                self._runner.wait_for_params(never_late)
+                self._release(never_late)
+                self._late_params.set(
+                    param for param in map(self._params.__getitem__, self._unread) if not self._is_sharded(param)
+                )
         finally:
             if not self._runner.is_late:
-                self._versions.clear()
+                if self._checks is None:
+                    self._release(list(self._unread))
                 self.is_active = self._checks is not None
 
     def wait_for(self, params: Iterable[torch.Tensor]) -> None:
         """Wait until parameters are written; from now on the job may read and write them.
 
         Raises:
-            EngineError: An operation has failed, or the job wrote to one of the parameters before.
+            EngineError: An operation has failed.
         """
-        if not self.is_active:
+        if not (self.is_active or self._unread):
             return
         indices = [self._index[param] for param in params if param in self._index]
-        with self.lock:
+        # The engine's own operations are no part of what torch.func transforms.
+        with self.lock, temporarily_clear_interpreter_stack():
             self._runner.wait_for_params(indices)
             self._release(indices)
-            self._raise_lost()
 
     def finish(self) -> None:
-        """Wait until all late operations have ended.
+        """Wait until all late operations have ended; from now on the job may read and write all parameters.
+
+        Raises:
+            EngineError: As `wait_for`.
+        """
+        if not (self.is_active or self._unread):
+            return
+        with self.lock:
+            try:
+                self.finish_updates()
+            finally:
+                self._release(list(self._unread))
+
+    def finish_updates(self) -> None:
+        """Wait until all late operations have ended. Unread parameters stay so.
 
         Raises:
             EngineError: As `wait_for`.
         """
         if not self.is_active:
             return
-        with self.lock:
+        with self.lock, temporarily_clear_interpreter_stack():
             try:
                 self._runner.finish_step()
             finally:
-                self._release(range(len(self._params)))
-                self._written |= {
-                    index for index, version in self._released.items() if self._params[index]._version != version
-                }
-                self._released.clear()
-                self.is_active = False
-            self._raise_lost()
+                self.is_active = self._checks is not None and bool(self._unread)
+
+    def check_gradient(self, index: int) -> None:
+        """Raise EngineError for the gradient of an unread parameter."""
+        if index in self._unread and self._checks is None:
+            name = self.names.get(self._params[index], f"number {index}")
+            raise EngineError(
+                f"parameter {name} has a gradient, but its forward has not waited for the update before: set the "
+                "gradient to None, and call optimizer.synchronize() before such forwards"
+            )
 
     @contextmanager
     def check_reads(self) -> Iterator[list[UnguardedAccess]]:
@@ -151,36 +205,37 @@ class PendingParams:
             finally:
                 self._checks = None
 
-    @property
-    def written(self) -> frozenset[int]:
-        """The parameters that the job has written while others were pending, as `take_written` returns them."""
-        return frozenset(self._written)
+    def _is_sharded(self, param: torch.Tensor) -> bool:
+        return self._gates is not None and param in self._gates.sharded
 
-    def take_written(self) -> set[int]:
-        """Return the parameters that the job has written while others were pending, and forget them."""
-        written, self._written = self._written, set()
-        return written
+    def _may_be_late(self, index: int) -> bool:
+        """Return whether everything that uses a parameter waits."""
+        param = self._params[index]
+        if self._gates is None or not self._gates.is_gated(param):
+            return False
+        return self._is_sharded(param) or (index not in self._shared and self._late_params.supports(param))
+
+    def _record_others(self) -> None:
+        """Record the values of all parameters that were not recorded, after the last update has ended."""
+        self._record(index for index in range(len(self._params)) if index not in self._recorded)
+        self._record = _do_nothing
 
     def _release(self, indices: Iterable[int]) -> None:
+        """Make parameters ordinary again, which are written."""
         if self._checks is not None:
             self._checks.release(indices)
-        for index in indices:
-            version = self._versions.pop(index, None)
-            if version is not None:
-                self._released[index] = version
-                if self._params[index]._version != version:
-                    self._lost.add(index)
+        released = self._unread.intersection(indices)
+        if released and self._runner.is_late:
+            # The job may write them while other updates run.
+            self._record(released)
+            self._recorded |= released
+        self._unread -= released
+        for index in released:
+            self._late_params.clear(self._params[index])
 
-    def _raise_lost(self) -> None:
-        """Raise EngineError, once, for the parameters that the job wrote to while they were pending."""
-        lost, self._lost = self._lost, set()
-        if lost:
-            names = [self.names.get(self._params[index], f"number {index}") for index in sorted(lost)]
-            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise EngineError(
-                f"parameter {names[0]}{others} was written after step() and before its update had ended, so the write "
-                "may be lost: call optimizer.synchronize() before you write to parameters"
-            )
+
+def _do_nothing(_: Iterable[int]) -> None:
+    """Do nothing."""
 
 
 def _wait(pending_ref: weakref.ref[PendingParams], params: Sequence[torch.Tensor]) -> None:
@@ -224,3 +279,5 @@ def _finish_all() -> None:
 
 # `atexit` calls its functions when pools of threads, which update on the CPU, have ended. This comes before.
 threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
+# A child has a copy of the parameters, and no threads that could end their updates.
+os.register_at_fork(before=_finish_all, after_in_child=_unfinished.clear)

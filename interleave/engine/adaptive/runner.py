@@ -287,7 +287,8 @@ class AdaptiveRunner:
         on_done()
         if self.engine.is_late:
             return
-        self._on_finished()
+        on_finished, self._on_finished = self._on_finished, _do_nothing
+        on_finished()
         if failure is not None:
             self._handle_failure(failure)
         elif self.engine.last_schedule is not None:

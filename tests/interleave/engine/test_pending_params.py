@@ -29,47 +29,33 @@ def _optimizer(job: Job, late: bool = True, **options: Any) -> Iterator[Interlea
         yield optimizer
 
 
-def _write_and_go_on(write: Callable[[Net], object], then: Callable[[Job, InterleavedAdamW], object]) -> list[str]:
-    """Write after a step, and return the errors of what follows."""
-    job, errors = Job(), []
-    with _optimizer(job) as optimizer:
-        job.step(optimizer)
-        with torch.no_grad():
-            write(job.net)
-        for _ in range(2):
-            try:
-                then(job, optimizer)
-            except EngineError as error:
-                errors.append(str(error))
-        optimizer.synchronize()
-    return errors
+WRITES: dict[str, Callable[[Net], object]] = {
+    "in place": lambda net: net.late.weight.clamp_(-0.01, 0.01),
+    "several": lambda net: torch._foreach_mul_([net.late.weight, net.late.bias, net.norm.bias], 0.5),
+    "item": lambda net: net.late.weight.__setitem__(0, 1.0),
+    "out": lambda net: torch.mul(net.late.bias, 0.5, out=net.late.bias),
+    "initialization": lambda net: torch.nn.init.zeros_(net.late.weight),
+    "data": lambda net: net.late.weight.data.clamp_(-0.01, 0.01),
+    "bits": lambda net: net.late.weight.detach().view(torch.int16).numpy().fill(0),
+    "loaded": lambda net: net.late.load_state_dict({"weight": torch.ones(24, 24), "bias": torch.ones(24)}),
+}
 
 
-LOST = (
-    "was written after step() and before its update had ended, so the write may be lost: call optimizer.synchronize() "
-    "before you write to parameters"
-)
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes__after_a_step_wait_for_its_updates(write: Callable[[Net], object]) -> None:
+    def outcome(late: bool) -> Outcome:
+        job = Job()
+        with _optimizer(job, late) as optimizer:
+            for step in range(4):
+                job.step(optimizer, step)
+                if step == 1:
+                    with torch.no_grad():
+                        write(job.net)
+            optimizer.synchronize()
+            masters = [entry["master"] for entry in optimizer.state_dict()["state"].values()]
+            return Outcome(job.losses, [*job.outcome().params, *masters])
 
-
-@pytest.mark.parametrize(
-    "then",
-    [
-        pytest.param(lambda job, optimizer: job.loss(), id="forward"),
-        pytest.param(lambda job, optimizer: optimizer.step(), id="step"),
-        pytest.param(lambda job, optimizer: optimizer.synchronize(), id="synchronize"),
-        pytest.param(lambda job, optimizer: optimizer.state_dict(), id="state_dict"),
-        pytest.param(lambda job, optimizer: job.net.state_dict(), id="state_dict of the model"),
-        pytest.param(lambda job, optimizer: optimizer.load_state_dict(optimizer.state_dict()), id="load_state_dict"),
-    ],
-)
-def test_finish__raises_once_for_a_write_that_may_be_lost(then: Callable[[Job, InterleavedAdamW], object]) -> None:
-    assert _write_and_go_on(lambda net: net.late.weight.clamp_(-0.01, 0.01), then) == [f"parameter late.weight {LOST}"]
-
-
-def test_finish__counts_the_parameters_that_were_written() -> None:
-    write = lambda net: torch._foreach_mul_([net.late.weight, net.late.bias, net.norm.bias], 0.5)  # noqa: E731
-    errors = _write_and_go_on(write, lambda job, optimizer: optimizer.synchronize())
-    assert errors == [f"parameter norm.bias and 2 more {LOST}"]
+    assert outcome(late=True) == outcome(late=False)
 
 
 class _Renormalized(torch.nn.Linear):
