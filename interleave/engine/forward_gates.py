@@ -6,7 +6,6 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,9 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.gates.method_gate import MethodGate
-from ebbtide.interleave.engine.gates.replica_gates import ReplicaGates
 from ebbtide.interleave.engine.gates.sharded_gates import ShardedGates
-from ebbtide.interleave.engine.module_copies import CopyGate
+from ebbtide.interleave.engine.module_copies import HooklessCopies
 
 log = logging.getLogger("ebbtide")
 
@@ -60,12 +58,12 @@ class _ModuleGate:
 
 
 class ForwardGates:
-    """Hooks before everything in a model that uses parameters: forwards, gathers of shards, state dicts.
+    """Hooks before everything in a model that uses parameters: forwards and gathers of shards.
 
     Which modules are called is known after the first iteration. Parameters of others, as of a projection that an
     attention layer reads itself, are waited for by the nearest called module around them. Until then, none may be late.
 
-    Copies and pickles of any module wait for all its parameters, and have no hooks.
+    Copies and pickles of any module have no hooks.
 
     Args:
         model: The module whose forward uses the parameters.
@@ -141,8 +139,11 @@ class ForwardGates:
         return [param for param in module.parameters(recurse=False) if param not in self.sharded]
 
     def _add_gates(self, model: torch.nn.Module, wait: Wait, finish: Callable[[], None]) -> None:
-        replicas = ReplicaGates(model, finish)
-        self._removables.append(replicas)
+        if any(hasattr(param, "_mp_param") for param in model.parameters()):
+            raise EngineError(
+                "overlap is not supported with mixed_precision of DistributedDataParallel, which converts all "
+                "parameters before the forward: use autocast, or leave out overlap and model"
+            )
         sharded = ShardedGates(model, wait)
         self._removables.append(sharded)
         self.sharded = sharded.params
@@ -152,7 +153,7 @@ class ForwardGates:
         self._removables.append(MethodGate(torch.cuda.CUDAGraph, "replay", lambda *_: finish()))
         for owner, name in _READERS:
             self._removables.append(MethodGate(owner, name, lambda *args, **kwargs: wait(_tensors(args, kwargs))))
-        hook_ids = replicas.hook_ids
+        hook_ids: set[int] = set()
         # Scripted modules have no hooks.
         modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         for module in modules:
@@ -167,15 +168,14 @@ class ForwardGates:
                 gate = self._module_gates[module] = _ModuleGate(own_params, all_params, wait)
                 hook = _untraced(lambda module, *_, gate=gate: gate.before_forward(module))
                 handles.append(module.register_forward_pre_hook(hook, prepend=True))
-            if shards := [param for param in module.parameters(recurse=False) if param in self.sharded]:
-                # Its tensors are the parameters, and the job may load values into them.
-                hook = _untraced(lambda *_, shards=shards: wait(shards))
+            if params := list(module.parameters(recurse=False)):
+                # They would wait by themselves, but ReadChecks would report them.
+                hook = _untraced(lambda *_, params=params: wait(params))
                 handles.append(module.register_state_dict_pre_hook(hook))
                 handles.append(module.register_load_state_dict_pre_hook(hook))
             hook_ids |= {handle.id for handle in handles}
             self._removables += handles
-        for module in modules:
-            self._removables.append(CopyGate(module, partial(wait, list(module.parameters())), hook_ids))
+        self._removables += [HooklessCopies(module, hook_ids) for module in modules]
 
 
 def _tensors(*arguments: Any) -> list[torch.Tensor]:

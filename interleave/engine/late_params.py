@@ -48,9 +48,9 @@ class LateParams:
     def supports(self, param: torch.Tensor) -> bool:
         """Return whether uses of a parameter can be noticed: not if its class handles functions of torch itself."""
         own_class = type(param)
-        return own_class in (torch.Tensor, *self._own_classes) or (
+        return own_class is torch.Tensor or (
             own_class.__torch_function__ is torch._C._disabled_torch_function_impl
-            and own_class.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+            and (own_class.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or hasattr(own_class, "to_local"))
         )
 
     def set(self, params: Iterable[torch.Tensor]) -> None:
@@ -83,8 +83,20 @@ class LateParams:
                 self.clear(param)
             return function(*args, **keywords)
 
+        def local_method(name: str) -> Callable[..., Any]:
+            """Return a method of a DTensor that uses its local part, and is no function of torch."""
+
+            def use_local(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                self._wait([param])
+                self.clear(param)
+                return getattr(own_class, name)(param, *args, **kwargs)
+
+            return use_local
+
         # torch.compile must not trace it: what it waits for changes.
         namespace = {"__torch_function__": classmethod(torch._disable_dynamo(use)), "__module__": own_class.__module__}
+        if hasattr(own_class, "to_local"):
+            namespace |= {name: local_method(name) for name in ("to_local", "full_tensor", "redistribute")}
         late_class = types.new_class(own_class.__name__, (own_class,), exec_body=lambda body: body.update(namespace))
         self._late_classes[own_class] = late_class
         self._own_classes[late_class] = own_class

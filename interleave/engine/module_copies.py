@@ -1,9 +1,9 @@
-"""Lets copies and pickles of modules wait for parameters, and leaves hooks out of them."""
+"""Leaves hooks out of copies and pickles of modules."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,36 +11,29 @@ import torch
 _NAME = "__getstate__"
 
 
-class CopyGate:
-    """Waits before `copy` and `pickle` (as in `torch.save`) read a module, and leaves hooks out of what they read.
-
-    They ask an instance for its `__getstate__`, before they read any of its parts.
+class HooklessCopies:
+    """Leaves hooks out of what `copy` and `pickle` (as in `torch.save`) read of a module: its `__getstate__`.
 
     Args:
         module: The module.
-        wait: Waits until all parameters of the module are written.
         hook_ids: The ids of hooks that copies must not have.
     """
 
-    def __init__(self, module: torch.nn.Module, wait: Callable[[], None], hook_ids: Collection[int]) -> None:
+    def __init__(self, module: torch.nn.Module, hook_ids: Collection[int]) -> None:
         self._module = weakref.ref(module)
-        self._wait: Callable[[], None] | None = wait
         self._hook_ids = hook_ids
         # That of another optimizer.
-        self._next: CopyGate | None = module.__dict__.get(_NAME)
+        self._next: HooklessCopies | None = module.__dict__.get(_NAME)
         object.__setattr__(module, _NAME, self)
 
     def remove(self) -> None:
-        """Read the module without waiting from now on."""
-        self._wait = None
+        """Leave the module as it was, unless another optimizer has replaced its method, too."""
         module = self._module()
         if module is not None and module.__dict__.get(_NAME) is self and self._next is None:
             object.__delattr__(module, _NAME)
 
     def __call__(self) -> Any:
         """Return the state of the module."""
-        if self._wait is not None:
-            self._wait()
         module = self._module()
         state = self._next() if self._next is not None else type(module).__getstate__(module)  # type: ignore[call-arg]
         if not isinstance(state, dict):

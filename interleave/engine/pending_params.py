@@ -131,9 +131,7 @@ class PendingParams:
                 never_late = [index for index in updated if not self._may_be_late(index)]
                 self._runner.wait_for_params(never_late)
                 self._release(never_late)
-                self._late_params.set(
-                    param for param in map(self._params.__getitem__, self._unread) if not self._is_sharded(param)
-                )
+                self._late_params.set(map(self._params.__getitem__, self._unread))
         finally:
             if not self._runner.is_late:
                 if self._checks is None:
@@ -205,15 +203,11 @@ class PendingParams:
             finally:
                 self._checks = None
 
-    def _is_sharded(self, param: torch.Tensor) -> bool:
-        return self._gates is not None and param in self._gates.sharded
-
     def _may_be_late(self, index: int) -> bool:
         """Return whether everything that uses a parameter waits."""
         param = self._params[index]
-        if self._gates is None or not self._gates.is_gated(param):
-            return False
-        return self._is_sharded(param) or (index not in self._shared and self._late_params.supports(param))
+        is_gated = self._gates is not None and self._gates.is_gated(param)
+        return is_gated and index not in self._shared and self._late_params.supports(param)
 
     def _record_others(self) -> None:
         """Record the values of all parameters that were not recorded, after the last update has ended."""
