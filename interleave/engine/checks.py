@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -78,8 +79,11 @@ def check_group(group: dict[str, Any]) -> None:
         eps, weight_decay = float(group["eps"]), float(group["weight_decay"])
     except (TypeError, ValueError):
         raise EngineError("lr, eps and weight_decay must be numbers, betas two numbers") from None
-    if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and 0 <= beta1 < 1 and 0 <= beta2 < 1):
-        raise EngineError("lr, eps and weight_decay must be at least 0, betas at least 0 and below 1")
+    if not (all(0 <= rate < math.inf for rate in (lr, eps, weight_decay)) and 0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise EngineError(
+            "lr, eps and weight_decay must be at least 0, betas at least 0 and below 1: they are "
+            f"{lr:g}, {eps:g}, {weight_decay:g} and {beta1:g}, {beta2:g}"
+        )
     for name in ("amsgrad", "maximize"):
         if group.get(name):
             raise EngineError(f"{name} is not supported: leave it off")

@@ -69,8 +69,9 @@ class GradientCollector:
         self._pending.finish_updates()
         gradients = self._engine.recall_gradients([local_shard(param).detach() for param in self._params])
         for index, gradient in gradients.items():
-            param, placeholder = self._params[index], self._placeholders[index]
-            if param.grad is placeholder:
+            param, placeholder = self._params[index], self._placeholders.get(index)
+            # After an interrupt there may be none: p.grad is still the gradient.
+            if placeholder is not None and param.grad is placeholder:
                 for added in added_gradients(placeholder):
                     gradient += flat_like(local_shard(added), param)
                 param.grad = wrap_shard(param, unflatten(gradient, param))
@@ -90,8 +91,9 @@ class GradientCollector:
 
     def _is_unchanged(self, index: int) -> bool:
         """Return whether nobody has set an offloaded gradient to None or added to it."""
-        placeholder = self._placeholders[index]
-        return self._params[index].grad is placeholder and not added_gradients(placeholder)
+        placeholder = self._placeholders.get(index)
+        is_placed = placeholder is not None and self._params[index].grad is placeholder
+        return is_placed and not added_gradients(placeholder)
 
     def _on_ready(self, index: int, ready_share: float) -> None:
         """Offload a gradient that the backward has computed for the last time in this step (see BackwardProgress)."""

@@ -54,7 +54,9 @@ class GradientNorm:
         sums: dict[int, float] = {}
         # From the last to the first: when the last are there, there is nothing to wait for in the others.
         for indices, wait in reversed(self._pending):
-            sums.update(zip(indices, wait(), strict=True))
+            for index, value in zip(indices, wait(), strict=True):
+                # One that was added again, after an interrupt, has its last values.
+                sums.setdefault(index, value)
         self.clear()
         squares = [sums.get(index, 0.0) for index in range(len(params))]
         norm = math.sqrt(_sum_over_ranks(params, squares)) / loss_scale

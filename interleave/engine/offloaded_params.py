@@ -47,6 +47,7 @@ class OffloadedParams:
         norm: The norm of the gradients.
         collector: The collector of the gradients.
         pending: The parameters that the last step may not have written yet.
+        has_submitted: Whether a step has submitted its gradients, and was neither done nor discarded.
     """
 
     norm: GradientNorm
@@ -64,6 +65,7 @@ class OffloadedParams:
     ) -> None:
         self.params: list[torch.Tensor] = []
         self.is_checked = False
+        self.has_submitted = False
         self._runner = runner
         self._opens_device = opens_device
         self._subgroup_params = subgroup_params
@@ -178,6 +180,10 @@ class OffloadedParams:
         """
         engine = self.open(params)
         self.pending.finish_updates()
+        if self.has_submitted:
+            # An interrupt came before the step before was discarded.
+            self.collector.recall()
+            self.has_submitted = False
         if engine.device.is_capturing():
             raise EngineError(
                 "step() cannot be captured in a CUDA graph: capture forward and backward only, and call step() after "
@@ -193,7 +199,16 @@ class OffloadedParams:
     def end_step(self) -> None:
         """Prepare for the next step, after a step that was done, perhaps but for late operations."""
         self._has_stepped = self._has_state = True
+        self.has_submitted = False
         self.collector.end_step()
+
+    def discard_step(self) -> None:
+        """Drop the gradients of a step that has submitted them, unless it was done or the state is lost."""
+        if self.has_submitted and not self._runner.closed:
+            self.norm.clear()
+            self.collector.end_step()
+            self._runner.engine.discard()
+            self.has_submitted = False
 
     def record_values(self, values: Sequence[torch.Tensor], indices: Iterable[int] | None = None) -> None:
         """Take the values of parameters as those that the masters round to.

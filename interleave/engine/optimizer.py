@@ -17,10 +17,10 @@ from ebbtide.interleave.engine.checks import check_group, check_master, check_op
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.guarded_reads import GuardedReads, locked
+from ebbtide.interleave.engine.interrupts import deferred_interrupts
 from ebbtide.interleave.engine.numerics.loss_scale import LossScale
 from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.offloaded_params import OffloadedParams
-from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.storage.options import storage_options
 from ebbtide.interleave.engine.state_dict import make_entry, read_commit, read_state_dict
 from ebbtide.interleave.engine.step_scalars import scalars_of
@@ -191,25 +191,37 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
 
     @locked
     def _update(self) -> None:
-        """Update all parameters that have a gradient."""
+        """Update all parameters that have a gradient, or none if this raises before the engine has begun to."""
         offloaded = self._offloaded
-        engine, values = offloaded.prepare_step(self._params_with_state())
-        gradients = offloaded.collector.collect()
-        if not engine.is_running:
-            self._runner.set_plan()
-        engine.submit_gradients(gradients)
-        # The norm is computed while the gradients are copied to the host.
-        offloaded.norm.add_all(gradients)
-        updated = gradients.keys() | engine.offloaded_params
-        expected_scale = self._expected_scale
-        scale = offloaded.norm.scale_factor(offloaded.params, self._loss_scale.value)
-        self._runner.planner.observe_clipping(scale != expected_scale)
-        self._loss_scale.update(scale is not None)
-        if scale is None:
-            self._skip_step(engine)
-            return
-        scalars = self._scalars(updated, scale)
-        self._pending.step(values, scalars, lambda: self._end_step(updated), partial(offloaded.record_values, values))
+        for group in self.param_groups:
+            check_group(group)
+        params = self._params_with_state()
+        # Not deferred: the engine may take long to open.
+        offloaded.open(params)
+        try:
+            with deferred_interrupts():
+                engine, values = offloaded.prepare_step(params)
+                gradients = offloaded.collector.collect()
+                if not engine.is_running:
+                    self._runner.set_plan()
+                offloaded.has_submitted = True
+                engine.submit_gradients(gradients)
+                updated = gradients.keys() | engine.offloaded_params
+            # Not deferred: other ranks may never come. The gradients are copied to the host meanwhile.
+            offloaded.norm.add_all(gradients)
+            scale = offloaded.norm.scale_factor(offloaded.params, self._loss_scale.value)
+            with deferred_interrupts():
+                self._runner.planner.observe_clipping(scale != self._expected_scale)
+                if scale is None:
+                    self._skip_step()
+                    return
+                scalars = self._scalars(updated, scale)
+                on_done, on_finished = partial(self._end_step, updated), partial(offloaded.record_values, values)
+                self._pending.step(values, scalars, on_done, on_finished)
+        except BaseException:
+            with deferred_interrupts():
+                offloaded.discard_step()
+            raise
 
     @locked
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -236,15 +248,14 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
         It is the one after the last step, also in the middle of a backward and from another thread: it waits for a
         step that runs, and steps wait for it.
         """
-        state_dict: dict[str, Any] = super().state_dict()
         index = {param: number for number, param in enumerate(self._group_params())}
-        params = self._offloaded.params
-        for param, state in zip(params, self._offloaded.gather(), strict=True):
-            if self._step_count(param):
-                state_dict["state"][index[param]] = make_entry(param, state, self._step_count(param))
-        if self._loss_scale.skips_steps:
-            state_dict["loss_scale"] = self._loss_scale.state_dict()
-        return state_dict
+
+        def add_states(state_dict: dict[str, Any]) -> None:
+            for param, state in zip(self._offloaded.params, self._offloaded.gather(), strict=True):
+                if self._step_count(param):
+                    state_dict["state"][index[param]] = make_entry(param, state, self._step_count(param))
+
+        return self._base_state_dict(add_states)
 
     @locked
     def commit(self) -> dict[str, Any]:
@@ -257,11 +268,7 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
             EngineError: There is no storage, or too little space in it; the commit before stays.
         """
         self._open()
-        commit: dict[str, Any] = super().state_dict()
-        commit["storage"] = self._offloaded.commit()
-        if self._loss_scale.skips_steps:
-            commit["loss_scale"] = self._loss_scale.state_dict()
-        return commit
+        return self._base_state_dict(lambda commit: commit.update(storage=self._offloaded.commit()))
 
     @locked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -273,6 +280,10 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
             EngineError: If it is not a state dict of this model; nothing is changed.
         """
         offloaded = self._offloaded
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        self._group_params()
         own_params = set(offloaded.params or self._params_with_state())
         loaded = None
         if "storage" in state_dict:
@@ -292,6 +303,8 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
         for param, step in steps.items():
             if step:
                 self._set_step_count(param, step)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     @locked
     def close(self) -> None:
@@ -310,23 +323,46 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
     def _open(self) -> None:
         self._offloaded.open(self._params_with_state())
 
-    def _skip_step(self, engine: Engine) -> None:
+    def _base_state_dict(self, add: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Return the state dict of the base class with what a function adds, before any other hook sees it."""
+
+        def complete(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+            add(state_dict)
+            if self._loss_scale.skips_steps:
+                state_dict["loss_scale"] = self._loss_scale.state_dict()
+
+        handle = self.register_state_dict_post_hook(complete, prepend=True)
+        try:
+            state_dict: dict[str, Any] = super().state_dict()
+        finally:
+            handle.remove()
+        return state_dict
+
+    def _skip_step(self) -> None:
         """Drop the gradients, of which one is not finite. Raises EngineError if there is no loss scale."""
-        self._offloaded.collector.end_step()
-        engine.discard()
+        self._loss_scale.update(False)
+        self._offloaded.discard_step()
         if not self._loss_scale.skips_steps:
             raise EngineError("a gradient is infinite or not a number: this step was skipped, nothing was changed")
         log.info("ebbtide: a gradient is not finite: step skipped, loss scale now %g", self._loss_scale.value)
 
     def _end_step(self, updated: Collection[int]) -> None:
         """Count a step for the parameters of these indices."""
+        self._loss_scale.update(True)
         for index in updated:
             param = self._offloaded.params[index]
             self._set_step_count(param, self._step_count(param) + 1)
         self._offloaded.end_step()
 
     def _group_params(self) -> list[torch.Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
+        """Return the parameters of all groups. Raises EngineError if one that has state is in no group any more."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        if removed := len(set(self._offloaded.params).difference(params)):
+            raise EngineError(
+                f"{removed} parameters of this optimizer are in no group any more: put their group back, or create a "
+                "new optimizer for the others"
+            )
+        return params
 
     def _params_with_state(self) -> list[torch.Tensor]:
         """Return the parameters that need state, each once: those that are not frozen, or were not frozen before."""
@@ -356,4 +392,10 @@ def _expected_scalars(optimizer_ref: weakref.ref[InterleavedAdamW]) -> Sequence[
     optimizer = optimizer_ref()
     if optimizer is None:
         return []
+    try:
+        for group in optimizer.param_groups:
+            check_group(group)
+    except EngineError:
+        # The step raises it.
+        return [None] * len(optimizer._offloaded.params)
     return optimizer._scalars(range(len(optimizer._offloaded.params)), optimizer._expected_scale)

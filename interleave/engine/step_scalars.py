@@ -23,7 +23,8 @@ def scalars_of(
         params: The parameters.
         param_groups: Their groups, with the hyperparameters of torch.optim.AdamW.
         step_count: Returns how often a parameter was updated before.
-        updated: The indices of the parameters that are updated; the factors of others are None.
+        updated: The indices of the parameters that are updated; the factors of others, and of those in no group, are
+            None.
         scale: The factor of all gradients.
     """
     hypers = {param: hyper for group in param_groups for hyper in [_hyper(group)] for param in group["params"]}
@@ -31,7 +32,7 @@ def scalars_of(
     scalars: dict[tuple[int, int], Scalars] = {}
     result: list[Scalars | None] = []
     for index, param in enumerate(params):
-        if index not in updated:
+        if index not in updated or param not in hypers:
             result.append(None)
             continue
         hyper, step = hypers[param], step_count(param) + 1

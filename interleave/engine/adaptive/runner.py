@@ -15,6 +15,7 @@ from ebbtide.interleave.engine.adaptive.planner import Planner
 from ebbtide.interleave.engine.adaptive.probe import probe
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
+from ebbtide.interleave.engine.interrupts import deferred_interrupts
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.runtime.device_blocks import gradient_elements
@@ -237,8 +238,7 @@ class AdaptiveRunner:
         Args:
             values: As for `Engine.step`.
             scalars: As for `Engine.step`.
-            on_done: Called when the step is done. This includes a step with an interrupt, since the engine completes
-                the step before it raises KeyboardInterrupt.
+            on_done: Called when the step is done.
             on_finished: Called when its late operations have ended, too.
 
         Raises:
@@ -268,19 +268,20 @@ class AdaptiveRunner:
         if self.is_late:
             self._run_to_end(self.engine.finish_step, _do_nothing)
 
+    @deferred_interrupts()
     def _run_to_end(self, run: Callable[[], Any], on_done: Callable[[], None]) -> None:
-        """Run a step of the engine or the rest of it, and what follows when all its operations have ended."""
+        """Run a step of the engine or the rest of it, and what follows when all its operations have ended.
+
+        Interrupts wait for that: a step that is half done would be lost."""
         failure: OperationFailed | None = None
         try:
             run()
         except OperationFailed as error:
             failure = error
-        except KeyboardInterrupt:
-            on_done()
-            self._on_finished()
-            raise
-        except Exception as error:
+        except BaseException as error:
             self.close()
+            if not isinstance(error, Exception):
+                raise
             raise EngineError(
                 f"an update failed midway ({error}) and the optimizer's state is lost: resume from a checkpoint"
             ) from error

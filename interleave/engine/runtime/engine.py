@@ -121,9 +121,9 @@ class Engine:
 
     def quiesce(self) -> None:
         """Stop the plan, so that state can be read and written. The next step starts the plan from its beginning."""
+        self._is_running = False
         self._executor.stop()
         self.store.states.unload()
-        self._is_running = False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -235,12 +235,7 @@ class Engine:
         self._row_numbers = reserve_rows(self._plan)
         if not self._plan.has_late_operations:
             return self.finish_step()
-        try:
-            is_on_time = self._executor.wait(lambda run: not run.remaining_on_time)
-        except KeyboardInterrupt:
-            self.finish_step()
-            raise
-        if is_on_time:
+        if self._executor.wait(lambda run: not run.remaining_on_time):
             self._clock.returned_s = time.perf_counter()
             return None
         return self.finish_step()
@@ -275,9 +270,6 @@ class Engine:
         except OperationFailed as failure:
             self._is_running = False
             self.store.complete(failure.run.plan, failure.run.done)
-            raise
-        except KeyboardInterrupt:
-            self._is_running = False
             raise
         finally:
             self._offloaded_params.clear()

@@ -143,12 +143,8 @@ class Executor:
             def has_ended() -> bool:
                 return self._closed or not run.remaining or (self._error is not None and not self._busy)
 
-            try:
-                self._changed.wait_for(has_ended)
-            finally:
-                # Also after an interrupt (Ctrl-C): a step that is half done would be lost.
-                self._changed.wait_for(has_ended)
-                self._run = None
+            self._changed.wait_for(has_ended)
+            self._run = None
             if self._error is not None:
                 raise OperationFailed(run) from self._error
             if run.remaining:
@@ -169,10 +165,10 @@ class Executor:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Start no operation meanwhile; those in flight end first."""
-        with self._changed:
-            self._is_paused = True
-            self._changed.wait_for(lambda: not self._busy)
         try:
+            with self._changed:
+                self._is_paused = True
+                self._changed.wait_for(lambda: not self._busy)
             yield
         finally:
             with self._changed:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -165,3 +166,65 @@ def test_adaptive__uses_the_cpu_if_the_device_has_no_memory() -> None:
         for _ in range(4):
             job.step(optimizer)
     assert device.peak_bytes == 0
+
+
+@pytest.mark.parametrize("gradients", ["kept", "streamed"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", math.nan),
+        ("lr", -1.0),
+        ("lr", math.inf),
+        ("betas", (1.0, 0.999)),
+        ("eps", -1.0),
+        ("weight_decay", math.nan),
+        ("maximize", True),
+        ("amsgrad", True),
+    ],
+)
+def test_step__refuses_settings_that_were_changed_and_goes_on_with_those_before(
+    name: str, value: object, gradients: Literal["kept", "streamed"]
+) -> None:
+    results = []
+    for is_changed in (False, True):
+        model = torch.nn.Linear(3, 3)
+        torch.nn.init.ones_(model.weight)
+        torch.nn.init.ones_(model.bias)
+        optimizer = InterleavedAdamW(model.parameters(), policy="interleaved:2", gradients=gradients)
+        for step in range(4):
+            model(torch.full((2, 3), 1.0 + step)).square().sum().backward()
+            if is_changed and step == 2:
+                group = optimizer.param_groups[0]
+                before = group.get(name)
+                group[name] = value
+                with pytest.raises(EngineError, match=name):
+                    optimizer.step()
+                group[name] = before
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([param.detach().clone() for param in model.parameters()])
+        optimizer.close()
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("gradients", ["kept", "streamed"])
+def test_step__refuses_a_removed_group_and_goes_on_when_it_is_back(gradients: Literal["kept", "streamed"]) -> None:
+    results = []
+    for is_removed in (False, True):
+        params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+        groups = [{"params": [param]} for param in params]
+        optimizer = InterleavedAdamW(groups, policy="pipelined,overlap=auto", gradients=gradients)
+        for step in range(4):
+            if is_removed and step == 2:
+                removed = optimizer.param_groups.pop()
+            ((params[0] + 2 * params[1]) ** 2).sum().backward()
+            if is_removed and step == 2:
+                for call in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict({})):
+                    with pytest.raises(EngineError, match="1 parameters of this optimizer are in no group any more"):
+                        call()
+                optimizer.param_groups.append(removed)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([param.detach().clone() for param in params])
+        optimizer.close()
+    assert all(map(torch.equal, *results))
