@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -19,7 +20,15 @@ from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.pending_params import PendingParams
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.layout import Subgroup, divide
-from ebbtide.interleave.engine.state_dict import ParamState, gather_states, scatter_states, update_masters
+from ebbtide.interleave.engine.state_dict import (
+    ParamState,
+    gather_states,
+    rounded_masters,
+    scatter_states,
+    update_masters,
+)
+
+log = logging.getLogger("ebbtide")
 
 # Device, dtype, shape and strides of a parameter.
 _Layout = tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]]
@@ -82,6 +91,9 @@ class OffloadedParams:
         # By the index of each parameter, what waits for the fingerprints of the values that the masters round to, and
         # the place of its own among them.
         self._fingerprints: dict[int, tuple[Callable[[], list[int]], int]] = {}
+        # Parameters whose masters were loaded and compared with them by no step yet, since the job may load parameters
+        # later. Where masters are remainders: what they are the remainders of.
+        self._loaded: dict[int, torch.Tensor | None] = {}
 
     def plan_or_open(self, params: Sequence[torch.Tensor]) -> None:
         """Open the engine for parameters of a new optimizer, or only check that there is a plan if they may still move.
@@ -124,7 +136,7 @@ class OffloadedParams:
         engine = self._runner.engine
         with engine.paused():
             changed = self._changed(self._values()) if self._has_remainders else ()
-            return gather_states(engine.store.states, self.params, changed)
+            return gather_states(engine.store.states, self.params, changed, self._loaded)
 
     def load(self, params: Sequence[torch.Tensor], states: Sequence[ParamState | None]) -> None:
         """Set the state of parameters, and recall offloaded gradients.
@@ -267,13 +279,19 @@ class OffloadedParams:
             self._set_states(engine, states or [None] * len(params))
         else:
             self._has_state = True
+            self._loaded.clear()
             self.record_values(self._values())
         self._runner.set_plan()
 
     def _set_states(self, engine: Engine, states: Sequence[ParamState | None]) -> None:
         scatter_states(engine.store.states, self.params, states)
         engine.store.forget_params(range(len(self.params)))
-        self._has_state = self._has_state or any(state is not None for state in states)
+        self._loaded = {
+            index: rounded_masters(state) if self._has_remainders else None
+            for index, state in enumerate(states)
+            if state is not None
+        }
+        self._has_state = self._has_state or bool(self._loaded)
         self.record_values(self._values())
 
     def _values(self) -> list[torch.Tensor]:
@@ -300,12 +318,19 @@ class OffloadedParams:
     def _follow_values(self) -> list[torch.Tensor]:
         """Update the masters of parameters that the job has changed since the last step, and return all parameters."""
         values = self._values()
-        changed = self._changed(values)
+        changed = self._changed(values) | self._loaded.keys()
         if changed:
             engine = self._runner.engine
             with engine.paused():
-                update_masters(engine.store.states, self.params, changed)
+                replaced = update_masters(engine.store.states, self.params, changed, self._loaded)
             engine.store.forget_params(changed)
+            if outdated := len(replaced & self._loaded.keys()):
+                log.warning(
+                    "ebbtide: %d parameters have changed since the masters in the state dict, as by another optimizer: "
+                    "masters that do not round to them start from the parameters",
+                    outdated,
+                )
+            self._loaded.clear()
         return values
 
     def _changed(self, values: Sequence[torch.Tensor]) -> set[int]:

@@ -274,7 +274,7 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this optimizer (under any policy) or torch.optim.AdamW saved, or what `commit` has returned.
 
-        A state dict without masters is exact for fp32 parameters; for others the masters start from the parameters.
+        A master is used where it rounds to the parameter at the next step; others, and missing ones, start from there.
 
         Raises:
             EngineError: If it is not a state dict of this model; nothing is changed.
@@ -300,9 +300,7 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
         for group, own_group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             own_group.update({key: value for key, value in group.items() if key != "params"})
         self.state.clear()
-        for param, step in steps.items():
-            if step:
-                self._set_step_count(param, step)
+        self.state.update({param: {"step": step} for param, step in steps.items() if step})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -349,9 +347,9 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
     def _end_step(self, updated: Collection[int]) -> None:
         """Count a step for the parameters of these indices."""
         self._loss_scale.update(True)
-        for index in updated:
-            param = self._offloaded.params[index]
-            self._set_step_count(param, self._step_count(param) + 1)
+        params = [self._offloaded.params[index] for index in updated]
+        # In `state`, since tools of torch look there for existing state.
+        self.state.update({param: {"step": self._step_count(param) + 1} for param in params})
         self._offloaded.end_step()
 
     def _group_params(self) -> list[torch.Tensor]:
@@ -372,10 +370,6 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
     def _step_count(self, param: torch.Tensor) -> int:
         # `state` makes an entry for every key that it is asked for.
         return int(self.state.get(param, {}).get("step", 0))
-
-    def _set_step_count(self, param: torch.Tensor, steps: int) -> None:
-        """Set how often a parameter was updated, in `state`, since tools of torch look there for existing state."""
-        self.state[param] = {"step": steps}
 
     def _scalars(self, updated: Collection[int], scale: float) -> list[Scalars | None]:
         """Return the factors of the next update of each parameter; None for those that are not updated."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,10 @@ class SavedStates:
 
 
 def gather_states(
-    states: SubgroupStates, params: Sequence[torch.Tensor], changed: Collection[int] = ()
+    states: SubgroupStates,
+    params: Sequence[torch.Tensor],
+    changed: Collection[int] = (),
+    loaded: Mapping[int, torch.Tensor | None] = MappingProxyType({}),
 ) -> list[ParamState]:
     """Return the state of each parameter, in new host memory.
 
@@ -55,12 +59,13 @@ def gather_states(
         params: The parameters.
         changed: The indices of parameters that were changed since the states, where masters are remainders: their
             masters are the parameters.
+        loaded: As for `update_masters`, of remainders that no step has used yet: their masters are those loaded.
     """
     param_states = [
         ParamState(*(torch.empty(local_shard(param).numel(), **_HOST) for _ in ParamState._fields)) for param in params
     ]
     for number in range(len(states.subgroups)):
-        _gather_subgroup(states, number, params, param_states, changed)
+        _gather_subgroup(states, number, params, param_states, changed, loaded)
     return param_states
 
 
@@ -70,6 +75,7 @@ def _gather_subgroup(
     params: Sequence[torch.Tensor],
     param_states: Sequence[ParamState],
     changed: Collection[int],
+    loaded: Mapping[int, torch.Tensor | None],
 ) -> None:
     """Copy the state of a subgroup to those of its parameters. The memory that this takes is released on return."""
     rows = states.rows(number, states.read(number))
@@ -77,17 +83,19 @@ def _gather_subgroup(
         for row, target in zip(rows, param_states[segment.param], strict=True):
             values = row[segment.span]
             if is_remainder(row):
-                param = flat_view(params[segment.param])[segment.begin : segment.end].cpu()
-                values = param.float() if segment.param in changed else join_tensors(param, values)
+                rounded = loaded.get(segment.param)
+                param = flat_view(params[segment.param]) if rounded is None else rounded
+                param = param[segment.begin : segment.end].cpu()
+                is_old = segment.param in changed and rounded is None
+                values = param.float() if is_old else join_tensors(param, values)
             target[segment.begin : segment.end] = values
 
 
 def scatter_states(
     states: SubgroupStates, params: Sequence[torch.Tensor], param_states: Sequence[ParamState | None]
 ) -> None:
-    """Set the state of every parameter, one subgroup after the other.
-
-    Where masters are remainders, this also writes the parameters that have a state, since they are a part of it.
+    """Set the state of every parameter, one subgroup after the other. Masters need not round to the parameters: see
+    `update_masters`.
 
     Args:
         states: The states to write.
@@ -106,52 +114,69 @@ def scatter_states(
                 continue
             for row, source in enumerate(param_state):
                 state[row, segment.span] = source[elements]
-        states.write(number, _split_masters(state, subgroup, params, param_states))
+        states.write(number, _split_masters(state, subgroup))
 
 
-def _split_masters(
-    state: torch.Tensor,
-    subgroup: Subgroup,
-    params: Sequence[torch.Tensor],
-    param_states: Sequence[ParamState | None],
-) -> torch.Tensor:
-    """Return a state as the subgroup stores it. If masters are remainders, write the parameters that have a state."""
+def rounded_masters(state: ParamState) -> torch.Tensor:
+    """Return the parameter (bfloat16) of which the masters of a state are stored as remainders."""
+    return split_tensor(state.master)[0]
+
+
+def _split_masters(state: torch.Tensor, subgroup: Subgroup) -> torch.Tensor:
+    """Return a state as the subgroup stores it."""
     if not subgroup.has_remainders:
         return state
     stored = torch.zeros(state_shape(subgroup), **_HOST)
-    values, low = split_tensor(state[MASTER])
-    for row, source in zip(state_rows(stored, subgroup), (low, *state[MASTER + 1 :]), strict=True):
+    rows = (split_tensor(state[MASTER])[1], *state[MASTER + 1 :])
+    for row, source in zip(state_rows(stored, subgroup), rows, strict=True):
         row.copy_(source)
-    for segment in subgroup.segments:
-        if param_states[segment.param] is not None:
-            flat_view(params[segment.param])[segment.begin : segment.end].copy_(values[segment.span])
     return stored
 
 
-def update_masters(states: SubgroupStates, params: Sequence[torch.Tensor], changed: Collection[int]) -> None:
+def update_masters(
+    states: SubgroupStates,
+    params: Sequence[torch.Tensor],
+    changed: Collection[int],
+    loaded: Mapping[int, torch.Tensor | None],
+) -> set[int]:
     """Set the masters of some parameters to the parameters, except elements whose master already rounds to them.
 
-    Nobody knows which elements were written of a parameter that is a part of its masters: all remainders become 0.
+    Nobody knows which elements were written of a parameter that is a part of its masters: all remainders become 0,
+    unless they were loaded together with what they are the remainders of. Those whose master rounds to the parameter,
+    to even or away from zero, stay, and the parameter becomes the latter.
 
     Args:
         states: The states to change.
         params: The parameters.
         changed: The indices of the parameters that were changed.
+        loaded: The `rounded_masters` by the parameter's index, where remainders were loaded.
+
+    Returns:
+        The parameters of which a master was not kept.
     """
+    replaced: set[int] = set()
     for number, subgroup in enumerate(states.subgroups):
         segments = [segment for segment in subgroup.segments if segment.param in changed]
         if not segments:
             continue
         master = states.read_master(number)
         for segment in segments:
+            param = flat_view(params[segment.param])[segment.begin : segment.end]
+            value, part = param.cpu(), master[segment.span]
             if is_remainder(master):
-                master[segment.span] = 0
-                continue
-            value = flat_view(params[segment.param])[segment.begin : segment.end].cpu()
-            part = master[segment.span]
-            different = part.to(value.dtype) != value
-            part[different] = value[different].float()
+                rounded = loaded.get(segment.param)
+                rounded = value if rounded is None else rounded[segment.begin : segment.end]
+                to_even = join_tensors(rounded, part).to(value.dtype)
+                different = ((rounded != value) & (to_even != value)) | (segment.param not in loaded)
+                part[different] = 0
+                param.copy_(torch.where(different, value, rounded))
+            else:
+                different = part.to(value.dtype) != value
+                part[different] = value[different].float()
+            if different.any():
+                replaced.add(segment.param)
         states.write_master(number, master)
+    return replaced
 
 
 def make_entry(param: torch.Tensor, state: ParamState, step: int) -> dict[str, Any]:

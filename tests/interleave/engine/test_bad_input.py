@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -219,7 +220,7 @@ def test_step__refuses_a_removed_group_and_goes_on_when_it_is_back(gradients: Li
                 removed = optimizer.param_groups.pop()
             ((params[0] + 2 * params[1]) ** 2).sum().backward()
             if is_removed and step == 2:
-                for call in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict({})):
+                for call in (optimizer.step, optimizer.state_dict, partial(optimizer.load_state_dict, {})):
                     with pytest.raises(EngineError, match="1 parameters of this optimizer are in no group any more"):
                         call()
                 optimizer.param_groups.append(removed)

@@ -264,14 +264,20 @@ def test_deferred_interrupts__runs_handlers_at_its_end_and_puts_them_back() -> N
     before = signal.signal(signal.SIGUSR1, lambda number, frame: calls.append(number))
     try:
         own = signal.getsignal(signal.SIGUSR1)
-        with pytest.raises(KeyboardInterrupt), deferred_interrupts(), deferred_interrupts():
-            for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGUSR1):
-                signal.raise_signal(number)
-            assert not calls
+        with pytest.raises(KeyboardInterrupt):
+            _interrupt_itself(calls)
         assert calls == [signal.SIGUSR1] * 2
         assert signal.getsignal(signal.SIGUSR1) is own
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@deferred_interrupts()
+@deferred_interrupts()
+def _interrupt_itself(calls: list[int]) -> None:
+    for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGUSR1):
+        signal.raise_signal(number)
+    assert not calls
 
 
 def test_step__can_be_interrupted_while_it_waits_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

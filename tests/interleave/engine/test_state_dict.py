@@ -277,3 +277,59 @@ def test_state_dict__holds_one_subgroup_at_a_time_besides_the_result(monkeypatch
         monkeypatch.setattr(SubgroupStates, "read", recorded_read)
         optimizer.state_dict()
         assert alive == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizer first", "parameters are there"])
+@pytest.mark.parametrize(
+    ("dtype", "master"),
+    [(torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.float16, "fp32"), (torch.bfloat16, "remainder")],
+)
+@pytest.mark.parametrize("policy", ["zero-offload", "interleaved:2", "gpu-only"])
+def test_load_state_dict__takes_no_master_that_another_optimizer_has_left_behind(
+    policy: str, dtype: torch.dtype, master: Any, order: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch.optim.AdamW keeps the entry `master` of its state, and does not update it."""
+
+    def trained(model: torch.nn.Module, optimizer: Any, steps: int) -> None:
+        for step in range(steps):
+            model(torch.full((2, 40), 1.0 + step, dtype=dtype)).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def own(model: torch.nn.Module, lr: float) -> InterleavedAdamW:
+        options = {"policy": policy, "subgroup_params": 500, "master": master}
+        return InterleavedAdamW(model.parameters(), lr=lr, weight_decay=0.0, **options)  # type: ignore[arg-type]
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(40, 40).to(dtype)
+    first = own(model, 0.05)
+    trained(model, first, 3)
+    between = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    between.load_state_dict(first.state_dict())
+    first.close()
+    # So that some elements stay.
+    model.bias.requires_grad_(False)
+    trained(model, between, 3)
+    model.bias.requires_grad_(True)
+    saved, weights = between.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
+    saved["param_groups"][0]["lr"] = 0.0
+    if order != "parameters are there":
+        model = torch.nn.Linear(40, 40).to(dtype)
+    last = own(model, 0.0)
+    if order == "model first":
+        model.load_state_dict(weights)
+    last.load_state_dict(saved)
+    if order == "optimizer first":
+        model.load_state_dict(weights)
+    trained(model, last, 1)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name])
+    entries = last.state_dict()["state"]
+    # A step with a learning rate of 0 leaves masters alone.
+    for entry, name in zip(entries.values(), ("weight", "bias"), strict=True):
+        stale, value = saved["state"][0 if name == "weight" else 1]["master"], weights[name]
+        kept = stale.float().to(dtype) == value
+        assert bool(kept.all()) == (name == "bias")
+        assert torch.equal(entry["master"], torch.where(kept, stale.float(), value.float()))
+    assert caplog.text.count("1 parameters have changed since the masters in the state dict") == 1
+    last.close()
