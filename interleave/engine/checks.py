@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -139,11 +140,24 @@ def check_params(params: Sequence[torch.Tensor], streamed: bool, has_remainders:
                 "the elements of a parameter do not fill its memory without gaps: replace it by "
                 "param.data.contiguous() first"
             )
+    check_apart([local_shard(param) for param in params])
     if streamed and _rank_count() > 1 and not all(hasattr(param, "to_local") for param in params):
         raise EngineError(
             "gradients='streamed' gets gradients before DistributedDataParallel has reduced them: use "
             "gradients='kept', or shard the model with fully_shard"
         )
+
+
+def check_apart(values: Sequence[torch.Tensor]) -> None:
+    """Raise EngineError if two of these dense tensors of one device share memory: both updates would write it."""
+    # Those without elements or without memory, as on meta, begin nowhere.
+    begins = sorted((value.data_ptr(), number) for number, value in enumerate(values) if value.numel())
+    for (begin, number), (next_begin, other) in pairwise(begins):
+        if 0 < begin and next_begin < begin + values[number].nbytes:
+            raise EngineError(
+                f"parameters {min(number, other)} and {max(number, other)} of this optimizer share memory: tie weights "
+                "by one Parameter in both places (b.weight = a.weight), not by its data"
+            )
 
 
 def flat_gradient(param: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
-from ebbtide.interleave.engine.checks import check_params
+from ebbtide.interleave.engine.checks import check_apart, check_params
 from ebbtide.interleave.engine.devices.open import device_of, open_device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.gradient_collector import GradientCollector
@@ -84,6 +84,8 @@ class OffloadedParams:
         self._has_remainders = has_remainders
         self.pending = PendingParams(runner)
         self._layouts: list[_Layout] = []
+        # Where the parameters were at the last step.
+        self._addresses: list[int] = []
         self._device: torch.device | None = None
         # Whether parameters have state besides the initial one, and whether a step was done.
         self._has_state = False
@@ -318,6 +320,10 @@ class OffloadedParams:
     def _follow_values(self) -> list[torch.Tensor]:
         """Update the masters of parameters that the job has changed since the last step, and return all parameters."""
         values = self._values()
+        addresses = [value.data_ptr() for value in values]
+        if addresses != self._addresses:
+            check_apart(values)
+            self._addresses = addresses
         changed = self._changed(values) | self._loaded.keys()
         if changed:
             engine = self._runner.engine

@@ -229,3 +229,31 @@ def test_step__refuses_a_removed_group_and_goes_on_when_it_is_back(gradients: Li
         results.append([param.detach().clone() for param in params])
         optimizer.close()
     assert all(map(torch.equal, *results))
+
+
+def test_constructor__refuses_parameters_that_share_memory() -> None:
+    """Also in part, and any two of many; parameters without elements, and those that touch, share none."""
+    flat = torch.zeros(10_000)
+    pieces = [torch.nn.Parameter(piece) for piece in flat.split(3)]
+    empty = [torch.nn.Parameter(flat[100:100]) for _ in range(2)]
+    make([*reversed(pieces), *empty]).close()
+    for shared in (flat[:3], flat[5_000:5_001], flat[2:4], flat):
+        with pytest.raises(EngineError, match="share memory: tie weights by one Parameter in both places"):
+            make([*pieces, torch.nn.Parameter(shared)])
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_step__refuses_parameters_that_share_memory_since_then(steps: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = make(model.parameters())
+    own = model[1].weight.data
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    model[1].weight.data = model[0].weight.data
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(EngineError, match="parameters 0 and 2 of this optimizer share memory"):
+        optimizer.step()
+    model[1].weight.data = own
+    optimizer.step()
+    optimizer.close()
