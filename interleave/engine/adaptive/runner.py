@@ -362,8 +362,11 @@ class AdaptiveRunner:
         return self._memory_limit if budget is None else self._limited(budget)
 
     def _free_bytes(self) -> float | None:
-        """Return the free device memory. For `adaptive` it is 0 before the first step has shown what the job uses."""
+        """Return the free device memory. For `adaptive` it is 0 before the first step has shown what the job uses. All
+        plans of other policies need the same, which the current one has already."""
         free_bytes = self.device.free_bytes()
+        if free_bytes is not None and self._planner is not None and not self._is_adaptive:
+            return max(free_bytes, self._planner.needed_bytes)
         has_stepped = self._engine is not None and self._engine.last_schedule is not None
         return free_bytes if has_stepped or free_bytes is None or not self._is_adaptive else 0.0
 

@@ -1,0 +1,53 @@
+"""Device memory for state that shrinks while a job runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from tests.interleave.engine.jobs import Outcome
+from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer, run
+
+
+class ShrinkingDevice(EmulatedDevice):
+    """A device whose job needs all memory from some moment on."""
+
+    is_full = False
+
+    def free_bytes(self) -> float | None:
+        return 0.0 if self.is_full else 1e6
+
+
+def outcome(policy: str, overlap: str) -> tuple[Outcome, bool]:
+    job, device = Job(torch.bfloat16), ShrinkingDevice(None)
+    optimizer = InterleavedAdamW(
+        job.net.parameters(),
+        policy=policy,
+        overlap=overlap,  # type: ignore[arg-type]
+        gradients="streamed",
+        subgroup_params=500,
+        machine=MACHINE,
+        model=job.net,
+        device=device,
+    )
+    for step in range(16):
+        job.step(optimizer)
+        optimizer.synchronize()
+        device.is_full = step >= 4
+    uses_device = any(op.resource == "gpu" for op in optimizer.plan.ops)
+    optimizer.close()
+    device.close()
+    return job.outcome(), uses_device
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward", "both", "auto"])
+@pytest.mark.parametrize("policy", ["interleaved:2", "interleaved:2@0.3", "adaptive"])
+def test_step__goes_on_with_the_memory_that_a_plan_has(policy: str, overlap: str) -> None:
+    """`adaptive` gives it back."""
+    reference = Job(torch.bfloat16)
+    expected = run(reference, ReferenceOptimizer(reference.net.parameters()), 16)
+    result, resident = outcome(policy, overlap)
+    assert result == expected
+    assert resident == (policy != "adaptive")
