@@ -11,7 +11,7 @@ import torch
 
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.local_shards import flat_like, is_dense, local_shard
-from ebbtide.interleave.policies import parse
+from ebbtide.interleave.policies import POLICIES, parse
 from ebbtide.interleave.policies.overlap import OVERLAP
 from ebbtide.phases import PHASES
 
@@ -52,7 +52,8 @@ def check_options(
 def with_overlap_option(policy: str, overlap: str, gradients: str, has_model: bool) -> str:
     """Return the policy with the option `overlap`.
 
-    `auto` is without updates under the forward where there is no model that waits for them.
+    `auto` is without updates under the forward where there is no model that waits for them, and none at all where the
+    policy has no overlap.
 
     Raises:
         EngineError: The policy has another one, or there is no such overlap with gradients of this kind.
@@ -64,7 +65,9 @@ def with_overlap_option(policy: str, overlap: str, gradients: str, has_model: bo
             f"overlap is {overlap!r} and gradients are {gradients!r}: updates inside the backward need "
             "gradients='streamed'"
         )
-    if overlap == "auto" and not has_model:
+    if overlap == "auto" and "overlap" not in POLICIES[parse(policy).name].options:
+        overlap = "none"
+    elif overlap == "auto" and not has_model:
         overlap = "backward" if gradients == "streamed" else "none"
     if overlap == "none" or f"overlap={overlap}" in policy:
         return policy
@@ -153,7 +156,7 @@ def check_apart(values: Sequence[torch.Tensor]) -> None:
     # Those without elements or without memory, as on meta, begin nowhere.
     begins = sorted((value.data_ptr(), number) for number, value in enumerate(values) if value.numel())
     for (begin, number), (next_begin, other) in pairwise(begins):
-        if 0 < begin and next_begin < begin + values[number].nbytes:
+        if begin > 0 and next_begin < begin + values[number].nbytes:
             raise EngineError(
                 f"parameters {min(number, other)} and {max(number, other)} of this optimizer share memory: tie weights "
                 "by one Parameter in both places (b.weight = a.weight), not by its data"

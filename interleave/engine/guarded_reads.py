@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+import torch
+
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.pending_params import PendingParams
 from ebbtide.interleave.engine.read_checks import UnguardedAccess
@@ -71,7 +73,8 @@ def locked(method: Method) -> Method:
 
     @wraps(method)
     def locked_method(self: GuardedReads, *args: Any, **kwargs: Any) -> Any:
-        with self._pending.lock:
+        # Memory that is allocated in inference mode could not be written outside of it.
+        with self._pending.lock, torch.inference_mode(False):
             return method(self, *args, **kwargs)
 
     return cast(Method, locked_method)

@@ -254,6 +254,7 @@ class OffloadedParams:
     def _divide(self, params: Sequence[torch.Tensor]) -> Sequence[Subgroup]:
         return divide([local_shard(param) for param in params], self._subgroup_params, self._has_remainders)
 
+    @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     def _set_params(
         self,
         params: Sequence[torch.Tensor],

@@ -268,6 +268,7 @@ class AdaptiveRunner:
         if self.is_late:
             self._run_to_end(self.engine.finish_step, _do_nothing)
 
+    @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     @deferred_interrupts()
     def _run_to_end(self, run: Callable[[], Any], on_done: Callable[[], None]) -> None:
         """Run a step of the engine or the rest of it, and what follows when all its operations have ended.

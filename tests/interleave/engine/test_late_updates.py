@@ -17,7 +17,7 @@ from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from tests.interleave.engine.jobs import Outcome
-from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer, throttle_cpu
+from tests.interleave.engine.training import MACHINE, MODES, Job, ReferenceOptimizer, run, throttle_cpu
 from tests.interleave.engine.twins import Jitter, JitteryDevice
 
 CASES = [
@@ -338,3 +338,21 @@ def test_optimizer__refuses_what_late_updates_do_not_support(
     arguments = {"policy": "pipelined", "overlap": "forward", "model": job.net, **options}
     with pytest.raises(error, match=message):
         InterleavedAdamW(job.net.parameters(), subgroup_params=500, **arguments)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", ["zero-offload", "twin-flow:0.5", "gpu-only"])
+def test_auto__is_none_for_policies_without_overlap(policy: str, mode: Any) -> None:
+    outcomes = []
+    for overlap in ("none", "auto"):
+        job = Job()
+        optimizer = InterleavedAdamW(
+            job.net.parameters(),
+            policy=policy,
+            gradients=mode,
+            overlap=overlap,  # type: ignore[arg-type]
+            model=job.net,
+            machine=MACHINE,
+        )
+        outcomes.append(run(job, optimizer, 3))
+    assert outcomes[0] == outcomes[1]

@@ -38,7 +38,7 @@ class DirectFile:
         size: Its size in bytes when it was opened.
 
     Raises:
-        EngineError: The file cannot be opened, or another process uses it.
+        EngineError: The file cannot be opened, or another optimizer uses it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,9 @@ class DirectFile:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._file)
-            raise EngineError(f"{path} is in use by another process: name another folder for each job") from None
+            raise EngineError(
+                f"{path} is in use by another optimizer, of this process or another: name another folder for each"
+            ) from None
         self.size = os.fstat(self._file).st_size
         self._pool = ThreadPoolExecutor(_THREADS, "ebbtide-storage")
 

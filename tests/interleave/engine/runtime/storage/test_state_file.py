@@ -221,7 +221,10 @@ def test_open__takes_over_the_file_of_a_run_that_never_committed(tmp_path: Path)
 
 
 def test_open__refuses_a_file_that_another_job_uses(tmp_path: Path) -> None:
-    with opened(tmp_path / "state"), pytest.raises(EngineError, match="is in use by another process"):
+    with (
+        opened(tmp_path / "state"),
+        pytest.raises(EngineError, match="in use by another optimizer, of this process"),
+    ):
         StateFile(tmp_path / "state", SIZES, RUN)
 
 
