@@ -21,18 +21,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def check_options(
     gradients: str, subgroup_params: int, threads: int | None, budget: Any, max_grad_norm: float | None = None
 ) -> None:
-    """Check the options of InterleavedAdamW.
-
-    Args:
-        gradients: Its argument of this name.
-        subgroup_params: Its argument of this name.
-        threads: Its argument of this name.
-        budget: Its `memory_budget`.
-        max_grad_norm: Its argument of this name.
-
-    Raises:
-        EngineError: If one of them is not valid.
-    """
+    """Check the options of InterleavedAdamW; budget is its `memory_budget`. Raises EngineError if one is not valid."""
     if gradients not in ("kept", "streamed"):
         raise EngineError(f"gradients is {gradients!r}: it must be 'kept' or 'streamed'")
     if subgroup_params < 1:
@@ -94,15 +83,7 @@ def check_group(group: dict[str, Any]) -> None:
 
 
 def check_master(master: str, policy: str) -> None:
-    """Check the option `master` of InterleavedAdamW.
-
-    Args:
-        master: The option.
-        policy: The policy, with its option `overlap`.
-
-    Raises:
-        EngineError: If there is no such option, or not together with the others.
-    """
+    """Check the option `master` of InterleavedAdamW beside the overlap of a policy. Raises EngineError."""
     if master not in ("fp32", "remainder"):
         raise EngineError(f"master is {master!r}: it must be 'fp32' or 'remainder'")
     if master == "fp32":
@@ -114,16 +95,7 @@ def check_master(master: str, policy: str) -> None:
 
 
 def check_params(params: Sequence[torch.Tensor], streamed: bool, has_remainders: bool = False) -> None:
-    """Check the parameters to update.
-
-    Args:
-        params: The parameters.
-        streamed: Whether gradients are offloaded as soon as they are computed.
-        has_remainders: Whether masters are remainders.
-
-    Raises:
-        EngineError: If an engine cannot update them.
-    """
+    """Check the parameters to update. Raises EngineError if an engine cannot update them."""
     if not params:
         raise EngineError("there is no parameter that is not frozen: nothing to update")
     devices = {local_shard(param).device for param in params}

@@ -165,15 +165,7 @@ class OffloadedParams:
         return self._runner.commit()
 
     def resume(self, params: Sequence[torch.Tensor], commit: Mapping[str, Any]) -> None:
-        """Take the state of a commit.
-
-        Args:
-            params: The parameters.
-            commit: What `commit` has returned.
-
-        Raises:
-            EngineError: The storage does not have it.
-        """
+        """Take the state of a commit, from `commit`. Raises EngineError if the storage does not have it."""
         self.check(params)
         if self.params:
             self._stop()

@@ -55,8 +55,6 @@ def gather_states(
     """Return the state of each parameter, in new host memory.
 
     Args:
-        states: The states.
-        params: The parameters.
         changed: The indices of parameters that were changed since the states, where masters are remainders: their
             masters are the parameters.
         loaded: As for `update_masters`, of remainders that no step has used yet: their masters are those loaded.
@@ -98,8 +96,6 @@ def scatter_states(
     `update_masters`.
 
     Args:
-        states: The states to write.
-        params: The parameters.
         param_states: The state of each parameter; None for that before its first update: the master is the parameter,
             the moments are 0.
     """
@@ -146,8 +142,6 @@ def update_masters(
     to even or away from zero, stay, and the parameter becomes the latter.
 
     Args:
-        states: The states to change.
-        params: The parameters.
         changed: The indices of the parameters that were changed.
         loaded: The `rounded_masters` by the parameter's index, where remainders were loaded.
 
@@ -228,17 +222,7 @@ def read_commit(
     defaults: Mapping[str, Any],
     updated_params: Collection[torch.Tensor],
 ) -> dict[torch.Tensor, int]:
-    """Return the parameters of a commit, in order, and the number of updates of each.
-
-    Args:
-        commit: What InterleavedAdamW.commit has returned.
-        param_groups: As for `read_state_dict`.
-        defaults: As for `read_state_dict`.
-        updated_params: As for `read_state_dict`.
-
-    Raises:
-        EngineError: If this is not a commit of an optimizer for the same model.
-    """
+    """Return the parameters of a commit, in order, and the number of updates of each; see `read_state_dict`."""
     name_of, saved = _saved_names(commit, param_groups, defaults)
     params = [param for param, name in name_of.items() if param in updated_params or name in saved]
     return {param: int(saved.get(name_of[param], {}).get("step", 0)) for param in params}

@@ -20,8 +20,6 @@ def scalars_of(
     """Return the factors of the next update of each parameter.
 
     Args:
-        params: The parameters.
-        param_groups: Their groups, with the hyperparameters of torch.optim.AdamW.
         step_count: Returns how often a parameter was updated before.
         updated: The indices of the parameters that are updated; the factors of others, and of those in no group, are
             None.

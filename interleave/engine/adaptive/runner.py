@@ -178,7 +178,6 @@ class AdaptiveRunner:
         """Replace the engine by one for other subgroups; the caller then writes its state and calls `set_plan`.
 
         Args:
-            subgroups: The subgroups.
             params: Number of parameters (tensors).
             host_buffers: Host memory of the caller for the states; see SubgroupStates.
             commit: What `commit` has returned, whose state the new engine has; None for new state.
@@ -236,8 +235,6 @@ class AdaptiveRunner:
         If the plan has late operations, `finish_step` must follow before anything else but `wait_for_params`.
 
         Args:
-            values: As for `Engine.step`.
-            scalars: As for `Engine.step`.
             on_done: Called when the step is done.
             on_finished: Called when its late operations have ended, too.
 

@@ -148,11 +148,8 @@ class Engine:
         return self._is_running and self._speculates and not self.store.inputs.assumed
 
     def assume(self, scalars: Sequence[Scalars | None]) -> None:
-        """Let speculative updates begin, from the factors that the next step has if it is neither clipped nor skipped.
-
-        Args:
-            scalars: Factors by parameter.
-        """
+        """Let speculative updates begin, from the factors by parameter that the next step has if it is neither clipped
+        nor skipped."""
         self.store.inputs.assumed = list(scalars)
         self._executor.mark_available(_ASSUMED_SCALARS)
 
@@ -171,14 +168,8 @@ class Engine:
                 self._executor.mark_available(subgroup, self._gradient_marks[subgroup])
 
     def recall_gradients(self, params: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Stop the plan and return the offloaded gradients, as if they had not been offloaded.
-
-        Args:
-            params: All parameters, flat or not, on the device.
-
-        Returns:
-            The gradients by parameter, flat, on the device.
-        """
+        """Stop the plan and return the offloaded gradients by parameter, flat and on the device, as if they were not
+        offloaded."""
         self.quiesce()
         gradients = {param: self.store.gradient(param, params[param]) for param in sorted(self._offloaded_params)}
         self._offloaded_params.clear()

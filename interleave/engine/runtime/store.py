@@ -117,15 +117,8 @@ class Store:
         return self._subgroups_of.get(param, set())
 
     def gradient(self, param: int, value: torch.Tensor) -> torch.Tensor | None:
-        """Return a gradient of this iteration, flat and on the device, copied back from the host if necessary.
-
-        Args:
-            param: The index of the parameter.
-            value: The parameter, which gives size and device.
-
-        Returns:
-            The gradient, or None if there is none.
-        """
+        """Return a gradient of this iteration, flat, of size and device of the parameter (value), copied back from the
+        host if necessary; None if there is none."""
         gradient = self._inputs.gradients[param]
         if gradient is not None or not self.subgroups_of(param) <= self._offloaded:
             return gradient
