@@ -1,4 +1,4 @@
-"""Prints the results of run.py as Markdown, for docs/performance.md and docs/validation.md.
+"""Prints the results of run.py as Markdown, for docs/performance.md and docs/validation.md. run.py calls it, too.
 
 python benchmarks/gpu/report.py OUT
 """
@@ -17,10 +17,10 @@ from listing import ALL
 from runner import read_result, status_text
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from tables import table
+from tables import spread, table
 
 Figures = dict[str, Any]
-OFFLOAD = "DeepSpeed ZeRO-Offload"
+OFFLOAD = "ZeRO-Offload"
 
 
 def number_text(value: float | None, unit: float = 1.0, digits: int = 1) -> str:
@@ -125,32 +125,52 @@ def print_policies(figures: Figures) -> None:
         print(f"`{policy}` failed: {reason}\n")
 
 
-def print_baselines(figures: Figures) -> None:
-    print("Other optimizers on the same job, ms:\n")
-    rows = [
-        [
-            baseline["name"],
-            baseline["about"],
-            *(number_text(baseline[f"{part}_ms"]) for part in ("backward", "update", "iteration")),
-        ]
-        for baseline in figures.get("peers", [])
-    ]
-    table(["optimizer", "description", "backward", "update", "iteration"], rows)
-    for name, reason in figures.get("skipped", {}).items():
-        print(f"{name}: {reason}\n")
+def print_smoke(figures: Figures) -> None:
+    print("Parts, each in a process of its own:\n")
+    parts = figures["parts"].items()
+    table(["part", "seconds", "failed"], [[name, number_text(p["seconds"]), p.get("why", "")] for name, p in parts])
 
 
-def print_deepspeed(figures: Figures) -> None:
-    results = figures.get("ms", {})
-    print(f"Offload by DeepSpeed, and by ebbtide in DeepSpeed, {figures['params'] / 1e9:.3g} G parameters, ms:\n")
+def print_table(figures: Figures) -> None:
+    rounds = [results for results in figures["rounds"] if results]
+    first = next(iter(rounds[0].values()))
+    print(
+        f"{first['params'] / 1e9:.3g} G parameters, {first['tokens']} tokens a step, {len(rounds)} rounds in turn: "
+        f"median (minimum to maximum). Ratios are of the same round, above 1 faster than {OFFLOAD}:\n"
+    )
+    reference = [results["ebbtide none"]["losses"] for results in rounds if "ebbtide none" in results]
     rows = []
-    for name, ms in results.items():
-        over = results[OFFLOAD]["iteration"] / ms["iteration"] if OFFLOAD in results else None
-        parts = (number_text(ms[part]) for part in ("forward", "backward", "step", "iteration"))
-        rows.append([name, *parts, number_text(over, digits=2)])
-    table(["contestant", "forward", "backward", "step", "iteration", "iteration of ZeRO-Offload / iteration"], rows)
-    for name, reason in figures.get("left_out", {}).items():
-        print(f"{name}: not measured: {reason}\n")
+    for name, (about, state) in figures["about"].items():
+        results = [round_[name] for round_ in rounds if name in round_]
+        if not results:
+            reason = figures["failed"].get(name) or figures.get("left_out", {}).get(name, "not run yet")
+            rows.append([name, about, state, f"not measured: {reason}", *[""] * 5])
+            continue
+        ratios = [
+            median(round_[OFFLOAD]["iteration_ms"]) / median(round_[name]["iteration_ms"])
+            for round_ in rounds
+            if name in round_ and OFFLOAD in round_
+        ]
+        times = [ms for result in results for ms in result["iteration_ms"]]
+        losses = results[0]["losses"]
+        same = "-" if not reference else "yes" if all(r["losses"] == reference[0] for r in results) else "no"
+        device, host = (median(r[key] or 0 for r in results) for key in ("peak_device_bytes", "host_bytes"))
+        rows.append(
+            [
+                name,
+                about,
+                state,
+                spread(times, 0),
+                spread(ratios, 2) if ratios else "-",
+                number_text(device, 1e9),
+                number_text(host, 1e9),
+                f"{losses[-1]:.6f}",
+                same,
+            ]
+        )
+    head = ["optimizer", "what", "state", "iteration, ms", f"iteration of {OFFLOAD} / iteration"]
+    head += ["peak of the device, GB", "host memory, GB", "last loss", "losses bit-equal to ebbtide none"]
+    table(head, rows)
 
 
 def print_windows(figures: Figures) -> None:
@@ -173,11 +193,11 @@ TABLES: dict[str, Callable[[Figures], None]] = {
     "calibrate": print_calibration,
     "profile": print_recording,
     "cost": print_cost,
-    "policies-1.5b": print_policies,
-    "policies-4b": print_policies,
-    "deepspeed": print_deepspeed,
-    "torchao": print_baselines,
+    "smoke": print_smoke,
+    "table": print_table,
+    "larger": print_table,
     "windows": print_windows,
+    "predictions": print_policies,
 }
 
 
@@ -189,8 +209,10 @@ def print_report(out: Path) -> None:
     print(f"{about['date']}, {about['gpu'] or 'no GPU'}, {about['cpu']}, {about['cores']} cores, {versions}\n")
     results = [result for step in ALL if (result := read_result(out, step.name)) is not None]
     table(["step", "description", "result"], [[r["name"], r["about"], status_text(r)] for r in results])
-    checks = [(r["name"], *check) for r in results for check in r.get("figures", {}).get("checks", {}).items()]
-    table(["step", "check", "passed"], [[name, what, holds_text(holds)] for name, what, holds in checks])
+    for kind, title in (("checks", "check"), ("aims", "aim")):
+        rows = [(r["name"], *check) for r in results for check in r.get("figures", {}).get(kind, {}).items()]
+        if rows:
+            table(["step", title, "reached"], [[name, what, holds_text(holds)] for name, what, holds in rows])
     for result in results:
         show = TABLES.get(result["name"])
         if show is None or not result.get("figures"):
@@ -198,8 +220,8 @@ def print_report(out: Path) -> None:
         print(f"### {result['name']}\n")
         try:
             show(result["figures"])
-        except KeyError as missing:
-            print(f"Stopped before {missing} was measured.\n")
+        except (KeyError, IndexError, StopIteration) as missing:
+            print(f"Stopped before all was measured: {missing!r}.\n")
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
-"""Measures what only a GPU can show, in steps with time limits that can be resumed; results are JSON.
+"""Measures what only a GPU can show, in steps with time limits that can be resumed; results are JSON and Markdown.
 
-    python benchmarks/gpu/run.py OUT [--minutes 9.5] [--step NAME]... [--rehearse] [--pack FILE.tar.gz]
+    python benchmarks/gpu/run.py OUT [--minutes 9.5] [--step NAME]... [--rehearse] [--pack FILE.tar.gz] [--resume FILE]
 
-Each step is a process with a time limit; its result is OUT/NAME.json. A step that is done is not run again, a step is
-not started with too little time left, and a step that fails stops no other. --rehearse runs the same steps with tiny
-sizes on the CPU and the emulated device. README.md describes the steps.
+Each step is a process with a time limit; its result is OUT/NAME.json, and OUT/report.md has all, also of a step that
+still runs. A step that has ended is not run again, unless --step names it; one is not started with too little time
+left, and one that fails stops no other. --rehearse runs the same steps with tiny sizes on the CPU and the emulated
+device. README.md describes the steps.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from listing import ALL
-from runner import DONE, StepRunner, pack, status_text
+from report import print_report
+from runner import DONE, StepRunner, status_text
 
-PACKAGES = ("torch", "triton", "nvidia-ml-py", "numba", "numpy", "pandas", "pyarrow", "deepspeed", "torchao")
+PACKAGES = ("torch", "triton", "nvidia-ml-py", "numba", "numpy", "highspy", "deepspeed", "torchao")
 GPU_QUERY = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max", "--format=csv,noheader"]
 
 
@@ -64,10 +67,14 @@ def main() -> None:
     flags.add_argument("out", type=Path, help="folder of the results")
     flags.add_argument("--minutes", type=float, default=9.5, help="time limit of all steps together")
     flags.add_argument(
-        "--step", action="append", choices=[step.name for step in ALL], help="run only this step; repeatable"
+        "--step",
+        action="append",
+        choices=[step.name for step in ALL],
+        help="run only this step, also if it has failed before; repeatable",
     )
     flags.add_argument("--rehearse", action="store_true", help="tiny sizes, without a GPU")
-    flags.add_argument("--pack", type=Path, help="archive of the results, updated after each step")
+    flags.add_argument("--pack", type=Path, help="archive of the results, updated after each step and during it")
+    flags.add_argument("--resume", type=Path, help="archive of an earlier call, unpacked into OUT before")
     args = flags.parse_args()
     end = time.monotonic() + 60 * args.minutes
     # Ending this process also ends the running step.
@@ -75,16 +82,16 @@ def main() -> None:
     # In the order of the options.
     steps = [next(step for step in ALL if step.name == name) for name in args.step] if args.step else ALL
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.resume:
+        with tarfile.open(args.resume) as tar:
+            tar.extractall(args.out, filter="data")
     # Written first, so that it exists even if this process is killed.
     summary = {"date": time.strftime("%Y-%m-%d"), "rehearsed": args.rehearse, **machine()}
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
-    results = StepRunner(args.out, end, args.rehearse, args.pack).run_all(steps)
-    summary["steps"] = {result["name"]: status_text(result) for result in results}
-    (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
-    if args.pack:
-        pack(args.out, args.pack)
-    for name, status in summary["steps"].items():
-        print(f"{name:14} {status}")
+    runner = StepRunner(args.out, end, args.rehearse, args.pack, print_report)
+    results = runner.run_all(steps, again=bool(args.step))
+    for result in results:
+        print(f"{result['name']:14} {status_text(result)}")
     sys.exit(0 if all(result["status"] == DONE for result in results) else 1)
 
 

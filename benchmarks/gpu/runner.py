@@ -1,8 +1,9 @@
-"""Runs steps, each in its own process group with a hard time limit, and keeps the result of each in a JSON file."""
+"""Runs steps, each as a process with a hard time limit, and keeps the result of each in a JSON file."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -11,17 +12,34 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from listing import BenchmarkStep
+from listing import STEPS, BenchmarkStep
+
+sys.path.append(str(STEPS))
+import processes
+from step import EXTENSIONS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-DONE, FAILED, TIMED_OUT, SKIPPED = "done", "failed", "timed out", "skipped"
-# Time between SIGTERM and SIGKILL, in which a recorder closes its trace.
-GRACE_S = 4.0
+DONE, FAILED, TIMED_OUT, SKIPPED, RUNNING, UNFINISHED = (
+    "done",
+    "failed",
+    "timed out",
+    "skipped",
+    "cut off",
+    "unfinished",
+)
+# Not run again unless they are asked for: what failed must not take the time of the others.
+ENDED = (DONE, FAILED, TIMED_OUT)
+# Exit status of a step that continues in the next call.
+CONTINUES = 75
+# Time between SIGTERM and SIGKILL, in which a recorder closes its trace; the least time that a step is given.
+GRACE_S, LEAST_S = 4.0, 5.0
+# What a running step has measured is kept so often.
+KEEP_S = 5.0
 TAIL_CHARS = 6000
 # Limit of the archive; larger files are left out and listed.
 MAX_ARCHIVE_BYTES = 15 << 20
@@ -35,81 +53,124 @@ class StepRunner:
         out: Folder of the results.
         end_s: End of all steps by time.monotonic().
         rehearse: Whether to use tiny sizes, without a GPU.
-        pack: Archive of the results, written after each step; None for none.
+        pack: Archive of the results, written after each step and during it; None for none.
+        report: Function that prints all results as Markdown, for OUT/report.md.
     """
 
     out: Path
     end_s: float
     rehearse: bool = False
     pack: Path | None = None
+    report: Callable[[Path], None] | None = None
 
-    def run_all(self, steps: Sequence[BenchmarkStep]) -> list[dict[str, Any]]:
-        """Run the steps that are not done yet, and return the results of all."""
+    def run_all(self, steps: Sequence[BenchmarkStep], again: bool = False) -> list[dict[str, Any]]:
+        """Run the steps that have not ended yet, those that a call was cut off in last. Returns the results of all.
+
+        Args:
+            steps: The steps.
+            again: Whether to run also those that have failed.
+        """
         self.out.mkdir(parents=True, exist_ok=True)
-        results = []
-        for step in steps:
-            before = read_result(self.out, step.name)
-            if before and before["status"] == DONE and before["rehearsed"] == self.rehearse:
-                results.append(before)
+        before = {step.name: self._earlier(step) for step in steps}
+        order = sorted(steps, key=lambda step: before[step.name].get("status") == RUNNING)
+        for step in order:
+            status = before[step.name].get("status")
+            if status == DONE or (status in ENDED and not again):
                 continue
             print(f"{step.name}: {step.about}", file=sys.stderr, flush=True)
-            results.append(self._run(step))
-            print(f"  {status_text(results[-1])}", file=sys.stderr, flush=True)
-            if self.pack is not None:
-                pack(self.out, self.pack)
-        return results
+            result = self._run(step, before[step.name])
+            print(f"  {status_text(result)}", file=sys.stderr, flush=True)
+        return [self._earlier(step) for step in steps]
 
-    def _run(self, step: BenchmarkStep) -> dict[str, Any]:
+    def _earlier(self, step: BenchmarkStep) -> dict[str, Any]:
+        """Return the result of a step so far, which is empty if there is none of this kind."""
+        result = read_result(self.out, step.name) or {}
+        return result if result.get("rehearsed") == self.rehearse else {}
+
+    def _run(self, step: BenchmarkStep, before: dict[str, Any]) -> dict[str, Any]:
         reason = self._skip_reason(step)
         result = {"name": step.name, "about": step.about, "rehearsed": self.rehearse}
-        if reason is None:
-            result |= self._run_process(step)
+        if reason is not None:
+            # What it has measured in earlier calls stays.
+            result = {**result, "seconds": 0.0, **before} if before else result | {"status": SKIPPED, "seconds": 0.0}
+            result["why"] = reason
         else:
-            result |= {"status": SKIPPED, "why": reason, "seconds": 0.0}
-        write_result(self.out, result)
+            result |= self._run_process(step, result, before)
+        self._keep(result)
         return result
 
     def _skip_reason(self, step: BenchmarkStep) -> str | None:
-        missing = [name for name in step.after if (read_result(self.out, name) or {}).get("status") != DONE]
+        missing = [name for name in step.reads if not (self.out / name).exists()]
         if missing:
-            return f"it reads results of {', '.join(missing)}, which are not done"
+            return f"it reads {', '.join(missing)}, which is not there"
         left = self.end_s - time.monotonic()
-        needs = 0.0 if self.rehearse else step.needs_s
+        needs = LEAST_S + GRACE_S if self.rehearse else step.needs_s
         if left <= needs:
             return f"{max(left, 0):.0f} s left, but it needs about {step.needs_s:.0f} s"
         return None
 
-    def _run_process(self, step: BenchmarkStep) -> dict[str, Any]:
+    def _run_process(self, step: BenchmarkStep, head: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         figures, log = self.out / f"{step.name}.figures", self.out / f"{step.name}.log"
         figures.unlink(missing_ok=True)
-        command = [sys.executable, *step.command, str(self.out), "--figures", str(figures)]
-        command += ["--rehearse"] if self.rehearse else []
-        limit = step.rehearse_s if self.rehearse else step.limit_s
+        if step.continues and "figures" in before:
+            figures.write_text(json.dumps(before["figures"]))
+        own_limit = step.rehearse_s if self.rehearse else step.limit_s
         # The step ends before this process.
-        limit = min(limit, self.end_s - time.monotonic() - GRACE_S)
+        limit = min(own_limit, self.end_s - time.monotonic() - GRACE_S)
+        command = [sys.executable, *step.command, str(self.out), "--figures", str(figures), "--seconds", f"{limit:.0f}"]
+        command += ["--rehearse"] if self.rehearse else []
         begin, start_time = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+        def result(status: str, reason: str | None) -> dict[str, Any]:
+            return {
+                "status": status,
+                "why": reason,
+                "seconds": round(before.get("seconds", 0.0) * step.continues + time.monotonic() - begin, 1),
+                "begun": start_time,
+                "command": command,
+                "figures": json.loads(figures.read_text()) if figures.exists() else {},
+                "tail": log.read_text(errors="replace")[-TAIL_CHARS:],
+            }
+
+        written: list[float] = []
+
+        def keep() -> None:
+            # Only if there is something new: compressing takes a core from what is measured.
+            time_s = figures.stat().st_mtime if figures.exists() else 0.0
+            if written != [time_s]:
+                written[:] = [time_s]
+                self._keep(head | result(RUNNING, "the call ended while it ran"))
+
         with log.open("wb") as file:
-            status = run_bounded(command, limit, file, environment(self.rehearse))
-        seconds = time.monotonic() - begin
+            status = run_bounded(command, limit, file, environment(self.rehearse), keep)
         pack_folders(self.out)
-        step_figures = json.loads(figures.read_text()) if figures.exists() else {}
-        tail = log.read_text(errors="replace")[-TAIL_CHARS:]
+        ended = result(*self._outcome(status, limit < own_limit, log, figures))
         figures.unlink(missing_ok=True)
         log.unlink()
-        reason = None
+        return ended
+
+    def _outcome(self, status: int | None, limited: bool, log: Path, figures: Path) -> tuple[str, str | None]:
+        """Return the status of a step that has ended, and the reason. status: its exit status; None: out of time."""
+        if status == CONTINUES:
+            return UNFINISHED, "it continues in the next call"
         if status is None:
-            reason = f"stopped after {seconds:.0f} s"
-        elif status:
-            reason = (tail.strip().splitlines() or ["no output"])[-1][:400]
-        return {
-            "status": TIMED_OUT if status is None else FAILED if status else DONE,
-            "why": reason,
-            "seconds": round(seconds, 1),
-            "begun": start_time,
-            "command": command,
-            "figures": step_figures,
-            "tail": tail,
-        }
+            return (RUNNING, "the time of the call was over") if limited else (TIMED_OUT, "stopped at its time limit")
+        if status:
+            return FAILED, (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1][:400]
+        checks = json.loads(figures.read_text()).get("checks", {}) if figures.exists() else {}
+        failed = [name for name, holds in checks.items() if holds is False]
+        return (FAILED, f"failed checks: {'; '.join(failed)}") if failed else (DONE, None)
+
+    def _keep(self, result: dict[str, Any]) -> None:
+        """Write the result of a step, the report and the archive."""
+        write_result(self.out, result)
+        if self.report is not None:
+            text = io.StringIO()
+            with contextlib.redirect_stdout(text):
+                self.report(self.out)
+            (self.out / "report.md").write_text(text.getvalue())
+        if self.pack is not None:
+            pack(self.out, self.pack)
 
 
 def environment(rehearse: bool) -> dict[str, str]:
@@ -123,35 +184,51 @@ def environment(rehearse: bool) -> dict[str, str]:
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         # DeepSpeed compiles its operations even if the CUDA versions of torch and of the compiler differ slightly.
         "DS_SKIP_CUDA_CHECK": "1",
+        # In the user's folder a lock that a killed process left behind would make DeepSpeed wait without a limit.
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(EXTENSIONS)),
         # Tiny operations with several threads take a hundred times as long if other processes use the cores.
         **({"OMP_NUM_THREADS": "1"} if rehearse else {}),
     }
 
 
-def run_bounded(command: Sequence[str], limit_s: float, output: Any, env: dict[str, str]) -> int | None:
-    """Run a command in its own process group, and end all processes of the group.
+def run_bounded(
+    command: Sequence[str], limit_s: float, output: Any, env: dict[str, str], keep: Callable[[], None]
+) -> int | None:
+    """Run a command, and end all processes that it has left.
+
+    Args:
+        command: The command.
+        limit_s: Time limit in seconds.
+        output: File of its output.
+        env: Its environment.
+        keep: Function that is called at the start, and again every few seconds while it runs.
 
     Returns:
         The exit status; None if the command was stopped at the time limit.
     """
+    mark, variable = processes.marked()
     process = subprocess.Popen(
-        command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        command,
+        env=env | variable,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        # Ctrl-C ends the step through this process.
+        start_new_session=True,
     )
+    end_s = time.monotonic() + limit_s
     try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        _signal(process.pid, signal.SIGTERM)
+        while (left := end_s - time.monotonic()) > 0:
+            keep()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(min(left, KEEP_S))
+        processes.end(mark, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
         return None
     finally:
-        _signal(process.pid, signal.SIGKILL)
+        processes.end(mark, signal.SIGKILL)
         process.wait()
-
-
-def _signal(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
 
 
 def read_result(out: Path, name: str) -> dict[str, Any] | None:
@@ -172,9 +249,7 @@ def write_result(out: Path, result: dict[str, Any]) -> None:
 
 def status_text(result: dict[str, Any]) -> str:
     """Return the status of a step in one line."""
-    failed = [name for name, holds in result.get("figures", {}).get("checks", {}).items() if holds is False]
-    notes = [result["why"]] if result["why"] else [f"failed checks: {'; '.join(failed)}"] if failed else []
-    return ", ".join([f"{result['status']} in {result['seconds']:.0f} s", *notes])
+    return ", ".join([f"{result['status']} in {result['seconds']:.0f} s", *filter(None, [result["why"]])])
 
 
 def pack_folders(out: Path) -> None:
@@ -188,18 +263,22 @@ def pack_folders(out: Path) -> None:
 def pack(out: Path, archive: Path) -> None:
     """Write an archive of the results, the smallest files first, up to its size limit."""
     archive.parent.mkdir(parents=True, exist_ok=True)
-    files = sorted(
-        (file for file in out.iterdir() if file.is_file() and file != archive), key=lambda f: f.stat().st_size
-    )
+    # A step that runs may remove its files meanwhile.
+    sizes = {}
+    for file in out.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if file.is_file() and file != archive:
+                sizes[file] = file.stat().st_size
     new = archive.with_name(f".{archive.name}")
     omitted, packed_bytes = [], 0
     with tarfile.open(new, "w:gz") as tar:
-        for file in files:
-            if packed_bytes + file.stat().st_size > MAX_ARCHIVE_BYTES:
+        for file, size in sorted(sizes.items(), key=lambda item: item[1]):
+            if packed_bytes + size > MAX_ARCHIVE_BYTES:
                 omitted.append(file.name)
                 continue
-            packed_bytes += file.stat().st_size
-            tar.add(file, file.name)
+            packed_bytes += size
+            with contextlib.suppress(FileNotFoundError):
+                tar.add(file, file.name)
     new.replace(archive)
     if omitted:
         print(f"  too large for {archive.name}: {', '.join(omitted)}", file=sys.stderr, flush=True)

@@ -1,13 +1,12 @@
-"""Fetch packages for a GPU machine without a network, as wheels for Python 3.12 on x86-64.
+"""Fetch packages for a GPU machine without a network, as wheels for Linux on x86-64.
 
-    python benchmarks/gpu/wheels.py [FOLDER]       # default: benchmarks/gpu/wheels, which git ignores
+    python benchmarks/gpu/wheels.py [FOLDER] [--python 3.12]      # default: benchmarks/gpu/wheels, which git ignores
 
 There:  python3 -m pip install -q --no-index --no-deps --no-compile --target SITE FOLDER/*.whl
         export PYTHONPATH=SITE
         python3 -c "import numba" || python3 -m pip install -q --no-index --no-deps --target SITE FOLDER/older/*.whl
 
-DeepSpeed is published as source: its wheel is built here from Python code only; it compiles the rest at first use.
-Versions are those of constraints.txt. torch, triton and numba are not included: such machines have them.
+`packages.py` lists what is fetched. Versions are those of constraints.txt. DeepSpeed's wheel is built here.
 """
 
 from __future__ import annotations
@@ -17,23 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-CONSTRAINTS = FOLDER.parent.parent / "constraints.txt"
-BUILT = ("deepspeed", "hjson")
-FETCHED = (
-    "pydantic",
-    "pydantic_core",
-    "typing-inspection",
-    "annotated-types",
-    "typing_extensions",
-    "typer",
-    "annotated-doc",
-    "msgspec",
-    "bokeh",
-    "tornado",
-    "xyzservices",
-    "torchao",
-)
+from packages import BUILT, FETCHED, FOLDER, ROOT
+
 # Installed only if the NumPy of that machine is too new for its numba.
 OLDER = ("numpy",)
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)] + ["manylinux2014_x86_64"]
@@ -51,17 +35,18 @@ def main() -> None:
     flags.add_argument(
         "folder", type=Path, nargs="?", default=FOLDER / "wheels", help="folder to write (default: wheels)"
     )
-    folder = flags.parse_args().folder
-    folder.mkdir(parents=True, exist_ok=True)
-    constrained = ["--constraint", str(CONSTRAINTS)]
-    pip(*WHEEL, *constrained, "--wheel-dir", str(folder), *BUILT)
+    flags.add_argument("--python", default="3.12", help="version of Python there (default: 3.12)")
+    args = flags.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    constrained = ["--constraint", str(ROOT / "constraints.txt")]
+    pip(*WHEEL, *constrained, "--wheel-dir", str(args.folder), *BUILT)
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
-    for names, to in ((FETCHED, folder), (OLDER, folder / "older")):
-        pip(*DOWNLOAD, *constrained, "--python-version", "3.12", *platforms, "--dest", str(to), *names)
-    files = sorted(folder.rglob("*.whl"))
+    for names, to in ((FETCHED, args.folder), (OLDER, args.folder / "older")):
+        pip(*DOWNLOAD, *constrained, "--python-version", args.python, *platforms, "--dest", str(to), *names)
+    files = sorted(args.folder.rglob("*.whl"))
     for file in files:
-        print(f"{file.stat().st_size / 1e6:6.1f} MB  {file.relative_to(folder)}")
-    print(f"{sum(file.stat().st_size for file in files) / 1e6:6.1f} MB in all, in {folder}")
+        print(f"{file.stat().st_size / 1e6:6.1f} MB  {file.relative_to(args.folder)}")
+    print(f"{sum(file.stat().st_size for file in files) / 1e6:6.1f} MB in all, in {args.folder}")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def main() -> None:
         step.add(step_ms=rounds)
     shutil.rmtree(trace)
     ratios = sorted(step_ms["ebbtide"] / step_ms["bare"] for step_ms in rounds)
-    step.check("recording costs under 1 %", None if step.rehearse else ratios[len(ratios) // 2] < 1.01)
+    step.aim("recording costs under 1 %", None if step.rehearse else ratios[len(ratios) // 2] < 1.01)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step import ROOT, load
+from step import ROOT, load, use_deterministic_algorithms
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -98,8 +98,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
     # Otherwise gradients differ from run to run, and losses cannot be compared.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    use_deterministic_algorithms()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):

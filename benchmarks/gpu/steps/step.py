@@ -1,4 +1,4 @@
-"""Helpers of all steps: arguments, figures, checks, and the commands of ebbtide."""
+"""Helpers of all steps: arguments, figures, checks, parts in processes of their own, and the commands of ebbtide."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import processes
+
 STEPS = Path(__file__).resolve().parent
 ROOT = STEPS.parent.parent.parent
+# What DeepSpeed compiles, unless TORCH_EXTENSIONS_DIR is set.
+EXTENSIONS = Path(tempfile.gettempdir()) / f"ebbtide-gpu-extensions-{os.getuid()}"
 
 
 @dataclass
@@ -27,12 +35,14 @@ class StepContext:
         out: Folder of the results of all steps.
         rehearse: Whether to use tiny sizes, on the CPU and the emulated device.
         file: File of the figures.
+        end_s: End of the step by time.monotonic().
         figures: Figures so far. They are written to `file` at once, so that a step that is stopped loses nothing.
     """
 
     out: Path
     rehearse: bool
     file: Path
+    end_s: float
     figures: dict[str, Any] = field(default_factory=dict)
 
     def add(self, **figures: Any) -> None:
@@ -43,8 +53,15 @@ class StepContext:
         new.replace(self.file)
 
     def check(self, name: str, holds: bool | None) -> None:
-        """Add the result of a check; None if it needs a GPU."""
+        """Add the result of a check, which fails the step if it is False; None if it needs a GPU."""
         self.add(checks={**self.figures.get("checks", {}), name: holds})
+
+    def aim(self, name: str, reached: bool | None) -> None:
+        """Add whether an aim of this project is reached, which does not decide whether the step has failed."""
+        self.add(aims={**self.figures.get("aims", {}), name: reached})
+
+    def left_s(self) -> float:
+        return self.end_s - time.monotonic()
 
 
 def argument_parser(doc: str | None) -> argparse.ArgumentParser:
@@ -53,13 +70,16 @@ def argument_parser(doc: str | None) -> argparse.ArgumentParser:
     flags.add_argument("out", type=Path, help="folder of the results")
     flags.add_argument("--rehearse", action="store_true", help="tiny sizes, without a GPU")
     flags.add_argument("--figures", type=Path, help="file of the figures (default: OUT/figures.json)")
+    flags.add_argument("--seconds", type=float, default=3600.0, help="time limit in seconds (default: an hour)")
     return flags
 
 
 def start(args: argparse.Namespace) -> StepContext:
-    """Start a step with parsed arguments."""
+    """Start a step with parsed arguments, with the figures that an earlier call has left for it to continue."""
     args.out.mkdir(parents=True, exist_ok=True)
-    return StepContext(args.out, args.rehearse, args.figures or args.out / "figures.json")
+    file = args.figures or args.out / "figures.json"
+    figures = json.loads(file.read_text()) if args.figures and file.exists() else {}
+    return StepContext(args.out, args.rehearse, file, time.monotonic() + args.seconds, figures)
 
 
 def run_command(command: list[str | Path], expected: tuple[int, ...] = (0,), **env: str) -> str:
@@ -73,9 +93,62 @@ def run_command(command: list[str | Path], expected: tuple[int, ...] = (0,), **e
     return done.stdout
 
 
+def run_part(words: Sequence[str | Path], limit_s: float, under: Sequence[str] = (), **env: str) -> dict[str, Any]:
+    """Run a part of a step, a Python script that prints its result as the last line, and end all that it has left.
+
+    Args:
+        words: The script and its arguments.
+        limit_s: Time limit in seconds.
+        under: Command that runs it.
+        env: Variables to set.
+
+    Returns:
+        The result and its `seconds`; in place of the result `why`, the reason, if the part has failed.
+    """
+    command = [*under, sys.executable, *map(str, words)]
+    print("$", shlex.join(command), flush=True)
+    begin = time.monotonic()
+    mark, variable = processes.marked()
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, env={**os.environ, **env, **variable}, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        try:
+            output, _ = process.communicate(timeout=max(limit_s, 1.0))
+        except subprocess.TimeoutExpired:
+            output = None
+        finally:
+            processes.end(mark, signal.SIGKILL)
+            process.wait()
+        errors.seek(0)
+        text = errors.read()
+    seconds = {"seconds": round(time.monotonic() - begin, 1)}
+    lines = (output or "").strip().splitlines()
+    if output is not None and process.returncode == 0 and lines:
+        return {**json.loads(lines[-1]), **seconds}
+    print(text[-4000:], flush=True)
+    if output is None:
+        return {"why": f"it took more than {limit_s:.0f} s", **seconds}
+    if process.returncode < 0:
+        return {"why": f"it died of {signal.Signals(-process.returncode).name}", **seconds}
+    return {"why": (text.strip().splitlines() or ["it printed nothing"])[-1][:400], **seconds}
+
+
 def ebbtide(*words: str | Path) -> str:
     """Run a command of ebbtide and return its stdout."""
     return run_command([sys.executable, "-m", "ebbtide", *words])
+
+
+def build_cpu_adam(limit_s: float) -> str | None:
+    """Compile DeepSpeed's CPU Adam, which otherwise happens at its first use. Returns the reason if it fails.
+
+    Nothing else compiles into the folder of these benchmarks, so that a lock there is that of a killed process.
+    """
+    for lock in EXTENSIONS.rglob("lock"):
+        lock.unlink(missing_ok=True)
+    code = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(); print('{}')"
+    why: str | None = run_part(["-c", code], limit_s).get("why")
+    return why
 
 
 def load(path: Path) -> Any:
@@ -102,3 +175,14 @@ def removed(folder: Path) -> Path:
     """Remove a folder that an earlier attempt may have left, and return its path."""
     shutil.rmtree(folder, ignore_errors=True)
     return folder
+
+
+def use_deterministic_algorithms() -> None:
+    """Let torch compute the same gradients in every run.
+
+    It raises where that is impossible. With `warn_only` the backward of attention would not be deterministic.
+    """
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False

@@ -40,6 +40,8 @@ def main() -> None:
     print(run_command(command, expected=(0, 1)))
     tests = outcomes(results)
     step.add(counts={outcome: len(names) for outcome, names in tests.items()}, failed=tests["failed"])
+    if tests["failed"]:
+        print(f"failed: {', '.join(tests['failed'])}")
     step.check("every gpu test passed", None if not tests["passed"] and not tests["failed"] else not tests["failed"])
 
 
