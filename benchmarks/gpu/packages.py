@@ -1,4 +1,7 @@
-"""Lists the packages that the steps need, those that a machine with a GPU has, and those that wheels.py fetches."""
+"""Lists the packages that the steps need, those that a machine with a GPU has, and those that wheels.py fetches.
+
+python benchmarks/gpu/packages.py    # prints those that are needed and there
+"""
 
 from __future__ import annotations
 
@@ -101,3 +104,12 @@ def module_of(requirement: str) -> str:
 def importable() -> list[str]:
     """Return the modules that the steps import."""
     return [module_of(text) for text in (*_dependencies(), *STEPS_NEED)]
+
+
+def main() -> None:
+    """Print the packages that the steps need and the machine has."""
+    print(*sorted((needed().keys() & present()) - fetched()))
+
+
+if __name__ == "__main__":
+    main()

@@ -62,8 +62,8 @@ def check(step: StepContext, parts: dict[str, Any]) -> None:
         in_time = min(forward["epoch_s"]) <= EPOCH_RATIO * min(none["epoch_s"]) + EPOCH_SLACK_S
         step.check("fork: epochs are not longer with late updates", None if step.rehearse else in_time)
     if direct:
-        held = all(run.get("same", True) for run in direct.values())
-        step.check("direct-read: the digest of the CPU, or an error", held)
+        exact = all(run.get("same", True) for run in direct.values())
+        step.check("direct-read: the digest of the CPU, or an error", exact)
     if "why" not in parts["deterministic"]:
         step.check("deterministic: the same gradients in every run", parts["deterministic"]["same"])
     if "why" not in parts["storage"]:
