@@ -139,16 +139,15 @@ def ebbtide(*words: str | Path) -> str:
     return run_command([sys.executable, "-m", "ebbtide", *words])
 
 
-def build_cpu_adam(limit_s: float) -> str | None:
-    """Compile DeepSpeed's CPU Adam, which otherwise happens at its first use. Returns the reason if it fails.
+def build_cpu_adam(limit_s: float) -> dict[str, Any]:
+    """Compile DeepSpeed's CPU Adam, which otherwise happens at its first use. Returns the result as `run_part` does.
 
     Nothing else compiles into the folder of these benchmarks, so that a lock there is that of a killed process.
     """
     for lock in EXTENSIONS.rglob("lock"):
         lock.unlink(missing_ok=True)
     code = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(); print('{}')"
-    why: str | None = run_part(["-c", code], limit_s).get("why")
-    return why
+    return run_part(["-c", code], limit_s)
 
 
 def load(path: Path) -> Any:

@@ -29,9 +29,9 @@ def run(step: StepContext, name: str, params: int) -> dict[str, Any]:
     """Run a contestant; return its result, or `why` it has failed."""
     limit = REHEARSAL_LIMIT_S if step.rehearse else LIMIT_S
     if name in NEEDS_BUILD:
-        why = build_cpu_adam(min(REHEARSAL_LIMIT_S if step.rehearse else BUILD_S, step.left_s() - 2))
-        if why:
-            return {"why": f"CPU Adam does not build: {why}", "seconds": 0.0}
+        build = build_cpu_adam(min(REHEARSAL_LIMIT_S if step.rehearse else BUILD_S, step.left_s() - 2))
+        if "why" in build:
+            return {**build, "why": f"CPU Adam does not build: {build['why']}"}
     words = [STEPS / "contestant.py", name, "--params", params, "--machine", step.out / "machine.json"]
     return run_part([str(word) for word in words], min(limit, step.left_s() - 2))
 
