@@ -113,7 +113,9 @@ class StepRunner:
         figures, log = self.out / f"{step.name}.figures", self.out / f"{step.name}.log"
         figures.unlink(missing_ok=True)
         if step.continues and "figures" in before:
-            figures.write_text(json.dumps(before["figures"]))
+            # Where it had ended, what failed is tried again.
+            stale = ("failed", "checks") if before["status"] in ENDED else ()
+            figures.write_text(json.dumps({k: v for k, v in before["figures"].items() if k not in stale}))
         own_limit = step.rehearse_s if self.rehearse else step.limit_s
         # The step ends before this process.
         limit = min(own_limit, self.end_s - time.monotonic() - GRACE_S)
@@ -180,6 +182,8 @@ def environment(rehearse: bool) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONUNBUFFERED": "1",
+        # ninja is there, which compiles DeepSpeed's operations.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         # Otherwise matrix products on a GPU differ from run to run.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         # DeepSpeed compiles its operations even if the CUDA versions of torch and of the compiler differ slightly.

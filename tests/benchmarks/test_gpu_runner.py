@@ -81,6 +81,19 @@ def test_runner__a_step_continues_with_its_figures_in_the_next_call(step: Any, r
     assert run(long)["long"]["figures"]["rounds"] == [0, 1, 2]
 
 
+def test_runner__tries_what_has_failed_in_a_step_that_continues_again_if_asked(step: Any, run: Any) -> None:
+    lines = """
+        file = pathlib.Path(sys.argv[sys.argv.index("--figures") + 1])
+        before = json.loads(file.read_text()) if file.exists() else {"failed": {"one": "why"}, "rounds": [0]}
+        add(**before, checks={"every one ran": not before.get("failed")})
+    """
+    long = step("long", lines, continues=True)
+    assert run(long)["long"]["status"] == "failed"
+    again = run(long, again=True)["long"]
+    assert again["status"] == "done"
+    assert again["figures"] == {"rounds": [0], "checks": {"every one ran": True}}
+
+
 def test_runner__keeps_the_figures_of_earlier_calls_of_a_step_that_has_too_little_time(step: Any, run: Any) -> None:
     long = step("long", "add(first=1)\nsys.exit(75)", continues=True, needs_s=30)
     run(long)

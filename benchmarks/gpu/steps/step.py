@@ -147,7 +147,8 @@ def build_cpu_adam(limit_s: float) -> dict[str, Any]:
     for lock in EXTENSIONS.rglob("lock"):
         lock.unlink(missing_ok=True)
     code = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(); print('{}')"
-    return run_part(["-c", code], limit_s)
+    # Without the current folder on sys.path, whatever lies there.
+    return run_part(["-P", "-c", code], limit_s)
 
 
 def load(path: Path) -> Any:

@@ -21,6 +21,7 @@ from runner import CONTINUES
 EXPECTED_S, LIMIT_S, BUILD_S, REHEARSAL_LIMIT_S = 75.0, 150.0, 150.0, 600.0
 # With less time left a run was cut off by the end of the call.
 ENOUGH_S = 5.0
+REHEARSED_ROUNDS = 2
 NEEDS_BUILD = (BASELINE, "SuperOffload")
 AIM = 1.5
 
@@ -70,7 +71,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         step.add(left_out={name: "it needs a GPU" for name in names if name not in ON_CPU})
         names = [name for name in names if name in ON_CPU]
-    for number in range(args.rounds):
+    for number in range(min(args.rounds, REHEARSED_ROUNDS) if step.rehearse else args.rounds):
         rounds: list[dict[str, Any]] = step.figures["rounds"]
         if number == len(rounds):
             rounds.append({})
