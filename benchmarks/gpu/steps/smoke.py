@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from smoke_job import MODES, REFERENCE, REMAINDER, budget_bytes
-from step import ROOT, STEPS, StepContext, argument_parser, build_cpu_adam, run_part, start
+from step import ROOT, STEPS, StepContext, argument_parser, build_extensions, run_part, start
 
 PARAMS, TINY_PARAMS = 20_000_000, 200_000
 LIMIT_S, REHEARSAL_LIMIT_S, AT_ONCE = 90.0, 300.0, 4
@@ -29,7 +29,7 @@ def run(name: str, step: StepContext) -> dict[str, Any]:
     params = TINY_PARAMS if step.rehearse else PARAMS
     limit = min(REHEARSAL_LIMIT_S if step.rehearse else LIMIT_S, step.left_s() - 2)
     if name == "deepspeed-build":
-        return build_cpu_adam(limit)
+        return build_extensions(limit)
     tool = name.removeprefix("kernels-")
     if tool == name:
         return run_part([STEPS / "smoke_job.py", name, "--params", str(params)], limit)

@@ -23,6 +23,15 @@ import processes
 
 STEPS = Path(__file__).resolve().parent
 ROOT = STEPS.parent.parent.parent
+BUILD = """
+from deepspeed.accelerator import get_accelerator
+# The second one is only needed without a GPU.
+for name in ("CPUAdamBuilder", "ShareMemCommBuilder"):
+    builder = get_accelerator().create_op_builder(name)
+    if builder is not None and "NotImplemented" not in type(builder).__name__:
+        builder.load(verbose=False)
+print("{}")
+"""
 # What DeepSpeed compiles, unless TORCH_EXTENSIONS_DIR is set.
 EXTENSIONS = Path(tempfile.gettempdir()) / f"ebbtide-gpu-extensions-{os.getuid()}"
 
@@ -139,16 +148,15 @@ def ebbtide(*words: str | Path) -> str:
     return run_command([sys.executable, "-m", "ebbtide", *words])
 
 
-def build_cpu_adam(limit_s: float) -> dict[str, Any]:
-    """Compile DeepSpeed's CPU Adam, which otherwise happens at its first use. Returns the result as `run_part` does.
+def build_extensions(limit_s: float) -> dict[str, Any]:
+    """Compile what DeepSpeed otherwise compiles at its first use. Returns the result as `run_part` does.
 
     Nothing else compiles into the folder of these benchmarks, so that a lock there is that of a killed process.
     """
     for lock in EXTENSIONS.rglob("lock"):
         lock.unlink(missing_ok=True)
-    code = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(); print('{}')"
     # Without the current folder on sys.path, whatever lies there.
-    return run_part(["-P", "-c", code], limit_s)
+    return run_part(["-P", "-c", BUILD], limit_s)
 
 
 def load(path: Path) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from contestant import BASELINE, CONTESTANTS, EXACT, ON_CPU
-from step import ROOT, STEPS, StepContext, argument_parser, build_cpu_adam, run_part, start
+from step import ROOT, STEPS, StepContext, argument_parser, build_extensions, run_part, start
 
 sys.path.append(str(ROOT / "benchmarks" / "gpu"))
 from runner import CONTINUES
@@ -30,9 +30,9 @@ def run(step: StepContext, name: str, params: int) -> dict[str, Any]:
     """Run a contestant; return its result, or `why` it has failed."""
     limit = REHEARSAL_LIMIT_S if step.rehearse else LIMIT_S
     if name in NEEDS_BUILD:
-        build = build_cpu_adam(min(REHEARSAL_LIMIT_S if step.rehearse else BUILD_S, step.left_s() - 2))
+        build = build_extensions(min(REHEARSAL_LIMIT_S if step.rehearse else BUILD_S, step.left_s() - 2))
         if "why" in build:
-            return {**build, "why": f"CPU Adam does not build: {build['why']}"}
+            return {**build, "why": f"DeepSpeed does not compile: {build['why']}"}
     words = [STEPS / "contestant.py", name, "--params", params, "--machine", step.out / "machine.json"]
     return run_part([str(word) for word in words], min(limit, step.left_s() - 2))
 
