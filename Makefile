@@ -8,10 +8,16 @@ CONSTRAINTS ?= constraints.txt
 # Arguments of pytest.
 TESTS ?=
 
+# Environment of the newest packages, and what is asked of torch: TORCH='torch==2.13.0' keeps a version.
+NEWEST := .venv-newest
+TORCH ?= torch
+NEWEST_TESTS ?= tests/cli tests/analysis tests/machines tests/interleave/model tests/interleave/provisioning tests/interleave/replay \
+	tests/interleave/simulation tests/profiler/importers tests/profiler/trace
+
 # Multiplies the random cases of `make test-all`.
 FUZZ ?= 4
 
-.PHONY: demo docs test test-all lint dist clean
+.PHONY: demo docs test test-all test-newest lint dist clean
 
 $(VENV)/installed: pyproject.toml setup.py $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit("ebbtide needs Python 3.11 or newer: make PYTHON=...") if sys.version_info < (3, 11) else None'
@@ -84,6 +90,13 @@ test: lint $(VENV)/compiled
 test-all: lint $(VENV)/compiled
 	EBBTIDE_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 1200 $(TESTS)
 
+# The tests of the commands with the newest version of every package. Dry runs know the layout of the pinned torch alone.
+test-newest:
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager '$(TORCH)' --editable '.[test]'
+	$(NEWEST)/bin/python -m pip list
+	$(NEWEST)/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" --ignore-glob='*dry*run*' $(NEWEST_TESTS)
+
 # The source distribution and the wheel of a release, after the tests of both.
 dist: $(VENV)/tested
 	$(BIN)/python -m pytest -q tests/test_distribution.py
@@ -91,4 +104,4 @@ dist: $(VENV)/tested
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) $(DEMO) build site dist *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(DEMO) build site dist *.egg-info

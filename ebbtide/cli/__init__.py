@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 import ebbtide
+from ebbtide.cli.printing import echo, own_stdout
 
 # Heading in the help -> its commands.
 COMMANDS = {
@@ -32,6 +33,8 @@ COMMANDS = {
     "Run": ("compare",),
     "Files": ("export", "tables"),
 }
+# Commands whose standard output is a job's own, or the terminal of a view.
+_SHARED_STDOUT = ("profile", "dry-run", "watch")
 # A command is the function of its name in the module of its name, except these: (module, function).
 _ELSEWHERE = {"import": ("import_", "import_"), "dry-run": ("dry_run", "dry_run")}
 
@@ -52,6 +55,8 @@ def make_app(command: str | None = None) -> typer.Typer:
             if name == command or not only_one:
                 module, function = _ELSEWHERE.get(name, (name, name))
                 run_command = getattr(import_module(f"ebbtide.cli.{module}"), function)
+                if name not in _SHARED_STDOUT:
+                    run_command = own_stdout()(run_command)
                 # All words after the first one that is not an option belong to the recorded job.
                 settings = {"allow_interspersed_args": False} if name in ("profile", "dry-run") else {}
                 app.command(name, rich_help_panel=heading, context_settings=settings)(run_command)
@@ -60,7 +65,7 @@ def make_app(command: str | None = None) -> typer.Typer:
 
 def _print_version(requested: bool) -> None:
     if requested:
-        typer.echo(f"ebbtide {ebbtide.__version__}")
+        echo(f"ebbtide {ebbtide.__version__}")
         raise typer.Exit
 
 
@@ -71,7 +76,7 @@ def _options(
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+        echo(context.get_help())
 
 
 def run(arguments: Sequence[str]) -> int:

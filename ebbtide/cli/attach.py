@@ -12,6 +12,7 @@ import typer
 
 from ebbtide.cli.options import count
 from ebbtide.cli.options import iterations as parse_iterations
+from ebbtide.cli.printing import echo
 
 if TYPE_CHECKING:
     from ebbtide.profiler.attach import AttachedSlice
@@ -41,7 +42,7 @@ def attach_to(
         _wait(attached)
         _print_result(attached)
     else:
-        typer.echo(f"iterations {_text(attached.request.first, attached.request.end)} will have details")
+        echo(f"iterations {_text(attached.request.first, attached.request.end)} will have details")
 
 
 def _range(text: str | None) -> tuple[int | None, int]:
@@ -93,14 +94,14 @@ def _print_result(attached: AttachedSlice) -> None:
     common = max(first for first, _ in spans), min(end for _, end in spans)
     if common[0] < common[1]:
         path = shlex.quote(str(attached.path))
-        typer.echo(f"details: iterations {_text(*common)}   in {path}: --iterations {common[0]}:{common[1]}")
+        echo(f"details: iterations {_text(*common)}   in {path}: --iterations {common[0]}:{common[1]}")
     for process, span in recorded.items():
         if span is None:
-            typer.echo(f"rank {process.rank}: no details, since it was past the slice or has ended")
+            echo(f"rank {process.rank}: no details, since it was past the slice or has ended")
         elif span != common:
-            typer.echo(f"rank {process.rank}: iterations {_text(*span)}")
+            echo(f"rank {process.rank}: iterations {_text(*span)}")
     if common[1] < attached.request.end:
-        typer.echo(f"the slice ended early: it was to last until iteration {attached.request.end - 1}")
+        echo(f"the slice ended early: it was to last until iteration {attached.request.end - 1}")
 
 
 def _text(first: int, end: int) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbtide.cli.options import Force, Json
+from ebbtide.cli.printing import echo
 from ebbtide.cli.render.machine import print_machine
 from ebbtide.machines.accuracy import accuracy_of
 
@@ -78,7 +79,7 @@ def calibrate(
     if machine is None:
         return
     if as_json:
-        typer.echo(json.dumps(machine.as_json()))
+        echo(json.dumps(machine.as_json()))
     else:
         print_machine(machine)
     typer.echo(f"ebbtide: {accuracy_of(machine).text()}", err=True)

@@ -11,6 +11,7 @@ import typer
 
 from ebbtide.cli.options import Force, Json, Plot, count, size
 from ebbtide.cli.outputs import check_outputs, new_outputs, picture_format, print_outputs
+from ebbtide.cli.printing import echo
 
 if TYPE_CHECKING:
     from ebbtide.interleave.experiments.compare.job import PhaseWaits
@@ -153,7 +154,7 @@ def compare(
         if folder is not None:
             save_traces(comparison, folder)
     if as_json:
-        typer.echo(json.dumps(comparison.as_json()))
+        echo(json.dumps(comparison.as_json()))
     else:
         print_comparison(comparison)
     print_outputs(plot, save)

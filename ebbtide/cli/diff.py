@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ebbtide.cli.options import Json
+from ebbtide.cli.printing import echo
 
 
 def diff(
@@ -23,6 +24,6 @@ def diff(
 
     result = compare(open_trace(a), open_trace(b))
     if as_json:
-        typer.echo(json.dumps(result.as_json()))
+        echo(json.dumps(result.as_json()))
     else:
         print_diff(result)

@@ -10,6 +10,7 @@ import typer
 
 from ebbtide.cli.options import Force, Host, Json, count
 from ebbtide.cli.outputs import check_outputs, new_outputs, picture_format, print_outputs
+from ebbtide.cli.printing import echo
 from ebbtide.machines.box import MAX_RANKS
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def plan(
 
             save(draw_plans(job, plans), picture, picture_format(output))
     if as_json:
-        typer.echo(json.dumps({"job": job.as_json(), "plans": [one.as_json() for one in plans]}))
+        echo(json.dumps({"job": job.as_json(), "plans": [one.as_json() for one in plans]}))
     else:
         print_plans(job, plans, sort or ("cost" if price_per_hour else "iteration"))
     print_outputs(output)

@@ -10,6 +10,7 @@ import typer
 
 from ebbtide.cli.options import Force, Host, Json, Machine, Plot, Policies, count, machine_in_host, size
 from ebbtide.cli.outputs import check_outputs, new_outputs, picture_format, print_outputs
+from ebbtide.cli.printing import echo
 from ebbtide.machines.box import MAX_RANKS
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def replay(
             additions["explain"] = [vars(step) for step in steps]
         if advice is not None:
             additions["recommend"] = advice.as_json()
-        typer.echo(json.dumps({**replayed.as_json(), **additions}))
+        echo(json.dumps({**replayed.as_json(), **additions}))
     else:
         print_replay(replayed, baseline or names[0])
         if steps is not None:

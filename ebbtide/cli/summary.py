@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ebbtide.cli.options import Jobs, Json, Scheduler, TraceFile, count
+from ebbtide.cli.printing import echo
 from ebbtide.cli.scanning import read_ranks
 
 
@@ -40,6 +41,6 @@ def summary(
         read_ranks(opened, summary_figures, jobs, scheduler)
     result = summarize(opened)
     if as_json:
-        typer.echo(json.dumps(result.as_json()))
+        echo(json.dumps(result.as_json()))
     else:
         print_summary(opened, result)

@@ -9,6 +9,7 @@ import typer
 
 from ebbtide.cli.options import Iterations, Json, MinBytes, Rank, TraceFile, size
 from ebbtide.cli.options import iterations as parse_iterations
+from ebbtide.cli.printing import echo
 
 if TYPE_CHECKING:
     from ebbtide.analysis.metrics.windows import Windows
@@ -39,7 +40,7 @@ def windows(
     if as_json:
         print_json(opened, result.as_json())
     elif all_windows.windows and not result.windows:
-        typer.echo(f"none of the {len(all_windows.windows)} windows matches --min-ms and --iterations")
+        echo(f"none of the {len(all_windows.windows)} windows matches --min-ms and --iterations")
     else:
         print_prediction(opened)
         print_windows(opened, result)

@@ -38,6 +38,15 @@ class _Relaxation(NamedTuple):
     upper: Vector
 
 
+class _SilentHighs(Highs):  # type: ignore[misc]
+    """HiGHS that prints nothing, not even the line with its version, which its constructor prints since 1.16."""
+
+    def enableCallbacks(self) -> None:
+        """Enable callbacks, as the constructor does before anything else that could print."""
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()
+
+
 class LinearProgram:
     """Variables with a lower bound of 0, rows that constrain them, and one variable to minimise."""
 
@@ -128,8 +137,7 @@ class LinearProgram:
         matrix.start_ = np.cumsum([0, *(len(row.terms) for row in self._rows)], dtype=np.int32)
         matrix.index_ = np.array([column for row in self._rows for column in row.terms], dtype=np.int32)
         matrix.value_ = np.array([factor for row in self._rows for factor in row.terms.values()])
-        solver = Highs()
-        solver.setOptionValue("output_flag", False)
+        solver = _SilentHighs()
         solver.setOptionValue("threads", 1)
         solver.passModel(program)
         return solver

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
 from ebbtide.analysis.metrics.activity.idle_causes import CAUSE_TEXTS
+from ebbtide.cli.printing import echo
 from ebbtide.cli.render.tables import print_table
 from ebbtide.units import ms_text
 
@@ -22,9 +21,9 @@ def print_activity(trace: Trace, activity: GpuActivity) -> None:
     """Print the activity per phase and in total, the causes of time without compute, kernels and collectives."""
     total = activity.total
     if len(trace.ranks) > 1:
-        typer.echo(f"rank {activity.rank} of {len(trace.ranks)} ranks (--rank N for another one)")
+        echo(f"rank {activity.rank} of {len(trace.ranks)} ranks (--rank N for another one)")
     for line in activity.missing:
-        typer.echo(f"{trace.path}: {line}")
+        echo(f"{trace.path}: {line}")
     if total.span_ms is None:
         return
     rows = [
@@ -42,7 +41,7 @@ def print_activity(trace: Trace, activity: GpuActivity) -> None:
     ]
     print_table(f"Whole trace: {ms_text(total.span_ms)}", ["", *columns[1:]], whole)
     if total.communication_overlap_share is not None:
-        typer.echo(f"compute runs during {100 * total.communication_overlap_share:.0f} % of the communication\n")
+        echo(f"compute runs during {100 * total.communication_overlap_share:.0f} % of the communication\n")
     causes = [
         [CAUSE_TEXTS[cause], ms_text(ms), _share(ms, total.span_ms)]
         for cause, ms in activity.without_compute.items()
@@ -52,7 +51,7 @@ def print_activity(trace: Trace, activity: GpuActivity) -> None:
         print_table("Time without compute, whole trace", ["cause", "time", "share"], causes)
     if activity.launches is not None:
         launches = activity.launches
-        typer.echo(
+        echo(
             f"compute kernels begin {launches.median_delay_us:,.0f} us after their launch (median; 95 %: "
             f"{launches.p95_delay_us:,.0f} us), with {launches.median_queued:,.0f} more launched and not begun (95 %: "
             f"{launches.p95_queued:,.0f})\n"

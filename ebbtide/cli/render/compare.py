@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import typer
-
+from ebbtide.cli.printing import echo
 from ebbtide.cli.render.tables import print_table
 from ebbtide.interleave.model.plan import RESOURCES
 from ebbtide.interleave.policies.storage import storage_summary
@@ -20,9 +19,9 @@ def print_comparison(comparison: Comparison) -> None:
     """Print the job and the device, measured and predicted figures of each policy, and other optimizers."""
     shape, testbed = comparison.shape, comparison.testbed
     layers = f"{shape.layers} layers of width {shape.width}, subgroups of {count_text(comparison.subgroup_params)}"
-    typer.echo(f"a GPT of {count_text(shape.params)} parameters in bf16 ({layers})")
+    echo(f"a GPT of {count_text(shape.params)} parameters in bf16 ({layers})")
     if testbed.emulated:
-        typer.echo(
+        echo(
             "The device is EMULATED: its memory is host memory, its link is throttled to "
             f"{rate_text(testbed.link_bytes_per_s)} per direction, and its kernels run on the CPU. Times only show "
             "whether the plan runs as predicted; they say nothing about a GPU."
@@ -43,12 +42,12 @@ def print_comparison(comparison: Comparison) -> None:
         ]
         print_table("Other optimizers on the same job (they round differently, so losses may differ)", columns, rows)
         for baseline in comparison.baselines:
-            typer.echo(f"{baseline.name}: {baseline.about}")
+            echo(f"{baseline.name}: {baseline.about}")
     for name, reason in comparison.skipped.items():
-        typer.echo(f"left out: {name} ({reason})")
+        echo(f"left out: {name} ({reason})")
     if comparison.losses_equal:
         policies = f"all {len(comparison.results)} policies" if len(comparison.results) > 1 else "the only policy"
-        typer.echo(f"losses: equal bit for bit in all {comparison.iterations} iterations of {policies}")
+        echo(f"losses: equal bit for bit in all {comparison.iterations} iterations of {policies}")
 
 
 def _print_policies(comparison: Comparison) -> None:
@@ -71,12 +70,10 @@ def _print_policies(comparison: Comparison) -> None:
     )
     for result in comparison.results:
         if result.measured.plan.stored:
-            typer.echo(f"{result.policy}: {storage_summary(result.measured.plan, result.measured.workload)}")
+            echo(f"{result.policy}: {storage_summary(result.measured.plan, result.measured.workload)}")
     for result in comparison.results:
         if result.counted < counted:
-            typer.echo(
-                f"{result.policy} changed its plan during the run: only the last {result.counted} iterations count"
-            )
+            echo(f"{result.policy} changed its plan during the run: only the last {result.counted} iterations count")
 
 
 def _time_rows(result: ComparedPolicy) -> Iterator[list[str]]:

@@ -6,8 +6,7 @@ import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from ebbtide.cli.printing import echo
 from ebbtide.cli.render.tables import print_table
 from ebbtide.units import bytes_text, ms_text
 
@@ -38,8 +37,8 @@ def print_diff(diff: Diff) -> None:
     runs = zip("AB", (diff.a, diff.b), diff.counted, diff.predicted, strict=True)
     for letter, path, counted, predicted in runs:
         origin = ", predicted by a dry run" if predicted else ""
-        typer.echo(f"{letter}: {path}{origin}, {counted} counted iterations")
-    typer.echo(headline(diff))
+        echo(f"{letter}: {path}{origin}, {counted} counted iterations")
+    echo(headline(diff))
     if any((change.a, change.b) != (None, None) for change in diff.median_ms):
         times = [
             [*_row(change.name, change, ms_text), _possible(change), _verdict(change)] for change in diff.median_ms
@@ -47,7 +46,7 @@ def print_diff(diff: Diff) -> None:
         columns = ["phase", "A", "B", "B - A", "B / A", "B - A may be", "verdict"]
         print_table("Median times", columns, times)
         if remark := _interval_remark(diff):
-            typer.echo(remark)
+            echo(remark)
     if not all(diff.counted):
         rows = [
             _row(_TOTAL_NAMES[change.name], change, ms_text if change.name.endswith("_ms") else bytes_text)

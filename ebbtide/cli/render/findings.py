@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
+from ebbtide.cli.printing import echo
 from ebbtide.units import ms_text
 
 if TYPE_CHECKING:
@@ -17,33 +16,33 @@ def print_findings(trace: Trace, findings: Findings, iteration_ms: float | None)
     """Print findings with evidence, advice and estimated gain; `iteration_ms`: median iteration, None if not known."""
     from ebbtide.analysis.metrics.missing import on_demand_remarks
 
-    typer.echo(f"{trace.path}: {_counts(findings)}")
+    echo(f"{trace.path}: {_counts(findings)}")
     for remark in on_demand_remarks(trace):
-        typer.echo(remark)
+        echo(remark)
     for number, finding in enumerate(findings.findings, 1):
         gain = ""
         if finding.potential_gain_ms is not None:
             share = f" of {ms_text(iteration_ms)}" if iteration_ms else ""
             gain = f" (potential gain: up to {ms_text(finding.potential_gain_ms)}{share} per iteration)"
-        typer.echo(f"\n{number}. {finding.title}{gain}")
+        echo(f"\n{number}. {finding.title}{gain}")
         for evidence in finding.evidence:
-            typer.echo(f"   - {evidence}")
-        typer.echo(f"   {finding.advice}")
+            echo(f"   - {evidence}")
+        echo(f"   {finding.advice}")
     if sum(finding.potential_gain_ms is not None for finding in findings.findings) > 1:
-        typer.echo("\nEstimated gains overlap; do not add them.")
+        echo("\nEstimated gains overlap; do not add them.")
     if findings.unknown:
-        typer.echo("\nThis trace cannot answer:")
+        echo("\nThis trace cannot answer:")
         for unknown in findings.unknown:
-            typer.echo(f"   - {unknown.question}\n     {unknown.record}")
+            echo(f"   - {unknown.question}\n     {unknown.record}")
     if findings.nothing_found:
-        typer.echo(f"\nRules that looked and found nothing:\n   {', '.join(findings.nothing_found)}")
+        echo(f"\nRules that looked and found nothing:\n   {', '.join(findings.nothing_found)}")
     if findings.not_applicable:
         rules_by_needs: dict[tuple[str, ...], list[str]] = {}
         for entry in findings.not_applicable:
             rules_by_needs.setdefault(entry.needs, []).append(entry.rule)
-        typer.echo("\nRules that do not apply, because they need what this trace or job does not have:")
+        echo("\nRules that do not apply, because they need what this trace or job does not have:")
         for needs, rules in rules_by_needs.items():
-            typer.echo(f"   - {', '.join(rules)}\n     needs: {'; '.join(needs)}")
+            echo(f"   - {', '.join(rules)}\n     needs: {'; '.join(needs)}")
 
 
 def _counts(findings: Findings) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import typer
-
+from ebbtide.cli.printing import echo
 from ebbtide.cli.render.tables import print_table
 from ebbtide.phases import ITERATION_PARTS
 
@@ -23,7 +22,7 @@ def print_gpu(figures: Sequence[GpuFigure]) -> None:
         for quantity, label in labels.items()
     ]
     print_table("GPU: smallest / mean / largest value", ["quantity", *ITERATION_PARTS], rows)
-    typer.echo("utilization is NVML's own mean over 1/6 to 1 s: shorter phases also show their neighbours\n")
+    echo("utilization is NVML's own mean over 1/6 to 1 s: shorter phases also show their neighbours\n")
 
 
 def _text(figure: GpuFigure | None) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import typer
-
+from ebbtide.cli.printing import echo
 from ebbtide.cli.render.tables import print_table
 from ebbtide.units import bytes_text, ms_text
 
@@ -30,12 +29,10 @@ def print_holders(trace: Trace, result: Holders | None, at: str) -> None:
     from ebbtide.analysis.metrics.missing import NO_MEMORY, on_demand_remarks
 
     if result is None:
-        typer.echo(f"{trace.path}: {'; '.join(on_demand_remarks(trace)) or NO_MEMORY}")
+        echo(f"{trace.path}: {'; '.join(on_demand_remarks(trace)) or NO_MEMORY}")
         return
     moment = f"at its peak, {ms_text(result.t_ms)}" if at == "peak" else f"at {ms_text(result.t_ms)}"
-    typer.echo(
-        f"{trace.path}: {bytes_text(result.bytes)} of {result.device} {moment} after the start (pool {result.pool})"
-    )
+    echo(f"{trace.path}: {bytes_text(result.bytes)} of {result.device} {moment} after the start (pool {result.pool})")
     print_holder_tables(result)
 
 
@@ -58,7 +55,7 @@ def print_holder_tables(result: Holders) -> None:
         if table:
             print_table(title, [column, "bytes", "share"], table[:_MAX_ROWS])
             if len(table) > _MAX_ROWS:
-                typer.echo(f"{len(table) - _MAX_ROWS} more with --json")
+                echo(f"{len(table) - _MAX_ROWS} more with --json")
 
 
 def _sums(result: Holders, name_of: Callable[[Holder], str | None]) -> dict[str, int]:

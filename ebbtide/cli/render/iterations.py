@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
+from ebbtide.cli.printing import echo
 from ebbtide.cli.render.tables import MAX_ROWS, print_omitted, print_table
 from ebbtide.units import ms_text
 
@@ -19,12 +18,12 @@ def print_iterations(trace: Trace, iterations: Iterations) -> None:
     from ebbtide.analysis.metrics.missing import no_iterations
 
     if not iterations.counted:
-        typer.echo(f"{trace.path}: {no_iterations(trace)}")
+        echo(f"{trace.path}: {no_iterations(trace)}")
         return
     left_out = f", iterations {', '.join(map(str, iterations.warmup))} left out as warm-up" if iterations.warmup else ""
-    typer.echo(f"{trace.path}: {iterations.counted} iterations counted{left_out}")
+    echo(f"{trace.path}: {iterations.counted} iterations counted{left_out}")
     if not iterations.rows:
-        typer.echo("no finished iteration of this rank was recorded")
+        echo("no finished iteration of this rank was recorded")
     rows = [
         [
             spread.phase,
@@ -42,4 +41,4 @@ def print_iterations(trace: Trace, iterations: Iterations) -> None:
         print_omitted(len(rows))
     if iterations.slowest_rank and sum(iterations.slowest_rank.values()):
         rank, count = max(iterations.slowest_rank.items(), key=lambda item: item[1])
-        typer.echo(f"most often the slowest: rank {rank}, in {count} of {iterations.counted} iterations")
+        echo(f"most often the slowest: rank {rank}, in {count} of {iterations.counted} iterations")

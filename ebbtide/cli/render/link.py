@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
+from ebbtide.cli.printing import echo
 from ebbtide.cli.render.tables import MAX_ROWS, print_omitted, print_table
 from ebbtide.units import bytes_text, ms_text, rate_text
 
@@ -22,10 +21,10 @@ def print_link(trace: Trace, link: LinkUse) -> None:
         if entry.source is None:
             continue
         peak = f", peak {rate_text(entry.peak_bytes_per_s)} per direction" if entry.peak_bytes_per_s else ""
-        typer.echo(f"rank {entry.rank}: from {entry.source}{peak}")
+        echo(f"rank {entry.rank}: from {entry.source}{peak}")
         for direction, count in entry.rejected_samples.items():
             if count:
-                typer.echo(f"  {count} samples of {direction} are above the peak rate of the link: left out")
+                echo(f"  {count} samples of {direction} are above the peak rate of the link: left out")
     rows = [
         [
             use.phase or "whole trace",
@@ -42,7 +41,7 @@ def print_link(trace: Trace, link: LinkUse) -> None:
     ]
     if not rows:
         ranks, has_samples = [entry.rank for entry in link.ranks], any(entry.source for entry in link.ranks)
-        typer.echo(f"{trace.path}: {no_link_use(trace, ranks, has_samples)}")
+        echo(f"{trace.path}: {no_link_use(trace, ranks, has_samples)}")
         return
     columns = [
         "phase",
@@ -55,7 +54,7 @@ def print_link(trace: Trace, link: LinkUse) -> None:
         "of peak",
     ]
     if link.phases[0].phase is None:
-        typer.echo(f"figures are of the whole trace: {no_iterations(trace)}")
+        echo(f"figures are of the whole trace: {no_iterations(trace)}")
         title = "Use of the link"
     else:
         title = "Use of the link (medians per iteration)"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import typer
-
+from ebbtide.cli.printing import echo
 from ebbtide.cli.render.tables import MAX_ROWS, print_omitted, print_table
 from ebbtide.units import bytes_text
 
@@ -21,14 +20,14 @@ def print_memory(trace: Trace, memory: MemoryUse) -> None:
     from ebbtide.analysis.metrics.missing import NO_MEMORY, no_iterations, on_demand_remarks
 
     if not memory.pools:
-        typer.echo(f"{trace.path}: {NO_MEMORY}")
+        echo(f"{trace.path}: {NO_MEMORY}")
         return
     if memory.pools[0].phase is None:
-        typer.echo(f"{trace.path}: lowest and highest use over the whole trace ({no_iterations(trace)})")
+        echo(f"{trace.path}: lowest and highest use over the whole trace ({no_iterations(trace)})")
     else:
-        typer.echo(f"{trace.path}: lowest and highest use per phase, medians over the iterations")
+        echo(f"{trace.path}: lowest and highest use per phase, medians over the iterations")
     for remark in on_demand_remarks(trace):
-        typer.echo(remark)
+        echo(remark)
 
     def rows(uses: Sequence[PoolUse | Gap], names: list[str]) -> list[list[str]]:
         return [

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
+from ebbtide.cli.printing import echo
 from ebbtide.cli.render.holders import print_holder_tables
 from ebbtide.units import bytes_text, ms_text
 
@@ -22,13 +21,13 @@ def print_out_of_memory(trace: Trace, error: OutOfMemory | None) -> None:
         error: The error; None where none was recorded.
     """
     if error is None:
-        typer.echo(f"{trace.path}: no out-of-memory error was recorded")
+        echo(f"{trace.path}: no out-of-memory error was recorded")
         return
     record = error.record
     moment = f"after {ms_text(error.memory.t_ms)}, in {record.phase or 'a phase that is not known'}"
     if record.iteration is not None:
         moment += f" of iteration {record.iteration}"
-    typer.echo(f"{trace.path}: rank {error.rank} ran out of memory on {record.device or 'its device'} {moment}")
+    echo(f"{trace.path}: rank {error.rank} ran out of memory on {record.device or 'its device'} {moment}")
     figures = [
         ("requested", record.requested_bytes),
         ("free", record.free_bytes),
@@ -36,14 +35,14 @@ def print_out_of_memory(trace: Trace, error: OutOfMemory | None) -> None:
         ("allocated", record.allocated_bytes),
         ("capacity", record.capacity_bytes),
     ]
-    typer.echo(", ".join(f"{name} {bytes_text(size)}" for name, size in figures if size is not None))
+    echo(", ".join(f"{name} {bytes_text(size)}" for name, size in figures if size is not None))
     if error.errors > 1:
-        typer.echo(f"{error.errors} errors were recorded; this is the last one")
+        echo(f"{error.errors} errors were recorded; this is the last one")
     if error.holders_t_ms is not None:
-        typer.echo(f"the holders are those of {ms_text(error.holders_t_ms)}")
+        echo(f"the holders are those of {ms_text(error.holders_t_ms)}")
     print_holder_tables(error.memory)
-    typer.echo("")
+    echo("")
     if not error.remedies:
-        typer.echo("no remedy can be computed: too few figures were recorded")
+        echo("no remedy can be computed: too few figures were recorded")
     for remedy in error.remedies:
-        typer.echo(remedy.text)
+        echo(remedy.text)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
+from ebbtide.cli.printing import echo
 from ebbtide.cli.render.recommendation import json_block
 from ebbtide.cli.render.tables import print_table
 from ebbtide.units import ms_text
@@ -36,9 +35,9 @@ def print_plans(job: TrainingJob, plans: list[MachinePlan], sort: str) -> None:
         parts.append(f"micro-batch {settings.micro_batch}")
     if job.tokens is not None:
         parts.append(f"{job.tokens:,.0f} tokens an iteration")
-    typer.echo(f"{job.workload.name}: {', '.join(parts)}")
+    echo(f"{job.workload.name}: {', '.join(parts)}")
     for note in job.notes:
-        typer.echo(f"note: {note}")
+        echo(f"note: {note}")
     ordered = sorted(plans, key=lambda plan: _sort_key(plan, sort))
     prices = any(plan.cost_per_billion_tokens is not None for plan in plans)
     columns = ["machine", "fits", "policy", "device, GB", "host, GB", "iteration, s", "tokens/s", "limited by"]
@@ -49,7 +48,7 @@ def print_plans(job: TrainingJob, plans: list[MachinePlan], sort: str) -> None:
     )
     best = ordered[0]
     if best.policy is None:
-        typer.echo(f"{best.machine}: {'; '.join(best.notes)}")
+        echo(f"{best.machine}: {'; '.join(best.notes)}")
     else:
         _print_details(best)
 
@@ -87,11 +86,11 @@ def _print_details(plan: MachinePlan) -> None:
     assert lines is not None
     place = f"{_plural(settings.ranks, 'rank')} on {_plural(plan.hosts or 1, 'host')}"
     title = f"{plan.machine}: {plan.policy}, {place}"
-    typer.echo(f"{title}\n{'-' * len(title)}")
-    typer.echo(f"fits: {change_text(plan)}")
+    echo(f"{title}\n{'-' * len(title)}")
+    echo(f"fits: {change_text(plan)}")
     for note in plan.notes:
-        typer.echo(note)
-    typer.echo(f"accuracy: {plan.accuracy}")
+        echo(note)
+    echo(f"accuracy: {plan.accuracy}")
     if len(plan.policies) > 1:
         rows = [
             [
@@ -102,11 +101,11 @@ def _print_details(plan: MachinePlan) -> None:
             for time in plan.policies
         ]
         print_table("Other policies that fit", ["policy", "iteration", "range"], rows)
-    typer.echo(f"With DeepSpeed, in its configuration, whose other keys stay:\n\n{json_block(lines.deepspeed_config)}")
+    echo(f"With DeepSpeed, in its configuration, whose other keys stay:\n\n{json_block(lines.deepspeed_config)}")
     if lines.deepspeed_code is not None:
-        typer.echo(f"\nand in the script, before deepspeed.initialize:\n\n{lines.deepspeed_code}")
+        echo(f"\nand in the script, before deepspeed.initialize:\n\n{lines.deepspeed_code}")
     blocks = [block for block in (lines.checkpointing, lines.fsdp2, lines.optimizer) if block is not None]
-    typer.echo("\nWithout DeepSpeed, in the script:\n\n" + "\n\n".join(blocks))
+    echo("\nWithout DeepSpeed, in the script:\n\n" + "\n\n".join(blocks))
 
 
 def _range(low: float | None, high: float | None, scale: float = 1.0) -> str:

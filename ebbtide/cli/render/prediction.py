@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import typer
+from ebbtide.cli.printing import echo
 
 if TYPE_CHECKING:
     from ebbtide.profiler.trace import Trace
@@ -16,11 +16,11 @@ def print_prediction(trace: Trace) -> None:
     from ebbtide.analysis.metrics.prediction import prediction_line
 
     if line := prediction_line(trace):
-        typer.echo(f"{trace.path}: {line}")
+        echo(f"{trace.path}: {line}")
 
 
 def print_json(trace: Trace, printed: dict[str, Any]) -> None:
     """Print a JSON object about a trace, with `predicted`: true if a dry run made it."""
     from ebbtide.analysis.metrics.prediction import is_predicted
 
-    typer.echo(json.dumps({**printed, **({"predicted": True} if is_predicted(trace) else {})}))
+    echo(json.dumps({**printed, **({"predicted": True} if is_predicted(trace) else {})}))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
+from ebbtide.cli.printing import echo
 from ebbtide.cli.render.rank_differences import print_differences
 from ebbtide.cli.render.tables import MAX_ROWS, print_omitted, print_table
 from ebbtide.units import bytes_text, ms_text, rate_text
@@ -20,7 +19,7 @@ def print_ranks(trace: Trace, table: RankTable) -> None:
     from ebbtide.analysis.metrics.missing import no_iterations
 
     if not table.counted:
-        typer.echo(f"{trace.path}: {no_iterations(trace)}")
+        echo(f"{trace.path}: {no_iterations(trace)}")
         return
     ranks = sorted(table.ranks, key=lambda row: (row.cause is None, -(row.phases_ms or 0.0)))
     rows = [

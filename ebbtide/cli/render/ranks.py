@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
+from ebbtide.cli.printing import echo
 
 if TYPE_CHECKING:
     from ebbtide.profiler.trace import Trace
@@ -22,5 +22,5 @@ def choose_ranks(trace: Trace, rank: int | None, as_json: bool) -> list[int]:
         trace.rank(rank)
         return [rank]
     if not as_json and len(trace.ranks) > 1:
-        typer.echo(f"rank {trace.ranks[0]} of {len(trace.ranks)} ranks (--rank N for another one, --json for all)")
+        echo(f"rank {trace.ranks[0]} of {len(trace.ranks)} ranks (--rank N for another one, --json for all)")
     return trace.ranks if as_json else trace.ranks[:1]

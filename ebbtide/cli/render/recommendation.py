@@ -6,9 +6,7 @@ import json
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-import typer
-from rich.console import Console
-
+from ebbtide.cli.printing import console, echo
 from ebbtide.units import ms_text
 
 if TYPE_CHECKING:
@@ -52,23 +50,23 @@ def json_block(value: Any, indent: int = 0) -> str:
 
 def _print_text(text: str) -> None:
     """Print a sentence; on a terminal it is wrapped between words."""
-    console = Console()
-    if console.is_terminal:
-        text = textwrap.fill(text, console.width, subsequent_indent="  ", break_on_hyphens=False)
-    typer.echo(text)
+    terminal = console()
+    if terminal.is_terminal:
+        text = textwrap.fill(text, terminal.width, subsequent_indent="  ", break_on_hyphens=False)
+    echo(text)
 
 
 def _print_setup(setup: PolicySetup, is_recommended: bool) -> None:
     title = f"{setup.policy}: {ms_text(setup.iteration_ms)} an iteration{' (recommended)' if is_recommended else ''}"
-    typer.echo(f"\n{title}\n{'-' * len(title)}")
+    echo(f"\n{title}\n{'-' * len(title)}")
     if setup.code is not None or not setup.uses_storage:
-        typer.echo(f"In the configuration of DeepSpeed, whose other keys stay:\n\n{json_block(setup.deepspeed_config)}")
+        echo(f"In the configuration of DeepSpeed, whose other keys stay:\n\n{json_block(setup.deepspeed_config)}")
     if setup.code is not None:
-        typer.echo(f"\nand in the script, before deepspeed.initialize:\n\n{setup.code}")
+        echo(f"\nand in the script, before deepspeed.initialize:\n\n{setup.code}")
     if setup.optimizer_code is not None:
-        typer.echo(f"\nIn a script without DeepSpeed, instead of torch.optim.AdamW:\n\n{setup.optimizer_code}")
+        echo(f"\nIn a script without DeepSpeed, instead of torch.optim.AdamW:\n\n{setup.optimizer_code}")
     if setup.policy == "gpu-only":
-        typer.echo("\nIn a script without DeepSpeed: keep torch.optim.AdamW.")
+        echo("\nIn a script without DeepSpeed: keep torch.optim.AdamW.")
 
 
 def _advantage(system: SystemSetup, advice: Recommendation) -> str:
@@ -81,7 +79,7 @@ def _print_system(system: SystemSetup, advice: Recommendation) -> None:
     title = (
         f"{system.policy}: {ms_text(system.iteration_ms)} an iteration ({kind}{'' if system.exact else ', not exact'})"
     )
-    typer.echo(f"\n{title}\n{'-' * len(title)}")
+    echo(f"\n{title}\n{'-' * len(title)}")
     if system.note is not None:
         _print_text(f"Not exact: {system.note}.")
-    typer.echo(f"{system.place}:\n\n{system.lines}")
+    echo(f"{system.place}:\n\n{system.lines}")

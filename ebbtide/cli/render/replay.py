@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import typer
-
+from ebbtide.cli.printing import echo
 from ebbtide.cli.render.tables import print_table
 from ebbtide.interleave.model.overlap import NO_OVERLAP
 from ebbtide.machines.accuracy import accuracy_of
@@ -22,9 +21,9 @@ def print_replay(replayed: Replay, baseline: str) -> None:
     """Print the iteration of each policy and the lower bound; `baseline`: policy that speed-ups are relative to."""
     job, bound = replayed.workload, replayed.overlap_bound
     params = f"{job.params / 1e9:.3g} G parameters per rank in {len(job.subgroups):,} subgroups"
-    typer.echo(f"{job.name} on {replayed.machine.name}: {params}")
+    echo(f"{job.name} on {replayed.machine.name}: {params}")
     for note in job.notes:
-        typer.echo(f"note: {note}")
+        echo(f"note: {note}")
     some_inexact = not all(result.exact for result in replayed.results)
     baseline_ms = next(result.iteration_ms for result in replayed.results if result.policy == baseline)
     rows = [
@@ -52,14 +51,14 @@ def print_replay(replayed: Replay, baseline: str) -> None:
     print_table(f"One iteration under each policy (speed-up over {baseline})", columns, rows)
     for result, schedule in zip(replayed.results, replayed.schedules, strict=True):
         if schedule.plan.remark:
-            typer.echo(f"{result.policy}: {schedule.plan.remark}")
+            echo(f"{result.policy}: {schedule.plan.remark}")
         if result.note:
-            typer.echo(f"{result.policy} is not exact: {result.note}")
+            echo(f"{result.policy} is not exact: {result.note}")
     _print_speculation(replayed)
     _print_remainders(replayed)
     _print_storage(replayed)
     for name, reason in replayed.skipped.items():
-        typer.echo(f"left out: {name} ({reason})")
+        echo(f"left out: {name} ({reason})")
 
 
 def _print_speculation(replayed: Replay) -> None:
@@ -71,7 +70,7 @@ def _print_speculation(replayed: Replay) -> None:
     if any(schedule.plan.updated_beside for schedule in replayed.schedules):
         origin = "measured" if replayed.machine.cpu_out_of_place_share is not None else "assumed, not measured here"
         rate = f"; they run at {replayed.machine.out_of_place_share:.3g} of the CPU's rate ({origin})"
-    typer.echo(f"speculative updates: {clipped}{rate}")
+    echo(f"speculative updates: {clipped}{rate}")
 
 
 def _print_remainders(replayed: Replay) -> None:
@@ -80,7 +79,7 @@ def _print_remainders(replayed: Replay) -> None:
         return
     origin = "measured" if replayed.machine.cpu_remainder_ratio is not None else "by bytes, not measured here"
     ratio = f"{replayed.machine.remainder_ratio:.3g} times the CPU's rate with fp32 masters"
-    typer.echo(f"masters as remainders: updates on the CPU run at {ratio} ({origin})")
+    echo(f"masters as remainders: updates on the CPU run at {ratio} ({origin})")
 
 
 def _print_storage(replayed: Replay) -> None:
@@ -102,15 +101,15 @@ def _print_storage(replayed: Replay) -> None:
             parts.append(f"the rated {rated / 1e12:,.4g} TB last {rated / per_day:,.3g} days")
         else:
             parts.append(f"1,000 TB of rated endurance (TBW) last {1e15 / per_day:,.3g} days")
-        typer.echo("; ".join(parts))
+        echo("; ".join(parts))
 
 
 def print_accuracy(machine: Machine) -> None:
     """Print how many ranks the rates of a machine are for, and how accurate predictions from it are known to be."""
     if machine.box is not None:
         ranks = machine.box.ranks
-        typer.echo(f"rates: of one rank while {ranks} {'rank updates' if ranks == 1 else 'ranks update'} on its host")
-    typer.echo(f"accuracy: {accuracy_of(machine).text()}")
+        echo(f"rates: of one rank while {ranks} {'rank updates' if ranks == 1 else 'ranks update'} on its host")
+    echo(f"accuracy: {accuracy_of(machine).text()}")
 
 
 def print_ablation(steps: Sequence[AblationStep]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import typer
-
+from ebbtide.cli.printing import echo
 from ebbtide.cli.render.storage import print_storage
 from ebbtide.cli.render.tables import MAX_ROWS, print_omitted, print_table
 from ebbtide.units import bytes_text, ms_text, rate_text
@@ -22,18 +21,18 @@ def print_steps(trace: Trace, steps: SubSteps) -> None:
     from ebbtide.analysis.metrics.missing import NO_SUB_STEPS
 
     if not steps.steps:
-        typer.echo(f"{trace.path}: {NO_SUB_STEPS}")
+        echo(f"{trace.path}: {NO_SUB_STEPS}")
         return
     order = "one after the other" if steps.tiles else "they overlap, so do not add their times"
     if steps.tiles and any(use.resource == "worker" for use in steps.resources):
         order += "; those on `worker` run in another process meanwhile"
     if steps.tiles and steps.storage:
         order += "; reads and writes are in flight meanwhile"
-    typer.echo(f"{trace.path}: sub-steps of an iteration, medians ({order})")
+    echo(f"{trace.path}: sub-steps of an iteration, medians ({order})")
     busy = "; ".join(
         f"{use.phase}: {use.resource} {ms_text(use.median_ms)}{_share(use.share, ' ({})')}" for use in steps.resources
     )
-    typer.echo(f"busy: {busy}")
+    echo(f"busy: {busy}")
     columns = ["sub-step", "phase", "on", "time", "share", "count", "bytes", "h2d", "d2h", "rate", "waits"]
     columns.append(f"peak {steps.pool or 'memory'}")
     print_table(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
+from ebbtide.cli.printing import echo
 from ebbtide.cli.render.gpu import print_gpu
 from ebbtide.cli.render.rank_differences import print_differences
 from ebbtide.cli.render.storage import print_storage
@@ -24,9 +23,9 @@ def print_summary(trace: Trace, summary: Summary) -> None:
 
     counted = summary.iterations - summary.warmup_iterations
     left_out = f", the first {summary.warmup_iterations} left out as warm-up" if summary.warmup_iterations else ""
-    typer.echo(f"{trace.path}: {summary.iterations} iterations, ranks: {summary.ranks}{left_out}")
+    echo(f"{trace.path}: {summary.iterations} iterations, ranks: {summary.ranks}{left_out}")
     for about_line in summary.about:
-        typer.echo(f"  {about_line}")
+        echo(f"  {about_line}")
     pool = summary.memory.pool or "memory"
     whole = summary.iteration_range
     spread = "" if whole is None else range_text(whole.low_ms, whole.high_ms)
@@ -60,10 +59,10 @@ def print_summary(trace: Trace, summary: Summary) -> None:
             rows,
         )
     else:
-        typer.echo(f"figures are of the whole trace: {no_iterations(trace)}")
+        echo(f"figures are of the whole trace: {no_iterations(trace)}")
         _print_totals(trace, summary)
     if counted and summary.free_pool is not None and summary.memory.capacity_bytes is not None:
-        typer.echo(f"free at peak: {free_memory_text(trace)}\n")
+        echo(f"free at peak: {free_memory_text(trace)}\n")
     if summary.gpu is not None:
         print_gpu(summary.gpu)
     print_storage(summary.storage)
@@ -82,9 +81,9 @@ def print_summary(trace: Trace, summary: Summary) -> None:
     if copies:
         print_table("Copies, whole trace", ["direction", "copies", "bytes", "busy"], copies)
     for remark in summary.remarks:
-        typer.echo(remark)
+        echo(remark)
     for note in trace.notes:
-        typer.echo(f"note: {note}")
+        echo(f"note: {note}")
 
 
 def _spread(summary: Summary, phase: PhaseSummary) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ebbtide.cli.printing import echo
 from ebbtide.cli.render.progress import progress_bar
 from ebbtide.cli.render.tables import MAX_ROWS, print_table
 from ebbtide.units import bytes_text, count_text, ms_text
@@ -68,13 +69,13 @@ def print_sweep(rows: list[Row], output: Path, as_json: bool) -> None:
             "baseline": BASELINE,
             "best": [item.as_json() for item in best],
         }
-        typer.echo(json.dumps(summary))
+        echo(json.dumps(summary))
         return
     scenarios = _scenario_columns(best)
     # Columns with the same value in every row become one line above the table.
     constant = [name for name, values in scenarios.items() if len(set(values)) == 1]
     if constant:
-        typer.echo(", ".join(f"{name}: {scenarios[name][0]}" for name in constant))
+        echo(", ".join(f"{name}: {scenarios[name][0]}" for name in constant))
     names = [name for name in scenarios if name not in constant]
     # A second table has the bytes of every row, if there are few.
     has_rows = len(best) < len(rows) <= MAX_ROWS
@@ -85,11 +86,11 @@ def print_sweep(rows: list[Row], output: Path, as_json: bool) -> None:
         [[*(scenarios[name][number] for name in names), *row] for number, row in enumerate(figures)][:MAX_ROWS],
     )
     if len(best) > MAX_ROWS:
-        typer.echo(f"{len(best) - MAX_ROWS} more in {output}")
+        echo(f"{len(best) - MAX_ROWS} more in {output}")
     if has_rows:
         _print_rows(rows)
     if errors:
-        typer.echo(f"{len(errors)} of {len(rows)} combinations cannot be replayed; the first: {errors[0]}")
+        echo(f"{len(errors)} of {len(rows)} combinations cannot be replayed; the first: {errors[0]}")
     typer.echo(f"ebbtide: {output}", err=True)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from ebbtide.cli.printing import console, echo
 
 # More rows than this are for a program (`--json`), not for a person.
 MAX_ROWS = 40
@@ -22,13 +22,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         grid.add_column(column, justify="right" if number >= text_columns else "left")
     for row in rows:
         grid.add_row(*map(escape, row))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_FILE_WIDTH)
-    console.print(grid)
+    terminal = console()
+    (terminal if terminal.is_terminal else console(_FILE_WIDTH)).print(grid)
 
 
 def print_omitted(rows: int) -> None:
     """Print how many of `rows` rows were left out of a table of `MAX_ROWS`, if any."""
     if rows > MAX_ROWS:
-        typer.echo(f"{rows - MAX_ROWS} more rows with --json")
+        echo(f"{rows - MAX_ROWS} more rows with --json")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
+from ebbtide.cli.printing import echo
 from ebbtide.cli.render.tables import print_table
 from ebbtide.state_bytes import STATE_BYTES
 from ebbtide.units import bytes_text, count_text, ms_text
@@ -27,19 +26,17 @@ def print_windows(trace: Trace, windows: Windows) -> None:
     on_host = windows.memory == "host"
     if windows.known_ranks:
         memory = "of host memory free" if on_host else "free"
-        typer.echo(
-            f"{trace.path}: windows with at least {min_text} {memory}, of {capacity} ({free_memory_text(trace)})"
-        )
+        echo(f"{trace.path}: windows with at least {min_text} {memory}, of {capacity} ({free_memory_text(trace)})")
     for remark in windows.remarks:
-        typer.echo(remark)
+        echo(remark)
     for missing_line in windows.missing:
-        typer.echo(missing_line if windows.known_ranks else f"{trace.path}: {missing_line}")
+        echo(missing_line if windows.known_ranks else f"{trace.path}: {missing_line}")
     if not windows.known_ranks:
         return
     if not windows.windows:
         too_much = windows.capacity_bytes is not None and windows.min_bytes > windows.capacity_bytes
         smaller = f"the {windows.memory} is smaller" if too_much else "try a smaller --min-bytes"
-        typer.echo(f"never {min_text} free: {smaller}")
+        echo(f"never {min_text} free: {smaller}")
         return
     if windows.guaranteed:
         _window_table(
@@ -48,28 +45,28 @@ def print_windows(trace: Trace, windows: Windows) -> None:
             on_host,
         )
     elif any(window.iteration is not None for window in windows.windows):
-        typer.echo(f"no part of the iteration has {min_text} free in every iteration")
+        echo(f"no part of the iteration has {min_text} free in every iteration")
     longest = sorted(windows.windows, key=lambda w: w.start_ms - w.end_ms)[:_MAX_WINDOWS]
     title = f"The {len(longest)} longest of {len(windows.windows)} windows (--json has all)"
     _window_table(title if len(longest) < len(windows.windows) else "All windows", longest, on_host)
     if on_host:
-        typer.echo("this job ran on the CPU: there is no link, and no GPU whose memory optimizer state could fit into")
+        echo("this job ran on the CPU: there is no link, and no GPU whose memory optimizer state could fit into")
         return
-    typer.echo(
+    echo(
         f"fits: parameters whose optimizer state ({STATE_BYTES} B each) fits into the window; streams: parameters that "
         "could be copied in, updated and copied out during it"
     )
     if all(window.h2d_idle_share is None and window.d2h_idle_share is None for window in windows.windows):
         ranks = sorted({window.rank for window in windows.windows})
         if any(len(trace.link(rank)) for rank in ranks):
-            typer.echo(
+            echo(
                 "the peak rate of the link is not known, so idle shares are not known: `ebbtide import --link 5x16` "
                 "sets it (PCIe generation 5, 16 lanes)"
             )
             return
         reasons = "; ".join(link_reasons(trace, ranks))
         reason = f" ({reasons})" if reasons else ""
-        typer.echo(f"link use was not recorded{reason}, so idle shares are not known")
+        echo(f"link use was not recorded{reason}, so idle shares are not known")
 
 
 def _window_table(title: str, windows: list[Window], on_host: bool) -> None:
