@@ -8,6 +8,7 @@ from ebbtide.analysis.findings import (
     between_phases,
     blocking_gradients,
     cpu_bound_update,
+    does_not_fit,
     drift,
     exposed_communication,
     few_swap_buffers,
@@ -47,6 +48,7 @@ Rule = Callable[[TraceMetrics], Finding | Unknown | None]
 # Findings without a gain, and questions, are listed in this order.
 RULES: tuple[Rule, ...] = (
     phases.check,
+    does_not_fit.check,
     blocking_gradients.check,
     cpu_bound_update.check,
     too_few_threads.check,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ebbtide.analysis.findings.common import record_memory
 from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
-from ebbtide.analysis.metrics.free_profile import fitting_params, param_bytes, state_bytes
+from ebbtide.analysis.metrics.free_profile import param_bytes, state_bytes
+from ebbtide.analysis.metrics.static_split import largest_split
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.phases import UPDATE
 from ebbtide.units import bytes_text, count_text
@@ -15,7 +16,7 @@ _UNUSED_SHARE = 0.25
 
 
 def check(metrics: TraceMetrics) -> Finding | Unknown | None:
-    """Compare the free memory with the offloaded state and its gradients, by the rules of `fitting_params`.
+    """Compare the free memory with the offloaded state and its gradients, by the rules of `largest_split`.
 
     Without iterations the free memory of the whole trace counts, and there is no gain.
     """
@@ -30,24 +31,24 @@ def check(metrics: TraceMetrics) -> Finding | Unknown | None:
         f"{metrics.free_pool})"
     )
     update, offloaded = metrics.phase_ms(UPDATE), metrics.offloaded_params
-    fitting = fitting_params(metrics)
-    if free >= _MIN_FREE_BYTES and update and offloaded and metrics.params and fitting:
+    split = largest_split(metrics) if free >= _MIN_FREE_BYTES else None
+    if split is not None and update and offloaded:
         state, gradient = state_bytes(metrics.entry), param_bytes(metrics.entry)
         evidence = (
             measured,
-            f"the optimizer state of {count_text(fitting)} parameters ({state:g} B each, and {gradient:g} B of "
-            f"gradients until their update) fits there permanently, {100 * fitting / offloaded:.0f} % of what this "
-            "rank offloads",
+            f"the optimizer state of {count_text(split.moved_params)} parameters ({state:g} B each, and {gradient:g} B "
+            f"of gradients until their update) fits there permanently, {100 * split.moved_params / offloaded:.0f} % of "
+            "what this rank offloads",
         )
         return Finding(
             "free-memory",
             "Device memory is free all the time while optimizer state is offloaded",
-            clamp_gain(update * fitting / offloaded),
+            clamp_gain(update * split.moved_params / offloaded),
             evidence,
             "do not offload at all"
-            if fitting >= offloaded
+            if split.ratio == 0
             else "keep that part of the optimizer's state on the device (a static split, in DeepSpeed's configuration "
-            f'"offload_optimizer": {{"ratio": {(offloaded - fitting) / metrics.params:.2f}}})',
+            f'"offload_optimizer": {{"ratio": {split.ratio:.2f}}})',
         )
     if free < _UNUSED_SHARE * capacity:
         return None

@@ -74,6 +74,7 @@ ENOUGH_VALUES = Requirement(
 
 # Name of a rule -> its conditions. Rules without an entry apply to every trace.
 REQUIREMENTS: dict[str, tuple[Requirement, ...]] = {
+    "does-not-fit": (GPU,),
     "blocking-gradients": (ITERATIONS, OFFLOADED),
     "cpu-bound-update": (ITERATIONS, OFFLOADED),
     "too-few-threads": (ITERATIONS, CPU_UPDATE),

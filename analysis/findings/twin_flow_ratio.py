@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from ebbtide.analysis.findings.common import MIN_SHARE
 from ebbtide.analysis.findings.finding import Finding, clamp_gain
-from ebbtide.analysis.metrics.deepspeed import DeepSpeedSetup, resident_subgroups
+from ebbtide.analysis.metrics.deepspeed import DeepSpeedSetup, resident_range, resident_subgroups
+from ebbtide.analysis.metrics.device_fit import equal_sizes
+from ebbtide.analysis.metrics.static_split import split_fits
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.phases import UPDATE
 from ebbtide.units import count_text
@@ -37,11 +39,11 @@ def check(metrics: TraceMetrics) -> Finding | None:
         "Twin-Flow's split differs from the configured ratio",
         clamp_gain(cost) if real > configured else None,
         evidence,
-        _subgroup_advice(job, configured),
+        _subgroup_advice(metrics, job, configured),
     )
 
 
-def _subgroup_advice(job: DeepSpeedSetup, ratio: float) -> str:
+def _subgroup_advice(metrics: TraceMetrics, job: DeepSpeedSetup, ratio: float) -> str:
     """Advise the sub_group_size of the fewest subgroups that come close to the ratio.
 
     DeepSpeed adds whole tensors to a subgroup until it has sub_group_size parameters, so subgroups are larger than
@@ -54,6 +56,11 @@ def _subgroup_advice(job: DeepSpeedSetup, ratio: float) -> str:
         share = 1 - resident_subgroups(ratio, subgroups, job.info.version) / subgroups
         if abs(share - ratio) <= _TOLERANCE:
             size = int(float(f"{min(params / subgroups, size_now * count / subgroups):.3g}"))
+            # Subgroups of exactly that size, and as many as were counted.
+            splits = [equal_sizes(params, one_size) for one_size in (size, -(-params // subgroups))]
+            fits = [split_fits(metrics, sizes, resident_range(ratio, len(sizes), job.info.version)) for sizes in splits]
+            if False in fits:
+                return "smaller subgroups split finer, but the device has no memory for the share that is configured"
             return (
                 f'smaller subgroups split finer: "sub_group_size": {size} makes about {subgroups} of them, a share of '
                 f"{share:.2f} (subgroups are whole tensors: a large one may keep it from that)"

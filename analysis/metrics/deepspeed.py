@@ -86,11 +86,9 @@ class DeepSpeedSetup:
         """
         if self.ratio is None or not self.subgroups or self.stage != 3:
             return None
-        count = len(self.subgroups)
-        on_gpu = resident_subgroups(self.ratio, count, self.info.version)
-        # Before 0.18 the last subgroups are resident, since then the first.
-        sizes = self.subgroups[: count - on_gpu] if residents_are_last(self.info.version) else self.subgroups[on_gpu:]
-        return sum(sizes) / sum(self.subgroups)
+        on_gpu = resident_range(self.ratio, len(self.subgroups), self.info.version)
+        total = sum(self.subgroups)
+        return (total - sum(self.subgroups[on_gpu.start : on_gpu.stop])) / total
 
     @property
     def cpu_share(self) -> float:
@@ -123,6 +121,12 @@ def resident_subgroups(ratio: float, subgroups: int, version: str | None = None)
         version: The version of DeepSpeed, as in `0.13.3+c7da512a`; None: a current one.
     """
     return subgroups - int(ratio * subgroups) if residents_are_last(version) else int((1 - ratio) * subgroups)
+
+
+def resident_range(ratio: float, subgroups: int, version: str | None = None) -> range:
+    """Return the numbers of the subgroups that Twin-Flow keeps on the GPU (see `resident_subgroups`)."""
+    count = resident_subgroups(ratio, subgroups, version)
+    return range(subgroups - count, subgroups) if residents_are_last(version) else range(count)
 
 
 def version_numbers(version: str | None) -> tuple[int, ...]:

@@ -1,16 +1,14 @@
-"""The device memory that is free at each position of an iteration, and the optimizer state that fits into it."""
+"""The device memory that is free at each position of an iteration, and the bytes of a parameter and its state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_timeline
-from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
+from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.phases import phase_peaks
 from ebbtide.analysis.metrics.recurring_windows import phase_table, recurring_segments
 from ebbtide.analysis.timeseries.thresholds import FreeTimeline
@@ -18,9 +16,6 @@ from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import RankInfo
 from ebbtide.state_bytes import PARAM_BYTES
-
-if TYPE_CHECKING:
-    from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 
 _FP32_BYTES = 4.0
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -70,43 +65,6 @@ def free_steps(trace: Trace, rank: int) -> list[FreeStep] | None:
         else:
             steps.append(FreeStep(phase, 0.0, float(least[phase])))
     return [step for step in steps if not np.isnan(step.free_bytes)]
-
-
-def fitting_params(metrics: TraceMetrics) -> float | None:
-    """Return how many of the offloaded parameters could keep their optimizer state on the device for good.
-
-    The state takes `state_bytes` a parameter all the time. Gradients of all parameters whose state is on the device
-    stay there, too, `grad_bytes` a parameter: during the backward as far as they are computed, until the update is
-    over. With several micro-steps they stay through the iteration. `gpu-only` is replayed by the same rules.
-
-    Returns:
-        The number, for the recorded rank with the least free memory; None where no rank's is known.
-    """
-    trace, params, offloaded = metrics.trace, metrics.params, metrics.offloaded_params
-    if not params or offloaded is None:
-        return None
-    on_device = max(params - offloaded, 0.0)
-    fitting = []
-    for rank in trace.ranks:
-        steps = free_steps(trace, rank)
-        if not steps:
-            continue
-        phases = intervals(trace, rank).phases
-        accumulates = phases.groupby("iteration")["micro_step"].nunique().median() > 1
-        shares = gradient_shares(steps, accumulates)
-        state, gradient = state_bytes(metrics.entry), param_bytes(metrics.entry)
-        fitting += [
-            (step.free_bytes - gradient * share * on_device) / (state + gradient * share)
-            for step, share in zip(steps, shares, strict=True)
-        ]
-    return min(max(min(fitting), 0.0), offloaded) if fitting else None
-
-
-def gradient_shares(steps: list[FreeStep], accumulates: bool) -> list[float]:
-    """Return the largest share of all gradients that is on the device during each step."""
-    ends = [after.position if after.phase == step.phase else 1.0 for step, after in pairwise(steps)]
-    shares: Mapping[str, float] = {OTHER: float(accumulates), FORWARD: float(accumulates), UPDATE: 1.0}
-    return [shares.get(step.phase, 1.0 if accumulates else end) for step, end in zip(steps, [*ends, 1.0], strict=True)]
 
 
 def param_bytes(entry: RankInfo) -> float:

@@ -127,6 +127,13 @@ class TraceMetrics:
         return sum(recorded) if recorded else self.entry.model.params
 
     @cached_property
+    def micro_steps(self) -> int | None:
+        """Micro-steps of an iteration on the first rank; None where no iteration was recorded."""
+        phases = self.trace.phases(self.trace.ranks[0])
+        numbers = phases.loc[phases["iteration"].notna(), "micro_step"]
+        return int(numbers.max()) + 1 if len(numbers) else None
+
+    @cached_property
     def deepspeed(self) -> DeepSpeedSetup | None:
         """Setup of the DeepSpeed job; None for other jobs."""
         return deepspeed_of(self.trace)

@@ -25,11 +25,7 @@ def echo(text: str = "") -> None:
 
 
 def console(width: int | None = None) -> Console:
-    """Return a console that prints as output of the command.
-
-    Args:
-        width: Columns; None: those of the terminal.
-    """
+    """Return a console that prints as output of the command; `width` None: as wide as the terminal."""
     from rich.console import Console
 
     return Console(file=_output, width=width)

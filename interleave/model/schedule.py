@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ebbtide.analysis.metrics.device_fit import fits_beside, gradient_starts
 from ebbtide.interleave.model.durations import host_traffic
 from ebbtide.interleave.model.host_memory import needed_host_bytes
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES, Op, Plan
@@ -157,21 +158,16 @@ class Schedule:
         return self.workload.state_bytes * sum(sizes[subgroup] for subgroup in self.plan.parked)
 
     def _kept_gradient_changes(self) -> list[tuple[float, float]]:
-        """Return (time, bytes) of kept gradients: from when the backward, in reverse, starts to compute one until its
-        update has ended."""
+        """Return (time, bytes) of kept gradients: from `gradient_starts` until the update has ended."""
         if not self.plan.kept_gradients or self.workload.gradients_held_until_step:
             return []
-        sizes = self.workload.subgroups
-        begin = self.other_s + self.forward_s
-        params_done, gradient_starts = 0, {}
-        for subgroup in reversed(range(len(sizes))):
-            gradient_starts[subgroup] = begin + self.backward_s * params_done / self.workload.params
-            params_done += sizes[subgroup]
+        begin_s = self.other_s + self.forward_s
+        starts = gradient_starts(self.workload.subgroups, begin_s, self.backward_s, self.workload.accumulates)
         changes = []
         for op, _, end in self.items():
             if op.kind == "update" and op.subgroup in self.plan.kept_gradients:
                 size = self.workload.grad_bytes * op.params
-                changes += [(gradient_starts[op.subgroup], size), (end, -size)]
+                changes += [(starts[op.subgroup], size), (end, -size)]
         return changes
 
     @property
@@ -188,26 +184,14 @@ class Schedule:
         Returns:
             None if it is not known.
         """
+        if self.workload.missing_bytes > 0:
+            return False
         if self.workload.gpu_free is None:
             if self.peak_device_bytes == 0:
                 return True
             return False if gpu_memory_bytes is not None and self.peak_device_bytes > gpu_memory_bytes else None
-        free_times, free_sizes = self._free_memory_steps(self.workload.gpu_free)
-        # Compared between any two changes. Intervals as short as rounding errors do not count.
-        shortest_s = 1e-9 * self.iteration_s
-        begin, used, number = 0.0, 0.0, 0
-        free = free_sizes[0]
-        for time, size in (*self._device_memory_changes(), (self.iteration_s, 0.0)):
-            while number < len(free_times) and free_times[number] <= time:
-                if used > free and free_times[number] - begin > shortest_s and not _fits(used, free):
-                    return False
-                begin, free = free_times[number], free_sizes[number]
-                number += 1
-            if used > free and time - begin > shortest_s and not _fits(used, free):
-                return False
-            begin = time
-            used += size
-        return True
+        free = list(zip(*self._free_memory_steps(self.workload.gpu_free), strict=True))
+        return fits_beside(self._device_memory_changes(), free, self.iteration_s)
 
     def free_memory_line(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the device memory that the job itself leaves free, as a step function over this schedule.
@@ -257,7 +241,3 @@ class Schedule:
     def host_bytes(self) -> float:
         """Return the host memory that the plan needs (see `needed_host_bytes`)."""
         return needed_host_bytes(self.plan, self.workload)
-
-
-def _fits(used: float, free: float) -> bool:
-    return used <= free * (1 + 1e-9) + 1.0

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from ebbtide.analysis.metrics.device_fit import equal_sizes
 from ebbtide.errors import WorkloadError
 from ebbtide.json_files import convert_object, number_range, read_object
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, REMAINDER_STATE_BYTES, STATE_BYTES
@@ -65,6 +66,8 @@ class Workload:
             is without it.
         gradients_held_until_step: Whether gradients stay on the device, in the job's own memory, until the step begins;
             else each may be copied to the host as soon as it is ready. The key of the file is `gradients_stay`.
+        accumulates: Whether there are several micro-steps: gradients that stay on the device are there all the time.
+        missing_bytes: Device memory that the job lacks without any optimizer state; 0 where it has enough.
         sizes: The parameters of each subgroup, where they were recorded.
         deepspeed_version: The version of DeepSpeed that ran the recorded job; None for other jobs.
         notes: What is estimated or not known, for people.
@@ -90,6 +93,8 @@ class Workload:
     collective_bytes: tuple[tuple[str, float, float], ...] = ()
     gpu_slack_bytes: float = 0.0
     gradients_held_until_step: bool = False
+    accumulates: bool = False
+    missing_bytes: float = 0.0
     sizes: tuple[int, ...] | None = None
     deepspeed_version: str | None = None
     notes: tuple[str, ...] = ()
@@ -99,8 +104,7 @@ class Workload:
         """Parameters of each subgroup, in the order of the forward."""
         if self.sizes is not None:
             return self.sizes
-        count, remainder = divmod(self.params, self.subgroup_params)
-        return (self.subgroup_params,) * count + ((remainder,) if remainder else ())
+        return equal_sizes(self.params, self.subgroup_params)
 
     @property
     def cpu_update_bytes(self) -> float:
@@ -129,6 +133,11 @@ class Workload:
     def compute_s(self) -> float:
         """The length of the iteration without its update."""
         return self.other_s + self.forward_s + self.backward_s
+
+    @property
+    def kept_gradients_begin_s(self) -> float:
+        """The time from which on gradients that stay on the device take memory there."""
+        return 0.0 if self.accumulates else self.compute_s - self.backward_s
 
     def free_at(self, seconds: float) -> float | None:
         """Return the free bytes at a time of the iteration; the last value is that of the update. None: not known."""
@@ -204,6 +213,8 @@ class WorkloadFile(msgspec.Struct):
     ] = _CollectiveBytes()
     gpu_slack_bytes: FreeBytes = 0.0
     gradients_stay: Flag = False
+    accumulates: Flag = False
+    missing_bytes: FreeBytes = 0.0
     sizes: Annotated[list[Annotated[int, Meta(ge=1)]], Meta(max_length=_MAX_SUBGROUPS, description=_SIZES)] | None = (
         None
     )
@@ -249,6 +260,8 @@ def workload_from(values: dict[str, Any], where: str) -> Workload:
         collective_bytes=file.collective_bytes.items(),
         gpu_slack_bytes=file.gpu_slack_bytes,
         gradients_held_until_step=file.gradients_stay,
+        accumulates=file.accumulates,
+        missing_bytes=file.missing_bytes,
         sizes=None if file.sizes is None else tuple(file.sizes),
         deepspeed_version=file.deepspeed_version,
         notes=tuple(file.notes),

@@ -26,6 +26,8 @@ def adaptive(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
             "in a workload file), or a trace with the memory of a GPU"
         )
     machine.need(_NEEDED, f"policy {spec.text}")
+    # Of a job that lacks memory whatever the plan, the plan is the best for what is free at other times.
+    workload = replace(workload, missing_bytes=0.0)
     plan = find_best_plan(workload, machine, spec.text, *overlaps_of(spec.options["overlap"]))
     if machine.gpu_update_params_per_s is None:
         without_gpu = f"{machine.name} has no gpu_update_params_per_s, so the GPU updates nothing"

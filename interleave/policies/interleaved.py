@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ebbtide.analysis.metrics.deepspeed import resident_range
 from ebbtide.errors import PolicyError
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.overlap import OVERLAP, with_overlap
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
 from ebbtide.interleave.policies.registry import GRADS, PARAMS, DefaultRun, PolicySpec, policy, to_number
-from ebbtide.interleave.policies.twin_flow import resident_range
 from ebbtide.machines.machine import Machine
 
 # One subgroup is fetched while another is updated or flushed.
@@ -27,7 +27,7 @@ def interleaved(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
         raise PolicyError(f"{spec.text!r}: the stride is {stride_text!r}; it must be a whole number")
     share = to_number(spec.text, share_text or None, "the offloaded share", 1.0, 0.0, 1.0)
     builder = PlanBuilder(spec.text, workload, spec.options["grads"] == "blocking")
-    resident = resident_range(workload, share)
+    resident = resident_range(share, len(workload.subgroups), workload.deepspeed_version)
     offloaded = [subgroup for subgroup in range(len(builder.sizes)) if subgroup not in resident]
     on_gpu = offloaded[int(stride) - 1 :: int(stride)]
     builder.gradients(keep=frozenset(resident) | keepable_gradients(workload, resident, on_gpu))
@@ -70,8 +70,7 @@ def keepable_gradients(workload: Workload, resident: Iterable[int], on_gpu: Iter
     streamed = list(on_gpu)
     if workload.gpu_free is None or workload.gradients_held_until_step or not streamed:
         return frozenset(streamed)
-    begin = workload.compute_s - workload.backward_s
-    free = min(size for _, size in workload.gpu_free_from(begin))
+    free = min(size for _, size in workload.gpu_free_from(workload.kept_gradients_begin_s))
     free -= (workload.state_bytes + workload.grad_bytes) * sum(sizes[subgroup] for subgroup in resident)
     fetched_bytes = workload.state_bytes + workload.returned_gradient_bytes
     free -= BUFFERS * fetched_bytes * max(sizes[subgroup] for subgroup in streamed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ebbtide.analysis.metrics.deepspeed import resident_subgroups, residents_are_last
+from ebbtide.analysis.metrics.deepspeed import resident_range
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
@@ -15,7 +15,8 @@ def twin_flow(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Split statically: the share R after the colon is updated on the CPU, the rest stays resident on the GPU."""
     ratio = spec.number("the share on the CPU", None, 0.0, 1.0)
     builder = PlanBuilder(spec.text, workload, spec.options["grads"] == "blocking")
-    resident = resident_range(workload, ratio)
+    # A recorded DeepSpeed job follows the version that it ran under, other jobs follow a current one.
+    resident = resident_range(ratio, len(workload.subgroups), workload.deepspeed_version)
     builder.gradients(keep=frozenset(resident))
     params = spec.options["params"]
     for subgroup in resident:
@@ -25,13 +26,3 @@ def twin_flow(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
         upload = builder.on_cpu(subgroup, params, previous_upload)
         previous_upload = (upload,) if params == "blocking" else ()
     return builder.plan()
-
-
-def resident_range(workload: Workload, ratio: float) -> range:
-    """Return the subgroups that stay on the GPU if the share `ratio` is offloaded, as DeepSpeed chooses them.
-
-    A workload of a recorded DeepSpeed job follows the version that it ran under, others follow a current one.
-    """
-    count = len(workload.subgroups)
-    resident = resident_subgroups(ratio, count, workload.deepspeed_version)
-    return range(count - resident, count) if residents_are_last(workload.deepspeed_version) else range(resident)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ebbtide.interleave.model.workload import Workload
@@ -71,28 +70,21 @@ def least_settings(
     for settings in settings_in_order(job):
         shared = share_host(machine, settings.ranks, ranks_per_host)
         placed = place(job, settings, shared)
-        if fits(job, settings, placed, shared, policies):
+        if fits(settings, placed, shared, policies):
             return settings, placed, shared
     return None
 
 
-def fits(
-    job: TrainingJob,
-    settings: TunableSettings,
-    placed: PlacedWorkload,
-    machine: Machine,
-    policies: Sequence[str] = (),
-) -> bool:
+def fits(settings: TunableSettings, placed: PlacedWorkload, machine: Machine, policies: Sequence[str] = ()) -> bool:
     """Return whether some policy that the settings allow has enough memory on the device and on the host."""
-    if placed.missing_bytes > 0:
+    if placed.workload.missing_bytes > 0:
         return False
-    recorded = replace(job.recorded, micro_steps=job.micro_steps_of(settings))
     if policies:
         allowed = [policy for policy in policies if settings.offload or policy == "gpu-only"]
         schedules = [simulated(policy, placed.workload, machine) for policy in allowed]
         return any(schedule is not None and fits_memory(schedule, machine) for schedule in schedules)
     if not settings.offload:
-        return without_offload(placed.workload, machine, recorded) is not None
+        return without_offload(placed.workload, machine) is not None
     if _exceeds_both(placed.workload, machine):
         return False
     split = best_static_split(placed.workload, machine)

@@ -140,8 +140,8 @@ def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | 
     if asked.policies:
         choice = choose_among(asked.policies, placed.workload, shared)
     else:
-        choice = choose_policy(placed.workload, shared, recorded)
-    schedule = _fitting(choice, shared)
+        choice = choose_policy(placed.workload, shared)
+    schedule = choice.best
     change = changed(job.settings, settings, schedule.plan.policy)
     span = iteration_range(schedule, shared, placed.times.factor)
     per_host = ranks_on_a_host(machine, settings.ranks, asked.ranks_per_host)
@@ -190,7 +190,7 @@ def _notes(placed: PlacedWorkload, machine: Machine, per_host: int, hosts: int) 
 
 def _without_solution(job: TrainingJob, machine: Machine, asked: PlanRequest) -> MachinePlan:
     shared = share_host(machine, job.settings.ranks, asked.ranks_per_host)
-    missing = place(job, job.settings, shared).missing_bytes
+    missing = place(job, job.settings, shared).workload.missing_bytes
     what = f"{missing / 1e9:.1f} GB of device memory are missing" if missing else "the host has too little memory"
     return MachinePlan(
         machine=machine.name,
@@ -201,12 +201,6 @@ def _without_solution(job: TrainingJob, machine: Machine, asked: PlanRequest) ->
         accuracy=accuracy_of(machine).text(),
         notes=(f"{what}, and none of the changes helps: policy, checkpointing, micro-batch, ranks",),
     )
-
-
-def _fitting(choice: PolicyChoice, machine: Machine) -> Schedule:
-    """Return the best schedule that fits device and host: not the chosen one where the host is too small for it."""
-    fitting = (schedule for schedule in (choice.best, *choice.others) if fits_memory(schedule, machine))
-    return next(fitting, choice.best)
 
 
 def _policy_times(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from ebbtide.analysis.metrics.devices import capacity_bytes
+from ebbtide.analysis.metrics.recorded_free_memory import recorded_free_memory
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.provisioning.training_job import MemoryPoint, OwnMemory
 from ebbtide.interleave.provisioning.transformer import checkpointed_share, guessed_layers
 from ebbtide.interleave.provisioning.workload_on_machine import points_of
+from ebbtide.phases import BACKWARD, FORWARD, OTHER
 from ebbtide.profiler.trace import Trace
 
 _GATHERED_LAYERS = 2
@@ -32,7 +34,9 @@ def recorded_memory(trace: Trace, workload: Workload, gradients_held: bool) -> t
     if workload.gpu_free is None or capacity is None:
         return None, None
     lengths = workload.other_s, workload.forward_s, workload.backward_s
-    used = points_of(workload.gpu_free, lengths, float(capacity))
+    # Not `gpu_free`, which is 0 where a predicted job needs more than the device has.
+    free = recorded_free_memory(metrics, dict(zip((OTHER, FORWARD, BACKWARD), lengths, strict=True)))
+    used = points_of(free or (), lengths, float(capacity))
     least = min(size for _, size in used)
     model = metrics.entry.model
     params = float(model.bytes) if model.bytes is not None else workload.param_bytes * workload.params

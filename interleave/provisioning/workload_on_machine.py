@@ -16,12 +16,10 @@ class PlacedWorkload(NamedTuple):
     Attributes:
         workload: The workload; its free memory is never negative.
         times: Its times and their uncertainty.
-        missing_bytes: Device memory that the job lacks without any optimizer state; 0 where it has enough.
     """
 
     workload: Workload
     times: ComputeTimes
-    missing_bytes: float
 
 
 def place(job: TrainingJob, settings: TunableSettings, machine: Machine) -> PlacedWorkload:
@@ -54,7 +52,7 @@ def place(job: TrainingJob, settings: TunableSettings, machine: Machine) -> Plac
         gradients_held_until_step=accumulates,
     )
     free, missing = _free_memory(job, settings, machine, workload, share)
-    return PlacedWorkload(replace(workload, gpu_free=free), times, missing)
+    return PlacedWorkload(replace(workload, gpu_free=free, missing_bytes=missing), times)
 
 
 def own_bytes(
@@ -89,14 +87,13 @@ def _free_memory(
     if job.memory is None:
         free = job.workload.gpu_free
         if free is None:
-            return None, 0.0
+            return None, workload.missing_bytes
         lengths = job.workload.other_s, job.workload.forward_s, job.workload.backward_s
         # More ranks share the parameters too.
         shared_bytes = max(0.0, 1 - share) * workload.param_bytes * job.workload.params
         limit = capacity if capacity is not None else float("inf")
-        return _by_time(
-            [(_point(at_s, lengths), min(size + shared_bytes, limit)) for at_s, size in free], workload
-        ), 0.0
+        steps = [(_point(at_s, lengths), min(size + shared_bytes, limit)) for at_s, size in free]
+        return _by_time(steps, workload), workload.missing_bytes
     if capacity is None:
         return None, 0.0
     added = job.micro_steps_of(settings) > job.micro_steps

@@ -13,6 +13,7 @@ from ebbtide.interleave.model.plan import STORAGE_RESOURCES
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import BUILT_IN, make_plan, parse, with_systems
+from ebbtide.interleave.replay.recommend.choice import memory_excess
 from ebbtide.interleave.simulation.bound import Bound, bound
 from ebbtide.interleave.simulation.steps import Steps, simulate_steps
 from ebbtide.machines.accuracy import accuracy_of
@@ -188,13 +189,10 @@ def _result(text: str, steps: Steps, machine: Machine) -> PolicyResult:
     schedule = steps.valid
     host = schedule.host_bytes()
     fits = schedule.fits_device(machine.gpu_memory_bytes)
-    available = available_host_bytes(schedule.workload, machine)
-    if available is None:
-        fits = None if fits else fits
-    elif host > available:
+    if memory_excess(schedule, machine) is not None:
         fits = False
-    if machine.pinned_memory_bytes is not None and schedule.pinned_bytes() > machine.pinned_memory_bytes:
-        fits = False
+    elif available_host_bytes(schedule.workload, machine) is None:
+        fits = None
     iteration_s, written = steps.mean("iteration_s"), schedule.moved_bytes("storage_write")
     return PolicyResult(
         policy=text,

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from ebbtide.analysis.metrics.deepspeed import DeepSpeedSetup
 from ebbtide.analysis.metrics.free_profile import param_bytes, state_bytes
 from ebbtide.analysis.metrics.gradient_wait import gradient_wait
 from ebbtide.analysis.metrics.prediction import prediction_line
+from ebbtide.analysis.metrics.recorded_free_memory import recorded_free_memory
+from ebbtide.analysis.metrics.static_split import recorded_sizes, rounding_version, subgroup_params
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.errors import WorkloadError
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.replay.recorded_free_memory import recorded_free_memory
 from ebbtide.interleave.replay.swap_buffers import swap_buffer_bytes
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text
 
-# DeepSpeed's own default is 1e9. Smaller subgroups overlap better, and larger ones need more device memory.
-_SUBGROUP_PARAMS = 100_000_000
-# Subgroups may have so much more than the parameters: DeepSpeed pads what it divides among ranks.
-_MAX_PADDING = 0.1
 _MAX_BUSY_SHARE = 0.9
 
 
@@ -65,12 +61,12 @@ def workload_of(trace: Trace) -> Workload:
             f"the state is on storage: policies may use the {bytes_text(host_bytes)} of host memory that the job used "
             "for buffers and gradients"
         )
-    sizes = _recorded_sizes(metrics.deepspeed, metrics.params)
+    sizes = recorded_sizes(metrics)
     params = sum(sizes) if sizes else metrics.params
     return Workload(
         name=trace.name,
         params=params,
-        subgroup_params=_subgroup_params(metrics, params),
+        subgroup_params=min(subgroup_params(metrics), params),
         sizes=sizes,
         forward_s=phase_s[FORWARD],
         backward_s=phase_s[BACKWARD],
@@ -78,14 +74,16 @@ def workload_of(trace: Trace) -> Workload:
         param_bytes=bytes_per_param,
         grad_bytes=bytes_per_param,
         state_bytes=state_bytes(metrics.entry),
-        gpu_free=free,
+        gpu_free=None if free is None else tuple((time, max(0.0, size)) for time, size in free),
+        accumulates=(metrics.micro_steps or 1) > 1,
+        missing_bytes=max(0.0, *(-size for _, size in free or ((0.0, 0.0),))),
         host_free_bytes=host_bytes,
         h2d_busy_share=_busy_share(metrics, "h2d"),
         d2h_busy_share=_busy_share(metrics, "d2h"),
         # DeepSpeed computes the norm of all gradients, clipping or not, and skips the step if it is not finite. Loops
         # of torch do so too. No update begins before the backward is over.
         clipping=True,
-        deepspeed_version=_rounding_version(metrics.deepspeed),
+        deepspeed_version=rounding_version(metrics),
         notes=tuple(notes),
     )
 
@@ -103,31 +101,10 @@ def ranks_on_host(trace: Trace) -> int | None:
     return sum(entry.host == host for entry in entries)
 
 
-def _rounding_version(job: DeepSpeedSetup | None) -> str | None:
-    """Return the version that chose the resident subgroups; None if ebbtide's engine ran the updates."""
-    return job.info.version if job is not None and job.info.policy is None else None
-
-
 def _gradient_wait_ms(metrics: TraceMetrics, backward_ms: float) -> float:
     """Return how long the backward waited for gradient copies."""
     wait = gradient_wait(metrics)
     return min(max(wait.wait_ms, 0.0), backward_ms) if wait is not None else 0.0
-
-
-def _recorded_sizes(job: DeepSpeedSetup | None, params: int) -> tuple[int, ...] | None:
-    """Return the recorded sizes of the subgroups, which consist of whole tensors and so differ.
-
-    Sizes of another rank or model, which do not add up to these parameters, do not count.
-    """
-    if job is None or not params <= sum(job.subgroups) <= (1 + _MAX_PADDING) * params:
-        return None
-    return job.subgroups
-
-
-def _subgroup_params(metrics: TraceMetrics, params: int) -> int:
-    configured = metrics.zero.get("sub_group_size")
-    size = int(configured) if isinstance(configured, (int, float)) and configured >= 1 else _SUBGROUP_PARAMS
-    return min(size, params)
 
 
 def _busy_share(metrics: TraceMetrics, direction: str) -> float:

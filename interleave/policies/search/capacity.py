@@ -50,11 +50,11 @@ class FreeMemory:
         ]
         self._steps.append((UPDATE, self._in_update))
         ready_points = gradient_ready_points(workload)
-        # When the backward starts to compute a gradient, that gradient takes its memory.
-        self._gradient_starts = [*ready_points[1:], BACKWARD]
-        begin = workload.compute_s - workload.backward_s
+        # When the backward starts to compute a gradient, that gradient takes its memory, if it is not there already.
+        self._gradient_starts = [OTHER] * len(ready_points) if workload.accumulates else [*ready_points[1:], BACKWARD]
+        begin = workload.kept_gradients_begin_s
         edges = [time for time, _ in steps if begin < time < workload.compute_s] + [workload.compute_s]
-        # Of each piece of the backward in which the free memory is constant: its end, and the free bytes.
+        # Of each piece of that time in which the free memory is constant: its end, and the free bytes.
         self._backward_pieces = [
             (point_at(workload, end), value_at(steps, start))
             for start, end in zip([begin, *edges], edges, strict=False)

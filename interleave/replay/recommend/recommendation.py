@@ -90,7 +90,7 @@ class _Recommender:
     machine_source: str | None
 
     def recommendation(self) -> Recommendation:
-        choice = choose_policy(self.workload, self.machine, self.job)
+        choice = choose_policy(self.workload, self.machine)
         best, static = choice.best, choice.split
         if best.plan.policy == "gpu-only":
             return self._without_offload(best)
@@ -123,7 +123,9 @@ class _Recommender:
         if overlap is not None:
             beside = overlapped_setup(overlap, deepspeed, setups[0], self.job, self.machine, self.machine_source)
             setups = (beside, *setups)
-        advice = self._assemble(line, section, setups, alternatives(self.workload, self.job), choice.left_out)
+        advice = self._assemble(
+            line, section, setups, alternatives(self.workload, self.machine, self.job), choice.left_out
+        )
         # Where the best policy does not fit, any system that does is better.
         limit_s = inf if choice.excess else iteration_s
         advice = replace(advice, systems=other_systems(self.workload, self.machine, self.job, limit_s))

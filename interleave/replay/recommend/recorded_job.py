@@ -60,15 +60,13 @@ class RecordedJob:
 
 def recorded_job(trace: Trace) -> RecordedJob:
     """Return the settings of the job of a trace."""
-    from ebbtide.analysis.metrics.deepspeed import deepspeed_of
+    from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 
-    setup = deepspeed_of(trace)
-    phases = trace.phases(trace.ranks[0])
-    numbers = phases.loc[phases["iteration"].notna(), "micro_step"]
-    micro_steps = int(numbers.max()) + 1 if len(numbers) else None
+    metrics = TraceMetrics(trace)
+    setup = metrics.deepspeed
     if setup is None:
-        return RecordedJob(micro_steps=micro_steps)
-    return RecordedJob(setup.info.config, setup.stage, micro_steps)
+        return RecordedJob(micro_steps=metrics.micro_steps)
+    return RecordedJob(setup.info.config, setup.stage, metrics.micro_steps)
 
 
 def _is_set(value: Any) -> bool:

@@ -18,7 +18,7 @@ from ebbtide.analysis.findings import (
 )
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from tests.analysis.findings.jobs import PARAMS, async_copies, offloaded
-from tests.analysis.metrics.deepspeed_jobs import PEAK, SIZE, deepspeed_job, update_ms
+from tests.analysis.metrics.deepspeed_jobs import GIB, PEAK, SIZE, deepspeed_job, update_ms
 
 RULES = (gradient_round_trip.check, pageable_masters.check, passes_beside_adam.check, twin_flow_ratio.check)
 
@@ -129,15 +129,20 @@ def subgroups_of(tensors: list[int], sub_group_size: int) -> list[int]:
     return groups
 
 
-def test_twin_flow_ratio__advises_a_size_that_gives_more_subgroups_than_now() -> None:
-    # The layers of a 7 B model: subgroups of 100 M become about 1.3 times as large.
-    tensors = [*([16_777_216] * 4 + [45_088_768] * 3) * 8, 131_072_000]
+@pytest.mark.parametrize(("layers", "fits"), [(6, True), (8, False)])
+def test_twin_flow_ratio__advises_a_size_that_gives_more_subgroups_if_their_share_fits(layers: int, fits: bool) -> None:
+    # The layers of a 7 B model: subgroups of 100 M become about 1.3 times as large. 10 GiB are always free.
+    tensors = [*([16_777_216] * 4 + [45_088_768] * 3) * layers, 131_072_000]
     config = {
         "zero_optimization": {"stage": 3, "sub_group_size": 1e8, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
     }
     sizes = tuple(subgroups_of(tensors, 10**8))
+    assert (14 * sum(sizes) / 2 < 10 * GIB) == fits
     devices = ("cpu",) * len(sizes)
     finding = expect(twin_flow_ratio.check, sizes=sizes, ratio=0.5, devices=devices, config=config)
+    if not fits:
+        assert "the device has no memory for the share" in finding.advice
+        return
     advised = int(finding.advice.partition('"sub_group_size": ')[2].split()[0])
     assert advised < 10**8
     assert len(subgroups_of(tensors, advised)) > len(sizes)

@@ -1,27 +1,42 @@
-"""The rules on device memory: `free-memory`, `memory-outside-torch`, `fragmentation`."""
+"""The rules on device memory: `does-not-fit`, `free-memory`, `memory-outside-torch`, `fragmentation`."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from ebbtide.analysis.findings import Rule, Unknown, fragmentation, free_memory, memory_outside_torch
+from ebbtide.analysis.findings import Rule, Unknown, does_not_fit, fragmentation, free_memory, memory_outside_torch
+from ebbtide.analysis.metrics.deepspeed import resident_subgroups
 from tests.analysis.findings.jobs import GIB, PARAMS, Job, async_copies, devices, offloaded, on_cpu, on_gpu
 
 
-@pytest.mark.parametrize(("free", "ratio"), [(2, None), (2, 0.5), (4, 0.75)])
+@pytest.mark.parametrize(("free", "ratio"), [(2, None), (4, 0.5), (4, 0.75)])
 def test_free_memory__gain_is_share_of_update_whose_state_fits(free: float, ratio: float | None) -> None:
     finding = offloaded(used=80 - free, ratio=ratio).finding(free_memory.check)
     offloads = PARAMS * (ratio or 1)
-    # Gradients of all parameters whose state is on the device stay there until the update is over.
-    fitting = (free * GIB - 2 * (PARAMS - offloads)) / 14
-    assert fitting < offloads
+    # Of ten subgroups whole ones fit, with their gradients until the update is over.
+    subgroups = int((free * GIB + 12 * (PARAMS - offloads)) / 14 / (PARAMS / 10))
+    fitting = subgroups * PARAMS / 10 - (PARAMS - offloads)
+    assert 0 < fitting < offloads
     assert finding.potential_gain_ms == pytest.approx(100 * fitting / offloads)
     assert f"{free:.2f} GiB of 80.00 GiB" in finding.evidence[0]
     assert f"{100 * fitting / offloads:.0f} % of what this rank offloads" in finding.evidence[1]
-    # The share of all parameters that remains offloaded.
-    assert f'"ratio": {(offloads - fitting) / PARAMS:.2f}' in finding.advice
+    advised = re.search(r'"ratio": ([\d.]+)', finding.advice)
+    assert advised is not None
+    assert resident_subgroups(float(advised[1]), 10) == subgroups
+
+
+def test_free_memory__advises_no_split_if_no_further_subgroup_fits() -> None:
+    assert offloaded(used=78, ratio=0.5).result(free_memory.check) is None
+
+
+def test_does_not_fit__names_what_is_missing() -> None:
+    finding = offloaded(2, used=70).memory("device", {"backward": 83}, rank=1).finding(does_not_fit.check)
+    assert finding.evidence == ("it needs 83.00 GiB of the 80.00 GiB that it may use (device): 3.00 GiB are missing",)
+    assert "ebbtide plan" in finding.advice
+    assert offloaded(used=80).result(does_not_fit.check) is None
 
 
 @pytest.mark.parametrize(("ratio", "free"), [(None, 14), (0.5, 8)])
@@ -35,8 +50,8 @@ def test_free_memory__is_minimum_over_time_and_ranks() -> None:
     job = offloaded(2, used=70).memory("device", {"backward": 79.5}, rank=1)
     assert job.result(free_memory.check) is None
     once = offloaded(2, used=70)
-    once.builder.rank(1).memory(once.begins[1, "forward"][4] + 10, 79 * GIB, device="cuda:1")
-    assert "1.00 GiB of 80.00 GiB" in once.finding(free_memory.check).evidence[0]
+    once.builder.rank(1).memory(once.begins[1, "forward"][4] + 10, 78 * GIB, device="cuda:1")
+    assert "2.00 GiB of 80.00 GiB" in once.finding(free_memory.check).evidence[0]
     warm_up = offloaded(2, used=70)
     warm_up.builder.rank(1).memory(warm_up.begins[1, "forward"][0] + 10, 80 * GIB, device="cuda:1")
     assert "10.00 GiB" in warm_up.finding(free_memory.check).evidence[0]

@@ -48,7 +48,7 @@ def test_least_settings__no_smaller_change_fits(device: float, host: float, micr
     for ranks, batch, checkpointing, offload in product((1, 2, 4), batches, (False, True), (False, True)):
         tried = TunableSettings(ranks, batch, checkpointing, offload)
         shared = share_host(machine, ranks)
-        if fits(job, tried, place(job, tried, shared), shared):
+        if fits(tried, place(job, tried, shared), shared):
             fitting.append(size_of_change(ranks, batch, checkpointing, offload))
     solution = least_settings(job, machine)
     if fitting:
@@ -68,7 +68,7 @@ def test_fits__is_monotone_in_both_capacities(device: float, host: float, micro_
     def answer(device_scale: float, host_scale: float) -> bool:
         machine = gpu_machine(gpu_memory_bytes=device * device_scale, host_memory_bytes=host * host_scale)
         shared = share_host(machine, 1)
-        return fits(job, tried, place(job, tried, shared), shared)
+        return fits(tried, place(job, tried, shared), shared)
 
     if answer(1.0, 1.0):
         assert answer(1.5, 1.0)
@@ -100,7 +100,7 @@ def test_place__missing_memory_is_what_capacity_lacks() -> None:
     free = place(job, job.settings, enough).workload.min_free_bytes
     assert free is not None
     short = gpu_machine(gpu_memory_bytes=80e9 - free - 1e9)
-    assert place(job, job.settings, short).missing_bytes == pytest.approx(1e9)
+    assert place(job, job.settings, short).workload.missing_bytes == pytest.approx(1e9)
 
 
 def test_changed__names_what_differs() -> None:

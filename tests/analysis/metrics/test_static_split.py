@@ -8,8 +8,9 @@ import pytest
 
 from ebbtide.analysis.findings import find, free_memory
 from ebbtide.analysis.findings.finding import Finding
-from ebbtide.analysis.metrics.free_profile import FreeStep, fitting_params, gradient_shares
+from ebbtide.analysis.metrics.device_fit import gradient_starts
 from ebbtide.analysis.metrics.memory import memory_use
+from ebbtide.analysis.metrics.static_split import largest_split
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.analysis.metrics.windows import find_windows
@@ -41,7 +42,7 @@ PUBLISHED = sorted(path.stem for path in TRACES.glob("*.ebb") if path.stem != "a
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PUBLISHED]
 )
-def test_fitting_params__agrees_with_replay_on_published_runs(name: str) -> None:
+def test_largest_split__agrees_with_replay_on_published_runs(name: str) -> None:
     trace = open_trace(TRACES / f"{name}.ebb")
     metrics = TraceMetrics(trace)
     assert fits_in_findings(metrics) == fits_in_replay(trace)
@@ -50,14 +51,17 @@ def test_fitting_params__agrees_with_replay_on_published_runs(name: str) -> None
     summary, windows = summarize(trace), find_windows(trace, GIB)
     assert (summary.free_pool, windows.pool, metrics.free_pool) == (pool, pool, pool)
     assert f"free device memory: capacity minus {pool}" in workload_of(trace).notes
-    assert any(f"capacity minus {pool}" in line for finding in find(trace).findings for line in finding.evidence)
+    lines = [line for finding in find(trace).findings for line in finding.evidence if "capacity minus" in line]
+    # Of one rank with 11 G parameters no whole subgroup fits into 3 GiB.
+    assert bool(lines) != name.startswith("a100-ranks1")
+    assert all(f"capacity minus {pool}" in line for line in lines)
     (gap,) = [gap for gap in memory_use(trace, [0]).gaps if (gap.gap, gap.phase) == ("free", "update")]
     (update,) = [phase for phase in summarize(trace.of_rank(0)).phases if phase.phase == "update"]
     assert update.min_free_bytes == pytest.approx(gap.low_bytes, abs=1)
 
 
 @pytest.mark.parametrize(("free_bytes", "fits"), [(12.5e9, False), (13.9e9, False), (14.1e9, True)])
-def test_fitting_params__counts_gradients_as_replay_does(free_bytes: float, fits: bool) -> None:
+def test_largest_split__counts_gradients_as_replay_does(free_bytes: float, fits: bool) -> None:
     trace = offloaded(used=80 - free_bytes / GIB).trace
     assert fits_in_findings(TraceMetrics(trace)) == fits_in_replay(trace) == fits
 
@@ -70,20 +74,16 @@ def with_room_after_backward() -> Job:
     return job
 
 
-def test_fitting_params__lets_gradients_use_what_the_backward_releases() -> None:
+def test_largest_split__lets_gradients_use_what_the_backward_releases() -> None:
     trace = with_room_after_backward().trace
     metrics = TraceMetrics(trace)
-    # In the first half of the backward at most half of the gradients are there: 12 + 1 B a parameter.
-    assert fitting_params(metrics) == pytest.approx(12.5e9 / 13, rel=1e-3)
+    # In the first half of the backward half of the gradients are there, at 12 + 1 B a parameter: 9 of 10 subgroups.
+    split = largest_split(metrics)
+    assert split is not None
+    assert split.moved_params == pytest.approx(0.9e9)
     assert metrics.offloaded_params == PARAMS
 
 
-def test_gradient_shares__are_largest_of_each_step() -> None:
-    steps = [
-        FreeStep("forward", 0.0, 1),
-        FreeStep("backward", 0.0, 1),
-        FreeStep("backward", 0.25, 1),
-        FreeStep("update", 0, 1),
-    ]
-    assert gradient_shares(steps, accumulates=False) == [0.0, 0.25, 1.0, 1.0]
-    assert gradient_shares(steps, accumulates=True) == [1.0, 1.0, 1.0, 1.0]
+def test_gradient_starts__are_in_reverse_or_all_at_the_start() -> None:
+    assert gradient_starts((1, 3, 4), 10.0, 8.0, accumulates=False) == [17.0, 14.0, 10.0]
+    assert gradient_starts((1, 3, 4), 10.0, 8.0, accumulates=True) == [0.0, 0.0, 0.0]

@@ -6,33 +6,33 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ebbtide.analysis.metrics.free_profile import free_steps
+from ebbtide.analysis.metrics.cache import once_per_trace
+from ebbtide.analysis.metrics.free_profile import FreeStep, free_steps, state_bytes
 from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
-from ebbtide.interleave.model.workload import FreeMemorySteps
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
-from ebbtide.state_bytes import STATE_BYTES
+from ebbtide.profiler.trace import Trace
 
 # Steps of the free memory per phase, at most.
 _MAX_STEPS = 32
 
 
-def recorded_free_memory(metrics: TraceMetrics, phase_s: Mapping[str, float]) -> FreeMemorySteps | None:
-    """Return the free memory of the first rank's device: at each point the least over all steady iterations.
+def recorded_free_memory(metrics: TraceMetrics, phase_s: Mapping[str, float]) -> tuple[tuple[float, float], ...] | None:
+    """Return (time, bytes): the free memory of the devices, at each point the least of all ranks and steady iterations.
 
     Optimizer state that the recorded job kept on the device counts as free, since the replayed policy decides where it
-    is kept.
+    is kept. It is negative where the rest of a predicted job needs more than the device has.
 
     Args:
         metrics: The trace.
-        phase_s: Lengths of other, forward and backward in the replay, seconds. They come in this order.
+        phase_s: Lengths of other, forward and backward, seconds. They come in this order.
 
     Returns:
         None if it is not known.
     """
     if not metrics.has_gpu:
         return None
-    recorded = free_steps(metrics.trace, metrics.trace.ranks[0])
-    if recorded is None:
+    recorded = _least_of_ranks(metrics.trace)
+    if not recorded:
         return None
     state = _state_on_device(metrics)
     steps = []
@@ -41,12 +41,26 @@ def recorded_free_memory(metrics: TraceMetrics, phase_s: Mapping[str, float]) ->
         in_phase = [(step.position, step.free_bytes + state) for step in recorded if step.phase == phase]
         if phase_s.get(phase, 1.0):
             steps += [
-                (begin + phase_s.get(phase, 0.0) * position, max(0.0, size))
-                for position, size in _with_few_steps(in_phase)
+                (begin + phase_s.get(phase, 0.0) * position, size) for position, size in _with_few_steps(in_phase)
             ]
         begin += phase_s.get(phase, 0.0)
     # No memory is known to be free before the first entry.
     return ((0.0, 0.0), *steps) if steps and steps[0][0] > 0 else tuple(steps) or None
+
+
+@once_per_trace
+def _least_of_ranks(trace: Trace) -> list[FreeStep]:
+    """Return the least free memory of all ranks by phase and position; empty where it is not known."""
+    by_rank = [steps for rank in trace.ranks if (steps := free_steps(trace, rank))]
+    if len(by_rank) < 2:
+        return by_rank[0] if by_rank else []
+    least = []
+    for phase in (OTHER, FORWARD, BACKWARD, UPDATE):
+        in_phase = [part for steps in by_rank if (part := [step for step in steps if step.phase == phase])]
+        for position in sorted({step.position for part in in_phase for step in part}):
+            sizes = (next(step.free_bytes for step in reversed(part) if step.position <= position) for part in in_phase)
+            least.append(FreeStep(phase, position, min(sizes)))
+    return least
 
 
 def _with_few_steps(steps: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -67,7 +81,7 @@ def _state_on_device(metrics: TraceMetrics) -> int:
     """Return the bytes of optimizer state that the recorded job kept on the device of the first rank."""
     job = metrics.deepspeed
     if job is not None and job.offload_config:
-        return round((1 - job.cpu_share) * STATE_BYTES * (metrics.params or 0))
+        return round((1 - job.cpu_share) * state_bytes(metrics.entry) * (metrics.params or 0))
     optimizers = metrics.entry.optimizers
     if any(device.startswith("cuda") for optimizer in optimizers for device in optimizer.state_devices):
         return sum(optimizer.state_bytes or 0 for optimizer in optimizers)

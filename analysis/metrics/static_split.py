@@ -1,0 +1,86 @@
+"""The static split of the optimizer state between device and host: the largest part that fits on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ebbtide.analysis.metrics.deepspeed import resident_range
+from ebbtide.analysis.metrics.device_fit import equal_sizes, fits_beside, gradient_starts
+from ebbtide.analysis.metrics.free_profile import param_bytes, state_bytes
+from ebbtide.analysis.metrics.recorded_free_memory import recorded_free_memory
+from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
+from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
+
+# DeepSpeed's own default is 1e9. Smaller subgroups overlap better, and larger ones need more device memory.
+_SUBGROUP_PARAMS = 100_000_000
+# Subgroups may have so much more than the parameters: DeepSpeed pads what it divides among ranks.
+_MAX_PADDING = 0.1
+
+
+class StaticSplit(NamedTuple):
+    """A share on the CPU, in hundredths, and the parameters whose state moves from the host to the device with it."""
+
+    ratio: float
+    moved_params: float
+
+
+def largest_split(metrics: TraceMetrics) -> StaticSplit | None:
+    """Return the split with the most state on the device of those that fit; None where none moves any there."""
+    if not metrics.params or not metrics.offloaded_params:
+        return None
+    sizes = recorded_sizes(metrics) or equal_sizes(metrics.params, subgroup_params(metrics))
+    tried = range(0)
+    for hundredths in range(100):
+        resident = resident_range(hundredths / 100, len(sizes), rounding_version(metrics))
+        if resident == tried:
+            continue
+        tried = resident
+        cpu_share = 1 - sum(sizes[resident.start : resident.stop]) / sum(sizes)
+        moved_params = metrics.offloaded_params - metrics.params * cpu_share
+        if moved_params <= 0:
+            return None
+        if split_fits(metrics, sizes, resident):
+            return StaticSplit(hundredths / 100, moved_params)
+    return None
+
+
+def split_fits(metrics: TraceMetrics, sizes: Sequence[int], resident: range) -> bool | None:
+    """Return whether the state of some subgroups fits on the devices of a job for good; None: not known.
+
+    Their gradients stay there until the update is over. The policies `twin-flow` and `gpu-only` are replayed by the
+    same rules.
+    """
+    phase_s = {phase: (metrics.phase_ms(phase) or 0.0) / 1e3 for phase in (OTHER, FORWARD, BACKWARD)}
+    free = recorded_free_memory(metrics, phase_s)
+    if free is None:
+        return None
+    begin_s = phase_s[OTHER] + phase_s[FORWARD]
+    starts = gradient_starts(sizes, begin_s, phase_s[BACKWARD], (metrics.micro_steps or 1) > 1)
+    state, gradient = state_bytes(metrics.entry), param_bytes(metrics.entry)
+    changes = [(0.0, state * sum(sizes[subgroup] for subgroup in resident))]
+    changes += [(starts[subgroup], gradient * sizes[subgroup]) for subgroup in resident]
+    return fits_beside(sorted(changes), free, sum(phase_s.values()) + (metrics.phase_ms(UPDATE) or 0.0) / 1e3)
+
+
+def recorded_sizes(metrics: TraceMetrics) -> tuple[int, ...] | None:
+    """Return the recorded sizes of the subgroups, which consist of whole tensors and so differ.
+
+    Sizes of another rank or model, which do not add up to these parameters, do not count.
+    """
+    job, params = metrics.deepspeed, metrics.params or 0
+    if job is None or not params <= sum(job.subgroups) <= (1 + _MAX_PADDING) * params:
+        return None
+    return job.subgroups
+
+
+def subgroup_params(metrics: TraceMetrics) -> int:
+    """Return the configured parameters of a subgroup, else a default."""
+    configured = metrics.zero.get("sub_group_size")
+    return int(configured) if isinstance(configured, (int, float)) and configured >= 1 else _SUBGROUP_PARAMS
+
+
+def rounding_version(metrics: TraceMetrics) -> str | None:
+    """Return the version that chose the resident subgroups; None if ebbtide's engine ran the updates."""
+    job = metrics.deepspeed
+    return job.info.version if job is not None and job.info.policy is None else None
