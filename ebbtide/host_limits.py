@@ -5,6 +5,7 @@ Affinity, control groups of both versions and CPU quotas count, so that the figu
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -14,6 +15,17 @@ from pathlib import Path
 
 # Version 1 has a limit of this or more where there is none.
 _NO_LIMIT = 1 << 60
+# Variables that launchers set in each rank to the number of ranks on its host: torchrun, DeepSpeed, Open MPI, MPICH and
+# Intel MPI, and Slurm, where a step may have other numbers than its job.
+_LOCAL_RANKS = (
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+)
 
 
 def memory_bytes(root: Path = Path("/")) -> int | None:
@@ -82,17 +94,48 @@ def memory_group(pid: int, root: Path = Path("/")) -> MemoryGroup | None:
     return None
 
 
+def local_ranks() -> int:
+    """Return the number of ranks on this host, as the launcher of this process states it; 1 without a launcher."""
+    node = os.environ.get("SLURM_NODEID", "")
+    for text in filter(None, map(os.environ.get, _LOCAL_RANKS)):
+        # Slurm lists nodes: 8(x2),4 is 8 on each of the first two and 4 on the third.
+        parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+        counts = [int(count) for count, nodes in parts for _ in range(int(nodes or 1))]
+        if any(counts):
+            return max(1, counts[min(int(node) if node.isdigit() else 0, len(counts) - 1)])
+    return 1
+
+
 def cores(root: Path = Path("/")) -> int:
     """Return how many logical cores this process may use, at least 1.
 
     The least of its CPU affinity and of the whole cores in the quotas of its control groups.
     """
-    allowed = [len(os.sched_getaffinity(0))]
+    return _within_quotas(len(os.sched_getaffinity(0)), root)
+
+
+def rank_cores(ranks: int | None = None, root: Path = Path("/")) -> int:
+    """Return how many logical cores each rank on this host may use, at least 1.
+
+    They share those of their launcher, the parent of this process, which may have bound this rank to fewer of them.
+
+    Args:
+        ranks: Number of ranks on this host; None: `local_ranks`.
+        root: Root of the file system.
+    """
+    own = launcher = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError):
+        launcher = max(own, len(os.sched_getaffinity(os.getppid())))
+    return max(1, min(own, _within_quotas(launcher, root) // (ranks or local_ranks())))
+
+
+def _within_quotas(count: int, root: Path) -> int:
+    """Return a number of cores, or that of whole cores in the quotas of the control groups of this process if less."""
     quotas = [
         text.split() for text in _control_group_values(root, "cpu", "cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us")
     ]
-    allowed += [math.floor(int(quota) / int(period)) for quota, period in quotas if quota not in ("max", "-1")]
-    return max(1, min(allowed))
+    allowed = [math.floor(int(quota) / int(period)) for quota, period in quotas if quota not in ("max", "-1")]
+    return max(1, min([count, *allowed]))
 
 
 def cache_bytes(root: Path = Path("/")) -> int | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.host_limits import cache_bytes, cores, memory_bytes
+from ebbtide.host_limits import cache_bytes, cores, local_ranks, memory_bytes, rank_cores
 
 GIB = 2**30
 
@@ -72,6 +72,79 @@ def test_cores__a_quota_limits_them_but_never_below_one(tmp_path: Path, files: d
 def test_cores__are_those_of_the_affinity_without_a_lower_quota(tmp_path: Path, quota: str) -> None:
     root = host(tmp_path, proc__self__cgroup="0::/", **{"sys__fs__cgroup__cpu.max": quota})
     assert cores(root) == len(os.sched_getaffinity(0))
+
+
+LAUNCHER_VARIABLES = (
+    *("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NODEID"),
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Variables of the environment without those of a launcher."""
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),
+        # DeepSpeed's launcher.
+        ({"LOCAL_SIZE": "8"}, 8),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
+        ({"MPI_LOCALNRANKS": "4"}, 4),
+        ({"SLURM_NTASKS_PER_NODE": "8"}, 8),
+        ({"SLURM_TASKS_PER_NODE": "4(x2)"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "8(x2),3", "SLURM_NODEID": "2"}, 3),
+        ({"SLURM_TASKS_PER_NODE": "8(x2),3", "SLURM_NODEID": "1"}, 8),
+        # One task starts torchrun on each node.
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS_PER_NODE": "1", "LOCAL_WORLD_SIZE": "8"}, 8),
+        # A step of one task in a job of eight.
+        ({"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NTASKS_PER_NODE": "8"}, 1),
+        ({"LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "2"}, 2),
+        ({"LOCAL_WORLD_SIZE": "0"}, 1),
+    ],
+)
+def test_local_ranks__is_what_the_launcher_states(
+    launched: pytest.MonkeyPatch, variables: dict[str, str], expected: int
+) -> None:
+    for name, value in variables.items():
+        launched.setenv(name, value)
+    assert local_ranks() == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "launcher", "ranks", "expected"),
+    [
+        (64, 64, 8, 8),
+        (64, 64, 1, 64),
+        # Bound to cores of its own, or to a NUMA node that it shares.
+        (8, 64, 8, 8),
+        (32, 64, 8, 8),
+        # The launcher was bound.
+        (16, 16, 8, 2),
+        (4, 64, 100, 1),
+        (8, None, 4, 2),
+    ],
+)
+def test_rank_cores__are_a_share_of_those_of_the_launcher(
+    launched: pytest.MonkeyPatch, tmp_path: Path, own: int, launcher: int | None, ranks: int, expected: int
+) -> None:
+    def affinity(process: int) -> set[int]:
+        if process and launcher is None:
+            raise PermissionError
+        return set(range((launcher or 0) if process else own))
+
+    launched.setattr(os, "sched_getaffinity", affinity)
+    launched.setenv("LOCAL_SIZE", str(ranks))
+    assert rank_cores(root=tmp_path) == expected
+    assert rank_cores(1, tmp_path) == own
+    quota = host(tmp_path, proc__self__cgroup="0::/", **{"sys__fs__cgroup__cpu.max": "1600000 100000"})
+    assert rank_cores(root=quota) == min(expected, max(1, 16 // ranks))
 
 
 def test_cache_bytes__counts_each_last_level_cache_once(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from ebbtide import host_limits
 from ebbtide.errors import MachineError
 from ebbtide.interleave.calibrate.ranks import Ranks
 
 # Set by torchrun and DeepSpeed's launcher in each process.
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextlib.contextmanager
@@ -47,7 +48,7 @@ def _launched_ranks() -> Ranks:
     from torch.distributed import rendezvous
 
     store, rank, count = next(iter(rendezvous("env://")))
-    return Ranks(rank, count, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), store)
+    return Ranks(rank, count, int(os.environ["LOCAL_RANK"]), host_limits.local_ranks(), store)
 
 
 @contextlib.contextmanager

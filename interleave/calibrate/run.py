@@ -192,7 +192,7 @@ def _slowest(key: str, values: list[float]) -> float:
 
 
 def _setup(ranks: Ranks, window_s: float, device: int | None, record: Record) -> Setup:
-    cores = max(1, host_limits.cores() // ranks.local_count)
+    cores = host_limits.rank_cores(ranks.local_count)
     omp_threads = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(omp_threads) if omp_threads.isdigit() and int(omp_threads) > 0 else cores
     if threads != cores:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -121,7 +120,7 @@ def _host_state(params: int) -> torch.Tensor:
 def _host_memory_bytes() -> float | None:
     """Return this rank's share of the host memory that is available."""
     available = host_limits.available_bytes()
-    return None if available is None else available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return None if available is None else available / host_limits.local_ranks()
 
 
 def _min_seconds(work: Callable[[], object]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,8 +47,8 @@ class CpuKernel:
     them on disk). The calling thread waits without the GIL. Calls from several threads share one pool.
 
     Args:
-        threads: Number of threads. By default the cores that this process may use, shared evenly with the other ranks
-            of this host (LOCAL_WORLD_SIZE). OMP_NUM_THREADS is ignored, because torchrun sets it to 1.
+        threads: Number of threads. By default `host_limits.rank_cores`. OMP_NUM_THREADS is ignored, because torchrun
+            sets it to 1.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -294,9 +293,9 @@ def _with_gaps(ranges: Iterable[tuple[int, int, Scalars]], length: int) -> Itera
 
 
 def _default_threads(node: int | None) -> int:
-    share = host_limits.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    share = host_limits.rank_cores()
     on_node = len(cpus_within(node)) if node is not None else 0
-    return max(1, min(share, on_node or share))
+    return min(share, on_node or share)
 
 
 def _prepare_thread(node: int | None) -> None:

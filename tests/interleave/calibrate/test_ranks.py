@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,6 +107,29 @@ def test_ranks__an_error_of_the_first_rank_ends_all() -> None:
     with pytest.raises(ValueError, match="no rates"):
         measure_and_fail(helpers)
     assert [helper.is_alive() for helper in helpers] == [False]
+
+
+def join_launched(rank: int, port: int, folder: str) -> None:
+    """Join as a rank that DeepSpeed's launcher has started, which sets LOCAL_SIZE and no LOCAL_WORLD_SIZE."""
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in own.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    with join_ranks(None, wait_and_gather) as ranks:
+        wait_and_gather(ranks)
+        Path(folder, str(rank)).write_text(f"{ranks.count} {ranks.local_rank} {ranks.local_count}")
+
+
+def test_ranks__of_the_launcher_of_deepspeed_measure_together(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=join_launched, args=(rank, port, str(tmp_path))) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2 0 2", "2 1 2"]
 
 
 def test_ranks__a_single_rank_waits_for_nobody() -> None:

@@ -142,4 +142,4 @@ class StorageOptions:
 
 def _available_bytes() -> float | None:
     available = host_limits.available_bytes()
-    return None if available is None else _HOST_SHARE * available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return None if available is None else _HOST_SHARE * available / host_limits.local_ranks()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ebbtide import host_limits
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.runtime.storage.direct_file import DirectFile
 from ebbtide.machines.storage import StoragePath
@@ -74,7 +75,7 @@ def _measured(folder: Path, read: DirectFile, written: DirectFile, memory: memor
     return StoragePath(
         read_bytes_per_s=_FILE_BYTES / _min_seconds(read_all),
         write_bytes_per_s=_FILE_BYTES / _min_seconds(write_all),
-        bytes=free / int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        bytes=free / host_limits.local_ranks(),
         duplex_bytes_per_s=2 * _FILE_BYTES / _min_seconds(both),
         path=str(folder.resolve()),
     )

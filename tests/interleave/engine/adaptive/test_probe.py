@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+from pathlib import Path
 
+import pytest
+
+from ebbtide import host_limits
 from ebbtide.interleave.engine.adaptive.probe import probe
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from ebbtide.interleave.engine.runtime.storage.options import StorageOptions
+from ebbtide.machines.machine import Machine
 
 
 def test_probe__measures_remainders_only_for_jobs_that_have_them() -> None:
@@ -24,3 +31,17 @@ def test_probe__measures_updates_out_of_place_only_for_jobs_that_speculate() -> 
         assert device.used_bytes == 0
     assert share is not None
     assert 0 < share <= 1
+
+
+def test_probe__of_a_rank_takes_its_share_of_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """DeepSpeed's launcher sets LOCAL_SIZE."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(host_limits, "available_bytes", lambda: 800e9)
+    with contextlib.closing(EmulatedDevice()) as device, contextlib.closing(CpuKernel(1)) as kernel:
+        for ranks in (1, 8):
+            monkeypatch.setenv("LOCAL_SIZE", str(ranks))
+            assert probe(device, kernel, 1000, None).host_memory_bytes == 800e9 / ranks
+            machine = StorageOptions(tmp_path, None).added_to(Machine("host"))
+            assert machine.host_memory_bytes == pytest.approx(0.8 * 800e9 / ranks)
+            free = shutil.disk_usage(tmp_path).free
+            assert machine.storage[0].bytes == pytest.approx(free / ranks, rel=0.3)

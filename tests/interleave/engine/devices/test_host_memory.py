@@ -71,8 +71,7 @@ def test_gpu_node__is_known_where_there_is_a_choice(
 
 
 def test_cpu_kernel__runs_on_the_cores_of_the_node_that_it_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr("ebbtide.host_limits.cores", lambda: len(CPUS))
+    monkeypatch.setattr("ebbtide.host_limits.rank_cores", lambda: len(CPUS))
     # This process may use no core of node 1.
     invent_nodes(monkeypatch, {min(CPUS)}, {max(CPUS) + 1})
     affinities: list[set[int]] = []

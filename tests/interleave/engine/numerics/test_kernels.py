@@ -178,9 +178,8 @@ def test_update__refuses_tensors_that_do_not_match(
 
 def test_cpu_kernel__uses_the_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(host_limits, "cores", lambda: 8)
-    for ranks, threads in (("1", 8), ("3", 2), ("20", 1)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    for threads in (8, 1):
+        monkeypatch.setattr(host_limits, "rank_cores", lambda threads=threads: threads)
         kernel = CpuKernel()
         assert kernel.threads == threads
         kernel.close()
