@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import torch
 
-from ebbtide.interleave.engine.devices.capture_mode import tolerate_captures
-from ebbtide.interleave.engine.devices.cuda_streams import CudaStreams
+from ebbtide.interleave.engine.devices.cuda_streams import CudaStreams, thread_setup
 from ebbtide.interleave.engine.devices.device import Direction, Mark, Stream
 from ebbtide.interleave.engine.devices.host_memory import allocate_pinned, gpu_node
 from ebbtide.interleave.engine.devices.job_memory import JobMemory
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+
+T = TypeVar("T", int, float)
 
 
 class CudaDevice:
@@ -79,8 +82,10 @@ class CudaDevice:
             return torch.zeros(shape, dtype=dtype, device="cpu")
         return allocate_pinned(shape, dtype, self.numa_node)
 
+    def thread_setup(self) -> AbstractContextManager[None]:
+        return thread_setup(self._device)
+
     def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
-        tolerate_captures()
         self._streams.wait(stream, marks)
 
     def record(self, stream: Stream) -> Mark:
@@ -108,12 +113,10 @@ class CudaDevice:
                 raise UpdateNotStarted(f"the update on the GPU could not start: {error}") from error
 
     def sums_of_squares(self, gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
-        with torch.cuda.device(self._device):
-            return self._kernel.gpu_sums_of_squares(gradients)
+        return self._started(self._kernel.gpu_sums_of_squares, gradients)
 
     def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
-        with torch.cuda.device(self._device):
-            return self._kernel.gpu_fingerprint(values)
+        return self._started(self._kernel.gpu_fingerprint, values)
 
     def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False) -> None:
         try:
@@ -128,6 +131,19 @@ class CudaDevice:
 
     def is_capturing(self) -> bool:
         return bool(torch.cuda.is_current_stream_capturing())
+
+    def _started(
+        self, start: Callable[[Sequence[torch.Tensor]], Callable[[], list[T]]], tensors: Sequence[torch.Tensor]
+    ) -> Callable[[], list[T]]:
+        """Start a kernel, and return a function that waits for the results in any thread."""
+        with self.thread_setup():
+            results = start(tensors)
+
+        def wait() -> list[T]:
+            with self.thread_setup():
+                return results()
+
+        return wait
 
     def close(self) -> None:
         """Do nothing: the streams are destroyed with this object."""

@@ -3,56 +3,71 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
+from ebbtide.interleave.engine.devices.capture_mode import relaxed_captures
 from ebbtide.interleave.engine.devices.device import Mark, Stream
 
 
-class CudaMark:
-    """An event that was recorded on a stream.
+@contextmanager
+def thread_setup(device: torch.device) -> Iterator[None]:
+    """Return a context in which the calling thread may use a GPU: see `Streams.thread_setup`."""
+    with torch.cuda.device(device), relaxed_captures():
+        yield
+
+
+class CudaAnchor:
+    """An event that was passed, and when on the clock of time.perf_counter. Times of later events are counted from it.
 
     Args:
         event: The event.
-        clock: The clock for its time.
+        time_s: When it was passed.
     """
 
-    def __init__(self, event: torch.cuda.Event, clock: CudaClock) -> None:
+    def __init__(self, event: torch.cuda.Event, time_s: float) -> None:
+        self._event = event
+        self._time_s = time_s
+
+    def time_s(self, event: torch.cuda.Event) -> float:
+        """Return the time of an event that was passed, in seconds."""
+        elapsed_s = float(self._event.elapsed_time(event)) / 1e3
+        # The clocks of host and device drift apart, but the event is over now.
+        self._time_s = min(self._time_s, time.perf_counter() - elapsed_s)
+        return self._time_s + elapsed_s
+
+
+class CudaMark:
+    """An event that was recorded on a stream of a GPU.
+
+    Args:
+        device: The GPU.
+        event: The event.
+        anchor: An earlier event, for its time.
+    """
+
+    def __init__(self, device: torch.device, event: torch.cuda.Event, anchor: CudaAnchor) -> None:
         self.event = event
-        self._clock = clock
+        self._device = device
+        self._anchor = anchor
 
     @property
     def is_passed(self) -> bool:
         """Whether the stream has passed it."""
-        return bool(self.event.query())
+        with thread_setup(self._device):
+            return bool(self.event.query())
 
     def synchronize(self) -> None:
         """Wait, without the GIL, until the stream has passed it."""
-        self.event.synchronize()
+        with thread_setup(self._device):
+            self.event.synchronize()
 
     @property
     def time_s(self) -> float:
         """When the stream passed it, on the clock of time.perf_counter."""
-        return self._clock.time_s(self.event)
-
-
-class CudaClock:
-    """Times of events on the host's clock: they are counted from an event whose time on the host is known.
-
-    Args:
-        stream: A stream without other work, which passes an event as soon as it is recorded.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._begin = torch.cuda.Event(enable_timing=True, blocking=True)
-        self._begin.record(stream)
-        self._begin.synchronize()
-        self._begin_s = time.perf_counter()
-
-    def time_s(self, event: torch.cuda.Event) -> float:
-        """Return the time of an event that was passed, in seconds."""
-        return self._begin_s + float(self._begin.elapsed_time(event)) / 1e3
+        return self._anchor.time_s(self.event)
 
 
 class CudaStreams:
@@ -64,10 +79,15 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        with torch.cuda.device(device):
+        with thread_setup(device):
             names: tuple[Stream, ...] = ("h2d", "d2h", "gpu")
             self._streams = {name: torch.cuda.Stream() for name in names}
+            # Without other work: it passes an event as soon as it is recorded, unless all streams share one queue
+            # (CUDA_DEVICE_MAX_CONNECTIONS=1).
             self._clock_stream = torch.cuda.Stream()
+            event, _ = self._next_anchor = self._record_anchor()
+            event.synchronize()
+            self._anchor = CudaAnchor(event, time.perf_counter())
         self.begin_iteration()
 
     def stream(self, name: Stream) -> torch.cuda.Stream:
@@ -85,10 +105,22 @@ class CudaStreams:
         with torch.cuda.device(self._device):
             event = torch.cuda.Event(enable_timing=True, blocking=True)
             event.record(self.stream(stream))
-        return CudaMark(event, self._clock)
+        return CudaMark(self._device, event, self._anchor)
 
     def begin_iteration(self) -> None:
-        """Allocate memory in the order of the calling thread's current stream, from now on, and set the clock again."""
-        with torch.cuda.device(self._device):
+        """Allocate memory in the order of the calling thread's current stream, from now on, and set the clock again.
+
+        An anchor is used when it was passed. Nothing waits for it: work of the job may be before it."""
+        with thread_setup(self._device):
             self._streams["memory"] = torch.cuda.current_stream()
-            self._clock = CudaClock(self._clock_stream)
+            event, recorded_s = self._next_anchor
+            if event.query():
+                self._anchor = CudaAnchor(event, max(recorded_s, self._anchor.time_s(event)))
+                self._next_anchor = self._record_anchor()
+
+    def _record_anchor(self) -> tuple[torch.cuda.Event, float]:
+        """Return an event on the stream of the clock, and the time before it."""
+        recorded_s = time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(self._clock_stream)
+        return event, recorded_s

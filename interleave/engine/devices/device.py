@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
 import torch
@@ -39,6 +40,13 @@ class Mark(Protocol):
 
 class Streams(Protocol):
     """Work on a device: each stream does what is issued to it in order."""
+
+    def thread_setup(self) -> AbstractContextManager[None]:
+        """Return a context in which the calling thread may use the device and wait for it, whatever others do.
+
+        A GPU is then the current device of the thread: calls on events would else open a context on the first GPU. And
+        they do not end the capture of a CUDA graph on another thread."""
+        ...
 
     def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
         """Let a stream wait for marks, before it does what is issued to it from now on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -95,6 +96,9 @@ class EmulatedDevice:
     def submit(self, stream: Stream, work: Callable[[], object]) -> None:
         """Issue work to a stream: what `copy` and `update` do, and what tests add."""
         self._streams.submit(stream, work)
+
+    def thread_setup(self) -> AbstractContextManager[None]:
+        return self._streams.thread_setup()
 
     def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
         self._streams.wait(stream, marks)

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 
 from ebbtide.interleave.engine.devices.device import Mark, Stream
@@ -86,6 +87,10 @@ class EmulatedStreams:
         names: tuple[Stream, ...] = ("h2d", "d2h", "gpu")
         self._queues: dict[Stream, WorkQueue] = {name: WorkQueue(f"ebbtide-emulated-{name}") for name in names}
         self._error: BaseException | None = None
+
+    def thread_setup(self) -> AbstractContextManager[None]:
+        """Return a context without effect."""
+        return nullcontext()
 
     def submit(self, stream: Stream, work: Callable[[], object]) -> None:
         """Issue work to a stream."""

@@ -58,7 +58,7 @@ class Executor:
         storage = [(resource, path) for resource in STORAGE_RESOURCES for path in range(paths)]
         self._lanes: list[Lane] = [*((resource, 0) for resource in RESOURCES), *storage]
         self._threads = [
-            threading.Thread(target=self._work, args=(lane,), name=f"ebbtide-{lane[0]}", daemon=True)
+            threading.Thread(target=self._serve, args=(lane,), name=f"ebbtide-{lane[0]}", daemon=True)
             for lane in self._lanes
         ]
         for thread in self._threads:
@@ -185,6 +185,10 @@ class Executor:
         if threading.current_thread() not in self._threads:
             for thread in self._threads:
                 thread.join()
+
+    def _serve(self, lane: Lane) -> None:
+        with self._streams.thread_setup():
+            self._work(lane)
 
     def _work(self, lane: Lane) -> None:
         resource, _ = lane

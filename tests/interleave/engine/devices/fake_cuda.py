@@ -30,6 +30,9 @@ from tests.interleave.engine.twins import WatchedKernel
 
 KERNEL = "ebbtide.interleave.engine.numerics.triton_kernel"
 _current = threading.local()
+# The device of the engine. Threads begin with device 0 as the current one.
+DEVICE = 1
+RELAXED = 2
 
 
 @dataclass
@@ -45,7 +48,10 @@ class FakeCuda:
         register_error: The result of cudaHostRegister.
         registered: Bytes of pinned memory, by address.
         compile_error: The error that every launch of the update raises.
-        relaxed_threads: Number of threads that tolerate captures.
+        strays: The threads that have called functions of events with another current device.
+        strict_threads: The threads that have called them in a capture mode in which they end captures of others.
+        shares_queue: Whether a stream waits for earlier work of all others, as with CUDA_DEVICE_MAX_CONNECTIONS=1.
+        clock_rate: The rate of the device's clock, by that of the host's.
         order: The order of all accesses.
         pause: Called before the host waits for an event.
         streams: The number of streams made so far.
@@ -63,7 +69,10 @@ class FakeCuda:
     register_error: int = 0
     registered: dict[int, int] = field(default_factory=dict)
     compile_error: Exception | None = None
-    relaxed_threads: int = 0
+    strays: set[str] = field(default_factory=set)
+    strict_threads: set[str] = field(default_factory=set)
+    shares_queue: bool = False
+    clock_rate: float = 1.0
     order: Order = field(default_factory=Order)
     pause: Callable[[], None] = lambda: None
     streams: int = 0
@@ -88,9 +97,17 @@ class FakeCuda:
         return 0
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
-        assert ctypes.cast(mode, ctypes.POINTER(ctypes.c_int))[0] == 2
-        self.relaxed_threads += 1
+        value = ctypes.cast(mode, ctypes.POINTER(ctypes.c_int))
+        value[0], _current.mode = capture_mode(), value[0]
         return 0
+
+    def call_event(self) -> None:
+        """Note a thread that calls a function of events in a state in which it should not."""
+        name = threading.current_thread().name
+        if current_device() != DEVICE:
+            self.strays.add(name)
+        if capture_mode() != RELAXED:
+            self.strict_threads.add(name)
 
     def make_stream(self) -> Stream:
         self.streams += 1
@@ -112,6 +129,26 @@ class FakeCuda:
         self.job = Stream(self, "job")
 
 
+def capture_mode() -> int:
+    """Return the capture mode of the calling thread."""
+    return getattr(_current, "mode", 0)
+
+
+def current_device() -> int:
+    return getattr(_current, "device", 0)
+
+
+@contextlib.contextmanager
+def use_device(device: torch.device) -> Iterator[None]:
+    """Return a context with another current device; CheckedDevice names that of the engine `cpu`."""
+    before = current_device()
+    _current.device = DEVICE if device.type == "cpu" else device.index
+    try:
+        yield
+    finally:
+        _current.device = before
+
+
 class Stream:
     def __init__(self, cuda: FakeCuda, name: str) -> None:
         self.cuda = cuda
@@ -129,20 +166,27 @@ class Event:
         self._time_s = 0.0
 
     def record(self, stream: Stream) -> None:
-        self.clock, self._stream = self._cuda.order.reached(stream.name), stream.name
+        order = self._cuda.order
+        if self._cuda.shares_queue:
+            for number in range(self._cuda.streams):
+                order.wait(stream.name, order.clock(f"stream {number + 1}"))
+            order.wait(stream.name, order.clock("job"))
+        self.clock, self._stream = order.reached(stream.name), stream.name
         self._time_s = time.perf_counter()
 
     def synchronize(self) -> None:
+        self._cuda.call_event()
         self._cuda.pause()
         if self._stream not in self._cuda.careless:
             self._cuda.order.wait(HOST, self.clock)
 
     def query(self) -> bool:
+        self._cuda.call_event()
         # The host does not know whether the work is done, unless it has waited.
         return self._cuda.order.knows(HOST, self.clock)
 
     def elapsed_time(self, later: Event) -> float:
-        return 1e3 * (later._time_s - self._time_s)
+        return 1e3 * (later._time_s - self._time_s) * self._cuda.clock_rate
 
 
 class CheckedKernel(WatchedKernel):
@@ -156,7 +200,7 @@ class CheckedDevice(CudaDevice):
     """A CudaDevice whose memory is host memory, and which records what it reads and writes."""
 
     def __init__(self, cuda: FakeCuda) -> None:
-        super().__init__(torch.device("cuda"))
+        super().__init__(torch.device("cuda", DEVICE))
         self._device = torch.device("cpu")
         self._cuda = cuda
         # Memory is not used for anything else after its release.
@@ -175,6 +219,9 @@ class CheckedDevice(CudaDevice):
         return str(self._streams.stream(stream).name)  # type: ignore[attr-defined]
 
     def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if threading.current_thread().name.startswith("ebbtide-"):
+            # What the engine's own threads call besides, as for memory, must not depend on where it is called.
+            self._cuda.call_event()
         stream = self.stream_name(direction)
         for source, target in pairs:
             self._cuda.order.access(f"copy {direction}", stream, [source], [target])
@@ -209,7 +256,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
             kernel.update(own.grad, *state, own.out, own.scalars)
 
     def deferred(call: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda tensors: (lambda results: lambda: results)([call(tensor) for tensor in tensors])
+        def start(tensors: Sequence[torch.Tensor]) -> Callable[[], list[Any]]:
+            results = [call(tensor) for tensor in tensors]
+            return lambda: (fake.call_event(), results)[1]
+
+        return start
 
     def warm_up(device: torch.device, dtypes: object, remainder: bool) -> None:
         if fake.compile_error is not None:
@@ -225,8 +276,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setitem(sys.modules, KERNEL, kernels)
     monkeypatch.setattr("ebbtide.interleave.engine.numerics.triton_kernel", kernels, raising=False)
     for name, replacement in {
-        "current_device": lambda: 0,
-        "device": lambda device: contextlib.nullcontext(),
+        "current_device": current_device,
+        "device": use_device,
         "stream": fake.stream,
         "Stream": fake.make_stream,
         "current_stream": fake.current_stream,

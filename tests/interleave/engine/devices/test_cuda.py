@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.reference import Hyper
 from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
-from tests.interleave.engine.devices.fake_cuda import FakeCuda, install, open_fake
+from tests.interleave.engine.devices import fake_cuda
+from tests.interleave.engine.devices.fake_cuda import FakeCuda, capture_mode, current_device, install, open_fake
 from tests.interleave.engine.jobs import ReferenceAdamW
 from tests.interleave.engine.states import bits, plausible_state
 
@@ -216,15 +218,92 @@ def test_hooks__do_nothing_during_a_capture(cuda: FakeCuda, params: list[torch.T
     optimizer.close()
 
 
-def test_copy__each_thread_tolerates_captures_of_others_once(cuda: FakeCuda) -> None:
+@pytest.mark.parametrize("streamed", [False, True])
+def test_threads__use_the_device_and_end_no_capture(cuda: FakeCuda, params: list[torch.Tensor], streamed: bool) -> None:
+    """The training thread has another current device, and keeps it, and its capture mode."""
     device = open_fake(cuda)
+    optimizer = InterleavedAdamW(
+        params,
+        policy="interleaved:2",
+        subgroup_params=40,
+        threads=1,
+        device=device,
+        memory_budget=1e6,
+        gradients="streamed" if streamed else "kept",
+    )
 
-    def copies() -> None:
-        for _ in range(3):
-            copy_now(device, "h2d", [(torch.ones(3), torch.zeros(3))])
+    def step() -> None:
+        for param in params:
+            param.grad = None
+        sum((param.float() ** 2).sum() for param in params).backward()
+        optimizer.step()
 
-    for expected in (1, 2):
-        thread = threading.Thread(target=copies)
-        thread.start()
-        thread.join()
-        assert cuda.relaxed_threads == expected
+    for _ in range(3):
+        step()
+    saving = threading.Thread(target=optimizer.state_dict, name="saving")
+    saving.start()
+    saving.join()
+    with torch.no_grad():
+        params[0].fill_(1.0)
+    step()
+    optimizer.close()
+    assert not cuda.strays | cuda.strict_threads
+    assert (capture_mode(), current_device()) == (0, 0)
+
+
+def test_copy_now__keeps_the_capture_mode_of_the_thread(cuda: FakeCuda) -> None:
+    device = open_fake(cuda)
+    with pytest.raises(RuntimeError, match="size"):
+        copy_now(device, "h2d", [(torch.ones(3), torch.zeros(2))])
+    copy_now(device, "h2d", [(torch.ones(3), torch.zeros(3))])
+    assert not cuda.strays | cuda.strict_threads
+    assert (capture_mode(), current_device()) == (0, 0)
+
+
+class FakeTime:
+    """A clock of the host that only moves when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        for module in ("ebbtide.interleave.engine.devices.cuda_streams", fake_cuda.__name__):
+            monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=lambda: self.now_s))
+
+
+def test_begin_iteration__waits_for_nothing_if_all_streams_share_a_queue(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With CUDA_DEVICE_MAX_CONNECTIONS=1 the event of a clock is behind all that the job has issued."""
+    clock = FakeTime(monkeypatch)
+    device = open_fake(cuda)
+    waits: list[str] = []
+    cuda.pause = lambda: waits.append("wait")
+    cuda.shares_queue = True
+    for _ in range(3):
+        cuda.order.issue("job")
+        device.begin_iteration()
+        clock.now_s += 0.5
+        assert not waits
+        mark = device.record("job")
+        clock.now_s += 0.001
+        mark.synchronize()
+        assert mark.time_s == pytest.approx(clock.now_s - 0.001, abs=1e-9)
+        assert waits == ["wait"]
+        waits.clear()
+
+
+@pytest.mark.parametrize("rate", [1.0, 1.00005, 0.99995])
+def test_marks__have_times_of_the_host_though_clocks_drift(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, rate: float
+) -> None:
+    """An hour of iterations of a second, with clocks that differ by 0.18 s after it."""
+    clock = FakeTime(monkeypatch)
+    device = open_fake(cuda)
+    cuda.clock_rate = rate
+    for _ in range(3600):
+        device.begin_iteration()
+        clock.now_s += 0.7
+        mark = device.record("d2h")
+        clock.now_s += 0.00002
+        mark.synchronize()
+        assert mark.time_s == pytest.approx(clock.now_s, abs=2e-4)
+        clock.now_s += 0.3
