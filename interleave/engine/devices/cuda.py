@@ -32,8 +32,12 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         if self.is_capturing():
             raise EngineError("the first step cannot be captured in a CUDA graph: run some steps before the capture")
-        # CUDA builds of torch include triton.
-        from ebbtide.interleave.engine.numerics import triton_kernel
+        if torch.version.hip is not None:
+            raise EngineError("GPUs of AMD (ROCm) are not supported: train on an NVIDIA GPU, or with torch.optim.AdamW")
+        try:
+            from ebbtide.interleave.engine.numerics import triton_kernel
+        except ImportError as error:
+            raise EngineError(f"updates on a GPU need Triton ({error}): pip install triton") from error
 
         self._device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
         self._kernel = triton_kernel

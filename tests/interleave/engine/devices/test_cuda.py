@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +142,22 @@ def test_warm_up__says_what_the_kernels_need(cuda: FakeCuda) -> None:
     with pytest.raises(EngineError, match=r"Failed to find C compiler\).*gcc") as error:
         device.warm_up({(torch.bfloat16, torch.bfloat16)})
     assert "\n" not in str(error.value)
+
+
+def test_cuda_device__refuses_gpus_of_amd(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their builds of torch call them `cuda`, and Triton compiles no PTX for them."""
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    with pytest.raises(EngineError, match=r"^GPUs of AMD \(ROCm\) are not supported: .*NVIDIA") as error:
+        CudaDevice(torch.device("cuda", 0))
+    assert "\n" not in str(error.value)
+
+
+def test_cuda_device__says_that_triton_is_missing(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, fake_cuda.KERNEL)
+    monkeypatch.delattr("ebbtide.interleave.engine.numerics.triton_kernel")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(EngineError, match=r"need Triton .*: pip install triton$"):
+        CudaDevice(torch.device("cuda", 0))
 
 
 @pytest.fixture
