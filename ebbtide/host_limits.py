@@ -139,9 +139,10 @@ def _within_quotas(count: int, root: Path) -> int:
 
 
 def cache_bytes(root: Path = Path("/")) -> int | None:
-    """Return the size in bytes of all last-level caches of the host; None where the host does not report them."""
+    """Return the bytes of all last-level caches of this process's cores; None where the host does not report them."""
     sizes: dict[tuple[int, str], int] = {}
-    for cache in root.glob("sys/devices/system/cpu/cpu[0-9]*/cache/index*"):
+    folders = (f"sys/devices/system/cpu/cpu{cpu}/cache/index*" for cpu in os.sched_getaffinity(0))
+    for cache in (cache for folder in folders for cache in root.glob(folder)):
         level, size, shared = (_text(cache / name) for name in ("level", "size", "shared_cpu_list"))
         if level and shared and size and size.endswith("K"):
             sizes[int(level), shared] = int(size[:-1]) * 1024

@@ -147,11 +147,15 @@ def test_rank_cores__are_a_share_of_those_of_the_launcher(
     assert rank_cores(root=quota) == min(expected, max(1, 16 // ranks))
 
 
-def test_cache_bytes__counts_each_last_level_cache_once(tmp_path: Path) -> None:
+def test_cache_bytes__counts_each_last_level_cache_of_its_cores_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for core, shared in enumerate(("0-1", "0-1", "2-3", "2-3")):
         cache = {"index0": ("1", "48K", str(core)), "index3": ("3", "32768K", shared)}
         for index, values in cache.items():
             for name, value in zip(("level", "size", "shared_cpu_list"), values, strict=True):
                 host(tmp_path, **{f"sys__devices__system__cpu__cpu{core}__cache__{index}__{name}": value})
-    assert cache_bytes(tmp_path) == 64 << 20
+    for cores_of_process, caches in (({0, 1, 2, 3}, 2), ({1, 2}, 2), ({2, 3}, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process, own=cores_of_process: own)
+        assert cache_bytes(tmp_path) == caches * 32 << 20
     assert cache_bytes(tmp_path / "none") is None

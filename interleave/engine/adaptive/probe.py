@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -16,13 +17,16 @@ from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES, CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Hyper
 from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
 from ebbtide.machines.machine import Machine
-from ebbtide.state_bytes import STATE_BYTES
+from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
+# Number of parameters whose state is copied and updated on the GPU. On the CPU more are updated: see _cpu_params.
 _PARAMS = 2 << 20
+# Bytes of the last-level caches where the host does not report them.
+_CACHE_BYTES = 32 << 20
 # Device memory per parameter: state copied to the device, state copied from it, and a gradient and a parameter.
 _DEVICE_BYTES = 3 * STATE_BYTES
-# Number of measurements; the shortest counts.
-_ROUNDS = 3
+# Number of measurements, and seconds after which there is none; the shortest counts.
+_ROUNDS, _MAX_S = 3, 0.25
 
 
 def probe(
@@ -38,10 +42,9 @@ def probe(
     Args:
         device: The device.
         kernel: Updates on the CPU.
-        params: Number of parameters of the job. At most this many, and at most some million, are measured.
+        params: Number of parameters of the job. At most this many are measured.
         device_bytes: Device memory that the measurement may use, in bytes; None for no limit.
         out_of_place: Whether to also measure `cpu_out_of_place_share`, which only speculative updates depend on.
-
         remainder: Whether to also measure `cpu_remainder_ratio`, which only masters as remainders depend on.
 
     Returns:
@@ -49,30 +52,30 @@ def probe(
         of the update alone if they did not slow each other down.
     """
     max_params = params if device_bytes is None else int(device_bytes / _DEVICE_BYTES)
-    params = max(1, min(params, _PARAMS, max_params))
+    cpu_params, params = min(params, _cpu_params()), max(1, min(params, _PARAMS, max_params))
     scalars = Hyper().scalars(1)
-    half = torch.zeros(params, dtype=torch.bfloat16, device="cpu")
+    half = torch.zeros(cpu_params, dtype=torch.bfloat16, device="cpu")
     host_states = [device.allocate_host((3, params), torch.float32) for _ in range(2)]
     device_states = [device.allocate_state(params) for _ in range(2)]
     scratch = device.allocate_state(params)
     device_grad, device_out = (row.view(torch.bfloat16)[:params] for row in scratch[:2])
     nbytes = host_states[0].nbytes
-    state, out = _host_state(params), half.clone()
+    state, out = _host_state(cpu_params), half.clone()
     updated = device_states[0]
 
     def update_on_cpu() -> None:
         kernel.update(half, state[0], state[1], state[2], out, scalars)
 
     def update_beside(new_state: torch.Tensor) -> Callable[[], None]:
-        return lambda: kernel.update_beside(half, state, new_state, out, [(0, params, scalars)])
+        return lambda: kernel.update_beside(half, state, new_state, out, [(0, cpu_params, scalars)])
 
     def update_remainders(remainders: torch.Tensor) -> Callable[[], None]:
         return lambda: kernel.update(half, remainders, state[1], state[2], out, scalars)
 
-    def copy(direction: Direction) -> Callable[[], None]:
+    def copy(direction: Direction, count: int = 1) -> Callable[[], None]:
         h2d = direction == "h2d"
         pair = (host_states[0], device_states[0]) if h2d else (device_states[1], host_states[1])
-        return lambda: copy_now(device, direction, [pair])
+        return lambda: copy_now(device, direction, [pair] * count)
 
     def update_on_gpu() -> None:
         device.update([TensorUpdate(device_grad, updated[0], updated[1], updated[2], device_out, scalars)])
@@ -81,21 +84,23 @@ def probe(
     try:
         for device_state in device_states:
             copy_now(device, "h2d", [(host_states[0], device_state)])
-        copy_now(device, "h2d", [(half, device_grad)])
+        copy_now(device, "h2d", [(half[:params], device_grad)])
         cpu_s = _min_seconds(update_on_cpu)
-        share = cpu_s / _min_seconds(update_beside(_host_state(params))) if out_of_place else None
-        remainders = torch.zeros(params, dtype=torch.int16, device="cpu")
+        share = cpu_s / _min_seconds(update_beside(_host_state(cpu_params))) if out_of_place else None
+        remainders = torch.zeros(cpu_params, dtype=torch.int16, device="cpu")
         ratio = cpu_s / _min_seconds(update_remainders(remainders)) if remainder else None
         h2d_s, d2h_s = _min_seconds(copy("h2d")), _min_seconds(copy("d2h"))
         gpu_s = _min_seconds(update_on_gpu)
-        together_s = _min_seconds(lambda: _run_at_once(update_on_cpu, copy("h2d"), copy("d2h")))
+        # As many copies as take about as long as the update.
+        copies = max(1, int(cpu_s / max(h2d_s, d2h_s)))
+        together_s = _min_seconds(lambda: _run_at_once(update_on_cpu, copy("h2d", copies), copy("d2h", copies)))
     finally:
         for tensor in (*device_states, scratch):
             device.release(tensor)
-    traffic_bytes = ONE_PASS_BYTES * params + 2 * nbytes
-    longest_s = max(cpu_s, h2d_s, d2h_s)
+    traffic_bytes = ONE_PASS_BYTES * cpu_params + 2 * nbytes * copies
+    longest_s = max(cpu_s, copies * h2d_s, copies * d2h_s)
     slowed_down = together_s > 1.2 * longest_s
-    memory_bytes_per_s = traffic_bytes / together_s if slowed_down else 2 * ONE_PASS_BYTES * params / cpu_s
+    memory_bytes_per_s = traffic_bytes / together_s if slowed_down else 2 * ONE_PASS_BYTES * cpu_params / cpu_s
     return Machine(
         name="probed",
         host_memory_bytes=_host_memory_bytes(),
@@ -104,13 +109,19 @@ def probe(
         h2d_pageable_bytes_per_s=nbytes / h2d_s,
         d2h_pageable_bytes_per_s=nbytes / d2h_s,
         host_memory_bytes_per_s=memory_bytes_per_s,
-        cpu_update_params_per_s=params / cpu_s,
-        cpu_cast_params_per_s=2 * params / cpu_s,
+        cpu_update_params_per_s=cpu_params / cpu_s,
+        cpu_cast_params_per_s=2 * cpu_params / cpu_s,
         cpu_out_of_place_share=None if share is None else min(1.0, share),
         cpu_remainder_ratio=ratio,
         gpu_update_params_per_s=params / gpu_s,
         step_overhead_s=0.0,
     )
+
+
+def _cpu_params() -> int:
+    """Return the number of parameters whose update takes four times the caches, or an eighth of this rank's memory."""
+    nbytes = min(4 * (host_limits.cache_bytes() or _CACHE_BYTES), (_host_memory_bytes() or math.inf) / 8)
+    return max(_PARAMS, int(nbytes / (STATE_BYTES + GRAD_BYTES + PARAM_BYTES)))
 
 
 def _host_state(params: int) -> torch.Tensor:
@@ -125,8 +136,8 @@ def _host_memory_bytes() -> float | None:
 
 def _min_seconds(work: Callable[[], object]) -> float:
     work()
-    times_s = []
-    for _ in range(_ROUNDS):
+    times_s: list[float] = []
+    while len(times_s) < _ROUNDS and sum(times_s) < _MAX_S:
         begin_s = time.perf_counter()
         work()
         times_s.append(time.perf_counter() - begin_s)
