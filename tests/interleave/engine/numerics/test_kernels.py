@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import sys
@@ -183,6 +184,19 @@ def test_cpu_kernel__uses_the_ranks_share_of_the_cores(monkeypatch: pytest.Monke
         kernel = CpuKernel()
         assert kernel.threads == threads
         kernel.close()
+
+
+def test_cpu_kernel__lets_other_threads_run_first() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    own = niceness()
+    kernel = CpuKernel(2)
+    for node in (None, 0):
+        kernel.bind(node)
+        assert {kernel._pool.submit(niceness).result() for _ in range(8)} == {min(own + 5, 19)}
+    kernel.close()
+    assert niceness() == own
 
 
 def test_compiled__works_without_a_cache_folder() -> None:
