@@ -167,7 +167,7 @@ class StateAccess(LateSteps):
         self._open(commit["storage"])
         states = self._engine.store.states
         for number, value in enumerate(self._values()):
-            value.copy_(states.read_master(number))
+            value.copy_(states.read(number)[MASTER])
         self._partition_all_parameters()
         for number in range(len(self._masters)):
             self._unflatten_partitioned_parameters(number)

@@ -62,31 +62,23 @@ def gather_states(
     param_states = [
         ParamState(*(torch.empty(local_shard(param).numel(), **_HOST) for _ in ParamState._fields)) for param in params
     ]
-    for number in range(len(states.subgroups)):
-        _gather_subgroup(states, number, params, param_states, changed, loaded)
+    for number, subgroup in enumerate(states.subgroups):
+        segments = subgroup.segments
+        targets = [[row[part.begin : part.end] for row in param_states[part.param]] for part in segments]
+        masters = [rows[MASTER] for rows in targets]
+        if subgroup.has_remainders:
+            for rows, master in zip(targets, masters, strict=True):
+                rows[MASTER] = torch.empty(len(master), dtype=torch.int16, device="cpu")
+        # Straight to the memory that is returned, without another copy.
+        states.copy_parts(number, [(part.span, rows) for part, rows in zip(segments, targets, strict=True)])
+        for part, rows, master in zip(segments, targets, masters, strict=True):
+            if is_remainder(rows[MASTER]):
+                rounded = loaded.get(part.param)
+                param = flat_view(params[part.param]) if rounded is None else rounded
+                param = param[part.begin : part.end].cpu()
+                is_old = part.param in changed and rounded is None
+                master.copy_(param.float() if is_old else join_tensors(param, rows[MASTER]))
     return param_states
-
-
-def _gather_subgroup(
-    states: SubgroupStates,
-    number: int,
-    params: Sequence[torch.Tensor],
-    param_states: Sequence[ParamState],
-    changed: Collection[int],
-    loaded: Mapping[int, torch.Tensor | None],
-) -> None:
-    """Copy the state of a subgroup to those of its parameters. The memory that this takes is released on return."""
-    rows = states.rows(number, states.read(number))
-    for segment in states.subgroups[number].segments:
-        for row, target in zip(rows, param_states[segment.param], strict=True):
-            values = row[segment.span]
-            if is_remainder(row):
-                rounded = loaded.get(segment.param)
-                param = flat_view(params[segment.param]) if rounded is None else rounded
-                param = param[segment.begin : segment.end].cpu()
-                is_old = segment.param in changed and rounded is None
-                values = param.float() if is_old else join_tensors(param, values)
-            target[segment.begin : segment.end] = values
 
 
 def scatter_states(
@@ -153,23 +145,22 @@ def update_masters(
         segments = [segment for segment in subgroup.segments if segment.param in changed]
         if not segments:
             continue
-        master = states.read_master(number)
-        for segment in segments:
-            param = flat_view(params[segment.param])[segment.begin : segment.end]
-            value, part = param.cpu(), master[segment.span]
-            if is_remainder(master):
-                rounded = loaded.get(segment.param)
-                rounded = value if rounded is None else rounded[segment.begin : segment.end]
-                to_even = join_tensors(rounded, part).to(value.dtype)
-                different = ((rounded != value) & (to_even != value)) | (segment.param not in loaded)
-                part[different] = 0
-                param.copy_(torch.where(different, value, rounded))
-            else:
-                different = part.to(value.dtype) != value
-                part[different] = value[different].float()
-            if different.any():
-                replaced.add(segment.param)
-        states.write_master(number, master)
+        with states.edited_masters(number, [segment.span for segment in segments]) as masters:
+            for segment, master in zip(segments, masters, strict=True):
+                param = flat_view(params[segment.param])[segment.begin : segment.end]
+                value = param.cpu()
+                if is_remainder(master):
+                    rounded = loaded.get(segment.param)
+                    rounded = value if rounded is None else rounded[segment.begin : segment.end]
+                    to_even = join_tensors(rounded, master).to(value.dtype)
+                    different = ((rounded != value) & (to_even != value)) | (segment.param not in loaded)
+                    master[different] = 0
+                    param.copy_(torch.where(different, value, rounded))
+                else:
+                    different = master.to(value.dtype) != value
+                    master[different] = value[different].float()
+                if different.any():
+                    replaced.add(segment.param)
     return replaced
 
 

@@ -89,23 +89,31 @@ class SubgroupStates:
         else:
             self._allocated_on_host(subgroup).copy_(state)
 
-    def read_master(self, subgroup: int) -> torch.Tensor:
-        """Return the masters or remainders of a subgroup, on the host. Changes take effect with `write_master`."""
-        if subgroup not in self._on_device:
-            state = self._on_host[subgroup] if subgroup in self._on_host else self.read(subgroup)
-            return self.rows(subgroup, state)[MASTER]
-        on_device = self.rows(subgroup, self._on_device[subgroup])[MASTER]
-        master = torch.empty(on_device.shape, dtype=on_device.dtype, device="cpu")
-        copy_now(self._device, "d2h", [(on_device, master)])
-        return master
+    def copy_parts(self, subgroup: int, parts: Sequence[tuple[slice, Sequence[torch.Tensor]]]) -> None:
+        """Copy elements of all rows of a state to tensors in host memory, one for each row."""
+        on_device = self._on_device.get(subgroup)
+        rows = self.rows(subgroup, self.read(subgroup) if on_device is None else on_device)
+        pairs = [(row[span], target) for span, targets in parts for row, target in zip(rows, targets, strict=True)]
+        if on_device is not None:
+            copy_now(self._device, "d2h", pairs)
+            return
+        for source, target in pairs:
+            target.copy_(source)
 
-    def write_master(self, subgroup: int, master: torch.Tensor) -> None:
-        """Set the masters of a subgroup to those of `read_master` with changes. No operation may run meanwhile."""
-        if subgroup in self._on_device:
-            copy_now(self._device, "h2d", [(master, self.rows(subgroup, self._on_device[subgroup])[MASTER])])
-        elif self._stored is not None and self.is_stored(subgroup):
-            state = self.read(subgroup)
-            self.rows(subgroup, state)[MASTER].copy_(master)
+    @contextmanager
+    def edited_masters(self, subgroup: int, spans: Sequence[slice]) -> Iterator[list[torch.Tensor]]:
+        """Provide some masters or remainders of a subgroup on the host, to change them. No operation may run."""
+        on_device = self._on_device.get(subgroup)
+        state = self.read(subgroup) if on_device is None else on_device
+        parts = [self.rows(subgroup, state)[MASTER][span] for span in spans]
+        if on_device is not None:
+            edited = [torch.empty_like(part, device="cpu") for part in parts]
+            copy_now(self._device, "d2h", list(zip(parts, edited, strict=True)))
+            yield edited
+            copy_now(self._device, "h2d", list(zip(edited, parts, strict=True)))
+            return
+        yield parts
+        if self._stored is not None and self.is_stored(subgroup):
             # Also where the state is in a buffer: it may be read again.
             self._stored.write(subgroup, state)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from ebbtide.interleave.engine.devices.device import Direction
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
@@ -86,8 +89,8 @@ def test_step__new_values_of_a_parameter_leave_other_states_alone() -> None:
     job.step(optimizer)
     written: list[int] = []
     states = optimizer._runner.engine.store.states
-    write = states.write_master
-    states.write_master = lambda number, master: (written.append(number), write(number, master))
+    edited = states.edited_masters
+    states.edited_masters = lambda number, spans: (written.append(number), edited(number, spans))[1]
     states.write = forbidden
     one_element(job.net.norm.weight)
     job.step(optimizer)
@@ -126,7 +129,7 @@ def test_step__reads_only_the_masters_of_subgroups_that_the_job_has_edited(monke
 
     step()
     touched: list[tuple[str, int]] = []
-    for name in ("read", "write", "read_master", "write_master"):
+    for name in ("read", "write", "edited_masters"):
         method = getattr(SubgroupStates, name)
 
         def recorded(states: SubgroupStates, subgroup: int, *state: Any, name: str = name, method: Any = method) -> Any:
@@ -138,8 +141,48 @@ def test_step__reads_only_the_masters_of_subgroups_that_the_job_has_edited(monke
     assert touched == []
     params[3].data.clamp_(0.0, 0.5)
     step()
-    assert touched == [("read_master", 3), ("write_master", 3)]
+    assert touched == [("edited_masters", 3), ("read", 3)]
     optimizer.close()
+
+
+class CountingDevice(EmulatedDevice):
+    """An emulated device that notes the target and size of each copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[Direction, torch.Tensor]] = []
+
+    def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.copies += [(direction, target) for _, target in pairs]
+        super().copy(direction, pairs)
+
+
+@pytest.mark.parametrize("master", ["fp32", "remainder"])
+def test_state_on_the_device__moves_only_what_is_edited_and_is_copied_once(master: Any) -> None:
+    """Three parameters share a subgroup, whose state stays on the device."""
+    params = [torch.nn.Parameter(torch.ones(size).bfloat16()) for size in (5000, 7, 4000)]
+    with contextlib.closing(CountingDevice()) as device:
+        optimizer = InterleavedAdamW(params, policy="gpu-only", device=device, threads=1, master=master)
+
+        def step() -> None:
+            for param in params:
+                param.grad = torch.ones_like(param)
+            device.copies.clear()
+            optimizer.step()
+
+        step()
+        step()
+        assert not device.copies
+        params[1].data.fill_(0.25)
+        step()
+        assert [(direction, len(target)) for direction, target in device.copies] == [("d2h", 7), ("h2d", 7)]
+        device.copies.clear()
+        saved = optimizer.state_dict()["state"]
+        reached = {target.untyped_storage().data_ptr() for _, target in device.copies}
+        names = ("exp_avg", "exp_avg_sq", *(["master"] if master == "fp32" else []))
+        for entry in saved.values():
+            assert all(entry[name].untyped_storage().data_ptr() in reached for name in names)
+        optimizer.close()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -252,7 +251,7 @@ def test_load_state_dict__refuses_other_state_dicts_and_changes_nothing(
 def test_state_dict__holds_one_subgroup_at_a_time_besides_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     params = [torch.nn.Parameter(torch.ones(100)) for _ in range(5)]
     written: list[int] = []
-    write, read = SubgroupStates.write, SubgroupStates.read
+    write = SubgroupStates.write
 
     def recorded_write(states: SubgroupStates, subgroup: int, state: torch.Tensor) -> None:
         written.append(state.data_ptr())
@@ -265,18 +264,9 @@ def test_state_dict__holds_one_subgroup_at_a_time_besides_the_result(monkeypatch
         optimizer.step()
         assert len(written) == 4
         assert len(set(written)) == 1
-        copies: list[weakref.ref[torch.Tensor]] = []
-        alive = []
-
-        def recorded_read(states: SubgroupStates, subgroup: int) -> torch.Tensor:
-            alive.append(sum(copy() is not None for copy in copies))
-            state = read(states, subgroup)
-            copies.append(weakref.ref(state))
-            return state
-
-        monkeypatch.setattr(SubgroupStates, "read", recorded_read)
+        # State on the device is copied to the result, without other host memory.
+        monkeypatch.setattr(SubgroupStates, "read", None)
         optimizer.state_dict()
-        assert alive == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first", "parameters are there"])
