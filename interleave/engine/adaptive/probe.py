@@ -36,6 +36,7 @@ def probe(
     device_bytes: float | None,
     out_of_place: bool = False,
     remainder: bool = False,
+    host_bytes: float | None = None,
 ) -> Machine:
     """Measure the rates of a device and the CPU.
 
@@ -46,13 +47,14 @@ def probe(
         device_bytes: Device memory that the measurement may use, in bytes; None for no limit.
         out_of_place: Whether to also measure `cpu_out_of_place_share`, which only speculative updates depend on.
         remainder: Whether to also measure `cpu_remainder_ratio`, which only masters as remainders depend on.
+        host_bytes: Host memory of this rank, in bytes; None: what is available.
 
     Returns:
         The rates. `host_memory_bytes_per_s` is the traffic of updates and copies that run at once, or twice the traffic
         of the update alone if they did not slow each other down.
     """
     max_params = params if device_bytes is None else int(device_bytes / _DEVICE_BYTES)
-    cpu_params, params = min(params, _cpu_params()), max(1, min(params, _PARAMS, max_params))
+    cpu_params, params = min(params, _cpu_params(host_bytes)), max(1, min(params, _PARAMS, max_params))
     scalars = Hyper().scalars(1)
     half = torch.zeros(cpu_params, dtype=torch.bfloat16, device="cpu")
     host_states = [device.allocate_host((3, params), torch.float32) for _ in range(2)]
@@ -118,9 +120,9 @@ def probe(
     )
 
 
-def _cpu_params() -> int:
+def _cpu_params(host_bytes: float | None) -> int:
     """Return the number of parameters whose update takes four times the caches, or an eighth of this rank's memory."""
-    nbytes = min(4 * (host_limits.cache_bytes() or _CACHE_BYTES), (_host_memory_bytes() or math.inf) / 8)
+    nbytes = min(4 * (host_limits.cache_bytes() or _CACHE_BYTES), (host_bytes or _host_memory_bytes() or math.inf) / 8)
     return max(_PARAMS, int(nbytes / (STATE_BYTES + GRAD_BYTES + PARAM_BYTES)))
 
 

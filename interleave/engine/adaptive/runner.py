@@ -195,8 +195,9 @@ class AdaptiveRunner:
         elif self._machine is None and self._needs_rates:
             budget = self._budget if self._budget is not None else self.device.free_bytes()
             speculates = self._supported.backward
+            host_bytes = None if self._storage is None else self._storage.host_bytes
             machine = probe(
-                self.device, self.kernel, total_params, min_budget(budget), speculates, remainder=has_remainders
+                self.device, self.kernel, total_params, min_budget(budget), speculates, has_remainders, host_bytes
             )
         else:
             machine = self._machine or Machine(name="unknown")

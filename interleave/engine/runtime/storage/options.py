@@ -46,6 +46,9 @@ class StorageOptions:
         storage: A folder or several, which are used at the same time; each has a file of this rank.
         host_memory_budget: Bytes of host memory for state and buffers; None: most of what is available.
 
+    Attributes:
+        host_bytes: The same.
+
     Raises:
         EngineError: An option is not valid.
     """
@@ -60,7 +63,7 @@ class StorageOptions:
                 raise EngineError(f"storage {folder} is not a folder: create it, or name another one")
         if host_memory_budget is not None and not host_memory_budget > 0:
             raise EngineError(f"host_memory_budget is {host_memory_budget}: it must be bytes, above 0")
-        self._host_bytes = host_memory_budget
+        self.host_bytes = host_memory_budget
         self._run = os.urandom(16)
         self._files = 0
         self._stored: StoredStates | None = None
@@ -81,7 +84,7 @@ class StorageOptions:
         """
         measured = {Path(path.path).resolve(): path for path in machine.storage if path.path is not None}
         paths = tuple(measured.get(folder.resolve()) or probe_storage(folder) for folder in self._folders)
-        host_bytes = self._host_bytes or _available_bytes()
+        host_bytes = self.host_bytes or _available_bytes()
         return replace(machine, storage=paths, host_memory_bytes=host_bytes)
 
     def open(

@@ -87,4 +87,7 @@ def test_probe__updates_more_than_the_caches_hold(
         kernel.sizes = set()
         probe(device, kernel, params, None, out_of_place=True, remainder=True)
         assert kernel.sizes == {expected}
+        kernel.sizes.clear()
+        probe(device, kernel, params, None, host_bytes=8 * 16 * 2000)
+        assert kernel.sizes == {max(min(expected, 2000), 1000)}
         assert device.peak_bytes <= 3 * 12 * 1000
