@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from ebbtide import host_limits
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.numa.binding import place_memory
+from ebbtide.numa.binding import bind_thread, place_memory
 from ebbtide.numa.topology import binding_node, pci_address
+
+# Memory that a thread touches at once.
+_CHUNK_BYTES = 64 << 20
 
 
 def allocate_pinned(shape: tuple[int, ...], dtype: torch.dtype, node: int | None = None) -> torch.Tensor:
@@ -38,8 +45,12 @@ def allocate_pinned(shape: tuple[int, ...], dtype: torch.dtype, node: int | None
     mapping.madvise(mmap.MADV_DONTFORK)
     memory = np.frombuffer(mapping, np.uint8)
     pointer = memory.ctypes.data
-    # Registering touches every page, so the memory must be placed before.
+    # Fewer pages to pin, and to look up in updates. A kernel without huge pages says so.
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    # Touching a page takes it, so the memory must be placed before.
     place_memory(pointer, nbytes, node)
+    _touch(memory, node)
     error = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0))
     if error:
         _clear_last_error()
@@ -51,6 +62,15 @@ def allocate_pinned(shape: tuple[int, ...], dtype: torch.dtype, node: int | None
     # The driver unpins everything at the exit. A forked process that exits must not call CUDA.
     unregister.atexit = False
     return torch.from_numpy(memory).view(dtype).view(shape)
+
+
+def _touch(memory: npt.NDArray[np.uint8], node: int | None) -> None:
+    """Take the pages of memory by the threads of this rank. Registering it alone would take them by one thread."""
+    begins = range(0, len(memory), _CHUNK_BYTES)
+    threads = min(len(begins), host_limits.rank_cores())
+    with ThreadPoolExecutor(threads, initializer=bind_thread, initargs=(node,)) as pool:
+        # NumPy releases the GIL.
+        list(pool.map(lambda begin: memory[begin : begin + _CHUNK_BYTES : mmap.PAGESIZE].fill(0), begins))
 
 
 def gpu_node(device: torch.device) -> int | None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ebbtide.interleave.engine.devices import host_memory
 from ebbtide.interleave.engine.devices.cuda import CudaDevice
 from ebbtide.interleave.engine.devices.device import copy_now
 from ebbtide.interleave.engine.devices.job_memory import MARGIN
@@ -49,6 +50,18 @@ def mapping_flags(pointer: int) -> list[str]:
     return []
 
 
+def resident_bytes(pointer: int) -> int:
+    """Return the resident bytes of the mapping that has an address."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(text, 16) for text in first.split("-"))
+            if begin <= pointer < end:
+                return next(int(other.split()[1]) << 10 for other in lines if other.startswith("Rss:"))
+    return 0
+
+
 def test_allocate_host__pinned_memory_is_not_in_forked_processes(cuda: FakeCuda) -> None:
     """Else the next write of the parent would move a page that the GPU uses."""
     memory = open_fake(cuda).allocate_host((3, 5000), torch.float32)
@@ -62,6 +75,33 @@ def test_allocate_host__pinned_memory_is_not_in_forked_processes(cuda: FakeCuda)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
+def test_allocate_host__takes_huge_pages_on_all_threads_before_it_pins(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident: list[int] = []
+    touched: list[tuple[str, int]] = []
+    bind = host_memory.bind_thread
+
+    def register(pointer: int, nbytes: int, flags: int) -> int:
+        assert "hg" in mapping_flags(pointer)
+        resident.append(resident_bytes(pointer))
+        return FakeCuda.cudaHostRegister(cuda, pointer, nbytes, flags)
+
+    def spy(node: int | None) -> None:
+        bind(node)
+        touched.append((threading.current_thread().name, threading.get_ident()))
+
+    monkeypatch.setattr(cuda, "cudaHostRegister", register)
+    monkeypatch.setattr(host_memory, "_CHUNK_BYTES", 4 << 20)
+    monkeypatch.setattr(host_memory, "bind_thread", spy)
+    monkeypatch.setattr("ebbtide.host_limits.rank_cores", lambda: 3)
+    # Not of whole pages.
+    memory = open_fake(cuda).allocate_host((24_000_001,), torch.uint8)
+    assert resident[0] >= memory.nbytes
+    assert len(touched) > 1
+    assert not memory.any()
+
+
 def test_allocate_host__says_how_much_cannot_be_pinned_and_clears_the_error(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +110,7 @@ def test_allocate_host__says_how_much_cannot_be_pinned_and_clears_the_error(
     monkeypatch.setattr("ctypes.CDLL", lambda path: library())
     maps = "7f00-7f01 r-xp 00000000 08:01 42   /opt/lib/libcudart.so.12\n"
     monkeypatch.setattr(Path, "read_text", lambda path: maps)
+    monkeypatch.setattr("ebbtide.host_limits.rank_cores", lambda: 1)
     cuda.register_error = 2
     with pytest.raises(EngineError, match=r"800 bytes .* cannot be pinned \(CUDA error 2\)"):
         open_fake(cuda).allocate_host((100,), torch.float64)
