@@ -59,13 +59,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """A control group with a limit of memory.
-
-    Attributes:
-        folder: Its folder.
-        limit_bytes: Its limit.
-        is_unified: Whether it is of version 2.
-    """
+    """A control group with a limit of memory, of version 2 if it is unified."""
 
     folder: Path
     limit_bytes: int
@@ -117,11 +111,8 @@ def cores(root: Path = Path("/")) -> int:
 def rank_cores(ranks: int | None = None, root: Path = Path("/")) -> int:
     """Return how many logical cores each rank on this host may use, at least 1.
 
-    They share those of their launcher, the parent of this process, which may have bound this rank to fewer of them.
-
-    Args:
-        ranks: Number of ranks on this host; None: `local_ranks`.
-        root: Root of the file system.
+    They (`local_ranks` by default) share those of their launcher, the parent of this process, which may have bound this
+    rank to fewer of them.
     """
     own = launcher = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):
@@ -151,11 +142,9 @@ def cache_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _control_group_values(root: Path, controller: str, unified: str, legacy: str) -> Iterator[str]:
-    """Yield the content of a control file in each control group above this process.
+    """Yield the content of a control file, by its names in version 2 and 1, in each control group above this process.
 
-    `unified` and `legacy` name the file in version 2 and version 1. Where a value is spread over several files, their
-    names are separated by a space, and so are their contents.
-    """
+    Where a value is spread over several files, their names are separated by a space, and so are their contents."""
     for folder, is_unified in _control_groups(root, controller, "self"):
         texts = [_text(folder / name) for name in (unified if is_unified else legacy).split()]
         if all(texts):

@@ -120,13 +120,8 @@ def measure_contention(setup: Setup, record: Record) -> None:
 
 @dataclass(frozen=True)
 class ContendingCopies:
-    """Copies to measure together with updates.
-
-    Attributes:
-        description: Name of the copies in the machine file.
-        copy: Makes some copies and returns their bytes when they have ended.
-        host_bytes_per_byte: Bytes of host memory read and written per byte copied.
-    """
+    """Copies to measure together with updates: their name in the machine file, what makes some and returns their bytes,
+    and bytes of host memory read and written per byte copied."""
 
     description: str
     copy: Callable[[], int]
@@ -163,11 +158,7 @@ def record_contention(setup: Setup, record: Record, copies: ContendingCopies, th
 
 
 class Copier:
-    """A thread that copies from the start to the end of a `with` block.
-
-    Args:
-        copy: Makes some copies and returns their bytes when they have ended.
-    """
+    """A thread that copies from the start to the end of a `with` block, by calls that return the bytes copied."""
 
     def __init__(self, copy: Callable[[], int]) -> None:
         self._copy = copy

@@ -20,12 +20,7 @@ def thread_setup(device: torch.device) -> Iterator[None]:
 
 
 class CudaAnchor:
-    """An event that was passed, and when on the clock of time.perf_counter. Times of later events are counted from it.
-
-    Args:
-        event: The event.
-        time_s: When it was passed.
-    """
+    """A passed event, and when on the clock of time.perf_counter. Times of later events are counted from it."""
 
     def __init__(self, event: torch.cuda.Event, time_s: float) -> None:
         self._event = event
@@ -40,13 +35,7 @@ class CudaAnchor:
 
 
 class CudaMark:
-    """An event that was recorded on a stream of a GPU.
-
-    Args:
-        device: The GPU.
-        event: The event.
-        anchor: An earlier event, for its time.
-    """
+    """An event that was recorded on a stream of a GPU, after an anchor."""
 
     def __init__(self, device: torch.device, event: torch.cuda.Event, anchor: CudaAnchor) -> None:
         self.event = event
@@ -71,11 +60,7 @@ class CudaMark:
 
 
 class CudaStreams:
-    """The streams for copies and updates of one GPU, and those of the job. Marks order them.
-
-    Args:
-        device: The GPU, with its index.
-    """
+    """The streams for copies and updates of one GPU (with its index), and those of the job. Marks order them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

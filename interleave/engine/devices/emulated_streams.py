@@ -15,11 +15,7 @@ from ebbtide.interleave.engine.errors import EngineError
 
 
 class EmulatedMark:
-    """A point of an emulated stream.
-
-    Attributes:
-        time_s: When the stream passed it.
-    """
+    """A point of an emulated stream."""
 
     def __init__(self) -> None:
         self.time_s = math.nan
@@ -44,11 +40,7 @@ class EmulatedMark:
 
 
 class WorkQueue:
-    """Work that a thread does in order. The thread starts with the first work, and ends with this object.
-
-    Args:
-        name: Name of the thread.
-    """
+    """Work that a thread does in order. The thread starts with the first work, and ends with this object."""
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()

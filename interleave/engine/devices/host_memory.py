@@ -34,7 +34,7 @@ def allocate_pinned(shape: tuple[int, ...], dtype: torch.dtype, node: int | None
 
     Args:
         shape: The shape of the tensor; it has at least one element.
-        dtype: The type of the elements.
+        dtype: The type of its elements.
         node: The NUMA node to take the memory from, if it has room; None: the kernel chooses.
 
     Raises:
@@ -74,15 +74,9 @@ def _touch(memory: npt.NDArray[np.uint8], node: int | None) -> None:
 
 
 def gpu_node(device: torch.device) -> int | None:
-    """Return the NUMA node to take the pinned memory and the CPU threads of a GPU from.
+    """Return the NUMA node that a GPU is attached to, to take its pinned memory and CPU threads from.
 
-    Args:
-        device: The GPU, or the CPU.
-
-    Returns:
-        The node that the GPU is attached to. None, so that nothing is bound, for the CPU, on a host with one node, and
-        where the node is not known.
-    """
+    None, so that nothing is bound, for the CPU, on a host with one node, and where the node is not known."""
     if device.type != "cuda":
         return None
     properties: Any = torch.cuda.get_device_properties(device)

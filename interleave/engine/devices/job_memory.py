@@ -30,13 +30,7 @@ class JobMemory:
         self._recent_own_peak = max(self._recent_own_peak, used_bytes)
 
     def sample(self, reserved_bytes: int, used_bytes: int, frees: int) -> None:
-        """Record a moment in a step.
-
-        Args:
-            reserved_bytes: Memory that torch has reserved.
-            used_bytes: Memory that the optimizer uses.
-            frees: How often torch has returned memory to the device so far (empty_cache, or memory was short).
-        """
+        """Record memory that torch has reserved, and how often it has returned some, and what the optimizer uses."""
         if frees != self._frees:
             self._frees = frees
             self._own_peak = self._recent_own_peak
@@ -44,11 +38,6 @@ class JobMemory:
         self._job_peak = max(self._job_peak, reserved_bytes - self._own_peak)
 
     def budget(self, total_bytes: int, others_bytes: int) -> float:
-        """Return what the job's peak so far leaves to the optimizer, in bytes.
-
-        Args:
-            total_bytes: Memory of the device.
-            others_bytes: Memory that other processes and the CUDA context use.
-        """
+        """Return what the job's peak so far, other processes and the CUDA context leave to the optimizer, in bytes."""
         left_bytes = int((1 - MARGIN) * total_bytes) - others_bytes - self._job_peak
         return float(max(0, left_bytes // _UNIT * _UNIT))

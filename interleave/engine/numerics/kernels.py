@@ -67,12 +67,7 @@ class CpuKernel:
     def bind(self, node: int | None) -> None:
         """Run the threads on the cores of a NUMA node; by default there are then no more threads than cores.
 
-        Nothing may run at the same time.
-
-        Args:
-            node: The node, for example that of the GPU; None, or a node of which this process may use no core: all
-                cores that this process may use.
-        """
+        Nothing may run at the same time. Without a node, or a core on it: all cores that this process may use."""
         self._pool.shutdown()
         self._start(node)
 
@@ -121,16 +116,7 @@ class CpuKernel:
         """Run `update` on some elements of tensors. Thousands of small ranges take no longer than a few large ones.
 
         Args:
-            grad: As for `update`, like the other tensors.
-            master: As for `update`.
-            exp_avg: As for `update`.
-            exp_avg_sq: As for `update`.
-            out: As for `update`.
             ranges: (first element, element after the last one, factors) of each; they do not overlap.
-            share: As for `update`.
-
-        Raises:
-            ValueError: If a tensor is of another kind.
         """
         outs = () if out is None else (out,)
         check_update("cpu", grad, (master, exp_avg, exp_avg_sq), out)
@@ -155,15 +141,11 @@ class CpuKernel:
     ) -> None:
         """Run `update_ranges` out of place: read the old state, and write the new one to other memory.
 
-        The old state stays as it is. Elements in no range have the same values in both.
+        The old state stays as it is. Elements in no range have the same values in both, and are not written to `out`.
 
         Args:
-            grad: As for `update`.
             state: Master, first and second moment, fp32: a (3, n) tensor, or three tensors as for `update`.
             new_state: Where to write the new ones; shares no memory with `state`.
-            out: As for `update`. Elements in no range are not written.
-            ranges: As for `update_ranges`, in any order.
-            share: As for `update`.
 
         Raises:
             ValueError: If a tensor is of another kind, or the states share memory.
@@ -218,11 +200,7 @@ class CpuKernel:
     ) -> None:
         """Compile the loops for these dtypes of gradient and parameter, and run them on one element.
 
-        Args:
-            dtypes: The dtypes of gradient and parameter of each combination.
-            out_of_place: Whether to also compile those of `update_beside`.
-            remainder: Whether masters are remainders. All parameters are bfloat16 then.
-        """
+        With remainders all parameters are bfloat16."""
         state = torch.zeros((3, 1), dtype=torch.float32, device="cpu")
         for grad_dtype, dtype in dtypes:
             grad, out = (torch.zeros(1, dtype=kind, device="cpu") for kind in (grad_dtype, dtype))

@@ -24,15 +24,9 @@ class SubgroupStates:
     storage it may also be in a file, or pass through a buffer on the host between its read and its write.
 
     Args:
-        subgroups: The subgroups.
-        device: The device.
-        arena: Device memory.
         host_buffers: Host memory of the caller for each state, which has the state again after `move_all_to_host`. None
             to allocate host memory for every state that is neither resident on the device nor in storage.
         stored: Files for state that host memory does not hold; None: it holds all.
-
-    Attributes:
-        subgroups: The subgroups.
     """
 
     def __init__(
@@ -203,7 +197,6 @@ class SubgroupStates:
         """Move state to where a plan has it when an iteration starts. No operation may run meanwhile.
 
         Args:
-            plan: The plan.
             sizes: The `block_sizes` of the plan.
             kept_bytes: Device memory that may be held during the whole iteration; see `Arena.reserve`.
         """
