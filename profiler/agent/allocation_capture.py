@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import contextlib
 import json
 import os
 import pickle
+import threading
 import time
 from typing import Any
 
@@ -13,11 +16,16 @@ from .inventory import list_blocks
 from .options import Options
 from .profiler_guard import GuardedProfiler, without_allocator_warnings
 from .recorder import Recorder
+from .threads import NOT_READ_NOTE
 
 # The first iterations compile, tune and create optimizer state: the allocations of a later one are more typical.
 _SETTLED_ITERATION = 2
 _MAX_ENTRIES = 2_000_000
 _MAX_CALLS = 1_000_000
+_OTHER_THREAD = (
+    "allocations were not recorded: on a CPU torch's profiler records them, and would crash the process if the thread "
+    "that started it ended; let the main thread train"
+)
 _OWN_CAPTURE = "allocations were not recorded to the end: the job uses a profiler or an allocator history of its own"
 
 
@@ -36,6 +44,7 @@ class AllocationCapture:
         self._last = self._first + options.allocator_iterations
         self._source: _History | _Profile | None = None
         self._ended = False
+        self._pid = 0
         self._owners: list[Any] = []
         self._calls: list[tuple[int, str | None]] = []
         self._hooks: list[Any] = []
@@ -53,13 +62,22 @@ class AllocationCapture:
             self._add_owners()
 
     def _start(self) -> None:
+        if self._recorder.threads.several:
+            self._ended = True
+            self._recorder.note_once(NOT_READ_NOTE)
+            return
         kind = _History if self._torch.cuda.is_initialized() else _Profile
+        if kind is _Profile and _thread.get_ident() != threading.main_thread().ident:
+            self._ended = True
+            self._recorder.note_once(_OTHER_THREAD)
+            return
         source = kind(self._torch, self._yield_to_job)
         if not source.start():
             self._ended = True
             self._recorder.files.job_info.note(_OWN_CAPTURE)
             return
-        self._source = source
+        self._source, self._pid = source, os.getpid()
+        atexit.register(self.stop)
         self._add_owners()
         roots = self._recorder.model_and_optimizers()[0]
         for root in roots:
@@ -76,14 +94,24 @@ class AllocationCapture:
             self._calls.append((time.monotonic_ns(), name))
 
     def _add_owners(self) -> None:
-        self._owners.append((time.monotonic_ns(), list_blocks(*self._recorder.model_and_optimizers())))
+        try:
+            owners = self._recorder.read_tensors(list_blocks)
+            if owners is not None:
+                self._owners.append((time.monotonic_ns(), owners))
+        except Exception as error:  # in a forward of the job
+            self._recorder.fail(error)
 
     def stop(self) -> None:
-        """End the capture and write its files, if it runs."""
-        source, self._source = self._source, None
-        if source is None or self._ended:
+        """End the capture and write its files, if it runs.
+
+        Torch's profiler can only be stopped by the thread that started it: by another one this does nothing, and the
+        capture ends with the process at the latest.
+        """
+        source = self._source
+        if source is None or self._ended or not source.on_its_thread or self._pid != os.getpid():
             return
-        self._ended = True
+        self._source, self._ended = None, True
+        atexit.unregister(self.stop)
         self._add_owners()
         for hook in self._hooks:
             hook.remove()
@@ -117,6 +145,7 @@ class _History:
     """The history of torch's CUDA allocator, as a memory snapshot."""
 
     suffix = "pickle"
+    on_its_thread = True  # any thread may end it
 
     def __init__(self, torch: Any, on_job_profiler: Any) -> None:
         self._torch = torch
@@ -159,10 +188,14 @@ class _Profile:
         self._quiet.enter_context(without_allocator_warnings(self._torch))
         return True
 
+    @property
+    def on_its_thread(self) -> bool:
+        return self._profiler.on_its_thread
+
     def write(self, path: str) -> bool:
         self._quiet.close()
         self._profiler.restore()
-        if self._profiler.running is None or not self._profiler.on_its_thread:
+        if self._profiler.running is None:
             return False
         profiler = self._profiler.stop()
         if not os.path.isdir(os.path.dirname(path)):  # Kineto would write a line to stderr.

@@ -49,6 +49,8 @@ class CopyCapture:
 
     def enter_iteration(self, iteration: int) -> None:
         """Stop or start the profiler at the beginning of an iteration."""
+        if self._profiler.running is not None and not self._profiler.on_its_thread:
+            return  # another thread trains as well; only the one that began the slice can end it
         now_ns, last = time.monotonic_ns(), self._options.last
         outside = iteration < self._options.first or (last is not None and iteration >= last)
         if outside or now_ns >= self._stop_ns:

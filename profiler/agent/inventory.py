@@ -28,7 +28,9 @@ def _data_address(storage: Any) -> int:
     return int(storage.data_ptr())
 
 
-def list_holders(modules: Iterable[Any], optimizers: Iterable[Any]) -> list[dict[str, Any]]:
+def list_holders(
+    modules: Iterable[Any], optimizers: Iterable[Any], failed_on: str | None = None
+) -> list[dict[str, Any]]:
     """Return the bytes that a model and its optimizers hold, the largest holders first.
 
     Each storage counts once: with its own size, for the first tensor in the order of parameters, buffers, gradients and
@@ -38,11 +40,13 @@ def list_holders(modules: Iterable[Any], optimizers: Iterable[Any]) -> list[dict
     Args:
         modules: The outermost modules, which together are the model.
         optimizers: The optimizers, whether or not they contain each other.
+        failed_on: Where a backward has just failed, the device of the error. Autograd's threads of other devices may
+            still replace gradients: they are left out unless all parameters are on this device.
 
     Returns:
         Objects with the keys `device`, `category`, `module` (None: not known) and `bytes`.
     """
-    return _largest_first(_collect_storages(modules, optimizers).sizes())
+    return _largest_first(_collect_storages(modules, optimizers, failed_on=failed_on).sizes())
 
 
 def list_blocks(
@@ -57,7 +61,10 @@ def list_blocks(
 
 
 def _collect_storages(
-    modules: Iterable[Any], optimizers: Iterable[Any], address_of: Callable[[Any], int] = _data_address
+    modules: Iterable[Any],
+    optimizers: Iterable[Any],
+    address_of: Callable[[Any], int] = _data_address,
+    failed_on: str | None = None,
 ) -> _Storages:
     optimizers = list(optimizers)
     storages = _Storages(address_of)
@@ -80,8 +87,9 @@ def _collect_storages(
         storages.add(parameter, PARAMETER, names.get(key))
     for buffer, name in buffers:
         storages.add(buffer, BUFFER, name)
-    for key, parameter in (*parameters.items(), *masters.items()):
-        storages.add(parameter.grad, GRADIENT, names.get(key))
+    if failed_on is None or all(str(parameter.device) == failed_on for parameter in parameters.values()):
+        for key, parameter in (*parameters.items(), *masters.items()):
+            storages.add(parameter.grad, GRADIENT, names.get(key))
     for optimizer in optimizers:
         for attribute in _ZERO_GRADIENTS if is_deepspeed_object(optimizer) else ():
             storages.add(getattr(optimizer, attribute, None), GRADIENT, None)

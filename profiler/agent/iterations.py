@@ -26,7 +26,7 @@ class IterationRule:
     @property
     def optimizers(self) -> list[Any]:
         """The optimizers that have stepped."""
-        return list(self._last_steps)
+        return live_keys(self._last_steps)
 
     def add_update(self, optimizers: list[Any], backwards: int) -> int | None:
         """Account for one update.
@@ -52,3 +52,8 @@ class IterationRule:
             for optimizer in optimizers:
                 self._last_steps[optimizer] = backwards, index
         return index if index >= 0 else None
+
+
+def live_keys(mapping: WeakKeyDictionary[Any, Any]) -> list[Any]:
+    """Return the keys, copied in one step: another thread may add one meanwhile."""
+    return [key for reference in mapping.keyrefs() if (key := reference()) is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -9,6 +10,7 @@ from .exceptions import ExceptionHooks
 from .inventory import list_holders
 from .memory_reader import ALLOCATED, HEAP, RESERVED
 from .options import Options
+from .phase_record import BACKWARD, UPDATE
 from .recorder import Recorder
 from .spool import PHASES
 
@@ -52,28 +54,44 @@ class Inventories:
         """Take an inventory at the end of the first iteration; if another update extends it, take it again."""
         if iteration == self._first + 1 and self._first_updates < _MAX_FIRST:
             self._first_updates += 1
-            self._at_first = [self._take(time.monotonic_ns(), iteration - 1, "update", "update")]
-            self._write()
+            self._at_first = []
+            self._take(self._at_first, time.monotonic_ns(), iteration - 1, PHASES[UPDATE])
 
     def enter_update(self) -> None:
         """Take an inventory at the start of the first update of the typical iteration."""
-        iteration = self._recorder.iteration
+        recorder = self._recorder
+        iteration = recorder.iteration
         if iteration >= self._settled:
-            self._recorder.on_update.remove(self.enter_update)
-            self._others.append(self._take(time.monotonic_ns(), iteration, "update", "update"))
-            self._write()
+            recorder.on_update.remove(self.enter_update)
+            taken = self._take(self._others, time.monotonic_ns(), iteration, PHASES[UPDATE])
+            if not taken and recorder.threads.several:
+                # What was read before is that of one thread, and lacks what the others hold.
+                self._at_first, self._others = [], []
+                recorder.files.job_info.set("inventories", [])
 
-    def add_out_of_memory(self, t_ns: int, iteration: int, phase: str) -> None:
-        """Take an inventory at an out-of-memory error, which has the time of the error."""
-        self._others.append(self._take(t_ns, iteration, phase, "out of memory"))
-        self._write()
+    def add_out_of_memory(self, record: dict[str, Any]) -> bool:
+        """Take an inventory at an out-of-memory error; return whether tensors could be read."""
+        phase = record["phase"]
+        failed_on = record["device"] if phase == PHASES[BACKWARD] else None
+        return self._take(self._others, record["t_ns"], record["iteration"], phase, "out of memory", failed_on)
 
-    def _take(self, t_ns: int, iteration: int, phase: str, reason: str) -> dict[str, Any]:
-        holders = list_holders(*self._recorder.model_and_optimizers())
-        return {"t_ns": t_ns, "iteration": iteration, "phase": phase, "reason": reason, "holders": holders}
-
-    def _write(self) -> None:
-        self._recorder.files.job_info.set("inventories", self._at_first + self._others)
+    def _take(
+        self,
+        inventories: list[dict[str, Any]],
+        t_ns: int,
+        iteration: int,
+        phase: str,
+        reason: str = "update",
+        failed_on: str | None = None,
+    ) -> bool:
+        recorder = self._recorder
+        holders = recorder.read_tensors(functools.partial(list_holders, failed_on=failed_on))
+        if holders is None:
+            return False
+        entry = {"t_ns": t_ns, "iteration": iteration, "phase": phase, "reason": reason, "holders": holders}
+        inventories.append(entry)
+        recorder.files.job_info.set("inventories", self._at_first + self._others)
+        return True
 
 
 class OutOfMemoryWatch:
@@ -88,6 +106,8 @@ class OutOfMemoryWatch:
         self._attached = False
         # The last record of the observer, whose exception was not seen yet.
         self._unexplained: dict[str, Any] | None = None
+        # The last record, where tensors could not be read at its time: in a backward that autograd's threads run.
+        self._without_inventory: dict[str, Any] | None = None
         # Identity and arguments of the last exception: with the exception itself, tensors would stay alive. Its
         # address may be that of the next one; its tuple of arguments, kept here, is not.
         self._last: tuple[int, tuple[Any, ...]] = 0, ()
@@ -133,6 +153,8 @@ class OutOfMemoryWatch:
         if unexplained is not None and not on_cpu:
             unexplained["message"] = text
             self._write()
+            if unexplained is self._without_inventory:
+                self._inventories.add_out_of_memory(unexplained)
             return
         cuda = self._torch.cuda
         device = "cpu" if on_cpu or not cuda.is_initialized() else f"cuda:{cuda.current_device()}"
@@ -152,7 +174,7 @@ class OutOfMemoryWatch:
         self._records.append(record)
         self._write()
         # The process may end at once: what is cheap and certain was written first.
-        self._inventories.add_out_of_memory(t_ns, iteration, phase)
+        self._without_inventory = None if self._inventories.add_out_of_memory(record) else record
         return record
 
     def _write(self) -> None:

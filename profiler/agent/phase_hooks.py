@@ -129,7 +129,10 @@ def wrap_backward(
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
-        if compiling() or not recorder.enter(BACKWARD):
+        if compiling():
+            return original(*args, **kwargs)
+        recorder.threads.enter_backward()
+        if not recorder.enter(BACKWARD):
             return original(*args, **kwargs)
         try:
             return original(*args, **kwargs)
@@ -212,7 +215,7 @@ class TorchHooks:
         @functools.wraps(original)
         def patch_step_function(optimizer: Any) -> None:
             original(optimizer)
-            self._recorder.optimizers.add(optimizer)
+            self._recorder.optimizers[optimizer] = True
             self._watch_steps(type(optimizer))
 
         return patch_step_function

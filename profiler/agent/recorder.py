@@ -8,17 +8,19 @@ from __future__ import annotations
 import _thread
 import sys
 import time
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, Callable, TypeVar
+from weakref import WeakKeyDictionary
 
 from .exceptions import propagates
 from .gpu_clock import EventMark
-from .iterations import IterationRule
+from .iterations import IterationRule, live_keys
 from .memory_reader import PhaseReadings
 from .phase_record import BACKWARD, FORWARD, UPDATE, PhaseRecord
 from .process_recorder import ProcessRecorder
 from .spool import ITERATION, START
-from .threads import TWO_TRAIN_NOTE, TrainingThreads
+from .threads import NOT_READ_NOTE, TWO_TRAIN_NOTE, TrainingThreads
+
+Tensors = TypeVar("Tensors")
 
 
 class Recorder(ProcessRecorder):
@@ -39,7 +41,7 @@ class Recorder(ProcessRecorder):
         micro_batch: Number of the micro-batch that a pipeline schedule works on, from 1; 0: not known.
         source: Number of the outermost module of the open phase, if it is a forward; else 0.
         parts: The open update, if it may call a closure.
-        threads: The threads that have had phases.
+        threads: The threads that train.
         last_end_ns: End of the last phase.
         deferred: Phases that are not yet written, since the open update decides about them; None: none are held back.
     """
@@ -52,11 +54,11 @@ class Recorder(ProcessRecorder):
         self.stepped: list[Any] = []
         self.modules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.called: Any = None
-        self.optimizers: WeakSet[Any] = WeakSet()
+        self.optimizers: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self.micro_batch = self.source = 0
         self.parts: Any = None
         self.deferred: list[PhaseRecord] | None = None
-        self.threads = TrainingThreads()
+        self.threads = TrainingThreads(self._torch)
         self._cuda_in_use = self._torch.cuda.is_initialized
         self._phase_lock = _thread.allocate_lock()
         self._owner = self._last_owner = 0
@@ -92,8 +94,21 @@ class Recorder(ProcessRecorder):
 
     def model_and_optimizers(self) -> tuple[list[Any], list[Any]]:
         """Return the outermost modules and the optimizers that are known by now."""
-        modules = [*self.modules, *([] if self.called is None else [self.called])]
-        return modules, list({id(o): o for o in (*self._rule.optimizers, *self.optimizers, *self.stepped)}.values())
+        modules = [*live_keys(self.modules), *([] if self.called is None else [self.called])]
+        optimizers = (*self._rule.optimizers, *live_keys(self.optimizers), *self.stepped)
+        return modules, list({id(o): o for o in optimizers}.values())
+
+    def read_tensors(self, read: Callable[[list[Any], list[Any]], Tensors]) -> Tensors | None:
+        """Call a function that reads the tensors of the outermost modules and the optimizers, and return its result.
+
+        None where they cannot be read now: another thread may replace them, which becomes a note, or a backward runs.
+        """
+        with self.threads.quiet() as quiet:
+            if quiet:
+                return read(*self.model_and_optimizers())
+        if self.threads.several:
+            self.note_once(NOT_READ_NOTE)
+        return None
 
     def enter(self, phase: int) -> bool:
         """Open a phase; return whether it is the outermost one. If so, `leave` must follow on this thread."""
@@ -251,7 +266,7 @@ class Recorder(ProcessRecorder):
             self._spool.put(ITERATION, a=iteration, b=self._last_phase, x=end_ns)
             self._spool.flush_if_cheap()
             self.figures.end_iteration(iteration)
-            self.files.job_info.add_training(self.modules, self.stepped)
+            self.files.job_info.add_training(live_keys(self.modules), self.stepped)
             if options.last is not None and iteration >= options.last:
                 self.close("iterations")
                 return

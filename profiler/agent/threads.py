@@ -5,6 +5,8 @@ from __future__ import annotations
 import _thread
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
 
 TWO_TRAIN_NOTE = (
     "two threads train at the same time: their phases mix, and those that overlap another thread's are missing; "
@@ -12,21 +14,67 @@ TWO_TRAIN_NOTE = (
 )
 
 
+NOT_READ_NOTE = (
+    "several threads train: what their parameters, gradients and optimizer state hold is not recorded, since autograd "
+    "may replace a gradient of one thread while another reads it"
+)
+
+
+class _Writer:
+    """A thread that may replace gradients, as long as it lives."""
+
+
 class TrainingThreads:
-    """The threads of a process that have had a phase of their own.
+    """The threads of a process that have had a phase of their own, and those that may replace gradients.
 
     Replicas and autograd's threads work inside the phases of others and never have one.
+
+    Autograd replaces gradients without the interpreter's lock: a thread that reads one meanwhile may crash the process.
+    So tensors of the job are read in `quiet` moments only.
+
+    Args:
+        torch: The module `torch`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, torch: Any) -> None:
         self._local = _thread._local()
         self._numbers: set[int] = set()
+        # -1 outside of a backward; on autograd's threads the backward is that of another thread.
+        self._backward_number = torch._C._current_graph_task_id
+        # A thread-local object dies with its thread.
+        self._writers: WeakSet[_Writer] = WeakSet()
+        # Held while tensors are read. A signal handler may run a backward meanwhile, on the same thread.
+        self._reading = _thread.RLock()
 
     def add_current(self) -> None:
         """Note that the current thread has had a phase."""
         if not getattr(self._local, "trains", False):
             self._local.trains = True
             self._numbers.add(_thread.get_ident())
+            self._add_writer()
+
+    def enter_backward(self) -> None:
+        """Note that a backward begins on the current thread. The first one waits until no tensor is read."""
+        if not hasattr(self._local, "writer") and self._backward_number() < 0:
+            self._add_writer()
+
+    def _add_writer(self) -> None:
+        if not hasattr(self._local, "writer"):
+            with self._reading:
+                self._local.writer = writer = _Writer()
+                self._writers.add(writer)
+
+    @property
+    def several(self) -> bool:
+        """Whether several threads that live may replace gradients."""
+        return len(self._writers) > 1
+
+    @contextmanager
+    def quiet(self) -> Iterator[bool]:
+        """Give whether tensors of the job can be read in the block: no other thread trains, and no backward runs."""
+        with self._reading:
+            own = getattr(self._local, "writer", None)
+            yield self._backward_number() < 0 and all(writer is own for writer in list(self._writers))
 
     def has(self, number: int) -> bool:
         """Return whether the thread of this number, or one that had the number before, has had a phase."""

@@ -193,7 +193,9 @@ class DryRun:
     def _classify(self) -> None:
         """Note which storages hold parameters, buffers, gradients and optimizer state."""
         modules, optimizers = list(self.tracker.modules), list(self.tracker.optimizers)
-        self.memory.set_categories(list_blocks(modules, optimizers, _storage_address))
+        with self.tracker.threads.quiet() as quiet:
+            if quiet:
+                self.memory.set_categories(list_blocks(modules, optimizers, _storage_address))
 
     def _end_iteration(self, finished: int) -> None:
         optimizers = self.tracker.rule.optimizers

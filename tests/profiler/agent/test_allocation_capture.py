@@ -143,8 +143,59 @@ def test_allocation_capture__ends_before_the_job_begins_a_profiler_of_its_own(tm
     assert len(trace.allocations(0)) > 0
 
 
+TWO_THREADS = """
+import threading, torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+def train(steps):
+    for _ in range(steps):
+        model(torch.randn(8, 16)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+def train_in_thread(steps):
+    thread = threading.Thread(target=train, args=(steps,))
+    thread.start()
+    thread.join()
+{calls}
+print(sum(parameter.double().sum().item() for parameter in model.parameters()).hex())
+"""
+
+
+@pytest.mark.parametrize(
+    ("calls", "note"),
+    [
+        ("train_in_thread(4)\ntrain_in_thread(4)", "let the main thread train"),
+        pytest.param("train(4)\ntrain_in_thread(6)", "several threads train", marks=pytest.mark.slow),
+    ],
+)
+def test_allocation_capture__does_not_crash_a_job_that_trains_in_other_threads(
+    tmp_path: Path, calls: str, note: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TWO_THREADS.replace("{calls}", calls))
+    trace = tmp_path / "run.ebb"
+    profile = [sys.executable, "-m", "ebbtide", "profile", "--allocator-iterations", "4", "-o", trace, "--"]
+    run = run_process([*profile, sys.executable, script])
+    bare = run_process([sys.executable, script])
+    assert (run.returncode, run.stdout) == (bare.returncode, bare.stdout) == (0, bare.stdout), run.stderr
+    assert all(line.startswith("ebbtide: ") for line in run.stderr.splitlines())
+    assert any(note in text for text in open_trace(trace).notes)
+
+
 def event(action: str, size: int, time_us: int, addr: int = 4096) -> dict[str, Any]:
     return {"action": action, "addr": addr, "size": size, "stream": 0, "time_us": time_us, "device": 0}
+
+
+def recorder_of(files: Any) -> Any:
+    """Return a recorder without a model."""
+    return SimpleNamespace(
+        files=files,
+        threads=SimpleNamespace(several=False),
+        model_and_optimizers=lambda: ([], []),
+        read_tensors=lambda read: read([], []),
+    )
 
 
 def test_allocation_capture__reads_the_history_of_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +212,7 @@ def test_allocation_capture__reads_the_history_of_cuda(tmp_path: Path, monkeypat
     torch: Any = SimpleNamespace(cuda=cuda, _C=SimpleNamespace(_cuda_isHistoryEnabled=lambda: False))
     notes: list[str] = []
     files = SimpleNamespace(path=lambda name: str(tmp_path / name), job_info=SimpleNamespace(note=notes.append))
-    recorder: Any = SimpleNamespace(files=files, model_and_optimizers=lambda: ([], []))
+    recorder = recorder_of(files)
     owners = [(4096, 700, "gradient", "layer")]
     monkeypatch.setattr("ebbtide.profiler.agent.allocation_capture.list_blocks", lambda *_: owners)
     capture = AllocationCapture(recorder, torch, Options(allocator_iterations=1))
@@ -196,7 +247,7 @@ def test_allocation_capture__leaves_a_history_of_the_job_alone(tmp_path: Path) -
     torch: Any = SimpleNamespace(cuda=cuda, _C=SimpleNamespace(_cuda_isHistoryEnabled=lambda: True))
     notes: list[str] = []
     files = SimpleNamespace(job_info=SimpleNamespace(note=notes.append))
-    recorder: Any = SimpleNamespace(files=files, model_and_optimizers=lambda: ([], []))
+    recorder = recorder_of(files)
     capture = AllocationCapture(recorder, torch, Options(allocator_iterations=1))
     for iteration in (2, 3):
         capture.enter_iteration(iteration)
