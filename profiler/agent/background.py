@@ -28,7 +28,8 @@ def _run(recorder: Any, spool: Spool, memory: MemoryReader) -> None:
         period_s = recorder.poll_ms / 1e3
         recorder.wake.acquire(True, max(period_s, memory.cost_ns * _POLL_SHARE / 1e9) if period_s else _FLUSH_SECONDS)
         try:
-            if period_s and recorder.recording:
+            # The first reading is that of a phase, whose device this thread then reads.
+            if period_s and recorder.recording and memory.cost_ns:
                 recorder.put_memory(time.monotonic_ns(), memory.read())
             if time.monotonic() - flushed_s >= _FLUSH_SECONDS:
                 spool.flush()

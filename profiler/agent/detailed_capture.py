@@ -13,8 +13,9 @@ from .recorder import Recorder
 
 # A slice is at most so long, and about as large (20,000 events); the first one is a single iteration.
 _SLICE_NS, _SLICE_BYTES = 2_000_000_000, 5_000_000
-# After so long the pauses grow as the job goes on. Slices hold it up for one part in so many of its time.
-_UNPAUSED_NS, _HELD_SHARE = 10_000_000_000, 100
+# Slices hold the job up for one part in so many of its time, and for so long in advance: a short job has several.
+# After so long the pauses grow as the job goes on.
+_HELD_SHARE, _ADVANCE_NS, _UNPAUSED_NS = 100, 1_000_000_000, 10_000_000_000
 
 
 def attach_captures(recorder: Recorder, torch: Any, options: Options) -> None:
@@ -86,7 +87,7 @@ class CopyCapture:
         self._held_ns += time.monotonic_ns() - stop_ns
         if self._options.last is None:
             pause_ns = max(0, stop_ns - self._first_ns - _UNPAUSED_NS)
-            self._resume_ns = max(stop_ns + pause_ns, self._first_ns + _HELD_SHARE * self._held_ns)
+            self._resume_ns = max(stop_ns + pause_ns, self._first_ns + _HELD_SHARE * (self._held_ns - _ADVANCE_NS))
 
     def close(self) -> None:
         """End the slice, and restore torch's profiler."""

@@ -56,15 +56,14 @@ def heap_reader() -> ReadFunction | None:
     return read
 
 
-def cuda_reader(torch: Any) -> ReadFunction:
-    """Return a function that reads torch's caching allocator on the current device.
+def cuda_reader(torch: Any) -> Callable[[int], list[Reading]]:
+    """Return a function that reads torch's caching allocator on a device.
 
     It also reads torch's pinned host memory, where this version of torch counts it.
     """
     host_stats = getattr(torch._C, "_cuda_hostMemoryStats", None)
 
-    def read() -> list[Reading]:
-        device = torch.cuda.current_device()
+    def read(device: int) -> list[Reading]:
         stats = torch._C._cuda_memoryStats(device)
         readings = [
             (ALLOCATED, device, stats["allocated_bytes"]["all"]["current"]),
@@ -94,15 +93,27 @@ class MemoryReader:
         self._cuda = torch.cuda
         self._read_cuda = cuda_reader(torch)
         self._read_heap = heap_reader()
+        self._device: int | None = None
         self.cost_ns = 0
 
-    def read(self) -> list[Reading]:
-        """Read every pool now; return an empty list if none can be read."""
-        reader = self._read_cuda if self._cuda.is_initialized() else self._read_heap
-        if reader is None:
-            return []
+    def read_here(self) -> list[Reading]:
+        """Read every pool now, of the current thread's device, which is then that of `read`."""
+        if self._cuda.is_initialized():
+            self._device = self._cuda.current_device()
+        return self.read()
+
+    def read(self, device: int | None = None) -> list[Reading]:
+        """Read every pool now, of a device of CUDA; return an empty list if none can be read.
+
+        CUDA's current device belongs to a thread and is 0 in a new one: None is the device of the last `read_here`.
+        """
         begun_ns = time.monotonic_ns()
-        readings = reader()
+        if self._cuda.is_initialized():
+            if self._device is None:
+                self._device = self._cuda.current_device()
+            readings = self._read_cuda(self._device if device is None else device)
+        else:
+            readings = self._read_heap() if self._read_heap is not None else []
         spent_ns = time.monotonic_ns() - begun_ns
         self.cost_ns = min(spent_ns, 2 * self.cost_ns or spent_ns)
         return readings
@@ -133,7 +144,7 @@ class PhaseReadings:
 
     def read(self, now_ns: int) -> list[Reading]:
         """Return the readings at a boundary."""
-        readings = self._memory.read()
+        readings = self._memory.read_here()
         self._count += 1
         self.due_ns = now_ns + self._memory.cost_ns * _START_SHARE
         return readings

@@ -124,7 +124,7 @@ class OutOfMemoryWatch:
         try:
             if not self._recorder.live:
                 return
-            readings = {(pool, number): size for pool, number, size in self._recorder.read_memory()}
+            readings = {(pool, number): size for pool, number, size in self._recorder.read_memory(device)}
             self._unexplained = self._add(
                 device=f"cuda:{device}",
                 requested_bytes=requested,

@@ -115,9 +115,9 @@ class ProcessRecorder:
             self.fail(error)
         return None
 
-    def read_memory(self) -> list[Reading]:
-        """Return readings of memory of now."""
-        return self._memory.read()
+    def read_memory(self, device: int | None = None) -> list[Reading]:
+        """Return readings of memory of now, of a device of CUDA or else of that of the last phase."""
+        return self._memory.read(device)
 
     def report_error(self, error: BaseException) -> None:
         """Pass an exception of the job on to `on_error`. Never raises."""

@@ -80,7 +80,7 @@ class Recorder(ProcessRecorder):
         self._memory.enabled, self.poll_ms = poll_ms is not None, poll_ms or 0.0
         self._readings = PhaseReadings(self._memory)
         if self._memory.enabled:
-            self.put_memory(self.last_end_ns, self._memory.read())
+            self.put_memory(self.last_end_ns, self._memory.read_here())
             if self.wake.locked():
                 self.wake.release()
 

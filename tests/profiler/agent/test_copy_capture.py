@@ -111,9 +111,10 @@ def test_copy_capture__profiles_only_the_requested_iterations(recorder: FakeReco
     assert sum(event.get("name") == "aten::full" for event in events) == 2
 
 
-def test_copy_capture__limits_the_events_of_a_slice_and_its_share_of_the_time(
-    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def record_slices(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, iterations_ns: list[int], stop_ns: int
+) -> list[int]:
+    """Run iterations of 5,000 events and of these lengths; return those that a slice covers."""
     now_ns, events = [1_000], [0]
     monkeypatch.setattr("ebbtide.profiler.agent.detailed_capture.time.monotonic_ns", lambda: now_ns[0])
 
@@ -127,7 +128,7 @@ def test_copy_capture__limits_the_events_of_a_slice_and_its_share_of_the_time(
             pass
 
         def stop(self) -> None:
-            now_ns[0] += 50_000_000
+            now_ns[0] += stop_ns
 
         def export_chrome_trace(self, path: str) -> None:
             Path(path).write_bytes(bytes(250 * (events[0] - self.first_event)))
@@ -135,18 +136,35 @@ def test_copy_capture__limits_the_events_of_a_slice_and_its_share_of_the_time(
     fake = torch_with_gpu()
     fake.profiler.profile = Profiler
     copies = CopyCapture(recorder, fake, Options(transfers=True))  # type: ignore[arg-type]
-    for iteration in range(2_000):  # of 0.1 s and 5,000 events
+    covered = []
+    for iteration, iteration_ns in enumerate(iterations_ns):
         copies.enter_iteration(iteration)
-        now_ns[0] += 100_000_000
+        covered += [iteration] * (copies._profiler.running is not None)
+        now_ns[0] += iteration_ns
         events[0] += 5_000
     copies.close()
-    sizes = [path.stat().st_size for path in sorted(recorder.folder.glob("copies-*.json"), key=lambda path: path.name)]
+    return covered
+
+
+def test_copy_capture__limits_the_events_of_a_slice_and_its_share_of_the_time(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_slices(recorder, monkeypatch, [100_000_000] * 2_000, stop_ns=50_000_000)
+    sizes = [path.stat().st_size for path in recorder.folder.glob("copies-*.json")]
     # What the device still ran while the profiler stopped is in the slice.
     bounds = [int(bound) for bound in sorted(recorder.folder.glob("copies-*.json"))[0].stem.split("-")[1:]]
     assert bounds == [1_000, 150_001_000]
-    # In 200 s there is time for 2 s of stopping, or 40 slices; pauses that grow leave fewer.
-    assert 4 < len(sizes) < 12
+    # In 200 s there is time for 3 s of stopping, or 60 slices; pauses that grow leave fewer.
+    assert 15 < len(sizes) < 30
     assert max(sizes) <= 25_000 * 250
+
+
+@pytest.mark.parametrize(("stop_ns", "fewest"), [(50_000_000, 20), (200_000_000, 15), (600_000_000, 3)])
+def test_copy_capture__covers_several_iterations_of_a_job_of_a_few_seconds(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, stop_ns: int, fewest: int
+) -> None:
+    lengths = [250_000_000] * 10 + [3_250_000_000] + [250_000_000] * 10
+    assert len(record_slices(recorder, monkeypatch, lengths, stop_ns)) >= fewest
 
 
 def test_copy_capture__leaves_the_profiler_of_another_thread_running(

@@ -80,7 +80,7 @@ def ring(*_):
     raise Alarm
 signal.signal(signal.SIGUSR1, ring)
 reader = sys.modules["ebbtide.profiler.agent.memory_reader"].MemoryReader
-reader.read = lambda self: os.kill(os.getpid(), signal.SIGUSR1) or []
+reader.read_here = lambda self: os.kill(os.getpid(), signal.SIGUSR1) or []
 for _ in range(3):
     try:
         x, y = batch()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import torch
 
-from ebbtide.profiler.agent.memory_reader import MemoryReader, PhaseReadings
+from ebbtide.profiler.agent.memory_reader import ALLOCATED, RESERVED, MemoryReader, PhaseReadings
 from tests.conftest import Recorded
 from tests.profiler.agent.jobs import PLAIN, PRELUDE, STEPS
 
@@ -16,7 +19,7 @@ STEP_PHASES = 3
 def steps_read(step_ns: int, cost_ns: int, enabled: bool = True) -> list[int]:
     """Return the readings at the ends of each step's phases, if a reading takes `cost_ns`."""
     memory = MemoryReader(torch, enabled)
-    memory.read = list  # type: ignore[method-assign]
+    memory.read_here = list  # type: ignore[method-assign]
     memory.cost_ns = cost_ns
     readings = PhaseReadings(memory)
     counts = []
@@ -43,6 +46,26 @@ def test_phase_readings__read_a_short_step_as_a_whole_or_not_at_all() -> None:
 
 def test_phase_readings__are_none_where_memory_is_not_recorded() -> None:
     assert set(steps_read(step_ns=3_000_000, cost_ns=10_000, enabled=False)) == {0}
+
+
+def test_memory_reader__reads_the_device_of_the_last_phase_on_every_thread() -> None:
+    current = threading.local()
+
+    def stats(device: int) -> dict[str, dict[str, dict[str, int]]]:
+        size = {"all": {"current": device << 30}}
+        return {"allocated_bytes": size, "reserved_bytes": size}
+
+    cuda = SimpleNamespace(is_initialized=lambda: True, current_device=lambda: getattr(current, "device", 0))
+    memory = MemoryReader(SimpleNamespace(cuda=cuda, _C=SimpleNamespace(_cuda_memoryStats=stats)))
+    readings = PhaseReadings(memory)
+    with ThreadPoolExecutor(1) as pool:
+        for device in (3, 2):
+            current.device = device
+            expected = [(pool_code, device, device << 30) for pool_code in (ALLOCATED, RESERVED)]
+            assert readings.read(0) == expected
+            assert pool.submit(memory.read).result() == expected
+        # An error in a thread has the figures of its own device.
+        assert [reading[1] for reading in pool.submit(memory.read, 1).result()] == [1, 1]
 
 
 def test_profile__records_phases_alone(record: Callable[..., Recorded]) -> None:

@@ -172,8 +172,9 @@ class FakeRecorder:
     def flush(self) -> None:
         self.values["flushed"] = True
 
-    def read_memory(self) -> list[tuple[int, int, int]]:
-        return [(2, 0, 50 * MIB), (1, 0, 60 * MIB), (5, 0xFFFF, 1)]
+    def read_memory(self, device: int | None = None) -> list[tuple[int, int, int]]:
+        number = device or 0
+        return [(2, number, 50 * MIB + number), (1, number, 60 * MIB), (5, 0xFFFF, 1)]
 
 
 @pytest.fixture
@@ -220,7 +221,11 @@ def test_watch__joins_what_the_observer_and_the_exception_say(
         "capacity_bytes": 80 * MIB,
         "message": str(error),
     }
-    assert (other_device["device"], other_device["allocated_bytes"], other_device["message"]) == ("cuda:1", None, None)
+    assert (other_device["device"], other_device["allocated_bytes"], other_device["message"]) == (
+        "cuda:1",
+        50 * MIB + 1,
+        None,
+    )
     assert (last["requested_bytes"], last["message"]) == (30 * MIB, None)
     assert recorder.values["flushed"]
     assert recorder.faults == []
