@@ -175,7 +175,7 @@ def _collect(
         warned.append(line)
         _say(line)
 
-    with new_trace(output, force):
+    with new_trace(output, force, recording=True):
         recording = open_recording(output, list(command), options, job, warn)
         if service is not None:
             _say(f"metrics: {service.url}")

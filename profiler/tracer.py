@@ -88,7 +88,7 @@ class Tracer:
         if self._recorder is not None:
             return self
         require_linux()
-        with new_trace(self.path, self._force):
+        with new_trace(self.path, self._force, recording=True):
             recording = open_recording(self.path, list(sys.argv), self._options, os.getpid())
             self._recorder = start.start(torch, str(spool_folder(self.path)), self._options)
             if self._recorder is None:

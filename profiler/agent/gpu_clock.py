@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -61,6 +62,7 @@ class GpuClock:
         self._streams: dict[int, Any] = {}
         self._anchors: dict[int, _Anchor] = {}
         self._new_anchors: dict[int, _Anchor] = {}
+        self._threads: set[int] = set()
         self.pending: deque[_PendingSpan] = deque()
 
     def record_mark(self) -> EventMark | None:
@@ -68,6 +70,7 @@ class GpuClock:
         if not self._usable():
             return None
         device = self._cuda.current_device()
+        self._threads.add(_thread.get_ident())
         self._renew_anchor(device)
         event = self._new_event(device)
         host_ns = time.monotonic_ns()
@@ -108,7 +111,12 @@ class GpuClock:
             self._free_events[device] += (start.event, end.event)
 
     def drain(self, seconds: float) -> Iterator[DeviceSpan]:
-        """Poll `finished_spans` for at most `seconds`: yields the last phases of a job that ends."""
+        """Poll `finished_spans` for at most `seconds`: yields the last phases of a job that ends.
+
+        Nothing on a thread without marks: CUDA would make it a context on device 0, and a capture elsewhere would fail.
+        """
+        if _thread.get_ident() not in self._threads:
+            return
         deadline = time.monotonic() + seconds
         while True:
             yield from self.finished_spans()
@@ -120,8 +128,10 @@ class GpuClock:
         return self._cuda.is_initialized() and not self._cuda.is_current_stream_capturing()
 
     def _new_event(self, device: int) -> Any:
-        free = self._free_events[device]
-        return free.pop() if free else self._cuda.Event(enable_timing=True)
+        try:
+            return self._free_events[device].pop()
+        except IndexError:  # not asked for before: another thread may take the last one
+            return self._cuda.Event(enable_timing=True)
 
     def _renew_anchor(self, device: int) -> None:
         last = self._new_anchors.get(device) or self._anchors.get(device)

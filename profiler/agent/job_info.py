@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import platform
@@ -28,6 +29,8 @@ class JobInfo:
         self._name: str | None = None
         self._data: dict[str, Any] = {"notes": []}
         self.host = socket.gethostname()
+        self._changed = False
+        self._writing = _thread.allocate_lock()
         self._described: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
     def read_ranks(self) -> tuple[int, int, int]:
@@ -98,9 +101,16 @@ class JobInfo:
         self.write()
 
     def write(self) -> None:
-        """Replace the file; do nothing before `begin`."""
-        if self._name is None:
-            return
+        """Replace the file; do nothing before `begin`. Where another thread is at it, that one writes again."""
+        self._changed = self._name is not None
+        while self._changed and self._writing.acquire(False):
+            self._changed = False
+            try:
+                self._replace_file()
+            finally:
+                self._writing.release()
+
+    def _replace_file(self) -> None:
         path = os.path.join(self._directory, f"facts-{self._name}.json")
         try:
             text = json.dumps(self._data)
@@ -109,7 +119,7 @@ class JobInfo:
             with open(path + ".new", "w", encoding="utf-8") as file:
                 file.write(text)
             os.replace(path + ".new", path)
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RuntimeError):
             pass  # for example a full disk: the spool's header has all that the trace requires
 
     def _devices(self) -> list[dict[str, Any]]:

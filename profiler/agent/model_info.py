@@ -81,8 +81,11 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 def _state(optimizer: Any) -> list[Any]:
-    states = [state for torch_optimizer in torch_optimizers(optimizer) for state in torch_optimizer.state.values()]
-    return [value for state in states for value in state.values() if hasattr(value, "element_size")]
+    # Copied in one step: another thread may add to its own state.
+    states = [
+        state for torch_optimizer in torch_optimizers(optimizer) for state in list(torch_optimizer.state.values())
+    ]
+    return [value for state in states for value in list(state.values()) if hasattr(value, "element_size")]
 
 
 def _dtype(tensor: Any) -> str:

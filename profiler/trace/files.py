@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,12 +24,13 @@ META = "meta.json"
 
 
 @contextlib.contextmanager
-def new_trace(path: Path, force: bool = False) -> Iterator[None]:
+def new_trace(path: Path, force: bool = False, recording: bool = False) -> Iterator[None]:
     """Create the folder of a new trace, for the block to fill. If the block raises, the file system is as before.
 
     Args:
         path: The folder.
         force: Replace a trace at `path`; anything else is never replaced.
+        recording: Whether a recording begins: it replaces all traces of the one before it (RUN-2.ebb, ...).
 
     Raises:
         TraceError: Something exists at `path`, it is being recorded, or nothing can be written.
@@ -46,8 +48,10 @@ def new_trace(path: Path, force: bool = False) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if exists:
+            replaced = [path, *(_other_trainings(path) if recording else ())]
             backup = Path(tempfile.mkdtemp(prefix=".ebbtide-", dir=path.parent))
-            os.replace(path, backup / "old")
+            for old in replaced:
+                os.replace(old, backup / old.name)
         path.mkdir()
         created = True
         yield
@@ -64,12 +68,25 @@ def new_trace(path: Path, force: bool = False) -> Iterator[None]:
 
 def _undo(path: Path, backup: Path | None, new_folders: list[Path]) -> None:
     if backup is not None:
-        if os.path.lexists(backup / "old"):
-            os.replace(backup / "old", path)
+        for name in os.listdir(backup):
+            os.replace(backup / name, path.with_name(name))
         backup.rmdir()
     for folder in new_folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
+
+
+def _other_trainings(path: Path) -> list[Path]:
+    """Return the traces RUN-2.ebb, RUN-3.ebb, ... that were recorded together with RUN.ebb."""
+    numbered = re.compile(rf"{re.escape(path.stem)}-[0-9]+{re.escape(path.suffix)}").fullmatch
+    begin = _recording_begin(path)
+    return [p for p in path.parent.iterdir() if numbered(p.name) and begin and _recording_begin(p) == begin]
+
+
+def _recording_begin(path: Path) -> tuple[Any, ...] | None:
+    """Return both clocks at the beginning of a recording, and their host; None if `path` is none."""
+    meta = json.loads((path / META).read_bytes()) if is_trace(path) else {}
+    return (meta["started_ns"], meta.get("clock")) if meta.get("started_ns") else None
 
 
 def is_trace(path: Path) -> bool:

@@ -75,7 +75,8 @@ def test_transfers__include_the_copies_of_the_job(record: Record) -> None:
         optimizer.step()
         """
     )
-    recorded = record(ON_GPU + copies, options=("--transfers",))
+    # With an end of the iterations the slices have no pauses.
+    recorded = record(ON_GPU + copies, options=("--transfers", "--iterations", "0:100"))
     rows = recorded.trace.transfers(0)
     large = rows[(rows["direction"] == "h2d") & (rows["bytes"] == 1 << 28)]
     assert len(large) == 3

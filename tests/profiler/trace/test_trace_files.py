@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import Trace, TraceBuilder, open_trace
-from ebbtide.profiler.trace.files import write_rank
+from ebbtide.profiler.trace.files import new_trace, write_rank
 from ebbtide.profiler.trace.merge import merge
 from ebbtide.profiler.trace.metadata import ClockInfo
 from ebbtide.profiler.trace.schema import (
@@ -188,6 +188,32 @@ def test_write__force_replaces_only_the_trace_at_the_path(tmp_path: Path) -> Non
         assert list(open_trace(tmp_path / "t.ebb").memory(0)["bytes"]) == [size]
     assert contents(tmp_path / "kept.ebb") == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kept.ebb", "t.ebb"]
+
+
+def test_new_trace__of_a_recording_replaces_all_traces_of_the_one_before(tmp_path: Path) -> None:
+    begins = {"run.ebb": 7, "run-2.ebb": 7, "run-3.ebb": 8, "run-12.ebb": 7, "run-2-2.ebb": 7, "run-4.ebb": None}
+    for name, begin in begins.items():
+        sample(tmp_path / name)
+        meta(lambda entry, begin=begin: {**entry, "started_ns": begin})(tmp_path / name)
+    (tmp_path / "run-5.ebb").write_text("kept")
+    before = contents(tmp_path)
+
+    def fail() -> None:
+        with new_trace(tmp_path / "run.ebb", force=True, recording=True):
+            assert not (tmp_path / "run-2.ebb").exists()
+            raise TraceError("cannot run it")
+
+    assert refusal(fail) == "cannot run it"
+    assert contents(tmp_path) == before
+    with new_trace(tmp_path / "run.ebb", force=True, recording=True):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("run-2-2.ebb", "run-3.ebb", "run-4.ebb", "run-5.ebb", "run.ebb")
+    ]
+    # Traces without a beginning are no recordings, and have nothing to do with each other.
+    with new_trace(tmp_path / "run-4.ebb", force=True, recording=True):
+        pass
+    assert (tmp_path / "run-3.ebb").exists()
 
 
 @pytest.mark.parametrize("step", ["tempfile.mkdtemp", "os.replace"])
