@@ -31,12 +31,7 @@ class BackgroundJob:
 
     It reads nothing from the terminal. Signals to this process are passed on to it.
 
-    Args:
-        command: The command and its arguments.
-        output: The trace to write.
-        options: What to record.
-        force: Whether to replace a trace, and a file of output, that exist.
-        service: A server that answers beside the job, if any.
+    `force` replaces a trace and a file of output that exist. `service` answers beside the job.
 
     Attributes:
         pid: Process id of the job.

@@ -79,12 +79,7 @@ def start_collector(
 ) -> Collector:
     """Start the collector of a job that this process is about to become.
 
-    Args:
-        output: The trace to write.
-        command: The job's command.
-        options: What to record.
-        force: Whether to replace a trace that exists.
-        service: A server for the collector's process, if any. The job does not get its socket.
+    The job does not get the socket of `service`.
 
     Returns:
         The connection, once the trace's folder exists. Executing another program in this process closes it, which

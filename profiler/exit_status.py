@@ -17,10 +17,6 @@ _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 def wait_status(pid: int, pidfd: int) -> int | None:
     """Return the wait status of a process that has ended, as `os.waitpid` would give it to its parent.
 
-    Args:
-        pid: Its process id.
-        pidfd: A pidfd of it.
-
     Returns:
         The status; None if the kernel does not give it: before Linux 6.15 only while the parent has not yet asked.
     """

@@ -15,11 +15,7 @@ _STARTING_SECONDS = 10.0
 
 
 def job_continues(spools: Path) -> bool:
-    """Return whether a process runs that is recorded, has imported torch, or has begun only just now.
-
-    Args:
-        spools: The folder of the spools, which the environment of each process of the job names.
-    """
+    """Return whether a process runs that is recorded, has imported torch, or has begun only just now."""
     with_torch = {process_id(path.name) for path in spools.glob("torch-*")}
     # The environments of all processes of the host are read only where these have ended.
     return any(process_runs(pid) for pid in recorded_processes(spools) | with_torch) or any(

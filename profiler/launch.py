@@ -32,13 +32,7 @@ def profile(
     The job keeps this process's id, standard streams, terminal and signals, and its exit status is its own. A collector
     finishes the trace when the job has ended, and prints where it is to stderr.
 
-    Args:
-        command: The command and its arguments.
-        output: The trace to write.
-        options: What to record.
-        force: Whether to replace a trace that exists.
-        output_to: A descriptor that the job has as stdout and stderr; None: those of this process.
-        service: A server that answers beside the job, if any.
+    The job has `output_to` as stdout and stderr; None: those of this process. `service` answers beside it.
 
     Raises:
         TraceError: If the command cannot be executed or the trace cannot be created; nothing is left behind then.

@@ -85,12 +85,7 @@ def open_recording(
 ) -> OpenRecording:
     """Fill the folder of a new trace with its first metadata, an empty folder for spools, and a lock.
 
-    Args:
-        output: The trace's folder, which exists.
-        command: The recorded command.
-        options: What to record.
-        job: Process id of the job.
-        warn: Function to call with a warning while the job runs.
+    `warn` is called with warnings while the job (its process id) runs.
     """
     spools = spool_folder(output)
     spools.mkdir()
@@ -136,11 +131,6 @@ def first_meta(command: list[str], options: Options, host: dict[str, Any]) -> di
 
 def finish_recording(recording: OpenRecording, changes: dict[str, Any], first_iteration: int = 0) -> RecordingResult:
     """Turn the spools into finished traces, as far as possible.
-
-    Args:
-        recording: The recording, whose sampler was stopped.
-        changes: Keys of the metadata to change.
-        first_iteration: The first iteration that was to be recorded.
 
     Returns:
         The result; each thing that the traces lack becomes a warning.
@@ -196,13 +186,7 @@ def write_nested_marker() -> None:
 
 
 def explain_empty_recording(spools: Path, command: Sequence[str], first_iteration: int = 0) -> str:
-    """Return why no process recorded itself, from the marker files that the agent writes as it starts.
-
-    Args:
-        spools: The folder of the markers.
-        command: The job's command.
-        first_iteration: The first iteration that was to be recorded.
-    """
+    """Return why no process recorded itself, from the marker files that the agent writes as it starts."""
     if any(spools.glob("nested-*")):
         return "the job is recorded by another `ebbtide profile` inside this command"
     failed = sorted(spools.glob("failed-*"))

@@ -22,12 +22,7 @@ _MIN_COVERED = 0.5
 
 
 class SampledFigures:
-    """Follows the samples of one GPU.
-
-    Args:
-        samples: The spool of the sampler.
-        gpu: The sampler's description of the GPU.
-    """
+    """Follows the samples of one GPU."""
 
     def __init__(self, samples: SamplerTail, gpu: dict[str, Any]) -> None:
         self._samples = samples
@@ -37,8 +32,7 @@ class SampledFigures:
     def read(self, times: Iterable[IterationTimes]) -> dict[str, float]:
         """Return figures of the newest iteration that has been sampled to its end.
 
-        Args:
-            times: Iterations, the newest first.
+        `times`: those of iterations, the newest first.
 
         Returns:
             `peak_bytes/device`, and `link_bytes/h2d` and `link_bytes/d2h`; without those that were not sampled.
@@ -82,11 +76,6 @@ class SampledFigures:
 
 def open_samples(spools: Path, device: dict[str, Any], gpus: list[dict[str, Any]]) -> SampledFigures | None:
     """Find the samples of a device.
-
-    Args:
-        spools: The folder of the spools.
-        device: The device, as the recorder describes it.
-        gpus: The GPUs that are sampled, as the sampler describes them.
 
     Returns:
         The samples; None where the device is not sampled.

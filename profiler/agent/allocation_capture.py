@@ -62,19 +62,14 @@ class AllocationCapture:
             self._add_owners()
 
     def _start(self) -> None:
-        if self._recorder.threads.several:
-            self._ended = True
-            self._recorder.note_once(NOT_READ_NOTE)
-            return
         kind = _History if self._torch.cuda.is_initialized() else _Profile
-        if kind is _Profile and _thread.get_ident() != threading.main_thread().ident:
+        note = NOT_READ_NOTE if self._recorder.threads.several else None
+        if note is None and kind is _Profile and not _on_main_thread():
+            note = _OTHER_THREAD
+        source = None if note else kind(self._torch, self._yield_to_job)
+        if source is None or not source.start():
             self._ended = True
-            self._recorder.note_once(_OTHER_THREAD)
-            return
-        source = kind(self._torch, self._yield_to_job)
-        if not source.start():
-            self._ended = True
-            self._recorder.files.job_info.note(_OWN_CAPTURE)
+            self._recorder.note_once(note or _OWN_CAPTURE)
             return
         self._source, self._pid = source, os.getpid()
         atexit.register(self.stop)
@@ -104,11 +99,10 @@ class AllocationCapture:
     def stop(self) -> None:
         """End the capture and write its files, if it runs.
 
-        Torch's profiler can only be stopped by the thread that started it: by another one this does nothing, and the
-        capture ends with the process at the latest.
+        Torch's profiler must be stopped by the thread that started it: another one leaves that to the end of the job.
         """
         source = self._source
-        if source is None or self._ended or not source.on_its_thread or self._pid != os.getpid():
+        if source is None or self._pid != os.getpid() or (isinstance(source, _Profile) and not _on_main_thread()):
             return
         self._source, self._ended = None, True
         atexit.unregister(self.stop)
@@ -141,11 +135,14 @@ class AllocationCapture:
         self._recorder.files.job_info.note(_OWN_CAPTURE)
 
 
+def _on_main_thread() -> bool:
+    return _thread.get_ident() == threading.main_thread().ident
+
+
 class _History:
     """The history of torch's CUDA allocator, as a memory snapshot."""
 
     suffix = "pickle"
-    on_its_thread = True  # any thread may end it
 
     def __init__(self, torch: Any, on_job_profiler: Any) -> None:
         self._torch = torch
@@ -187,10 +184,6 @@ class _Profile:
             return False
         self._quiet.enter_context(without_allocator_warnings(self._torch))
         return True
-
-    @property
-    def on_its_thread(self) -> bool:
-        return self._profiler.on_its_thread
 
     def write(self, path: str) -> bool:
         self._quiet.close()

@@ -17,9 +17,6 @@ class CheckedFile:
     before each write and close the descriptor is compared with the file that was created. If it is another file's, it
     is left alone, and the file is opened again by its path. Nothing here raises except the constructor.
 
-    Args:
-        path: The file, which must not exist.
-
     Raises:
         OSError: If the file cannot be created.
     """

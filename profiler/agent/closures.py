@@ -50,10 +50,7 @@ class UpdateParts:
     def watch(self, args: tuple[Any, ...], kwargs: dict[str, Any], of_torch: bool) -> tuple[Any, dict[str, Any]]:
         """Replace the closure among the arguments of a `step` by one that is watched.
 
-        Args:
-            args: The positional arguments, the optimizer first.
-            kwargs: The arguments by keyword.
-            of_torch: Whether the optimizer is one of torch's, which do nothing before they call the closure.
+        `of_torch`: whether it is one of torch's, which do nothing before they call the closure.
         """
         if of_torch and not self._calls:
             self._measure_before()
@@ -129,9 +126,7 @@ class UpdateParts:
     def finish(self, end_ns: int, counts: bool = True) -> bool:
         """Write what was held back, when the step ends; return whether its last part is a phase.
 
-        Args:
-            end_ns: End of the step.
-            counts: Whether the step belongs to an iteration.
+        `counts`: whether it belongs to an iteration.
         """
         before, recorder = self._before, self._recorder
         if self._calls != 1:

@@ -16,11 +16,7 @@ _MAX_CHAIN = 100
 
 
 class ExceptionHooks:
-    """Calls `see` with each exception that nothing handles, then the hooks that were there before, from creation on.
-
-    Args:
-        see: Function to call with the exception.
-    """
+    """Calls `see` with each exception that nothing handles, then the hooks that were there before, from creation on."""
 
     def __init__(self, see: Callable[[BaseException], None]) -> None:
         self._see = see

@@ -49,9 +49,6 @@ class GpuClock:
     nothing else ever waits. They run when they are recorded (to within about 10 us), however far the job's stream lags
     behind. Nothing here synchronizes, and nothing is recorded into a graph under capture.
 
-    Args:
-        cuda: The module `torch.cuda`.
-
     Attributes:
         pending: The spans that `finished_spans` has not returned yet.
     """

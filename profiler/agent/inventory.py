@@ -37,16 +37,13 @@ def list_holders(
     optimizer state. If several tensors share a storage, each counts with its own part, and the rest
     belongs to no module. Gradients and state belong to the module of their parameter.
 
-    Args:
-        modules: The outermost modules, which together are the model.
-        optimizers: The optimizers, whether or not they contain each other.
-        failed_on: Where a backward has just failed, the device of the error. Autograd's threads of other devices may
-            still replace gradients: they are left out unless all parameters are on this device.
+    Where a backward has just failed, on the device `failed_on`, autograd's threads of other devices may still replace
+    gradients: they are left out unless all parameters are on this device.
 
     Returns:
         Objects with the keys `device`, `category`, `module` (None: not known) and `bytes`.
     """
-    return _largest_first(_collect_storages(modules, optimizers, failed_on=failed_on).sizes())
+    return _largest_first(_collect_storages(modules, optimizers, _data_address, failed_on).sizes())
 
 
 def list_blocks(
@@ -61,10 +58,7 @@ def list_blocks(
 
 
 def _collect_storages(
-    modules: Iterable[Any],
-    optimizers: Iterable[Any],
-    address_of: Callable[[Any], int] = _data_address,
-    failed_on: str | None = None,
+    modules: Iterable[Any], optimizers: Iterable[Any], address_of: Callable[[Any], int], failed_on: str | None = None
 ) -> _Storages:
     optimizers = list(optimizers)
     storages = _Storages(address_of)

@@ -31,9 +31,7 @@ class IterationRule:
     def add_update(self, optimizers: list[Any], backwards: int) -> int | None:
         """Account for one update.
 
-        Args:
-            optimizers: The optimizers that stepped in it.
-            backwards: How many backward passes have begun so far in this process.
+        `backwards`: how many have begun so far in this process.
 
         Returns:
             The iteration that the update ends (the same number again while updates extend it), or None if the update

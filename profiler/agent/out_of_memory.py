@@ -10,7 +10,7 @@ from .exceptions import ExceptionHooks
 from .inventory import list_holders
 from .memory_reader import ALLOCATED, HEAP, RESERVED
 from .options import Options
-from .phase_record import BACKWARD, UPDATE
+from .phase_record import BACKWARD
 from .recorder import Recorder
 from .spool import PHASES
 
@@ -55,43 +55,34 @@ class Inventories:
         if iteration == self._first + 1 and self._first_updates < _MAX_FIRST:
             self._first_updates += 1
             self._at_first = []
-            self._take(self._at_first, time.monotonic_ns(), iteration - 1, PHASES[UPDATE])
+            self._take(self._at_first, _in_update(iteration - 1))
 
     def enter_update(self) -> None:
         """Take an inventory at the start of the first update of the typical iteration."""
         recorder = self._recorder
-        iteration = recorder.iteration
-        if iteration >= self._settled:
+        if recorder.iteration >= self._settled:
             recorder.on_update.remove(self.enter_update)
-            taken = self._take(self._others, time.monotonic_ns(), iteration, PHASES[UPDATE])
-            if not taken and recorder.threads.several:
+            if not self._take(self._others, _in_update(recorder.iteration)) and recorder.threads.several:
                 # What was read before is that of one thread, and lacks what the others hold.
                 self._at_first, self._others = [], []
                 recorder.files.job_info.set("inventories", [])
 
     def add_out_of_memory(self, record: dict[str, Any]) -> bool:
         """Take an inventory at an out-of-memory error; return whether tensors could be read."""
-        phase = record["phase"]
-        failed_on = record["device"] if phase == PHASES[BACKWARD] else None
-        return self._take(self._others, record["t_ns"], record["iteration"], phase, "out of memory", failed_on)
+        moment = {key: record[key] for key in ("t_ns", "iteration", "phase")}
+        failed_on = record["device"] if record["phase"] == PHASES[BACKWARD] else None
+        return self._take(self._others, {**moment, "reason": "out of memory"}, failed_on)
 
-    def _take(
-        self,
-        inventories: list[dict[str, Any]],
-        t_ns: int,
-        iteration: int,
-        phase: str,
-        reason: str = "update",
-        failed_on: str | None = None,
-    ) -> bool:
-        recorder = self._recorder
-        holders = recorder.read_tensors(functools.partial(list_holders, failed_on=failed_on))
-        if holders is None:
-            return False
-        entry = {"t_ns": t_ns, "iteration": iteration, "phase": phase, "reason": reason, "holders": holders}
-        inventories.append(entry)
-        recorder.files.job_info.set("inventories", self._at_first + self._others)
-        return True
+    def _take(self, inventories: list[dict[str, Any]], moment: dict[str, Any], failed_on: str | None = None) -> bool:
+        holders = self._recorder.read_tensors(functools.partial(list_holders, failed_on=failed_on))
+        if holders is not None:
+            inventories.append({**moment, "holders": holders})
+            self._recorder.files.job_info.set("inventories", self._at_first + self._others)
+        return holders is not None
+
+
+def _in_update(iteration: int) -> dict[str, Any]:
+    return {"t_ns": time.monotonic_ns(), "iteration": iteration, "phase": "update", "reason": "update"}
 
 
 class OutOfMemoryWatch:

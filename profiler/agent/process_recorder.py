@@ -156,11 +156,7 @@ class ProcessRecorder:
             self.files.job_info.note(text)
 
     def close(self, reason: str = "closed") -> None:
-        """Stop recording; the job goes on. Safe to call twice.
-
-        Args:
-            reason: One of `spool.STOP_REASONS`.
-        """
+        """Stop recording; the job goes on. Safe to call twice."""
         if not self.live:
             return
         try:

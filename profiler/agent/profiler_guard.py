@@ -18,9 +18,7 @@ _ERROR = 2
 class GuardedProfiler:
     """A profiler of torch that runs beside the job. CUPTI, and torch, serve one profiler at a time.
 
-    Args:
-        torch: The module `torch` of the job.
-        on_job_profiler: Called before the job begins a profiler of its own while this one runs, which it must stop.
+    `on_job_profiler` is called before the job begins a profiler of its own while this one runs, which it must stop.
 
     Attributes:
         running: The profiler that runs; None if none does.

@@ -86,9 +86,7 @@ class Spool:
     `put` collects records, and `flush` writes them. A forked child must call `detach`, because it shares the file with
     its parent.
 
-    Args:
-        path: The file, which must not exist.
-        max_bytes: Size from which on `full` is set; None: no limit.
+    At `path`, which must not exist. `max_bytes`: size from which on `full` is set; None: no limit.
 
     Attributes:
         full: Whether `max_bytes` were written.
@@ -155,16 +153,8 @@ class Spool:
     ) -> None:
         """Append an operation.
 
-        Args:
-            sequence: Its number, unique among phases and operations.
-            name: One of `OPS`.
-            resource: One of `RESOURCES`.
-            start_ns: Start in ns of CLOCK_MONOTONIC.
-            end_ns: End in ns of CLOCK_MONOTONIC.
-            subgroup: The subgroup it works on, if any.
-            nbytes: Bytes it moves, if any.
-            parent: Sequence number of the operation that contains it, if any.
-            device: Device number of an operation that ran on a GPU, path number (from 0) of one on storage.
+        Times are in ns of CLOCK_MONOTONIC. `parent`: number of the operation that contains it. `device`: the number of
+        the GPU that ran it, or of the path on storage.
 
         Raises:
             KeyError: For an unknown name or resource.

@@ -29,11 +29,6 @@ def from_environment() -> None:
 def start(torch: Any, directory: str, options: Options) -> Any:
     """Start to record this process.
 
-    Args:
-        torch: The module `torch` of the job.
-        directory: An existing folder for the spool and the other files of this process.
-        options: What to record.
-
     Returns:
         The recorder; the running one if there is one already, and None if the process cannot be recorded.
     """

@@ -31,9 +31,6 @@ class TrainingThreads:
 
     Autograd replaces gradients without the interpreter's lock: a thread that reads one meanwhile may crash the process.
     So tensors of the job are read in `quiet` moments only.
-
-    Args:
-        torch: The module `torch`.
     """
 
     def __init__(self, torch: Any) -> None:

@@ -15,10 +15,7 @@ _CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 def describe_engine(engine: Any, recomputes: bool, moments_lost: bool | None = None) -> dict[str, Any]:
     """Return the trace's `deepspeed` entry.
 
-    Args:
-        engine: The engine, after a step.
-        recomputes: Whether modules were seen to run inside a backward.
-        moments_lost: Whether a checkpoint was loaded without its moments; None if no checkpoint was loaded.
+    After a step. `moments_lost`: whether a checkpoint was loaded without its moments; None if none was loaded.
     """
     optimizer = engine.optimizer
     sizes = subgroup_sizes(optimizer)

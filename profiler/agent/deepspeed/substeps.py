@@ -55,14 +55,7 @@ class SubstepRecorder:
             self._row = self._begin_row(_REST, self._recorder.started_ns)
 
     def switch(self, name: str, resource: str = "host", subgroup: int | None = None, nbytes: int | None = None) -> None:
-        """Begin another sub-step now. Never raises.
-
-        Args:
-            name: One of `spool.OPS`.
-            resource: One of `spool.RESOURCES`.
-            subgroup: The subgroup it works on, if any.
-            nbytes: Bytes it moves, if any.
-        """
+        """Begin another sub-step now. Never raises."""
         row, substep = self._row, _Substep(name, resource, subgroup, nbytes)
         if not self.running or row is None or substep == row.substep:
             return

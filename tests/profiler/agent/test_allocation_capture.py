@@ -192,6 +192,7 @@ def recorder_of(files: Any) -> Any:
     """Return a recorder without a model."""
     return SimpleNamespace(
         files=files,
+        note_once=files.job_info.note,
         threads=SimpleNamespace(several=False),
         model_and_optimizers=lambda: ([], []),
         read_tensors=lambda read: read([], []),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -263,6 +264,15 @@ def test_drain__waits_for_the_device_for_a_limited_time(cuda: FakeCuda) -> None:
     start_ns = cuda.now
     assert [sequence for sequence, _, _ in clock.drain(1.0)] == [1]
     assert cuda.now - start_ns < 1.1 * S
+
+
+def test_drain__asks_nothing_of_the_device_on_a_thread_without_marks(cuda: FakeCuda) -> None:
+    clock = GpuClock(cuda)
+    phase(clock, cuda, 1)
+    cuda.now += S
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: list(clock.drain(1.0))).result() == []
+    assert len(list(clock.drain(1.0))) == 1
 
 
 def test_finished_spans__waits_for_an_anchor(cuda: FakeCuda) -> None:

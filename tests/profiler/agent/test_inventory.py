@@ -120,6 +120,17 @@ def test_list_holders__sums_up_modules_in_their_parents_where_there_are_too_many
     assert {holder["bytes"] for holder in holders} == {40 * 4}
 
 
+def test_list_holders__leaves_out_gradients_that_another_device_may_still_replace() -> None:
+    model = nn.Linear(4, 2)
+    model(torch.ones(1, 4)).sum().backward()
+    size = 4 * (4 * 2 + 2)
+    for failed_on, gradients in ((None, size), ("cpu", size), ("cuda:0", None)):
+        counts = {h["category"]: 0 for h in list_holders([model], [], failed_on)}
+        for holder in list_holders([model], [], failed_on):
+            counts[holder["category"]] += holder["bytes"]
+        assert counts == {"parameter": size, **({"gradient": gradients} if gradients else {})}
+
+
 @pytest.mark.slow
 def test_list_holders__counts_the_shards_and_buckets_of_distributed_models() -> None:
     import torch.distributed as dist

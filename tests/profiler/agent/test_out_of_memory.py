@@ -242,3 +242,28 @@ def test_watch__records_each_of_several_errors_with_the_same_text(
         watch.see(error)
         del error
     assert len(recorder.values["out_of_memory"]) == 3
+
+
+def test_watch__takes_the_inventory_of_an_error_in_a_backward_when_that_has_raised(
+    observed: tuple[FakeRecorder, OutOfMemoryWatch, SimpleNamespace],
+) -> None:
+    _, watch, _ = observed
+    quiet, moments = [False], []
+
+    def add(record: dict[str, Any]) -> bool:
+        if quiet[0]:
+            moments.append((record["t_ns"], record["phase"]))
+        return quiet[0]
+
+    watch._inventories.add_out_of_memory = add  # type: ignore[method-assign]
+    watch.observe(0, 20 * MIB, 80 * MIB, 10 * MIB)
+    quiet[0] = True
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    watch.see(error)
+    watch.see(error)
+    assert moments == [(watch._records[0]["t_ns"], "backward")]
+    # In a quiet moment it is taken at once, and only once.
+    watch.observe(0, 30 * MIB, 80 * MIB, 10 * MIB)
+    assert len(moments) == 2
+    watch.see(torch.OutOfMemoryError("CUDA out of memory."))
+    assert len(moments) == 2
