@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 from ebbtide.errors import PlanError
@@ -83,6 +84,18 @@ class Op(NamedTuple):
     def lane(self) -> str:
         """The name of its resource, with the number of the path of the storage if that is not the first."""
         return f"{self.resource} {self.path}" if self.path else self.resource
+
+
+def uses_state_on_host(op: Op, casts_on_gpu: Collection[int]) -> bool:
+    """Return whether an operation reads or writes the state of its subgroup in host memory.
+
+    Args:
+        op: The operation.
+        casts_on_gpu: Subgroups whose masters are uploaded and converted on the GPU.
+    """
+    if op.kind == "upload":
+        return op.subgroup in casts_on_gpu
+    return op.kind in ("fetch", "flush") or (op.kind in ("update", "cast") and op.resource == "cpu")
 
 
 def plan_error(policy: str, op: Op, problem: str) -> PlanError:

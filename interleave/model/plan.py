@@ -18,6 +18,7 @@ from ebbtide.interleave.model.operations import (
     Op,
     OpKind,
     Resource,
+    uses_state_on_host,
 )
 from ebbtide.interleave.model.plan_checks import PlanChecker
 from ebbtide.interleave.model.points import backward_points, forward_points, gradient_ready_points, point_at
@@ -42,6 +43,7 @@ __all__ = [
     "forward_points",
     "gradient_ready_points",
     "point_at",
+    "uses_state_on_host",
 ]
 
 

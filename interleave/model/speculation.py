@@ -61,17 +61,20 @@ def redone(plan: Plan) -> Plan:
     ops: list[Op] = []
     indices: list[int] = []
     again: dict[int, int] = {}
-    speculative = {index for index, op in enumerate(plan.ops) if op.speculative}
+    speculative = {(index, op.subgroup) for index, op in enumerate(plan.ops) if op.speculative}
     clip = -1
     transfers = {(op.kind, op.subgroup): op for op in plan.ops if op.kind in ("read", "write")}
     # The latest write from each buffer: the next read into it waits for that.
     writes: dict[int, int] = {}
+    # Subgroups whose state has been written. The write of any other follows its last use, which is computed again.
+    written: set[int] = set()
 
     def append(op: Op, *after: int) -> int:
         if op.kind == "read" and op.buffer in writes:
             after = (*after, writes[op.buffer])
         elif op.kind == "write":
             writes[op.buffer] = len(ops)
+            written.add(op.subgroup)
         ops.append(_with_after(op, tuple(dict.fromkeys(after))))
         return len(ops) - 1
 
@@ -80,12 +83,14 @@ def redone(plan: Plan) -> Plan:
         read = transfers.get(("read", update.subgroup))
         if read is None:
             return append(update, indices[source], clip)
-        index = append(update, indices[source], clip, append(read._replace(point=STEP, due=update.due), clip))
-        append(transfers["write", update.subgroup]._replace(point=STEP, due=BACKWARD), index)
+        read_again = append(read._replace(point=STEP, due=update.due), indices[source], clip)
+        index = append(update, indices[source], clip, read_again)
+        if update.subgroup in written:
+            append(transfers["write", update.subgroup]._replace(point=STEP, due=BACKWARD), index)
         return index
 
     for op in plan.ops:
-        source = next((index for index in op.after if index in speculative), None)
+        source = next((index for index in op.after if (index, op.subgroup) in speculative), None)
         if source is not None and source not in again and op.kind != "write":
             again[source] = update_again(source)
         indices.append(append(op, *(again.get(index, indices[index]) for index in op.after)))

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ebbtide.errors import PlanError
-from ebbtide.interleave.model.operations import BACKWARD, Op, plan_error
+from ebbtide.interleave.model.operations import BACKWARD, Op, plan_error, uses_state_on_host
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.state_bytes import MASTER_BYTES
-
-# Operations that use the state of a subgroup in host memory, and those of them that change it.
-_USES_STATE = ("fetch", "update", "flush")
 
 
 def check_storage(
@@ -60,20 +57,21 @@ def check_storage(
 def _users(
     policy: str, ops: Sequence[Op], reads: dict[int, int], writes: dict[int, int], not_stored: frozenset[int]
 ) -> dict[int, list[int]]:
-    """Return the last operations that change the state of each stored subgroup in host memory."""
+    """Return the last operations that use the state of each stored subgroup in host memory."""
+    for subgroup in reads.keys() & not_stored:
+        raise plan_error(policy, ops[reads[subgroup]], "is of state that is on the device when the iteration begins")
     last: dict[int, list[int]] = {subgroup: [] for subgroup in reads}
+    casts_on_gpu = {op.subgroup for op in ops if op.kind == "cast" and op.resource == "gpu"}
     for index, op in enumerate(ops):
         read = reads.get(op.subgroup)
-        if read is None or op.kind not in _USES_STATE:
+        if read is None or not uses_state_on_host(op, casts_on_gpu):
             continue
-        if op.subgroup in not_stored:
-            raise plan_error(policy, ops[read], "is of state that is on the device when the iteration begins")
         if index > writes.get(op.subgroup, index):
             raise plan_error(policy, op, "comes after its write")
         on_host = op.kind == "fetch" or (op.kind == "update" and op.resource == "cpu")
         if on_host and read not in op.after:
             raise plan_error(policy, op, "does not wait for its read")
-        if op.kind == "flush" or (op.kind == "update" and op.resource == "cpu"):
+        if op.kind != "fetch":
             last[op.subgroup] = [index]
     return last
 

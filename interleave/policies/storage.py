@@ -12,7 +12,7 @@ from ebbtide.interleave.simulation.steps import simulate_steps
 from ebbtide.machines.machine import Machine
 from ebbtide.units import bytes_text
 
-DEFAULT_LAYOUT = StorageLayout("spread", 3)
+DEFAULT_LAYOUT, SMALLEST_LAYOUT = StorageLayout("spread", 3), StorageLayout("spread", 1, paths=1)
 
 
 def layouts(paths: int) -> list[StorageLayout]:
@@ -55,8 +55,12 @@ def with_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
 
 
 def with_default_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
-    """Return the plan of `with_storage` with the default layout, not validated: for searches that make many plans."""
-    return stored_in(plan, workload, machine, DEFAULT_LAYOUT) if _needs_storage(plan, workload, machine) else plan
+    """Return the plan of `with_storage` with the default layout, or the smallest one if that does not fit, not
+    validated: for searches that make many plans."""
+    if not _needs_storage(plan, workload, machine):
+        return plan
+    stored = stored_in(plan, workload, machine, DEFAULT_LAYOUT)
+    return stored_in(plan, workload, machine, SMALLEST_LAYOUT) if _exceeds_host(stored, workload, machine) else stored
 
 
 def _needs_storage(plan: Plan, workload: Workload, machine: Machine) -> bool:

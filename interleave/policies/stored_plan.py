@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from ebbtide.interleave.model.host_memory import available_host_bytes, needed_host_bytes
-from ebbtide.interleave.model.plan import BACKWARD, Op, Plan
+from ebbtide.interleave.model.plan import BACKWARD, Op, Plan, uses_state_on_host
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import Machine
 from ebbtide.machines.storage import StoragePath
@@ -200,20 +200,21 @@ class _Use:
 
     @property
     def last_place(self) -> int:
-        """The same of the last operation."""
-        return _SPECULATIVE_PLACE + self.last if self.speculative else self.last
+        """The same of the last operation, which comes after clipping unless it is the first one."""
+        return self.place if self.last == self.first else self.last
 
 
 def _uses_in_order(plan: Plan) -> dict[int, _Use]:
     """Return the subgroups whose state may be in storage, in the order of their first use."""
     elsewhere = plan.resident | plan.parked
+    casts_on_gpu = {op.subgroup for op in plan.ops if op.kind == "cast" and op.resource == "gpu"}
     uses: dict[int, _Use] = {}
     for index, op in enumerate(plan.ops):
         if op.subgroup in elsewhere:
             continue
         if op.kind == "fetch" or (op.kind == "update" and op.resource == "cpu"):
             uses[op.subgroup] = _Use(index, index, op.due is not None, op.speculative)
-        elif op.kind == "flush" and op.subgroup in uses:
+        elif op.subgroup in uses and uses_state_on_host(op, casts_on_gpu):
             uses[op.subgroup].last = index
     return dict(sorted(uses.items(), key=lambda entry: entry[1].place))
 

@@ -92,7 +92,7 @@ def zero_infinity(workload: Workload, machine: Machine, spec: PolicySpec) -> Pla
                 "storage_write",
                 subgroup,
                 workload.state_bytes,
-                (update, uploads[-1]),
+                tuple(range(update, uploads[-1] + 1)),
                 path=path,
                 buffer=subgroup % slots,
             )

@@ -26,7 +26,9 @@ from ebbtide.interleave.simulation.steps import simulate_steps
 from ebbtide.machines.machine import Machine
 from ebbtide.machines.storage import StoragePath
 from tests.conftest import examples
-from tests.interleave.strategies import fixed_policies, machines, spread, workloads
+from tests.interleave.simulation.explicit_iterations import run_explicitly
+from tests.interleave.simulation.stored_plans import paths
+from tests.interleave.strategies import fixed_policies, machines, workloads
 
 GB = 1e9
 # Ten subgroups of 1.2 GB of state, that pass through a CPU in 0.1 s each and through storage in 0.4 s.
@@ -38,6 +40,8 @@ MACHINE = Machine(
     host_memory_bytes_per_s=1e12,
     cpu_update_params_per_s=1 * GB,
     gpu_update_params_per_s=20 * GB,
+    cpu_cast_params_per_s=10 * GB,
+    h2d_pageable_bytes_per_s=10 * GB,
     storage=(StoragePath(3 * GB, 3 * GB),),
 )
 JOB = Workload("job", 10**9, 10**8, forward_s=1.0, backward_s=2.0, gpu_free=((0.0, 0.0),))
@@ -47,13 +51,6 @@ COPIES = 4 * GB
 
 def with_host(host_bytes: float, **values: object) -> Workload:
     return replace(JOB, host_free_bytes=host_bytes, **values)
-
-
-@st.composite
-def paths(draw: st.DrawFn) -> StoragePath:
-    read, write = draw(spread(0.3e9, 60e9)), draw(spread(0.3e9, 60e9))
-    both = draw(st.none() | st.floats(0.6, 1.0).map(lambda share: share * (read + write)))
-    return StoragePath(read, write, None, both)
 
 
 @st.composite
@@ -312,3 +309,47 @@ def test_run_tasks__shares_paths_and_host_memory() -> None:
     assert ends(1e12) == pytest.approx([2.0, 2.0, 1.0])
     # All need 6 GB/s at first, and 3 GB/s when the other path is done.
     assert ends(3 * GB) == pytest.approx([3.0, 3.0, 2.0])
+
+
+@pytest.mark.parametrize("policy", ["pipelined,params=blocking", "zero-offload,params=gpu-cast"])
+def test_stored_in__writes_state_when_its_masters_have_been_read(policy: str) -> None:
+    """The CPU converts the masters after the update, or they are uploaded: the buffer must still have them."""
+    plan = all_stored(policy)
+    reader = "cast" if "blocking" in policy else "upload"
+    readers = {op.subgroup: index for index, op in enumerate(plan.ops) if op.kind == reader}
+    for index, op in enumerate(plan.ops):
+        if op.kind == "write":
+            assert readers[op.subgroup] in op.after
+            update = plan.ops[readers[op.subgroup]].after
+            with pytest.raises(PlanError, match=f"does not wait for its {reader}"):
+                changed(plan, index, after=update).validate(ALL_STORED)
+
+
+def test_make_plan__speculates_no_more_than_the_buffers_hold() -> None:
+    """Masters are converted when clipping says that they are valid, and stay in their buffers until then."""
+    job = with_host(COPIES + 1.2 * GB)
+    plan = make_plan("pipelined,params=blocking,overlap=backward", job, MACHINE)
+    assert needed_host_bytes(plan, job) <= COPIES + 1.2 * GB
+    assert len(plan.speculated) <= 1
+
+
+def test_redone__reads_state_again_when_its_buffer_is_free() -> None:
+    """An update that comes after a speculative one of another subgroup, in the buffer that this one had before."""
+    plan = speculate(plan_in_memory("pipelined", ALL_STORED, MACHINE), ALL_STORED, 4)
+    update = next(index for index, op in enumerate(plan.ops) if op.speculative)
+    last = max(index for index, op in enumerate(plan.ops) if op.kind == "update")
+    first = next(index for index, op in enumerate(plan.ops) if op.kind == "update" and not op.speculative)
+    order = [*range(first), *range(update, last + 1), *range(first, update), *range(last + 1, len(plan.ops))]
+    plan = stored_in(_ordered(plan, order), ALL_STORED, MACHINE, StorageLayout("spread", 1)).validate(ALL_STORED)
+    speculative = next(index for index, op in enumerate(plan.ops) if op.speculative)
+    other = next(index for index, op in enumerate(plan.ops) if op.kind == "update" and not op.speculative)
+    plan = changed(plan, other, after=(*plan.ops[other].after, speculative)).validate(ALL_STORED)
+    assert not run_explicitly(redone(plan), ALL_STORED, MACHINE, 3).faults
+
+
+def _ordered(plan: Plan, order: list[int]) -> Plan:
+    places = {index: place for place, index in enumerate(order)}
+    return replace(
+        plan,
+        ops=tuple(plan.ops[index]._replace(after=tuple(places[i] for i in plan.ops[index].after)) for index in order),
+    )

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
+from collections.abc import Mapping
 
-from ebbtide.interleave.model.plan import Op
+from ebbtide.interleave.model.plan import Op, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import Machine
 from tests.interleave.strategies import cpu_rate
 
 
-def alone_s(op: Op, workload: Workload, machine: Machine) -> float:
-    """Return the duration of an operation if nothing else runs, s."""
+def alone_s(op: Op, plan: Plan, workload: Workload, machine: Machine) -> float:
+    """Return the duration of an operation of a plan if nothing else runs, s."""
     values = {name: value or 0.0 for name, value in vars(machine).items() if name.endswith("_per_s")}
     fixed = machine.operation_s or 0.0
     if op.kind == "clip":
         return norm_s(workload, machine)
+    if op.kind == "update" and op.resource == "gpu":
+        return fixed + op.params / values["gpu_update_params_per_s"]
     if op.kind == "update":
-        on_cpu = op.resource == "cpu"
-        return fixed + op.params / (cpu_rate(workload, machine) if on_cpu else values["gpu_update_params_per_s"])
+        rate = plan.cpu_share * cpu_rate(workload, machine)
+        if op.speculative and not plan.rolls_back:
+            rate *= 0.9 if machine.cpu_out_of_place_share is None else machine.cpu_out_of_place_share
+        return fixed + op.params / rate
     if op.kind == "cast":
         return fixed + op.params / values[f"{op.resource}_cast_params_per_s"]
+    if op.kind in ("read", "write"):
+        path = machine.storage[op.path]
+        return fixed + op.nbytes / (path.read_bytes_per_s if op.kind == "read" else path.write_bytes_per_s)
     busy = workload.h2d_busy_share if op.resource == "h2d" else workload.d2h_busy_share
     rate = values[f"{op.resource}_bytes_per_s"] * (1 - busy)
     return fixed + op.nbytes / (min(rate, values[f"{op.resource}_pageable_bytes_per_s"]) if op.pageable else rate)
@@ -61,6 +68,53 @@ def traffic_bytes(op: Op, workload: Workload) -> float:
     return op.params * (4 + workload.param_bytes) if op.kind == "cast" else op.nbytes
 
 
+def collectives_left(phase: str, length_s: float, workload: Workload, machine: Machine) -> dict[str, float]:
+    """Return the share of each direction of the link that the collectives of a phase of this length leave."""
+    left = {"h2d": 1.0, "d2h": 1.0}
+    for name, h2d, d2h in workload.collective_bytes:
+        for direction, nbytes in (("h2d", h2d), ("d2h", d2h)) if name == phase and length_s else ():
+            rate = getattr(machine, f"{direction}_bytes_per_s")
+            rate *= 1 - getattr(workload, f"{direction}_busy_share")
+            left[direction] = max(0.05, 1 - nbytes / (rate * length_s))
+    return left
+
+
+def speeds(
+    ops: dict[int, Op], work: Mapping[int, float], left: Mapping[str, float], workload: Workload, machine: Machine
+) -> dict[int, float]:
+    """Return the speeds of operations that run at the same time, as shares of their speeds alone.
+
+    Args:
+        ops: The operations, by any number.
+        work: Their durations alone, s.
+        left: Share of each direction of the link that collectives leave.
+        workload: The workload.
+        machine: The machine.
+    """
+    demand = {
+        i: left.get(op.resource, 1.0) * traffic_bytes(op, workload) / work[i] for i, op in ops.items() if work[i] > 0
+    }
+    factors: dict[int, float] = {}
+    groups: dict[object, list[int]] = {}
+    for i in demand:
+        is_link = ops[i].resource in ("h2d", "d2h")
+        groups.setdefault("link" if is_link else ops[i].path if ops[i].kind in ("read", "write") else "cpu", []).append(
+            i
+        )
+    for group, members in groups.items():
+        limit = machine.duplex_bytes_per_s if group == "link" else None
+        if isinstance(group, int):
+            limit = machine.storage[group].duplex_bytes_per_s
+        needed = sum(demand[i] for i in members)
+        factors |= dict.fromkeys(members, min(1.0, limit / needed) if limit and needed else 1.0)
+    total = sum(rate * factors[i] for i, rate in demand.items())
+    of_host = min(1.0, (machine.host_memory_bytes_per_s or 0.0) / total) if total else 1.0
+    return {
+        i: 1.0 if op.resource == "gpu" else of_host * factors.get(i, 1.0) * left.get(op.resource, 1.0)
+        for i, op in ops.items()
+    }
+
+
 class Fluid:
     """A schedule divided where an operation or a phase starts or ends: within a segment all speeds are constant.
 
@@ -68,13 +122,8 @@ class Fluid:
     """
 
     def __init__(self, schedule: Schedule, machine: Machine) -> None:
-        self._workload = schedule.workload
-        if machine.cpu_update_params_per_s is not None:
-            machine = replace(
-                machine, cpu_update_params_per_s=schedule.plan.cpu_share * machine.cpu_update_params_per_s
-            )
-        self._machine = machine
-        self.work = [alone_s(op, schedule.workload, machine) for op in schedule.plan.ops]
+        self._workload, self._machine = schedule.workload, machine
+        self.work = [alone_s(op, schedule.plan, schedule.workload, machine) for op in schedule.plan.ops]
         phases = itertools.accumulate((schedule.other_s, schedule.forward_s, schedule.backward_s))
         self._phase_ends = dict(zip(("other", "forward", "backward"), phases, strict=True))
         edges = sorted({0.0, *schedule.starts, *schedule.ends, *self._phase_ends.values()})
@@ -90,34 +139,16 @@ class Fluid:
             for start, end, inside in zip(edges, edges[1:], running, strict=False)
         ]
 
+    def _speeds(self, ops: dict[int, Op], start: float) -> dict[int, float]:
+        left = self.link_left(start)
+        return speeds(ops, dict(enumerate(self.work)), left, self._workload, self._machine)
+
     def link_left(self, start: float) -> dict[str, float]:
         """Return the share of each direction of the link that the collectives of the phase leave."""
         phase = next((name for name, end in self._phase_ends.items() if start < end), "update")
         begin = {"forward": "other", "backward": "forward"}.get(phase)
         length = self._phase_ends.get(phase, 0.0) - (self._phase_ends[begin] if begin else 0.0)
-        left = {"h2d": 1.0, "d2h": 1.0}
-        for name, h2d, d2h in self._workload.collective_bytes:
-            for direction, nbytes in (("h2d", h2d), ("d2h", d2h)) if name == phase else ():
-                rate = getattr(self._machine, f"{direction}_bytes_per_s")
-                rate *= 1 - getattr(self._workload, f"{direction}_busy_share")
-                left[direction] = max(0.05, 1 - nbytes / (rate * length))
-        return left
-
-    def _speeds(self, ops: dict[int, Op], start: float) -> dict[int, float]:
-        left = self.link_left(start)
-        demand = {i: traffic_bytes(op, self._workload) / self.work[i] for i, op in ops.items() if self.work[i] > 0}
-        demand = {i: rate * left.get(ops[i].resource, 1.0) for i, rate in demand.items()}
-        link = {i: rate for i, rate in demand.items() if ops[i].resource in ("h2d", "d2h")}
-        duplex = self._machine.duplex_bytes_per_s or float("inf")
-        of_link = min(1.0, duplex / sum(link.values())) if link else 1.0
-        after = {i: rate * (of_link if i in link else 1.0) for i, rate in demand.items()}
-        total = sum(after.values())
-        of_host = min(1.0, (self._machine.host_memory_bytes_per_s or 0.0) / total) if total else 1.0
-        speeds = dict.fromkeys(ops, 1.0)
-        for i, op in ops.items():
-            if op.resource != "gpu":
-                speeds[i] = of_host * (of_link if i in link else 1.0) * left.get(op.resource, 1.0)
-        return speeds
+        return collectives_left(phase, length, self._workload, self._machine)
 
     def done(self) -> list[float]:
         """Return the work that each operation got, in seconds of running alone."""

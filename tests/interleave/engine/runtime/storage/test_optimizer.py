@@ -66,6 +66,8 @@ CASES = [
     ("pipelined", "streamed", "none", ALL),
     ("interleaved:2", "streamed", "none", SMALL),
     ("interleaved:2", "kept", "forward", HALF),
+    ("zero-offload", "kept", "none", SMALL),
+    ("pipelined,params=blocking", "streamed", "both", SMALL),
 ]
 
 
