@@ -32,9 +32,9 @@ class BoundProgram(LinearProgram):
     """The linear program.
 
     Variables: the flows of each interval, the state on the device after each interval and before the first, the kept
-    gradients, the length of the update without its overhead, and the exposed time. Where updates may end in the next
-    forward also the waits before the backward; the intervals then begin with the backward (`cycle_intervals_of`). Where
-    state may be in storage also what is read and written, and the state in host memory (see `storage_rows`).
+    gradients, the length of the update without its overhead, the waits in other phases, and the exposed time. Where
+    updates may end in the next forward the intervals begin with the backward (`cycle_intervals_of`). Where state may be
+    in storage also what is read and written, and the state in host memory (see `storage_rows`).
 
     The solver's tolerances are absolute, so all values are kept near 1: parameters are shares of all parameters,
     bytes are per parameter, times are in units of `time_unit_s`.
@@ -68,7 +68,11 @@ class BoundProgram(LinearProgram):
         for name in ("state at start", "update length", "exposed"):
             self.add_variable(name)
         self.add_variable("kept gradients", upper=1.0)
-        self._waits = {index: self.add_variable("wait", index) for index in self._late_intervals()}
+        self._waits = {
+            index: self.add_variable("wait", index)
+            for index, interval in enumerate(intervals)
+            if self._may_wait(interval)
+        }
         waits = [*self._waits.values(), self.variable("update length")]
         self.add_row({self.variable("exposed"): 1.0, **dict.fromkeys(waits, -1.0)}, lower=0.0)
         for index, interval in enumerate(intervals):
@@ -108,17 +112,25 @@ class BoundProgram(LinearProgram):
         for name in forbidden:
             self.limit(self.variable(name, index), 0.0)
 
-    def _late_intervals(self) -> list[int]:
-        """Return the intervals that may be stretched by late updates, or by late writes to storage."""
-        if not self._overlap.forward and self._storage is None:
-            return []
-        return [i for i, interval in enumerate(self.intervals) if interval.phase in (OTHER, FORWARD)]
+    def _may_wait(self, interval: IterationInterval) -> bool:
+        """Return whether late updates or writes to storage may stretch an interval, or, at no gain but that the job's
+        collectives leave the whole link meanwhile, copies and updates that stop the backward."""
+        if interval.phase == BACKWARD:
+            updates = self._overlap.backward or not self._workload.needs_all_gradients
+            return updates and interval.link_left != (1.0, 1.0)
+        return interval.phase in (OTHER, FORWARD) and (self._overlap.forward or self._storage is not None)
 
-    def _limit_rate(self, terms: dict[int, float], index: int, rate: float) -> None:
+    def _limit_rate(self, terms: dict[int, float], index: int, rate: float, left: float = 1.0) -> None:
         """Require that the terms take at most the interval's length at this rate.
 
         Terms are divided by the rate: the solver may neglect work that takes hardly any time, but not a rate that
         multiplies the length.
+
+        Args:
+            terms: Factors of variables.
+            index: The interval.
+            rate: The rate.
+            left: Share of the rate that the job's collectives leave while compute goes on. Waits have all of it.
         """
         times = {variable: factor / rate for variable, factor in terms.items()}
         interval = self.intervals[index]
@@ -126,7 +138,7 @@ class BoundProgram(LinearProgram):
             times[self.variable("update length")] = -1.0
         elif index in self._waits:
             times[self._waits[index]] = -1.0
-        self.add_row(times, upper=interval.length_s / self.time_unit_s)
+        self.add_row(times, upper=left * interval.length_s / self.time_unit_s)
 
     def _add_interval(self, interval: IterationInterval, index: int) -> None:
         workload, machine = self._workload, self._machine
@@ -141,8 +153,8 @@ class BoundProgram(LinearProgram):
         }
         down = {flow("flushed"): workload.state_bytes, flow("gradients down"): workload.grad_bytes}
         up_left, down_left = interval.link_left
-        self._limit_rate(up, index, self._link_rate("h2d") * up_left)
-        self._limit_rate(down, index, self._link_rate("d2h") * down_left)
+        self._limit_rate(up, index, self._link_rate("h2d"), up_left)
+        self._limit_rate(down, index, self._link_rate("d2h"), down_left)
         if machine.duplex_bytes_per_s is not None:
             self._limit_rate({**up, **down}, index, self._scaled_rate(machine.duplex_bytes_per_s))
         cpu_traffic = {flow("cpu updates"): workload.cpu_update_bytes}

@@ -69,20 +69,20 @@ def _early_operations(plan: Plan) -> dict[int, int]:
 
 def _task_graph(plan: Plan, work: IterationWork, repeated: dict[int, int]) -> TaskGraph:
     """Return the tasks: operations, compute and overhead of one iteration; the start of the next one, its repeated
-    operations, its compute until the backward, and the beginning of that."""
+    operations, and its compute until the backward begins."""
     count, points = len(plan.ops), work.points
     before = [number for number, point in enumerate(points) if point <= BACKWARD]
     overhead = count + len(points)
     start = overhead + 1
     first_repeated = start + 1
     first_compute = first_repeated + len(repeated)
-    end = first_compute + len(before)
+    last = first_compute + len(before) - 1
     graph = TaskGraph(
         [
             *work.resource,
             *[COMPUTE] * (len(points) + 2),
             *(work.resource[index] for index in repeated),
-            *[COMPUTE] * (len(before) + 1),
+            *[COMPUTE] * len(before),
         ],
         [
             *work.alone_s,
@@ -91,29 +91,28 @@ def _task_graph(plan: Plan, work: IterationWork, repeated: dict[int, int]) -> Ta
             0.0,
             *(work.alone_s[index] for index in repeated),
             *(work.compute_s[number] for number in before),
-            0.0,
         ],
         [
             *work.demand,
             *[0.0] * (len(points) + 2),
             *(work.demand[index] for index in repeated),
-            *[0.0] * (len(before) + 1),
+            *[0.0] * len(before),
         ],
         work.storage_limits,
     )
     graph.stops_compute = frozenset(late_gpu_operations(plan))
     pending, successors = graph.pending, graph.successors
-    for task in (*range(count, start), *range(first_compute, end)):
+    for task in (*range(count, start), *range(first_compute, last)):
         successors[task].append(task + 1)
         pending[task + 1] += 1
     graph.add_dependency(start, first_compute)
+    # Of a point that occurs twice, the second one: operations of the next iteration wait there as compute does.
     compute_until = {point: count + number for number, point in enumerate(points)}
-    # The task after the compute until a point waits for what is due at it.
-    next_after = {points[number]: first_compute + number + 1 for number in before}
+    next_until = {points[number]: first_compute + number for number in before}
     for index, op in enumerate(plan.ops):
         for predecessor in op.after:
             successors[predecessor].append(index)
-        gate = start if op.due is None else next_after[op.due]
+        gate = start if op.due is None else next_until[op.due]
         successors[index].append(gate)
         pending[gate] += 1
         pending[index] += len(op.after)
@@ -126,8 +125,7 @@ def _task_graph(plan: Plan, work: IterationWork, repeated: dict[int, int]) -> Ta
         op, task = plan.ops[index], first_repeated + number
         for predecessor in op.after:
             graph.add_dependency(first_repeated + repeated[predecessor], task)
-        reached = first_compute + points.index(op.point) if op.point > 0.0 else start
-        graph.add_dependency(reached, task)
+        graph.add_dependency(next_until[op.point] if op.point > 0.0 else start, task)
     if work.link_left:
         for number, point in enumerate(points):
             left = work.link_left.get(phase_before(point))
@@ -151,14 +149,13 @@ def _schedule(
     start = count + len(points) + 1
     first_compute = start + 1 + len(repeated)
     begin = ends[start]
-    backward = points.index(BACKWARD)
-    before_backward_s = ends[count + backward]
-    backward_begin = ends[first_compute + backward + 1] - begin
+    before_backward_s = ends[count + points.index(BACKWARD)]
+    backward_begin = ends[-1] - begin
     shift = backward_begin - before_backward_s
     blocking_ends = (end for op, end in zip(plan.ops, ends, strict=False) if op.blocking)
     update_begin = max(ends[count + points.index(UPDATE)], max(blocking_ends, default=0.0))
     forward_begin = ends[first_compute + points.index(FORWARD)] - begin
-    forward_end = ends[first_compute + backward] - begin
+    forward_end = ends[first_compute + points.index(BACKWARD)] - begin
     op_starts, op_ends = ([time + shift for time in times[:count]] for times in (starts, ends))
     for index, number in repeated.items():
         op_starts[index] = starts[start + 1 + number] - begin

@@ -16,6 +16,7 @@ CPU, GPU, H2D, D2H, COMPUTE, STORAGE = range(6)
 INFINITE = float("inf")
 # Ends that differ by less than this share of the time coincide: they differ by rounding.
 _SAME_TIME = 1e-13
+_WHOLE_LINK = (1.0, 1.0)
 
 
 class TaskGraph:
@@ -27,8 +28,9 @@ class TaskGraph:
         demand: Host memory traffic of each task if nothing else runs, bytes/s.
         pending: How many tasks each task waits for. Running the graph counts them down.
         successors: The tasks that wait for each task.
-        link_left: By task of `COMPUTE`: the shares of the link that are left meanwhile, to the device and to the host.
-        stops_compute: Tasks of `GPU` during which tasks of `COMPUTE` stand still.
+        link_left: By task of `COMPUTE`: the shares of the link that are left while it goes on, to the device and to the
+            host.
+        stops_compute: Tasks of `GPU` during which tasks of `COMPUTE` stand still that take any time.
         storage_limits: Limit of reads and writes together of each path of the storage, bytes/s.
     """
 
@@ -90,8 +92,9 @@ def run_tasks(
     cpu_demand = up_demand = down_demand = 0.0
     cpu_left = up_left = down_left = 0.0
     cpu_since = up_since = down_since = 0.0
-    link_left, up_share, down_share = graph.link_left, 1.0, 1.0
-    stops_compute = graph.stops_compute
+    link_left, stops_compute = graph.link_left, graph.stops_compute
+    left = _WHOLE_LINK
+    up_share, down_share = left
     storage = StorageChannels(graph.storage_limits, queues[STORAGE:]) if graph.storage_limits else None
     storage_traffic = 0.0
     now = 0.0
@@ -102,20 +105,23 @@ def run_tasks(
             compute = heappop(compute_ready)
             starts[compute] = now
             compute_end = now + alone_s[compute]
-            if gpu in stops_compute:
+            if gpu in stops_compute and alone_s[compute]:
                 compute_end += gpu_end - now
-            if link_left:
-                changed = True
-                up_share, down_share = link_left.get(compute, (1.0, 1.0))
         if gpu < 0 and gpu_ready:
             gpu = heappop(gpu_ready)
             starts[gpu] = now
             gpu_end = now + alone_s[gpu]
-            if gpu in stops_compute and compute >= 0:
+            if gpu in stops_compute and compute >= 0 and alone_s[compute]:
                 compute_end += alone_s[gpu]
             if now + gpu_work_s > limit_s:
                 return None
             gpu_work_s -= alone_s[gpu]
+        if link_left:
+            # The job's collectives run only while compute does.
+            before, left = left, _WHOLE_LINK if gpu in stops_compute else link_left.get(compute, _WHOLE_LINK)
+            if left != before:
+                changed = True
+                up_share, down_share = left
         if cpu < 0:
             if cpu_ready:
                 changed = True

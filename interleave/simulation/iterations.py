@@ -26,6 +26,7 @@ class IterationWork:
         alone_s: Seconds of each operation if nothing else runs.
         demand: Host memory traffic of each operation, bytes/s.
         points: The points of the iteration between which compute runs without a stop, ascending, without its start.
+            Those at which late operations are due occur twice: when compute arrives there, and when it has waited.
         compute_s: Seconds of compute until each of the points from the one before.
         overhead_s: Overhead of the step.
         link_left: By phase: the shares of the link that the job's collectives leave.
@@ -85,6 +86,7 @@ def _task_graph(plan: Plan, work: IterationWork, iterations: int) -> TaskGraph:
         [0.0, *work.demand, *[0.0] * rest] * iterations,
         work.storage_limits,
     )
+    # Of a point that occurs twice, the second one: operations of the next iteration wait there as compute does.
     compute_until = {point: 1 + len(plan.ops) + number for number, point in enumerate(work.points)}
     overhead = work.tasks - 1
     late_on_gpu = late_gpu_operations(plan)
@@ -109,11 +111,10 @@ def _task_graph(plan: Plan, work: IterationWork, iterations: int) -> TaskGraph:
                 graph.add_dependency(task, base + (compute_until[op.point] if op.point > 0.0 else len(plan.ops)) + 1)
             if number + 1 < iterations:
                 next_base = base + work.tasks
-                gated = 0 if op.due is None else compute_until[op.due] + 1
-                graph.add_dependency(task, next_base + gated)
-        for point, task in compute_until.items():
-            if point <= UPDATE and (phase := phase_before(point)) in work.link_left:
-                graph.link_left[base + task] = work.link_left[phase]
+                graph.add_dependency(task, next_base + (0 if op.due is None else compute_until[op.due]))
+        for task, point in enumerate(work.points, base + 1 + len(plan.ops)):
+            if (phase := phase_before(point)) in work.link_left:
+                graph.link_left[task] = work.link_left[phase]
     return graph
 
 
@@ -126,7 +127,7 @@ def _schedule(
     begin = ends[base]
     first = base + 1
     # A wait at the beginning of a phase belongs to it.
-    reached = {point: ends[first + count + index] - begin for index, point in enumerate(work.points)}
+    reached = {point: ends[first + count + work.points.index(point)] - begin for point in (FORWARD, BACKWARD, UPDATE)}
     op_ends = [end - begin for end in ends[first : first + count]]
     blocking_ends = (end for op, end in zip(plan.ops, op_ends, strict=True) if op.blocking)
     update_begin = max(reached[UPDATE], max(blocking_ends, default=0.0))

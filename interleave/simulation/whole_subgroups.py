@@ -116,7 +116,8 @@ class WholeSubgroupProgram(BoundProgram):
             updates = {self.variable("total cpu updates", index): 1.0, self.variable("total gpu updates", index): 1.0}
             self.add_row(updates, upper=share)
             self.limit(self.variable("total gradients down", index), share)
-        length = {self.variable("update length"): 1.0}
+        waits = {wait: 1.0 for index, wait in self._waits.items() if self.intervals[index].phase == BACKWARD}
+        length = {self.variable("update length"): 1.0, **waits}
         overhead = self.intervals[update - 1].length_s / self.time_unit_s
         on_cpu = self.add_variable("last subgroup on the CPU", upper=1, integer=True)
         for number, size in enumerate(workload.subgroups):

@@ -1,0 +1,152 @@
+"""Tests of iterations in a row: with an independent event loop that lays them end to end, and in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ebbtide.errors import PlanError
+from ebbtide.interleave.model.plan import BACKWARD, FORWARD, STEP, UPDATE, Plan
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies import PlanBuilder, make_plan
+from ebbtide.interleave.policies.stored_plan import StorageLayout, stored_in
+from ebbtide.interleave.simulation.event_loop import COMPUTE, GPU, H2D, TaskGraph, run_tasks
+from ebbtide.interleave.simulation.simulator import simulate
+from ebbtide.machines.machine import Machine
+from ebbtide.machines.storage import StoragePath
+from tests.conftest import examples
+from tests.interleave.simulation.explicit_iterations import Iteration, run_explicitly
+from tests.interleave.simulation.stored_plans import cases
+
+GB = 1e9
+# Iterations are equal if their lengths differ by less, relatively; some approach one length slowly.
+SAME_LENGTH, MOST = 1e-10, 48
+
+
+def steady_iteration(plan: Plan, workload: Workload, machine: Machine) -> Iteration:
+    """Return one of many equal iterations."""
+    count = 5
+    while True:
+        run = run_explicitly(plan, workload, machine, count)
+        assert not run.faults
+        # No iteration follows the last one.
+        before, iteration = run.iterations[-3:-1]
+        if abs(before.length_s - iteration.length_s) <= SAME_LENGTH * iteration.length_s:
+            return iteration
+        assume(count < MOST)
+        count *= 2
+
+
+def assert_as_explicit(plan: Plan, workload: Workload, machine: Machine) -> None:
+    schedule, iteration = simulate(plan, workload, machine), steady_iteration(plan, workload, machine)
+    assert schedule.iteration_s == pytest.approx(iteration.length_s, rel=1e-8, abs=1e-12)
+    slack = 1e-8 * iteration.length_s
+    assert schedule.starts == pytest.approx(iteration.starts, rel=1e-8, abs=slack)
+    assert schedule.ends == pytest.approx(iteration.ends, rel=1e-8, abs=slack)
+
+
+@given(cases())
+@settings(max_examples=examples(300, by_default=60))
+def test_simulate__with_state_in_storage_equals_explicit_iterations(case: tuple[Plan, Workload, Machine]) -> None:
+    assert_as_explicit(*case)
+
+
+@given(cases(stored=False))
+@settings(max_examples=examples(200, by_default=40))
+def test_simulate__equals_explicit_iterations(case: tuple[Plan, Workload, Machine]) -> None:
+    assert_as_explicit(*case)
+
+
+@given(cases(again=False), st.data())
+@settings(max_examples=examples(300, by_default=60))
+def test_validate__accepts_no_plan_in_which_two_states_share_a_buffer(
+    case: tuple[Plan, Workload, Machine], data: st.DataObject
+) -> None:
+    """Any operations may wait for less, begin earlier or be due later than in a valid plan."""
+    plan, workload, machine = case
+    ops = list(plan.ops)
+    for index in data.draw(st.lists(st.integers(0, len(ops) - 1), min_size=1, max_size=4)):
+        op = ops[index]
+        change = data.draw(st.sampled_from(["after", "point", "due", "buffer"]))
+        if change == "after":
+            op = op._replace(after=tuple(before for before in op.after if data.draw(st.booleans())))
+        elif change == "point":
+            op = op._replace(point=data.draw(st.sampled_from([0.0, FORWARD, 1.5, BACKWARD, 2.5, UPDATE, STEP])))
+        elif change == "due":
+            op = op._replace(due=data.draw(st.sampled_from([None, FORWARD, 1.5, BACKWARD, 2.5])))
+        elif op.buffer >= 0:
+            op = op._replace(buffer=data.draw(st.integers(0, len(plan.storage_buffers) - 1)))
+        ops[index] = op
+    changed = replace(plan, ops=tuple(ops))
+    try:
+        changed.validate(workload)
+    except PlanError:
+        return
+    assert not run_explicitly(changed, workload, machine, 4).faults
+
+
+# Two subgroups of 1.2 GB of state: 0.4 s to write, 2 s to read, 0.1 s to update.
+MACHINE = Machine(
+    h2d_bytes_per_s=20 * GB, d2h_bytes_per_s=20 * GB, host_memory_bytes_per_s=1e13, cpu_update_params_per_s=1e9,
+    gpu_update_params_per_s=1e12, step_overhead_s=0.0, host_memory_bytes=64 * GB,
+    storage=(StoragePath(0.6 * GB, 3 * GB),),
+)  # fmt: skip
+JOB = Workload("job", 2 * 10**8, 10**8, forward_s=0.1, backward_s=1.0, host_free_bytes=0.0)
+
+
+def test_simulate__reads_into_a_buffer_when_the_iteration_before_has_written_it() -> None:
+    """Subgroup 0 leaves the device when the iteration begins; 1 is in storage, and its write is due at the backward.
+
+    From the begin of a backward: read until 2 s, update until 2.1, upload until 2.11, which ends the step, and forward
+    until 2.21. The write takes until 2.5, and the next read begins then, not when the forward ends.
+    """
+    builder = PlanBuilder("parked", JOB)
+    builder.leave([0])
+    builder.gradients(keep=frozenset({0}))
+    builder.fetch(0)
+    builder.update_fetched(0)
+    builder.on_cpu(1)
+    plan = stored_in(builder.plan(), JOB, MACHINE, StorageLayout("spread", 1)).validate(JOB)
+    schedule = simulate(plan, JOB, MACHINE)
+    assert schedule.iteration_s == pytest.approx(2.5)
+    times = {op.kind: (start, end) for op, start, end in schedule.items()}
+    assert times["read"][0] + schedule.iteration_s == pytest.approx(times["write"][1])
+
+
+# Four subgroups of 1 G parameters: 2 s of update, 0.2 s of upload and of gradient copy each.
+LATE_JOB = Workload("late", 4 * 10**9, 10**9, forward_s=4.0, backward_s=8.0)
+LATE_MACHINE = replace(MACHINE, h2d_bytes_per_s=10 * GB, d2h_bytes_per_s=10 * GB, cpu_update_params_per_s=0.5e9)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_simulate__has_the_whole_link_while_compute_waits(phase: str) -> None:
+    """The forward waits for the upload of each subgroup. Collectives that take half of the link slow none of these."""
+    job = replace(LATE_JOB, collective_bytes=((phase, 20 * GB, 0.0),))
+    plan = make_plan("pipelined,overlap=forward", job, LATE_MACHINE)
+    schedule = simulate(plan, job, LATE_MACHINE)
+    assert schedule.forward_s == pytest.approx(2.2 + 2 + 2 + 2 + 1)
+    assert schedule.backward_s == pytest.approx(8.0)
+
+
+def test_run_tasks__slows_copies_only_while_compute_goes_on() -> None:
+    """Compute for 2 s leaves half of the link. An update on the GPU stops it for its first second."""
+    graph = TaskGraph([COMPUTE, GPU, H2D], [2.0, 1.0, 1.5], [0.0, 0.0, 1.0])
+    graph.link_left = {0: (0.5, 1.0)}
+    graph.stops_compute = frozenset({1})
+    times = run_tasks(graph, 1e12, 1e12, 1e9)
+    assert times is not None
+    assert times[1] == pytest.approx([3.0, 1.0, 2.0])
+
+
+@pytest.mark.parametrize("resources", [[COMPUTE, GPU, COMPUTE], [GPU, COMPUTE, COMPUTE]])
+def test_run_tasks__lets_compute_of_no_length_pass_beside_updates_on_the_gpu(resources: list[int]) -> None:
+    """The beginning of an iteration is no compute: what waits for it may start."""
+    seconds = {COMPUTE: 0.0, GPU: 1.0}
+    graph = TaskGraph(resources, [seconds[resource] for resource in resources], [0.0] * 3)
+    graph.stops_compute = frozenset({resources.index(GPU)})
+    times = run_tasks(graph, 1e12, 1e12, 1e9)
+    assert times is not None
+    assert times[1] == [seconds[resource] for resource in resources]
