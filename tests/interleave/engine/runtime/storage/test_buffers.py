@@ -46,8 +46,7 @@ class WatchedStates(StoredStates):
     def save(self, subgroup: int, state: torch.Tensor) -> None:
         super().save(subgroup, state)
         self._jitter()
-        (number,) = (number for number, owner in self._owners.items() if owner == subgroup)
-        del self._owners[number]
+        self._owners = {number: owner for number, owner in self._owners.items() if owner != subgroup}
 
 
 @st.composite
