@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any, Callable
 
 from .zero_optimizer import fp32_masters, is_deepspeed_object, torch_optimizers
@@ -60,12 +62,24 @@ def list_blocks(
 def _collect_storages(
     modules: Iterable[Any], optimizers: Iterable[Any], address_of: Callable[[Any], int], failed_on: str | None = None
 ) -> _Storages:
-    optimizers = list(optimizers)
+    with _without_overrides():
+        return _collect_without_overrides(list(modules), list(optimizers), address_of, failed_on)
+
+
+def _without_overrides() -> Any:
+    """Return a context in which tensors whose class handles functions of torch, as by waiting, do not notice their use."""
+    disable = getattr(getattr(sys.modules.get("torch"), "_C", None), "DisableTorchFunctionSubclass", nullcontext)
+    return disable()
+
+
+def _collect_without_overrides(
+    modules: list[Any], optimizers: list[Any], address_of: Callable[[Any], int], failed_on: str | None
+) -> _Storages:
     storages = _Storages(address_of)
     names: dict[int, str] = {}
     parameters: dict[int, Any] = {}
     buffers: list[tuple[Any, str]] = []
-    for name, module in _named_modules(list(modules)):
+    for name, module in _named_modules(modules):
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in names:
                 names[id(parameter)] = name

@@ -152,3 +152,17 @@ def test_list_holders__counts_the_shards_and_buckets_of_distributed_models() -> 
             assert set(sizes([parallel], [optimizer], "module")) == {"0", "1"}
     finally:
         dist.destroy_process_group()
+
+
+def test_list_holders__is_no_use_of_parameters_that_notice_uses() -> None:
+    """As those whose updates are late: a use would wait."""
+
+    class Noticing(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(f"{function} uses the parameter")
+
+    model = nn.Linear(4, 4)
+    expected = sizes([model], [])
+    model.weight.__class__ = Noticing
+    assert sizes([model], []) == expected
