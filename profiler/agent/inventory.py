@@ -67,7 +67,7 @@ def _collect_storages(
 
 
 def _without_overrides() -> Any:
-    """Return a context in which tensors whose class handles functions of torch, as by waiting, do not notice their use."""
+    """Return a context in which tensors do not notice uses, whose class waits in functions of torch."""
     disable = getattr(getattr(sys.modules.get("torch"), "_C", None), "DisableTorchFunctionSubclass", nullcontext)
     return disable()
 
