@@ -334,7 +334,12 @@ def check(seed: int) -> str | None:
     An EngineError of the run with overlap is no difference, if it says what to do.
     """
     with deterministic():
-        expected = RandomJob(seed).run({"policy": "zero-offload", "subgroup_params": 10**6}, None)
+        plain = RandomJob(seed)
+        options: dict[str, Any] = {"policy": "zero-offload", "subgroup_params": 10**6}
+        if plain.backend is not None:
+            # With the same graphs, whose sums have the same order.
+            options["overlap"] = "none"
+        expected = plain.run(options, None)
         job = RandomJob(seed)
         try:
             got = job.run(job.options, job.rate)
