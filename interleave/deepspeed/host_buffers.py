@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from typing import Any
 
 import torch
@@ -9,6 +11,17 @@ import torch
 from ebbtide.interleave.engine.runtime.state_rows import EXP_AVG, EXP_AVG_SQ, MASTER
 
 _MOMENTS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+
+
+def release_pages(zeros: torch.Tensor) -> None:
+    """Return the memory of zeros on the host, which is not pinned, to the system until something writes to it."""
+    if zeros.device.type != "cpu":
+        return
+    begin, end = zeros.data_ptr(), zeros.data_ptr() + zeros.nbytes
+    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    if end - first >= mmap.PAGESIZE:
+        nbytes = (end - first) // mmap.PAGESIZE * mmap.PAGESIZE
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
 
 
 def use_host_buffer(optimizer: Any, master: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:

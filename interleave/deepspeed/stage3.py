@@ -11,6 +11,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import log_dist
 
 from ebbtide.interleave.deepspeed.adam_scalars import CpuAdamScalars
+from ebbtide.interleave.deepspeed.host_buffers import release_pages
 from ebbtide.interleave.deepspeed.master_views import HeldMasters, StoredMasters
 from ebbtide.interleave.deepspeed.state_access import StateAccess
 from ebbtide.interleave.deepspeed.subgroup_slices import ParamExtent, SliceGradients, cut_subgroups
@@ -35,7 +36,14 @@ class InterleavedStage3(StateAccess):
     def __init__(self, module: Any, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
         check_optimizer(init_optimizer)
         # The policy decides where state is.
-        super().__init__(module, init_optimizer, *args, **{**kwargs, "offload_ratio": 1.0})
+        kwargs["offload_ratio"] = 1.0
+        accumulates, offload = kwargs["gradient_accumulation_steps"] > 1, kwargs["offload_optimizer_config"]
+        if not accumulates:
+            kwargs["offload_optimizer_config"] = offload.model_copy(update={"pin_memory": False})
+        super().__init__(module, init_optimizer, *args, **kwargs)
+        if not accumulates:
+            # See `partition_grads`. If the job accumulates after all, the pages come back as they are written.
+            release_pages(self.grad_partitions_flat_buffer)
         self._scale = 1.0
         # torch's AdamW, which DeepSpeed supports too, computes its scalars in double precision.
         self._cpu_adam = CpuAdamScalars() if isinstance(init_optimizer, DeepSpeedCPUAdam) else None
