@@ -108,7 +108,9 @@ class Planner:
             MachineError: As `make_plan` does.
             EngineError: If the plan needs more memory than the budget.
         """
-        begin_s = time.perf_counter()
+        begin_s = self._planned_s = time.perf_counter()
+        # Also where there is no plan, so that the next one waits.
+        self._planned_step = self._steps
         plan, needed_bytes = self._plan_and_bytes(budget)
         # `adaptive` fits phases by its own rates: with the slow link of the worst case it would use no window.
         limit = max_budget(budget) if self._is_adaptive else min_budget(budget)
@@ -127,7 +129,7 @@ class Planner:
         # Rates that only fluctuate give the same plan again: then wait longer before the next one.
         counts = plan.counts()
         self._patience = min(2 * self._patience, _MAX_PATIENCE) if counts == self._counts else _PATIENCE
-        self._counts, self._planned_step = counts, self._steps
+        self._counts = counts
         self._planned_s = time.perf_counter()
         self._planning_s = self._planned_s - begin_s
         return plan

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.interleave.engine.adaptive.budget import Budget, min_budget
+from ebbtide.interleave.engine.adaptive.budget import Budget, max_budget, min_budget
 from ebbtide.interleave.engine.adaptive.planner import Planner
 from ebbtide.interleave.engine.adaptive.probe import probe
 from ebbtide.interleave.engine.devices.device import Device
@@ -293,10 +293,11 @@ class AdaptiveRunner:
             self._handle_failure(failure)
         elif self.engine.last_schedule is not None:
             self.planner.observe(self.engine.last_schedule)
-            reason = self.planner.replan_reason(self._current_budget())
+            budget = self._current_budget()
+            reason = self.planner.replan_reason(budget)
             if reason is not None:
                 log.info("ebbtide makes a new plan: %s", reason)
-                self._replan()
+                self._replace_plan(budget)
 
     def commit(self) -> dict[str, Any]:
         """Make the state in storage that to go on with after a crash, after the plan has stopped.
@@ -336,6 +337,18 @@ class AdaptiveRunner:
             raise error
         limit_bytes = self._memory_limit = _BACK_OFF * needed_bytes
         log.warning("ebbtide: %s; from now on at most %s of it are used", error, bytes_text(limit_bytes))
+
+    def _replace_plan(self, budget: Budget | None) -> None:
+        """Make a new plan; go on with the current one if it fits and the new one would not."""
+        try:
+            plan = self.planner.plan(budget)
+        except EngineError as error:
+            limit = max_budget(budget)
+            if limit is not None and limit < self.planner.needed_bytes:
+                raise
+            log.info("ebbtide goes on with the plan that it has: %s", error)
+            return
+        self._apply_plan(plan)
 
     def _replan(self) -> None:
         self._apply_plan(self.planner.plan(self._current_budget()))

@@ -234,12 +234,12 @@ def test_step__refuses_a_removed_group_and_goes_on_when_it_is_back(gradients: Li
 def test_constructor__refuses_parameters_that_share_memory() -> None:
     """Also in part, and any two of many; parameters without elements, and those that touch, share none."""
     flat = torch.zeros(10_000)
-    pieces = [torch.nn.Parameter(piece) for piece in flat.split(3)]
+    params = [torch.nn.Parameter(values) for values in flat.split(3)]
     empty = [torch.nn.Parameter(flat[100:100]) for _ in range(2)]
-    make([*reversed(pieces), *empty]).close()
+    make([*reversed(params), *empty]).close()
     for shared in (flat[:3], flat[5_000:5_001], flat[2:4], flat):
         with pytest.raises(EngineError, match="share memory: tie weights by one Parameter in both places"):
-            make([*pieces, torch.nn.Parameter(shared)])
+            make([*params, torch.nn.Parameter(shared)])
 
 
 @pytest.mark.parametrize("steps", [0, 1])
