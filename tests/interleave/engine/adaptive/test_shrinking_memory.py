@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from tests.interleave.engine.jobs import Outcome
 from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer, run
@@ -51,3 +52,28 @@ def test_step__goes_on_with_the_memory_that_a_plan_has(policy: str, overlap: str
     result, resident = outcome(policy, overlap)
     assert result == expected
     assert resident == (policy != "adaptive")
+
+
+def test_step__goes_on_with_its_plan_where_a_new_one_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = Job(torch.bfloat16)
+    expected = run(reference, ReferenceOptimizer(reference.net.parameters()), 8)
+    job = Job(torch.bfloat16)
+    optimizer = InterleavedAdamW(
+        job.net.parameters(), policy="adaptive", subgroup_params=500, machine=MACHINE, memory_budget=1e6
+    )
+    for _ in range(4):
+        job.step(optimizer)
+    plan, planner, attempts = optimizer.plan, optimizer._runner.planner, []
+
+    def refuse(budget: object) -> None:
+        attempts.append(budget)
+        raise EngineError("policy adaptive needs 2 GiB of host memory besides storage, more than host_memory_budget")
+
+    monkeypatch.setattr(planner, "plan", refuse)
+    monkeypatch.setattr(planner, "replan_reason", lambda budget: "cpu_update_params_per_s went from 1 to 2")
+    for _ in range(4):
+        job.step(optimizer)
+    assert len(attempts) == 4
+    assert optimizer.plan is plan
+    optimizer.close()
+    assert job.outcome() == expected
