@@ -10,7 +10,7 @@ from ebbtide.interleave.model.plan import BACKWARD, LATE_KINDS, WRITES_PARAMETER
 from ebbtide.interleave.model.speculation import speculate
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.counts import Cost, best_count
-from ebbtide.interleave.policies.storage import with_default_storage
+from ebbtide.interleave.policies.storage import with_fitting_storage
 from ebbtide.interleave.simulation.steps import simulate_steps
 from ebbtide.machines.machine import Machine
 
@@ -46,7 +46,7 @@ def with_overlap(plan: Plan, workload: Workload, machine: Machine, option: str) 
         return late(plan, workload).validate(workload)
 
     def cost(candidate: Plan) -> tuple[bool, bool, float]:
-        return simulate_steps(with_default_storage(candidate, workload, machine), workload, machine).cost(machine)
+        return simulate_steps(with_fitting_storage(candidate, workload, machine), workload, machine).cost(machine)
 
     plans = [plan]
     for overlap in overlaps:

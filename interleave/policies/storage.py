@@ -55,12 +55,16 @@ def with_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
 
 
 def with_default_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
-    """Return the plan of `with_storage` with the default layout, or the smallest one if that does not fit, not
-    validated: for searches that make many plans."""
-    if not _needs_storage(plan, workload, machine):
-        return plan
-    stored = stored_in(plan, workload, machine, DEFAULT_LAYOUT)
-    return stored_in(plan, workload, machine, SMALLEST_LAYOUT) if _exceeds_host(stored, workload, machine) else stored
+    """Return the plan of `with_storage` with the default layout, not validated: for searches that make many plans."""
+    return stored_in(plan, workload, machine, DEFAULT_LAYOUT) if _needs_storage(plan, workload, machine) else plan
+
+
+def with_fitting_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
+    """Return the same, with the layout that needs the least host memory where the default one does not fit."""
+    stored = with_default_storage(plan, workload, machine)
+    if stored is plan or not _exceeds_host(stored, workload, machine):
+        return stored
+    return stored_in(plan, workload, machine, SMALLEST_LAYOUT)
 
 
 def _needs_storage(plan: Plan, workload: Workload, machine: Machine) -> bool:

@@ -109,10 +109,11 @@ def _task_graph(plan: Plan, work: IterationWork, repeated: dict[int, int]) -> Ta
     # Of a point that occurs twice, the second one: operations of the next iteration wait there as compute does.
     compute_until = {point: count + number for number, point in enumerate(points)}
     next_until = {points[number]: first_compute + number for number in before}
+    gates = work.gates()
     for index, op in enumerate(plan.ops):
         for predecessor in op.after:
             successors[predecessor].append(index)
-        gate = start if op.due is None else next_until[op.due]
+        gate = start if op.due is None else first_compute + gates[op.due]
         successors[index].append(gate)
         pending[gate] += 1
         pending[index] += len(op.after)

@@ -26,7 +26,8 @@ class IterationWork:
         alone_s: Seconds of each operation if nothing else runs.
         demand: Host memory traffic of each operation, bytes/s.
         points: The points of the iteration between which compute runs without a stop, ascending, without its start.
-            Those at which late operations are due occur twice: when compute arrives there, and when it has waited.
+            Those at which late operations are due and others may start occur twice, as does that of the backward: when
+            compute arrives there, and when it has waited.
         compute_s: Seconds of compute until each of the points from the one before.
         overhead_s: Overhead of the step.
         link_left: By phase: the shares of the link that the job's collectives leave.
@@ -46,6 +47,11 @@ class IterationWork:
     def tasks(self) -> int:
         """Number of tasks: operations, the start, stretches of compute, and the overhead of the step."""
         return len(self.resource) + len(self.points) + 2
+
+    def gates(self) -> dict[float, int]:
+        """Return by point the number of the stretch of compute that waits for what is due there."""
+        points = self.points
+        return {point: number + (points[number - 1] != point) for number, point in enumerate(points)}
 
 
 def run_iterations(
@@ -88,6 +94,7 @@ def _task_graph(plan: Plan, work: IterationWork, iterations: int) -> TaskGraph:
     )
     # Of a point that occurs twice, the second one: operations of the next iteration wait there as compute does.
     compute_until = {point: 1 + len(plan.ops) + number for number, point in enumerate(work.points)}
+    gates = {point: 1 + len(plan.ops) + number for point, number in work.gates().items()}
     overhead = work.tasks - 1
     late_on_gpu = late_gpu_operations(plan)
     graph.stops_compute = frozenset(
@@ -111,7 +118,7 @@ def _task_graph(plan: Plan, work: IterationWork, iterations: int) -> TaskGraph:
                 graph.add_dependency(task, base + (compute_until[op.point] if op.point > 0.0 else len(plan.ops)) + 1)
             if number + 1 < iterations:
                 next_base = base + work.tasks
-                graph.add_dependency(task, next_base + (0 if op.due is None else compute_until[op.due]))
+                graph.add_dependency(task, next_base + (0 if op.due is None else gates[op.due]))
         for task, point in enumerate(work.points, base + 1 + len(plan.ops)):
             if (phase := phase_before(point)) in work.link_left:
                 graph.link_left[task] = work.link_left[phase]

@@ -88,9 +88,10 @@ class Simulator:
 
     def iteration_work(self, plan: Plan) -> IterationWork:
         """Return the tasks of an iteration under a plan with late operations."""
-        occurring = {op.point for op in plan.ops} | {FORWARD, BACKWARD, UPDATE}
-        due = {op.due for op in plan.ops if op.due is not None}
-        points = sorted([*(point for point in occurring | due if 0.0 < point <= UPDATE), *due])
+        starts = {op.point for op in plan.ops} | {BACKWARD}
+        due = {op.due for op in plan.ops if op.due is not None} | {BACKWARD}
+        occurring = starts | due | {FORWARD, UPDATE}
+        points = sorted([*(point for point in occurring if 0.0 < point <= UPDATE), *(starts & due)])
         resource, alone_s, demand = self._work_of(plan)
         return IterationWork(
             resource,
