@@ -223,9 +223,10 @@ class PendingParams:
             # The job may write them while other updates run.
             self._record(released)
             self._recorded |= released
-        self._unread -= released
         for index in released:
             self._late_params.clear(self._params[index])
+        # At last: what an interrupt leaves out is released again.
+        self._unread -= released
 
 
 def _do_nothing(_: Iterable[int]) -> None:
