@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.devices.emulated_streams import EmulatedStreams
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.interrupts import deferred_interrupts
 from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed
 from ebbtide.interleave.engine.runtime.plan_run import PlanRun
 from ebbtide.interleave.model.plan import BACKWARD, OTHER, RESOURCES, STEP, UPDATE, Op, Plan
@@ -380,7 +381,8 @@ def test_finish__completes_the_step_after_an_interrupt(fails: bool) -> None:
     with executing(perform) as executor:
         executor.begin(plan_of(op("cpu"), op("gpu", 0, number=1)))
         executor.advance_to(STEP)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), deferred_interrupts():
+            # As the runner calls it.
             executor.finish()
         assert ended == ([0] if fails else [0, 1])
         with pytest.raises(EngineError, match="no plan"):
