@@ -11,7 +11,7 @@ TESTS ?=
 # Environment of the newest packages, and what is asked of torch: TORCH='torch==2.13.0' keeps a version.
 NEWEST := .venv-newest
 TORCH ?= torch
-NEWEST_TESTS ?= tests/cli tests/analysis tests/machines tests/interleave/model tests/interleave/provisioning tests/interleave/replay \
+NEWEST_TESTS ?= tests/cli tests/analysis tests/machines tests/interleave/model tests/interleave/advise \
 	tests/interleave/simulation tests/profiler/importers tests/profiler/trace
 
 # Multiplies the random cases of `make test-all`.
@@ -104,4 +104,4 @@ dist: $(VENV)/tested
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(DEMO) build site dist *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(DEMO) .editable build site dist *.egg-info

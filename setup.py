@@ -40,23 +40,29 @@ class BuildWithPth(build_py):
         return [*super().get_outputs(include_bytecode), str(Path(self.build_lib) / PTH.name)]
 
 
-class EditableWithPth(editable_wheel):
-    def _select_strategy(self, *arguments):
-        strategy = super()._select_strategy(*arguments)
-        write = strategy.__call__
+class EditableFolder(editable_wheel):
+    """Adds a folder with a link to the package to the path of Python.
 
-        class WithPth:
+    The import hooks of setuptools come after a folder of the same name in the path, as the clone in the folder that
+    holds it. The root of the repository in the path would offer its other folders (`tests`, `profiler`) to jobs."""
+
+    def _select_strategy(self, *arguments):
+        class Link:
             def __enter__(self):
-                return strategy.__enter__()
+                return self
 
             def __exit__(self, *exception):
-                return strategy.__exit__(*exception)
+                return None
 
             def __call__(self, wheel, files, mapping):
-                write(wheel, files, mapping)
+                link = Path(".editable").resolve() / "ebbtide"
+                link.parent.mkdir(exist_ok=True)
+                link.unlink(missing_ok=True)
+                link.symlink_to(Path("ebbtide").resolve())
+                wheel.writestr("__editable__.ebbtide.pth", f"{link.parent}\n")
                 wheel.writestr(PTH.name, PTH.read_bytes())
 
-        return WithPth()
+        return Link()
 
 
-setup(project_urls=repository_urls(), cmdclass={"build_py": BuildWithPth, "editable_wheel": EditableWithPth})
+setup(project_urls=repository_urls(), cmdclass={"build_py": BuildWithPth, "editable_wheel": EditableFolder})

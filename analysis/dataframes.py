@@ -28,7 +28,6 @@ def to_frame(rows: Iterable[Any], kind: type) -> pd.DataFrame:
 
     Args:
         rows: Instances of `kind`.
-        kind: The dataclass, which names the columns where there are no rows.
     """
     dtypes = _dtypes(kind)
     table = pd.DataFrame([_flat(asdict(row)) for row in rows], columns=list(dtypes))

@@ -19,17 +19,11 @@ from ebbtide.profiler.trace.metadata import RankInfo
 
 @dataclass(frozen=True)
 class Change:
-    """A figure of both runs, None where it is not known.
+    """A figure of both runs, None where it is not known."""
 
-    Attributes:
-        name: The phase, `iteration` or the memory pool; `of` in JSON.
-        a: The figure of the first run.
-        b: The figure of the second run.
-    """
-
-    name: str
-    a: float | None
-    b: float | None
+    name: str  # The phase, `iteration` or the memory pool; `of` in JSON.
+    a: float | None  # The figure of the first run.
+    b: float | None  # The figure of the second run.
 
     @property
     def difference(self) -> float | None:
@@ -48,14 +42,10 @@ class Change:
 
 @dataclass(frozen=True)
 class TimeChange(Change):
-    """Median milliseconds of both runs.
+    """Median milliseconds of both runs."""
 
-    Attributes:
-        beyond_spread: Whether the medians differ by more than their spread; see `beyond_spread`.
-        interval: The least and the largest difference b - a that the iterations allow; see `difference_interval`.
-    """
-
-    beyond_spread: bool | None
+    beyond_spread: bool | None  # Whether the medians differ by more than their spread; see `beyond_spread`.
+    # The least and the largest difference b - a that the iterations allow; see `difference_interval`.
     interval: DifferenceInterval | None
 
     @property
@@ -79,17 +69,11 @@ class TimeChange(Change):
 
 @dataclass(frozen=True)
 class SettingChange:
-    """A setting that differs between the metadata of both runs.
+    """A setting that differs between the metadata of both runs."""
 
-    Attributes:
-        setting: Its path in the metadata; `what` in JSON.
-        a: Its value in the first run; None if not recorded.
-        b: Its value in the second run; None if not recorded.
-    """
-
-    setting: str
-    a: Any
-    b: Any
+    setting: str  # Its path in the metadata; `what` in JSON.
+    a: Any  # Its value in the first run; None if not recorded.
+    b: Any  # Its value in the second run; None if not recorded.
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of `ebbtide diff --json`."""
@@ -98,33 +82,19 @@ class SettingChange:
 
 @dataclass(frozen=True)
 class Diff:
-    """Comparison of two runs.
+    """Comparison of two runs."""
 
-    Attributes:
-        a: Path of the first trace.
-        b: Path of the second trace.
-        counted: Number of steady iterations of each, which medians are over.
-        median_ms: Times of the iteration and its phases.
-        peak_bytes: Peak of each memory pool.
-        min_free_bytes: Least free memory in each phase.
-        h2d_bytes: Bytes moved to the device in each phase.
-        d2h_bytes: Bytes moved to the host in each phase.
-        setting_changes: Settings that differ; `facts` in JSON.
-        totals: Figures of the whole traces, which need no iterations.
-        predicted: Whether a dry run made each.
-    """
-
-    a: str
-    b: str
-    counted: tuple[int, int]
-    median_ms: list[TimeChange]
-    peak_bytes: list[Change]
-    min_free_bytes: list[Change]
-    h2d_bytes: list[Change]
-    d2h_bytes: list[Change]
-    setting_changes: list[SettingChange]
-    totals: list[Change]
-    predicted: tuple[bool, bool]
+    a: str  # Path of the first trace.
+    b: str  # Path of the second trace.
+    counted: tuple[int, int]  # Number of steady iterations of each, which medians are over.
+    median_ms: list[TimeChange]  # Times of the iteration and its phases.
+    peak_bytes: list[Change]  # Peak of each memory pool.
+    min_free_bytes: list[Change]  # Least free memory in each phase.
+    h2d_bytes: list[Change]  # Bytes moved to the device in each phase.
+    d2h_bytes: list[Change]  # Bytes moved to the host in each phase.
+    setting_changes: list[SettingChange]  # Settings that differ; `facts` in JSON.
+    totals: list[Change]  # Figures of the whole traces, which need no iterations.
+    predicted: tuple[bool, bool]  # Whether a dry run made each.
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide diff --json` prints."""

@@ -28,8 +28,8 @@ from ebbtide.analysis.metrics.iterations import median_ms
 from ebbtide.analysis.metrics.prediction import predicted_range
 from ebbtide.machines.catalog import preset
 from ebbtide.machines.machine import Machine
-from ebbtide.profiler.dryrun import time_priors as priors
 from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
+from ebbtide.profiler.dryrun.time import time_priors as priors
 from ebbtide.profiler.dryrun.trace_of_run import trace_of_run
 from ebbtide.profiler.trace import open_trace
 

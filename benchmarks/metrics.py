@@ -17,8 +17,7 @@ from tables import machine_line, table
 
 from ebbtide.analysis.export.prometheus.collector import LiveTraceCollector
 from ebbtide.profiler.agent import spool as kinds
-from ebbtide.profiler.agent.iteration_figures import IterationFigures
-from ebbtide.profiler.agent.phase_record import PhaseRecord
+from ebbtide.profiler.agent.iteration_figures import IterationFigures, PhaseRecord
 from ebbtide.profiler.agent.spool import HOST, Spool
 from ebbtide.profiler.trace.files import write_meta
 

@@ -22,7 +22,7 @@ import torch
 
 from ebbtide.interleave import InterleavedAdamW
 from ebbtide.interleave.experiments.compare.testbed import Testbed, find_testbed
-from ebbtide.interleave.simulation.steps import simulate_steps
+from ebbtide.interleave.simulation.simulator import simulate_steps
 
 LAYERS = 8
 # Steps before the plan follows the job's phases.

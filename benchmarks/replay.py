@@ -23,9 +23,9 @@ from pathlib import Path
 
 from tables import machine_line
 
+from ebbtide.interleave.advise.replay import replay
 from ebbtide.interleave.model.workload import Workload, load_workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.replay.results import replay, workload_json
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.catalog import preset
 
@@ -93,7 +93,7 @@ def command_rows(rounds: int) -> list[str]:
     """Time whole processes, from start to end."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "workload.json"
-        file.write_text(json.dumps(workload_json(job_of(TABLE_SUBGROUPS))))
+        file.write_text(json.dumps(job_of(TABLE_SUBGROUPS).as_json()))
         command = [sys.executable, "-m", "ebbtide", "replay"]
         with_job = [*command, "--workload", str(file), "--machine", MACHINE, "--json"]
         one_policy_only = ["--policy", "pipelined"]

@@ -79,7 +79,7 @@ def main() -> None:
 
     from ebbtide.profiler.agent.options import Options
     from ebbtide.profiler.agent.start import start, stop
-    from ebbtide.profiler.recording import open_recording, spool_folder
+    from ebbtide.profiler.recording.lifecycle import open_recording, spool_folder
 
     torch.set_num_threads(1)
     step = make_step(args.step_ms)

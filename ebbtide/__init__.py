@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ebbtide.profiler.job_metrics import metrics
+    from ebbtide.profiler.recording.live.job_metrics import metrics
     from ebbtide.profiler.trace import Trace, TraceError, open_trace
 
 __version__ = "0.2.0"
@@ -23,7 +23,11 @@ def __getattr__(name: str) -> Any:
 
         return getattr(trace, name)
     if name == "metrics":
-        from ebbtide.profiler.job_metrics import metrics
+        from ebbtide.profiler.recording.live.job_metrics import metrics
 
         return metrics
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

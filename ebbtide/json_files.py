@@ -21,11 +21,6 @@ _MAX_BYTES = 16 << 20
 def read_object(path: Path, kind: str, error: type[UserError]) -> dict[str, Any]:
     """Read the JSON object in a file.
 
-    Args:
-        path: The file.
-        kind: The kind of file for messages, as in "machine".
-        error: The class of the error.
-
     Raises:
         UserError: As `error`, where the file cannot be read or is not a JSON object.
     """
@@ -57,12 +52,6 @@ def convert_object(values: dict[str, Any], kind: type[T], name: str, error: type
 
     null counts as missing; keys that are not fields are ignored.
 
-    Args:
-        values: The object.
-        kind: The class.
-        name: The name of the object in messages, as in "box.json".
-        error: The class of the error.
-
     Raises:
         UserError: As `error`, where a value is missing or does not fit; the message names its key, the value and what
             is allowed.
@@ -90,12 +79,6 @@ def _short(value: Any) -> str:
 
 def require_object(values: Any, name: str, contents: str, error: type[UserError]) -> dict[str, Any]:
     """Return a JSON value that must be an object.
-
-    Args:
-        values: The value.
-        name: The name of the object in messages, as in "box.json: box".
-        contents: What it contains, for the message.
-        error: The class of the error.
 
     Raises:
         UserError: As `error`, where it is not an object.

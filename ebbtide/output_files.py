@@ -19,10 +19,7 @@ def new_output(path: Path, force: bool, ours: Callable[[Path], bool], kind: str)
     If the block raises, the file system is as before.
 
     Args:
-        path: The path of the output.
         force: Replace existing output at `path`.
-        ours: Whether a path may be replaced: whether it is output of the same kind.
-        kind: The kind of output for messages, as in "a report".
 
     Raises:
         UserError: Something else exists at `path`, or nothing can be written.

@@ -42,7 +42,6 @@ def run_locally(
 
     Args:
         work: Runs one task; its errors are raised here.
-        tasks: Tasks by key.
         jobs: Number of processes.
     """
     waiting = deque(tasks)
@@ -68,8 +67,6 @@ def run_on_cluster(
 
     Args:
         work: Runs one task; its errors are raised here.
-        tasks: Tasks by key.
-        address: Address of the scheduler.
 
     Raises:
         UserError: No cluster answers at the address, or its workers lack this version of ebbtide.

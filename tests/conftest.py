@@ -30,6 +30,8 @@ from tests import torch_extensions
 
 # Before anything imports DeepSpeed.
 torch_extensions.use_own_directory()
+# pytest-xdist sets it to the width of its terminal; outputs are those in a file, but for tests of a width.
+os.environ.pop("COLUMNS", None)
 
 FUZZ = float(os.environ.get("EBBTIDE_FUZZ", "1"))
 PROCESS_TIMEOUT_S = 240.0
@@ -89,6 +91,11 @@ def deepspeed_extensions() -> None:
 def slow(values: Iterable[str], but: Collection[str]) -> list[Any]:
     """Mark parameter values as slow, except those in `but`."""
     return [value if value in but else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def slow_case(*values: Any, id: str | None = None) -> Any:
+    """Mark one set of parameter values as slow."""
+    return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from ebbtide.cli import COMMANDS, run
+from ebbtide.cli.command import find_commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -39,25 +39,16 @@ def test_links__lead_to_files_of_the_project(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands__in_pages_exist(page: Path) -> None:
-    commands = {name for names in COMMANDS.values() for name in names}
+    # An example on a page may be a command of its own.
+    commands = {entry.name for entry in find_commands(None)}
+    commands |= set(re.findall(r"file: ebbtide/cli/commands/(\w+)\.py", page.read_text()))
     named = re.findall(r"(?:^\$ |`)ebbtide ([a-z][a-z-]+)", page.read_text(), re.MULTILINE)
     assert set(named) <= commands
 
 
 def test_readme__names_every_command() -> None:
     text = (ROOT / "README.md").read_text()
-    assert [name for names in COMMANDS.values() for name in names if f"ebbtide {name}" not in text] == []
-
-
-def test_help__shows_commands_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--help"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    positions = [next(n for n, line in enumerate(lines) if f"─ {heading} ─" in line) for heading in COMMANDS]
-    assert positions == sorted(positions)
-    for heading, start in zip(COMMANDS, positions, strict=True):
-        panel = lines[start : next(n for n in range(start, len(lines)) if lines[n].startswith("╰"))]
-        for name in COMMANDS[heading]:
-            assert any(line.startswith(f"│ {name} ") for line in panel)
+    assert [entry.name for entry in find_commands(None) if f"ebbtide {entry.name}" not in text] == []
 
 
 # Every eighth picture, or all.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ebbtide.errors import UserError
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
-from ebbtide.interleave.engine.runtime.device_blocks import worst_case
+from ebbtide.interleave.engine.runtime.arena import worst_case
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler import Tracer

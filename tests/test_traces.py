@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import ModuleType
 
@@ -22,11 +22,16 @@ FOLDER = ROOT / "traces"
 TRACES = sorted(FOLDER.glob("*.ebb"))
 PUBLISHED = ROOT.parent / "shared" / "published"
 SHOWN = {"h100-20b-interleaved-2", "a100-13b-async", "a100-torch-profiler"}
+
+
+def traces(but: Collection[str]) -> pytest.MarkDecorator:
+    """Parametrize a test by all traces; those that are not in `but` are slow."""
+    paths = [pytest.param(path, marks=[] if path.stem in but else pytest.mark.slow, id=path.stem) for path in TRACES]
+    return pytest.mark.parametrize("trace", paths)
+
+
 # The others differ in their figures, not in their content.
-one_of_each_kind = pytest.mark.parametrize(
-    "trace",
-    [pytest.param(path, marks=[] if path.stem in SHOWN else pytest.mark.slow, id=path.stem) for path in TRACES],
-)
+one_of_each_kind = traces(but=SHOWN)
 Command = Callable[..., tuple[int, str, str]]
 
 
@@ -103,7 +108,7 @@ def test_findings__prints_one_object(command: Command, trace: Path) -> None:
     assert ("cpu-bound-update" in rules) == (trace.stem.startswith("h100"))
 
 
-@one_of_each_kind
+@traces(but=["h100-20b-interleaved-2"])
 def test_plot_and_report__write_their_files(command: Command, trace: Path, tmp_path: Path) -> None:
     picture, page = tmp_path / "memory.png", tmp_path / "report.html"
     status, _, err = command("plot", trace, "-o", picture)

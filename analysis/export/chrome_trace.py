@@ -36,12 +36,8 @@ def write_chrome_trace(trace: Trace, path: Path, force: bool = False) -> None:
     The file has a process per rank, with tracks for iterations, phases, named ranges, kernels and copies by stream,
     launches and ops, flows from launches to kernels and copies, and counters for memory (bytes), link (bytes/s) and the
     state of the GPUs. Times are microseconds, exact to the nanosecond, after the first time of the trace, which is in
-    `otherData` and, as Unix time if that is known, in `baseTimeNanoseconds`. Events are written one by one.
-
-    Args:
-        trace: The trace.
-        path: File to write; gzip-compressed if its name ends in .gz.
-        force: Replace a file that exists.
+    `otherData` and, as Unix time if that is known, in `baseTimeNanoseconds`. Events are written one by one;
+    gzip-compressed if the name of the file ends in .gz.
 
     Raises:
         UserError: The file cannot be written.

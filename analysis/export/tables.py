@@ -63,17 +63,7 @@ def write_tables(trace: Trace, folder: Path, format: str, min_bytes: int, force:
 
     The tables are those of the trace with a column `rank`, `iterations` and `windows`. Missing values are empty cells
     in CSV and nulls in Parquet. `tables.json` lists the files, and names the pool that free memory is computed from:
-    free memory is capacity minus this pool.
-
-    Args:
-        trace: The trace.
-        folder: Folder to create.
-        format: One of FORMATS.
-        min_bytes: Least free memory of a window, bytes.
-        force: Replace a folder of tables.
-
-    Returns:
-        A line on the table of windows for each thing that it lacks.
+    free memory is capacity minus this pool. Returns a line on the table of windows for each thing that it lacks.
 
     Raises:
         UserError: The folder exists (without `force`) or cannot be written.

@@ -88,13 +88,8 @@ class Process:
     """
 
     def __init__(self, pid: int, tids: Iterator[int], origin_ns: int) -> None:
-        """Start a process.
-
-        Args:
-            pid: Its number.
-            tids: Numbers for its tracks, shared by all processes: Perfetto identifies a track by its number alone.
-            origin_ns: Time of the trace that is 0 in the file.
-        """
+        """Start a process. Its tracks get numbers of `tids`, which all processes share: Perfetto identifies a track by
+        its number alone."""
         self.pid = pid
         self._tids = tids
         self._origin_ns = origin_ns
@@ -115,7 +110,6 @@ class Process:
         """Yield a slice per row, on one track, or on several if slices overlap.
 
         Args:
-            track: Name of the track.
             tables: By category: columns name, start_ns, end_ns; every other column becomes an argument, null where it
                 has no value.
             parents: For each row of all tables the index of its parent, or None; see `assign_lanes`.

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.metrics.advice import Setting
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,11 @@ class Finding:
         rule: Name of the rule.
         title: The cause in one line.
         potential_gain_ms: The most that an iteration would gain without the cause; None if it cannot be expressed as a
-            time. `worth_ms` in JSON.
+            time. Also `worth_ms` in JSON.
         evidence: Measured figures, a line each.
         advice: What to do.
+        removes: Names of the other findings that are gone when the advice is followed.
+        action: The setting that the advice states; None where it states none.
     """
 
     rule: str
@@ -29,6 +32,8 @@ class Finding:
     potential_gain_ms: float | None
     evidence: tuple[str, ...]
     advice: str
+    removes: tuple[str, ...] = ()
+    action: Setting | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class Findings:
     """Results of all rules.
 
     Attributes:
-        findings: The findings, the largest potential gain first.
+        findings: The findings: those that remove others first, then the largest potential gain.
         unknown: The questions that the trace cannot answer.
         not_applicable: The rules that do not apply to the trace.
         nothing_found: Names of the rules that looked at the job and found nothing.
@@ -78,15 +83,17 @@ class Findings:
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide findings --json` prints."""
         printed = asdict(self)
-        printed["findings"] = tuple(
-            {"worth_ms" if key == "potential_gain_ms" else key: value for key, value in finding.items()}
-            for finding in printed["findings"]
-        )
+        for finding in printed["findings"]:
+            # The former name of the key.
+            finding["worth_ms"] = finding["potential_gain_ms"]
+            if finding["action"] is not None:
+                del finding["action"]["text"]
         return printed
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a row per finding, with the keys of the JSON objects as columns."""
-        return to_frame(self.findings, Finding).rename(columns={"potential_gain_ms": "worth_ms"})
+        """Return a row per finding, with the keys of the JSON objects as columns, but for `action`."""
+        frame = to_frame(self.findings, Finding).drop(columns="action", errors="ignore")
+        return frame.assign(worth_ms=frame["potential_gain_ms"])
 
 
 def clamp_gain(*milliseconds: float) -> float:

@@ -1,4 +1,4 @@
-"""Figures of one rank over the last iterations."""
+"""Figures of one rank over the last iterations, and its counters since the recording began."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pandas as pd
 
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, link_peak, main_device, memory_timeline
 from ebbtide.analysis.metrics.iterations import durations_ms, intervals, steady_iterations
-from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, traffic
 from ebbtide.analysis.metrics.phases import phase_peaks
 from ebbtide.analysis.timeseries.statistics import median_or_none
-from ebbtide.phases import ITERATION_PARTS
+from ebbtide.phases import ITERATION_PARTS, OTHER, PHASES
+from ebbtide.profiler.recording.live.process_tail import PhaseCounts
 from ebbtide.profiler.trace import Trace
 
 # recording: its process runs. silent: it runs, but has recorded nothing for long. stopped: it has closed its recording.
@@ -23,24 +24,15 @@ RankState = Literal["recording", "silent", "stopped", "ended", "complete"]
 
 @dataclass(frozen=True)
 class LiveMemory:
-    """Memory of a rank's first device, by the pool that free memory is computed from.
-
-    Attributes:
-        pool: The pool.
-        bytes: Its newest value.
-        capacity_bytes: Memory of the device; None if it is not known.
-        peak_bytes: Phase, or `other` -> median over the iterations of its largest value.
-        min_free_bytes: Phase, or `other` -> median over the iterations of capacity - largest value; empty without a
-            capacity.
-        lowest_free_bytes: Least free memory at any moment of the iterations; None without a capacity.
-    """
+    """Memory of a rank's first device, by the pool that free memory is computed from."""
 
     pool: str
-    bytes: int
-    capacity_bytes: int | None
-    peak_bytes: dict[str, int]
+    bytes: int  # Its newest value.
+    capacity_bytes: int | None  # Memory of the device; None if it is not known.
+    peak_bytes: dict[str, int]  # Phase, or `other` -> median over the iterations of its largest value.
+    # Phase, or `other` -> median over the iterations of capacity - largest value; empty without a capacity.
     min_free_bytes: dict[str, int]
-    lowest_free_bytes: int | None
+    lowest_free_bytes: int | None  # Least free memory at any moment of the iterations; None without a capacity.
 
     @property
     def free_bytes(self) -> int | None:
@@ -50,15 +42,10 @@ class LiveMemory:
 
 @dataclass(frozen=True)
 class LiveLink:
-    """One direction of a rank's link: its newest sample.
+    """One direction of a rank's link: its newest sample."""
 
-    Attributes:
-        bytes_per_s: Rate.
-        peak_bytes_per_s: Peak of the link in one direction; None if it is not known.
-    """
-
-    bytes_per_s: float
-    peak_bytes_per_s: float | None
+    bytes_per_s: float  # Rate.
+    peak_bytes_per_s: float | None  # Peak of the link in one direction; None if it is not known.
 
     @property
     def share(self) -> float | None:
@@ -68,31 +55,21 @@ class LiveLink:
 
 @dataclass(frozen=True)
 class LiveRank:
-    """Figures of one rank. Medians are over the last iterations, without the warm-up of the job.
-
-    Attributes:
-        rank: The rank.
-        device: Name of its first device, `cuda:0` or `cpu`.
-        device_name: Model of the device; None if it is not known.
-        state: See `RankState`.
-        iteration: Number of the newest finished iteration; None before the first.
-        last_ms: `iteration`, a phase or `other` -> milliseconds in the newest finished iteration.
-        median_ms: The same, median over the last iterations.
-        memory: Memory; None where it was not recorded.
-        link: `h2d` or `d2h` -> the link; without a direction that was not sampled.
-        gpu: Column of the table `gpu` (`utilization_percent`, `power_w`, ...) -> its newest value; without those that
-            the card does not give.
-    """
+    """Figures of one rank. Medians are over the last iterations, without the warm-up of the job."""
 
     rank: int
-    device: str | None
-    device_name: str | None
-    state: RankState
-    iteration: int | None
+    device: str | None  # Name of its first device, `cuda:0` or `cpu`.
+    device_name: str | None  # Model of the device; None if it is not known.
+    state: RankState  # See `RankState`.
+    iteration: int | None  # Number of the newest finished iteration; None before the first.
+    # `iteration`, a phase or `other` -> milliseconds in the newest finished iteration.
     last_ms: dict[str, float] = field(default_factory=dict)
-    median_ms: dict[str, float] = field(default_factory=dict)
-    memory: LiveMemory | None = None
+    median_ms: dict[str, float] = field(default_factory=dict)  # The same, median over the last iterations.
+    memory: LiveMemory | None = None  # Memory; None where it was not recorded.
+    # `h2d` or `d2h` -> the link; without a direction that was not sampled.
     link: dict[str, LiveLink] = field(default_factory=dict)
+    # Column of the table `gpu` (`utilization_percent`, `power_w`, ...) -> its newest value; without those that the card
+    # does not give.
     gpu: dict[str, float] = field(default_factory=dict)
 
 
@@ -151,3 +128,60 @@ def _gpu(trace: Trace, rank: int) -> dict[str, float]:
     columns = [column for column in rows if column not in ("t_ns", "device")]
     newest = {str(column): rows[column].dropna() for column in columns}
     return {column: float(values.iloc[-1]) for column, values in newest.items() if len(values)}
+
+
+@dataclass(frozen=True)
+class RankTotals:
+    """Sums over all finished iterations of a rank, the warm-up included."""
+
+    iterations: int  # Number of finished iterations.
+    iteration_s: float  # Their time in seconds.
+    phase_s: dict[str, float]  # Phase, or `other` -> its seconds; a phase that no iteration has is missing.
+    phase_iterations: dict[str, int]  # Phase, or `other` -> the number of iterations that have it.
+    # `h2d` or `d2h` -> bytes moved since the recording began; None where they were not recorded.
+    link_bytes: dict[str, int | None]
+
+
+def totals_of_counts(counts: PhaseCounts, link_bytes: dict[str, int] | None) -> RankTotals:
+    """Return the totals of a recording that runs, from what was counted while it was followed."""
+    phase_s = {phase: counts.phase_ns[phase] / 1e9 for phase in PHASES if counts.phase_iterations[phase]}
+    iteration_s = counts.iteration_ns / 1e9
+    moved = link_bytes or {}
+    return _totals(
+        counts.iterations, iteration_s, phase_s, counts.phase_iterations, {d: moved.get(d) for d in DIRECTIONS}
+    )
+
+
+def totals_of_trace(trace: Trace, rank: int) -> RankTotals:
+    """Return the totals of a trace from its tables."""
+    times = intervals(trace, rank)
+    table = durations_ms(times)
+    runs = times.phases.groupby("phase")["iteration"].nunique()
+    phase_s = {phase: float(table[phase].sum()) / 1e3 for phase in PHASES if phase in runs}
+    of_host = intervals(trace, rank, device_times=False).spans
+    seconds = 0.0 if of_host.empty else float(of_host["end_ns"].iloc[-1] - of_host["start_ns"].iloc[0]) / 1e9
+    numbers = {phase: int(runs[phase]) for phase in phase_s}
+    return _totals(len(table), seconds, phase_s, numbers, {d: _moved(trace, rank, d) for d in DIRECTIONS})
+
+
+def _totals(
+    iterations: int,
+    iteration_s: float,
+    phase_s: dict[str, float],
+    phase_iterations: dict[str, int],
+    link_bytes: dict[str, int | None],
+) -> RankTotals:
+    """Return totals with `other`: the time of iterations in which no phase ran."""
+    numbers = {phase: phase_iterations[phase] for phase in phase_s}
+    if iterations:
+        phase_s = {**phase_s, OTHER: max(0.0, iteration_s - sum(phase_s.values()))}
+        numbers[OTHER] = iterations
+    return RankTotals(iterations, iteration_s, phase_s, numbers, link_bytes)
+
+
+def _moved(trace: Trace, rank: int, direction: str) -> int | None:
+    moved, span = traffic(trace, rank, direction), trace.span_ns(rank)
+    if moved is None or span is None:
+        return None
+    start, end = (float(moved.total(np.array([time], np.int64))[0]) for time in span)
+    return None if np.isnan(end - start) else round(end - start)

@@ -36,13 +36,7 @@ class IterationBar:
 
 
 def iteration_bars(trace: Trace, rank: int, count: int) -> list[IterationBar]:
-    """Return the last iterations of a rank, oldest first.
-
-    Args:
-        trace: The trace.
-        rank: The rank.
-        count: How many at most.
-    """
+    """Return the last iterations of a rank, oldest first, at most `count`."""
     times = intervals(trace, rank)
     last = times.spans.tail(count)
     origin_ns = dict(zip(last["iteration"].tolist(), last["start_ns"].tolist(), strict=True))

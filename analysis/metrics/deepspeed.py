@@ -17,13 +17,9 @@ DEFAULT_SWAP_BUFFERS = 4
 
 @dataclass(frozen=True)
 class DeepSpeedSetup:
-    """The setup of DeepSpeed on the first rank.
+    """The setup of DeepSpeed on the first rank."""
 
-    Attributes:
-        info: The recorded values; None or empty where they were not recorded.
-    """
-
-    info: DeepSpeedInfo
+    info: DeepSpeedInfo  # The recorded values; None or empty where they were not recorded.
 
     @property
     def zero_config(self) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 def fits_beside(changes: Iterable[tuple[float, float]], free: Sequence[tuple[float, float]], end_s: float) -> bool:
     """Return whether memory stays within what is free at every instant of an iteration that ends at `end_s`.
 
-    Args:
-        changes: (time, bytes) by which the memory in use changes, in the order of time.
-        free: (time, bytes free from there on), in the order of time; the first at 0.
+    `changes`: (time, bytes) by which the memory in use changes, in the order of time. `free`: (time, bytes free from
+    there on), in the order of time; the first at 0.
     """
     # Intervals as short as rounding errors do not count.
     shortest_s = 1e-9 * end_s

@@ -34,29 +34,19 @@ _LARGE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Drift:
-    """A quantity that is worse at the end of a run than at its beginning.
+    """A quantity that is worse at the end of a run than at its beginning."""
 
-    Attributes:
-        quantity: `iteration_time` (ms), `link_speed` (bytes/s that generation and lanes allow, in samples with
-            traffic), `copy_rate` (bytes/s of copies of 1 MiB or more), `sm_clock` (MHz, in samples with a utilization
-            of 50 % or more) or `free_memory` (least bytes of an iteration).
-        rank: The rank where it changes most; None for the iteration time, which is that of the slowest rank.
-        before: Median before the change began.
-        after: Median of the last third.
-        first: The first iteration after the change, or the first sample's ms from the beginning of the trace.
-        counts_iterations: Whether `first` is an iteration.
-        is_gradual: Whether a line fits the values better than a step.
-        mean_change: Mean change over all values, which is smaller than after - before where it began late.
-    """
-
+    # `iteration_time` (ms), `link_speed` (bytes/s that generation and lanes allow, in samples with traffic),
+    # `copy_rate` (bytes/s of copies of 1 MiB or more), `sm_clock` (MHz, in samples with a utilization of 50 % or more)
+    # or `free_memory` (least bytes of an iteration).
     quantity: str
-    rank: int | None
-    before: float
-    after: float
-    first: float
-    counts_iterations: bool
-    is_gradual: bool
-    mean_change: float
+    rank: int | None  # The rank where it changes most; None for the iteration time, which is that of the slowest rank.
+    before: float  # Median before the change began.
+    after: float  # Median of the last third.
+    first: float  # The first iteration after the change, or the first sample's ms from the beginning of the trace.
+    counts_iterations: bool  # Whether `first` is an iteration.
+    is_gradual: bool  # Whether a line fits the values better than a step.
+    mean_change: float  # Mean change over all values, which is smaller than after - before where it began late.
 
 
 def find_drifts(trace: Trace) -> list[Drift]:

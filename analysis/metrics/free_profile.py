@@ -22,17 +22,11 @@ _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 
 class FreeStep(NamedTuple):
-    """A step of the free memory over an iteration.
+    """A step of the free memory over an iteration."""
 
-    Attributes:
-        phase: The phase, or `other`.
-        position: Begin of the step, as a share of the phase.
-        free_bytes: Least free memory from there to the next step, over all steady iterations.
-    """
-
-    phase: str
-    position: float
-    free_bytes: float
+    phase: str  # The phase, or `other`.
+    position: float  # Begin of the step, as a share of the phase.
+    free_bytes: float  # Least free memory from there to the next step, over all steady iterations.
 
 
 @once_per_trace
@@ -40,11 +34,8 @@ def free_steps(trace: Trace, rank: int) -> list[FreeStep] | None:
     """Return the free memory of a rank's device, at each position the least over all steady iterations.
 
     If a phase has several parts (micro-steps), the least of the whole phase counts: the parts before the last are over
-    long before the optimizer has anything to move.
-
-    Returns:
-        The steps in the order other, forward, backward, update, without phases of which nothing was recorded; None if
-        the memory or its capacity is not known.
+    long before the optimizer has anything to move. The steps are in the order other, forward, backward, update, without
+    phases of which nothing was recorded; None if the memory or its capacity is not known.
     """
     pool, capacity = free_pool(trace), capacity_bytes(trace, rank)
     times, used = memory_timeline(trace, rank, pool or "")

@@ -119,45 +119,42 @@ class GpuTotals(NamedTuple):
 
 @once_per_trace
 def rank_gpu_totals(trace: Trace, rank: int) -> dict[tuple[str, str], GpuTotals]:
-    """Return the totals of a rank's GPU by quantity and phase, as far as they were recorded."""
+    """Return the totals of a rank's GPU over the steady iterations by quantity and phase, as far as recorded."""
+    rows, phases = trace.gpu(rank), intervals(trace, rank).with_other
+    rows = rows[rows["device"] == main_device(trace, rank)]
+    phases = phases[phases["iteration"].isin(steady_iterations(trace).numbers)]
+    names = phases["phase"].to_numpy()
     totals = {}
-    for quantity in UNITS if len(trace.gpu(rank)) else ():
-        for phase, rows in _stretches(trace, rank, quantity).groupby("phase"):
-            values, lengths = rows["value"].to_numpy(np.float64), rows["length_ns"].to_numpy(np.float64)
-            weighted = float((values * lengths).sum())
-            totals[quantity, str(phase)] = GpuTotals(
-                float(values.min()), float(values.max()), weighted, float(lengths.sum())
-            )
+    for quantity in UNITS if len(rows) else ():
+        times, values = _samples(rows, quantity)
+        phase, sample, lengths = _stretches(phases, times)
+        for name in ITERATION_PARTS:
+            own = (names[phase] == name) & (lengths > 0)
+            if own.any():
+                figures, length = values[sample[own]], lengths[own]
+                totals[quantity, name] = GpuTotals(
+                    float(figures.min()), float(figures.max()), float((figures * length).sum()), float(length.sum())
+                )
     return totals
 
 
-def _stretches(trace: Trace, rank: int, quantity: str) -> pd.DataFrame:
-    """Return columns phase, value, length_ns: stretches of the steady iterations in which a quantity has one value."""
-    phases = intervals(trace, rank).with_other
-    phases = phases[phases["iteration"].isin(steady_iterations(trace).numbers)]
-    times, values = _samples(trace, rank, quantity)
+def _stretches(phases: pd.DataFrame, times: Ints) -> tuple[Ints, Ints, Floats]:
+    """Return each phase with each of the samples that hold during it: (position of the phase, of the sample, ns)."""
     held_until = np.minimum(np.append(times[1:], np.iinfo(np.int64).max), times + _MAX_HOLD_NS)
     starts, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
     first = np.searchsorted(held_until, starts, side="right")
     counts = np.maximum(np.searchsorted(times, ends, side="left") - first, 0)
-    # Each phase with each of the samples that hold during it.
     phase = np.repeat(np.arange(len(phases)), counts)
     sample = np.arange(len(phase)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
     lengths = np.minimum(held_until[sample], ends[phase]) - np.maximum(times[sample], starts[phase])
-    table = pd.DataFrame(
-        {"phase": phases["phase"].to_numpy()[phase], "value": values[sample], "length_ns": lengths.astype(np.float64)}
-    )
-    return table[table["length_ns"] > 0]
+    return phase, sample, lengths.astype(np.float64)
 
 
-def _samples(trace: Trace, rank: int, quantity: str) -> tuple[Ints, Floats]:
-    """Return (times in ns, values) of a quantity on the rank's first device."""
-    rows = trace.gpu(rank)
-    column = _COLUMNS[quantity]
-    recorded = np.isfinite(rows[column].astype("float64"))
-    rows = rows[(rows["device"] == main_device(trace, rank)) & recorded]
-    times = rows["t_ns"].to_numpy(np.int64)
+def _samples(rows: pd.DataFrame, quantity: str) -> tuple[Ints, Floats]:
+    """Return (times in ns, values) of a quantity in rows of the table `gpu`."""
+    values = rows[_COLUMNS[quantity]].to_numpy(np.float64, na_value=np.nan)
+    recorded = np.isfinite(values)
+    times, values = rows["t_ns"].to_numpy(np.int64)[recorded], values[recorded]
     if quantity == "throttled":
-        limited = rows[column].to_numpy(np.int64) & _LIMIT_BITS != 0
-        return times, 100.0 * limited
-    return times, rows[column].to_numpy(np.float64)
+        values = 100.0 * (values.astype(np.int64) & _LIMIT_BITS != 0)
+    return times, values

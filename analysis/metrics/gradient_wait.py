@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ebbtide.analysis.metrics.copies import CopyStats
+from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.substeps.aggregate import SubStep
-from ebbtide.analysis.metrics.trace_metrics import CopyStats, TraceMetrics
 from ebbtide.phases import BACKWARD, FORWARD
 
 # A backward computes as much as two forwards. Recomputation adds one. Reducing gradients over ranks takes about as long
@@ -20,28 +21,21 @@ _MIN_SHARE = 0.02
 
 @dataclass(frozen=True)
 class GradientWait:
-    """Time for which the backward waits for gradient copies, and the data that it was computed from.
+    """Time for which the backward waits for gradient copies, and the data that it was computed from."""
 
-    Attributes:
-        wait_ms: Milliseconds per iteration, on the slowest rank.
-        step: DeepSpeed's sub-step `gradient down`, if that gives the time.
-        copies: The pageable copies of gradients, if they give the time.
-        explained_forwards: Where neither was recorded: how many forwards' time compute, recomputation and reduction
-            explain; the wait is the backward minus that time, or minus the time of the bytes at the link's peak.
-    """
-
-    wait_ms: float
-    step: SubStep | None = None
-    copies: CopyStats | None = None
+    wait_ms: float  # Milliseconds per iteration, on the slowest rank.
+    step: SubStep | None = None  # DeepSpeed's sub-step `gradient down`, if that gives the time.
+    copies: CopyStats | None = None  # The pageable copies of gradients, if they give the time.
+    # Where neither was recorded: how many forwards' time compute, recomputation and reduction explain; the wait is the
+    # backward minus that time, or minus the time of the bytes at the link's peak.
     explained_forwards: int | None = None
 
 
-def gradient_wait(metrics: TraceMetrics) -> GradientWait | None:
+def gradient_wait(metrics: JobMetrics) -> GradientWait | None:
     """Measure the wait for gradient copies: by DeepSpeed's sub-step, else by pageable copies, else by a backward that
     is far longer than its forward explains while the link is mostly idle.
 
-    Returns:
-        None where state is not offloaded, phases were not recorded, or the backward does not wait.
+    None where state is not offloaded, phases were not recorded, or the backward does not wait.
     """
     forward, backward = metrics.phase_ms(FORWARD), metrics.phase_ms(BACKWARD)
     if not forward or not backward or metrics.offloaded is False:

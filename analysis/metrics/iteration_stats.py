@@ -35,7 +35,7 @@ class Spread:
         spread_ms: Scaled median absolute deviation, which for normal noise is the standard deviation.
         min_ms: Smallest time.
         max_ms: Largest time.
-        outliers: Numbers of the iterations that are far from the median; `odd` in JSON.
+        outliers: Numbers of the iterations that are far from the median; also `odd` in JSON.
     """
 
     rank: int
@@ -69,7 +69,8 @@ class Iterations:
         """Return the object that `ebbtide iterations --json` prints."""
         printed = asdict(self)
         for spread in printed["spreads"]:
-            spread["odd"] = spread.pop("outliers")
+            # The former name of the key.
+            spread["odd"] = spread["outliers"]
         return printed
 
     def to_pandas(self) -> pd.DataFrame:
@@ -79,12 +80,8 @@ class Iterations:
 
 
 def compare_iterations(trace: Trace, ranks: Sequence[int] | None = None) -> Iterations:
-    """Compare the iterations and ranks of a trace.
-
-    Args:
-        trace: The trace.
-        ranks: Ranks that spreads and rows are about; None: all. The slowest rank is always found among all.
-    """
+    """Compare the iterations and ranks of a trace. Spreads and rows are about `ranks` (None: all); the slowest rank is
+    always found among all."""
     numbers = set(steady_iterations(trace).numbers)
     spreads, rows = [], []
     totals: dict[int, pd.Series[float]] = {}

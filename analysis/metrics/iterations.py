@@ -23,14 +23,12 @@ _MIN_ITERATIONS_FOR_WARMUP = 5
 class Intervals:
     """Times of a rank's iterations and phases, on the device's clock where every phase has device times, else on the
     host's.
-
-    Attributes:
-        spans: Table of iteration, start_ns, end_ns. An iteration begins where the one before ended. It ends with its
-            last phase, or, where the source marks iterations, at the mark.
-        phases: Table of iteration, micro_step, phase, start_ns, end_ns, in order of time and without `other`.
     """
 
+    # Table of iteration, start_ns, end_ns. An iteration begins where the one before ended. It ends with its last phase,
+    # or, where the source marks iterations, at the mark.
     spans: pd.DataFrame
+    # Table of iteration, micro_step, phase, start_ns, end_ns, in order of time and without `other`.
     phases: pd.DataFrame
 
     @cached_property
@@ -54,13 +52,7 @@ class Intervals:
 
 @recent_per_trace
 def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
-    """Split the finished iterations of a rank into phases.
-
-    Args:
-        trace: The trace.
-        rank: The rank.
-        device_times: False for host times, which memory timelines use.
-    """
+    """Split the finished iterations of a rank into phases."""
     phases = trace.phases(rank)
     phases = phases[phases["iteration"].notna()]
     columns = ["iteration", "micro_step", "phase"]
@@ -110,15 +102,10 @@ def part_counts(trace: Trace, rank: int) -> dict[str, int]:
 
 
 class SteadyIterations(NamedTuple):
-    """Iterations of a trace without its warm-up.
+    """Iterations of a trace without its warm-up."""
 
-    Attributes:
-        numbers: The iterations that medians are over, ascending.
-        warmup: How many iterations before them are left out.
-    """
-
-    numbers: list[int]
-    warmup: int
+    numbers: list[int]  # The iterations that medians are over, ascending.
+    warmup: int  # How many iterations before them are left out.
 
 
 @once_per_trace

@@ -83,7 +83,7 @@ class RankLink:
         source: `copies`, the name of a counter, or None where nothing was recorded.
         peak_bytes_per_s: Peak rate of the link in one direction.
         rejected_samples: Per direction the number of samples left out because no link has such rates;
-            `false_samples` in JSON.
+            also `false_samples` in JSON.
         missing: Why the sampler has recorded nothing; None where it has, or where the reason is not known.
     """
 
@@ -112,7 +112,8 @@ class LinkUse:
         """Return the object that `ebbtide link --json` prints."""
         printed = asdict(self)
         for entry in printed["ranks"]:
-            entry["false_samples"] = entry.pop("rejected_samples")
+            # The former name of the key.
+            entry["false_samples"] = entry["rejected_samples"]
         return printed
 
     def to_pandas(self) -> pd.DataFrame:

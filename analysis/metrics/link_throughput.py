@@ -30,21 +30,15 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that the link moves in one direction over time.
+    """Bytes that the link moves in one direction over time."""
 
-    Attributes:
-        total: Bytes moved by a time; NaN where copies have no sizes.
-        covered: Sampled time by a time, ns; None where all time is known (copies that were recorded all the time).
-        busy: Time in which copies ran between two times, ns; None where only counters were recorded.
-        rejected_samples: Number of samples left out because no link has such rates: above its peak, negative, infinite.
-        resolution_ns: Spacing of the samples, 0 for copies. Figures of a shorter interval are those of its
-            surroundings.
-    """
-
-    total: Total
+    total: Total  # Bytes moved by a time; NaN where copies have no sizes.
+    # Sampled time by a time, ns; None where all time is known (copies that were recorded all the time).
     covered: Total | None
-    busy: Between | None
+    busy: Between | None  # Time in which copies ran between two times, ns; None where only counters were recorded.
+    # Number of samples left out because no link has such rates: above its peak, negative, infinite.
     rejected_samples: int = 0
+    # Spacing of the samples, 0 for copies. Figures of a shorter interval are those of its surroundings.
     resolution_ns: float = 0.0
 
     def bytes(self, starts: Ints, ends: Ints) -> Floats:
@@ -101,11 +95,8 @@ def copies(trace: Trace, rank: int, direction: str | None) -> pd.DataFrame:
 def of_copies(rows: pd.DataFrame, spans: Spans = ()) -> Traffic:
     """Return the traffic of rows of the table `transfers`.
 
-    Copies without a size count as busy time, not as bytes. Where no copy has a size, the bytes are not known.
-
-    Args:
-        rows: The rows.
-        spans: The `transfers_spans_ns` of their rank.
+    Copies without a size count as busy time, not as bytes. Where no copy has a size, the bytes are not known. `spans`
+    are the `transfers_spans_ns` of their rank.
     """
     covered = covering(*np.array(spans, np.int64).T) if spans else None
     sized = rows[rows["bytes"].notna()]
@@ -158,12 +149,8 @@ def busy_between(rows: pd.DataFrame, spans: Spans) -> Between:
 
 
 def covering(starts: Ints, ends: Ints) -> Total:
-    """Return a function from times to the ns inside some intervals by then.
-
-    Args:
-        starts: Starts of disjoint intervals, ascending, ns.
-        ends: Their ends, ns.
-    """
+    """Return a function from times to the ns inside some intervals by then; the intervals (ns) are disjoint and
+    ascending."""
     before = np.append(0, np.cumsum(ends - starts))
 
     def total(times: Ints) -> Floats:
@@ -176,21 +163,13 @@ def covering(starts: Ints, ends: Ints) -> Total:
 
 
 class RateSamples(NamedTuple):
-    """Samples of a link's counters in one direction, without rates that no link has.
+    """Samples of a link's counters in one direction, without rates that no link has."""
 
-    Attributes:
-        starts: The beginning of the time that each sample covers, ns.
-        ends: Its end, ns, ascending.
-        bytes_per_s: The rates.
-        rejected: Number of samples left out.
-        spacing_ns: Median spacing of all samples.
-    """
-
-    starts: Ints
-    ends: Ints
-    bytes_per_s: Floats
-    rejected: int
-    spacing_ns: float
+    starts: Ints  # The beginning of the time that each sample covers, ns.
+    ends: Ints  # Its end, ns, ascending.
+    bytes_per_s: Floats  # The rates.
+    rejected: int  # Number of samples left out.
+    spacing_ns: float  # Median spacing of all samples.
 
 
 @recent_per_trace

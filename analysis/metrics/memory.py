@@ -140,9 +140,7 @@ def difference(upper: tuple[Ints, Ints], lower: tuple[Ints, Ints]) -> tuple[Ints
     """Subtract one step function from another.
 
     Both count the same memory, so the difference is 0 where samples of different moments make the lower one larger.
-
-    Returns:
-        (times ns, values), from where both have a value.
+    (times ns, values), from where both have a value.
     """
     times = merge_times(upper[0], lower[0])
     times = times[times >= max(upper[0][0], lower[0][0])]

@@ -44,15 +44,9 @@ def within_spans(spans: Spans | None, starts: Ints, ends: Ints) -> npt.NDArray[n
 def in_read_iteration(trace: Trace, rank: int, pool: str, phases: pd.DataFrame, times: Ints) -> npt.NDArray[np.bool_]:
     """Return which phases are of iterations in which a pool was read at the end of every phase; all if there are none.
 
-    Of a recorded job with very short steps only some are read, each as a whole; in the others an old value stands. Of
-    a recording on demand, only phases in the spans of the pool are.
-
-    Args:
-        trace: The trace.
-        rank: The rank.
-        pool: The pool.
-        phases: Phases with `iteration`, `phase`, `start_ns` and `end_ns`, by the host's clock.
-        times: Times of the readings, ns.
+    Of a recorded job with very short steps only some are read, each as a whole; in the others an old value stands. Of a
+    recording on demand, only phases in the spans of the pool are. The phases are those of the host's clock; `times` are
+    those of the readings, ns.
     """
     if trace.meta.source != "recorded":
         return np.ones(len(phases), bool)
@@ -90,3 +84,16 @@ def detailed_iterations(trace: Trace, rank: int) -> list[int]:
     spans = spans[spans["iteration"].isin(numbers)]
     whole = within_spans(memory_spans(trace, rank, ""), *phase_bounds(spans))
     return [int(number) for number in spans["iteration"][whole]]
+
+
+@once_per_trace
+def rank_start_ns(trace: Trace, rank: int) -> int | None:
+    """Return the first time of anything recorded of a rank; None if nothing was."""
+    span = trace.span_ns(rank)
+    return None if span is None else span[0]
+
+
+def trace_start_ns(trace: Trace) -> int | None:
+    """Return the first time of anything recorded of all ranks; None if nothing was."""
+    starts = (rank_start_ns(trace, rank) for rank in trace.ranks)
+    return min((start for start in starts if start is not None), default=None)

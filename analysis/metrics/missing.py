@@ -8,7 +8,7 @@ from ebbtide.analysis.metrics.devices import first_device, ran_on_cpu
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.memory_spans import detailed_iterations
 from ebbtide.profiler.trace import Trace
-from ebbtide.profiler.trace.iteration_ends import explain_no_iterations
+from ebbtide.profiler.trace.iterations import explain_no_iterations
 
 NO_MEMORY = (
     "no memory of a device was recorded; `ebbtide profile` records it (without `--record phases`, and of a job under "

@@ -26,41 +26,26 @@ _RECORDED = ("requested", "tensors")
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of the job that frees memory.
+    """A change of the job that frees memory."""
 
-    Attributes:
-        name: The change.
-        bytes: Bytes that it frees at most.
-        enough: Whether so many bytes cover what was missing; None: not known.
-        text: The same as a sentence, with the reason.
-    """
-
-    name: str
-    bytes: int
-    enough: bool | None
-    text: str
+    name: str  # The change.
+    bytes: int  # Bytes that it frees at most.
+    enough: bool | None  # Whether so many bytes cover what was missing; None: not known.
+    text: str  # The same as a sentence, with the reason.
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """An out-of-memory error of a rank.
-
-    Attributes:
-        rank: The rank.
-        record: The figures at that time.
-        errors: Number of recorded errors of this rank; this is the last one.
-        memory: The memory at that time by holder: of the pool `requested` or `tensors` (recorded allocations),
-            `allocated`, or `heap` of a job on the CPU. What nobody is known to hold is a holder with None.
-        holders_t_ms: The time of which the holders are known, where that is not the time of the error.
-        remedies: What would have freed memory, by bytes.
-    """
+    """An out-of-memory error of a rank."""
 
     rank: int
-    record: OutOfMemoryRecord
-    errors: int
+    record: OutOfMemoryRecord  # The figures at that time.
+    errors: int  # Number of recorded errors of this rank; this is the last one.
+    # The memory at that time by holder: of the pool `requested` or `tensors` (recorded allocations), `allocated`, or
+    # `heap` of a job on the CPU. What nobody is known to hold is a holder with None.
     memory: Holders
-    holders_t_ms: float | None
-    remedies: list[Remedy]
+    holders_t_ms: float | None  # The time of which the holders are known, where that is not the time of the error.
+    remedies: list[Remedy]  # What would have freed memory, by bytes.
 
     @property
     def shortfall_bytes(self) -> int | None:
@@ -165,15 +150,8 @@ def shortfall_bytes(record: OutOfMemoryRecord) -> int | None:
 
 
 def make_remedy(name: str, size: int, record: OutOfMemoryRecord, reason: str, enough: bool | None = None) -> Remedy:
-    """Return a remedy whose text compares its bytes with those that were missing.
-
-    Args:
-        name: Name of the change.
-        size: Bytes that it frees at most.
-        record: The error.
-        reason: The origin of the figure.
-        enough: Whether the change suffices, where bytes alone do not tell.
-    """
+    """Return a remedy whose text compares its bytes with those that were missing. It frees at most `size` bytes;
+    `enough` is whether the change suffices, where bytes alone do not tell."""
     missing = shortfall_bytes(record)
     if enough is None and missing is not None:
         enough = size >= missing

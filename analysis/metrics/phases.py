@@ -30,9 +30,8 @@ def phase_peaks(trace: Trace, rank: int, pool: str) -> pd.DataFrame:
 def link_table(trace: Trace, rank: int) -> pd.DataFrame:
     """Return a row per iteration, phase and direction.
 
-    Returns:
-        Columns iteration, phase, direction, length_ms, bytes, busy_ms (time in which copies ran), both_ms (time in
-        which copies ran in both directions at once). NaN for figures that were not recorded, or too little of them.
+    Columns iteration, phase, direction, length_ms, bytes, busy_ms (time in which copies ran), both_ms (time in which
+    copies ran in both directions at once). NaN for figures that were not recorded, or too little of them.
     """
     return _link_rows(trace, rank, intervals(trace, rank).with_other)
 
@@ -69,12 +68,8 @@ def _link_rows(trace: Trace, rank: int, phases: pd.DataFrame) -> pd.DataFrame:
 
 @once_per_trace
 def phase_bytes(trace: Trace, rank: int, direction: str) -> pd.DataFrame | None:
-    """Return the bytes moved per iteration (index) and phase (columns).
-
-    Returns:
-        0 for a phase that an iteration does not have, NaN where too little was sampled; None where neither copies nor
-        counters were recorded.
-    """
+    """Return the bytes moved per iteration (index) and phase (columns): 0 for a phase that an iteration does not have,
+    NaN where too little was sampled; None where neither copies nor counters were recorded."""
     if traffic(trace, rank, direction) is None:
         return None
     rows = link_table(trace, rank)

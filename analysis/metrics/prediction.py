@@ -37,10 +37,8 @@ def prediction_line(trace: Trace) -> str | None:
 def predicted_range(trace: Trace, part: str) -> TimeRange | None:
     """Return the range of the time of a phase, `other` or `iteration`.
 
-    Each end is the median over the steady iterations of the slowest rank's time, as that of measured times is.
-
-    Returns:
-        None where no range is known: measured traces, or no steady iteration.
+    Each end is the median over the steady iterations of the slowest rank's time, as that of measured times is. None
+    where no range is known: measured traces, or no steady iteration.
     """
     if trace.meta.prediction is None:
         return None

@@ -8,7 +8,7 @@ import numpy as np
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.free_profile import FreeStep, free_steps, state_bytes
-from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
+from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 from ebbtide.profiler.trace import Trace
 
@@ -16,18 +16,12 @@ from ebbtide.profiler.trace import Trace
 _MAX_STEPS = 32
 
 
-def recorded_free_memory(metrics: TraceMetrics, phase_s: Mapping[str, float]) -> tuple[tuple[float, float], ...] | None:
+def recorded_free_memory(metrics: JobMetrics, phase_s: Mapping[str, float]) -> tuple[tuple[float, float], ...] | None:
     """Return (time, bytes): the free memory of the devices, at each point the least of all ranks and steady iterations.
 
     Optimizer state that the recorded job kept on the device counts as free, since the replayed policy decides where it
-    is kept. It is negative where the rest of a predicted job needs more than the device has.
-
-    Args:
-        metrics: The trace.
-        phase_s: Lengths of other, forward and backward, seconds. They come in this order.
-
-    Returns:
-        None if it is not known.
+    is kept. It is negative where the rest of a predicted job needs more than the device has. `phase_s` are the lengths
+    of other, forward and backward, seconds, which come in this order. None if it is not known.
     """
     if not metrics.has_gpu:
         return None
@@ -77,7 +71,7 @@ def _with_few_steps(steps: list[tuple[float, float]]) -> list[tuple[float, float
     ]
 
 
-def _state_on_device(metrics: TraceMetrics) -> int:
+def _state_on_device(metrics: JobMetrics) -> int:
     """Return the bytes of optimizer state that the recorded job kept on the device of the first rank."""
     job = metrics.deepspeed
     if job is not None and job.offload_config:

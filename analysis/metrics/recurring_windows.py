@@ -24,21 +24,13 @@ Envelope = tuple[Floats, Ints]
 
 @dataclass(frozen=True)
 class PhaseSegment:
-    """A part of one phase that every iteration has.
+    """A part of one phase that every iteration has."""
 
-    Attributes:
-        phase: The phase, or `other`.
-        starts: Its start in each iteration, ns.
-        ends: Its end in each iteration, ns.
-        start_ns: Its start in the typical iteration, from that iteration's start.
-        length_ns: Its length in the typical iteration.
-    """
-
-    phase: str
-    starts: Ints
-    ends: Ints
-    start_ns: float
-    length_ns: float
+    phase: str  # The phase, or `other`.
+    starts: Ints  # Its start in each iteration, ns.
+    ends: Ints  # Its end in each iteration, ns.
+    start_ns: float  # Its start in the typical iteration, from that iteration's start.
+    length_ns: float  # Its length in the typical iteration.
 
     def windows(self, timeline: FreeTimeline, min_bytes: int) -> Iterator[tuple[float, float, int]]:
         """Yield (start, end, least free bytes) of the parts that have `min_bytes` free in all iterations; 0 to 1 of the
@@ -56,10 +48,7 @@ def recurring_segments(phases: pd.DataFrame) -> list[PhaseSegment]:
     """Return the segments that every iteration has, in the order of a typical iteration.
 
     The typical iteration puts one segment after the other, each as long as its median: with medians of starts,
-    neighbours would overlap.
-
-    Args:
-        phases: Table of iteration, phase, position, origin_ns, start_ns, end_ns, as `phase_table` returns it.
+    neighbours would overlap. `phases` is the table that `phase_table` returns.
     """
     phases = phases[phases["iteration"].notna()]
     every = set(phases["iteration"])
@@ -107,10 +96,9 @@ def _lower(a: Envelope, b: Envelope) -> Envelope:
 def phase_table(trace: Trace, rank: int, timeline: FreeTimeline) -> pd.DataFrame:
     """Return the phases of each iteration in order, `other` included; only those in which free memory is known.
 
-    Returns:
-        Columns iteration, phase, position, origin_ns (the iteration's start), start_ns, end_ns. position: which one of
-        its phase it is within the iteration, from 0; of `other` the number of phases before it. Where the trace has no
-        phases, one row spans the timeline, without iteration and phase.
+    Columns iteration, phase, position, origin_ns (the iteration's start), start_ns, end_ns. position: which one of its
+    phase it is within the iteration, from 0; of `other` the number of phases before it. Where the trace has no phases,
+    one row spans the timeline, without iteration and phase.
     """
     times = intervals(trace, rank, device_times=False)
     if times.spans.empty:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from ebbtide.analysis.metrics.deepspeed import resident_range
 from ebbtide.analysis.metrics.device_fit import equal_sizes, fits_beside, gradient_starts
 from ebbtide.analysis.metrics.free_profile import param_bytes, state_bytes
+from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.recorded_free_memory import recorded_free_memory
-from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 
 # DeepSpeed's own default is 1e9. Smaller subgroups overlap better, and larger ones need more device memory.
@@ -25,7 +25,7 @@ class StaticSplit(NamedTuple):
     moved_params: float
 
 
-def largest_split(metrics: TraceMetrics) -> StaticSplit | None:
+def largest_split(metrics: JobMetrics) -> StaticSplit | None:
     """Return the split with the most state on the device of those that fit; None where none moves any there."""
     if not metrics.params or not metrics.offloaded_params:
         return None
@@ -45,7 +45,7 @@ def largest_split(metrics: TraceMetrics) -> StaticSplit | None:
     return None
 
 
-def split_fits(metrics: TraceMetrics, sizes: Sequence[int], resident: range) -> bool | None:
+def split_fits(metrics: JobMetrics, sizes: Sequence[int], resident: range) -> bool | None:
     """Return whether the state of some subgroups fits on the devices of a job for good; None: not known.
 
     Their gradients stay there until the update is over. The policies `twin-flow` and `gpu-only` are replayed by the
@@ -63,7 +63,7 @@ def split_fits(metrics: TraceMetrics, sizes: Sequence[int], resident: range) -> 
     return fits_beside(sorted(changes), free, sum(phase_s.values()) + (metrics.phase_ms(UPDATE) or 0.0) / 1e3)
 
 
-def recorded_sizes(metrics: TraceMetrics) -> tuple[int, ...] | None:
+def recorded_sizes(metrics: JobMetrics) -> tuple[int, ...] | None:
     """Return the recorded sizes of the subgroups, which consist of whole tensors and so differ.
 
     Sizes of another rank or model, which do not add up to these parameters, do not count.
@@ -74,13 +74,13 @@ def recorded_sizes(metrics: TraceMetrics) -> tuple[int, ...] | None:
     return job.subgroups
 
 
-def subgroup_params(metrics: TraceMetrics) -> int:
+def subgroup_params(metrics: JobMetrics) -> int:
     """Return the configured parameters of a subgroup, else a default."""
     configured = metrics.zero.get("sub_group_size")
     return int(configured) if isinstance(configured, (int, float)) and configured >= 1 else _SUBGROUP_PARAMS
 
 
-def rounding_version(metrics: TraceMetrics) -> str | None:
+def rounding_version(metrics: JobMetrics) -> str | None:
     """Return the version that chose the resident subgroups; None if ebbtide's engine ran the updates."""
     job = metrics.deepspeed
     return job.info.version if job is not None and job.info.policy is None else None

@@ -22,10 +22,10 @@ from ebbtide.analysis.metrics.iterations import median_ms, part_counts, slowest_
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations
 from ebbtide.analysis.metrics.missing import NO_GPU_STATE, no_link, on_demand_remarks, partly_no_link
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
-from ebbtide.analysis.metrics.prediction import TimeRange, is_predicted, predicted_range, prediction_line
+from ebbtide.analysis.metrics.prediction import TimeRange, is_predicted, predicted_range
 from ebbtide.analysis.metrics.ranks.comparison import rank_differences
 from ebbtide.analysis.metrics.ranks.differences import NOT_COMPARED, RankDifferences
-from ebbtide.analysis.metrics.ranks.figures import measure_ranks
+from ebbtide.analysis.metrics.ranks.scan import read_by_parts
 from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.analysis.metrics.totals import Totals, whole_trace
 from ebbtide.analysis.timeseries.statistics import median_or_none
@@ -178,7 +178,11 @@ class Summary:
 
 def summarize(trace: Trace) -> Summary:
     """Summarize a trace. Medians leave the warm-up out."""
-    measure_ranks(trace)
+    read_by_parts(trace, _summarize)
+    return _summarize(trace)
+
+
+def _summarize(trace: Trace) -> Summary:
     steady = steady_iterations(trace)
     pool, pool_of_free = peak_pool(trace), free_pool(trace)
     slowest = slowest_times(trace)
@@ -265,7 +269,7 @@ def _memory(trace: Trace, pool: str | None) -> MemorySummary:
 
 def _about(trace: Trace) -> list[str]:
     """Describe the job in a few lines: command, device, model, optimizer."""
-    lines = [line] if (line := prediction_line(trace)) else []
+    lines = []
     if command := trace.meta.command:
         lines.append(f"command: {command_text(command)}")
     for entry in trace.meta.ranks[:1]:

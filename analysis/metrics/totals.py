@@ -15,26 +15,16 @@ from ebbtide.profiler.trace import Trace
 
 @dataclass(frozen=True)
 class Totals:
-    """Figures of a whole trace, its warm-up included; None for figures that were not recorded.
+    """Figures of a whole trace, its warm-up included; None for figures that were not recorded."""
 
-    Attributes:
-        span_ms: From its first to its last record.
-        h2d_bytes: Bytes moved to the device, summed over ranks, from copies or else from sampled counters.
-        d2h_bytes: Bytes moved to the host.
-        min_free_bytes: Least free memory of any rank (capacity - `Summary.free_pool`).
-        compute_ms: Time in which compute kernels run, summed over ranks.
-        communication_ms: Time in which collectives run, summed over ranks.
-        copy_ms: Time in which copies run, summed over ranks with recorded kernels.
-        idle_ms: Time between the first and the last activity of a GPU in which nothing runs on it, summed over ranks.
-    """
-
-    span_ms: float | None
-    h2d_bytes: int | None
-    d2h_bytes: int | None
-    min_free_bytes: int | None
-    compute_ms: float | None
-    communication_ms: float | None
-    copy_ms: float | None
+    span_ms: float | None  # From its first to its last record.
+    h2d_bytes: int | None  # Bytes moved to the device, summed over ranks, from copies or else from sampled counters.
+    d2h_bytes: int | None  # Bytes moved to the host.
+    min_free_bytes: int | None  # Least free memory of any rank (capacity - `Summary.free_pool`).
+    compute_ms: float | None  # Time in which compute kernels run, summed over ranks.
+    communication_ms: float | None  # Time in which collectives run, summed over ranks.
+    copy_ms: float | None  # Time in which copies run, summed over ranks with recorded kernels.
+    # Time between the first and the last activity of a GPU in which nothing runs on it, summed over ranks.
     idle_ms: float | None
 
 

@@ -119,12 +119,7 @@ def find_windows(trace: Trace, min_bytes: int, ranks: Sequence[int] | None = Non
     """Find the windows in which at least `min_bytes` are free, cut where a phase begins or ends.
 
     Free memory is the device's capacity minus the pool of `free_pool`. There is no window before the first sample, and
-    none of a rank whose memory or capacity is not known: see `Windows.missing`.
-
-    Args:
-        trace: The trace.
-        min_bytes: Least free memory of a window.
-        ranks: Ranks to look at; None: all.
+    none of a rank whose memory or capacity is not known: see `Windows.missing`. `ranks` None: all.
     """
     pool = free_pool(trace)
     devices: list[dict[str, Any]] = []

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, cast
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,23 +14,17 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ebbtide.analysis.metrics.devices import first_device
-from ebbtide.analysis.metrics.missing import NO_MEMORY
 from ebbtide.analysis.metrics.prediction import is_predicted
-from ebbtide.analysis.plot.activity import activity_panels
-from ebbtide.analysis.plot.link import link_panels
-from ebbtide.analysis.plot.memory import memory_panels
-from ebbtide.analysis.plot.panels import PlotPanel, shared_scale
-from ebbtide.analysis.plot.phases import PhasesPanel, draw_phases
-from ebbtide.analysis.plot.ranks import RanksPanel, ranks_panels
+from ebbtide.analysis.plot.kinds import Layout, find_kind
+from ebbtide.analysis.plot.kinds.ranks import RanksPanel
+from ebbtide.analysis.plot.kinds.windows import IdlePanel, WindowsPanel
+from ebbtide.analysis.plot.panels import PlotPanel, draw_phases, shared_scale
 from ebbtide.analysis.plot.styles import NOTE_COLOR
 from ebbtide.analysis.plot.text import number_iterations, plain_text, shorten_text
-from ebbtide.analysis.plot.views import IterationRange, View, make_views
-from ebbtide.analysis.plot.windows import IdlePanel, WindowsPanel, windows_panels
+from ebbtide.analysis.plot.views import IterationRange, make_views
 from ebbtide.analysis.timeline.panels import Scale
-from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import Trace
 
-Kind = Literal["both", "memory", "link", "activity", "all", "windows", "ranks"]
 _WIDTH = 11.0
 # Points: the widest text of a legend, and the sizes of the fonts.
 _LEGEND_WIDTH = 190.0
@@ -53,7 +47,7 @@ def draw(
     traces: Sequence[Trace],
     span: IterationRange = (0, None),
     rank: int | None = None,
-    kind: Kind = "both",
+    kind: str = "both",
     min_bytes: int = 2**30,
 ) -> Figure:
     """Draw a stack of panels per trace over time; axes of all traces have the same scales.
@@ -61,26 +55,25 @@ def draw(
     Time counts from the start of the first iteration that is shown.
 
     Args:
-        traces: The traces.
         span: Iterations [first, end) to show; end None: until the last one.
         rank: The rank to show; None: the first one of each trace.
-        kind: `memory` (of the device, and of the host), `link`, `activity` (of the GPU), `both` (memory of the device,
-            and link; without memory, the activity of the GPU), `all` (memory, link and activity), `windows` (windows
-            of free memory, and how idle the link is in them), or `ranks` (heat maps of all ranks). Of `both` and `all`
-            only what was recorded is drawn.
+        kind: A kind of `kinds`: `both` (memory and link), `memory`, `link`, `activity`, `all`, `windows` or `ranks`.
         min_bytes: Least free memory of a window, bytes.
 
     Raises:
         TraceError: A trace has no such rank or iterations, or no data of that kind.
+        UserError: There is no such kind.
     """
-    stacks = [_panels(view, kind, len(traces), min_bytes) for view in make_views(traces, span, rank)]
+    drawer = find_kind(kind)
+    layout = Layout(*((3.6, 1.7) if len(traces) == 1 else (2.4, 1.4)), min_bytes)
+    stacks = [drawer.panels(view, layout) for view in make_views(traces, span, rank)]
     panels = [panel for stack in stacks for panel in stack]
     scales = {name: shared_scale([p for p in panels if p.name == name]) for name in {p.name for p in panels}}
     heights = [panel.height for panel in panels]
     figure = Figure(figsize=(_WIDTH, sum(heights) + 0.95 * len(stacks) + 0.2), layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
     names = _names(traces)
-    figure.set_label(_title(names, kind))
+    figure.set_label(f"ebbtide: {drawer.CONTENT} of {', '.join(names)}")
     rows = iter(np.atleast_1d(figure.subplots(len(panels), 1, height_ratios=heights)).ravel())
     drawn = [[(next(rows), panel, scales[panel.name]) for panel in stack] for stack in stacks]
     for name, stack in zip(names, drawn, strict=True):
@@ -100,39 +93,12 @@ def draw(
 
 @_ignore_missing_glyphs()
 def save(figure: Figure, file: Path | IO[bytes], format: str) -> None:
-    """Write a figure to a file, with its title in the file's metadata.
-
-    Args:
-        figure: A figure of `draw`.
-        file: Path, or an open binary file.
-        format: `png`, `svg` or `pdf`.
+    """Write a figure to a file, with its title in the file's metadata; `format` is `png`, `svg` or `pdf`.
 
     Raises:
         OSError: The file cannot be written.
     """
     figure.savefig(file, format=format, metadata={"Title": figure.get_label()})
-
-
-def _panels(view: View, kind: Kind, trace_count: int, min_bytes: int) -> list[PlotPanel]:
-    """Return the panels of one trace, from the top."""
-    tall, low = (3.6, 1.7) if trace_count == 1 else (2.4, 1.4)
-    if kind == "link":
-        return [*link_panels(view, (tall + low) / 2, required=True)]
-    if kind == "windows":
-        return windows_panels(view, tall, min_bytes)
-    if kind == "ranks":
-        return [*ranks_panels(view, 2 * tall)]
-    if kind == "activity":
-        return [*activity_panels(view, tall, required=True)]
-    memory = memory_panels(view, tall, with_host=kind != "both")
-    if kind == "memory":
-        if not memory:
-            raise TraceError(f"rank {view.rank} of {view.trace.path}: {NO_MEMORY}")
-        return [*memory]
-    panels: list[PlotPanel] = [*memory, *link_panels(view, low if memory else (tall + low) / 2, required=False)]
-    if kind == "all" or not memory:
-        panels += activity_panels(view, (tall + low) / 2, required=False)
-    return panels or [PhasesPanel(view, low / 2)]
 
 
 def _draw_panel(axes: Axes, panel: PlotPanel, scale: Scale, is_first: bool, is_last: bool) -> None:
@@ -165,7 +131,7 @@ def _draw_panel(axes: Axes, panel: PlotPanel, scale: Scale, is_first: bool, is_l
         text.set_parse_math(False)
 
 
-def _notes(stack: Sequence[PlotPanel], kind: Kind) -> str:
+def _notes(stack: Sequence[PlotPanel], kind: str) -> str:
     """Return the line below a trace's name: rank, device, remarks."""
     view = stack[0].view
     notes = [f"rank {view.rank}"] if len(view.trace.ranks) > 1 and kind != "ranks" else []
@@ -208,15 +174,3 @@ def _names(traces: Sequence[Trace]) -> list[str]:
         + (" (predicted)" if is_predicted(trace) else "")
         for name, trace in zip(names, traces, strict=True)
     ]
-
-
-def _title(names: Sequence[str], kind: Kind) -> str:
-    contents = {
-        "both": "memory and link",
-        "activity": "GPU activity",
-        "all": "memory, link and GPU activity",
-        "windows": "windows of free memory",
-        "ranks": "ranks by iterations",
-    }
-    content = contents.get(kind, kind)
-    return f"ebbtide: {content} of {', '.join(names)}"

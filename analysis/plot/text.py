@@ -50,16 +50,7 @@ def _without_middle(text: str, length: int) -> str:
 
 
 def label_boxes(axes: Axes, left: Floats, right: Floats, bottom: Floats, top: Floats, texts: Sequence[str]) -> None:
-    """Write a text into each box that has room for it, horizontally or else vertically.
-
-    Args:
-        axes: The axes of the boxes.
-        left: Left edge of each box, in data coordinates, as the other edges.
-        right: Right edges.
-        bottom: Bottom edges.
-        top: Top edges.
-        texts: A text per box; an empty one is left out.
-    """
+    """Write a text into each box that has room for it, horizontally or else vertically; empty texts are left out."""
     low = _to_points(axes, np.stack([np.clip(left, *axes.get_xlim()), bottom], axis=1))
     high = _to_points(axes, np.stack([np.clip(right, *axes.get_xlim()), top], axis=1))
     figure = cast(Figure, axes.get_figure())
@@ -76,13 +67,7 @@ def label_boxes(axes: Axes, left: Floats, right: Floats, bottom: Floats, top: Fl
 
 
 def number_iterations(axes: Axes, middles: Floats, numbers: Sequence[int]) -> None:
-    """Write the numbers of iterations above the axes: every one, every second, every fifth and so on, without overlap.
-
-    Args:
-        axes: The topmost axes of a trace.
-        middles: Middle of each iteration, in data coordinates.
-        numbers: Their numbers.
-    """
+    """Write the numbers of iterations above the axes: each, each second, each fifth and so on, without overlap."""
     figure = cast(Figure, axes.get_figure())
     widths = np.array([size_in_points(figure, "0" * len(str(number)), _NUMBER_FONT)[0] for number in numbers])
     centers = _to_points(axes, np.stack([middles, np.zeros(len(middles))], axis=1))[:, 0]

@@ -26,19 +26,12 @@ _ALL: IterationRange = (0, None)
 
 @dataclass(frozen=True)
 class View:
-    """One rank of a trace within an interval.
-
-    Attributes:
-        trace: The trace.
-        rank: The rank.
-        iterations: Iterations to show.
-        axis: The interval. Its origin is its start; its length that of the longest view of the figure.
-    """
+    """One rank of a trace within an interval."""
 
     trace: Trace
     rank: int
-    iterations: IterationRange
-    axis: TimeAxis
+    iterations: IterationRange  # Iterations to show.
+    axis: TimeAxis  # The interval. Its origin is its start; its length that of the longest view of the figure.
 
     def iteration_spans(self, on_gpu: bool) -> pd.DataFrame:
         """Return iteration, start_ns, end_ns of the finished iterations to show, by times of the GPU or the host."""
@@ -65,12 +58,7 @@ class View:
 
 
 def make_views(traces: Sequence[Trace], iterations: IterationRange, rank: int | None) -> list[View]:
-    """Choose the interval of each trace.
-
-    Args:
-        traces: The traces of a figure.
-        iterations: Iterations to show.
-        rank: The rank to show; None: the first one of each trace.
+    """Choose the interval of each trace; `rank` None: the first one of each trace.
 
     Raises:
         TraceError: A trace has no such rank or no such iterations, or no data.

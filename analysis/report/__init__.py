@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ebbtide.analysis.report.page import Page, build_page
-from ebbtide.analysis.report.render import render_page, write_report
+from ebbtide.analysis.report.page import Page, build_page, render_page, write_report
 
 __all__ = ["Page", "build_page", "render_page", "write_report"]

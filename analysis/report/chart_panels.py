@@ -8,42 +8,99 @@ from dataclasses import dataclass
 import numpy as np
 
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
-from ebbtide.analysis.report.chart_stacks import ChartArea, ChartStack, chart_stack
+from ebbtide.analysis.timeline.activity import activity_lanes
 from ebbtide.analysis.timeline.axis import TimeAxis
 from ebbtide.analysis.timeline.link import link_panel
 from ebbtide.analysis.timeline.memory import device_memory_panel, host_memory_panel
 from ebbtide.analysis.timeline.panels import Scale, TimelineLine, TimelinePanel, value_scale
 from ebbtide.analysis.timeline.reduction import SCREEN_STEPS, Resolution
-from ebbtide.analysis.timeline.styles import HOST_MEMORY_DASHES, LineStyle
+from ebbtide.analysis.timeline.stack import TimelineStack
+from ebbtide.analysis.timeline.styles import HOST_MEMORY_DASHES, AreaStyle, LineStyle
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.profiler.trace import Trace
+from ebbtide.units import ms_text
 
+# Steps of all lanes: a few per dot of a screen.
+_MAX_SLOTS = 8000
 _MIN_LINE_WIDTH = 1.0
 
 
 @dataclass(frozen=True)
-class ChartLine:
-    """A step function in the units of its axes; a value holds until the next one.
+class ChartArea:
+    """An area of a stack; a value holds until the next one."""
 
-    Attributes:
-        key: Name of its glyph, unique on the timeline.
-        label: Name in the list of lines.
-        x: Times.
-        y: Values, with the sign.
-        sign: -1 for a line that is drawn downwards, else 1.
-        lowest: Smallest values of a band; None for a plain line.
-        above_peak: Times of rates above the link's peak.
-        style: Colour, width and dash.
-    """
+    key: str  # Name of its glyph, unique on the timeline.
+    label: str  # Name in the list of areas.
+    top: Floats  # Upper border; the lower one is that of the area below, or 0.
+    style: AreaStyle  # Colour and hatch.
 
-    key: str
-    label: str
+
+@dataclass(frozen=True)
+class ChartStack:
+    """Areas one above the other, from the bottom, with their common times."""
+
     x: Floats
-    y: Floats
-    sign: int
-    lowest: Floats | None
-    above_peak: Floats
-    style: LineStyle
+    areas: Sequence[ChartArea]
+
+
+@dataclass(frozen=True)
+class ChartLane:
+    """A lane of the activity of the GPU: its name, and areas in percent of the time."""
+
+    name: str
+    stack: ChartStack
+
+
+@dataclass(frozen=True)
+class ChartLanes:
+    """The lanes of activity from the top, and a remark on how they are drawn."""
+
+    lanes: Sequence[ChartLane]
+    notes: Sequence[str]
+
+    @property
+    def areas(self) -> list[ChartArea]:
+        """Areas of all lanes, in the order in which the page lists them."""
+        return [area for lane in self.lanes for area in lane.stack.areas]
+
+
+def chart_stack(name: str, stack: TimelineStack, axis: TimeAxis, size: float) -> ChartStack:
+    """Return a stack in the units of its axes; `size` is the value of one unit of the value axis."""
+    tops = [np.append(border, border[-1]) / size for border in stack.borders[1:]]
+    areas = [
+        ChartArea(f"{name}/category {layer.name}", layer.name, top, layer.style)
+        for layer, top in zip(stack.layers, tops, strict=True)
+    ]
+    return ChartStack(axis.x(stack.edges), areas)
+
+
+def chart_lanes(trace: Trace, rank: int, axis: TimeAxis, max_points: int) -> ChartLanes | None:
+    """Return the lanes of a rank's GPU; None where kernels were not recorded. All areas have at most `max_points`
+    together."""
+    slots = max(1, min(max_points // 8, _MAX_SLOTS))
+    lanes = activity_lanes(trace, rank, axis, Resolution(slots, steps_per_slot=1))
+    if not lanes:
+        return None
+    slot_ns = lanes[0].stack.slot_ns
+    note = [] if slot_ns is None else [f"activity: shares of {ms_text(slot_ns / 1e6)} each"]
+    return ChartLanes(
+        [ChartLane(lane.name, chart_stack(f"activity/{lane.name}", lane.stack, axis, 0.01)) for lane in lanes[::-1]],
+        note,
+    )
+
+
+@dataclass(frozen=True)
+class ChartLine:
+    """A step function in the units of its axes; a value holds until the next one."""
+
+    key: str  # Name of its glyph, unique on the timeline.
+    label: str  # Name in the list of lines.
+    x: Floats  # Times.
+    y: Floats  # Values, with the sign.
+    sign: int  # -1 for a line that is drawn downwards, else 1.
+    lowest: Floats | None  # Smallest values of a band; None for a plain line.
+    above_peak: Floats  # Times of rates above the link's peak.
+    style: LineStyle  # Colour, width and dash.
 
     @property
     def width(self) -> float:
@@ -58,27 +115,16 @@ class ChartLine:
 
 @dataclass(frozen=True)
 class ChartPanel:
-    """Lines of one unit, and areas behind them.
+    """Lines of one unit, and areas behind them."""
 
-    Attributes:
-        name: `memory`, `host memory` or `link`.
-        lines: Its lines.
-        scale: Unit and end of the value axis.
-        level: Capacity or peak in the unit; None where unknown.
-        level_label: Name and value of the level.
-        free_pool: Pool whose line free memory is above, up to the level; None where there is no such line.
-        notes: Remarks on how the lines are drawn.
-        stack: Areas behind the lines; None where there are none.
-    """
-
-    name: str
+    name: str  # `memory`, `host memory` or `link`.
     lines: Sequence[ChartLine]
-    scale: Scale
-    level: float | None
-    level_label: str
-    free_pool: str | None
-    notes: Sequence[str]
-    stack: ChartStack | None = None
+    scale: Scale  # Unit and end of the value axis.
+    level: float | None  # Capacity or peak in the unit; None where unknown.
+    level_label: str  # Name and value of the level.
+    free_pool: str | None  # Pool whose line free memory is above, up to the level; None where there is no such line.
+    notes: Sequence[str]  # Remarks on how the lines are drawn.
+    stack: ChartStack | None = None  # Areas behind the lines; None where there are none.
 
     @property
     def unit(self) -> str:
@@ -107,14 +153,8 @@ class ChartPanel:
 
 
 def chart_panels(trace: Trace, rank: int, axis: TimeAxis, max_points: int) -> list[ChartPanel]:
-    """Return the panels that data was recorded for: memory of the device and of the host, the link.
-
-    Args:
-        trace: The trace.
-        rank: The rank.
-        axis: The time axis.
-        max_points: Most points of all lines together.
-    """
+    """Return the panels that data was recorded for: memory of the device and of the host, the link. All lines have at
+    most `max_points` together."""
     kinds = min(trace.transfers(rank)["host_memory"].nunique(dropna=False), len(HOST_MEMORY_DASHES))
     line_count = trace.memory(rank)["pool"].nunique() + len(DIRECTIONS) * max(1, kinds)
     # An area takes half the bytes of a line: its times are those of the whole stack.

@@ -12,11 +12,11 @@ import numpy as np
 from bokeh.models import ColumnDataSource, GlyphRenderer, HoverTool, Quad, Scatter, Step, VAreaStep
 
 from ebbtide.analysis.report.chart_boxes import ChartBoxes
-from ebbtide.analysis.report.chart_panels import ChartLine
-from ebbtide.analysis.report.chart_stacks import ChartStack
-from ebbtide.analysis.report.colors import STRIP_OPACITY
-from ebbtide.analysis.timeline.styles import RECURRING, WINDOW
+from ebbtide.analysis.report.chart_panels import ChartLine, ChartStack
+from ebbtide.analysis.timeline.styles import CATEGORY_STYLES, COLORS, PHASE_OPACITY, RECURRING, WINDOW
 
+# Boxes of phases have no lines in front of them: the strongest is opaque.
+STRIP_OPACITY = {phase: round(opacity / max(PHASE_OPACITY.values()), 2) for phase, opacity in PHASE_OPACITY.items()}
 _BAND_OPACITY = 0.2
 _HATCHES = {
     "rising": "right_diagonal_line",
@@ -32,14 +32,23 @@ _MAX_OUTLINED = 400
 _OUTLINED = {style.fill: style for style in (WINDOW, RECURRING)}
 
 
-def draw_line(plot: Any, line: ChartLine, edge: float) -> None:
-    """Draw a step function, the area of a band or below a rate, and marks for impossible rates.
+def color_styles() -> str:
+    """Return the style sheet: a variable per colour, for light and dark pages, and fills of phases and categories."""
+    light = " ".join(f"--{name}: {color.light};" for name, color in COLORS.items())
+    dark = " ".join(f"--{name}: {color.dark};" for name, color in COLORS.items())
+    fills = "\n".join(
+        f".{name} {{ fill: var(--{name}); fill-opacity: {STRIP_OPACITY.get(name, 1)}; --key: var(--{name});"
+        f" --key-opacity: {STRIP_OPACITY.get(name, 1)}; }}"
+        for name in (*STRIP_OPACITY, "other")
+    )
+    frames = "\n".join(f".stacks .{name} rect {{ fill: var(--{s.color}); }}" for name, s in CATEGORY_STYLES.items())
+    dark_style = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+    return f":root {{ {light} }}\n{dark_style}\n{fills}\n{frames}\n"
 
-    Args:
-        plot: A Bokeh figure.
-        line: The line. Its renderer has its key as name, that of the area `KEY/area`.
-        edge: Value at which marks are drawn.
-    """
+
+def draw_line(plot: Any, line: ChartLine, edge: float) -> None:
+    """Draw a step function, the area of a band or below a rate, and marks for impossible rates. The renderer of a line
+    has its key as name, that of the area `KEY/area`."""
     y = line.y.astype(np.float32)
     columns = {"x": line.x, "y": y}
     area = None
@@ -62,13 +71,7 @@ def draw_line(plot: Any, line: ChartLine, edge: float) -> None:
 
 
 def draw_stack(plot: Any, stack: ChartStack, y_range: str = "default") -> None:
-    """Draw areas one above the other.
-
-    Args:
-        plot: A Bokeh figure.
-        stack: The areas. Their renderers have their keys as names, and one data source.
-        y_range: Name of the range of the plot that the values are in.
-    """
+    """Draw areas one above the other."""
     tops = {f"top {number}": area.top.astype(np.float32) for number, area in enumerate(stack.areas)}
     source = ColumnDataSource({"x": stack.x, "bottom": np.zeros(len(stack.x), np.float32), **tops})
     for area, low, high in zip(stack.areas, ["bottom", *tops], tops, strict=False):
@@ -82,15 +85,7 @@ def draw_stack(plot: Any, stack: ChartStack, y_range: str = "default") -> None:
 
 
 def draw_boxes(plot: Any, color: str, boxes: ChartBoxes, bottom: float | str, top: float) -> GlyphRenderer:
-    """Draw boxes of one colour.
-
-    Args:
-        plot: A Bokeh figure.
-        color: Name of the colour, and of the renderer.
-        boxes: The boxes.
-        bottom: Bottom of all boxes, or the column that has it.
-        top: Top of all boxes.
-    """
+    """Draw boxes of one colour."""
     source = ColumnDataSource({"left": boxes.left, "right": boxes.right, **boxes.columns})
     sides = {"left": "left", "right": "right", "bottom": bottom, "top": top}
     style = _OUTLINED.get(color)

@@ -7,12 +7,9 @@ import io
 from dataclasses import dataclass
 
 import numpy as np
-from matplotlib.colors import to_rgb
-from matplotlib.image import imsave
 
 from ebbtide.analysis.metrics.ranks.comparison import rank_differences
-from ebbtide.analysis.metrics.ranks.heat_map import heat_maps
-from ebbtide.analysis.timeline.heat import LEVEL_COLORS, heat_levels
+from ebbtide.analysis.timeline.heat import LEVEL_COLORS, heat_levels, heat_maps
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import ms_text
@@ -27,17 +24,11 @@ _LABEL_SHARE = 0.075
 
 @dataclass(frozen=True)
 class HeatPicture:
-    """A heat map of one part of the iteration.
-
-    Attributes:
-        part: The part.
-        source: The picture as `data:` address: a row of cells per rank, a column per iteration.
-        note: Line on cells of several ranks or iterations; empty where each has its own.
-    """
+    """A heat map of one part of the iteration."""
 
     part: str
-    source: str
-    note: str
+    source: str  # The picture as `data:` address: a row of cells per rank, a column per iteration.
+    note: str  # Line on cells of several ranks or iterations; empty where each has its own.
 
 
 @dataclass(frozen=True)
@@ -101,6 +92,10 @@ def _labels(trace: Trace) -> list[RankLabel]:
 
 
 def _picture(values: Floats, levels: Floats) -> str:
+    # Few traces have so many ranks: the pages of others do not wait for Matplotlib.
+    from matplotlib.colors import to_rgb
+    from matplotlib.image import imsave
+
     cells = _reduced(values)
     colors = np.array([to_rgb(color) for color in LEVEL_COLORS])
     rgba = np.concatenate([colors[np.digitize(cells, levels) % len(colors)], ~np.isnan(cells)[..., None]], axis=2)

@@ -1,38 +1,49 @@
-"""Collects the content of the page, before it is HTML."""
+"""Collects the content of the page, and renders it as one HTML file with all in it: styles, scripts, data, Bokeh."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from bokeh.resources import Resources
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from ebbtide.analysis.findings import Findings
-from ebbtide.analysis.metrics.devices import free_memory_text, ran_on_cpu
-from ebbtide.analysis.metrics.iteration_stats import compare_iterations
-from ebbtide.analysis.metrics.link import link_use
+from ebbtide.analysis.metrics.devices import ran_on_cpu
+from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity, no_iterations
 from ebbtide.analysis.metrics.ranks.selection import ShownRank, shown_ranks
-from ebbtide.analysis.metrics.summary import Summary, summarize
-from ebbtide.analysis.report.columns import ReportTable
-from ebbtide.analysis.report.gpu_table import gpu_table
+from ebbtide.analysis.metrics.summary import Summary
+from ebbtide.analysis.report.glyphs import color_styles
 from ebbtide.analysis.report.heat import HeatSection, heat_section
 from ebbtide.analysis.report.job_description import JobDetail, describe_job
 from ebbtide.analysis.report.rank import RankView, rank_view
-from ebbtide.analysis.report.rank_tables import differences_table, rank_table
-from ebbtide.analysis.report.tables import MAX_ROWS, summary_table
 from ebbtide.analysis.report.timeline_content import DetailLimits
+from ebbtide.analysis.tables.ranks import differences_table, rank_table
+from ebbtide.analysis.tables.summary import gpu_table, phase_table
+from ebbtide.analysis.tables.table import Table
+from ebbtide.output_files import new_output
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import bytes_text, range_text
+from ebbtide.units import bytes_text, ms_text, range_text
 
 # Limits that keep a page smaller than 5 MB. Points and boxes of each kind are those of all ranks together.
 _MAX_POINTS = 80_000
 _MAX_BOXES = 4_500
 _MIN_ROWS = 50
+# Most rows of a table. More rows are for a program to read.
+MAX_ROWS = 200
 _SOURCES = {
     "recorded": "a recorded run",
     "imported": "an imported run",
     "simulated": "a simulation",
     "predicted": "predicted by a dry run",
 }
+_SCRIPTS = ("tables.js", "readout.js", "controls.js", "timeline.js")
 
 
 @dataclass(frozen=True)
@@ -46,59 +57,36 @@ class KeyFigure:
 
 @dataclass(frozen=True)
 class Page:
-    """Content of the page.
+    """Content of the page."""
 
-    Attributes:
-        name: Name of the trace.
-        about: Line on the source of the trace, its ranks and iterations.
-        findings: Findings of the rules.
-        summary: Figures of the trace.
-        figures: The most important figures.
-        phases: Table of phases; None where there are no iterations.
-        gpu: Table of the state of the GPUs; None where it was not recorded.
-        ranks: Ranks that are shown.
-        omitted_ranks: Line on ranks that are not shown; None where all are.
-        heat: Heat maps of all ranks; None where there are few.
-        differences: Table of the ranks that differ; None where none does.
-        compared: Table of all ranks; None for a single rank.
-        job: Description of the job.
-        missing: Lines on what was not recorded.
-        notes: Notes of the trace.
-    """
-
-    name: str
-    about: str
-    findings: Findings
-    summary: Summary
-    figures: list[KeyFigure]
-    phases: ReportTable | None
-    gpu: ReportTable | None
-    ranks: list[RankView]
-    omitted_ranks: str | None
-    heat: HeatSection | None
-    differences: ReportTable | None
-    compared: ReportTable | None
-    job: list[JobDetail]
-    missing: list[str]
-    notes: Sequence[str]
+    name: str  # Name of the trace.
+    about: str  # Line on the source of the trace, its ranks and iterations.
+    findings: Findings  # Findings of the rules.
+    summary: Summary  # Figures of the trace.
+    figures: list[KeyFigure]  # The most important figures.
+    phases: Table | None  # Table of phases; None where there are no iterations.
+    gpu: Table | None  # Table of the state of the GPUs; None where it was not recorded.
+    ranks: list[RankView]  # Ranks that are shown.
+    omitted_ranks: str | None  # Line on ranks that are not shown; None where all are.
+    heat: HeatSection | None  # Heat maps of all ranks; None where there are few.
+    differences: Table  # Table of the ranks that differ.
+    compared: Table | None  # Table of all ranks; None for a single rank.
+    job: list[JobDetail]  # Description of the job.
+    missing: list[str]  # Lines on what was not recorded.
+    notes: Sequence[str]  # Notes of the trace.
 
 
 def build_page(trace: Trace, findings: Findings, min_bytes: int, ranks: Sequence[int] = ()) -> Page:
-    """Collect the content of a trace's page.
-
-    Args:
-        trace: The trace.
-        findings: Its findings.
-        min_bytes: Least free memory of a window, bytes.
-        ranks: Ranks to show: see `shown_ranks`.
+    """Collect the content of a trace's page; for `ranks` see `shown_ranks`.
 
     Raises:
         TraceError: The trace has no such rank.
     """
+    metrics = JobMetrics(trace)
     shown = shown_ranks(trace, ranks)
-    summary = summarize(trace)
+    summary = metrics.summary()
     numbers = [entry.rank for entry in shown]
-    iterations, link = compare_iterations(trace, numbers), link_use(trace, numbers)
+    iterations, link = metrics.iterations(numbers), metrics.link(numbers)
     count = max(len(shown), 1)
     limits = DetailLimits(_MAX_POINTS // count, _MAX_BOXES // count, max(MAX_ROWS // count, _MIN_ROWS))
     return Page(
@@ -107,13 +95,13 @@ def build_page(trace: Trace, findings: Findings, min_bytes: int, ranks: Sequence
         findings=findings,
         summary=summary,
         figures=_figures(trace, summary),
-        phases=summary_table(summary, free_memory_text(trace)) if summary.iterations else None,
+        phases=phase_table(trace, summary) if summary.iterations else None,
         gpu=gpu_table(summary.gpu) if summary.gpu is not None else None,
-        ranks=[rank_view(trace, entry, iterations, link, min_bytes, limits) for entry in shown],
+        ranks=[rank_view(metrics, entry, iterations, link, min_bytes, limits) for entry in shown],
         omitted_ranks=_omitted(shown, len(trace.ranks) - len(shown)),
         heat=heat_section(trace),
-        differences=differences_table(summary.rank_differences),
-        compared=rank_table(trace, MAX_ROWS) if len(trace.ranks) > 1 else None,
+        differences=differences_table(summary.rank_differences).first(MAX_ROWS),
+        compared=rank_table(trace, metrics.ranks()).first(MAX_ROWS) if len(trace.ranks) > 1 else None,
         job=describe_job(trace),
         missing=_missing(trace, summary),
         notes=trace.notes,
@@ -171,3 +159,62 @@ def _missing(trace: Trace, summary: Summary) -> list[str]:
     elif summary.memory.capacity_bytes is None:
         lines.append(no_capacity(trace.ranks[0]))
     return [*lines, *summary.remarks]
+
+
+def write_report(
+    trace: Trace, findings: Findings, output: Path, min_bytes: int, ranks: Sequence[int] = (), force: bool = False
+) -> None:
+    """Write the page of a trace, complete or not at all; for `ranks` see `shown_ranks`.
+
+    Raises:
+        UserError: The output exists (without `force`) or cannot be written.
+        TraceError: The trace has no such rank.
+    """
+    with new_output(output, force, Path.is_file, "a file") as new:
+        new.write_text(render_page(build_page(trace, findings, min_bytes, ranks)), encoding="utf-8")
+
+
+def render_page(content: Page) -> str:
+    """Return the page as HTML. All text of a trace is escaped, and only scripts run whose hashes the policy lists."""
+    environment = Environment(
+        loader=PackageLoader("ebbtide.analysis.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    # Bokeh resolves references in their order.
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    environment.filters |= {"ms": ms_text, "code": _code, "sentence": _sentence}
+    scripts = [_source(environment, name) for name in _SCRIPTS]
+    if any(view.timeline for view in content.ranks):
+        scripts = [*_bokeh(), *scripts]
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {' '.join(map(_hash, scripts))}"
+    template = environment.get_template("page.html.j2")
+    styles = color_styles() + _source(environment, "page.css")
+    return template.render(page=content, policy=policy, scripts=scripts, styles=styles)
+
+
+def _code(text: str) -> Markup:
+    """Return text with its `commands` as code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+def _sentence(text: str) -> Markup:
+    """Return text with a capital if it begins with a word; a command, a file or h2d is not changed."""
+    word = text.split(" ")[0].rstrip(",:;")
+    return _code(text[:1].upper() + text[1:] if word.isalpha() and word != "ebbtide" else text)
+
+
+def _bokeh() -> list[str]:
+    """Return bokeh.min.js alone, without widgets, tables and fonts."""
+    return list(Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw)
+
+
+def _source(environment: Environment, name: str) -> str:
+    assert environment.loader is not None
+    return environment.loader.get_source(environment, name)[0]
+
+
+def _hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

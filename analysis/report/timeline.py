@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from bokeh.embed import json_item
+from bokeh import __version__ as bokeh_version
+from bokeh.document import Document
 from bokeh.layouts import column
 from bokeh.models import (
     BoxZoomTool,
@@ -22,11 +23,10 @@ from bokeh.models import (
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
-from ebbtide.analysis.report.chart_panels import ChartPanel
-from ebbtide.analysis.report.chart_stacks import ChartLanes
+from ebbtide.analysis.report.chart_boxes import WINDOW_TOOLTIP
+from ebbtide.analysis.report.chart_panels import ChartLanes, ChartPanel
 from ebbtide.analysis.report.glyphs import add_tooltip, draw_boxes, draw_line, draw_stack
 from ebbtide.analysis.report.timeline_content import TimelineContent
-from ebbtide.analysis.report.tooltips import WINDOW
 from ebbtide.analysis.timeline.styles import LEVEL
 
 # More borders between iterations than these would be a surface.
@@ -61,7 +61,13 @@ def timeline_json(content: TimelineContent) -> dict[str, Any]:
     time_axis = plots[-1].below[0]
     time_axis.visible, time_axis.axis_label = True, f"time {since}({axis.unit})"
     plots[-1].height += _TIME_LABELS_HEIGHT
-    return dict(json_item(column(*plots, sizing_mode="stretch_width")))
+    # What `bokeh.embed.json_item` returns, which walks all models five times more and imports Bokeh's server.
+    document = Document()
+    document.title = ""
+    document.add_root(column(*plots, sizing_mode="stretch_width"))
+    content_json = document.to_json(deferred=False)
+    root_id = content_json["roots"][0]["id"]
+    return {"target_id": None, "root_id": root_id, "doc": dict(content_json), "version": bokeh_version}
 
 
 def _figure(name: str, height: int, x_range: Range1d, y_range: Range1d) -> Any:
@@ -145,7 +151,7 @@ def _panel_plot(panel: ChartPanel, content: TimelineContent, x_range: Range1d) -
     plot.yaxis.ticker.desired_num_ticks = 5
     plot.yaxis.minor_tick_line_alpha = plot.xaxis.minor_tick_line_alpha = 0
     if panel is content.panels[0] and content.windows is not None and panel.level is not None:
-        add_tooltip(plot, [draw_boxes(plot, "window", content.windows, "bottom", panel.level)], WINDOW)
+        add_tooltip(plot, [draw_boxes(plot, "window", content.windows, "bottom", panel.level)], WINDOW_TOOLTIP)
     if panel.stack is not None:
         draw_stack(plot, panel.stack)
     for line in panel.lines:

@@ -10,16 +10,17 @@ import numpy as np
 
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.windows import Windows
-from ebbtide.analysis.report import tooltips
 from ebbtide.analysis.report.chart_boxes import (
+    PHASE_TOOLTIP,
+    RECURRING_TOOLTIP,
+    SUBSTEP_TOOLTIP,
     ChartBoxes,
     phase_chart_boxes,
     recurring_chart_boxes,
     substep_chart_boxes,
     window_chart_boxes,
 )
-from ebbtide.analysis.report.chart_panels import ChartPanel, chart_panels
-from ebbtide.analysis.report.chart_stacks import ChartLanes, chart_lanes
+from ebbtide.analysis.report.chart_panels import ChartLanes, ChartPanel, chart_lanes, chart_panels
 from ebbtide.analysis.timeline.axis import TimeAxis, recorded_interval
 from ebbtide.analysis.timeline.boxes import phase_boxes, recurring_boxes, substep_lanes, window_boxes
 from ebbtide.analysis.timeline.reduction import BoxSampler
@@ -37,42 +38,25 @@ class IterationLabel(NamedTuple):
 
 @dataclass(frozen=True)
 class Strip:
-    """A row of boxes above the panels.
+    """A row of boxes above the panels."""
 
-    Attributes:
-        name: Label of the row.
-        boxes: Boxes by colour.
-        tooltip: Template of what hovering shows.
-    """
-
-    name: str
-    boxes: dict[str, ChartBoxes]
-    tooltip: str
+    name: str  # Label of the row.
+    boxes: dict[str, ChartBoxes]  # Boxes by colour.
+    tooltip: str  # Template of what hovering shows.
 
 
 @dataclass(frozen=True)
 class TimelineContent:
-    """Everything that a timeline shows; it has at least one strip, panel or lane.
+    """Everything that a timeline shows; it has at least one strip, panel or lane."""
 
-    Attributes:
-        axis: The time axis. 0 is the start of the first iteration, or of the trace where it has none.
-        initial: Start and end of what is shown at first, ns: the iterations.
-        strips: Rows of boxes, from the top.
-        activity: Lanes of the GPU's activity, below the strips; None where kernels were not recorded.
-        panels: Panels of lines, from the top.
-        iterations: Numbers of iterations.
-        windows: Windows of free memory, boxes of the first panel; None where there are none.
-        notes: Remarks on what is drawn, and how.
-    """
-
-    axis: TimeAxis
-    initial: tuple[int, int]
-    strips: Sequence[Strip]
-    activity: ChartLanes | None
-    panels: Sequence[ChartPanel]
-    iterations: Sequence[IterationLabel]
-    windows: ChartBoxes | None
-    notes: Sequence[str]
+    axis: TimeAxis  # The time axis. 0 is the start of the first iteration, or of the trace where it has none.
+    initial: tuple[int, int]  # Start and end of what is shown at first, ns: the iterations.
+    strips: Sequence[Strip]  # Rows of boxes, from the top.
+    activity: ChartLanes | None  # Lanes of the GPU's activity, below the strips; None where kernels were not recorded.
+    panels: Sequence[ChartPanel]  # Panels of lines, from the top.
+    iterations: Sequence[IterationLabel]  # Numbers of iterations.
+    windows: ChartBoxes | None  # Windows of free memory, boxes of the first panel; None where there are none.
+    notes: Sequence[str]  # Remarks on what is drawn, and how.
 
 
 class DetailLimits(NamedTuple):
@@ -84,17 +68,8 @@ class DetailLimits(NamedTuple):
 
 
 def timeline_content(trace: Trace, rank: int, windows: Windows | None, limits: DetailLimits) -> TimelineContent | None:
-    """Collect the content of a rank's timeline.
-
-    Args:
-        trace: The trace.
-        rank: The rank.
-        windows: The rank's windows of free memory; None where they are unknown.
-        limits: Limits of detail.
-
-    Returns:
-        None where nothing was recorded that a timeline could show.
-    """
+    """Collect the content of a rank's timeline; None where nothing was recorded that it could show. `windows` is None
+    where they are unknown."""
     recorded = recorded_interval(trace, rank)
     if recorded is None:
         return None
@@ -152,16 +127,16 @@ class _BoxBuilder:
             strips.append(self._phases("on GPU", on_gpu=True))
         for name, rows in substep_lanes(self._trace, self._rank):
             boxes = self._substep_sampler.sample(rows)
-            strips.append(Strip(name, substep_chart_boxes(boxes, self._axis), tooltips.SUBSTEP))
+            strips.append(Strip(name, substep_chart_boxes(boxes, self._axis), SUBSTEP_TOOLTIP))
         if self._windows is not None and self._windows.guaranteed:
             recurring = recurring_boxes(self._trace, self._rank, self._windows.min_bytes)
             boxes = recurring_chart_boxes(self._sampler.sample(recurring), self._axis)
-            strips.append(Strip("always free", {"recurring": boxes}, tooltips.RECURRING))
+            strips.append(Strip("always free", {"recurring": boxes}, RECURRING_TOOLTIP))
         return strips
 
     def _phases(self, name: str, on_gpu: bool) -> Strip:
         rows = self._sampler.sample(phase_boxes(self._trace, self._rank, on_gpu))
-        return Strip(name, phase_chart_boxes(rows, self._axis), tooltips.PHASE)
+        return Strip(name, phase_chart_boxes(rows, self._axis), PHASE_TOOLTIP)
 
     def windows(self, panel: ChartPanel) -> ChartBoxes | None:
         if self._windows is None or not self._windows.windows or panel.level is None:

@@ -39,10 +39,8 @@ def activity_lanes(trace: Trace, rank: int, axis: TimeAxis, resolution: Resoluti
     """Return the lanes of a rank's first device from the bottom: idle, copy, communication, compute.
 
     Where there are more changes than the resolution allows, a step is a slot of the axis, and a share is that of the
-    slot. Otherwise shares are 0 or 1. Idle time is split by its cause; with it are the pauses of a recording.
-
-    Returns:
-        No lanes where kernels were not recorded.
+    slot. Otherwise shares are 0 or 1. Idle time is split by its cause; with it are the pauses of a recording. There are
+    no lanes where kernels were not recorded.
     """
     busy = busy_time(trace, rank)
     if busy is None:

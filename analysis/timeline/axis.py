@@ -16,18 +16,12 @@ _SECONDS_FROM_NS = 2e9
 
 @dataclass(frozen=True)
 class TimeAxis:
-    """An interval of a trace and its unit.
+    """An interval of a trace and its unit."""
 
-    Attributes:
-        origin_ns: Time of the trace that is 0 on the axis.
-        start_ns: Start of the interval.
-        end_ns: End of the interval.
-        length_ns: Length of the longest of all axes that are drawn to one scale; sets the unit and the level of detail.
-    """
-
-    origin_ns: int
-    start_ns: int
-    end_ns: int
+    origin_ns: int  # Time of the trace that is 0 on the axis.
+    start_ns: int  # Start of the interval.
+    end_ns: int  # End of the interval.
+    # Length of the longest of all axes that are drawn to one scale; sets the unit and the level of detail.
     length_ns: int
 
     @property

@@ -21,13 +21,8 @@ _RESOURCES = ("host", "cpu", "gpu", "h2d", "d2h")
 
 
 def phase_boxes(trace: Trace, rank: int, on_gpu: bool = False) -> pd.DataFrame:
-    """Return phase, iteration (missing for an unfinished one), micro_step, start_ns, end_ns of each phase.
-
-    Args:
-        trace: The trace.
-        rank: The rank.
-        on_gpu: Use the times of the GPU, and leave out phases without them; else times of the host.
-    """
+    """Return phase, iteration (missing for an unfinished one), micro_step, start_ns, end_ns of each phase: times of the
+    host, or `on_gpu` those of the GPU, without phases that have none."""
     times = ["gpu_start_ns", "gpu_end_ns"] if on_gpu else ["start_ns", "end_ns"]
     rows = trace.phases(rank)
     rows = rows[rows[times].notna().all(axis=1)]
@@ -84,13 +79,7 @@ def window_boxes(trace: Trace, rank: int, windows: Sequence[Window]) -> pd.DataF
 
 
 def recurring_boxes(trace: Trace, rank: int, min_bytes: int) -> pd.DataFrame:
-    """Return start_ns, end_ns, phase, free_bytes of windows that every iteration has, in each iteration.
-
-    Args:
-        trace: A trace with memory and a capacity.
-        rank: The rank.
-        min_bytes: Least free memory of a window, bytes.
-    """
+    """Return start_ns, end_ns, phase, free_bytes of windows that every iteration has, in each iteration."""
     times, used = memory_timeline(trace, rank, free_pool(trace) or "")
     timeline = FreeTimeline(times, (capacity_bytes(trace, rank) or 0) - used)
     columns = {"start_ns": np.int64, "end_ns": np.int64, "phase": object, "free_bytes": np.int64}

@@ -1,13 +1,19 @@
-"""Levels and colours of heat maps of ranks, for pictures and the report."""
+"""Heat maps of ranks by iterations, by how much each rank is behind the median one: cells, levels and colours."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
+from ebbtide.analysis.metrics.iterations import steady_iterations
+from ebbtide.analysis.metrics.ranks.rank_series import centered_rows, hosts_of, phase_series
 from ebbtide.analysis.timeseries.step_functions import Floats
+from ebbtide.phases import PHASES
+from ebbtide.profiler.trace import Trace
 
+LATE = "late start"
 # From little to much, each darker than the one before: they differ in grey and for colour-blind readers. The first one
 # is that of cells below the first level.
 LEVEL_COLORS = ("#f3f3f1", "#fdd0a2", "#f9934a", "#c9480a", "#6b2003")
@@ -16,15 +22,43 @@ _TOP_PERCENTILE = 99.9
 _MIN_STEP_MS = 0.01
 
 
+@dataclass(frozen=True)
+class HeatMap:
+    """Milliseconds by which ranks are behind, of one part of the iteration."""
+
+    # A phase, whose time is compared; or `late start`: by how much the rank's first phase begins after that of the
+    # median rank of its host.
+    part: str
+    ranks: list[int]  # The ranks, a row each.
+    iterations: list[int]  # The steady iterations, a column each.
+    # Milliseconds above the median rank of the same iteration; 0 where a rank is faster, NaN where not recorded.
+    behind_ms: Floats
+
+
+def heat_maps(trace: Trace) -> list[HeatMap]:
+    """Return the heat map of the late start and of each phase that was recorded; none of a single rank."""
+    numbers = steady_iterations(trace).numbers
+    if len(trace.ranks) < 2 or not numbers:
+        return []
+    tables = [phase_series(trace, rank) for rank in trace.ranks]
+    starts = np.stack([table[[f"{phase}_start_ms" for phase in PHASES]].min(axis=1).to_numpy() for table in tables])
+    of_parts = {LATE: centered_rows(starts, hosts_of(trace), np.nanmin)}
+    for phase in PHASES:
+        times = np.stack([table[f"{phase}_ms"].to_numpy(np.float64) for table in tables])
+        of_parts[phase] = centered_rows(times, np.zeros(len(times)), np.nanmin)
+    return [
+        HeatMap(part, trace.ranks, numbers, np.maximum(behind, 0.0))
+        for part, behind in of_parts.items()
+        if not np.isnan(behind).all()
+    ]
+
+
 def heat_levels(values: list[Floats]) -> Floats:
     """Return the levels of heat maps that share them: each is twice the one before, the last one is exceeded by the
     largest values.
 
-    Args:
-        values: Milliseconds of each heat map, NaN where not recorded.
-
-    Returns:
-        One level fewer than LEVEL_COLORS, ascending: 1, 2 or 5 times a power of ten, times 1, 2, 4, 8.
+    Values are milliseconds, NaN where not recorded. There is one level fewer than LEVEL_COLORS, ascending: 1, 2 or 5
+    times a power of ten, times 1, 2, 4, 8.
     """
     recorded = np.concatenate([rows[~np.isnan(rows)] for rows in values])
     top = float(np.percentile(recorded, _TOP_PERCENTILE)) if len(recorded) else 0.0

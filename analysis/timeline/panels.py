@@ -23,27 +23,18 @@ _RATE_UNITS = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
 
 @dataclass(frozen=True)
 class TimelineLine:
-    """A step function of one panel.
+    """A step function of one panel."""
 
-    Attributes:
-        name: Memory pool, or direction of the link.
-        edges: Start of each value and the end of the last one, ns; one more than `values`.
-        values: Bytes or bytes/s; NaN where unknown.
-        style: Colour, width and dash.
-        lowest: Smallest value of each step of a band, whose largest values are in `values`; None for a plain line.
-        detail: Addition to the name in legends, such as " pinned".
-        above_peak_ns: Times of rates above the link's peak, which are impossible.
-        slot_ns: Length of the slots of a reduced line; None where every step is drawn.
-    """
-
-    name: str
-    edges: Ints
-    values: Floats | Ints
-    style: LineStyle
+    name: str  # Memory pool, or direction of the link.
+    edges: Ints  # Start of each value and the end of the last one, ns; one more than `values`.
+    values: Floats | Ints  # Bytes or bytes/s; NaN where unknown.
+    style: LineStyle  # Colour, width and dash.
+    # Smallest value of each step of a band, whose largest values are in `values`; None for a plain line.
     lowest: Floats | Ints | None = None
-    detail: str = ""
+    detail: str = ""  # Addition to the name in legends, such as " pinned".
+    # Times of rates above the link's peak, which are impossible.
     above_peak_ns: Ints = field(default_factory=lambda: np.empty(0, np.int64))
-    slot_ns: float | None = None
+    slot_ns: float | None = None  # Length of the slots of a reduced line; None where every step is drawn.
 
     @property
     def label(self) -> str:
@@ -53,23 +44,15 @@ class TimelineLine:
 
 @dataclass(frozen=True)
 class TimelinePanel:
-    """Lines of one quantity over time.
+    """Lines of one quantity over time."""
 
-    Attributes:
-        name: `memory`, `host memory` or `link`.
-        lines: In drawing order; the lines of a link are of both directions.
-        level: Capacity (bytes) or peak (bytes/s), a line across the panel; None where unknown.
-        level_label: Name and value of the level.
-        free_pool: Pool whose line free memory is above, up to the level; None in panels without free memory.
-        stack: Areas behind the lines; None in panels without.
-    """
-
-    name: str
-    lines: Sequence[TimelineLine]
-    level: float | None = None
-    level_label: str = ""
+    name: str  # `memory`, `host memory` or `link`.
+    lines: Sequence[TimelineLine]  # In drawing order; the lines of a link are of both directions.
+    level: float | None = None  # Capacity (bytes) or peak (bytes/s), a line across the panel; None where unknown.
+    level_label: str = ""  # Name and value of the level.
+    # Pool whose line free memory is above, up to the level; None in panels without free memory.
     free_pool: str | None = None
-    stack: TimelineStack | None = None
+    stack: TimelineStack | None = None  # Areas behind the lines; None in panels without.
 
     @property
     def is_empty(self) -> bool:
@@ -104,28 +87,15 @@ class TimelinePanel:
 
 
 class Scale(NamedTuple):
-    """Scale of a panel's values.
+    """Scale of a panel's values."""
 
-    Attributes:
-        top: End of the axis, bytes or bytes/s.
-        size: Bytes or bytes/s per unit.
-        unit: Name of the unit.
-    """
-
-    top: float
-    size: float
-    unit: str
+    top: float  # End of the axis, bytes or bytes/s.
+    size: float  # Bytes or bytes/s per unit.
+    unit: str  # Name of the unit.
 
 
 def value_scale(largest: float, levels: Sequence[float], required: Sequence[float] = (), rates: bool = False) -> Scale:
-    """Choose the scale of one panel, or of several that share it.
-
-    Args:
-        largest: Largest value of all lines, bytes or bytes/s.
-        levels: Levels that are on the scale if they are not far above the lines.
-        required: Levels that are on the scale in any case.
-        rates: Whether values are bytes/s.
-    """
+    """Choose the scale of one panel, or of several that share it; values are bytes, or `rates`, bytes/s."""
     top = largest * _LINE_HEADROOM
     limit = _MAX_LEVEL_RATIO * top if top else float("inf")
     shown = [*(level for level in levels if level < limit), *required]

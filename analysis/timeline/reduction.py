@@ -16,14 +16,10 @@ class Resolution(NamedTuple):
     A line with more than `steps_per_slot` steps per slot is reduced to one value per slot: memory to a band from the
     smallest to the largest size, since as a line it would be a surface that hides others; rates of the link to means,
     which keep the bytes as area.
-
-    Attributes:
-        slots: Number of slots of the whole time axis.
-        steps_per_slot: Most steps per slot that are drawn exactly.
     """
 
-    slots: int
-    steps_per_slot: int
+    slots: int  # Number of slots of the whole time axis.
+    steps_per_slot: int  # Most steps per slot that are drawn exactly.
 
     def slots_within(self, part_ns: float, axis_ns: float) -> int:
         """Return the number of slots of a part of the axis, at least 1."""
@@ -62,11 +58,7 @@ class BoxSampler:
         self.dropped = 0
 
     def sample(self, boxes: pd.DataFrame) -> pd.DataFrame:
-        """Return the boxes to draw, in order of time.
-
-        Args:
-            boxes: One row per box, with start_ns and end_ns.
-        """
+        """Return the boxes to draw, in order of time: rows with start_ns and end_ns."""
         starts, ends = boxes["start_ns"].to_numpy(np.int64), boxes["end_ns"].to_numpy(np.int64)
         iteration = np.searchsorted(self._iteration_starts, starts, side="right") - 1
         candidates = np.flatnonzero(iteration % self.stride == 0)

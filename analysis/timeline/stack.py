@@ -28,17 +28,11 @@ class StackLayer:
 
 @dataclass(frozen=True)
 class TimelineStack:
-    """Areas one above the other.
+    """Areas one above the other."""
 
-    Attributes:
-        edges: Start of each step and the end of the last one, ns.
-        layers: From the bottom.
-        slot_ns: Length of the slots of a reduced stack; None where every step is drawn.
-    """
-
-    edges: Ints
-    layers: tuple[StackLayer, ...]
-    slot_ns: float | None = None
+    edges: Ints  # Start of each step and the end of the last one, ns.
+    layers: tuple[StackLayer, ...]  # From the bottom.
+    slot_ns: float | None = None  # Length of the slots of a reduced stack; None where every step is drawn.
 
     @property
     def borders(self) -> list[Floats]:
@@ -54,15 +48,7 @@ def stack_categories(
 
     A stack with too many steps is reduced to one per slot: the categories at the moment of the slot at which their sum
     is largest, so that no peak is lost and the layers still add up to it. Categories for which there is no style are
-    one layer, REST.
-
-    Args:
-        functions: Bytes by category.
-        axis: The interval.
-        resolution: Limit on the steps.
-
-    Returns:
-        None where no category has a value above 0.
+    one layer, REST. The result is None where no category has a value above 0.
     """
     times, total = _sum(functions)
     first = max(int(np.searchsorted(times, axis.start_ns, side="right")) - 1, 0)

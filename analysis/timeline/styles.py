@@ -26,31 +26,19 @@ class Color(NamedTuple):
 
 
 class LineStyle(NamedTuple):
-    """Style of a line.
+    """Style of a line."""
 
-    Attributes:
-        color: Key of COLORS.
-        width: Points.
-        dash: See `Dash`.
-        fill: Key of COLORS for the area below the line; None where it is not filled.
-    """
-
-    color: str
-    width: float
-    dash: Dash = SOLID
-    fill: str | None = None
+    color: str  # Key of COLORS.
+    width: float  # Points.
+    dash: Dash = SOLID  # See `Dash`.
+    fill: str | None = None  # Key of COLORS for the area below the line; None where it is not filled.
 
 
 class AreaStyle(NamedTuple):
-    """Style of an area.
+    """Style of an area."""
 
-    Attributes:
-        color: Key of COLORS.
-        hatch: Key of HATCHES, so that areas differ in grey too; None for a plain area.
-    """
-
-    color: str
-    hatch: str | None = None
+    color: str  # Key of COLORS.
+    hatch: str | None = None  # Key of HATCHES, so that areas differ in grey too; None for a plain area.
 
 
 class BoxStyle(NamedTuple):
@@ -228,11 +216,8 @@ def pool_styles(pools: Iterable[str]) -> dict[str, LineStyle]:
 
 
 def category_styles(categories: Iterable[str]) -> dict[str, AreaStyle]:
-    """Return a style for each category, from the bottom of a stack; no two are the same.
-
-    Args:
-        categories: Names, the most important first. Those for which no style is left are not in the result.
-    """
+    """Return a style for each category, from the bottom of a stack; no two are the same. The most important categories
+    come first; those for which no style is left are not in the result."""
     names = list(dict.fromkeys(categories))
     styles = {name: CATEGORY_STYLES[name] for name in names if name in CATEGORY_STYLES}
     free = [*_OTHER_CATEGORY_STYLES, *(style for style in CATEGORY_STYLES.values() if style not in styles.values())]

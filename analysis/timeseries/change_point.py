@@ -24,21 +24,14 @@ _FIRST_VALUES = 5
 
 
 class LevelChange(NamedTuple):
-    """A change of the level of a series.
+    """A change of the level of a series."""
 
-    Attributes:
-        position: Index of the first value after the change; for a gradual one, from where values leave the beginning.
-        before: Median of the first third of a gradual change, else of the values before `position`.
-        after: Median of the last third.
-        is_gradual: Whether a line fits the values better than a step.
-        mean_change: Mean difference of the values after `position` from `before`, over all values.
-    """
-
+    # Index of the first value after the change; for a gradual one, from where values leave the beginning.
     position: int
-    before: float
-    after: float
-    is_gradual: bool
-    mean_change: float
+    before: float  # Median of the first third of a gradual change, else of the values before `position`.
+    after: float  # Median of the last third.
+    is_gradual: bool  # Whether a line fits the values better than a step.
+    mean_change: float  # Mean difference of the values after `position` from `before`, over all values.
 
 
 def find_change(values: Floats, sign: int, min_share: float, scale: float | None = None) -> LevelChange | None:

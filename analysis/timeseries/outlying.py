@@ -14,11 +14,7 @@ DEVIATIONS = 5.0
 
 
 def median_errors(rows: Floats) -> Floats:
-    """Return the standard error of the median of each row; NaN with fewer than two values.
-
-    Args:
-        rows: Values, NaN where missing.
-    """
+    """Return the standard error of the median of each row without its NaNs; NaN with fewer than two values."""
     recorded = [row[~np.isnan(row)] for row in rows]
     return np.array([median_error(values) if len(values) > 1 else np.nan for values in recorded])
 
@@ -28,12 +24,8 @@ def stands_out(values: Floats, errors: Floats, min_difference: float) -> npt.NDA
 
     A value stands out if it exceeds the median by `min_difference`, by 5 of its standard errors, and by 5 scaled median
     absolute deviations of all values. Of two values the larger one is compared with the smaller one, without the
-    scatter, which two values do not show.
-
-    Args:
-        values: One value per member of a group, NaN where missing.
-        errors: The standard error of each.
-        min_difference: The smallest difference that matters, in the unit of the values.
+    scatter, which two values do not show. There is a value per member of a group, NaN where missing. `min_difference`
+    is the smallest difference that matters, in the unit of the values.
     """
     recorded = ~np.isnan(values) & ~np.isnan(errors)
     count = int(recorded.sum())

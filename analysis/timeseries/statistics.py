@@ -13,8 +13,9 @@ DEVIATIONS_PER_MAD = 1.482602218505602
 
 def median_or_none(values: pd.Series[float]) -> float | None:
     """Return the median of the values that are not missing; None where all are missing."""
-    recorded = values.dropna()
-    return float(recorded.median()) if len(recorded) else None
+    recorded = values.to_numpy(np.float64, na_value=np.nan)
+    recorded = recorded[~np.isnan(recorded)]
+    return float(np.median(recorded)) if len(recorded) else None
 
 
 def scaled_mad(values: pd.Series[float]) -> float:

@@ -12,23 +12,14 @@ from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 
 @dataclass(frozen=True)
 class FreeTimeline:
-    """Free memory as a step function, which has no value before its first sample.
+    """Free memory as a step function, which has no value before its first sample."""
 
-    Attributes:
-        times: Times of the samples, ns, sorted.
-        free: Free bytes from each time until the next one.
-    """
-
-    times: Ints
-    free: Ints
+    times: Ints  # Times of the samples, ns, sorted.
+    free: Ints  # Free bytes from each time until the next one.
 
     def between(self, start: int, end: int) -> tuple[Ints, Ints]:
-        """Cut the timeline to [start, end).
-
-        Returns:
-            (times at which each value begins, values). The first time is `start`, or the first sample where that is
-            later. Of several samples at one time the last one counts.
-        """
+        """Return (times at which each value begins, values) of the timeline in [start, end). The first time is `start`,
+        or the first sample where that is later. Of several samples at one time the last one counts."""
         first = max(int(np.searchsorted(self.times, start, side="right")) - 1, 0)
         after = int(np.searchsorted(self.times, end, side="left"))
         times = np.maximum(self.times[first:after], start)
@@ -45,7 +36,6 @@ def intervals_at_least(
         times: Where each value begins, increasing.
         values: Values; the last one holds until `end`.
         end: End of the step function, in the unit of `times`.
-        threshold: Smallest value inside an interval.
     """
     edges = np.diff(np.concatenate([[0], (values >= threshold).astype(np.int8), [0]]))
     bounds = np.append(times, end)

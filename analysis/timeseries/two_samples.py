@@ -23,16 +23,11 @@ _MAX_VALUES = 1000
 
 @dataclass(frozen=True)
 class DifferenceInterval:
-    """The differences between two samples that their values allow.
+    """The differences between two samples that their values allow."""
 
-    Attributes:
-        low: Smallest difference b - a.
-        high: Largest difference b - a.
-        confidence: Probability that the interval holds the difference: 0.99, or less where few values allow no more.
-    """
-
-    low: float
-    high: float
+    low: float  # Smallest difference b - a.
+    high: float  # Largest difference b - a.
+    # Probability that the interval holds the difference: 0.99, or less where few values allow no more.
     confidence: float
 
 
@@ -42,10 +37,8 @@ def difference_interval(a: pd.Series[float], b: pd.Series[float]) -> DifferenceI
     It is the one of the Wilcoxon-Mann-Whitney test, exact for up to 30 values in each: the sorted differences of all
     pairs without as many at both ends as chance explains (Hollander and Wolfe, "Nonparametric Statistical Methods",
     section 4.3). It assumes that both samples have the same shape, and nothing about that shape. Of three values
-    against three it is from the smallest to the largest difference, which holds in 90 % of cases.
-
-    Returns:
-        None with fewer than three values in one of the samples.
+    against three it is from the smallest to the largest difference, which holds in 90 % of cases. None with fewer than
+    three values in one of the samples.
     """
     if min(len(a), len(b)) < _MIN_VALUES:
         return None
@@ -86,10 +79,7 @@ def beyond_spread(a: pd.Series[float], b: pd.Series[float]) -> bool | None:
 
     The standard errors are those of `median_error`. Of samples of 3 to 200 values from one distribution, normal,
     log-normal or with a tenth of outliers, less than 1 % differ by this rule. Iterations that resemble the ones before
-    them (correlation 0.5) make that 5 %.
-
-    Returns:
-        None with fewer than three values in one of the samples.
+    them (correlation 0.5) make that 5 %. None with fewer than three values in one of the samples.
     """
     if min(len(a), len(b)) < _MIN_VALUES:
         return None

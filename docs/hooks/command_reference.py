@@ -6,7 +6,8 @@ from typing import Any, get_args
 
 import typer
 
-from ebbtide.cli import COMMANDS, make_app
+from ebbtide.cli import make_app
+from ebbtide.cli.command import HEADINGS, find_commands
 
 MARKER = "<!-- reference of all commands -->"
 
@@ -15,9 +16,9 @@ def command_reference() -> str:
     """Return Markdown with a section per group and command: synopsis, description, arguments and options."""
     app: Any = typer.main.get_command(make_app())
     lines = []
-    for heading, names in COMMANDS.items():
+    for heading in HEADINGS:
         lines += [f"## {heading}", ""]
-        for name in names:
+        for name in (entry.name for entry in find_commands(None) if entry.heading == heading):
             lines += [f"### ebbtide {name}", "", *_command(name, app.commands[name]), ""]
     return "\n".join(lines)
 

@@ -1,66 +1,72 @@
-"""The command line: one file per command. A command is imported when it runs, so that commands start fast."""
+"""The command line."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
+import typer.core
 
 import ebbtide
-from ebbtide.cli.printing import echo, own_stdout
+from ebbtide.cli.command import HEADINGS, Command, find_commands
+from ebbtide.cli.printing import echo, output_width, own_stdout
 
-# Heading in the help -> its commands.
-COMMANDS = {
-    "Record": ("profile", "watch", "import", "merge"),
-    "Explain": (
-        "summary",
-        "findings",
-        "activity",
-        "windows",
-        "memory",
-        "link",
-        "steps",
-        "iterations",
-        "diff",
-        "plot",
-        "report",
-    ),
-    "Predict": ("dry-run", "plan", "calibrate", "replay", "sweep"),
-    "Run": ("compare",),
-    "Files": ("export", "tables"),
-}
-# Commands whose standard output is a job's own, or the terminal of a view.
-_SHARED_STDOUT = ("profile", "dry-run", "watch")
-# A command is the function of its name in the module of its name, except these: (module, function).
-_ELSEWHERE = {"import": ("import_", "import_"), "dry-run": ("dry_run", "dry_run")}
+# Least width of a help whose options have frames around them.
+_PANEL_WIDTH = 100
 
 
 def make_app(command: str | None = None) -> typer.Typer:
     """Make the app with one command, or with all of them where `command` is None or names none."""
+    # Panels with frames need space.
+    markup: Literal["rich"] | None = "rich" if output_width() >= _PANEL_WIDTH else None
     app = typer.Typer(
         name="ebbtide",
+        cls=_Commands,
+        rich_markup_mode=markup,
         invoke_without_command=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         help="Profile GPU memory and the PCIe link during training, and plan the offload of optimizer state.",
     )
     app.callback()(_options)
-    only_one = any(command in names for names in COMMANDS.values())
-    for heading, names in COMMANDS.items():
-        for name in names:
-            if name == command or not only_one:
-                module, function = _ELSEWHERE.get(name, (name, name))
-                run_command = getattr(import_module(f"ebbtide.cli.{module}"), function)
-                if name not in _SHARED_STDOUT:
-                    run_command = own_stdout()(run_command)
-                # All words after the first one that is not an option belong to the recorded job.
-                settings = {"allow_interspersed_args": False} if name in ("profile", "dry-run") else {}
-                app.command(name, rich_help_panel=heading, context_settings=settings)(run_command)
+    for entry in find_commands(command):
+        run_command = entry.run if entry.shares_stdout else own_stdout()(entry.run)
+        settings = {"allow_interspersed_args": False} if entry.runs_a_job else {}
+        lines = "\n".join(f"  ebbtide {example}" for example in entry.examples)
+        app.command(
+            entry.name,
+            rich_help_panel=entry.heading,
+            context_settings=settings,
+            epilog=f"\b\nExamples:\n{lines}" if lines else None,
+        )(run_command)
     return app
+
+
+class _Commands(typer.core.TyperGroup):
+    """The help of all commands: those to begin with a line each, the others by heading."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        first, *others = HEADINGS
+        commands = find_commands(None)
+        formatter.write_usage(ctx.command_path, "COMMAND ...")
+        formatter.write_paragraph()
+        formatter.write_text(self.help or "")
+        with formatter.section("Commands"):
+            formatter.write_dl([(c.name, _first_sentence(c)) for c in commands if c.heading == first])
+        with formatter.section("More commands"):
+            names = {heading: ", ".join(c.name for c in commands if c.heading == heading) for heading in others}
+            formatter.write_dl([(heading.lower(), text) for heading, text in names.items()])
+        with formatter.section("Help"):
+            formatter.write_text("ebbtide COMMAND --help has the options and examples; ebbtide --version the version.")
+
+
+def _first_sentence(entry: Command) -> str:
+    text = " ".join((entry.run.__doc__ or "").split())
+    return re.split(r"(?<=[.?]) ", text)[0]
 
 
 def _print_version(requested: bool) -> None:

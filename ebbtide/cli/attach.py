@@ -15,7 +15,7 @@ from ebbtide.cli.options import iterations as parse_iterations
 from ebbtide.cli.printing import echo
 
 if TYPE_CHECKING:
-    from ebbtide.profiler.attach import AttachedSlice
+    from ebbtide.profiler.recording.attach import AttachedSlice
 
 _PERIOD_S = 0.1
 _CLEAR = "\r\033[K"
@@ -27,14 +27,11 @@ def attach_to(
     """Ask a running job for a detailed slice, and wait for its end.
 
     Args:
-        path: The trace that is being recorded.
         iterations: The number of iterations, or `FROM:TO`.
         poll_ms: Interval of memory readings in ms.
         allocator_iterations: Number of iterations in which every allocation is recorded.
-        transfers: Whether to record copies and kernels.
-        wait: Whether to wait for the end of the slice.
     """
-    from ebbtide.profiler.attach import SliceOptions, attach
+    from ebbtide.profiler.recording.attach import SliceOptions, attach
 
     first, number = _range(iterations)
     attached = attach(path, SliceOptions(number, first, poll_ms, allocator_iterations, transfers))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ebbtide.machines.box import MAX_RANKS
 from ebbtide.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ def metrics_server(text: str) -> MetricsServer:
         raise typer.BadParameter(str(error)) from None
 
 
+def valued(metavar: str, text: str, default: str | bool = True, **settings: Any) -> Any:
+    """Return an option with a value: its name in the help, the help, and the default where it is said in words."""
+    return typer.Option(metavar=metavar, help=text, show_default=default, **settings)
+
+
 TraceFile = Annotated[Path, typer.Argument(metavar="RUN.ebb", help="Trace to read.")]
 Rank = Annotated[
     int | None,
@@ -97,6 +103,18 @@ Host = Annotated[
         metavar="SPEC",
         help="Another host for the machine's GPU, e.g. ddr5-2ch,16-cores,pcie4x16,256GB; the same as --machine M@SPEC.",
         show_default="that of the machine",
+    ),
+]
+WorkloadFile = Annotated[Path | None, valued("W.json", "Workload file, instead of a trace.")]
+Params = Annotated[int | None, valued("N", "Number of parameters, instead of a trace, e.g. 13e9.", parser=count)]
+RanksPerHost = Annotated[
+    int | None,
+    valued(
+        "N",
+        "Number of ranks that share a host, whose CPU and memory they divide (machines with a `box`).",
+        "those of the trace, else all, up to those of the box",
+        min=1,
+        max=MAX_RANKS,
     ),
 ]
 Policies = Annotated[
@@ -140,4 +158,5 @@ Scheduler = Annotated[
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace existing output.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print all that is known, in more lines.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]

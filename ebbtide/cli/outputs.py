@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _FORMATS = (".png", ".svg", ".pdf")
 
@@ -38,6 +42,14 @@ def new_outputs(plot: Path | None, save: Path | None, force: bool) -> Iterator[t
             outputs.enter_context(new_output(save, force, _is_folder_of_traces, "a folder of traces")) if save else None
         )
         yield picture, folder
+
+
+def save_picture(figure: Figure, file: Path, path: Path | None) -> None:
+    """Write a picture into the temporary file of a path, whose ending selects the format."""
+    from ebbtide.analysis.plot import save
+
+    assert path is not None
+    save(figure, file, picture_format(path))
 
 
 def print_outputs(*paths: Path | None) -> None:

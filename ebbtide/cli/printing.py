@@ -1,22 +1,26 @@
-"""The standard output of commands: what `echo` and `console` print, and nothing of any library."""
+"""The standard output of commands: what `echo`, `console` and `print_view` print, and nothing of any library."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import cache
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from ebbtide.analysis.tables.table import Table, View
 
+_FILE_WIDTH = 140
 # Where a running command prints; None: to `sys.stdout`.
 _output: TextIO | None = None
+# Called with a description of the current work, the amount that is done, and the total.
+ProgressUpdate = Callable[[str, float, float], None]
 
 
 def echo(text: str = "") -> None:
@@ -24,11 +28,52 @@ def echo(text: str = "") -> None:
     typer.echo(text, file=_output)
 
 
-def console(width: int | None = None) -> Console:
-    """Return a console that prints as output of the command; `width` None: as wide as the terminal."""
-    from rich.console import Console
+def echo_line(line: str, **style: Any) -> None:
+    """Print a line, continued on further ones where it is wider than the terminal; `style`: colours on a terminal."""
+    from ebbtide.analysis.tables.text import wrapped
 
-    return Console(file=_output, width=width)
+    if is_terminal():
+        line = "\n".join(wrapped(line, output_width()))
+    echo(styled(line, **style))
+
+
+def is_terminal() -> bool:
+    """Return whether people read the output at a certain width: on a terminal, or as COLUMNS says."""
+    return bool(os.environ.get("COLUMNS")) or (_output or sys.stdout).isatty()
+
+
+def styled(text: str, **style: Any) -> str:
+    """Return a text with colours, unless NO_COLOR forbids them. `echo` leaves them out where it writes to a file."""
+    return text if os.environ.get("NO_COLOR") else typer.style(text, **style)
+
+
+def output_width() -> int:
+    """Return the number of columns: those of COLUMNS, else of the terminal; a file has more."""
+    return shutil.get_terminal_size((_FILE_WIDTH, 24)).columns
+
+
+def print_view(view: View) -> None:
+    """Print the lines and tables of a result, without the tables that have no rows."""
+    from ebbtide.analysis.tables.table import Caution, Gain
+
+    colors = {Gain: "green", Caution: "yellow"}
+    for part in view:
+        if isinstance(part, str):
+            echo_line(part, fg=colors.get(type(part)))
+        elif part:
+            print_table(part)
+
+
+def print_table(table: Table) -> None:
+    """Print a table as text."""
+    from ebbtide.analysis.tables.text import table_lines
+
+    echo(styled(table.title, bold=True))
+    for line in table_lines(table, output_width()):
+        echo(line)
+    for note in (table.note, table.cut):
+        if note:
+            echo_line(note)
 
 
 @contextmanager
@@ -64,3 +109,18 @@ def _kept_stdout() -> TextIO:
     descriptor = fcntl.fcntl(stdout.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
     os.dup2(2 if sys.stderr is not None else os.open(os.devnull, os.O_WRONLY), stdout.fileno())
     return open(descriptor, "w", encoding=stdout.encoding, errors=stdout.errors)
+
+
+@contextmanager
+def progress_bar() -> Iterator[ProgressUpdate]:
+    """Show a progress bar on stderr for the block; nothing if stderr is not a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(
+        *columns, console=console, transient=True, refresh_per_second=2, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda description, done, total: bar.update(task, description=description, completed=done, total=total)

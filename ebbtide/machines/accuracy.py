@@ -20,24 +20,16 @@ Basis = Literal["fitted", "measured", "data sheets", "unknown"]
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The known accuracy of predictions from a machine.
+    """The known accuracy of predictions from a machine."""
 
-    Attributes:
-        basis: The source of the rates.
-        runs: Runs that the machine was fitted to.
-        largest_error: Largest relative error of the update among these runs; None where nothing was compared.
-        undetermined: Rates that these runs do not determine.
-        fitted_ranks: Numbers of ranks on a host that these runs had, ascending.
-        ranks: Ranks on a host that the rates are for; None: not known.
-        uncertainty: The factor within which each rate is known, as in `uncertainty_of`.
-    """
-
-    basis: Basis
-    runs: int = 0
+    basis: Basis  # The source of the rates.
+    runs: int = 0  # Runs that the machine was fitted to.
+    # Largest relative error of the update among these runs; None where nothing was compared.
     largest_error: float | None = None
-    undetermined: tuple[str, ...] = ()
-    fitted_ranks: tuple[int, ...] = ()
-    ranks: int | None = None
+    undetermined: tuple[str, ...] = ()  # Rates that these runs do not determine.
+    fitted_ranks: tuple[int, ...] = ()  # Numbers of ranks on a host that these runs had, ascending.
+    ranks: int | None = None  # Ranks on a host that the rates are for; None: not known.
+    # The factor within which each rate is known, as in `uncertainty_of`.
     uncertainty: dict[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
@@ -72,7 +64,15 @@ class Accuracy:
             line += f"; not determined by them: {', '.join(self.undetermined)}"
         return line
 
+    def short_text(self) -> str:
+        """Return in two words how far to trust updates that are predicted, for a table."""
+        if self.largest_error is not None:
+            return f"fit {100 * self.largest_error:.1f} %"
+        factor = self.uncertainty.get("cpu_update_params_per_s")
+        return _SHORT[self.basis] + (f" x{factor:.1f}" if factor else "")
 
+
+_SHORT: dict[Basis, str] = {"fitted": "fit", "measured": "measured", "data sheets": "sheet", "unknown": "not known"}
 _NOT_VALIDATED: dict[Basis, str] = {
     "fitted": "the machine was fitted, but its file does not say how well: predictions are not validated",
     "measured": "rates measured by `ebbtide calibrate`: predictions from this machine are not validated against a run",
@@ -129,7 +129,6 @@ def at_quantile(machine: Machine, quantile: float, keys: Iterable[str] | None = 
     independent errors do. At a low quantile rates are low and times (`step_overhead_s`, `operation_s`) long.
 
     Args:
-        machine: The machine.
         quantile: From 0 to 1, both excluded; 0.16 and 0.84 are one standard error from the rates as they are.
         keys: The rates to change; None: all with a known uncertainty.
 

@@ -37,10 +37,6 @@ class Box:
 def box_from(values: Any, where: str) -> Box:
     """Convert the object `box` of a machine file.
 
-    Args:
-        values: The object.
-        where: The source, for messages.
-
     Raises:
         MachineError: It is not an object, or a value has the wrong type or is out of range.
     """

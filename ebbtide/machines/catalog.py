@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,10 @@ from ebbtide.machines.data_sheets import data_sheet_machine, with_host
 from ebbtide.machines.gpu_sheets import GPU_SHEETS
 from ebbtide.machines.machine import Machine, load_machine, machine_from
 
+# Likeness of names of which one may be meant by the other.
+_NEAR = 0.7
+_MAX_NEAR = 4
+
 
 def presets() -> list[str]:
     """Return the names of the machines that come with ebbtide: fitted ones, and data sheets of GPUs in a host."""
@@ -19,13 +25,50 @@ def presets() -> list[str]:
 
 
 def preset(name: str) -> Machine:
-    """Load a machine that comes with ebbtide. Raises MachineError where `name` is not among `presets()`."""
-    if name in GPU_SHEETS:
-        return data_sheet_machine(name)
-    if name not in _fitted():
-        raise MachineError(f"there is no machine {name!r}: name a file, or one of {', '.join(presets())}")
-    with resources.as_file(resources.files("ebbtide.machines").joinpath("presets", f"{name}.json")) as path:
+    """Load a machine that comes with ebbtide, by its name in `presets()` or by letters with which only that begins.
+
+    Raises MachineError, which names those that are meant perhaps, where there is no such machine."""
+    (full_name,) = named([name], unique=True)
+    if full_name in GPU_SHEETS:
+        return data_sheet_machine(full_name)
+    with resources.as_file(resources.files("ebbtide.machines").joinpath("presets", f"{full_name}.json")) as path:
         return load_machine(path)
+
+
+def named(names: Iterable[str], unique: bool = False) -> list[str]:
+    """Return the presets that begin with one of some names, all where there are no names.
+
+    Args:
+        unique: Whether each name must be that of one preset, or begin no other.
+
+    Raises:
+        MachineError: There is none for a name, or several where only one may be.
+    """
+    chosen: dict[str, None] = {}
+    all_names = presets()
+    for name in names:
+        matches = [other for other in all_names if other.startswith(name.lower())] if name else []
+        if unique and name in matches:
+            matches = [name]
+        if not matches or (unique and len(matches) > 1):
+            raise MachineError(f"there is no machine {name!r:.80}: {_meant(name, matches)}")
+        chosen |= dict.fromkeys(matches)
+    return list(chosen) or all_names
+
+
+def _meant(name: str, matches: Sequence[str]) -> str:
+    """Return what to write instead of a name that is not that of one preset."""
+    likeness = {other: _likeness(name.lower(), other[: len(name)]) for other in presets()}
+    alike = sorted((other for other in likeness if likeness[other] >= _NEAR), key=lambda other: -likeness[other])
+    near = (matches or alike)[:_MAX_NEAR]
+    if not near:
+        return f"name a file, or one of {', '.join(presets())}"
+    meant = " or ".join(filter(None, (", ".join(near[:-1]), near[-1])))
+    return f"did you mean {meant}? `ebbtide machines` lists all"
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _fitted() -> list[str]:
@@ -39,7 +82,7 @@ def find_machine(
     """Return a machine by file or by the name of a preset, or the one recorded in a trace.
 
     Args:
-        name_or_path: A machine file, or a name among `presets()`; None for the recorded machine. `NAME@HOST` is its GPU
+        name_or_path: A machine file, or a name as for `preset`; None for the recorded machine. `NAME@HOST` is its GPU
             in another host, such as `rtx4090@ddr5-2ch,16-cores,pcie4x16,256GB`.
         recorded: The machine in the metadata of a trace, None if there is none.
         recorded_in: Where it was recorded, for error messages.

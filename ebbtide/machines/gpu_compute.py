@@ -16,29 +16,20 @@ MemoryRate = Annotated[float, number_range(1e9, 1e15)]
 
 @dataclass(frozen=True)
 class GpuCompute:
-    """Peak rates of a GPU; None is not known.
+    """Peak rates of a GPU; None is not known."""
 
-    Attributes:
-        name: Its name, as torch reports it.
-        compute_capability: As in "9.0"; None for GPUs without one.
-        flops_per_s: Peak of dense matrix products by type: `float32`, `tf32`, `float16`, `bfloat16`, `float8`.
-        memory_bytes_per_s: Traffic with device memory.
-        peer_bytes_per_s: Copies to other GPUs of its box, in one direction (NVLink, or PCIe where there is none).
-    """
-
-    name: Annotated[str, Meta(description="a text")] | None = None
+    name: Annotated[str, Meta(description="a text")] | None = None  # Its name, as torch reports it.
+    # As in "9.0"; None for GPUs without one.
     compute_capability: Annotated[str, Meta(pattern=r"^\d+\.\d+$", description='a text as in "9.0"')] | None = None
+    # Peak of dense matrix products by type: `float32`, `tf32`, `float16`, `bfloat16`, `float8`.
     flops_per_s: dict[str, PeakFlops] = field(default_factory=dict, hash=False)
-    memory_bytes_per_s: MemoryRate | None = None
+    memory_bytes_per_s: MemoryRate | None = None  # Traffic with device memory.
+    # Copies to other GPUs of its box, in one direction (NVLink, or PCIe where there is none).
     peer_bytes_per_s: MemoryRate | None = None
 
 
 def gpu_compute_from(values: Any, where: str) -> GpuCompute:
     """Convert the object `gpu` of a machine file.
-
-    Args:
-        values: The object.
-        where: The source, for messages.
 
     Raises:
         MachineError: It is not an object, or a value has the wrong type or is out of range.

@@ -11,19 +11,12 @@ _TERA = 1e12
 
 @dataclass(frozen=True)
 class GpuSheet:
-    """A GPU as its data sheet describes it.
+    """A GPU as its data sheet describes it."""
 
-    Attributes:
-        memory_gib: Memory as torch reports it, GiB: less than the nominal size; drivers differ by up to 1 %.
-        compute: Name, compute capability and peak rates.
-        link: Its link to the host: `pcie4x16`, `pcie5x16` or `nvlink-c2c`.
-        source: Title of the data sheet.
-    """
-
-    memory_gib: float
-    compute: GpuCompute
-    link: str
-    source: str
+    memory_gib: float  # Memory as torch reports it, GiB: less than the nominal size; drivers differ by up to 1 %.
+    compute: GpuCompute  # Name, compute capability and peak rates.
+    link: str  # Its link to the host: `pcie4x16`, `pcie5x16` or `nvlink-c2c`.
+    source: str  # Title of the data sheet.
 
 
 def _compute(
@@ -36,8 +29,6 @@ def _compute(
     """Return the peak rates of a GPU.
 
     Args:
-        name: Name that torch reports.
-        capability: Compute capability.
         tflops: Dense peaks of fp32, tf32, fp16 and bf16 (accumulated in fp32), and fp8, in TFLOP/s; None: no fp8.
         memory_gb_per_s: Traffic with device memory, GB/s.
         peer_gb_per_s: Copies to the other GPUs in one direction, GB/s.

@@ -28,23 +28,15 @@ _NVLINK_C2C_BYTES_PER_S = 450e9
 
 @dataclass(frozen=True)
 class Host:
-    """A box that holds GPUs; None is not stated.
+    """A box that holds GPUs; None is not stated."""
 
-    Attributes:
-        memory: Memory of all sockets: kind and channels (`ddr5-4800-16ch`) or peak (`lpddr5x-512gb/s`).
-        memory_bytes: Size of the memory.
-        cores: Cores of all sockets.
-        link: Link of each GPU: `pcie4x16` or `nvlink-c2c`.
-        sockets: CPUs.
-        ranks: Ranks, each with a GPU, that share the box.
-    """
-
+    # Memory of all sockets: kind and channels (`ddr5-4800-16ch`) or peak (`lpddr5x-512gb/s`).
     memory: str | None = None
-    memory_bytes: int | None = None
-    cores: int | None = None
-    link: str | None = None
-    sockets: int | None = None
-    ranks: int | None = None
+    memory_bytes: int | None = None  # Size of the memory.
+    cores: int | None = None  # Cores of all sockets.
+    link: str | None = None  # Link of each GPU: `pcie4x16` or `nvlink-c2c`.
+    sockets: int | None = None  # CPUs.
+    ranks: int | None = None  # Ranks, each with a GPU, that share the box.
 
     def over(self, other: Host) -> Host:
         """Return this host with what it does not state taken from another one; CPUs only together with their cores."""

@@ -65,10 +65,6 @@ class StoragePath:
 def storage_from(values: Any, where: str) -> tuple[StoragePath, ...]:
     """Convert the list `storage` of a machine file.
 
-    Args:
-        values: The list.
-        where: The source, for messages.
-
     Raises:
         MachineError: It is not a list of objects, or a value is missing, has the wrong type or is out of range.
     """

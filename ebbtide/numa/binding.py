@@ -54,8 +54,6 @@ def place_memory(address: int, nbytes: int, node: int | None) -> bool:
     Containers often forbid `mbind`. Then a thread on the node touches the memory first, which has the same effect.
 
     Args:
-        address: Its first byte, at the start of a page.
-        nbytes: Its size.
         node: The node; None: leave the memory as it is.
 
     Returns:

@@ -18,7 +18,6 @@ def read_allowed_cpus(pid: int, root: Path = Path("/")) -> frozenset[int] | None
     """Return the logical cores that the main thread of a process may use; None if the process has ended.
 
     Args:
-        pid: The process.
         root: The folder that holds `proc`.
     """
     status = read_text(root / f"proc/{pid}/status") or ""
@@ -36,7 +35,6 @@ def read_memory_by_node(pid: int, root: Path = Path("/")) -> dict[int, int] | No
     per TB in pages of 4 KiB. Read it rarely.
 
     Args:
-        pid: The process.
         root: The folder that holds `proc`.
 
     Returns:

@@ -10,17 +10,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class NumaNode:
-    """One NUMA node.
+    """One NUMA node."""
 
-    Attributes:
-        number: The number of the node in Linux.
-        cpus: Its logical cores. A node of memory alone (the memory of a GH200's GPU, or CXL memory) has none.
-        memory_bytes: Its memory; None if the host does not report it.
-    """
-
-    number: int
+    number: int  # The number of the node in Linux.
+    # Its logical cores. A node of memory alone (the memory of a GH200's GPU, or CXL memory) has none.
     cpus: frozenset[int]
-    memory_bytes: int | None
+    memory_bytes: int | None  # Its memory; None if the host does not report it.
 
 
 def read_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:

@@ -12,8 +12,8 @@ import torch
 from ebbtide.interleave.engine.devices.cuda import CudaDevice
 from ebbtide.interleave.engine.devices.device import copy_now
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.runtime.engine import record_operations, reserve_rows
 from ebbtide.interleave.engine.runtime.executor import Executor
-from ebbtide.interleave.engine.runtime.trace_recording import record_operations, reserve_rows
 from ebbtide.interleave.model.plan import STEP, Op
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.profiler import Tracer

@@ -1,18 +1,21 @@
-"""Measures updates and casts on the GPU, and the fixed cost of a step. Needs a GPU."""
+"""Measures a GPU: updates, casts, the fixed cost of a step, arithmetic and memory. Needs a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
-from ebbtide.interleave.calibrate.adamw import CAST_BYTES, KERNEL_BYTES, TorchAdamW
-from ebbtide.interleave.calibrate.record import Record, Setup
-from ebbtide.interleave.calibrate.timing import measure_time
+from ebbtide.interleave.calibrate.cpu import CAST_BYTES, KERNEL_BYTES, TorchAdamW
+from ebbtide.interleave.calibrate.record import Record, Setup, Timing, measure_time
+from ebbtide.machines.gpu_compute import GpuCompute
 
 # DeepSpeed's default subgroup; fewer parameters if the device has little memory.
 _PARAMS = 100_000_000
 _SMALL_PARAMS = 1024
 # Launched together, so that the launch cost on the host is hidden, as in a training step.
-_LAUNCHED_STEPS = 8
+_LAUNCHED = 8
 
 
 def record_memory(setup: Setup, record: Record) -> None:
@@ -28,13 +31,13 @@ def measure_update(setup: Setup, record: Record) -> None:
     step = TorchAdamW(params, torch.device("cuda", setup.device))
 
     def steps() -> None:
-        for _ in range(_LAUNCHED_STEPS):
+        for _ in range(_LAUNCHED):
             step()
         torch.cuda.synchronize(setup.device)
 
     timing = measure_time(steps, setup.window_s, setup.ranks)
     how = f"torch AdamW(fused=True) and its casts, {params / 1e6:.1f} M parameters"
-    record.rate("gpu_update_params_per_s", _LAUNCHED_STEPS * params / timing.seconds, how, timing)
+    record.rate("gpu_update_params_per_s", _LAUNCHED * params / timing.seconds, how, timing)
 
 
 def measure_cast(setup: Setup, record: Record) -> None:
@@ -45,13 +48,13 @@ def measure_cast(setup: Setup, record: Record) -> None:
     half = torch.empty_like(master, dtype=torch.bfloat16)
 
     def casts() -> None:
-        for _ in range(_LAUNCHED_STEPS):
+        for _ in range(_LAUNCHED):
             half.copy_(master)
         torch.cuda.synchronize(setup.device)
 
     timing = measure_time(casts, setup.window_s, setup.ranks)
     how = f"torch copy_ to bfloat16, {params / 1e6:.1f} M parameters"
-    record.rate("gpu_cast_params_per_s", _LAUNCHED_STEPS * params / timing.seconds, how, timing)
+    record.rate("gpu_cast_params_per_s", _LAUNCHED * params / timing.seconds, how, timing)
 
 
 def measure_overhead(setup: Setup, record: Record) -> None:
@@ -76,3 +79,96 @@ def measure_overhead(setup: Setup, record: Record) -> None:
     timing = measure_time(round_trip, setup.window_s, setup.ranks)
     how = f"a subgroup of {_SMALL_PARAMS:,} parameters fetched, updated on the GPU and flushed"
     record.rate("step_overhead_s", timing.seconds, how, timing)
+
+
+# Type of the operands and precision of fp32 products, by the keys of `flops_per_s`. Products accumulate in fp32.
+_PRECISIONS: dict[str, tuple[torch.dtype, str]] = {
+    "float32": (torch.float32, "highest"),
+    "tf32": (torch.float32, "high"),
+    "float16": (torch.float16, "highest"),
+    "bfloat16": (torch.bfloat16, "highest"),
+}
+# From compute capability 8.0 on.
+_NEEDS_AMPERE = ("tf32", "bfloat16")
+_AMPERE = (8, 0)
+# Rows and columns of the matrices, and bytes of a copy; smaller if the device has little memory.
+_MATRIX_SIZE = 8192
+_COPY_BYTES = 1 << 30
+
+
+def measure_compute(setup: Setup, record: Record) -> None:
+    """Measure `gpu`: name, compute capability, products of matrices by type, and traffic with device memory."""
+    device = torch.device("cuda", setup.device)
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    free, _ = torch.cuda.mem_get_info(device)
+    size = min(_MATRIX_SIZE, int((free / (2 * 3 * 4)) ** 0.5) // 64 * 64)
+    precisions = [key for key in _PRECISIONS if capability >= _AMPERE or key not in _NEEDS_AMPERE]
+    flops = {}
+    for key in precisions:
+        flops[key], timing = measure_product(device, key, size, setup)
+        record.describe(f"gpu.flops_per_s.{key}", f"products of two {size} x {size} matrices of random numbers", timing)
+    copy_bytes = min(_COPY_BYTES, free // 4)
+    memory, timing = measure_device_memory(device, copy_bytes, setup)
+    record.describe("gpu.memory_bytes_per_s", f"copies of {copy_bytes >> 20} MiB within device memory", timing)
+    is_cuda = torch.version.hip is None
+    record.gpu = GpuCompute(
+        name=properties.name,
+        compute_capability=f"{capability[0]}.{capability[1]}" if is_cuda else None,
+        flops_per_s=flops,
+        memory_bytes_per_s=memory,
+    )
+
+
+def measure_product(device: torch.device, precision: str, size: int, setup: Setup) -> tuple[float, Timing]:
+    """Measure products of square matrices.
+
+    `precision` is a key of `flops_per_s`. Returns FLOP/s, counting 2 size**3 a product, and the timing of some in a
+    row.
+    """
+    dtype, fp32_precision = _PRECISIONS[precision]
+    # Products of zeros take less power, so that the clock stays higher than in a job.
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    product = torch.empty_like(left)
+
+    def run() -> None:
+        for _ in range(_LAUNCHED):
+            torch.mm(left, right, out=product)
+        _synchronize(device)
+
+    with _fp32_precision(fp32_precision):
+        timing = measure_time(run, setup.window_s, setup.ranks)
+    return _LAUNCHED * 2.0 * size**3 / timing.seconds, timing
+
+
+def measure_device_memory(device: torch.device, nbytes: int, setup: Setup) -> tuple[float, Timing]:
+    """Measure copies within the memory of a device.
+
+    Returns bytes read and written per second, and the timing of some copies in a row.
+    """
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def run() -> None:
+        for _ in range(_LAUNCHED):
+            target.copy_(source)
+        _synchronize(device)
+
+    timing = measure_time(run, setup.window_s, setup.ranks)
+    return _LAUNCHED * 2.0 * nbytes / timing.seconds, timing
+
+
+@contextmanager
+def _fp32_precision(precision: str) -> Iterator[None]:
+    """Set the precision of fp32 products, and restore it."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from ebbtide.interleave.calibrate.ranks import Ranks
-from ebbtide.interleave.calibrate.record import Record, Setup
-from ebbtide.interleave.calibrate.timing import measure_time
+from ebbtide.interleave.calibrate.record import Record, Setup, measure_time
 from ebbtide.interleave.engine.devices.host_memory import gpu_node
 from ebbtide.numa.binding import bind_thread, cpus_within, place_memory
 from ebbtide.numa.topology import nodes_of, read_nodes
@@ -27,9 +26,8 @@ _NOTABLE_SHARE = 0.9
 def working_set(memory: int | None, cache: int | None) -> int:
     """Return the number of bytes to measure over: four times the caches, so that they hold little of it.
 
-    Args:
-        memory: Bytes of host memory of a rank; at most an eighth of it is used. None if not known.
-        cache: Bytes of the last-level caches; None if not known.
+    `memory` is that of a rank, of which at most an eighth is used, `cache` that of the last-level caches; None: not
+    known.
     """
     size = max(_MIN_WORKING_SET, 4 * cache) if cache is not None else _DEFAULT_WORKING_SET
     return min(size, memory // 8) if memory else size

@@ -1,16 +1,21 @@
-"""Connects the ranks that measure at the same time."""
+"""Connects the ranks that measure at the same time: those of a launcher, or processes that are started here."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
+from ebbtide import host_limits
 from ebbtide.errors import MachineError
 
 # A rank imports torch and allocates within this time. If one does not, all others stop.
@@ -29,9 +34,6 @@ class Ranks:
 
     Args:
         rank: Number of this rank, from 0.
-        count: Number of all ranks.
-        local_rank: Number of this rank on its host.
-        local_count: Number of ranks on this host.
         store: Store of torch.distributed that all ranks share; None for a single rank.
         helpers: Processes of other ranks that this process has started.
     """
@@ -53,11 +55,7 @@ class Ranks:
         self._store = store
 
     def wait(self) -> None:
-        """Wait until all ranks have called this.
-
-        Raises:
-            MachineError: Another rank failed, was killed, or does not answer.
-        """
+        """Wait until all ranks have called this."""
         if self.count > 1:
             from torch import distributed
 
@@ -65,11 +63,7 @@ class Ranks:
                 distributed.barrier()
 
     def gather(self, rates: dict[str, float]) -> list[dict[str, float]]:
-        """Exchange the rates of all ranks and return them in the order of the ranks.
-
-        Raises:
-            MachineError: Another rank failed, was killed, or does not answer.
-        """
+        """Exchange the rates of all ranks and return them in the order of the ranks."""
         if self.count == 1:
             return [rates]
         from torch import distributed
@@ -83,8 +77,7 @@ class Ranks:
     def joined(self) -> Iterator[Ranks]:
         """Connect to the other ranks by gloo for the block; report an error of the block to them.
 
-        Raises:
-            MachineError: Another rank failed, was killed, or does not answer.
+        Like `wait` and `gather` it raises MachineError where another rank failed, was killed, or does not answer.
         """
         from torch import distributed
 
@@ -153,3 +146,75 @@ def _stdout_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
+
+
+# Set by torchrun and DeepSpeed's launcher in each process.
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextlib.contextmanager
+def join_ranks(count: int | None, work: Callable[[Ranks], object]) -> Iterator[Ranks]:
+    """Join the ranks of a launcher, or start `count - 1` further processes on this host that call `work`.
+
+    `count` None: a single rank, or those of the launcher. `work` must be picklable.
+    """
+    launched = all(name in os.environ for name in _LAUNCHER_VARIABLES) and os.environ["WORLD_SIZE"] != "1"
+    if launched and count is not None:
+        raise MachineError("--ranks starts ranks, but a launcher has started some already: use only one of them")
+    if launched:
+        with _launched_ranks().joined() as ranks:
+            yield ranks
+    elif count is None or count == 1:
+        yield Ranks()
+    else:
+        with _started_ranks(count, work) as ranks:
+            yield ranks
+
+
+def _launched_ranks() -> Ranks:
+    from torch.distributed import rendezvous
+
+    store, rank, count = next(iter(rendezvous("env://")))
+    return Ranks(rank, count, int(os.environ["LOCAL_RANK"]), host_limits.local_ranks(), store)
+
+
+@contextlib.contextmanager
+def _started_ranks(count: int, work: Callable[[Ranks], object]) -> Iterator[Ranks]:
+    import torch
+
+    if 0 < torch.cuda.device_count() < count:
+        raise MachineError(f"--ranks is {count}, but each rank needs one of the {torch.cuda.device_count()} GPUs here")
+    # A process with threads must not be forked, and CUDA does not survive a fork.
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="ebbtide-") as folder:
+        file = Path(folder) / "store"
+        helpers = tuple(
+            spawn.Process(target=_run_helper, args=(work, file, rank, count), daemon=True) for rank in range(1, count)
+        )
+        try:
+            for helper in helpers:
+                helper.start()
+            with _local_ranks(file, 0, count, helpers).joined() as ranks:
+                yield ranks
+        finally:
+            for helper in helpers:
+                if helper.pid is not None:
+                    helper.terminate()
+                    helper.join()
+
+
+def _local_ranks(file: Path, rank: int, count: int, helpers: tuple[BaseProcess, ...] = ()) -> Ranks:
+    from torch.distributed import FileStore
+
+    return Ranks(rank, count, rank, count, FileStore(str(file), count), helpers)
+
+
+def _run_helper(work: Callable[[Ranks], object], file: Path, rank: int, count: int) -> None:
+    # Ctrl-C reaches all processes of the terminal; the first rank ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with _local_ranks(file, rank, count).joined() as ranks:
+            work(ranks)
+    except Exception:
+        # Rank 0 reports the error; a traceback of this process would only add noise.
+        sys.exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +13,82 @@ from typing import Any
 import torch
 
 from ebbtide import host_limits
-from ebbtide.errors import MachineError
-from ebbtide.interleave.calibrate import counters, cpu, gpu, gpu_compute, host_memory, link, operations
+from ebbtide.errors import MachineError, UserError
+from ebbtide.interleave.calibrate import cpu, gpu, host_memory, link
 from ebbtide.interleave.calibrate import storage as storage_rates
 from ebbtide.interleave.calibrate.ranks import Ranks
-from ebbtide.interleave.calibrate.record import Record, Setup
+from ebbtide.interleave.calibrate.record import Record, Setup, Timing, measure_time
+from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.box import Box
 from ebbtide.machines.machine import Machine
 from ebbtide.machines.storage import StoragePath
+
+# Every kind of operation occurs in its plans.
+_POLICY = "interleaved:2"
+# So many that the ends of the plan hardly matter, and so small that bytes and arithmetic do not.
+_SUBGROUPS = 64
+_SUBGROUP_PARAMS = 1024
+# A machine on which operations take one second each, whatever their size.
+_UNLIMITED = 1e30
+_ONE_SECOND_EACH = Machine(
+    h2d_bytes_per_s=_UNLIMITED,
+    d2h_bytes_per_s=_UNLIMITED,
+    host_memory_bytes_per_s=_UNLIMITED,
+    cpu_update_params_per_s=_UNLIMITED,
+    gpu_update_params_per_s=_UNLIMITED,
+    operation_s=1.0,
+)
+
+
+def measure_operation(setup: Setup, record: Record) -> None:
+    """Measure `operation_s`: the value with which the simulator predicts the time of a plan of tiny subgroups.
+
+    `InterleavedAdamW` runs the plan: on the GPU, else on the emulated device.
+    """
+    device = torch.device("cpu") if setup.device is None else torch.device("cuda", setup.device)
+    params = [
+        torch.nn.Parameter(torch.zeros(_SUBGROUP_PARAMS, dtype=torch.bfloat16, device=device))
+        for _ in range(_SUBGROUPS)
+    ]
+    for param in params:
+        param.grad = torch.full_like(param, 1e-3)
+    times_s: list[float] = []
+
+    def step() -> None:
+        optimizer.step()
+        assert optimizer.last_schedule is not None
+        times_s.append(operation_s(optimizer.last_schedule))
+
+    try:
+        with contextlib.closing(
+            InterleavedAdamW(params, policy=_POLICY, subgroup_params=_SUBGROUP_PARAMS, threads=setup.threads)
+        ) as optimizer:
+            measure_time(step, setup.window_s, setup.ranks)
+    except UserError as error:
+        record.notes.append(f"operation_s was not measured: {error}")
+        return
+    # The first step also compiles kernels and allocates memory.
+    timing = Timing.from_runs(times_s[1:])
+    where = "the GPU" if setup.device is not None else "the emulated device, since there is no GPU"
+    how = f"{_POLICY} with {_SUBGROUPS} subgroups of {_SUBGROUP_PARAMS:,} parameters on {where}"
+    record.rate("operation_s", timing.seconds, how, timing)
+
+
+def operation_s(schedule: Schedule) -> float:
+    """Return the seconds per operation with which the simulator takes as long as a measured schedule.
+
+    The operations of the schedule must be too small for their sizes to matter.
+    """
+    unit = simulate(schedule.plan, schedule.workload, _ONE_SECOND_EACH)
+    return _span_s(schedule) / _span_s(unit)
+
+
+def _span_s(schedule: Schedule) -> float:
+    """Return the time from the start of the first operation to the end of the last one."""
+    return max(schedule.ends) - min(schedule.starts)
+
 
 # Runs that spread by more than this share of the median were disturbed.
 _UNSTEADY_SPREAD = 0.5
@@ -30,13 +99,7 @@ PartProgress = Callable[[str, float], object]
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a calibration.
-
-    Attributes:
-        label: Name for the progress bar.
-        run: Measures, and writes into the record.
-        windows: Number of measurements of equal duration.
-    """
+    """One part of a calibration."""
 
     label: str
     run: Callable[[Setup, Record], None]
@@ -50,7 +113,7 @@ _HOST_PARTS = (
     Part("update of remainders on the CPU", cpu.measure_remainder, 2),
     Part("cast on the CPU", cpu.measure_cast, 1),
     Part("norm on the CPU", cpu.measure_norm, 1),
-    Part("operations of a plan", operations.measure_operation, 1),
+    Part("operations of a plan", measure_operation, 1),
 )
 # The rates that ranks on a host share.
 _SHARED = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
@@ -65,31 +128,19 @@ _PARTS_WITH_GPU = (
     Part("pageable copies", link.measure_pageable_copies, 2),
     Part("update on the GPU", gpu.measure_update, 1),
     Part("cast on the GPU", gpu.measure_cast, 1),
-    Part("arithmetic of the GPU", gpu_compute.measure_compute, 5),
+    Part("arithmetic of the GPU", gpu.measure_compute, 5),
     Part("overhead of a step", gpu.measure_overhead, 1),
     Part("update during copies", link.measure_contention, 3),
-    Part("link counters of the GPU", counters.check_counters, 6),
+    Part("link counters of the GPU", link.check_counters, 6),
 )
 
 
 def calibrate(
-    ranks: Ranks,
-    seconds: float,
-    name: str,
-    progress: PartProgress = lambda *_: None,
-    storage: Sequence[Path] = (),
+    ranks: Ranks, seconds: float, name: str, progress: PartProgress = lambda *_: None, storage: Sequence[Path] = ()
 ) -> Machine:
     """Measure the rates of this machine while all ranks measure; every rank must call this.
 
-    Args:
-        ranks: The ranks that measure together. The rate of the slowest one counts.
-        seconds: Approximate duration.
-        name: Name of the machine.
-        progress: Called as each part begins.
-        storage: Folders on the file systems to measure for state that host memory does not hold.
-
-    Raises:
-        MachineError: A rank failed, or memory does not suffice.
+    The rate of the slowest rank counts. `storage` are folders for state that host memory does not hold.
     """
     record = _measure(ranks, seconds, progress, storage)
     rates_by_rank = ranks.gather(record.rates)

@@ -13,9 +13,8 @@ from itertools import cycle
 from pathlib import Path
 
 from ebbtide.errors import MachineError
-from ebbtide.interleave.calibrate.record import Record, Setup
-from ebbtide.interleave.calibrate.timing import Timing
-from ebbtide.interleave.engine.runtime.storage.file_systems import memory_file_system
+from ebbtide.interleave.calibrate.record import Record, Setup, Timing
+from ebbtide.interleave.engine.runtime.storage.direct_file import memory_file_system
 from ebbtide.machines.storage import StoragePath
 
 # The state of a subgroup of 1e8 parameters, 12 B each; there are two files of this size. Of the free space they take at
@@ -38,14 +37,6 @@ def measure_storage(folder: Path, setup: Setup, record: Record) -> None:
     The files have no names while they are measured, so nothing is left behind however the process ends. Where the file
     system has no O_DIRECT, files are written through the page cache with fsync, and dropped from it before they are
     read.
-
-    Args:
-        folder: A folder on the file system.
-        setup: Input of the calibration.
-        record: Its results.
-
-    Raises:
-        MachineError: The folder cannot be written, or has too little free space.
     """
     try:
         with _Files(folder, setup.ranks.local_count) as files:

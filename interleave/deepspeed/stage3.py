@@ -10,18 +10,19 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import log_dist
 
-from ebbtide.interleave.deepspeed.adam_scalars import CpuAdamScalars
-from ebbtide.interleave.deepspeed.host_buffers import release_pages
-from ebbtide.interleave.deepspeed.master_views import HeldMasters, StoredMasters
-from ebbtide.interleave.deepspeed.state_access import StateAccess
-from ebbtide.interleave.deepspeed.subgroup_slices import ParamExtent, SliceGradients, cut_subgroups
+from ebbtide.interleave.deepspeed.state_access import CpuAdamScalars, StateAccess
+from ebbtide.interleave.deepspeed.subgroup_slices import (
+    HeldMasters,
+    SliceGradients,
+    StoredMasters,
+    SubgroupSlice,
+    cut_subgroups,
+    release_pages,
+)
 from ebbtide.interleave.deepspeed.supported import check_optimizer, hyper_of
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
-from ebbtide.interleave.engine.devices.open import open_device
 from ebbtide.interleave.engine.numerics.reference import Scalars
-from ebbtide.interleave.engine.runtime.storage.options import storage_options
-from ebbtide.interleave.model.overlap import Overlap
 from ebbtide.interleave.model.schedule import Schedule
 
 
@@ -54,21 +55,12 @@ class InterleavedStage3(StateAccess):
         self._gradients = SliceGradients(self._slices, self._extents(), self.gradient_accumulation_dtype)
         # Gradients that the job reads before the step, and may change: fp32, by parameter.
         self._exposed: dict[int, torch.Tensor] = {}
-        device = settings.device or open_device(self.fp16_partitioned_groups_flat)
-        storage = storage_options(settings.storage, settings.host_memory_budget)
-        self._runner = AdaptiveRunner(
-            settings.policy,
-            settings.machine,
-            settings.memory_budget,
-            settings.threads,
-            True,
-            device,
-            owns_device=settings.device is None,
-            supported=Overlap(forward=self._is_late),
-            storage=storage,
-        )
+        self._runner = AdaptiveRunner(settings)
+        if settings.device is None:
+            self._runner.open_device(self.fp16_partitioned_groups_flat[0].device)
+        device = self._runner.device
         try:
-            if storage is None:
+            if settings.storage is None:
                 self._views = HeldMasters(self.optimizer, masters, self._slices, device)
                 self._start_plan()
             else:
@@ -217,11 +209,11 @@ class InterleavedStage3(StateAccess):
             self._gradients.add(number, gradient.to(self.gradient_accumulation_dtype))
         self._exposed.clear()
 
-    def _extents(self) -> dict[int, ParamExtent]:
+    def _extents(self) -> dict[int, SubgroupSlice]:
         """Return the extents of the parameters that this rank has elements of that are not padding."""
         extents = {}
         for param in (param for group in self.fp16_groups for param in group):
             if param.partition_numel() * self._get_param_partition_rank(param) < param.ds_numel:
                 group, begin, length = self.grad_position[self.get_param_id(param)]
-                extents[self.get_param_id(param)] = ParamExtent(group, begin, begin + length)
+                extents[self.get_param_id(param)] = SubgroupSlice(group, begin, begin + length)
         return extents

@@ -1,33 +1,101 @@
-"""The optimizer state of ZeRO stage 3 as DeepSpeed and the job read it. Importing it needs DeepSpeed."""
+"""The state and the parameters of ZeRO stage 3 as DeepSpeed and the job read them. Importing it needs DeepSpeed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from ebbtide.interleave.deepspeed.adam_scalars import CpuAdamScalars
-from ebbtide.interleave.deepspeed.late_steps import LateSteps
-from ebbtide.interleave.deepspeed.master_views import MasterViews
-from ebbtide.interleave.deepspeed.subgroup_slices import SubgroupSlice, engine_subgroups
+from ebbtide.interleave.deepspeed.subgroup_slices import (
+    HeldMasters,
+    SliceGradients,
+    StoredMasters,
+    SubgroupSlice,
+    engine_subgroups,
+)
+from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
+from ebbtide.interleave.engine.options import EngineOptions
+from ebbtide.interleave.engine.params.gates import MethodGate
 from ebbtide.interleave.engine.runtime.engine import Engine
-from ebbtide.interleave.engine.runtime.layout import Subgroup
-from ebbtide.interleave.engine.runtime.state_rows import MASTER
+from ebbtide.interleave.engine.runtime.layout import MASTER, Subgroup
 
 
-class StateAccess(LateSteps):
+class CpuAdamScalars:
+    """Computes the scalars of DeepSpeed's CPU Adam, so that a job trains as it did with DeepSpeed.
+
+    DeepSpeed's CPU Adam computes its scalars in fp32 (so 1 - beta2 is off by 1.3e-5). It multiplies the powers of its
+    betas up step by step, and computes them anew if the step is not the next one. As there, one object serves all
+    subgroups of an optimizer.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._betas: tuple[np.float32, np.float32] | None = None
+        self._powers = (np.float32(1), np.float32(1))
+
+    def scalars(self, hyper: Hyper, step: int, scale: float) -> Scalars:
+        """Return the scalars of a step, counted from 1, whose gradients are multiplied with `scale`."""
+        beta1, beta2 = betas = np.float32(hyper.beta1), np.float32(hyper.beta2)
+        if self._betas is None and step == 1:
+            self._powers = betas
+        elif betas == self._betas and step == self._step + 1:
+            self._powers = self._powers[0] * beta1, self._powers[1] * beta2
+        elif (betas, step) != (self._betas, self._step):
+            self._powers = np.float32(float(beta1) ** step), np.float32(float(beta2) ** step)
+        self._betas, self._step = betas, step
+        one, lr = np.float32(1), np.float32(hyper.lr)
+        power1, power2 = self._powers
+        return Scalars(
+            scale=np.float32(scale),
+            beta1=beta1,
+            share1=one - beta1,
+            beta2=beta2,
+            share2=one - beta2,
+            kept=one - lr * np.float32(hyper.weight_decay),
+            rate=lr / (one - power1),
+            root=np.float32(math.sqrt(one - power2)),
+            eps=np.float32(hyper.eps),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes to go on with the same bits."""
+        betas = None if self._betas is None else list(map(float, self._betas))
+        return {"step": self._step, "betas": betas, "powers": list(map(float, self._powers))}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` has returned."""
+        self._step = state_dict["step"]
+        beta1, beta2 = state_dict["betas"] or (None, None)
+        self._betas = None if beta1 is None else (np.float32(beta1), np.float32(beta2))
+        power1, power2 = state_dict["powers"]
+        self._powers = np.float32(power1), np.float32(power2)
+
+
+class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """ZeRO stage 3 whose masters and moments are the state of an engine.
 
     Without storage the state has host buffers, and DeepSpeed's masters and moments are views of them. A part of the
     state may be on the device; reading DeepSpeed's masters moves it to the host first. With storage, masters and
     moments have values only from when something reads them to the next backward.
+
+    Updates may run under the next forward. Gathers of parameters wait for those that they read. Everything else that
+    uses parameters, gradients or state calls `synchronize` first.
     """
 
+    settings = EngineOptions(gradients="streamed")
+    persistent_parameters: list[Any]
+    _runner: AdaptiveRunner | None = None
+    _gates: Sequence[MethodGate] = ()
+    _gradients: SliceGradients
     _masters: list[torch.Tensor]
     _slices: Sequence[SubgroupSlice]
-    _views: MasterViews
+    _views: HeldMasters | StoredMasters
     _cpu_adam: CpuAdamScalars | None
     _is_open = False
 
@@ -44,7 +112,7 @@ class StateAccess(LateSteps):
         assert self._runner is not None
         engine = self._runner.rebuild(self._subgroups, len(self._slices), self._views.slice_buffers, commit)
         self._is_open = True
-        if commit is None and self._runner.has_storage:
+        if commit is None and self._runner.storage is not None:
             for number, value in enumerate(self._values()):
                 state = torch.zeros((3, value.numel()), dtype=torch.float32, device="cpu")
                 state[MASTER] = value
@@ -67,14 +135,10 @@ class StateAccess(LateSteps):
 
     def _show(self, groups: Iterable[int]) -> None:
         """Let the masters and moments of DeepSpeed's subgroups have their values, until the plan starts again."""
-        if self._runner is None or (self._runner.closed and not self._runner.has_storage):
+        if self._runner is None or (self._runner.closed and self._runner.storage is None):
             return
         self._recall()
         self._views.show(self._engine.store.states, groups)
-
-    def _recall(self) -> None:
-        """Recall offloaded gradients and stop the plan."""
-        raise NotImplementedError
 
     # -- as DeepSpeed reads it ----------------------------------------------------------------------------------
 
@@ -114,19 +178,18 @@ class StateAccess(LateSteps):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load a state dict of DeepSpeed. torch replaces the moments by new tensors; they are copied."""
+        self.synchronize()
         super().load_state_dict(*args, **kwargs)
         self._views.collect()
 
     # -- commits ------------------------------------------------------------------------------------------------
 
     def commit(self) -> dict[str, Any]:
-        """Make the state in storage that to go on with, and return a small dict of this rank for `load_commit`.
+        """Make the state in storage the one to resume from, and return a small dict of this rank for `load_commit`.
 
         It includes parameters, since they are rounded masters, hyperparameters and the loss scale. It can be loaded
-        with the same storage, ranks and subgroups, until the first step after the next commit.
-
-        Raises:
-            EngineError: There is no storage, or too little space in it; the commit before stays.
+        with the same storage, ranks and subgroups, until the first step after the next commit. Raises EngineError if
+        there is no storage, or too little space in it; the commit before stays.
         """
         assert self._runner is not None
         self._recall()
@@ -144,15 +207,13 @@ class StateAccess(LateSteps):
     def load_commit(self, commit: Mapping[str, Any]) -> None:
         """Go on from what `commit` has returned on this rank, in this process or after a crash.
 
-        Gradients of this step are dropped. Frozen parameters and buffers of the model are not in it.
-
-        Raises:
-            EngineError: It is not a commit of this model, or the storage does not have it.
+        Gradients of this step are dropped. Frozen parameters and buffers of the model are not in it. Raises EngineError
+        if it is not a commit of this model, or the storage does not have it.
         """
         if not {"storage", "steps", "param_groups", "loss_scaler"} <= commit.keys():
             raise EngineError("this is not what commit() of an engine's optimizer has returned")
         assert self._runner is not None
-        if not self._runner.has_storage:
+        if self._runner.storage is None:
             raise EngineError("this is a commit of a job with storage: call enable(..., storage=FOLDER)")
         steps, groups = commit["steps"], commit["param_groups"]
         if (len(steps), len(groups)) != (len(self._masters), len(self.optimizer.param_groups)):
@@ -181,9 +242,84 @@ class StateAccess(LateSteps):
         if self._cpu_adam is not None and "cpu_adam" in commit:
             self._cpu_adam.load_state_dict(commit["cpu_adam"])
 
-    def _clear_gradients(self) -> None:
-        """Drop the gradients of this step."""
-        raise NotImplementedError
+    # -- late updates -------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait until the last step has written all parameters; with late updates it may not have when it returned.
+
+        Raises EngineError if an operation of the step failed."""
+        if self._runner is not None:
+            self._runner.finish_step()
+
+    def backward_prologue(self) -> None:
+        """Begin a backward, after the last step has ended."""
+        self.synchronize()
+        super().backward_prologue()
+
+    def step(self, closure: None = None) -> None:
+        """Run the step of DeepSpeed, after the last one has ended."""
+        self.synchronize()
+        super().step(closure)
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Move what DeepSpeed can move to the host."""
+        self.synchronize()
+        super().offload_states(*args, **kwargs)
+
+    def destroy(self) -> None:
+        """Destroy DeepSpeed's part, and close the engine, after the last step has ended."""
+        try:
+            self.synchronize()
+        finally:
+            for gate in self._gates:
+                gate.remove()
+            if self._runner is not None and self._runner.storage is not None:
+                # Before, since DeepSpeed reads the masters, which would read all state into host memory.
+                self._runner.close()
+                self._runner = None
+            super().destroy()
+            if self._runner is not None:
+                self._runner.close()
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether updates may be late: the same on all ranks, as it decides which collectives run."""
+        return self.settings.supported.forward
+
+    def _gate_gathers(self, params: Iterable[Any]) -> None:
+        """Let gathers of parameters wait, if updates may be late: of modules, prefetches and GatheredParameters.
+
+        A gather reads the parts of all parameters in its list, before autograd sees anything of it. DeepSpeed calls the
+        function of any one in the list. A gate delays it; it never leaves one out or changes the order.
+        """
+        gates = []
+        for param in params if self._is_late else ():
+
+            def before_gather(param_list: Sequence[Any] | None = None, *_: Any, param: Any = param, **__: Any) -> None:
+                self._wait_for([param] if param_list is None else param_list)
+
+            gates.append(MethodGate(param, "all_gather", before_gather))
+            gates.append(MethodGate(param, "all_gather_coalesced", lambda params, *_, **__: self._wait_for(params)))
+        self._gates = gates
+
+    def _wait_for(self, params: Sequence[Any]) -> None:
+        """Wait until late operations have written this rank's parts of parameters."""
+        assert self._runner is not None
+        self._runner.wait_for_params(
+            [part for param in params for part in self._gradients.slices_of(self.get_param_id(param))]
+        )
+
+    def _post_step(self, timer_names: Any) -> None:
+        """Leave small ("persistent") parameters to the modules that use them, if updates may be late.
+
+        DeepSpeed gathers all of them at the end of a step, which would have to wait for all late updates. In its first
+        step and after an overflow, it gathers them by module itself.
+        """
+        persistent = self.persistent_parameters
+        if self._is_late:
+            self.persistent_parameters = []
+        super()._post_step(timer_names)
+        self.persistent_parameters = persistent
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import ctypes
+import mmap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ebbtide.interleave.engine.runtime.layout import ParamSegment, Subgroup
+from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.interleave.engine.runtime.layout import EXP_AVG, EXP_AVG_SQ, MASTER, ParamSegment, Subgroup
+from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
+
+_MOMENTS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 
 
 @dataclass(frozen=True)
 class SubgroupSlice:
-    """A run of elements of one of DeepSpeed's subgroups, which the engine moves and updates as one.
+    """A run of elements of one of DeepSpeed's subgroups, by its number: what the engine updates as one, or a parameter.
 
-    Attributes:
-        group: The number of DeepSpeed's subgroup.
-        begin: First element, in the subgroup.
-        end: Element after the last one.
-    """
+    `end` is the element after the last one."""
 
     group: int
     begin: int
@@ -30,28 +33,8 @@ class SubgroupSlice:
         return self.end - self.begin
 
 
-@dataclass(frozen=True)
-class ParamExtent:
-    """The elements of a subgroup that are this rank's part of a parameter.
-
-    Attributes:
-        group: The number of DeepSpeed's subgroup.
-        begin: First element, in the subgroup.
-        end: Element after the last one.
-    """
-
-    group: int
-    begin: int
-    end: int
-
-
 def cut_subgroups(sizes: Sequence[int], max_params: int) -> list[SubgroupSlice]:
-    """Cut DeepSpeed's subgroups into slices, in order.
-
-    Args:
-        sizes: Elements of each of DeepSpeed's subgroups.
-        max_params: Maximum elements of a slice.
-    """
+    """Cut DeepSpeed's subgroups of these sizes into slices of at most so many elements, in order."""
     return [
         SubgroupSlice(group, begin, min(size, begin + max_params))
         for group, size in enumerate(sizes)
@@ -74,19 +57,17 @@ class SliceGradients:
     added until the gradient is taken out. Elements without a gradient are zero.
 
     Args:
-        slices: The slices.
-        extents: The extents of the parameters that this rank has elements of, by parameter.
+        extents: The elements of subgroups that are this rank's part of a parameter, by parameter.
         dtype: The type in which gradients accumulate.
-
-    Attributes:
-        params: The elements of all extents.
     """
 
-    def __init__(self, slices: Sequence[SubgroupSlice], extents: Mapping[int, ParamExtent], dtype: torch.dtype) -> None:
+    def __init__(
+        self, slices: Sequence[SubgroupSlice], extents: Mapping[int, SubgroupSlice], dtype: torch.dtype
+    ) -> None:
         self._slices = slices
         self._extents = extents
         self._dtype = dtype
-        self.params = sum(extent.end - extent.begin for extent in extents.values())
+        self.params = sum(extent.params for extent in extents.values())
         self._slices_of = {param: self._overlapping(extent) for param, extent in extents.items()}
         self._buffers: dict[int, torch.Tensor] = {}
         self._added: set[int] = set()
@@ -120,15 +101,9 @@ class SliceGradients:
         return param in self._added
 
     def add(self, param: int, gradient: torch.Tensor) -> list[int]:
-        """Add the gradient of a parameter.
+        """Add the gradient of a parameter, flat, and return the slices whose gradient is complete with it.
 
-        Args:
-            param: The parameter.
-            gradient: The gradient, flat; shorter than the extent if that ends in padding.
-
-        Returns:
-            The slices whose gradient is complete with it.
-        """
+        It is shorter than the extent if that ends in padding."""
         completed = []
         for number, slice_span, param_span in self._overlaps(param, gradient.numel()):
             self._buffer(number, gradient.device)[slice_span].copy_(gradient[param_span])
@@ -143,7 +118,7 @@ class SliceGradients:
     def param_gradient(self, param: int, device: torch.device) -> torch.Tensor:
         """Return the gradient of a parameter, flat, in new memory; zero if it was not added."""
         extent = self._extents[param]
-        gradient = torch.zeros(extent.end - extent.begin, dtype=self._dtype, device=device)
+        gradient = torch.zeros(extent.params, dtype=self._dtype, device=device)
         for number, slice_span, param_span in self._overlaps(param, gradient.numel()):
             if number in self._buffers:
                 gradient[param_span] = self._buffers[number][slice_span]
@@ -164,7 +139,7 @@ class SliceGradients:
             self._buffers[number] = torch.zeros(self._slices[number].params, dtype=self._dtype, device=device)
         return self._buffers[number]
 
-    def _overlapping(self, extent: ParamExtent) -> list[int]:
+    def _overlapping(self, extent: SubgroupSlice) -> list[int]:
         return [
             number
             for number, part in enumerate(self._slices)
@@ -183,3 +158,130 @@ class SliceGradients:
                     slice(begin - part.begin, end - part.begin),
                     slice(begin - extent.begin, end - extent.begin),
                 )
+
+
+class HeldMasters:
+    """Masters and moments that are views of host buffers, in which the engine keeps its state."""
+
+    def __init__(
+        self, optimizer: Any, masters: Sequence[torch.Tensor], slices: Sequence[SubgroupSlice], device: Device
+    ) -> None:
+        self._optimizer = optimizer
+        self._masters = masters
+        self._buffers = [
+            _use_host_buffer(optimizer, master, device.allocate_host((3, master.numel()), torch.float32))
+            for master in masters
+        ]
+        # Host memory for the state of each slice.
+        self.slice_buffers = [self._buffers[part.group][:, part.begin : part.end] for part in slices]
+
+    def show(self, states: SubgroupStates, groups: Iterable[int]) -> None:
+        """Give masters and moments their values, which the caller may change: all state moves to the host."""
+        states.move_all_to_host()
+
+    def write_back(self, states: SubgroupStates) -> None:
+        """Do nothing: changes were made to the engine's state itself."""
+
+    def release(self) -> None:
+        """Do nothing: the memory is the engine's."""
+
+    def collect(self) -> None:
+        """Take moments by which torch has replaced those that were shown."""
+        for master, buffer in zip(self._masters, self._buffers, strict=True):
+            _use_host_buffer(self._optimizer, master, buffer)
+
+
+class StoredMasters:
+    """Masters and moments without elements, which have host memory only from `show` to `write_back`.
+
+    Args:
+        sizes: Elements of each master while it is shown.
+    """
+
+    # The engine has its own.
+    slice_buffers = None
+
+    def __init__(
+        self, optimizer: Any, masters: Sequence[torch.Tensor], sizes: Sequence[int], slices: Sequence[SubgroupSlice]
+    ) -> None:
+        self._optimizer = optimizer
+        self._masters = masters
+        self._sizes = sizes
+        self._slices = slices
+        # Of the groups that are shown.
+        self._buffers: dict[int, torch.Tensor] = {}
+        for master in masters:
+            _bind(optimizer, master, _empty(0))
+
+    def show(self, states: SubgroupStates, groups: Iterable[int]) -> None:
+        """Read the state of DeepSpeed's subgroups into new host memory, which the caller may change."""
+        shown = set(groups) - self._buffers.keys()
+        for group in shown:
+            self._buffers[group] = _bind(self._optimizer, self._masters[group], _empty(self._sizes[group]))
+        for number, part in enumerate(self._slices):
+            if part.group in shown:
+                self._buffers[part.group][:, part.begin : part.end] = states.read(number)
+
+    def write_back(self, states: SubgroupStates) -> None:
+        """Write what was changed, and release the host memory."""
+        self.collect()
+        for number, part in enumerate(self._slices):
+            if part.group in self._buffers:
+                state = self._buffers[part.group][:, part.begin : part.end]
+                # Reading spares a drive what writing would wear.
+                if not torch.equal(states.read(number), state):
+                    states.write(number, state)
+        self.release()
+
+    def release(self) -> None:
+        """Release the host memory, whatever was changed."""
+        for group in self._buffers:
+            _bind(self._optimizer, self._masters[group], _empty(0))
+        self._buffers.clear()
+
+    def collect(self) -> None:
+        """Take moments by which torch has replaced those that were shown."""
+        for group, buffer in self._buffers.items():
+            _use_host_buffer(self._optimizer, self._masters[group], buffer)
+
+
+def _empty(elements: int) -> torch.Tensor:
+    return torch.empty((3, elements), dtype=torch.float32, device="cpu")
+
+
+def release_pages(zeros: torch.Tensor) -> None:
+    """Return the memory of zeros on the host, which is not pinned, to the system until something writes to it."""
+    if zeros.device.type != "cpu":
+        return
+    begin, end = zeros.data_ptr(), zeros.data_ptr() + zeros.nbytes
+    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    if end - first >= mmap.PAGESIZE:
+        nbytes = (end - first) // mmap.PAGESIZE * mmap.PAGESIZE
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
+
+
+def _use_host_buffer(optimizer: Any, master: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Make a master and its moments views of a host buffer with their values, and return it. New moments are zero.
+
+    The optimizer is the one that DeepSpeed calls, and has the moments; the buffer is fp32, of shape (3, elements).
+    """
+    if master.data.data_ptr() != buffer[MASTER].data_ptr():
+        buffer[MASTER].copy_(master.data)
+    state = optimizer.state[master]
+    for name, row in _MOMENTS.items():
+        if name not in state:
+            buffer[row].zero_()
+        elif state[name].data_ptr() != buffer[row].data_ptr():
+            buffer[row].copy_(state[name])
+    return _bind(optimizer, master, buffer)
+
+
+def _bind(optimizer: Any, master: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Make a master and its moments views of a host buffer, whose values they take, and return it."""
+    master.data = buffer[MASTER]
+    master.grad = None
+    state = optimizer.state[master]
+    for name, row in _MOMENTS.items():
+        state[name] = buffer[row]
+    state.setdefault("step", 0)
+    return buffer

@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ebbtide.interleave.engine.checks import check_group
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.reference import Hyper
+from ebbtide.interleave.engine.options import check_group
 from ebbtide.interleave.policies import parse
 
 # The tested versions: these and those between them.
@@ -40,14 +40,7 @@ def overlap_of(policy: str) -> str:
 
 
 def check_engine(engine: Any) -> None:
-    """Check the configuration of an engine.
-
-    Args:
-        engine: A DeepSpeedEngine that is being initialized.
-
-    Raises:
-        EngineError: If the configuration is not supported.
-    """
+    """Check the configuration of a DeepSpeedEngine that is being initialized. Raises EngineError."""
     stage = int(engine.zero_optimization_stage())
     if stage != 3:
         raise EngineError(
@@ -78,14 +71,7 @@ def check_engine(engine: Any) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Check that an optimizer is AdamW.
-
-    Args:
-        optimizer: The optimizer that DeepSpeed would use.
-
-    Raises:
-        EngineError: If it is another algorithm, or has options that are not supported.
-    """
+    """Check that the optimizer that DeepSpeed would use is AdamW with supported options. Raises EngineError."""
     name = type(optimizer).__name__
     if name not in ("DeepSpeedCPUAdam", "AdamW"):
         raise EngineError(f"the optimizer is {name}: use DeepSpeedCPUAdam (type AdamW or Adam) or torch's AdamW")

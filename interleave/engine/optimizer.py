@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from ebbtide.interleave.engine.adaptive.budget import Budget
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
-from ebbtide.interleave.engine.checks import check_group, check_master, check_options, with_overlap_option
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.guarded_reads import GuardedReads, locked
-from ebbtide.interleave.engine.interrupts import deferred_interrupts
-from ebbtide.interleave.engine.numerics.loss_scale import LossScale
-from ebbtide.interleave.engine.numerics.reference import Scalars
-from ebbtide.interleave.engine.offloaded_params import OffloadedParams
-from ebbtide.interleave.engine.runtime.storage.options import storage_options
-from ebbtide.interleave.engine.state_dict import make_entry, read_commit, read_state_dict
-from ebbtide.interleave.engine.step_scalars import scalars_of
-from ebbtide.interleave.model.overlap import Overlap
+from ebbtide.interleave.engine.numerics.reference import LossScale, Scalars, scalars_of
+from ebbtide.interleave.engine.options import Budget, EngineOptions, check_group, with_overlap_option
+from ebbtide.interleave.engine.params.offloaded_params import OffloadedParams
+from ebbtide.interleave.engine.params.pending_params import locked, weak_call
+from ebbtide.interleave.engine.params.read_checks import UnguardedAccess
+from ebbtide.interleave.engine.params.state_dict import make_entry, read_state_dict
+from ebbtide.interleave.engine.runtime.executor import deferred_interrupts
+from ebbtide.interleave.model.operations import Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.machines.machine import Machine
 
 log = logging.getLogger("ebbtide")
 
-_SUBGROUP_PARAMS = 100_000_000
 
-
-class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[misc]
+class InterleavedAdamW(torch.optim.Optimizer):  # type: ignore[misc]
     """torch.optim.AdamW with an fp32 master, for parameters whose optimizer state does not fit on the device.
 
     Parameters have the same bits under every policy (`reference` defines them).
@@ -58,7 +53,7 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
             forward, as far as it does not use them yet, and `step` returns before; read them outside of `model` only
             after `synchronize()`. `backward`: updates are computed as soon as gradients are there, beside the old
             state, and again where the step turns out to be clipped; this needs streamed gradients and more host memory.
-            `both`, or `auto`, the fastest.
+            `both`, or `auto`, the fastest of what gradients and `model` allow.
         storage: A folder, or several, for state that host memory does not hold; see `commit`.
         host_memory_budget: With `storage`: bytes of host memory for state and buffers; by default most of what is free.
         model: With updates under the forward: the module whose forward uses the parameters, so that it waits for them.
@@ -81,7 +76,7 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
         *,
         policy: str = "adaptive",
         machine: Machine | None = None,
-        subgroup_params: int = _SUBGROUP_PARAMS,
+        subgroup_params: int = EngineOptions.subgroup_params,
         memory_budget: Budget | None = None,
         max_grad_norm: float | None = None,
         gradients: Literal["kept", "streamed"] = "kept",
@@ -96,34 +91,24 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_group(defaults)
-        check_options(gradients, subgroup_params, threads, memory_budget, max_grad_norm)
         self._loss_scale = LossScale(loss_scale)
-        streamed = gradients == "streamed"
-        # The caller closes a device that it passes.
-        policy = with_overlap_option(policy, overlap, gradients, model is not None)
-        check_master(master, policy)
-        supported = Overlap(forward=model is not None, backward=streamed and master == "fp32")
-        self._runner = AdaptiveRunner(
-            policy,
+        supported = Overlap(forward=model is not None, backward=gradients == "streamed" and master == "fp32")
+        options = EngineOptions(
+            with_overlap_option(policy, overlap, gradients, supported),
             machine,
-            memory_budget,
-            threads,
-            streamed,
-            device,
-            owns_device=False,
-            supported=supported,
-            storage=storage_options(storage, host_memory_budget),
-        )
-        weak_self = weakref.ref(self)
-        self._offloaded = OffloadedParams(
-            self._runner,
-            device is None,
             subgroup_params,
-            streamed,
+            memory_budget,
             max_grad_norm,
-            lambda: _expected_scalars(weak_self),
-            master == "remainder",
+            gradients,
+            device,
+            threads,
+            storage,
+            host_memory_budget,
+            master,
+            supported,
         )
+        self._runner = AdaptiveRunner(options)
+        self._offloaded = OffloadedParams(self._runner, weak_call(self._expected_scalars))
         self._pending = self._offloaded.pending
         self._pending.finish_after(self)
         try:
@@ -156,7 +141,7 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
     @property
     def storage_written_bytes(self) -> int:
         """Bytes of state written to `storage` so far, by steps and commits; drives are rated for so many (TBW)."""
-        return self._runner.storage_written_bytes
+        return 0 if self._runner.storage is None else self._runner.storage.written_bytes
 
     @property
     def loss_scale(self) -> float:
@@ -200,13 +185,7 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
         offloaded.open(params)
         try:
             with deferred_interrupts():
-                engine, values = offloaded.prepare_step(params)
-                gradients = offloaded.collector.collect()
-                if not engine.is_running:
-                    self._runner.set_plan()
-                offloaded.has_submitted = True
-                engine.submit_gradients(gradients)
-                updated = gradients.keys() | engine.offloaded_params
+                values, gradients, updated = offloaded.begin_step(params)
             # Not deferred: other ranks may never come. The gradients are copied to the host meanwhile.
             offloaded.norm.add_all(gradients)
             scale = offloaded.norm.scale_factor(offloaded.params, self._loss_scale.value)
@@ -214,10 +193,9 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
                 self._runner.planner.observe_clipping(scale != self._expected_scale)
                 if scale is None:
                     self._skip_step()
-                    return
-                scalars = self._scalars(updated, scale)
-                on_done, on_finished = partial(self._end_step, updated), partial(offloaded.record_values, values)
-                self._pending.step(values, scalars, on_done, on_finished)
+                else:
+                    record = partial(offloaded.record_values, values)
+                    self._pending.step(values, self._scalars(updated, scale), partial(self._end_step, updated), record)
         except BaseException:
             with deferred_interrupts():
                 offloaded.discard_step()
@@ -227,9 +205,7 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also update the parameters of a group from now on.
 
-        Raises:
-            EngineError: If the parameters or hyperparameters are not supported; nothing is changed.
-        """
+        Raises EngineError if the parameters or hyperparameters are not supported; nothing is changed."""
         check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if not self._offloaded.is_checked:
@@ -259,13 +235,11 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
 
     @locked
     def commit(self) -> dict[str, Any]:
-        """Make the state in `storage` that to go on with, and return a small dict for `load_state_dict`.
+        """Make the state in `storage` the one to resume from, and return a small dict for `load_state_dict`.
 
         Save the dict together with the parameters. It can be loaded with the same storage and subgroups, in this
-        process or after a crash, until the first step after the next commit.
-
-        Raises:
-            EngineError: There is no storage, or too little space in it; the commit before stays.
+        process or after a crash, until the first step after the next commit. Raises EngineError if there is no storage,
+        or too little space in it; the commit before stays.
         """
         self._open()
         return self._base_state_dict(lambda commit: commit.update(storage=self._offloaded.commit()))
@@ -285,30 +259,64 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
             state_dict = hook(self, state_dict) or state_dict
         self._group_params()
         own_params = set(offloaded.params or self._params_with_state())
-        loaded = None
-        if "storage" in state_dict:
-            steps = read_commit(state_dict, self.param_groups, self.defaults, own_params)
-        else:
-            loaded = read_state_dict(state_dict, self.param_groups, self.defaults, own_params, offloaded.check)
-            steps = dict(zip(loaded.params, loaded.steps, strict=True))
+        saved = read_state_dict(state_dict, self.param_groups, self.defaults, own_params, offloaded.check)
         if "loss_scale" in state_dict:
             self._loss_scale.load_state_dict(state_dict["loss_scale"])
-        if loaded is None:
-            offloaded.resume(list(steps), state_dict["storage"])
+        if saved.states is None:
+            offloaded.resume(saved.params, state_dict["storage"])
         else:
-            offloaded.load(loaded.params, loaded.states)
+            offloaded.load(saved.params, saved.states)
         for group, own_group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             own_group.update({key: value for key, value in group.items() if key != "params"})
         self.state.clear()
-        self.state.update({param: {"step": step} for param, step in steps.items() if step})
+        steps = zip(saved.params, saved.steps, strict=True)
+        self.state.update({param: {"step": step} for param, step in steps if step})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     @locked
     def close(self) -> None:
-        """Finish the last step, end the threads and release all memory; it cannot step afterwards. Deleting it does the
-        same."""
+        """Finish the last step, end the threads and release all memory, as deleting does; it cannot step any more."""
         self._offloaded.close()
+
+    def synchronize(self) -> None:
+        """Wait until the last step has written all parameters. Only with `overlap` it may not have when it returned.
+
+        Raises EngineError as `step`, or if the job wrote to a parameter before."""
+        self._pending.finish()
+
+    @contextmanager
+    def hold_steps(self) -> Iterator[None]:
+        """Let no other thread step meanwhile, after the last step has ended.
+
+        A thread that saves checkpoints reads `model.state_dict()`, whose tensors are the parameters themselves, and
+        `state_dict()` inside it, to have both after the same step. Raises EngineError as `synchronize`.
+        """
+        with self._pending.lock:
+            self.synchronize()
+            yield
+
+    def check_reads(self) -> AbstractContextManager[list[UnguardedAccess]]:
+        """Return a context that reports reads and writes of parameters which do not wait for their updates.
+
+        Inside it, steps end before they return, and then make the parameters that they have updated NaN until
+        something waits for them, as if every update were late: nothing depends on timing or on the plan. An operation
+        of this thread, or of a backward that it starts, on such a parameter is logged as a warning, once for each line,
+        and gets the right values: the bits of the job do not change. What other threads and code outside of torch read
+        by themselves is NaN, and shows in its results; their writes are reported without a line, and lost.
+
+        Compiled functions run eagerly. It needs a copy of all parameters, on their device. It slows jobs down: some
+        iterations are enough.
+
+        Returns:
+            The context; its value is a list of what was found, with an entry for each warning.
+
+        Raises:
+            EngineError: No module waits for updates; or as `synchronize`.
+        """
+        if not self._pending.names:
+            raise EngineError("check_reads() needs a module that waits for updates: pass model= and overlap='forward'")
+        return self._pending.check_reads()
 
     def __getstate__(self) -> dict[str, Any]:
         """Raise EngineError, for copies and pickles: they would not have the state."""
@@ -380,16 +388,13 @@ class InterleavedAdamW(GuardedReads, torch.optim.Optimizer):  # type: ignore[mis
         """The factor of gradients if they are finite and not clipped."""
         return 1.0 / self._loss_scale.value
 
-
-def _expected_scalars(optimizer_ref: weakref.ref[InterleavedAdamW]) -> Sequence[Scalars | None]:
-    """Return the factors of the next step by parameter, if it updates all and is neither clipped nor skipped."""
-    optimizer = optimizer_ref()
-    if optimizer is None:
-        return []
-    try:
-        for group in optimizer.param_groups:
-            check_group(group)
-    except EngineError:
-        # The step raises it.
-        return [None] * len(optimizer._offloaded.params)
-    return optimizer._scalars(range(len(optimizer._offloaded.params)), optimizer._expected_scale)
+    def _expected_scalars(self) -> list[Scalars | None]:
+        """Return the factors of the next step by parameter, if it updates all and is neither clipped nor skipped."""
+        count = len(self._offloaded.params)
+        try:
+            for group in self.param_groups:
+                check_group(group)
+        except EngineError:
+            # The step raises it.
+            return [None] * count
+        return self._scalars(range(count), self._expected_scale)

@@ -40,7 +40,8 @@ def norm_s(workload: Workload, machine: Machine) -> float:
     """
     if not workload.clipping or workload.norm is None:
         return 0.0
-    machine.need([_norm_rate(workload)], "the gradient norm")
+    rate = "gpu_update_params_per_s" if workload.norm == "device" else "host_memory_bytes_per_s"
+    machine.need([rate], "the gradient norm")
     if workload.norm == "device":
         share = workload.grad_bytes / workload.cpu_update_bytes
         return workload.params * share / (machine.gpu_update_params_per_s or 1.0)
@@ -80,10 +81,8 @@ def phase_before(point: float) -> str:
 class Durations:
     """Durations of a plan's operations if nothing else runs.
 
-    A cast on the GPU whose rate is not known is as much shorter than an update there as it moves fewer bytes.
-
-    Raises:
-        MachineError: The machine lacks a rate that the plan needs.
+    A cast on the GPU whose rate is not known is as much shorter than an update there as it moves fewer bytes. Raises
+    MachineError if the machine lacks a rate that the plan needs.
     """
 
     def __init__(self, plan: Plan, workload: Workload, machine: Machine) -> None:
@@ -149,7 +148,3 @@ def _needed_rates(kind: OpKind, resource: Resource, pageable: bool) -> set[str]:
     if kind == "cast":
         return {f"{resource}_cast_params_per_s"}
     return {f"{resource}_bytes_per_s", *([f"{resource}_pageable_bytes_per_s"] if pageable else [])}
-
-
-def _norm_rate(workload: Workload) -> str:
-    return "gpu_update_params_per_s" if workload.norm == "device" else "host_memory_bytes_per_s"

@@ -1,11 +1,12 @@
-"""Operations of a plan: their kinds, the resources that run them, and when they may start and must end."""
+"""Operations of a plan: their kinds, resources, and the points at which they may start and must end."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from ebbtide.errors import PlanError
+from ebbtide.interleave.model.workload import Workload
 
 OpKind = Literal["gradient down", "gradient up", "clip", "read", "fetch", "update", "flush", "cast", "upload", "write"]
 Resource = Literal["cpu", "gpu", "h2d", "d2h", "storage_read", "storage_write"]
@@ -37,16 +38,14 @@ LATE_KINDS: frozenset[OpKind] = frozenset(
     {"gradient up", "read", "fetch", "update", "flush", "cast", "upload", "write"}
 )
 WRITES_PARAMETERS: frozenset[OpKind] = frozenset({"update", "cast", "upload"})
+_NAMES = ("none", "forward", "backward", "both")
 
 
 class Op(NamedTuple):
     """One operation on one subgroup.
 
     Attributes:
-        kind: What the operation does.
-        resource: The resource that runs it.
         subgroup: Index of the subgroup, -1 for an operation on all of them.
-        params: Parameters it works on.
         nbytes: Bytes moved; 0 for updates and casts.
         point: The earliest point of the iteration at which it may start (see `UPDATE`).
         after: Indices of the operations that must have ended.
@@ -89,9 +88,7 @@ class Op(NamedTuple):
 def uses_state_on_host(op: Op, casts_on_gpu: Collection[int]) -> bool:
     """Return whether an operation reads or writes the state of its subgroup in host memory.
 
-    Args:
-        op: The operation.
-        casts_on_gpu: Subgroups whose masters are uploaded and converted on the GPU.
+    `casts_on_gpu` are subgroups whose masters are uploaded and converted on the GPU.
     """
     if op.kind == "upload":
         return op.subgroup in casts_on_gpu
@@ -101,3 +98,93 @@ def uses_state_on_host(op: Op, casts_on_gpu: Collection[int]) -> bool:
 def plan_error(policy: str, op: Op, problem: str) -> PlanError:
     """Return the error of a plan with a wrong operation."""
     return PlanError(f"policy {policy}: {op.kind} of subgroup {op.subgroup} {problem}")
+
+
+def gradient_ready_points(workload: Workload) -> list[float]:
+    """Return the point of the iteration at which the backward has computed each subgroup's gradient.
+
+    The backward computes gradients in reverse: those of subgroup 0 come last.
+    """
+    points, params_done = [], 0
+    for size in reversed(workload.subgroups):
+        params_done += size
+        points.append(min(BACKWARD + params_done / workload.params, UPDATE))
+    return points[::-1]
+
+
+def backward_points(workload: Workload) -> list[float]:
+    """Return the point of the iteration at which the backward first uses the parameters of each subgroup."""
+    return [*gradient_ready_points(workload)[1:], BACKWARD]
+
+
+def forward_points(workload: Workload) -> list[float]:
+    """Return the point of the iteration at which the forward first uses the parameters of each subgroup.
+
+    The forward uses subgroups in their order, each for a time in proportion to its parameters.
+    """
+    points, params_done = [], 0
+    for size in workload.subgroups:
+        points.append(FORWARD + params_done / workload.params)
+        params_done += size
+    return points
+
+
+def point_at(workload: Workload, seconds: float) -> float:
+    """Return the point of an iteration that is reached after so many seconds without any waiting."""
+    begin = 0.0
+    for phase, length in enumerate((workload.other_s, workload.forward_s, workload.backward_s)):
+        if seconds < begin + length:
+            return phase + max(0.0, (seconds - begin) / length)
+        begin += length
+    return UPDATE
+
+
+# Rules of valid plans that plans of other systems do not follow: their departures. `Plan.validate` leaves out the
+# checks of those that a plan names, and no others.
+Rule = Literal[
+    "an update on the CPU waits for its gradient of this iteration",
+    "clipping comes before updates and uploads",
+    "a subgroup has one update",
+    "parameters are uploaded once",
+    "storage has state only",
+]
+OWN_GRADIENT: Final = "an update on the CPU waits for its gradient of this iteration"
+CLIPPING_FIRST: Final = "clipping comes before updates and uploads"
+ONE_UPDATE: Final = "a subgroup has one update"
+ONE_UPLOAD: Final = "parameters are uploaded once"
+STATE_ONLY: Final = "storage has state only"
+
+
+class Departures(NamedTuple):
+    """The rules that a plan does not follow.
+
+    Attributes:
+        consequence: How the results differ from those of a plan that follows them, for people; empty if they do not.
+    """
+
+    rules: frozenset[Rule] = frozenset()
+    consequence: str = ""
+
+
+NO_DEPARTURES: Final = Departures()
+
+
+class Overlap(NamedTuple):
+    """Phases that updates may run in, beside the step.
+
+    Attributes:
+        forward: Whether updates may end in the next forward, as far as it does not need the parameters yet.
+        backward: Whether updates on the CPU may run in the backward before it is known whether they are valid.
+    """
+
+    forward: bool = False
+    backward: bool = False
+
+    @property
+    def name(self) -> str:
+        """The value of a policy's option `overlap`."""
+        return _NAMES[self.forward + 2 * self.backward]
+
+
+NO_OVERLAP, BOTH = Overlap(), Overlap(forward=True, backward=True)
+OVERLAPS = {overlap.name: overlap for overlap in (NO_OVERLAP, Overlap(forward=True), Overlap(backward=True), BOTH)}

@@ -9,9 +9,9 @@ import numpy as np
 
 from ebbtide.analysis.metrics.device_fit import fits_beside, gradient_starts
 from ebbtide.interleave.model.durations import host_traffic
-from ebbtide.interleave.model.host_memory import needed_host_bytes
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES, Op, Plan
 from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
+from ebbtide.machines.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,6 @@ class Schedule:
     Late operations (see `Op.due`) may end in the next iteration: their times then exceed the length of this one.
 
     Attributes:
-        plan: The plan that was run.
-        workload: The workload it was run for.
         starts: Start of each operation, seconds from the start of the iteration.
         ends: End of each operation, likewise.
         other_s: Length of the part outside of all phases, seconds, waiting included.
@@ -241,3 +239,35 @@ class Schedule:
     def host_bytes(self) -> float:
         """Return the host memory that the plan needs (see `needed_host_bytes`)."""
         return needed_host_bytes(self.plan, self.workload)
+
+
+def available_host_bytes(workload: Workload, machine: Machine) -> float | None:
+    """Return the host memory that a plan may use: the rank's part of the host, or less where the job leaves less.
+
+    None: it is not known.
+    """
+    limits = (machine.host_memory_bytes, workload.host_free_bytes)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def copy_buffer_bytes(plan: Plan) -> float:
+    """Return the host memory of gradients that are copied down and of parameters that are copied up.
+
+    Each of these copies has a buffer of its own, and parameters that are copied up twice have one.
+    """
+    buffers = {(op.kind, op.subgroup): op.nbytes for op in plan.ops if op.kind in ("gradient down", "upload")}
+    return sum(buffers.values())
+
+
+def needed_host_bytes(plan: Plan, workload: Workload) -> float:
+    """Return the host memory that a plan needs.
+
+    It is that of state that is neither resident nor in storage, of the buffers of state in storage, of a second place
+    for state that is updated speculatively, and of the buffers of copies. State in storage needs no second place: its
+    new version is written beside the old one.
+    """
+    sizes, stored = workload.subgroups, plan.stored
+    elsewhere = plan.resident | stored
+    offloaded = sum(size for subgroup, size in enumerate(sizes) if subgroup not in elsewhere)
+    spare = sum(sizes[subgroup] for subgroup in plan.updated_beside - stored)
+    return workload.state_bytes * (offloaded + spare) + sum(plan.storage_buffers) + copy_buffer_bytes(plan)

@@ -14,13 +14,8 @@ def speculate(plan: Plan, workload: Workload, count: int, uploads_first: bool = 
     """Return a plan that updates some subgroups on the CPU as soon as their gradients are there, not validated.
 
     They are the last ones that the CPU updates, whose gradients come first. Their results are uploaded when clipping
-    has said that they are valid.
-
-    Args:
-        plan: The plan.
-        workload: Its workload. If it does not clip, or holds gradients until the step, nothing is speculated.
-        count: How many subgroups.
-        uploads_first: Whether their uploads come before all other operations of the step, or after them.
+    has said that they are valid. If the workload does not clip, or holds gradients until the step, nothing is
+    speculated. Their uploads come before all other operations of the step (`uploads_first`), or after them.
     """
     if not workload.clipping or workload.gradients_held_until_step or count <= 0:
         return plan

@@ -22,11 +22,8 @@ def check_storage(
     no buffer has state of two subgroups at the same time, in this iteration or the next.
 
     Args:
-        policy: The policy's string, for messages.
         ops: The operations of the plan, otherwise valid.
-        buffers: Bytes of each buffer.
         not_stored: Subgroups whose state is on the device when the iteration begins.
-        workload: The workload.
         has_gradients: Whether storage has gradients, too, in fp32: each is written, and read with the state.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,8 +28,7 @@ FreeBytes = Annotated[float, number_range(0, 1e14)]
 BusyShare = Annotated[
     float, Meta(ge=0, lt=1, description="a number from 0 to less than 1: a link that is always busy moves nothing")
 ]
-Sizes = Annotated[list[Annotated[int, Meta(ge=1)]], Meta(max_length=_MAX_SUBGROUPS, description=_SIZES)]
-ClipActiveShare = Annotated[float, number_range(0, 1)]
+Sizes = Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=_MAX_SUBGROUPS, description=_SIZES)]
 Flag = Annotated[bool, Meta(description="true or false")]
 
 
@@ -42,7 +41,6 @@ class Workload:
         params: Parameters whose state the rank holds.
         subgroup_params: Parameters of a subgroup; the last one may be smaller.
         forward_s: The forward, without any waiting for the optimizer; so are backward_s and other_s.
-        backward_s: The backward.
         other_s: The part of the iteration that no phase covers.
         param_bytes: Bytes per parameter of the half-precision copy on the device.
         grad_bytes: Bytes per parameter of a gradient.
@@ -76,28 +74,28 @@ class Workload:
     name: str
     params: int
     subgroup_params: int
-    forward_s: float
-    backward_s: float
-    other_s: float = 0.0
-    param_bytes: float = float(PARAM_BYTES)
-    grad_bytes: float = float(GRAD_BYTES)
+    forward_s: Seconds
+    backward_s: Seconds
+    other_s: Seconds = 0.0
+    param_bytes: BytesPerParam = float(PARAM_BYTES)
+    grad_bytes: BytesPerParam = float(GRAD_BYTES)
     state_bytes: float = float(STATE_BYTES)
     gpu_free: FreeMemorySteps | None = None
-    host_free_bytes: float | None = None
-    h2d_busy_share: float = 0.0
-    d2h_busy_share: float = 0.0
-    clipping: bool = True
-    clip_active_share: float = DEFAULT_CLIP_ACTIVE_SHARE
-    master: Literal["fp32", "remainder"] = "fp32"
-    norm: Literal["host", "device"] | None = None
+    host_free_bytes: FreeBytes | None = None
+    h2d_busy_share: BusyShare = 0.0
+    d2h_busy_share: BusyShare = 0.0
+    clipping: Flag = True
+    clip_active_share: Annotated[float, number_range(0, 1)] = DEFAULT_CLIP_ACTIVE_SHARE
+    master: Annotated[Literal["fp32", "remainder"], Meta(description='"fp32" or "remainder"')] = "fp32"
+    norm: Annotated[Literal["host", "device"], Meta(description='"host" or "device"')] | None = None
     collective_bytes: tuple[tuple[str, float, float], ...] = ()
-    gpu_slack_bytes: float = 0.0
+    gpu_slack_bytes: FreeBytes = 0.0
     gradients_held_until_step: bool = False
-    accumulates: bool = False
-    missing_bytes: float = 0.0
-    sizes: tuple[int, ...] | None = None
-    deepspeed_version: str | None = None
-    notes: tuple[str, ...] = ()
+    accumulates: Flag = False
+    missing_bytes: FreeBytes = 0.0
+    sizes: Sizes | None = None
+    deepspeed_version: Annotated[str, Meta(description="a text")] | None = None
+    notes: Annotated[tuple[str, ...], Meta(description="a list of texts")] = ()
 
     @cached_property
     def subgroups(self) -> tuple[int, ...]:
@@ -155,6 +153,17 @@ class Workload:
         """The bytes that are free at every moment of the iteration; None: not known."""
         return min(size for _, size in self.gpu_free) if self.gpu_free is not None else None
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the object of a workload file, which `workload_from` reads."""
+        values = asdict(self)
+        steps = values.pop("gpu_free")
+        if steps is not None:
+            steps = [{"at_s": time, "bytes": size + self.gpu_slack_bytes} for time, size in steps]
+        values["gpu_free_bytes"] = steps
+        values["collective_bytes"] = {phase: {"h2d": h2d, "d2h": d2h} for phase, h2d, d2h in self.collective_bytes}
+        values["gradients_stay"] = values.pop("gradients_held_until_step")
+        return values
+
 
 def value_at(steps: FreeMemorySteps, seconds: float) -> float:
     """Return the value of a step function that begins at 0."""
@@ -181,17 +190,12 @@ class _CollectiveBytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple((phase, size.h2d, size.d2h) for phase, size in phases.items() if size is not None)
 
 
-class WorkloadFile(msgspec.Struct):
-    """The object of a workload file."""
+class _FileKeys(msgspec.Struct):
+    """The keys of a workload file whose values a workload has in another form."""
 
     params: Params
-    forward_s: Seconds
-    backward_s: Seconds
     name: Any = None
     subgroup_params: Params | None = None
-    other_s: Seconds = 0.0
-    param_bytes: BytesPerParam = float(PARAM_BYTES)
-    grad_bytes: BytesPerParam = float(GRAD_BYTES)
     state_bytes: Annotated[float, number_range(1, 1024)] | None = None
     gpu_free_bytes: (
         Annotated[
@@ -200,86 +204,54 @@ class WorkloadFile(msgspec.Struct):
         ]
         | None
     ) = None
-    host_free_bytes: FreeBytes | None = None
-    h2d_busy_share: BusyShare = 0.0
-    d2h_busy_share: BusyShare = 0.0
-    clipping: Flag = True
-    clip_active_share: ClipActiveShare = DEFAULT_CLIP_ACTIVE_SHARE
-    master: Annotated[Literal["fp32", "remainder"], Meta(description='"fp32" or "remainder"')] = "fp32"
-    norm: Annotated[Literal["host", "device"], Meta(description='"host" or "device"')] | None = None
     collective_bytes: Annotated[
         _CollectiveBytes,
         Meta(description='an object of {"h2d", "d2h"} (bytes per iteration) by phase: other, forward, backward'),
     ] = _CollectiveBytes()
-    gpu_slack_bytes: FreeBytes = 0.0
     gradients_stay: Flag = False
-    accumulates: Flag = False
-    missing_bytes: FreeBytes = 0.0
-    sizes: Annotated[list[Annotated[int, Meta(ge=1)]], Meta(max_length=_MAX_SUBGROUPS, description=_SIZES)] | None = (
-        None
-    )
-    deepspeed_version: Annotated[str, Meta(description="a text")] | None = None
-    notes: Annotated[list[str], Meta(description="a list of texts")] = []
 
 
 def workload_from(values: dict[str, Any], where: str) -> Workload:
     """Convert the object of a workload file.
 
-    Args:
-        values: The object; null counts as missing.
-        where: The source, for messages; it names a workload without a name.
-
-    Raises:
-        WorkloadError: A value is missing, has the wrong type or is out of range.
+    Null counts as missing. `where` is the source, for messages; it names a workload without a name.
     """
-    file = convert_object(values, WorkloadFile, where, WorkloadError)
+    file = convert_object(values, _FileKeys, where, WorkloadError)
     params = round(file.params)
     subgroup_params = min(round(file.subgroup_params or params), params)
     if params / subgroup_params > _MAX_SUBGROUPS:
         raise WorkloadError(f"{where}: more than {_MAX_SUBGROUPS:,} subgroups: choose larger ones")
-    if file.sizes is not None and sum(file.sizes) != params:
-        raise WorkloadError(f"{where}: sizes is a list with the sum {sum(file.sizes)}; it must be {_SIZES}")
-    return Workload(
-        name=where if file.name is None else str(file.name),
-        params=params,
-        subgroup_params=subgroup_params,
-        forward_s=file.forward_s,
-        backward_s=file.backward_s,
-        other_s=file.other_s,
-        param_bytes=file.param_bytes,
-        grad_bytes=file.grad_bytes,
-        state_bytes=_state_bytes(file, where),
-        gpu_free=_free_steps(file.gpu_free_bytes, file.gpu_slack_bytes),
-        host_free_bytes=file.host_free_bytes,
-        h2d_busy_share=file.h2d_busy_share,
-        d2h_busy_share=file.d2h_busy_share,
-        clipping=file.clipping,
-        clip_active_share=file.clip_active_share,
-        master=file.master,
-        norm=file.norm,
-        collective_bytes=file.collective_bytes.items(),
-        gpu_slack_bytes=file.gpu_slack_bytes,
-        gradients_held_until_step=file.gradients_stay,
-        accumulates=file.accumulates,
-        missing_bytes=file.missing_bytes,
-        sizes=None if file.sizes is None else tuple(file.sizes),
-        deepspeed_version=file.deepspeed_version,
-        notes=tuple(file.notes),
+    converted = {
+        "name": where if file.name is None else str(file.name),
+        "params": params,
+        "subgroup_params": subgroup_params,
+        "state_bytes": None,
+        "gpu_free": None,
+        "collective_bytes": file.collective_bytes.items(),
+        "gradients_held_until_step": file.gradients_stay,
+    }
+    workload = convert_object(values | converted, Workload, where, WorkloadError)
+    if workload.sizes is not None and sum(workload.sizes) != params:
+        raise WorkloadError(f"{where}: sizes is a list with the sum {sum(workload.sizes)}; it must be {_SIZES}")
+    return replace(
+        workload,
+        state_bytes=_state_bytes(workload, file.state_bytes, where),
+        gpu_free=_free_steps(file.gpu_free_bytes, workload.gpu_slack_bytes),
     )
 
 
-def _state_bytes(file: WorkloadFile, where: str) -> float:
+def _state_bytes(workload: Workload, state_bytes: float | None, where: str) -> float:
     """Return the bytes per parameter of the state; by default those of the kind of master."""
-    if file.master == "fp32":
-        return STATE_BYTES if file.state_bytes is None else file.state_bytes
-    if file.param_bytes != PARAM_BYTES:
+    if workload.master == "fp32":
+        return STATE_BYTES if state_bytes is None else state_bytes
+    if workload.param_bytes != PARAM_BYTES:
         raise WorkloadError(
-            f"{where}: master is remainder and param_bytes {file.param_bytes:g}: only the master of a bf16 parameter "
-            f"({PARAM_BYTES} B) can be a remainder"
+            f"{where}: master is remainder and param_bytes {workload.param_bytes:g}: only the master of a bf16 "
+            f"parameter ({PARAM_BYTES} B) can be a remainder"
         )
-    if file.state_bytes not in (None, REMAINDER_STATE_BYTES):
+    if state_bytes not in (None, REMAINDER_STATE_BYTES):
         raise WorkloadError(
-            f"{where}: master is remainder and state_bytes {file.state_bytes:g}: remainder and moments have "
+            f"{where}: master is remainder and state_bytes {state_bytes:g}: remainder and moments have "
             f"{REMAINDER_STATE_BYTES} B; leave state_bytes out"
         )
     return REMAINDER_STATE_BYTES

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import TypeVar
 
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
 from ebbtide.interleave.policies.registry import (
@@ -11,6 +12,7 @@ from ebbtide.interleave.policies.registry import (
     Policy,
     PolicyFunction,
     PolicySpec,
+    SystemRun,
     depends_on_rates,
     make_plan,
     parse,
@@ -18,29 +20,25 @@ from ebbtide.interleave.policies.registry import (
     refuse_simulation_only,
 )
 
+RunKind = TypeVar("RunKind", DefaultRun, SystemRun)
+
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-# The policies that are replayed if the user names none.
-BUILT_IN = tuple(
-    run.text
-    for run in sorted(
-        (registered.default_run for registered in POLICIES.values() if registered.default_run is not None),
-        key=lambda run: run.position,
-    )
-)
 
-# The other systems, with typical values; `systems` stands for all of them where policies are asked for.
-SYSTEMS = (
-    "superoffload",
-    "zenflow:0.1",
-    "megatron-hybrid:0.5,overlap=copies",
-    "deepcompile",
-    "prime-rl",
-    "torchao",
-    "fsdp2-offload",
-    "zero-infinity:12,pipeline_read=true,pipeline_write=true",
-    "mlp-offload",
+def _runs(kind: type[RunKind]) -> list[RunKind]:
+    """Return the runs of a kind of all policies in their order."""
+    runs = (registered.run for registered in POLICIES.values())
+    return sorted((run for run in runs if isinstance(run, kind)), key=lambda run: run.position)
+
+
+# The policies that are replayed if the user names none.
+BUILT_IN = tuple(run.text for run in _runs(DefaultRun))
+# The other systems, with typical values; `systems` stands for all of them where policies are asked for. And as they run
+# today.
+SYSTEMS = tuple(run.text for run in _runs(SystemRun))
+ADVISED_SYSTEMS = tuple(
+    text for run in _runs(SystemRun) for text in ((run.text,) if run.advised is None else run.advised)
 )
 ALL_SYSTEMS = "systems"
 
@@ -51,6 +49,7 @@ def with_systems(policies: Iterable[str]) -> list[str]:
 
 
 __all__ = [
+    "ADVISED_SYSTEMS",
     "ALL_SYSTEMS",
     "BUILT_IN",
     "POLICIES",
@@ -60,6 +59,7 @@ __all__ = [
     "Policy",
     "PolicyFunction",
     "PolicySpec",
+    "SystemRun",
     "depends_on_rates",
     "make_plan",
     "parse",

@@ -9,7 +9,7 @@ from ebbtide.interleave.policies.registry import DefaultRun, PolicySpec, policy,
 from ebbtide.machines.machine import Machine
 
 
-@policy("gpu-only", DefaultRun("gpu-only", position=60))
+@policy("gpu-only", DefaultRun("gpu-only", position=60), in_deepspeed=True)
 def gpu_only(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Keep all state resident on the GPU: the limit if memory does not matter."""
     reject_value(spec)

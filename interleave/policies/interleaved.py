@@ -60,11 +60,6 @@ def keepable_gradients(workload: Workload, resident: Iterable[int], on_gpu: Iter
 
     They must fit in addition to resident state, its gradients and the buffers. All of them fit if the free memory is
     not known. The other gradients are copied down and back up.
-
-    Args:
-        workload: The workload to plan for.
-        resident: Subgroups whose state is resident.
-        on_gpu: Subgroups that are streamed through the GPU.
     """
     sizes = workload.subgroups
     streamed = list(on_gpu)

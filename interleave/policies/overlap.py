@@ -1,21 +1,45 @@
-"""The option `overlap`: phases that updates may run in, beside the step."""
+"""The option `overlap`: phases that updates may run in, beside the step; and the best count of subgroups for that."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from ebbtide.interleave.model.overlap import OVERLAPS, Overlap
+from ebbtide.interleave.model.operations import OVERLAPS, Overlap
 from ebbtide.interleave.model.plan import BACKWARD, LATE_KINDS, WRITES_PARAMETERS, Op, Plan, forward_points
 from ebbtide.interleave.model.speculation import speculate
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.counts import Cost, best_count
 from ebbtide.interleave.policies.storage import with_fitting_storage
-from ebbtide.interleave.simulation.steps import simulate_steps
+from ebbtide.interleave.simulation.simulator import simulate_steps
 from ebbtide.machines.machine import Machine
 
-OVERLAP = (*OVERLAPS, "auto")
+Cost = tuple[bool, bool, float]
+# Into so many steps the counts are divided at first.
+_FIRST_COUNTS = 8
 _POINT, _DUE = Op._fields.index("point"), Op._fields.index("due")
+
+
+def best_count(most: int, cost: Callable[[int], Cost]) -> int:
+    """Return the best count from 0 to a number: of some evenly spread ones, and then near the best.
+
+    `cost` is that of a count (see `Steps.cost`); it is called once for each.
+    """
+    costs: dict[int, Cost] = {}
+
+    def cost_of(count: int) -> Cost:
+        if count not in costs:
+            costs[count] = cost(count)
+        return costs[count]
+
+    step = max(1, most // _FIRST_COUNTS)
+    best = min(range(0, most + 1, step), key=cost_of)
+    while step:
+        best = min((best, max(0, best - step), min(most, best + step)), key=cost_of)
+        step //= 2
+    return best
+
+
+OVERLAP = (*OVERLAPS, "auto")
 
 
 def overlaps_of(option: str) -> tuple[Overlap, ...]:
@@ -27,17 +51,9 @@ def overlaps_of(option: str) -> tuple[Overlap, ...]:
 def with_overlap(plan: Plan, workload: Workload, machine: Machine, option: str) -> Plan:
     """Return a plan whose updates may run in other phases than the step.
 
-    How many subgroups are speculated is what gives the shortest mean iteration, within the memory of the host.
-
-    Args:
-        plan: A plan that updates subgroups in the order in which the forward needs them.
-        workload: The workload.
-        machine: The machine.
-        option: `none`, which returns the plan itself, `forward`, `backward`, `both`, or `auto`, the best of these.
-
-    Raises:
-        PlanError: The plan is not valid with late updates.
-        MachineError: The machine lacks a rate that is needed to choose.
+    How many subgroups are speculated is what gives the shortest mean iteration, within the memory of the host. The plan
+    must update subgroups in the order in which the forward needs them. `option` is `none`, which returns the plan
+    itself, `forward`, `backward`, `both`, or `auto`, the best of these.
     """
     overlaps = overlaps_of(option)
     if not overlaps:
@@ -72,11 +88,7 @@ def late(plan: Plan, workload: Workload, on_time: frozenset[int] = frozenset()) 
     backward. Updates of resident state are short and stay with the step, as does state that is parked: it leaves the
     device when the iteration begins. State is not fetched again before the backward, by which it has been flushed.
     Gradients that the job holds until the step are its own again when the step returns, so none is used later.
-
-    Args:
-        plan: The plan.
-        workload: The workload.
-        on_time: Further subgroups whose operations end with the step.
+    Operations of the subgroups `on_time` end with the step, too.
     """
     needed = forward_points(workload)
     used_in_place = plan.kept_gradients if workload.gradients_held_until_step else frozenset()

@@ -18,16 +18,12 @@ class PlanBuilder:
     if the workload needs all gradients before any update.
 
     Attributes:
-        policy: The policy's string.
-        workload: The workload to plan for.
         blocking_gradients: Copy gradients as DeepSpeed did before 0.19.5: into pageable memory, while the backward
             waits.
         early: Start an update as soon as its gradient is ready, if the workload does not need all gradients first;
             otherwise updates start with the step.
         speculative: Start an update on the CPU as soon as its gradient is ready, before clipping has said that it is
             valid.
-        ops: The operations so far.
-        sizes: Parameters of each subgroup.
     """
 
     policy: str
@@ -69,26 +65,8 @@ class PlanBuilder:
     ) -> int:
         """Append an operation (see `Op`) on a share of a subgroup's parameters and return its index."""
         params = round(share * self.sizes[subgroup]) if subgroup >= 0 else 0
-        nbytes = bytes_per_param * params
-        self.ops.append(
-            Op(
-                kind,
-                resource,
-                subgroup,
-                params,
-                nbytes,
-                point,
-                after,
-                pageable,
-                blocking,
-                acquire,
-                release,
-                due,
-                speculative,
-                path,
-                buffer,
-            )
-        )
+        flags = (pageable, blocking, acquire, release, due, speculative, path, buffer)
+        self.ops.append(Op(kind, resource, subgroup, params, bytes_per_param * params, point, after, *flags))
         return len(self.ops) - 1
 
     def gradients(self, keep: frozenset[int] = frozenset(), bytes_per_param: float | None = None) -> None:
@@ -115,11 +93,7 @@ class PlanBuilder:
         blocking: bool = False,
         acquire: float = 0.0,
     ) -> int:
-        """Copy one gradient to the host as soon as it is ready, or after the backward if it is held until then.
-
-        Returns:
-            Index of the copy.
-        """
+        """Copy one gradient to the host like `gradients`, and return the index of the copy."""
         until_step = self.workload.gradients_held_until_step
         point = UPDATE if until_step else self._gradient_points[subgroup]
         self._gradient_copies[subgroup] = self.add(
@@ -141,12 +115,8 @@ class PlanBuilder:
             self._clip = (self.add("clip", "cpu", -1, after=tuple(self._gradient_copies.values())),)
 
     def gradients_at_step(self, keep: frozenset[int], bytes_per_param: float) -> None:
-        """Clip gradients on the device, in the memory of the job, and copy them to the host then.
-
-        Args:
-            keep: Subgroups whose gradients are not copied.
-            bytes_per_param: Bytes of a gradient that is copied.
-        """
+        """Clip gradients on the device, in the memory of the job, and copy them to the host then, but for those to
+        keep."""
         self._kept |= keep
         if self.workload.clipping:
             self._clip = (self.add("clip", "cpu", -1),)
@@ -165,18 +135,14 @@ class PlanBuilder:
         return tuple(self._gradient_copies.values())
 
     def on_cpu(self, subgroup: int, params: str = "pipelined", after: tuple[int, ...] = ()) -> int:
-        """Update a subgroup on the CPU.
+        """Update a subgroup on the CPU, and return the index of the last operation.
 
         Args:
-            subgroup: Index of the subgroup.
             params: How the parameters reach the device. `pipelined`: the update writes them in half precision, and they
                 are uploaded from pinned memory. `blocking`: they are converted in a pass of its own and uploaded from
                 pageable memory. `gpu-cast`: the fp32 masters are uploaded and converted on the GPU. With the master as
                 remainder there is nothing to convert: the update writes the parameters.
             after: Indices of further operations to wait for.
-
-        Returns:
-            Index of the last operation.
         """
         width = self.workload.param_bytes
         update = self.update_on_cpu(subgroup, after)
@@ -202,7 +168,6 @@ class PlanBuilder:
         """Upload the fp32 masters of a subgroup, convert them on the GPU, and return the index of the conversion.
 
         Args:
-            subgroup: Index of the subgroup.
             after: Indices of the operations to wait for, its update among them.
             point: The earliest point of the iteration at which the upload may start.
             staged: Whether the masters take device memory only meanwhile; otherwise the plan has memory for them.
@@ -222,7 +187,6 @@ class PlanBuilder:
         Call it before `gradients`.
 
         Args:
-            subgroups: The subgroups whose state is parked.
             point: The earliest point of the iteration at which they may start.
         """
         for subgroup in subgroups:
@@ -235,15 +199,11 @@ class PlanBuilder:
         return self._first_flushes[subgroup]
 
     def fetch(self, subgroup: int, after: tuple[int, ...] = (), point: float = STEP) -> int:
-        """Fetch state to the device.
+        """Fetch the state of a subgroup to the device, and return the index of the fetch.
 
         Args:
-            subgroup: Index of the subgroup.
             after: Indices of the operations that free the memory it needs.
             point: The earliest point of the iteration at which it may start.
-
-        Returns:
-            Index of the fetch.
         """
         size = self.workload.state_bytes
         own_flush = (self._first_flushes[subgroup],) if subgroup in self._first_flushes else ()
@@ -267,15 +227,8 @@ class PlanBuilder:
         )
 
     def through_gpu(self, subgroup: int, after: tuple[int, ...] = ()) -> int:
-        """Fetch, update on the GPU and flush a subgroup, all within the update.
-
-        Args:
-            subgroup: Index of the subgroup.
-            after: Indices of the operations that free the memory it needs.
-
-        Returns:
-            Index of the flush.
-        """
+        """Fetch, update on the GPU and flush a subgroup within the update, and return the index of the flush; see
+        `fetch`."""
         self.fetch(subgroup, after)
         return self.flush(subgroup, self.update_fetched(subgroup))
 

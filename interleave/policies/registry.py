@@ -19,7 +19,6 @@ class PolicySpec:
 
     Attributes:
         text: The string as the user wrote it.
-        name: Name of the policy.
         value: Text after the colon, None without a colon.
         options: Options after commas, with defaults filled in.
     """
@@ -35,8 +34,6 @@ class PolicySpec:
         Args:
             what: Meaning of the number, for the error message.
             default: Number if there is no value; None if a value is required.
-            minimum: Smallest number allowed.
-            maximum: Largest number allowed.
 
         Raises:
             PolicyError: The value is missing or not such a number.
@@ -48,15 +45,24 @@ PolicyFunction = Callable[[Workload, Machine, PolicySpec], Plan]
 
 
 class DefaultRun(NamedTuple):
-    """The run of a built-in policy where the user names no policy.
+    """The run of a built-in policy where the user names no policy."""
+
+    text: str
+    position: int
+
+
+class SystemRun(NamedTuple):
+    """The run of another system, where the user asks for all of them.
 
     Attributes:
-        text: The policy's string.
-        position: Sort key among the built-in policies.
+        text: The policy's string, with typical values.
+        position: Sort key among the systems.
+        advised: The strings as the system runs today, which a recommendation compares; None: `text`.
     """
 
     text: str
     position: int
+    advised: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,22 +70,22 @@ class Policy:
     """A registered policy.
 
     Attributes:
-        name: Name in a policy's string.
-        function: Makes the plan.
         options: The values that each option may have, the default first.
         summary: First line of the function's docstring.
-        default_run: How the policy is run by default, None if it is not.
+        run: How the policy is run by default, or where all systems are asked for; None: only by its name.
         simulation_only: Whether the engine cannot run its plans; `replay` and `sweep` can.
         uses_storage: Whether state that host memory does not hold may be in storage. Without, it does not fit.
+        in_deepspeed: Whether DeepSpeed's configuration alone selects it.
     """
 
     name: str
     function: PolicyFunction
     options: Mapping[str, tuple[str, ...]]
     summary: str
-    default_run: DefaultRun | None = None
+    run: DefaultRun | SystemRun | None = None
     simulation_only: bool = False
     uses_storage: bool = True
+    in_deepspeed: bool = False
 
 
 POLICIES: dict[str, Policy] = {}
@@ -90,25 +96,18 @@ PARAMS_BLOCKING = ("blocking", "pipelined", "gpu-cast")
 
 def policy(
     name: str,
-    default_run: DefaultRun | None = None,
+    run: DefaultRun | SystemRun | None = None,
     /,
     simulation_only: bool = False,
     uses_storage: bool = True,
+    in_deepspeed: bool = False,
     **options: tuple[str, ...],
 ) -> Callable[[PolicyFunction], PolicyFunction]:
-    """Register the decorated function as a policy.
-
-    Args:
-        name: Name of the policy. The first line of the function's docstring is its summary.
-        default_run: For built-in policies: how `ebbtide replay` runs it by default.
-        simulation_only: Whether the engine cannot run its plans.
-        uses_storage: Whether state that host memory does not hold may be in storage.
-        **options: The values that each option may have, the default first.
-    """
+    """Register the decorated function as a policy, with the attributes of `Policy`."""
 
     def register(function: PolicyFunction) -> PolicyFunction:
         summary = (function.__doc__ or "").strip().split("\n")[0]
-        POLICIES[name] = Policy(name, function, options, summary, default_run, simulation_only, uses_storage)
+        POLICIES[name] = Policy(name, function, options, summary, run, simulation_only, uses_storage, in_deepspeed)
         return function
 
     return register
@@ -150,22 +149,13 @@ def refuse_simulation_only(text: str) -> None:
 
 
 def depends_on_rates(text: str) -> bool:
-    """Return whether the plans of a policy depend on how fast a machine is and how long the phases of the job are.
-
-    Raises:
-        PolicyError: As `parse`.
-    """
+    """Return whether the plans of a policy depend on how fast a machine is and how long the phases of the job are."""
     spec = parse(text)
     return spec.name == "adaptive" or spec.options.get("overlap", "none") not in ("none", "forward")
 
 
 def plan_in_memory(text: str, workload: Workload, machine: Machine) -> Plan:
-    """Make the plan of the policy that a string selects, as if host memory held all state.
-
-    Raises:
-        PolicyError: The string selects no policy, or the policy cannot plan this workload.
-        MachineError: The machine lacks a rate that the policy needs.
-    """
+    """Make the plan of the policy that a string selects, as if host memory held all state."""
     spec = parse(text)
     return POLICIES[spec.name].function(workload, machine, spec)
 

@@ -1,16 +1,250 @@
-"""Storage for what host memory does not hold: when it is used, and which state is there."""
+"""Storage for what host memory does not hold: when it is used, which state is there, and its reads and writes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
-from ebbtide.interleave.model.host_memory import available_host_bytes, needed_host_bytes
-from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.model.plan import BACKWARD, Op, Plan, uses_state_on_host
+from ebbtide.interleave.model.schedule import available_host_bytes, needed_host_bytes
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.stored_plan import StorageLayout, stored_in
-from ebbtide.interleave.simulation.steps import simulate_steps
+from ebbtide.interleave.simulation.simulator import simulate_steps
 from ebbtide.machines.machine import Machine
+from ebbtide.machines.storage import StoragePath
 from ebbtide.units import bytes_text
+
+# Below all indices of operations.
+_SPECULATIVE_PLACE = -(10**9)
+# Versions of each state in storage: the one of the last whole step, and the one that is written.
+STORED_VERSIONS = 2
+
+
+@dataclass(frozen=True)
+class StorageLayout:
+    """A choice of which state is in storage, and of the buffers that it passes through.
+
+    Attributes:
+        placement: Which subgroups, in the order of their updates: evenly `spread`, the `first` or the `last` ones.
+        buffers: How many of them may be in host memory at once, of each path.
+        paths: How many paths of the storage are used, the fastest ones; None: all.
+    """
+
+    placement: str
+    buffers: int
+    paths: int | None = None
+
+
+def stored_in(plan: Plan, workload: Workload, machine: Machine, layout: StorageLayout) -> Plan:
+    """Return a plan whose state is in storage as far as host memory does not hold it, not validated.
+
+    Reads may begin with the backward; the last write of each buffer is due when the next backward begins.
+    """
+    chains = _Chains(plan, workload, machine, layout)
+    return replace(plan, ops=tuple(chains.ops()), storage_buffers=chains.buffer_bytes) if chains.path_of else plan
+
+
+class _Chains:
+    """Inserts the read and the write of each subgroup in storage into the operations of a plan."""
+
+    def __init__(self, plan: Plan, workload: Workload, machine: Machine, layout: StorageLayout) -> None:
+        self._plan = plan
+        self._state_bytes = [workload.state_bytes * size for size in workload.subgroups]
+        self._uses = _uses_in_order(plan)
+        available = available_host_bytes(workload, machine) or 0.0
+        in_host = {
+            subgroup: self._state_bytes[subgroup] * (2 if subgroup in plan.speculated else 1) for subgroup in self._uses
+        }
+        # Of state that is neither resident nor can be in storage.
+        fixed = needed_host_bytes(plan, workload) - sum(in_host.values())
+        order = list(self._uses)
+        few, most = 0, len(order)
+        while few < most:
+            count = (few + most) // 2
+            chosen = _paths(_chosen(order, count, layout.placement), self._state_bytes, machine.storage, layout.paths)
+            kept = sum(in_host.values()) - sum(in_host[subgroup] for subgroup in chosen)
+            if fixed + kept + sum(self._with_buffers(chosen, layout.buffers)) <= available:
+                most = count
+            else:
+                few = count + 1
+        stored = _chosen(order, most, layout.placement)
+        self.path_of = _paths(stored, self._state_bytes, machine.storage, layout.paths)
+        self.buffer_bytes = self._with_buffers(self.path_of, layout.buffers)
+
+    def _with_buffers(self, path_of: Mapping[int, int], count: int) -> tuple[float, ...]:
+        """Give each subgroup in storage a buffer and return the bytes of the buffers.
+
+        Each path has buffers of its own, since a slow one would hold up the others: at least as many as subgroups that
+        the plan has on their way through the device at once. An update of this iteration cannot wait for a buffer that
+        a late one frees. If any comes after a late one, both kinds have buffers of their own.
+        """
+        stored = list(path_of)
+        late = [subgroup for subgroup in stored if self._uses[subgroup].late]
+        on_time = [subgroup for subgroup in stored if not self._uses[subgroup].late]
+        mixed = bool(late and on_time) and stored.index(late[0]) < stored.index(on_time[-1])
+        groups: dict[tuple[int, bool], list[int]] = {}
+        for subgroup, path in path_of.items():
+            groups.setdefault((path, mixed and self._uses[subgroup].late), []).append(subgroup)
+        self._buffer_of: dict[int, int] = {}
+        sizes: list[float] = []
+        for group in groups.values():
+            # Last places at which each buffer is used, the first one to become free first.
+            used: list[tuple[int, int]] = []
+            for subgroup in group:
+                use = self._uses[subgroup]
+                if len(used) < count or used[0][0] >= use.place:
+                    buffer = len(sizes)
+                    sizes.append(0.0)
+                else:
+                    buffer = heappop(used)[1]
+                heappush(used, (use.last_place, buffer))
+                self._buffer_of[subgroup] = buffer
+                sizes[buffer] = max(sizes[buffer], self._state_bytes[subgroup])
+        return tuple(sizes)
+
+    def ops(self) -> list[Op]:
+        """Return the operations with reads and writes, in an order that respects what they wait for."""
+        plan = self._plan
+        last_of_buffer = {self._buffer_of[subgroup]: subgroup for subgroup in self.path_of}
+        speculative = [
+            use.first
+            for subgroup, use in self._uses.items()
+            if subgroup in self.path_of and subgroup in plan.speculated
+        ]
+        clip = next((index for index, op in enumerate(plan.ops) if op.kind == "clip"), -1)
+        self._new: list[Op] = []
+        self._index: dict[int, int] = {}
+        self._reads: dict[int, int] = {}
+        self._writes_of_buffers: dict[int, int] = {}
+        for index in range(len(plan.ops)):
+            if index not in self._index:
+                self._emit(index, last_of_buffer)
+            if index == clip:
+                # Their buffers are the first to be used, whatever their place among the updates of the step.
+                for update in speculative:
+                    self._emit(update, last_of_buffer)
+        return self._new
+
+    def _emit(self, index: int, last_of_buffer: dict[int, int]) -> None:
+        """Append an operation, its read before it and its write after it, where it is the first or the last to use
+        state that is in storage."""
+        op = self._plan.ops[index]
+        use = self._uses.get(op.subgroup) if op.subgroup in self.path_of else None
+        after = tuple(self._index[before] for before in op.after)
+        if use is not None and index == use.first:
+            self._reads[op.subgroup] = self._read(op)
+        if use is not None and (op.kind == "fetch" or (op.kind == "update" and op.resource == "cpu")):
+            after = (*after, self._reads[op.subgroup])
+            # A fetch in the forward, while the update of the iteration before may still be late, waits like its read.
+            op = op._replace(point=max(op.point, BACKWARD))
+        self._index[index] = len(self._new)
+        self._new.append(op._replace(after=after))
+        if use is not None and index == use.last:
+            buffer = self._buffer_of[op.subgroup]
+            is_late = op.due is not None or last_of_buffer[buffer] == op.subgroup
+            self._writes_of_buffers[buffer] = len(self._new)
+            self._new.append(
+                self._transfer(op, "write")._replace(
+                    point=op.point, after=(self._index[index],), due=BACKWARD if is_late else None
+                )
+            )
+
+    def _read(self, consumer: Op) -> int:
+        """Append the read that an operation needs and return its index."""
+        read = self._transfer(consumer, "read")
+        before = self._writes_of_buffers.get(read.buffer)
+        if before is not None:
+            due = consumer.due if self._new[before].due is not None else None
+            read = read._replace(after=(before,), due=due)
+        self._new.append(read)
+        return len(self._new) - 1
+
+    def _transfer(self, op: Op, kind: str) -> Op:
+        subgroup = op.subgroup
+        return Op(
+            "read" if kind == "read" else "write",
+            "storage_read" if kind == "read" else "storage_write",
+            subgroup,
+            op.params,
+            self._state_bytes[subgroup],
+            BACKWARD,
+            path=self.path_of[subgroup],
+            buffer=self._buffer_of[subgroup],
+        )
+
+
+@dataclass
+class _Use:
+    """The operations between which a subgroup's state is used in host memory.
+
+    Attributes:
+        late: Whether the first one may end in the next iteration.
+        speculative: Whether it is a speculative update. These come right after clipping, before all others.
+    """
+
+    first: int
+    last: int
+    late: bool
+    speculative: bool
+
+    @property
+    def place(self) -> int:
+        """Sort key of the order in which subgroups are read."""
+        return _SPECULATIVE_PLACE + self.first if self.speculative else self.first
+
+    @property
+    def last_place(self) -> int:
+        """The same of the last operation, which comes after clipping unless it is the first one."""
+        return self.place if self.last == self.first else self.last
+
+
+def _uses_in_order(plan: Plan) -> dict[int, _Use]:
+    """Return the subgroups whose state may be in storage, in the order of their first use."""
+    elsewhere = plan.resident | plan.parked
+    casts_on_gpu = {op.subgroup for op in plan.ops if op.kind == "cast" and op.resource == "gpu"}
+    uses: dict[int, _Use] = {}
+    for index, op in enumerate(plan.ops):
+        if op.subgroup in elsewhere:
+            continue
+        if op.kind == "fetch" or (op.kind == "update" and op.resource == "cpu"):
+            uses[op.subgroup] = _Use(index, index, op.due is not None, op.speculative)
+        elif op.subgroup in uses and uses_state_on_host(op, casts_on_gpu):
+            uses[op.subgroup].last = index
+    return dict(sorted(uses.items(), key=lambda entry: entry[1].place))
+
+
+def _chosen(order: Sequence[int], count: int, placement: str) -> list[int]:
+    """Return `count` subgroups of an order."""
+    if placement == "spread":
+        return [
+            subgroup
+            for number, subgroup in enumerate(order)
+            if (number + 1) * count // len(order) > number * count // len(order)
+        ]
+    return list(order[:count] if placement == "first" else order[len(order) - count :])
+
+
+def _paths(
+    subgroups: Sequence[int], state_bytes: Sequence[float], storage: Sequence[StoragePath], count: int | None
+) -> dict[int, int]:
+    """Return the path of each subgroup, so that the fastest `count` paths are busy equally long. What none of them has
+    space for is left out."""
+    busy_s = [0.0] * len(storage)
+    free = [float("inf") if path.bytes is None else path.bytes for path in storage]
+    s_per_byte = [path.s_per_byte for path in storage]
+    fastest = sorted(range(len(storage)), key=s_per_byte.__getitem__)[:count]
+    path_of = {}
+    for subgroup in subgroups:
+        size = state_bytes[subgroup]
+        with_space = [number for number in fastest if free[number] >= STORED_VERSIONS * size]
+        if not with_space:
+            continue
+        path = min(with_space, key=lambda number: busy_s[number] + size * s_per_byte[number])
+        busy_s[path] += size * s_per_byte[path]
+        free[path] -= STORED_VERSIONS * size
+        path_of[subgroup] = path
+    return path_of
+
 
 DEFAULT_LAYOUT, SMALLEST_LAYOUT = StorageLayout("spread", 3), StorageLayout("spread", 1, paths=1)
 
@@ -32,14 +266,6 @@ def with_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
     A plan that fits into host memory, or has state in storage already, is returned as it is, as is any plan where the
     machine has no storage or its host memory is not known. Of all layouts that fit, the one with the shortest mean
     iteration is taken; if none fits, the one that needs the least host memory.
-
-    Args:
-        plan: A valid plan.
-        workload: The workload.
-        machine: The machine.
-
-    Raises:
-        MachineError: The machine lacks a rate that the plan needs.
     """
     if not _needs_storage(plan, workload, machine):
         return plan

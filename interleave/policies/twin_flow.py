@@ -10,7 +10,7 @@ from ebbtide.interleave.policies.registry import GRADS, PARAMS_BLOCKING, Default
 from ebbtide.machines.machine import Machine
 
 
-@policy("twin-flow", DefaultRun("twin-flow:0.5", position=20), grads=GRADS, params=PARAMS_BLOCKING)
+@policy("twin-flow", DefaultRun("twin-flow:0.5", position=20), in_deepspeed=True, grads=GRADS, params=PARAMS_BLOCKING)
 def twin_flow(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Split statically: the share R after the colon is updated on the CPU, the rest stays resident on the GPU."""
     ratio = spec.number("the share on the CPU", None, 0.0, 1.0)

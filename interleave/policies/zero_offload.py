@@ -9,7 +9,7 @@ from ebbtide.interleave.policies.registry import GRADS, PARAMS_BLOCKING, Default
 from ebbtide.machines.machine import Machine
 
 
-@policy("zero-offload", DefaultRun("zero-offload", position=10), grads=GRADS, params=PARAMS_BLOCKING)
+@policy("zero-offload", DefaultRun("zero-offload", position=10), in_deepspeed=True, grads=GRADS, params=PARAMS_BLOCKING)
 def zero_offload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Update every subgroup on the CPU as DeepSpeed does: one by one, conversion and copy inside the loop."""
     reject_value(spec)

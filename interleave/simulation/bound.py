@@ -6,11 +6,10 @@ import itertools
 from dataclasses import dataclass, replace
 
 from ebbtide.interleave.model.durations import norm_s
-from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
+from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.bound_program import BoundProgram
-from ebbtide.interleave.simulation.intervals import OVERHEAD, cycle_intervals_of, intervals_of
-from ebbtide.interleave.simulation.linear_program import Vector
+from ebbtide.interleave.simulation.linear_program import OVERHEAD, Vector, cycle_intervals_of, intervals_of
 from ebbtide.interleave.simulation.whole_subgroups import WholeSubgroupProgram
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import BACKWARD, UPDATE
@@ -27,7 +26,6 @@ class Bound:
     Attributes:
         update_s: The update, if state moves within the update only.
         iteration_s: The iteration, if state may move in any phase.
-        exposed_s: The part of it that the optimizer adds.
         exposed_whole_s: The same for plans of whole subgroups.
     """
 
@@ -41,13 +39,8 @@ class Bound:
 class OptimalShares:
     """Shares of all parameters with which the bound is reached.
 
-    Attributes:
-        resident: State that is always on the device.
-        early: Further state that is on the device when the update begins.
-        late: Further state that is on the device when the iteration begins.
-        on_cpu: Parameters that the CPU updates.
-        speculated: Those of them that it updates before the step.
-        exposed_s: The bound itself: seconds that the optimizer adds to the iteration.
+    `early` and `late` are further state that is on the device when the update begins, and when the iteration begins;
+    `exposed_s` is the bound itself.
     """
 
     resident: float
@@ -64,9 +57,6 @@ def bound(workload: Workload, machine: Machine, overlap: Overlap = NO_OVERLAP) -
     With an overlap they hold for all plans without it, too. A step that is clipped has no use of speculation, so the
     bound is the mean of both kinds of steps. If the free memory is not known, all memory of the device counts as free:
     no policy is below that bound.
-
-    Raises:
-        MachineError: The machine lacks a rate.
     """
     machine.need(_NEEDED, "the bound")
     exposed, whole = (_mean_exposed_s(workload, machine, whole, overlap) for whole in (False, True))
@@ -80,11 +70,7 @@ def bound(workload: Workload, machine: Machine, overlap: Overlap = NO_OVERLAP) -
 
 
 def min_iteration_s(workload: Workload, machine: Machine, overlap: Overlap) -> float:
-    """Return `Bound.iteration_s` alone: the shortest mean iteration of any plan, s.
-
-    Raises:
-        MachineError: The machine lacks a rate.
-    """
+    """Return `Bound.iteration_s` alone: the shortest mean iteration of any plan, s."""
     machine.need(_NEEDED, "the bound")
     return workload.compute_s + _mean_exposed_s(workload, machine, False, overlap)
 
@@ -92,11 +78,7 @@ def min_iteration_s(workload: Workload, machine: Machine, overlap: Overlap) -> f
 def optimal_shares(
     workload: Workload, machine: Machine, whole_subgroups: bool, overlap: Overlap = NO_OVERLAP
 ) -> OptimalShares:
-    """Return how the bound is reached, with or without whole subgroups, in steps that are not clipped.
-
-    Raises:
-        MachineError: The machine lacks a rate.
-    """
+    """Return how the bound is reached, with or without whole subgroups, in steps that are not clipped."""
     machine.need(_NEEDED, "the bound")
     program, values = _solve(workload, machine, True, whole_subgroups, overlap)
     last = len(program.intervals) - 1
@@ -149,12 +131,7 @@ def _solve(
 ) -> tuple[BoundProgram, Vector]:
     """Return the program and the values of its variables where the exposed time is shortest.
 
-    Args:
-        workload: The workload.
-        machine: The machine.
-        windows: Whether state may move outside of the update.
-        whole_subgroups: Whether plans consist of whole subgroups.
-        overlap: Phases that updates may run in.
+    With `windows` state may move outside of the update.
     """
     intervals = (cycle_intervals_of if overlap.forward else intervals_of)(workload, machine)
     # The time that CPU and GPU need together without any waiting. With extremely different rates the update is so much

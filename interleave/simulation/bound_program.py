@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
+from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
+from ebbtide.interleave.model.schedule import available_host_bytes
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.simulation.intervals import OVERHEAD, IterationInterval
-from ebbtide.interleave.simulation.linear_program import LinearProgram
-from ebbtide.interleave.simulation.storage_rows import HOST_STATES, STORAGE_FLOWS, add_storage_rows, storage_limits
+from ebbtide.interleave.simulation.linear_program import OVERHEAD, IterationInterval, LinearProgram
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 
@@ -26,6 +27,11 @@ _TOTALS = {
 _MAX_EDGES = 14
 # For sums of shares.
 _SHARE_TOLERANCE = 1e-9
+# Parameters in each interval: state read from storage, written to it, of that state which this cycle has updated, and
+# state flushed that it has not updated.
+STORAGE_FLOWS = ("read", "written", "written updated", "flushed not updated", "kept for the next cycle")
+# State in host memory at the end of an interval, before and after its update.
+HOST_STATES = ("host not updated", "host updated")
 
 
 class BoundProgram(LinearProgram):
@@ -40,7 +46,6 @@ class BoundProgram(LinearProgram):
     bytes are per parameter, times are in units of `time_unit_s`.
 
     Attributes:
-        intervals: Intervals of the iteration.
         time_unit_s: The unit of time in seconds.
     """
 
@@ -127,9 +132,6 @@ class BoundProgram(LinearProgram):
         multiplies the length.
 
         Args:
-            terms: Factors of variables.
-            index: The interval.
-            rate: The rate.
             left: Share of the rate that the job's collectives leave while compute goes on. Waits have all of it.
         """
         times = {variable: factor / rate for variable, factor in terms.items()}
@@ -242,13 +244,9 @@ class BoundProgram(LinearProgram):
     ) -> None:
         """Require that what is on the device at one end of an interval fits into its free memory.
 
-        The kept gradients may be the last ones that the backward computes. Each is freed with its update.
-
-        Args:
-            interval: The interval.
-            state: Variable of the state at that end.
-            gradients_ready: Share of the gradients computed by then.
-            intervals_passed: How many intervals have passed by then.
+        The kept gradients may be the last ones that the backward computes. Each is freed with its update. `state` is
+        the variable at that end, `gradients_ready` the share of the gradients computed by then, and so many intervals
+        have passed.
         """
         workload, free = self._workload, interval.free_bytes / self._workload.params
         self.add_row({state: workload.state_bytes}, upper=free)
@@ -289,3 +287,76 @@ def _selected_edges(count: int) -> list[int]:
     """Return some edges of `count` intervals, the last two among them, which are the update's."""
     spread = {round(count * number / (_MAX_EDGES - 1)) for number in range(_MAX_EDGES)}
     return sorted({*spread, count - 1, count - 2})
+
+
+@dataclass(frozen=True)
+class StorageLimits:
+    """Limits of host memory and storage, bytes and bytes/s."""
+
+    host_bytes: float
+    read: float
+    write: float
+    both: float
+
+
+def storage_limits(workload: Workload, machine: Machine) -> StorageLimits | None:
+    """Return the limits of a machine with storage and known host memory; else None.
+
+    A plan that cannot fit with all state in storage is compared with the bound of a host that is just large enough.
+    """
+    available = available_host_bytes(workload, machine)
+    if available is None or not machine.storage:
+        return None
+    copies = workload.params * (workload.grad_bytes + workload.param_bytes)
+    least = copies + workload.state_bytes * max(workload.subgroups)
+    return StorageLimits(
+        max(available, least) * (1 + 1e-9),
+        sum(path.read_bytes_per_s for path in machine.storage),
+        sum(path.write_bytes_per_s for path in machine.storage),
+        sum(
+            min(path.duplex_bytes_per_s or math.inf, path.read_bytes_per_s + path.write_bytes_per_s)
+            for path in machine.storage
+        ),
+    )
+
+
+def add_storage_rows(
+    program: LinearProgram, workload: Workload, limits: StorageLimits, phases: Sequence[str], late_updates: bool
+) -> None:
+    """Require that state is in host memory when it is updated, fetched or written, that host memory holds what is
+    there, and that state which leaves both memories is written and read in each cycle.
+
+    A cycle updates all parameters once. When it begins, what is in host memory waits either for its next update or
+    still for its write. With `late_updates` updates may end in the next forward, so that the cycle begins with the
+    backward.
+    """
+    count = len(phases)
+    start, stays = program.add_variable("host not updated at start"), program.add_variable("in memory all the time")
+    written_at_start = program.add_variable("host updated at start")
+    last, last_updated = (program.variable(name, count - 1) for name in HOST_STATES)
+    program.add_row({start: 1.0, written_at_start: 1.0, last: -1.0, last_updated: -1.0}, upper=0.0)
+    program.add_row({written_at_start: 1.0, last_updated: -1.0}, upper=0.0)
+    copies = workload.grad_bytes + workload.param_bytes
+    buffers = {program.variable("cpu updates", index): copies for index in range(count)}
+    before, updated_before = start, written_at_start
+    for index, phase in enumerate(phases):
+        names = (*STORAGE_FLOWS, *HOST_STATES, "fetched", "flushed", "cpu updates")
+        of = {name: program.variable(name, index) for name in names}
+        if not late_updates or phase not in (OTHER, FORWARD):
+            program.limit(of["kept for the next cycle"], 0.0)
+        program.add_row({of["flushed not updated"]: 1.0, of["flushed"]: -1.0}, upper=0.0)
+        program.add_row({of["written updated"]: 1.0, of["written"]: -1.0}, upper=0.0)
+        leaving = {of["fetched"]: 1.0, of["cpu updates"]: 1.0}
+        arriving = {of["read"]: -1.0, of["flushed not updated"]: -1.0, of["kept for the next cycle"]: -1.0}
+        program.add_row({of["host not updated"]: 1.0, before: -1.0, **leaving, **arriving}, upper=0.0)
+        leaving = {of["written updated"]: 1.0, of["kept for the next cycle"]: 1.0}
+        arriving = {of["cpu updates"]: -1.0, of["flushed"]: -1.0, of["flushed not updated"]: 1.0}
+        program.add_row({of["host updated"]: 1.0, updated_before: -1.0, **leaving, **arriving}, lower=0.0)
+        before, updated_before = of["host not updated"], of["host updated"]
+        in_host = {before: workload.state_bytes, updated_before: workload.state_bytes}
+        program.add_row({**in_host, **buffers}, upper=limits.host_bytes / workload.params)
+        program.add_row(
+            {stays: 1.0, before: -1.0, updated_before: -1.0, program.variable("state", index): -1.0}, upper=0.0
+        )
+    for name in ("read", "written"):
+        program.add_row({stays: 1.0, **{program.variable(name, index): 1.0 for index in range(count)}}, lower=1.0)

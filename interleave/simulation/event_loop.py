@@ -9,14 +9,89 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from ebbtide.interleave.simulation.storage_channels import StorageChannels
-
 # Reads and writes of the storage follow: of path p, STORAGE + 2 p and the next number.
 CPU, GPU, H2D, D2H, COMPUTE, STORAGE = range(6)
 INFINITE = float("inf")
 # Ends that differ by less than this share of the time coincide: they differ by rounding.
 _SAME_TIME = 1e-13
 _WHOLE_LINK = (1.0, 1.0)
+
+
+class StorageChannels:
+    """The channels of all paths: of path p, 2 p reads and 2 p + 1 writes.
+
+    Both channels of a path are slowed by one factor if together they exceed what the path moves, and all by the factor
+    by which host memory slows everything.
+
+    Attributes:
+        next_end: When the next running task ends.
+        traffic: Bytes/s of host memory that the running tasks need if nothing but their path slows them.
+    """
+
+    def __init__(self, limits: Sequence[float], queues: Sequence[list[int]]) -> None:
+        """Initialize without any running task."""
+        count = len(queues)
+        self._limits = limits
+        self._queues = queues
+        self._task = [-1] * count
+        self._end = [INFINITE] * count
+        self._left = [0.0] * count
+        self._since = [0.0] * count
+        self._speed = [1.0] * count
+        self._demand = [0.0] * count
+        self._path_share = [1.0] * len(limits)
+        self.next_end = INFINITE
+        self.traffic = 0.0
+
+    def start(self, now: float, alone_s: list[float], demand: list[float], starts: list[float]) -> bool:
+        """Start ready tasks on idle channels, and return whether the traffic has changed."""
+        changed = False
+        for channel, queue in enumerate(self._queues):
+            if self._task[channel] >= 0 or (not queue and not self._demand[channel]):
+                continue
+            changed = True
+            if not queue:
+                self._demand[channel] = 0.0
+                continue
+            task = heappop(queue)
+            self._task[channel] = task
+            starts[task] = self._since[channel] = now
+            self._left[channel] = alone_s[task]
+            self._end[channel] = now + alone_s[task] / self._speed[channel]
+            self._demand[channel] = demand[task]
+        if changed:
+            self._share_paths()
+            self.next_end = min(self._end)
+        return changed
+
+    def _share_paths(self) -> None:
+        self.traffic = 0.0
+        for path, limit in enumerate(self._limits):
+            both = self._demand[2 * path] + self._demand[2 * path + 1]
+            self._path_share[path] = limit / both if both > limit else 1.0
+            self.traffic += min(both, limit)
+
+    def slow(self, share: float, now: float) -> None:
+        """Run all tasks at a share of the speed that their paths allow."""
+        for channel, task in enumerate(self._task):
+            speed = share * self._path_share[channel // 2]
+            if speed == self._speed[channel]:
+                continue
+            if task >= 0:
+                self._left[channel] -= (now - self._since[channel]) * self._speed[channel]
+                self._since[channel] = now
+                self._end[channel] = now + self._left[channel] / speed
+            self._speed[channel] = speed
+        self.next_end = min(self._end)
+
+    def finish(self, latest: float) -> list[int]:
+        """Return the tasks that end until a moment, which free their channels."""
+        done = [channel for channel, end in enumerate(self._end) if end <= latest]
+        tasks = [self._task[channel] for channel in done]
+        for channel in done:
+            self._task[channel], self._end[channel] = -1, INFINITE
+        self.next_end = min(self._end)
+        return tasks
 
 
 class TaskGraph:
@@ -27,7 +102,6 @@ class TaskGraph:
         alone_s: Seconds of each task if nothing else runs.
         demand: Host memory traffic of each task if nothing else runs, bytes/s.
         pending: How many tasks each task waits for. Running the graph counts them down.
-        successors: The tasks that wait for each task.
         link_left: By task of `COMPUTE`: the shares of the link that are left while it goes on, to the device and to the
             host.
         stops_compute: Tasks of `GPU` during which tasks of `COMPUTE` stand still that take any time.
@@ -59,16 +133,7 @@ def run_tasks(
 
     Each resource runs the first of its ready tasks. Both directions of the link are slowed by one factor if together
     they exceed the duplex limit, likewise reads and writes of a path of the storage, then CPU, link and storage by one
-    factor if they exceed host memory.
-
-    Args:
-        graph: The tasks.
-        duplex_bytes_per_s: Limit of both directions of the link together.
-        host_bytes_per_s: Limit of all traffic in host memory.
-        limit_s: The limit.
-
-    Raises:
-        RuntimeError: Tasks wait for each other.
+    factor if they exceed host memory. Raises RuntimeError if tasks wait for each other.
     """
     alone_s, demand, pending, successors = graph.alone_s, graph.demand, graph.pending, graph.successors
     total = len(alone_s)

@@ -22,16 +22,10 @@ class IterationWork:
     """The tasks of one iteration.
 
     Attributes:
-        resource: Resource of each operation.
-        alone_s: Seconds of each operation if nothing else runs.
-        demand: Host memory traffic of each operation, bytes/s.
         points: The points of the iteration between which compute runs without a stop, ascending, without its start.
             Those at which late operations are due and others may start occur twice, as does that of the backward: when
             compute arrives there, and when it has waited.
-        compute_s: Seconds of compute until each of the points from the one before.
-        overhead_s: Overhead of the step.
         link_left: By phase: the shares of the link that the job's collectives leave.
-        storage_limits: Limit of reads and writes together of each path of the storage, bytes/s.
     """
 
     resource: list[int]
@@ -57,11 +51,7 @@ class IterationWork:
 def run_iterations(
     plan: Plan, workload: Workload, work: IterationWork, duplex_bytes_per_s: float, host_bytes_per_s: float
 ) -> Schedule:
-    """Return the schedule of an iteration in the steady state, in which each takes as long as the one before.
-
-    Raises:
-        PlanError: Operations wait for each other.
-    """
+    """Return the schedule of an iteration in the steady state, in which each takes as long as the one before."""
     iterations = _FEWEST
     while True:
         graph = _task_graph(plan, work, iterations)

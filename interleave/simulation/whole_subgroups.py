@@ -7,10 +7,10 @@ from bisect import bisect_right
 from itertools import accumulate
 from typing import NamedTuple
 
-from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
+from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.bound_program import BoundProgram
-from ebbtide.interleave.simulation.intervals import IterationInterval, gradient_ready_s
+from ebbtide.interleave.simulation.linear_program import IterationInterval, gradient_ready_s
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import BACKWARD
 
@@ -139,8 +139,7 @@ class WholeSubgroupProgram(BoundProgram):
     def _times_after_gradient(self, size: float) -> tuple[float, float]:
         """Return the least times in which a subgroup is done after its gradient is ready: on the CPU, and on the GPU.
 
-        Args:
-            size: The subgroup, as a share of all parameters.
+        `size` is a share of all parameters.
         """
         workload, machine = self._workload, self._machine
         down = workload.grad_bytes / self._link_rate("d2h")
@@ -193,10 +192,7 @@ class WholeSubgroupProgram(BoundProgram):
         """Limit the product of memory and time in every run of intervals, in parameters x units of time.
 
         State that moves takes the memory of a whole subgroup while it is copied, state that stays takes it all the
-        time.
-
-        Args:
-            min_length: A lower bound of the update's length.
+        time. `min_length` is a lower bound of the length of the update.
         """
         size, last = self._size, self._last_size
         fetch_time, flush_time = (
@@ -224,8 +220,7 @@ class WholeSubgroupProgram(BoundProgram):
     def _order_streams(self, smallest: float) -> None:
         """Require that updates follow their fetches and flushes follow their updates, at least once.
 
-        Args:
-            smallest: The smallest subgroup, as a share of all parameters.
+        `smallest` is the smallest subgroup, as a share of all parameters.
         """
         workload = self._workload
         update = len(self.intervals) - 1

@@ -6,7 +6,7 @@ import _thread
 import time
 from typing import TYPE_CHECKING, Any, Callable
 
-from .phase_record import UPDATE, PhaseRecord
+from .iteration_figures import UPDATE, PhaseRecord
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -30,8 +30,7 @@ class UpdateParts:
     the closure has phases of its own. They are held back until the step ends: if it calls the closure again, all of it
     is one update. Created after `enter`, and ended by `leave` instead of the recorder's.
 
-    Attributes:
-        failed: Whether the closure raised, so that the optimizer has not stepped.
+    `failed`: whether the closure raised, so that the optimizer has not stepped.
     """
 
     def __init__(self, recorder: Recorder) -> None:

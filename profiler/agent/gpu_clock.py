@@ -49,8 +49,7 @@ class GpuClock:
     nothing else ever waits. They run when they are recorded (to within about 10 us), however far the job's stream lags
     behind. Nothing here synchronizes, and nothing is recorded into a graph under capture.
 
-    Attributes:
-        pending: The spans that `finished_spans` has not returned yet.
+    `pending`: the spans that `finished_spans` has not returned yet.
     """
 
     def __init__(self, cuda: Any) -> None:

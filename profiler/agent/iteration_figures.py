@@ -4,12 +4,78 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
-from .gpu_clock import DeviceSpan
+from .gpu_clock import DeviceSpan, EventMark
 from .memory_reader import Reading
-from .phase_record import PhaseRecord
 from .spool import PHASES
+
+FORWARD, BACKWARD, UPDATE = range(len(PHASES))
+
+
+class PhaseRecord(NamedTuple):
+    """A finished phase. `micro_batch` and `source` count from 1; 0: not known."""
+
+    phase: int
+    sequence: int
+    micro_batch: int
+    source: int
+    start_ns: int
+    end_ns: int
+    start_mark: EventMark | None
+    end_mark: EventMark | None
+
+
+class IterationRule:
+    """Numbers iterations as optimizers step.
+
+    An iteration ends at the last update before an optimizer that has already stepped in it steps again. The two
+    optimizers of a GAN therefore make one iteration, and gradient accumulation adds none. A step that no backward came
+    before does not begin an iteration: ZeRO-3 steps once per subgroup, and distributed checkpointing steps an optimizer
+    once before training to create its state.
+
+    `index`: the current iteration; -1 before the first update.
+    """
+
+    def __init__(self) -> None:
+        self.index = -1
+        # Optimizer -> (the backwards that had begun at its last step, the iteration of that step).
+        self._last_steps: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers that have stepped."""
+        return live_keys(self._last_steps)
+
+    def add_update(self, optimizers: list[Any], backwards: int) -> int | None:
+        """Account for one update.
+
+        `backwards`: how many have begun so far in this process.
+
+        Returns:
+            The iteration that the update ends (the same number again while updates extend it), or None if the update
+            belongs to no training iteration.
+        """
+        index = self.index
+        after_backward, begins = False, index < 0
+        for optimizer in optimizers:
+            before, iteration = self._last_steps.get(optimizer, (0, -1))
+            if backwards > before:
+                after_backward = True
+                begins = begins or iteration == index
+        if after_backward:
+            if begins:
+                self.index = index = index + 1
+            for optimizer in optimizers:
+                self._last_steps[optimizer] = backwards, index
+        return index if index >= 0 else None
+
+
+def live_keys(mapping: WeakKeyDictionary[Any, Any]) -> list[Any]:
+    """Return the keys, copied in one step: another thread may add one meanwhile."""
+    return [key for reference in mapping.keyrefs() if (key := reference()) is not None]
+
 
 # The device may lag some iterations behind the host, and the samples of the link a second.
 _ITERATIONS = 128
@@ -26,10 +92,8 @@ class _Iteration(NamedTuple):
     """A finished iteration.
 
     Attributes:
-        number: Its number.
         begin_ns: Start of the first iteration that was recorded, where that is before its first phase; else 0.
         follows: Whether another iteration ended before it.
-        phases: Its phases.
         peaks: The largest readings in bytes, by pool and device.
     """
 
@@ -49,9 +113,7 @@ class IterationTimes(NamedTuple):
     """Times of an iteration in ns of CLOCK_MONOTONIC: those of the device where it ran there, else of the host.
 
     Attributes:
-        number: Number of the iteration.
         start_ns: End of the iteration before; start of the first phase where there is none.
-        end_ns: End of its last phase.
         phase_ns: Sum of each phase, in the order of `spool.PHASES`.
     """
 

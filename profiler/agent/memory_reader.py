@@ -34,11 +34,7 @@ class _MallInfo2(ctypes.Structure):
 
 
 def heap_reader() -> ReadFunction | None:
-    """Return a function that reads the bytes malloc has handed out, from glibc's `mallinfo2`.
-
-    Returns:
-        The function; None if the job uses another malloc.
-    """
+    """Return a function that reads what malloc has handed out (glibc's `mallinfo2`); None for another malloc."""
     if any(other in os.environ.get("LD_PRELOAD", "") for other in ("jemalloc", "tcmalloc", "mimalloc")):
         return None
     try:
@@ -82,7 +78,6 @@ class MemoryReader:
     """Reads the memory pools of the device that the job uses: the GPU, or the CPU's heap.
 
     Attributes:
-        enabled: Whether memory is read at all.
         cost_ns: Duration of a reading: the least one of late, since a single one may contain the time of other
             processes. A heap of many fragments makes mallinfo2 slow; a caller that reads on a timer chooses its
             interval by this.
@@ -124,9 +119,7 @@ class PhaseReadings:
 
     Of steps that are too short only some are read, each as a whole. A step begins at a forward after another phase.
 
-    Attributes:
-        at_ends: Whether the ends of the phases of this step are read.
-        due_ns: From when on the start of a phase is read: the last reading, at the end of one, mostly still holds.
+    `due_ns`: from when on the start of a phase is read: the last reading, at the end of one, mostly still holds.
     """
 
     def __init__(self, memory: MemoryReader) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .allocation_capture import AllocationCapture
-from .detailed_capture import CopyCapture
+from .detailed_capture import AllocationCapture, CopyCapture
 from .options import Options
 from .out_of_memory import Inventories
 from .recorder import Recorder

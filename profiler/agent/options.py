@@ -15,12 +15,9 @@ class Options:
     """The recording options.
 
     Attributes:
-        first: First iteration to record.
         last: End of the iterations to record (exclusive); None: to the end of the job.
         max_bytes: Size limit of this process's spool, in bytes; None: no limit.
         poll_ms: Interval of memory readings between phase boundaries, in ms; 0: none.
-        allocator_iterations: Number of iterations in which every allocation is recorded, with call stacks.
-        transfers: Whether to record copies and kernels of the GPU (CUPTI).
         memory: Whether the process reads its memory; otherwise `poll_ms` and `allocator_iterations` mean nothing.
         on_demand: Whether details are recorded in the slices that `ebbtide profile --attach` asks for, and only there.
     """

@@ -8,9 +8,9 @@ from typing import Any
 
 from .exceptions import ExceptionHooks
 from .inventory import list_holders
+from .iteration_figures import BACKWARD
 from .memory_reader import ALLOCATED, HEAP, RESERVED
 from .options import Options
-from .phase_record import BACKWARD
 from .recorder import Recorder
 from .spool import PHASES
 

@@ -2,7 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import sys
 from typing import Any, Callable
+
+
+def when_imported(name: str, callback: Callable[[Any], Any]) -> Callable[[], None]:
+    """Call `callback` with the module once its import has finished (maybe already); return a function to cancel it.
+
+    An exception of the callback is dropped: the import belongs to the job.
+    """
+    module = sys.modules.get(name)
+    if module is not None:
+        with contextlib.suppress(Exception):
+            callback(module)
+        return lambda: None
+    finder = ImportFinder(name, callback)
+    sys.meta_path.insert(0, finder)
+    return finder.remove
+
+
+class ImportFinder:
+    """A finder on `sys.meta_path` that passes one module through, calls back after its import, and removes itself."""
+
+    def __init__(self, name: str, callback: Callable[[Any], Any]) -> None:
+        self._name = name
+        self._callback = callback
+        self._searching = False
+
+    def remove(self) -> None:
+        """Take the finder off `sys.meta_path`, if it is still there."""
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return the spec that the other finders give, with a loader that calls back; None for other modules."""
+        if name != self._name or self._searching:
+            return None
+        self._searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._searching = False
+        loader: Any = spec.loader if spec is not None else None
+        if loader is None:
+            return spec
+        execute = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            vars(loader).pop("exec_module", None)  # restores the loader before its module can be looked at
+            execute(module)
+            if self in sys.meta_path:
+                self.remove()
+                with contextlib.suppress(Exception):
+                    self._callback(module)
+
+        loader.exec_module = exec_module
+        return spec
+
 
 _MISSING = object()
 

@@ -7,16 +7,48 @@ import contextlib
 import itertools
 import os
 import signal
+import time
 from collections.abc import Iterable
 from typing import Any, Callable
 
-from .background import start_background
 from .gpu_clock import DeviceSpan, EventMark, GpuClock
 from .iteration_figures import IterationFigures
+from .job_info import JobInfo
 from .memory_reader import MemoryReader, Reading
 from .options import Options
-from .process_files import ProcessFiles
-from .spool import GPU_TIMES, Spool
+from .spool import GPU_TIMES, STOP_REASONS, STOPPED, Spool, process_name
+
+_FLUSH_SECONDS = 0.25
+# Memory readings between phase boundaries may take one part in so many of the time.
+_POLL_SHARE = 500
+
+
+def start_background(recorder: Any, spool: Spool, memory: MemoryReader) -> None:
+    """Start the thread of a `ProcessRecorder`, which ends with its recording.
+
+    It is not a `threading` thread: the job's list of threads does not change, and its exit does not wait.
+    """
+    _thread.start_new_thread(_run, (recorder, spool, memory))
+
+
+def _run(recorder: Any, spool: Spool, memory: MemoryReader) -> None:
+    flushed_s = time.monotonic()
+    while recorder.live and spool.is_open:
+        period_s = recorder.poll_ms / 1e3
+        recorder.wake.acquire(True, max(period_s, memory.cost_ns * _POLL_SHARE / 1e9) if period_s else _FLUSH_SECONDS)
+        try:
+            # The first reading is that of a phase, whose device this thread then reads.
+            if period_s and recorder.recording and memory.cost_ns:
+                recorder.put_memory(time.monotonic_ns(), memory.read())
+            if time.monotonic() - flushed_s >= _FLUSH_SECONDS:
+                spool.flush()
+                for listener in recorder.on_flush:
+                    listener()
+                flushed_s = time.monotonic()
+                if spool.full:
+                    recorder.close("max-size")
+        except Exception as error:
+            recorder.fail(error)
 
 
 class ProcessRecorder:
@@ -25,14 +57,7 @@ class ProcessRecorder:
     Nothing is written, and no thread is started, before `_open_files`.
 
     Attributes:
-        live: Whether anything is still recorded.
-        files: The files of this process, with the description of the job.
-        gpu: The clock of the device.
-        figures: What the job can ask for: times and memory of the iterations that ended last.
-        on_iteration: Functions to call with the number of each iteration that begins.
-        on_update: Functions to call at the start of each update.
         on_error: Functions to call with an exception of the job.
-        on_close: Functions to call when the recording ends.
         on_flush: Functions that the background thread calls a few times a second.
         poll_ms: Interval of the background thread's readings of memory, in ms; 0: it makes none.
         wake: A lock that the background thread waits for between its turns; released to begin one at once.
@@ -202,3 +227,53 @@ def _is_of_signal_handler(error: BaseException) -> bool:
     while entry is not None and entry.tb_frame.f_code not in codes:
         entry = entry.tb_next
     return entry is not None
+
+
+class ProcessFiles:
+    """The spool of this process image, the description of its job, and further files.
+
+    A program that this process executes, and a forked child, have files of their own.
+
+    Attributes:
+        spool: The spool; None before `open`.
+        opened_ns: The time of `open`, in ns of CLOCK_MONOTONIC; 0 before.
+    """
+
+    def __init__(self, torch: Any, directory: str, options: Options) -> None:
+        self.job_info = JobInfo(torch, directory)
+        self.spool: Spool | None = None
+        self.directory = directory
+        self.opened_ns = 0
+        self._max_bytes = options.max_bytes
+        self._name = ""
+
+    def open(self) -> Spool:
+        """Create the spool, and describe the process.
+
+        Raises:
+            OSError: If the spool cannot be created.
+        """
+        self.opened_ns = time.monotonic_ns()
+        rank, world_size, local_rank = self.job_info.read_ranks()
+        self._name = process_name(self.job_info.host)
+        self.spool = Spool(os.path.join(self.directory, f"agent-{self._name}.spool"), self._max_bytes)
+        self.spool.put_header(rank, world_size, local_rank)
+        self.spool.flush()
+        self.job_info.begin(self._name)
+        return self.spool
+
+    def path(self, name: str) -> str:
+        """Return the path of a further file of this process."""
+        return os.path.join(self.directory, f"{self._name}-{name}")
+
+    def close(self, reason: str) -> None:
+        """Write why the recording ends, one of `spool.STOP_REASONS`, and close the spool."""
+        if self.spool is not None:
+            self.spool.put(STOPPED, STOP_REASONS.index(reason), x=time.monotonic_ns())
+            self.spool.close()
+            self.job_info.write()
+
+    def detach(self) -> None:
+        """Leave the files to the parent, in a forked child."""
+        if self.spool is not None:
+            self.spool.detach()

@@ -13,9 +13,8 @@ from weakref import WeakKeyDictionary
 
 from .exceptions import propagates
 from .gpu_clock import EventMark
-from .iterations import IterationRule, live_keys
+from .iteration_figures import BACKWARD, FORWARD, UPDATE, IterationRule, PhaseRecord, live_keys
 from .memory_reader import PhaseReadings
-from .phase_record import BACKWARD, FORWARD, UPDATE, PhaseRecord
 from .process_recorder import ProcessRecorder
 from .spool import ITERATION, START
 from .threads import NOT_READ_NOTE, TWO_TRAIN_NOTE, TrainingThreads
@@ -30,19 +29,10 @@ class Recorder(ProcessRecorder):
     thread or another (autograd's device threads, replicas), belongs to it, and `enter` returns False.
 
     Attributes:
-        in_phase: Whether a phase is open.
-        phase: Code of the open phase.
-        started_ns: Start of the open phase.
-        recomputes: Whether a module was called inside a backward.
-        stepped: The optimizers that stepped in the open phase.
         modules: The outermost modules that ran forward, with a number of each.
         called: The outermost module of the open phase, if it is a forward.
-        optimizers: The optimizers of torch that were created.
         micro_batch: Number of the micro-batch that a pipeline schedule works on, from 1; 0: not known.
         source: Number of the outermost module of the open phase, if it is a forward; else 0.
-        parts: The open update, if it may call a closure.
-        threads: The threads that train.
-        last_end_ns: End of the last phase.
         deferred: Phases that are not yet written, since the open update decides about them; None: none are held back.
     """
 

@@ -28,11 +28,8 @@ class SliceRequest:
 
     Attributes:
         number: Its time in ns of CLOCK_MONOTONIC, which identifies it.
-        first: First iteration to record in detail.
         end: End of these iterations (exclusive).
         poll_us: Interval of memory readings between phase boundaries, in us; 0: none.
-        allocator_iterations: Number of iterations in which every allocation is recorded.
-        transfers: Whether to record copies and kernels of the GPU.
     """
 
     number: int
@@ -69,11 +66,7 @@ def parse_request(text: str) -> SliceRequest | None:
 
 
 def read_request(directory: str) -> SliceRequest | None:
-    """Return the request in the folder of the spools.
-
-    Returns:
-        None where there is none, or it was not written by this process's user or root.
-    """
+    """Return the request in the folder of the spools; None without one that this process's user or root has written."""
     path = os.path.join(directory, REQUEST)
     try:
         text = os.readlink(path)

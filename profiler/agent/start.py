@@ -8,8 +8,8 @@ import os
 import sys
 from typing import Any
 
-from .imports import ImportFinder, when_imported
 from .options import SPOOL_DIRECTORY, Options
+from .patches import ImportFinder, when_imported
 
 # The recorder of this process, once torch is imported.
 _recorder: Any = None
@@ -29,8 +29,7 @@ def from_environment() -> None:
 def start(torch: Any, directory: str, options: Options) -> Any:
     """Start to record this process.
 
-    Returns:
-        The recorder; the running one if there is one already, and None if the process cannot be recorded.
+    Returns the recorder: the running one if there is one already, and None if the process cannot be recorded.
     """
     global _recorder
     if _recorder is not None:

@@ -2,27 +2,187 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
+import pandas as pd
 from msgspec import UNSET, UnsetType
 
-from ebbtide.profiler.chrome_trace.int_table import IntArray
-from ebbtide.profiler.chrome_trace.json_window import repair_json
+from ebbtide.errors import UserError
 
-MISSING = -1
+# Limits for one value: real traces stay far below both.
+_MAX_VALUE_BYTES = 16 << 20
+_MAX_DEPTH = 100_000
+_READ_BYTES = 1 << 16
+
+# Commas are treated as spaces, and so is a byte order mark.
+_SPACE = re.compile(rb"(?:[\s,]|\xef\xbb\xbf)*+")
+# A bracket, or a string. A string that is not closed extends to the end of the data.
+_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+_OPENING = (b"", b'"', b"[", b"]", b"{", b"}")
+_SCALAR = re.compile(rb'[^\s"\[\]{},:]+')
+
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_ESCAPE = re.compile(r'\\(["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})?')
+_NO_NUMBER = re.compile(r"(?<=[:,\[\s])-?(?:nan|inf(?:inity)?)(?=\s*[,\]}])", re.IGNORECASE)
 # A base (up to the year 2043), a time (up to 2112) and a duration add up to less than 64 bits of nanoseconds. A float
 # of microseconds is exact to the nanosecond only up to _MAX_FLOAT_US.
 MAX_BASE_NS, _MAX_US, _MAX_DURATION_US, _MAX_FLOAT_US = 1 << 61, 1 << 52, 1 << 50, float(1 << 43)
 
+
+class Stream(Protocol):
+    """Source of bytes.
+
+    `read1` may return fewer bytes than requested. It returns none only at the end.
+    """
+
+    def read1(self, size: int, /) -> bytes: ...
+
+
+class UnreadableJson(Exception):
+    """The JSON is damaged, ends too early, or has a value beyond the limits. The message gives the reason."""
+
+
+class JsonWindow:
+    """Window that moves over a stream of JSON.
+
+    All methods raise UnreadableJson where the JSON is damaged or ends too early, and UserError where the stream raises
+    it. Values that were complete before the error are returned first.
+    """
+
+    def __init__(self, stream: Stream, chunk: int) -> None:
+        self.data = b""
+        self.position = 0
+        self._stream = stream
+        self._chunk = chunk
+        self._error: UserError | None = None
+
+    def extend(self) -> None:
+        """Read at least one more byte: a chunk, or as many bytes as are unread if that is more.
+
+        The window doubles, so the cost of a long value stays proportional to its length.
+        """
+        unread = self.data[self.position :]
+        if len(unread) > _MAX_VALUE_BYTES:
+            raise UnreadableJson(f"it has a value of more than {_MAX_VALUE_BYTES >> 20} MiB")
+        blocks, missing = [unread], max(self._chunk, len(unread))
+        while missing > 0 and (block := self._read(min(missing, _READ_BYTES))):
+            blocks.append(block)
+            missing -= len(block)
+        if len(blocks) == 1:
+            raise self._error or UnreadableJson("it breaks off")
+        self.data, self.position = b"".join(blocks), 0
+
+    def _read(self, size: int) -> bytes:
+        try:
+            return b"" if self._error else self._stream.read1(size)
+        except UserError as error:
+            self._error = error
+            return b""
+
+    def peek(self) -> bytes:
+        """Return the next byte that is neither space nor comma, without consuming it."""
+        while self.skip_separators() == len(self.data):
+            self.extend()
+        return self.data[self.position : self.position + 1]
+
+    def skip_separators(self) -> int:
+        """Move to the next byte in the window that is neither space nor comma, and return its position."""
+        self.position = _SPACE.match(self.data, self.position).end()  # type: ignore[union-attr]
+        return self.position
+
+    def expect(self, byte: bytes) -> None:
+        """Consume the next byte. Raise UnreadableJson if it is not `byte`."""
+        if self.peek() != byte:
+            raise UnreadableJson("it is damaged")
+        self.position += 1
+
+    def next_value(self) -> bytes:
+        """Consume the next value and return its text."""
+        self.peek()
+        while (value := self.buffered_value()) is None:
+            self.extend()
+        return value
+
+    def buffered_value(self) -> bytes | None:
+        """Consume the next value if all of it is in the window, and return its text; None if more data is needed.
+
+        At the end of a list or object the text is `]` or `}`.
+        """
+        begin = self.skip_separators()
+        end = _value_end(self.data, begin)
+        if end is None:
+            return None
+        self.position = end
+        return self.data[begin:end]
+
+
+def _value_end(data: bytes, begin: int) -> int | None:
+    """Return the end of the value that begins at `begin`, or None if `data` does not contain it."""
+    if data[begin : begin + 1] not in _OPENING:
+        scalar = _SCALAR.match(data, begin)
+        if scalar is None:
+            raise UnreadableJson("it is damaged")
+        return scalar.end() if scalar.end() < len(data) else None
+    depth = 0
+    for token in _TOKEN.finditer(data, begin):
+        first = data[token.start()]
+        if first in b"[{":
+            depth += 1
+        elif first in b"]}":
+            depth -= 1
+        elif token.end() == len(data):
+            return None
+        if depth <= 0:
+            return token.end()
+        if depth > _MAX_DEPTH:
+            raise UnreadableJson("it is nested too deeply")
+    return None
+
+
+def repair_json(text: bytes) -> bytes:
+    """Turn nearly valid JSON into valid JSON.
+
+    Repairs bytes that are not UTF-8, NaN and infinities, single backslashes and bare control characters. Strings may
+    lose such characters.
+    """
+    repaired = _CONTROL.sub(" ", text.decode("utf-8", "replace"))
+    repaired = _ESCAPE.sub(lambda escape: escape[0] if escape[1] else r"\\", repaired)
+    return _NO_NUMBER.sub("null", repaired).encode()
+
+
+IntArray = npt.NDArray[np.int64]
+MISSING = -1
 _Whole = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
 _WholeUs = Annotated[int, msgspec.Meta(ge=-_MAX_US, le=_MAX_US)]
 _FloatUs = Annotated[float, msgspec.Meta(ge=-_MAX_FLOAT_US, le=_MAX_FLOAT_US)]
 _WholeDurationUs = Annotated[int, msgspec.Meta(ge=0, le=_MAX_DURATION_US)]
 _FloatDurationUs = Annotated[float, msgspec.Meta(ge=0, le=_MAX_FLOAT_US)]
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ArithmeticError)
+_fields = cache(msgspec.structs.fields)
+
+
+class IntTable:
+    """Table of int64 columns that grows by blocks of rows and takes 8 bytes per value."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._blocks = [np.empty((0, len(names)), np.int64)]
+
+    def add(self, *columns: npt.ArrayLike) -> None:
+        """Append rows."""
+        self._blocks.append(np.column_stack(columns))
+
+    def table(self) -> pd.DataFrame:
+        """Return all rows so far. Do not change them."""
+        # One block afterwards: the small ones would double the memory.
+        self._blocks = [np.concatenate(self._blocks)]
+        return pd.DataFrame(self._blocks[0], columns=[*self._names])
 
 
 class Args(msgspec.Struct, gc=False, frozen=True):
@@ -48,12 +208,8 @@ class Event(msgspec.Struct, gc=False, frozen=True):
     """One event of a Chrome trace.
 
     Attributes:
-        cat: Category, such as `kernel` or `cpu_op`.
-        name: Name.
         ts: Start in microseconds after the trace's base; UNSET if the event has no time. `spans` converts to ns.
-        dur: Duration in microseconds.
         tid: Thread: a number, or the name of a stream; None if the event has none.
-        args: The fields of `args` that are read.
     """
 
     cat: str = ""
@@ -76,8 +232,6 @@ _DECODERS: tuple[msgspec.json.Decoder[Any], ...] = (
     msgspec.json.Decoder(list[Event]),
     msgspec.json.Decoder(list[_ExactEvent]),
 )
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ArithmeticError)
-_fields = cache(msgspec.structs.fields)
 
 
 def read_events(text: bytes) -> list[Event] | None:

@@ -10,8 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from ebbtide.errors import UserError
-from ebbtide.profiler.chrome_trace.events import MAX_BASE_NS, Event, read_event, read_events, read_value
-from ebbtide.profiler.chrome_trace.json_window import JsonWindow, Stream, UnreadableJson
+from ebbtide.profiler.chrome_trace.events import (
+    MAX_BASE_NS,
+    Event,
+    JsonWindow,
+    Stream,
+    UnreadableJson,
+    read_event,
+    read_events,
+    read_value,
+)
 
 CHUNK = 1 << 20
 # The top-level keys that are kept; a trace may have other keys with values of any size.
@@ -27,14 +35,8 @@ _MAX_SKIPPED = 10_000
 class ChromeTrace:
     """Chrome trace that is being read from a stream of bytes.
 
-    Args:
-        stream: The JSON text.
-        chunk: Bytes to read at a time.
-
     Attributes:
         meta: The top-level values that are kept. Complete once `batches` has ended, since values may follow the events.
-        count: Number of events read.
-        skipped: Number of events without a valid time.
         stop_reason: Reason why reading stopped before the end of the trace; None if it did not.
     """
 
@@ -52,12 +54,7 @@ class ChromeTrace:
         return base if isinstance(base, int) and abs(base) <= MAX_BASE_NS else 0
 
     def batches(self) -> Iterator[list[Event]]:
-        """Yield all events in their order.
-
-        Raises:
-            ValueError: The stream is not a Chrome trace.
-            UserError: The stream raised it before the first event.
-        """
+        """Yield all events in their order."""
         has_list = False
         try:
             for batch in self._top_level():
@@ -107,8 +104,7 @@ class ChromeTrace:
     def _decode_window(self) -> list[Event] | None:
         """Decode the events up to the last complete one in the window at once.
 
-        Returns:
-            The events; None if the window has fewer than two complete events, or one that is invalid.
+        None if the window has fewer than two complete events, or one that is invalid.
         """
         data, begin = self._window.data, self._window.skip_separators()
         next_begin = len(data)

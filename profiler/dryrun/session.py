@@ -12,33 +12,24 @@ import torch._dynamo  # classifies torch's functions, which must happen before t
 
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.agent.inventory import list_blocks
-from ebbtide.profiler.agent.model_info import describe_model, describe_optimizers
+from ebbtide.profiler.agent.job_info import describe_model, describe_optimizers
 from ebbtide.profiler.agent.patches import Patches
-from ebbtide.profiler.dryrun.annotations import NamedRanges
-from ebbtide.profiler.dryrun.attention import AttentionChoice, register_attention
-from ebbtide.profiler.dryrun.caching_allocator import device_allocator
-from ebbtide.profiler.dryrun.call_stacks import CallStacks
-from ebbtide.profiler.dryrun.clock import VirtualClock
-from ebbtide.profiler.dryrun.cuda_stubs import CudaStubs
-from ebbtide.profiler.dryrun.deepspeed.patching import DeepSpeedPatches
-from ebbtide.profiler.dryrun.device_memory import DeviceMemory
+from ebbtide.profiler.dryrun.device.attention import AttentionChoice, register_attention, register_fused_norms
+from ebbtide.profiler.dryrun.device.cuda_stubs import CudaStubs, patch_legacy_types, patch_tensors
+from ebbtide.profiler.dryrun.device.fake_cuda import DEFAULT_CAPACITY_BYTES, capability_of, patch_cuda
+from ebbtide.profiler.dryrun.device.fake_device import FakeDeviceMode
+from ebbtide.profiler.dryrun.device.unknown_shapes import register_missing_kernels
 from ebbtide.profiler.dryrun.errors import DryRunFinished
-from ebbtide.profiler.dryrun.fake_cuda import DEFAULT_CAPACITY_BYTES, capability_of, patch_cuda
-from ebbtide.profiler.dryrun.fake_device import FakeDeviceMode
-from ebbtide.profiler.dryrun.fused_norms import register_fused_norms
-from ebbtide.profiler.dryrun.host_memory import FakeHostMemory
-from ebbtide.profiler.dryrun.legacy_tensor_types import patch_legacy_types
-from ebbtide.profiler.dryrun.libraries import LibraryPatches
-from ebbtide.profiler.dryrun.missing_kernels import register_missing_kernels
-from ebbtide.profiler.dryrun.parallelism.data_parallel import patch_data_parallel
-from ebbtide.profiler.dryrun.parallelism.model_parallel import ModelParallelPatches
-from ebbtide.profiler.dryrun.parallelism.process_groups import ProcessGroups
-from ebbtide.profiler.dryrun.phase_tracker import PhaseTracker
+from ebbtide.profiler.dryrun.files.user_files import UserFiles
+from ebbtide.profiler.dryrun.frameworks.deepspeed import DeepSpeedPatches
+from ebbtide.profiler.dryrun.frameworks.parallelism import LibraryPatches, ModelParallelPatches, patch_data_parallel
+from ebbtide.profiler.dryrun.frameworks.process_groups import ProcessGroups
+from ebbtide.profiler.dryrun.memory.caching_allocator import device_allocator
+from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemory, FakeHostMemory, Transfers
+from ebbtide.profiler.dryrun.memory.workspaces import kernel_workspaces
 from ebbtide.profiler.dryrun.shadow_values import MAX_READS
-from ebbtide.profiler.dryrun.tensor_patches import patch_tensors
-from ebbtide.profiler.dryrun.transfers import Transfers
-from ebbtide.profiler.dryrun.user_files import UserFiles
-from ebbtide.profiler.dryrun.workspaces import kernel_workspaces
+from ebbtide.profiler.dryrun.time.clock import VirtualClock
+from ebbtide.profiler.dryrun.time.phase_tracker import NamedRanges, PhaseTracker
 
 
 @dataclass(frozen=True)
@@ -48,7 +39,6 @@ class DryRunOptions:
     Attributes:
         iterations: Iterations after which the job is ended.
         capacity_bytes: Memory of the device; None: not stated.
-        device_name: Name of the device.
         machine: The machine, for its rates and its compute capability; None: not named.
         ranks: Ranks of the job, whose rank 0 is run; None: not stated, and process groups have one rank.
         ranks_per_node: Ranks on one host; None: all of them.
@@ -66,9 +56,6 @@ class DryRun:
     """A context in which CUDA tensors of this process are fake, and what they do is counted.
 
     Leaving it restores torch. Tensors made inside must not be used afterwards.
-
-    Args:
-        options: The options.
 
     Attributes:
         clock, memory, host_memory, transfers, annotations, stacks, mode, tracker, attention, deepspeed, user_files:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
-from ebbtide.profiler.dryrun.conditions import Conditions
 from ebbtide.profiler.dryrun.errors import DryRunFinished
 
 _aten = torch.ops.aten
@@ -25,6 +24,10 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 _UNINITIALIZED = frozenset(
     {_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default}
 )
+_REDUCTIONS = frozenset(
+    {_aten.all.default, _aten.all.dim, _aten.all.dims, _aten.any.default, _aten.any.dim, _aten.any.dims}
+)
+_POINTWISE = torch.Tag.pointwise
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -39,10 +42,8 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 class ShadowValues:
     """Real storages beside fake ones. Jobs branch on masks, positions and steps, which rarely depend on weights.
 
-    Attributes:
-        placeholders: How often a value was read that is not known, by dtype.
-        reads: Reads of such values since the last iteration.
-        waited: Whether the job was ended because it read too many of them.
+    `placeholders` counts reads of values that are not known, by dtype, `reads` those since the last iteration; where
+    these are too many, the job is ended, and `waited` is set.
     """
 
     def __init__(self) -> None:
@@ -157,3 +158,58 @@ def written_arguments(func: Any) -> tuple[list[int], list[str]]:
     arguments = func._schema.arguments
     written = [number for number, item in enumerate(arguments) if item.alias_info and item.alias_info.is_write]
     return written, [arguments[number].name for number in written]
+
+
+class Conditions:
+    """Boolean tensors whose elements are all the same if every unknown number is 1.
+
+    So `isfinite` is true, `isnan` is false, and a comparison agrees with the placeholder that `.item()` gives.
+
+    `real_of`: returns a real tensor with the values of a tensor; None if they are not known.
+    """
+
+    def __init__(self, real_of: Callable[[Any], Any]) -> None:
+        self._real_of = real_of
+        # Address of a storage -> (the value, the reference whose callback removes the entry)
+        self._values: dict[int, tuple[bool, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, tensor: Any) -> bool | None:
+        """Return the value of all elements of a boolean tensor; None if it is not known."""
+        entry = self._values.get(tensor.untyped_storage()._cdata)
+        return None if entry is None else entry[0]
+
+    def forget(self, tensor: Any) -> None:
+        """Forget the values of a tensor that is written."""
+        self._values.pop(tensor.untyped_storage()._cdata, None)
+
+    def follow(self, func: Any, args: Any, kwargs: Any, outputs: list[Any]) -> None:
+        """Compute a condition that an operation has made, by one element in place of each argument."""
+        if len(outputs) != 1 or outputs[0].dtype != torch.bool:
+            return
+        if func not in _REDUCTIONS and _POINTWISE not in func.tags:
+            return
+        try:
+            args, kwargs = tree_map_only(torch.Tensor, self._element, (args, kwargs))
+            value = bool(func(*args, **kwargs).flatten()[0])
+        except Exception:
+            return  # an argument that is not known to be uniform
+        storage = outputs[0].untyped_storage()
+        key = storage._cdata
+        self._values[key] = value, weakref.ref(storage, lambda _: self._values.pop(key, None))
+
+    def _element(self, tensor: Any) -> Any:
+        real = self._real_of(tensor)
+        shape = (1,) * tensor.dim()
+        if real is not None:
+            if real.numel() != 1:
+                raise LookupError
+            return real
+        if tensor.dtype != torch.bool:
+            return torch.ones(shape, dtype=tensor.dtype)
+        value = self.get(tensor)
+        if value is None:
+            raise LookupError
+        return torch.full(shape, value)

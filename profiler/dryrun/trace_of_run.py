@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,24 +11,21 @@ import numpy as np
 import pandas as pd
 import torch
 
+from ebbtide.phases import ITERATION_PARTS, OTHER
 from ebbtide.profiler.dryrun.session import DryRun
-from ebbtide.profiler.dryrun.time_priors import TYPICAL
-from ebbtide.profiler.dryrun.time_ranges import predicted_times
+from ebbtide.profiler.dryrun.time.phase_tracker import FakePhase
+from ebbtide.profiler.dryrun.time.time_priors import CASES, TYPICAL
 from ebbtide.profiler.trace import TraceBuilder
-from ebbtide.profiler.trace.micro_steps import micro_steps
+from ebbtide.profiler.trace.iterations import micro_steps
 
 _DEVICE = "cuda:0"
 _POOLS = ("requested", "allocated", "reserved")
 _HOST_POOLS = ("heap", "pinned")
+ITERATION = "iteration"
 
 
 def trace_of_run(run: DryRun, command: Sequence[str] = ()) -> TraceBuilder:
-    """Build the trace of a finished dry run; its `write(path)` writes it.
-
-    Args:
-        run: The dry run, whose context was left.
-        command: The job's command, for the metadata.
-    """
+    """Build the trace of a finished dry run, whose context was left; its `write(path)` writes it."""
     builder = TraceBuilder("predicted", clock={"name": "simulated", "host": None, "wall_offset_ns": 0})
     # The first iteration makes the optimizer state; alone it is better than no figures.
     builder.meta.update(command=list(command), warmup_iterations=1 if run.tracker.rule.index > 0 else 0)
@@ -141,3 +139,37 @@ def _add_memory(run: DryRun, rank: Any) -> None:
         module=[block.module for block in blocks],
         stack=[texts[block.stack] for block in blocks],
     )
+
+
+def case_times_ns(phases: list[FakePhase], case: int) -> dict[int, dict[str, int]]:
+    """Return ns per iteration and part (`iteration`, phases, `other`) in a case, by the device's times.
+
+    An iteration begins where the one before ended, the first one at 0, and ends with its last phase.
+    """
+    spent: dict[int, dict[str, int]] = defaultdict(lambda: dict.fromkeys((ITERATION, *ITERATION_PARTS), 0))
+    ends: dict[int, int] = {}
+    for phase in phases:
+        if phase.iteration is not None:
+            start, end = phase.gpu_start[case], phase.gpu_end[case]
+            spent[phase.iteration][phase.phase] += end - start
+            ends[phase.iteration] = max(ends.get(phase.iteration, 0), end)
+    previous = 0
+    for iteration in sorted(spent):
+        parts = spent[iteration]
+        parts[ITERATION] = ends[iteration] - previous
+        parts[OTHER] = max(0, parts[ITERATION] - sum(parts[part] for part in ITERATION_PARTS if part != OTHER))
+        previous = ends[iteration]
+    return dict(spent)
+
+
+def predicted_times(phases: list[FakePhase], rank: int) -> list[dict[str, Any]]:
+    """Return the least and the largest time of each part of each iteration over the cases, as meta.json has them."""
+    cases = [case_times_ns(phases, case) for case in range(len(CASES))]
+    rows = []
+    for iteration, parts in cases[0].items():
+        for part in parts:
+            times = [case[iteration][part] / 1e6 for case in cases]
+            rows.append(
+                {"rank": rank, "iteration": iteration, "phase": part, "low_ms": min(times), "high_ms": max(times)}
+            )
+    return rows

@@ -2,20 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ebbtide.profiler.importers.alignment import FileTimes
-from ebbtide.profiler.importers.folders import expand_folders
-from ebbtide.profiler.importers.importer import Hardware, ImportOptions
-from ebbtide.profiler.importers.registry import find_importers
+import numpy as np
+import pandas as pd
+
+from ebbtide.profiler import importers
+from ebbtide.profiler.importers.importer import Hardware, Importer, ImportOptions
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
-from ebbtide.profiler.trace import Trace, TraceBuilder
+from ebbtide.profiler.trace import RankBuilder, Trace, TraceBuilder
+from ebbtide.units import ms_text
 
+_MAX_NAMES = 4
+# Names that torch.profiler's tensorboard_trace_handler gives: host and process, time.
+_STEPS_OF_WORKER = re.compile(r"(.{1,250})\.\d{10,20}\.pt\.trace\.json(?:\.gz)?")
 # Formats whose importers read `ImportOptions.phases`.
 _FORMATS_WITH_RANGES = ("nsys", "nsys-csv")
+# Value of `--align` with which all files begin with the first one.
+START = "start"
+# Files this close count as overlapping: monitors take a sample a second, and clocks of hosts differ a little.
+_MAX_GAP_NS = 10**9
+_SPAN_COLUMNS = ("start_ns", "end_ns", "t_ns")
+_META_TIMES = ("first_iteration_start_ns", "started_ns")
+
+
+def expand_folders(
+    paths: Sequence[Path], recognize: Callable[[Source], str], format: str | None, notes: list[str]
+) -> list[Path]:
+    """Replace folders by the files in them, in the order of the numbers in their names.
+
+    Of each folder, the files of one format are taken: `format`, else the format that most of its files have. Hidden
+    files and folders in it are ignored. `notes` receives a line for each folder with other files.
+    """
+    files: list[Path] = []
+    for path in paths:
+        files += _files_of(path, recognize, format, notes) if path.is_dir() else [path]
+    return files
+
+
+def _files_of(folder: Path, recognize: Callable[[Source], str], format: str | None, notes: list[str]) -> list[Path]:
+    try:
+        entries = sorted((p for p in folder.iterdir() if not p.name.startswith(".")), key=_by_number)
+    except OSError as error:
+        raise SourceError(f"{folder} cannot be read: {error.strerror}") from None
+    if any(entry.name == "meta.json" for entry in entries):
+        raise SourceError(f"{folder} is a trace already: open it with `ebbtide summary`")
+    by_format: dict[str, list[Path]] = {}
+    ignored = []
+    for entry in entries:
+        name = _format_of(entry, recognize)
+        if name is None or (format is not None and name != format):
+            ignored.append(entry)
+        else:
+            by_format.setdefault(name, []).append(entry)
+    if not by_format:
+        of_format = f" of the format {format}" if format is not None else ""
+        raise SourceError(f"{folder} has no file{of_format} to import: it contains {_names(entries) or 'nothing'}")
+    chosen = max(by_format, key=lambda name: len(by_format[name]))
+    ignored += [entry for name, entries in by_format.items() if name != chosen for entry in entries]
+    if ignored:
+        notes.append(
+            f"{folder.name}: the {len(by_format[chosen])} files of the format {chosen} are imported; name others to "
+            f"import them, too: {_names(ignored)}"
+        )
+    _refuse_several_steps(folder, by_format[chosen])
+    return by_format[chosen]
+
+
+def _refuse_several_steps(folder: Path, files: Sequence[Path]) -> None:
+    """Raise SourceError if a process has several files. Between them are steps that were not recorded."""
+    by_worker: dict[str, list[Path]] = {}
+    for path in files:
+        if match := _STEPS_OF_WORKER.fullmatch(path.name):
+            by_worker.setdefault(match.group(1), []).append(path)
+    worker, several = max(by_worker.items(), key=lambda item: len(item[1]), default=("", []))
+    if len(several) > 1:
+        raise SourceError(
+            f"{folder} has {len(several)} files of the process {worker}, one per cycle of the profiler's schedule: "
+            f"import one file of each process, by name: {_names(several)}"
+        )
+
+
+def _format_of(path: Path, recognize: Callable[[Source], str]) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        return recognize(Source(path))
+    except SourceError:
+        return None
+
+
+def _names(paths: Sequence[Path]) -> str:
+    names = [path.name for path in paths[:_MAX_NAMES]]
+    return ", ".join(names) + (f" and {len(paths) - _MAX_NAMES} more" if len(paths) > _MAX_NAMES else "")
+
+
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    """Return a key that sorts `rank-2` before `rank-10`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d{1,18})", path.name)]
 
 
 def import_trace(
@@ -27,20 +118,14 @@ def import_trace(
     align: str | None = None,
     phases: Mapping[str, str] | None = None,
 ) -> Trace:
-    """Write one trace from the files of one run.
+    """Write one trace from the files of one run, or folders of files of one format, on one clock.
 
     Args:
-        paths: The files, or folders of files of one format. Several files must be from one run, on one clock.
-        output: Path of the trace.
         format: Format of all files; None: each file is recognized by its contents.
-        force: Replace an existing trace.
         hardware: Figures that replace those of the files.
         align: Move the files so that they begin at the same time: with the first one (`start`), or with the file of
             this path. None: their times are used as they are, and must overlap.
         phases: Meanings of NVTX ranges by their names, see `ImportOptions`.
-
-    Returns:
-        The trace.
 
     Raises:
         SourceError: A file cannot be read. Nothing is written.
@@ -129,3 +214,105 @@ def _note_missing_hardware(builder: TraceBuilder) -> None:
             "the peak rate of the link is not known, so its idle share cannot be computed: import with --link 5x16 "
             "(PCIe generation 5, 16 lanes)"
         )
+
+
+def find_importers() -> dict[str, Importer]:
+    """Return all importers by the name of their format, in the order in which they are asked to recognize a file."""
+    listed: list[Importer] = []
+    for module in pkgutil.iter_modules(importers.__path__):
+        if module.ispkg:
+            # A package that importers share has none.
+            listed.extend(getattr(importlib.import_module(f"{importers.__name__}.{module.name}"), "IMPORTERS", ()))
+    return {importer.format: importer for importer in sorted(listed, key=lambda importer: importer.recognition)}
+
+
+@dataclass(frozen=True)
+class _Addition:
+    """The rows that one file added to one rank.
+
+    `parts`: the rows, and columns of rows.
+    """
+
+    path: Path
+    entry: RankBuilder
+    parts: list[dict[str, Any]]
+    meta_times: list[str]
+
+    def span_ns(self) -> tuple[int, int] | None:
+        """Return the first and last time of the rows; None if there are none."""
+        times = [
+            pd.Series(part[column]).dropna().to_numpy(np.int64)
+            for part in self.parts
+            for column in _SPAN_COLUMNS
+            if column in part
+        ]
+        times = [values for values in times if values.size]
+        return (int(min(map(np.min, times))), int(max(map(np.max, times)))) if times else None
+
+    def shift(self, offset_ns: int) -> None:
+        """Move the rows in time."""
+        for part in self.parts:
+            for column, values in part.items():
+                # Not a time: the length of a sample's window.
+                if column.endswith("_ns") and column != "window_ns" and values is not None:
+                    part[column] = values + offset_ns
+        for name in self.meta_times:
+            self.entry.meta[name] += offset_ns
+
+
+class FileTimes:
+    """Records which file added which rows to a trace."""
+
+    def __init__(self, builder: TraceBuilder) -> None:
+        self._builder = builder
+        self._additions: list[_Addition] = []
+        self._known_parts: set[int] = set()
+        self._known_meta: dict[int, set[str]] = {}
+
+    def add(self, format: str, sources: Sequence[Source]) -> None:
+        """Record what the importer of a format has just added from its files."""
+        for rank, entry in self._builder.ranks.items():
+            parts = [part for part in entry.parts() if id(part) not in self._known_parts]
+            self._known_parts.update(map(id, parts))
+            names = {name for name in _META_TIMES if entry.meta.get(name) is not None}
+            new_names = names - self._known_meta.get(rank, set())
+            self._known_meta[rank] = names
+            if parts:
+                self._additions.append(_Addition(_source_of(entry, format, sources), entry, parts, sorted(new_names)))
+
+    def check(self) -> None:
+        """Raise SourceError if some files share no time with the others."""
+        spans = [(*span, addition.path) for addition in self._additions if (span := addition.span_ns()) is not None]
+        spans.sort(key=lambda item: item[:2])
+        reached, last = spans[0][1:] if spans else (0, Path())
+        for start, end, path in spans[1:]:
+            if start > reached + _MAX_GAP_NS:
+                raise SourceError(
+                    f"{path} begins {ms_text((start - reached) / 1e6)} after {last} has ended: they share no time. If "
+                    f"they are of one run on clocks that differ, pass --align {START} (all files begin at once)"
+                )
+            if end > reached:
+                reached, last = end, path
+
+    def align(self, reference: str) -> None:
+        """Move all files so that they begin with a reference.
+
+        `reference`: `start` for the first file with times, or the path of a file.
+        """
+        begins: dict[Path, int] = {}
+        for addition in self._additions:
+            span = addition.span_ns()
+            if span is not None:
+                begins[addition.path] = min(span[0], begins.get(addition.path, span[0]))
+        chosen = next(iter(begins), None) if reference == START else Path(reference)
+        if chosen is not None and chosen not in begins:
+            raise SourceError(f"--align {reference}: name one of the files, or {START}")
+        for addition in self._additions:
+            if chosen is not None and addition.path in begins:
+                addition.shift(begins[chosen] - begins[addition.path])
+
+
+def _source_of(entry: RankBuilder, format: str, sources: Sequence[Source]) -> Path:
+    """Return the file of a format that a rank was imported from: the first one where several were."""
+    names = {entry.meta.get("imported_from"), entry.meta.get("imported", {}).get(format)}
+    return next((source.path for source in sources if source.path.name in names), sources[0].path)

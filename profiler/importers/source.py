@@ -30,12 +30,9 @@ class Source:
 
     Raises SourceError if the file cannot be read.
 
-    Args:
-        path: Path of the file, which may be packed with gzip.
+    `path`: path of the file, which may be packed with gzip.
 
-    Attributes:
-        path: Path of the file.
-        head: The first 64 KiB, unpacked.
+    `head`: the first 64 KiB, unpacked.
     """
 
     def __init__(self, path: Path) -> None:

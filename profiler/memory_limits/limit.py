@@ -6,7 +6,7 @@ from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Protocol
 
-from ebbtide.profiler.memory_limits.held_blocks import Peak
+from ebbtide.profiler.memory_limits.peaks import Peak
 from ebbtide.units import bytes_text, parse_bytes
 
 _MAX_LISTED = 10
@@ -100,11 +100,11 @@ def _recorder(device: str | None) -> PeakRecorder:
 
     kind, _, number = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")
     if kind == "cpu":
-        from ebbtide.profiler.memory_limits.cpu import CpuPeak
+        from ebbtide.profiler.memory_limits.peaks import CpuPeak
 
         return CpuPeak()
     if kind != "cuda":
         raise ValueError(f"{device!r} is not a device: write cpu, cuda or cuda:1")
-    from ebbtide.profiler.memory_limits.cuda import CudaPeak
+    from ebbtide.profiler.memory_limits.peaks import CudaPeak
 
     return CudaPeak(int(number) if number else torch.cuda.current_device())

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from ebbtide.profiler.memory_snapshot import sandboxed_unpickler
+from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS, STATES
 
 _CHUNK_BYTES = 1 << 20
 _SECONDS = 20
@@ -26,6 +28,9 @@ _MAX_DEVICES = 1024
 # No device has this many bytes, and no job allocates this many in sum.
 _MAX_BYTES = 1 << 48
 _MAX_SUM_BYTES = float(1 << 62)
+POOLS = ("requested", "reserved")
+_RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+_MISSING = np.iinfo(np.int64).min
 
 
 class SnapshotError(ValueError):
@@ -54,12 +59,7 @@ class Snapshot:
 def read_snapshot(open_file: Callable[[], AbstractContextManager[IO[bytes]]], seconds: int = _SECONDS) -> Snapshot:
     """Read a snapshot.
 
-    Args:
-        open_file: Opens the unpacked file.
-        seconds: CPU time allowed in addition to one second per MB.
-
-    Raises:
-        SnapshotError: The file is not a snapshot, has figures that no allocator has, or is harmful.
+    `seconds`: CPU time allowed in addition to one second per MB.
     """
     with tempfile.TemporaryFile() as answer:
         if _run_unpickler(open_file, answer, seconds):
@@ -105,3 +105,148 @@ def _check_ranges(tables: dict[str, pd.DataFrame]) -> None:
             raise SnapshotError(f"it has {low if low < 0 else high} for {column}")
         if limits[column] == _MAX_BYTES and values.astype(float).sum() >= _MAX_SUM_BYTES:
             raise SnapshotError("its sizes add up to more than any device has")
+
+
+class PoolTimeline(NamedTuple):
+    """Bytes of a pool over time.
+
+    Attributes:
+        t_ns: Times in Unix ns: the first event, each change, the last event of all devices.
+        missing_bytes: Bytes by which the events would fall below zero, given the size at the end.
+        has_releases: Whether the events have releases; if they do not, and bytes are missing, the times say nothing.
+    """
+
+    t_ns: npt.NDArray[np.int64]
+    bytes: npt.NDArray[np.int64]
+    missing_bytes: int
+    has_releases: bool
+
+
+def pool_timeline(snapshot: Snapshot, device: int, pool: str) -> PoolTimeline:
+    """Return the bytes of one of POOLS on a device over time.
+
+    A snapshot has the recorded events (or the last of them), and the blocks and segments at its end. So each pool ends
+    at the size at that moment, and starts at that size minus the changes of the events: it includes what was allocated
+    before. `requested` falls when a release is requested, as torch's allocated_bytes do (its active_bytes fall when the
+    release is completed; both in CUDACachingAllocator.cpp). If only completed releases were recorded, it falls with
+    them.
+    """
+    events = snapshot.events[snapshot.events["device"] == device]
+    if pool == "requested":
+        release = "free_requested" if releases_requested(events) else "free_completed"
+        signs, end_bytes = {"alloc": 1, release: -1}, int(blocks_in_use(snapshot, device, events)["requested"].sum())
+    else:
+        segments = snapshot.segments
+        signs, end_bytes = _RESERVED, int(segments.loc[segments["device"] == device, "bytes"].sum())
+    sign = np.zeros(len(ACTIONS), np.int64)
+    sign[[ACTIONS[action] for action in signs]] = list(signs.values())
+    signed = sign[events["action"]]
+    changes = (signed * events["bytes"].to_numpy(np.int64))[signed != 0]
+    sums = np.concatenate([[0], changes.cumsum()])
+    missing = max(int(sums[-1] - sums.min()) - end_bytes, 0)
+    # Events are in their order, but the clocks of several cores may differ a little: times are made monotonic.
+    times = np.maximum.accumulate(events["time_us"].to_numpy(np.int64)) * 1000
+    first, last = start_ns(snapshot, device), int(snapshot.events["time_us"].max()) * 1000
+    return PoolTimeline(
+        np.concatenate([[first], times[signed != 0], [last]]),
+        np.append(sums, sums[-1]) + (end_bytes - sums[-1] + missing),
+        missing,
+        bool((changes < 0).any()),
+    )
+
+
+def start_ns(snapshot: Snapshot, device: int) -> int:
+    """Return the Unix time of a device's first event, in ns; of the first one of all devices if it has none.
+
+    Earlier events may have been dropped: nothing is known about the time before it.
+    """
+    events = snapshot.events
+    own = events.loc[events["device"] == device, "time_us"]
+    return int(own.iloc[0] if len(own) else events["time_us"].min()) * 1000
+
+
+def pool_rows(snapshot: Snapshot, device: int) -> pd.DataFrame:
+    """Return columns t_ns, pool and bytes of all POOLS of a device."""
+    parts = []
+    for pool in POOLS:
+        timeline = pool_timeline(snapshot, device, pool)
+        parts.append(pd.DataFrame({"t_ns": timeline.t_ns, "pool": pool, "bytes": timeline.bytes}))
+    return pd.concat(parts, ignore_index=True)
+
+
+def allocator_state(snapshot: Snapshot, device: int) -> dict[str, int]:
+    """Return the segments of a device at the end of a snapshot, in bytes where not a count.
+
+    Keys:
+        segments, private_segments: Number of all segments, and of those in private pools (of CUDA graphs).
+        reserved_bytes, private_bytes: Bytes of all segments, and of those in private pools.
+        allocated_bytes, requested_bytes: Bytes of the blocks in use, and what tensors requested of them.
+        inactive_bytes: Bytes of free blocks in segments that also have blocks in use: torch cannot return them.
+        largest_free_bytes: The largest free block, the most that torch can allocate without a new segment.
+    """
+    segments = snapshot.segments[snapshot.segments["device"] == device]
+    blocks = snapshot.blocks[snapshot.blocks["device"] == device]
+    free = blocks[blocks["state"] == STATES["inactive"]]
+    in_use = blocks[blocks["state"] != STATES["inactive"]]
+    private = segments[segments["pool"] == 1]
+    return {
+        "segments": len(segments),
+        "private_segments": len(private),
+        "reserved_bytes": int(segments["bytes"].sum()),
+        "private_bytes": int(private["bytes"].sum()),
+        "allocated_bytes": int(in_use["bytes"].sum()),
+        "requested_bytes": int(in_use["requested"].sum()),
+        "inactive_bytes": int(free.loc[free["segment"].isin(in_use["segment"]), "bytes"].sum()),
+        "largest_free_bytes": int(free["bytes"].max()) if len(free) else 0,
+    }
+
+
+def releases_requested(events: pd.DataFrame) -> bool:
+    """Return whether the events have the requests of releases, not only the completed releases.
+
+    A block counts as held until its release is requested, as in torch's `allocated_bytes`; its `active_bytes` fall when
+    the release is completed (CUDACachingAllocator.cpp).
+    """
+    return bool((events["action"] == ACTIONS["free_requested"]).any())
+
+
+def blocks_in_use(snapshot: Snapshot, device: int, events: pd.DataFrame) -> pd.DataFrame:
+    """Return the blocks of a device that are held at the end of a snapshot. `events`: those of the device."""
+    states = ["active_allocated"] if releases_requested(events) else ["active_allocated", "active_awaiting_free"]
+    blocks = snapshot.blocks
+    return blocks[(blocks["device"] == device) & blocks["state"].isin([STATES[state] for state in states])]
+
+
+def allocation_rows(snapshot: Snapshot, device: int, start_ns: int) -> pd.DataFrame:
+    """Return each block that a device held at any time of a snapshot.
+
+    `start_ns`: the start of blocks that were allocated before the first event, Unix time in ns.
+
+    Returns:
+        Columns start_ns, end_ns (missing: held at the end), bytes (as requested), address, and stack (the text, missing
+        where it was not recorded). At each time the blocks held add up to the pool `requested`.
+    """
+    events = snapshot.events[snapshot.events["device"] == device]
+    live = blocks_in_use(snapshot, device, events)
+    release = ACTIONS["free_requested" if releases_requested(events) else "free_completed"]
+    times_ns = np.maximum.accumulate(events["time_us"].to_numpy(np.int64)) * 1000
+    events = events.assign(t_ns=times_ns)[events["action"].isin([ACTIONS["alloc"], release]).to_numpy()]
+    allocated = (events["action"] == ACTIONS["alloc"]).to_numpy()
+    # The events of one address in turn: each one ends the allocation before it.
+    by_address = events.assign(allocated=allocated).groupby("address")
+    end_ns = by_address["t_ns"].shift(-1, fill_value=_MISSING).to_numpy(np.int64)
+    ended_before = ~allocated & ~by_address["allocated"].shift(1, fill_value=False).to_numpy(bool)
+    made, older = events[allocated], events[ended_before]
+    # Blocks held at the end without an allocation in the events are older than these.
+    remaining = live[~live["address"].isin(made.loc[end_ns[allocated] == _MISSING, "address"])]
+    rows = pd.DataFrame(
+        {
+            "start_ns": np.concatenate([made["t_ns"], np.full(len(older) + len(remaining), start_ns)]),
+            "end_ns": np.concatenate([end_ns[allocated], older["t_ns"], np.full(len(remaining), _MISSING)]),
+            "bytes": np.concatenate([made["bytes"], older["bytes"], remaining["requested"]]),
+            "address": np.concatenate([made["address"], older["address"], remaining["address"]]),
+            "stack": np.concatenate([made["stack"], np.full(len(older), -1), remaining["stack"]]),
+        }
+    ).astype("int64")
+    stacks = pd.Categorical.from_codes(rows["stack"].to_numpy(), categories=snapshot.stacks)
+    return rows.assign(stack=stacks, end_ns=rows["end_ns"].astype("Int64").mask(rows["end_ns"] == _MISSING))

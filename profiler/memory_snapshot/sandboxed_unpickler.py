@@ -67,11 +67,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 class StackTable:
-    """The different call stacks of a snapshot as text, outermost frame first.
-
-    Attributes:
-        texts: Each stack once.
-    """
+    """The different call stacks of a snapshot as text, outermost frame first."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -127,8 +123,7 @@ def _stack_text(frames: list[dict[str, Any]]) -> str:
 def snapshot_columns(snapshot: object, stacks: StackTable) -> SnapshotColumns:
     """Extract the numbers of a snapshot, without events of unknown actions, and add its stacks to `stacks`.
 
-    Raises:
-        Exception: Any kind of exception, if the object is not a snapshot.
+    Any kind of exception is raised if the object is not a snapshot.
     """
     if isinstance(snapshot, list):
         # The format before torch recorded events.
@@ -191,8 +186,7 @@ def _requested_bytes(block: dict[str, Any]) -> int:
 def main(seconds: int) -> None:
     """Read a snapshot from stdin and answer on stdout.
 
-    Args:
-        seconds: CPU time allowed in addition to the time that the size of the input allows.
+    `seconds`: CPU time allowed in addition to the time that the size of the input allows.
     """
     gc.disable()
     available = _available_bytes()

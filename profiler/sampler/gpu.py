@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,16 +15,13 @@ from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
 _CARDS = 256
 # Names of GPUs that are one module with a CPU of NVIDIA: GH200, GB200, GB300, GB10.
 _GRACE = re.compile(r"\bG[HB]\d+\b")
+# A reading that fails so often in a row is given up.
+_MAX_FAILURES = 10
 
 
 @dataclass
 class LinkState:
-    """The current state of a PCIe link; None for what the card does not report.
-
-    Attributes:
-        generation: PCIe generation.
-        width: Number of lanes.
-    """
+    """The current state of a PCIe link; None for what the card does not report."""
 
     generation: int | None
     width: int | None
@@ -33,10 +32,7 @@ class Gpu:
 
     A MIG device has a name, a UUID and memory of its own; everything else is that of its card.
 
-    Args:
-        nvml: NVML.
-        card: NVML's number of the card.
-        mig_device: The number of the MIG device on that card; None: the card as a whole.
+    `mig_device`: the number of the MIG device on that card; None: the card as a whole.
 
     Attributes:
         index: The number of the card in traces, NVML's own; that of a MIG device is unique as well.
@@ -224,9 +220,7 @@ class OpenedGpus(NamedTuple):
 def open_gpus(nvml: Nvml, visible: str = "") -> OpenedGpus:
     """Open every card. One that is partitioned is replaced by its MIG devices, since jobs run only on those.
 
-    Args:
-        nvml: NVML.
-        visible: The value of CUDA_VISIBLE_DEVICES. If it names MIG devices, others are left out.
+    `visible`: the value of CUDA_VISIBLE_DEVICES. If it names MIG devices, others are left out.
     """
     gpus: list[Gpu] = []
     unavailable = []
@@ -255,3 +249,98 @@ def same_gpu(first: str | None, second: str | None) -> bool:
 
 def _bare(uuid: str) -> str:
     return uuid.removeprefix("GPU-").removeprefix("MIG-").lower()
+
+
+class _Reading(NamedTuple):
+    """Quantities that one call reads, and the calls that do so, the best one first."""
+
+    quantities: tuple[str, ...]
+    calls: tuple[Callable[[Gpu], tuple[int, ...]], ...]
+
+
+def _read_utilization(gpu: Gpu) -> tuple[int, ...]:
+    rates = gpu.call("nvmlDeviceGetUtilizationRates")
+    return int(rates.gpu), int(rates.memory)
+
+
+def _read_instant_power(gpu: Gpu) -> tuple[int, ...]:
+    return tuple(gpu.read_fields("NVML_FI_DEV_POWER_INSTANT"))
+
+
+def _number(function: str, *constants: str) -> Callable[[Gpu], tuple[int, ...]]:
+    """Return a call of an NVML function that gives one number; `constants` are names of its further arguments."""
+    return lambda gpu: (int(gpu.call(function, *map(gpu.constant, constants))),)
+
+
+# From Ampere on (except GA100) nvmlDeviceGetPowerUsage is a mean over 1 s, so the instantaneous value comes first.
+# Drivers before 535 have the second name of the reasons only.
+_READINGS = (
+    _Reading(("utilization", "memory_utilization"), (_read_utilization,)),
+    _Reading(("power",), (_read_instant_power, _number("nvmlDeviceGetPowerUsage"))),
+    _Reading(("sm_clock",), (_number("nvmlDeviceGetClockInfo", "NVML_CLOCK_SM"),)),
+    _Reading(("memory_clock",), (_number("nvmlDeviceGetClockInfo", "NVML_CLOCK_MEM"),)),
+    _Reading(("temperature",), (_number("nvmlDeviceGetTemperature", "NVML_TEMPERATURE_GPU"),)),
+    _Reading(
+        ("throttle_reasons",),
+        (_number("nvmlDeviceGetCurrentClocksEventReasons"), _number("nvmlDeviceGetCurrentClocksThrottleReasons")),
+    ),
+)
+
+
+class GpuStateReader:
+    """Reads the state of one card. A quantity that the card refuses is not asked for again."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.refused: dict[str, str] = {}
+        self._gpu = gpu
+        self._readings = list(_READINGS)
+        self._failures: Counter[tuple[str, ...]] = Counter()
+
+    def read(self) -> dict[str, int]:
+        """Read every quantity that the card gives now, in the units of `GPU_QUANTITIES`.
+
+        Raises Unsupported if the card gives none of them, and never will.
+        """
+        values: dict[str, int] = {}
+        for number, reading in enumerate(self._readings):
+            remaining = self._read_one(reading, values)
+            self._readings[number] = _Reading(reading.quantities, remaining)
+        self._readings = [reading for reading in self._readings if reading.calls]
+        if not self._readings:
+            raise Unsupported(self._reasons())
+        return values
+
+    def refusals(self) -> str | None:
+        """Return the quantities that the card does not give, with the reasons.
+
+        None if it gives all, or none at all: then `read` has raised the reasons.
+        """
+        return self._reasons() if self.refused and self._readings else None
+
+    def _reasons(self) -> str:
+        """Return the refused quantities, each reason once."""
+        by_reason: dict[str, list[str]] = {}
+        for quantity, reason in self.refused.items():
+            by_reason.setdefault(reason, []).append(quantity.replace("_", " "))
+        return "; ".join(f"{', '.join(quantities)} ({reason})" for reason, quantities in by_reason.items())
+
+    def _read_one(self, reading: _Reading, values: dict[str, int]) -> tuple[Callable[[Gpu], tuple[int, ...]], ...]:
+        """Add the values of one reading to `values`, and return the calls that are left for it."""
+        calls, reason = reading.calls, ""
+        while calls:
+            try:
+                values.update(zip(reading.quantities, calls[0](self._gpu), strict=True))
+                self._failures[reading.quantities] = 0
+                return calls
+            except GpuLost:
+                raise
+            except Unsupported as error:
+                calls, reason = calls[1:], str(error)
+            except NvmlError as error:
+                # A failure that may pass: only the value is missing.
+                self._failures[reading.quantities] += 1
+                if self._failures[reading.quantities] < _MAX_FAILURES:
+                    return calls
+                calls, reason = (), str(error)
+        self.refused.update(dict.fromkeys(reading.quantities, reason))
+        return ()

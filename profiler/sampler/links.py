@@ -22,11 +22,7 @@ _MIN_GPM_WINDOW_NS = 100_000_000
 class LinkSample:
     """Mean throughput over a window.
 
-    Attributes:
-        t_ns: End of the window.
-        window_ns: Length of the window.
-        h2d_bytes_per_s: Throughput from host to device.
-        d2h_bytes_per_s: Throughput from device to host.
+    `t_ns`: end of the window.
     """
 
     t_ns: int
@@ -38,9 +34,7 @@ class LinkSample:
 class LinkSource(Protocol):
     """A counter that link throughput is read from.
 
-    Attributes:
-        name: Its name in the trace, one of `LINK_SOURCES`.
-        period_s: Pause between two readings in s.
+    `period_s`: pause between two readings in s.
     """
 
     name: str
@@ -134,14 +128,9 @@ class ThroughputSource:
 
 
 def best_source(gpu: Gpu) -> tuple[LinkSource | None, list[str]]:
-    """Choose the source of a GPU.
+    """Return the first source of a GPU that answers, and for each one before it the reason why it does not.
 
-    Returns:
-        The first source that answers, and for each one before it the reason why it does not. None if none answers, or
-        if what they count is not the traffic of this GPU.
-
-    Raises:
-        GpuLost: If the card is lost.
+    None if none answers, or if what they count is not the traffic of this GPU.
     """
     obstacle = gpu.link_obstacle()
     if obstacle is not None:

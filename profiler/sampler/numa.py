@@ -42,9 +42,7 @@ class NumaReader:
     that ends has released much of it.
 
     Args:
-        directory: The folder of the spools.
         root: The folder that holds `sys` and `proc`.
-        clock: A clock in s.
     """
 
     def __init__(self, directory: Path, root: Path = Path("/"), clock: Callable[[], float] = time.monotonic) -> None:

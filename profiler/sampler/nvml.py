@@ -20,14 +20,7 @@ class Unsupported(NvmlError):
 class Nvml:
     """NVML, initialised.
 
-    Args:
-        library: The module `pynvml`, or a replacement with the same functions; None imports it.
-
-    Attributes:
-        library: The module.
-
-    Raises:
-        NvmlError: If there is no driver, no library, or no access.
+    `library`: the module `pynvml`, or a replacement with the same functions; None imports it.
     """
 
     def __init__(self, library: Any = None) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+import platform
+import re
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ebbtide import host_limits
+from ebbtide.host_limits import MemoryGroup, memory_group
 from ebbtide.numa.topology import pci_node
 from ebbtide.profiler.agent.spool import (
     GPU_QUANTITIES,
@@ -24,20 +29,21 @@ from ebbtide.profiler.agent.spool import (
     Spool,
     process_name,
 )
-from ebbtide.profiler.processes import recorded_processes
-from ebbtide.profiler.sampler.gpu import Gpu, open_gpus
-from ebbtide.profiler.sampler.gpu_state import GpuStateReader
-from ebbtide.profiler.sampler.host import describe_host, read_rss_bytes, read_swap_bytes
-from ebbtide.profiler.sampler.host_limit import HostLimitWatch
+from ebbtide.profiler.sampler.gpu import Gpu, GpuStateReader, open_gpus
 from ebbtide.profiler.sampler.links import LinkSource, best_source
 from ebbtide.profiler.sampler.numa import NumaReader, describe_nodes
 from ebbtide.profiler.sampler.nvml import GpuLost, Nvml, NvmlError
+from ebbtide.profiler.sampler.processes import recorded_processes
+from ebbtide.units import bytes_text
 
 _HOST_SECONDS = 0.1
 _STATE_SECONDS = 0.1
 _NUMA_SECONDS = 0.25
 _MAX_FAILURES = 10
 _DEVICE, _RSS, _SWAP, _CGROUP = (POOLS.index(pool) for pool in ("device", "rss", "swap", "cgroup"))
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# From this share of the limit on there is a warning.
+WARNING_SHARE = 0.9
 
 
 class Sampler:
@@ -47,15 +53,9 @@ class Sampler:
 
     Args:
         directory: The folder of the spools; the recorded processes are those that have one there.
-        memory_ms: Interval between two readings of a card's memory, in ms.
         max_bytes: Size limit of the samples' spool, in bytes; None: no limit.
-        library: A replacement for pynvml.
         root: The folder that holds `sys` and `proc`, which NUMA nodes and control groups are read from.
         warn: Function to call with a warning while the job runs; it is among the notes, too.
-
-    Attributes:
-        host: The description of the host and its cards, for the trace's metadata.
-        notes: One line for each source that failed.
     """
 
     def __init__(
@@ -104,7 +104,6 @@ class Sampler:
         self._next_scan_s = 0.0
 
     def start(self) -> None:
-        """Start the threads."""
         self._start_thread("host memory", self._sample_processes, _HOST_SECONDS)
         self._start_thread("NUMA nodes", self._read_numa, _NUMA_SECONDS)
         for gpu in self._gpus:
@@ -259,3 +258,103 @@ def _by_reason(reasons: Iterable[tuple[Gpu, str]]) -> dict[str, str]:
 
 def _rounded(rate: float) -> int:
     return round(rate) if math.isfinite(rate) else MISSING
+
+
+def describe_host() -> dict[str, Any]:
+    """Return the description of the host for a trace's metadata. Its CPU is the device of a job without a GPU."""
+    return {
+        "name": socket.gethostname(),
+        "kernel": platform.release(),
+        "cpu": {
+            "device": "cpu",
+            "kind": "cpu",
+            "name": _cpu_name(),
+            "capacity_bytes": host_limits.memory_bytes(),
+            "cores": host_limits.cores(),
+        },
+        "gpus": [],
+    }
+
+
+def read_rss_bytes(pid: int) -> int | None:
+    """Return the resident bytes of a process; None if it has ended (one that is not yet reaped has none)."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE_BYTES or None
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def read_swap_bytes(pid: int) -> int | None:
+    """Return the bytes of a process that are in swap; None if it has ended or the kernel does not report them."""
+    kib = _search(f"/proc/{pid}/status", r"VmSwap:\s+(\d+) kB")
+    return int(kib) * 1024 if kib else None
+
+
+def _cpu_name() -> str:
+    return _search("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.machine()
+
+
+def _search(path: str, pattern: str) -> str | None:
+    try:
+        match = re.search(pattern, Path(path).read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    except OSError:
+        return None
+    return match.group(1) if match else None
+
+
+class HostLimitWatch:
+    """Reads how much of its limit a job uses, and warns once per control group before the kernel ends the job.
+
+    `root`: the folder that holds `sys` and `proc`.
+
+    `description`: the limit for the trace's metadata; None while no process with one was seen.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self.description: dict[str, Any] | None = None
+        self._root = root
+        self._groups: dict[int, MemoryGroup | None] = {}
+        self._warned: set[Path] = set()
+        self._warnings: list[str] = []
+
+    def read(self, pids: Iterable[int], regular: bool) -> Iterator[tuple[int, int]]:
+        """Yield (process, bytes in use in its control group).
+
+        `regular`: whether all are to be read; otherwise only those that are near their limit.
+        """
+        members: dict[MemoryGroup, list[int]] = {}
+        for pid in pids:
+            if pid not in self._groups:
+                self._groups[pid] = self._find(pid)
+            group = self._groups[pid]
+            if group is not None:
+                members.setdefault(group, []).append(pid)
+        for group, group_pids in members.items():
+            warning_bytes = WARNING_SHARE * group.limit_bytes
+            if not regular and (group.total_bytes() or 0) < warning_bytes:
+                continue
+            used_bytes = group.used_bytes()
+            if used_bytes is None:
+                continue
+            if used_bytes >= warning_bytes and group.folder not in self._warned:
+                self._warned.add(group.folder)
+                self._warnings.append(
+                    f"host memory is nearly used up: {bytes_text(used_bytes)} of the {bytes_text(group.limit_bytes)} "
+                    f"that the job's control group may use ({used_bytes / group.limit_bytes:.0%}, pinned memory "
+                    "included); at the limit the kernel ends the job"
+                )
+            for pid in group_pids:
+                yield pid, used_bytes
+
+    def new_warnings(self) -> list[str]:
+        """Return the warnings since the last call."""
+        warnings, self._warnings = self._warnings, []
+        return warnings
+
+    def _find(self, pid: int) -> MemoryGroup | None:
+        group = memory_group(pid, self._root)
+        if group is not None and self.description is None:
+            path = "/" + str(group.folder.relative_to(self._root))
+            self.description = {"control_group": path, "bytes": group.limit_bytes}
+        return group

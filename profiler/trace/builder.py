@@ -62,12 +62,7 @@ class RankBuilder:
         """Add a phase and return the builder. The GPU's times are those of the same two points on the device."""
         if phase not in PHASES:
             raise ValueError(f"{phase!r} is not a phase: {', '.join(PHASES)}")
-        times = {
-            "start_ns": start_ns,
-            "end_ns": end_ns,
-            "gpu_start_ns": gpu_start_ns,
-            "gpu_end_ns": gpu_end_ns,
-        }
+        times = {"start_ns": start_ns, "end_ns": end_ns, "gpu_start_ns": gpu_start_ns, "gpu_end_ns": gpu_end_ns}
         return self.add("phases", phase=phase, iteration=iteration, micro_step=micro_step, **times)
 
     def memory(self, t_ns: int, size: int, pool: str = "device", device: str = "cuda:0") -> RankBuilder:
@@ -123,13 +118,7 @@ class RankBuilder:
         return self.add("kernels", **row, launch_ns=launch_ns, stream=stream, group=group)
 
     def transfer(
-        self,
-        direction: str,
-        start_ns: int,
-        end_ns: int,
-        size: int | None,
-        device: str = "cuda:0",
-        **columns: Any,
+        self, direction: str, start_ns: int, end_ns: int, size: int | None, device: str = "cuda:0", **columns: Any
     ) -> RankBuilder:
         """Add a copy between host and device and return the builder; the rank then counts as recording transfers.
 
@@ -142,13 +131,7 @@ class RankBuilder:
             columns: host_memory ("pinned", "pageable"), stream, launch_ns and name, where they were recorded.
         """
         self.meta["transfers_recorded"] = True
-        row = {
-            "start_ns": start_ns,
-            "end_ns": end_ns,
-            "device": device,
-            "direction": direction,
-            "bytes": size,
-        }
+        row = {"start_ns": start_ns, "end_ns": end_ns, "device": device, "direction": direction, "bytes": size}
         return self.add("transfers", **{"name": direction, **row, **columns})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -17,10 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ebbtide.errors import TraceError
-from ebbtide.profiler.trace.lock import refuse_locked
 from ebbtide.profiler.trace.schema import FORMAT, OPTIONAL_TABLES, SCHEMA, SPOOL, TABLES, arrow_schema
 
 META = "meta.json"
+# In the folder of the spools: locked by the process that will finish the trace.
+LOCK = "recording.lock"
 
 
 @contextlib.contextmanager
@@ -28,7 +30,6 @@ def new_trace(path: Path, force: bool = False, recording: bool = False) -> Itera
     """Create the folder of a new trace, for the block to fill. If the block raises, the file system is as before.
 
     Args:
-        path: The folder.
         force: Replace a trace at `path`; anything else is never replaced.
         recording: Whether a recording begins: it replaces all traces of the one before it (RUN-2.ebb, ...).
 
@@ -40,8 +41,8 @@ def new_trace(path: Path, force: bool = False, recording: bool = False) -> Itera
         raise TraceError(f"{path} exists already: choose another path, or replace it (--force, force=True)")
     if exists and not is_trace(path):
         raise TraceError(f"{path} is not a trace: --force replaces only traces, choose another -o")
-    if exists:
-        refuse_locked(path)
+    if exists and is_locked(path):
+        raise TraceError(f"{path} is being recorded: wait until its job has ended, or choose another path")
     new_folders = [parent for parent in path.parents if not os.path.exists(parent)]
     backup: Path | None = None
     created = False
@@ -89,6 +90,21 @@ def _recording_begin(path: Path) -> tuple[Any, ...] | None:
     return (meta["started_ns"], meta.get("clock")) if meta.get("started_ns") else None
 
 
+def is_locked(path: Path) -> bool:
+    """Return whether a trace is being recorded."""
+    try:
+        fd = os.open(path / SPOOL / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def is_trace(path: Path) -> bool:
     """Return whether a path is the folder of a trace, of any schema."""
     try:
@@ -98,11 +114,7 @@ def is_trace(path: Path) -> bool:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Read the object of a trace's meta.json and check that this version of ebbtide reads its schema.
-
-    Raises:
-        TraceError: The path is not a trace, is damaged, or has a newer schema.
-    """
+    """Read the object of a trace's meta.json and check that this version of ebbtide reads its schema."""
     if not os.path.exists(path):
         raise TraceError(f"{path} does not exist: name a trace that `ebbtide profile` has written")
     try:

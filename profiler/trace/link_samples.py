@@ -12,13 +12,10 @@ _ABOVE_PEAK = 1.02
 
 
 def sample_starts(ends: npt.NDArray[np.int64], windows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the start of the time that each sample of one device and direction covers.
+    """Return the start of the time that each sample of one device and direction covers, ns.
 
-    A sample covers the time since the one before, even if its window is only a part of that time.
-
-    Args:
-        ends: Times of the samples (ends of their windows), ns, ascending, at least one.
-        windows: Lengths of their windows, ns.
+    A sample covers the time since the one before, even if its window is only a part of that time. `ends`: ends of the
+    windows, ascending, at least one.
     """
     spacing = np.diff(ends, prepend=ends[0] - windows[0])
     gap = spacing > _MAX_SPACINGS * np.median(spacing)
@@ -29,9 +26,7 @@ def sample_starts(ends: npt.NDArray[np.int64], windows: npt.NDArray[np.int64]) -
 def valid_rates(rates: npt.NDArray[np.float64], peak_bytes_per_s: float | None) -> npt.NDArray[np.bool_]:
     """Return which rates (bytes/s) a link can have.
 
-    Args:
-        rates: The rates.
-        peak_bytes_per_s: Peak of the link in one direction; None: not known.
+    `peak_bytes_per_s`: peak of the link in one direction; None: not known.
     """
     limited = rates <= peak_bytes_per_s * _ABOVE_PEAK if peak_bytes_per_s else np.isfinite(rates)
     valid: npt.NDArray[np.bool_] = (rates >= 0) & limited

@@ -24,8 +24,6 @@ def merge(traces: Sequence[Trace], output: Path, force: bool = False, align: str
     clocks of the hosts are (NTP: about a millisecond).
 
     Args:
-        traces: One trace per host.
-        output: The path of the new trace.
         force: Replace a trace at `output`.
         align: Move the traces so that they begin at the same time: with the first one (`start`), or with the trace of
             this path. None: their clocks are used, by which they must overlap.

@@ -6,10 +6,14 @@ What was not recorded is None or empty. Keys that the format does not specify ar
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+
+from ebbtide.errors import TraceError
+from ebbtide.json_files import validation_problem
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -33,19 +37,7 @@ class LinkInfo(_Section, frozen=True, kw_only=True):
 
 
 class DeviceInfo(_Section, frozen=True, kw_only=True):
-    """A GPU, or the CPU of a job without a GPU.
-
-    Attributes:
-        device: The rank's own name of it, `cuda:0` or `cpu`.
-        kind: `cuda` or `cpu`.
-        capacity_bytes: The memory of the card, or of the host where the device is the CPU.
-        cores: Logical cores that the job may use; only of a host's CPU.
-        index: The number that NVML gives the card; only of a host's GPUs, as `link_source`.
-        link_source: The source of the samples in the table `link`.
-        link_missing: The reason why there are none, of a GPU that was sampled.
-        parent_uuid: Of a MIG device, the UUID of its card.
-        numa_node: The NUMA node that a GPU is attached to.
-    """
+    """A GPU, or the CPU of a job without a GPU."""
 
     device: str | None = None
     kind: str | None = None
@@ -72,12 +64,7 @@ class NumaNodeInfo(_Section, frozen=True, kw_only=True):
 
 
 class NumaPlacement(_Section, frozen=True, kw_only=True):
-    """The NUMA nodes that a process uses.
-
-    Attributes:
-        cpu_nodes: The nodes of the cores that its main thread may use.
-        memory_bytes: Its resident bytes by node with cores, at the reading with the most; empty where not read.
-    """
+    """The NUMA nodes that a process uses."""
 
     cpu_nodes: tuple[Count, ...] = ()
     memory_bytes: dict[str, Count] = {}
@@ -111,12 +98,7 @@ class ClockInfo(_Section, frozen=True, kw_only=True):
 
 
 class RecordingOptions(_Section, frozen=True, kw_only=True):
-    """The options of the recorder.
-
-    Attributes:
-        iterations: The first iteration and the end, which is excluded; None: all.
-        on_demand: Whether details were recorded only in slices: `RankInfo.detailed_slices`.
-    """
+    """The options of the recorder."""
 
     iterations: tuple[Count, Count | None] | None = None
     max_bytes: Count | None = None
@@ -149,16 +131,7 @@ class ThreadInfo(_Section, frozen=True, kw_only=True):
 
 
 class ModelInfo(_Section, frozen=True, kw_only=True):
-    """The model of a rank.
-
-    Attributes:
-        classes: Class names of the outermost modules.
-        params: Parameters whose optimizer state this rank holds.
-        total_params: Parameters of all ranks.
-        trainable_params: Trainable parameters on this rank.
-        bytes: Bytes of the parameters on this rank.
-        dtypes: The number of parameters on this rank by dtype.
-    """
+    """The model of a rank."""
 
     classes: tuple[str, ...] = ()
     params: Count | None = None
@@ -190,20 +163,7 @@ class OptimizerInfo(_Section, frozen=True, kw_only=True):
 
 
 class DeepSpeedInfo(_Section, frozen=True, kw_only=True):
-    """The setup of a DeepSpeed job, as its first rank or its log reported it.
-
-    Attributes:
-        config: The user's configuration.
-        stage: The stage of ZeRO.
-        subgroup_params: Parameters of each subgroup of the first rank, padding included.
-        subgroup_devices: The device of each subgroup's fp32 master weights: `cpu`, `cuda`.
-        masters_pinned: Whether master weights in host memory are pinned; None where there are none.
-        gradients_pinned: The same of the gradients that belong to them.
-        policy: The policy of ebbtide's engine, where it ran the job.
-        moments_lost: Whether state on storage was loaded from a checkpoint without its moments; None where none was
-            loaded.
-        largest_stored_gradient_bytes: Bytes of the largest piece of a gradient that is swapped to storage.
-    """
+    """The setup of a DeepSpeed job, as its first rank or its log reported it."""
 
     version: str | None = None
     config: dict[str, Any] = {}
@@ -238,14 +198,7 @@ class Inventory(_Section, frozen=True, kw_only=True):
 
 
 class AllocatorState(_Section, frozen=True, kw_only=True):
-    """The segments of torch's allocator on a device, at the end of a memory snapshot.
-
-    Attributes:
-        private_segments: Segments in private pools, of CUDA graphs; `private_bytes` are theirs.
-        requested_bytes: What tensors requested of `allocated_bytes`, the blocks in use.
-        inactive_bytes: Free blocks in segments that also have blocks in use: torch cannot return them.
-        largest_free_bytes: The largest free block: the most that torch can allocate without a new segment.
-    """
+    """The segments of torch's allocator on a device, at the end of a memory snapshot."""
 
     device: str
     segments: Count
@@ -259,19 +212,7 @@ class AllocatorState(_Section, frozen=True, kw_only=True):
 
 
 class OutOfMemoryRecord(_Section, frozen=True, kw_only=True):
-    """An out-of-memory error of the job.
-
-    Attributes:
-        device: The rank's own name of the device that had too little memory.
-        iteration: The iteration, as far as optimizers had stepped.
-        phase: The phase, or `other`.
-        requested_bytes: Bytes that were asked for.
-        free_bytes: Free bytes of the device.
-        reserved_bytes: Bytes that torch had reserved.
-        allocated_bytes: Bytes in use by tensors; on the CPU malloc's bytes in use.
-        capacity_bytes: Bytes of the device.
-        message: Text of the error.
-    """
+    """An out-of-memory error of the job."""
 
     t_ns: TimeNs
     device: str | None = None
@@ -286,14 +227,7 @@ class OutOfMemoryRecord(_Section, frozen=True, kw_only=True):
 
 
 class DetailedSlice(_Section, frozen=True, kw_only=True):
-    """Iterations of a rank in which details were recorded, of a recording on demand.
-
-    Attributes:
-        iterations: The first iteration and the end, which is excluded.
-        span_ns: Start and end of their recording.
-        allocator_iterations: Number of iterations in which every allocation was to be recorded.
-        transfers: Whether copies and kernels were to be recorded.
-    """
+    """Iterations of a rank in which details were recorded, of a recording on demand."""
 
     iterations: tuple[Count, Count]
     span_ns: tuple[TimeNs, TimeNs]
@@ -302,16 +236,7 @@ class DetailedSlice(_Section, frozen=True, kw_only=True):
 
 
 class RankInfo(_Section, frozen=True, kw_only=True):
-    """One rank: its process, devices, model and optimizers.
-
-    Attributes:
-        transfers_recorded: Whether the table `transfers` has every copy; if not, an empty table means nothing.
-        transfers_spans_ns: The spans of time in which it has every copy, disjoint and ascending; empty: at all times.
-        detailed_slices: Of a recording on demand, the only iterations in which the process read memory.
-        inventories: What parameters, gradients and optimizer state held, by time.
-        out_of_memory: The first out-of-memory errors, by time.
-        stopped: The reason for the end of the recording: `closed`, `iterations`, `max-size`, `fault` or `cut off`.
-    """
+    """One rank: its process, devices, model and optimizers."""
 
     rank: Count
     world_size: Count | None = None
@@ -354,13 +279,7 @@ class PredictedTime(_Section, frozen=True, kw_only=True):
 
 
 class PredictionInfo(_Section, frozen=True, kw_only=True):
-    """The basis of a predicted trace.
-
-    Attributes:
-        machine: The machine whose rates were used; None: none was named.
-        assumptions: What the times rest on, in words, by subject.
-        times: Times under fast and slow assumptions; the tables have those under typical ones.
-    """
+    """The basis of a predicted trace."""
 
     machine: str | None = None
     assumptions: dict[str, str] = {}
@@ -368,17 +287,7 @@ class PredictionInfo(_Section, frozen=True, kw_only=True):
 
 
 class TraceMeta(_Section, frozen=True, kw_only=True):
-    """The metadata of a trace.
-
-    Attributes:
-        state: `complete`, or `recording` while its spools are the data.
-        warmup_iterations: Iterations at the start that medians leave out; None: the default of `steady_iterations`.
-        hosts: Names of the hosts of a merged trace.
-        machine: The object of a machine file, of a simulated trace.
-        policy: The policy of a simulated trace.
-        prediction: The basis of a predicted trace.
-        provenance: The origin of a trace that others published.
-    """
+    """The metadata of a trace."""
 
     ranks: tuple[RankInfo, ...]
     state: Literal["complete", "recording"] = "complete"
@@ -402,3 +311,41 @@ class TraceMeta(_Section, frozen=True, kw_only=True):
     exit: ExitStatus = ExitStatus()
     notes: tuple[str, ...] = ()
     provenance: dict[str, Any] | None = None
+
+
+def parse_meta(raw: dict[str, Any], path: Path) -> TraceMeta:
+    """Convert the object of a meta.json. Values of `deepspeed` that are malformed count as not recorded."""
+    try:
+        values = {key: without_nulls(value) if key in ("host", "ranks") else value for key, value in raw.items()}
+        if isinstance(deepspeed := raw.get("deepspeed"), dict):
+            values["deepspeed"] = _lenient_deepspeed(deepspeed)
+        meta = msgspec.convert(values, TraceMeta)
+    except msgspec.ValidationError as error:
+        problem = validation_problem(error)
+        where = f"{problem.location} in its meta.json" if problem.location else "its meta.json"
+        raise TraceError(f"{path} is damaged: {where} is not valid ({problem.reason})") from None
+    except (UnicodeEncodeError, RecursionError):
+        raise TraceError(f"{path} is damaged: its meta.json is not valid (bad Unicode, or nested too deeply)") from None
+    if meta.state == "recording" and "host" not in raw:
+        raise TraceError(f"{path} is damaged: host in its meta.json is missing")
+    return meta
+
+
+def without_nulls(value: Any) -> Any:
+    """Drop the keys whose value is null: null and a missing key both mean that something was not recorded."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def _lenient_deepspeed(values: dict[str, Any]) -> DeepSpeedInfo:
+    """Convert each key by itself. DeepSpeed and its logs write these values, in forms that differ by version."""
+    valid = {}
+    for field in msgspec.structs.fields(DeepSpeedInfo):
+        try:
+            valid[field.name] = msgspec.convert(values[field.name], field.type)
+        except (KeyError, msgspec.ValidationError):
+            continue
+    return DeepSpeedInfo(**valid)

@@ -20,8 +20,6 @@ class TraceColumn:
     """A column of a table.
 
     Attributes:
-        name: Its name.
-        type: Its Arrow type in files.
         nullable: Whether a value may be missing.
         categorical: Whether frames have it as a category, with one copy of each value. Of a table with millions of
             samples and few different labels, text takes several times the memory and time.
@@ -150,7 +148,6 @@ SORT = {
 
 
 def arrow_schema(table: str) -> pa.Schema:
-    """Return the Arrow schema of a table."""
     return pa.schema([pa.field(c.name, c.type, c.nullable) for c in TABLES[table]])
 
 
@@ -161,7 +158,6 @@ def frame(table: str, rows: Any = ()) -> pd.DataFrame:
     the table does not have are dropped, missing nullable ones are added.
 
     Args:
-        table: The name of the table.
         rows: Rows as dicts, or columns as a frame or a dict of arrays.
 
     Raises:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -12,8 +13,7 @@ from typing import Any
 import pandas as pd
 
 from ebbtide.errors import TraceError
-from ebbtide.profiler.trace.metadata import RankInfo, TraceMeta
-from ebbtide.profiler.trace.metadata_parsing import parse_meta
+from ebbtide.profiler.trace.metadata import RankInfo, TraceMeta, parse_meta
 
 Load = Callable[[int, str], pd.DataFrame]
 # Returns the different values of a text column (rank, table, column) without loading the table.
@@ -87,10 +87,11 @@ class Trace:
         recorded = ", ".join(map(str, self.ranks)) or "none"
         raise TraceError(f"{self.path} has no rank {rank}: it has {recorded}")
 
-    def of_rank(self, rank: int) -> Trace:
-        """Return the trace of one rank alone. Raises TraceError for a rank that was not recorded."""
-        self.rank(rank)
-        entries = [entry for entry in self.raw_meta["ranks"] if entry["rank"] == rank]
+    def of_ranks(self, ranks: Sequence[int]) -> Trace:
+        """Return the trace of some ranks alone. Raises TraceError for a rank that was not recorded."""
+        for rank in ranks:
+            self.rank(rank)
+        entries = [entry for entry in self.raw_meta["ranks"] if entry["rank"] in ranks]
         return Trace(self.path, {**self.raw_meta, "ranks": entries}, self.table, self.labels)
 
     def span_ns(self, rank: int | None = None) -> tuple[int, int] | None:
@@ -171,3 +172,9 @@ class Trace:
 
 def _size(table: pd.DataFrame) -> int:
     return int(table.memory_usage(index=False).sum())
+
+
+def next_commands(trace: Trace) -> str:
+    """Return the closing line of a command that writes a trace: its path, and the commands to run next."""
+    path = shlex.quote(str(trace.path))
+    return f"trace: {path}   next: ebbtide summary {path}   ebbtide plot {path} -o memory.png"

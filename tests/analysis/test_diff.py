@@ -18,7 +18,7 @@ from ebbtide.analysis.metrics.totals import whole_trace
 from ebbtide.analysis.timeseries.two_samples import beyond_spread
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace, TraceBuilder
-from tests.conftest import examples
+from tests.conftest import examples, slow_case
 
 MS = 10**6
 GPU: dict[str, Any] = {"device": "cuda:0", "kind": "cuda", "name": "NVIDIA H100", "capacity_bytes": 1000}
@@ -174,7 +174,7 @@ def figures(diff: Diff) -> list[Change]:
 RUNS = st.lists(st.integers(0, 100), max_size=9).map(trained)
 
 
-@settings(max_examples=examples(10))
+@settings(max_examples=examples(10, by_default=3))
 @given(RUNS, RUNS)
 def test_compare__equals_summaries_and_is_antisymmetric(a: Trace, b: Trace) -> None:
     diff, back = compare(a, b), compare(b, a)
@@ -191,7 +191,7 @@ def test_compare__equals_summaries_and_is_antisymmetric(a: Trace, b: Trace) -> N
         assert {change.name: getattr(change, side) for change in diff.median_ms} == expected
 
 
-@settings(max_examples=examples(20))
+@settings(max_examples=examples(20, by_default=4))
 @given(RUNS)
 def test_compare__run_equals_itself(trace: Trace) -> None:
     diff = compare(trace, trace)
@@ -216,7 +216,7 @@ def test_beyond_spread__is_invariant_to_scale(a: list[int], b: list[int], shift:
         assert beyond_spread(one, far) is True
 
 
-@pytest.mark.parametrize("count", [3, 5, 10, 50])
+@pytest.mark.parametrize("count", [3, slow_case(5), 10, slow_case(50)])
 def test_beyond_spread__has_few_false_and_missed_differences(count: int) -> None:
     random = np.random.default_rng(0)
     draws = random.lognormal(0, 0.5, (2, 500, count)) + 10 * (random.random((2, 500, count)) < 0.1)

@@ -11,10 +11,10 @@ import pytest
 
 from ebbtide.cli import run
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
-from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import open_trace
-from tests.conftest import ebbtide_in_process, torch_on_one_thread
+from tests.conftest import ebbtide_in_process, slow_case, torch_on_one_thread
 
 Printed = pytest.CaptureFixture[str]
 # Invented rates, so that these runs need not measure.
@@ -90,7 +90,7 @@ def test_compare__tables_say_that_the_device_is_emulated_and_losses_are_equal(fo
 
 
 @pytest.mark.usefixtures("faulty")
-@pytest.mark.parametrize("json_", [[], ["--json"]])
+@pytest.mark.parametrize("json_", [slow_case([]), ["--json"]])
 def test_compare__exits_with_1_if_losses_differ(folder: Path, capsys: Printed, json_: list[str]) -> None:
     arguments = f"{TINY} --iterations 5 --policy pipelined --policy interleaved:2 --plot new.svg"
     assert run(["compare", *arguments.split(), *json_]) == 1

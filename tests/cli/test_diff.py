@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.analysis.diff import compare
-from ebbtide.cli.render.diff import headline
+from ebbtide.analysis.tables.diff import headline
 from ebbtide.profiler.trace import Trace, TraceBuilder, open_trace
 from ebbtide.units import bytes_text, ms_text
 from tests.analysis.test_diff import trained, with_updates

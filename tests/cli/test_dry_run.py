@@ -88,7 +88,7 @@ def test_dry_run__writes_a_predicted_trace(trace: Path) -> None:
         (["memory", "--at", "peak"], "of cuda:0 at its peak"),
         (["memory"], "fragmentation"),
         (["findings"], "Device memory is free all the time"),
-        (["windows", "--min-bytes", "1MB"], "Free at the same relative position"),
+        (["windows", "--min-bytes", "1MB"], "free in every iteration"),
         (["replay", "--machine", "a100-40gb-published"], "adaptive"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ WITHOUT_ITERATIONS = {"no-phases", "unfinished", "no-ranks", "bare-rank"}
 WITHOUT_LINK = {"no-link", "unfinished", "no-ranks", "bare-rank", "simulated", "on-cpu"}
 WITH_STEPS = {"simulated", "deepspeed"}
 # Traces of which another one is much the same.
-SIMILAR = ("well", "no-link", "bare-rank", "extreme-figures")
+SIMILAR = ("well", "no-link", "no-memory", "bare-rank", "extreme-figures")
 # Command -> the traces that lack what it prints, and the list of its JSON object that is empty then.
 LACKING = {
     "windows": (WITHOUT_MEMORY, "windows"),
@@ -147,17 +148,18 @@ def text(capsys: Printed, *arguments: object) -> str:
 def test_findings__are_in_order_with_their_gains(written: dict[str, Path], capsys: Printed) -> None:
     result = answer(capsys, "findings", written["troubled"])
     assert set(result) == {"findings", "unknown", "not_applicable", "nothing_found"}
-    assert set(result["findings"][0]) == {"rule", "title", "worth_ms", "evidence", "advice"}
-    output = text(capsys, "findings", written["troubled"])
+    keys = {"rule", "title", "potential_gain_ms", "worth_ms", "evidence", "advice", "removes", "action"}
+    assert set(result["findings"][0]) == keys
+    output = text(capsys, "findings", written["troubled"], "-v")
     positions = [output.index(f"{n}. {f['title']}") for n, f in enumerate(result["findings"], 1)]
     assert positions == sorted(positions)
-    assert "(potential gain: up to 400.0 ms of 2,240 ms per iteration)" in output
-    assert "Estimated gains overlap; do not add them." in output
+    assert "(up to 400.0 ms)" in output
+    assert f"{written['troubled']}: 2,240 ms an iteration, {len(result['findings'])} findings (gains overlap)" in output
     assert "cannot answer" not in output
     well = text(capsys, "findings", written["well"])
     assert "0 findings" in well
     assert "cannot answer" not in well
-    assert "This trace cannot answer:" in text(capsys, "findings", written["no-memory"])
+    assert "This trace cannot answer:" in text(capsys, "findings", written["no-memory"], "-v")
 
 
 def test_link__has_a_row_per_phase_and_direction(written: dict[str, Path], capsys: Printed) -> None:
@@ -170,7 +172,7 @@ def test_link__has_a_row_per_phase_and_direction(written: dict[str, Path], capsy
     output = text(capsys, "link", written["troubled"])
     assert "rank 0 of 2 ranks" in output
     assert "pageable" in output
-    assert "400.0 ms" in output
+    assert re.search(r"backward +d2h .* 400\.0 ", output)
 
 
 def test_steps__has_a_row_per_sub_step_and_optionally_per_subgroup(written: dict[str, Path], capsys: Printed) -> None:
@@ -187,11 +189,11 @@ def test_steps__has_a_row_per_sub_step_and_optionally_per_subgroup(written: dict
         "share_of_peak",
     }
     output = text(capsys, "steps", written["deepspeed"])
-    assert "one after the other" in output
+    assert "They follow each other" in output
     assert "update: cpu 240.0 ms (67 %)" in output
-    (row,) = [table_row.split() for table_row in output.splitlines() if " parameters " in table_row]
-    assert row[:5] == ["parameters", "update", "host", "100.0", "ms"]
-    assert row[-3:] == ["h2d", "20.00", "GiB"]
+    (row,) = [table_row.split() for table_row in output.splitlines() if table_row.startswith("parameters ")]
+    assert row[:4] == ["parameters", "update", "host", "100.0"]
+    assert row[-2:] == ["h2d", "20.00"]
     assert "By subgroup" not in output
     assert "By subgroup" in text(capsys, "steps", written["deepspeed"], "--subgroups")
     assert "do not add their times" in text(capsys, "steps", written["simulated"])
@@ -201,7 +203,7 @@ def test_memory__has_a_row_per_pool_and_gap(written: dict[str, Path], capsys: Pr
     result = answer(capsys, "memory", written["troubled"])
     assert {g["gap"] for g in result["gaps"]} == {"fragmentation", "outside torch", "free"}
     assert {g["low_bytes"] for g in result["gaps"] if g["gap"] == "outside torch"} == {10 << 30}
-    assert "20.00 GiB" in text(capsys, "memory", written["troubled"])
+    assert " 20.00 " in text(capsys, "memory", written["troubled"])
     # Use beyond the capacity leaves nothing free, and no gap is negative.
     gaps = answer(capsys, "memory", written["extreme-figures"])["gaps"]
     assert {(g["low_bytes"], g["peak_bytes"]) for g in gaps} == {(0, 0)}
@@ -220,7 +222,7 @@ def test_commands__show_whole_traces_without_iterations(written: dict[str, Path]
     assert up["bytes"] is None
     printed = text(capsys, "link", path)
     assert "figures are of the whole trace: no phases were recorded" in printed
-    assert "9.54 MiB" in printed
+    assert re.search(r"h2d +9\.54 ", printed)
 
 
 def test_commands__show_copies_without_iterations(written: dict[str, Path], capsys: Printed, tmp_path: Path) -> None:
@@ -231,7 +233,7 @@ def test_commands__show_copies_without_iterations(written: dict[str, Path], caps
     down, up = answer(capsys, "link", path)["phases"]
     assert (down["bytes"], down["busy_ms"], down["mean_bytes_per_s"]) == (1e6, 1.0, pytest.approx(1e6 / 4e-3))
     assert (up["bytes"], up["busy_ms"]) == (5e5, 1.0)
-    printed = text(capsys, "summary", path)
+    printed = text(capsys, "summary", path, "-v")
     assert "figures are of the whole trace" in printed
     assert "Medians" not in printed
     assert "Copies, whole trace" in printed

@@ -17,7 +17,7 @@ import pytest
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.export.trace_event_file import check
 from tests.cli.test_bad_input import contents, refused
-from tests.conftest import Recorded, ebbtide_in_process
+from tests.conftest import Recorded, ebbtide_in_process, slow_case
 
 JOB = """
     import torch
@@ -109,7 +109,7 @@ def test_export_and_tables__bad_input_is_one_line_and_writes_nothing(
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize("command_line", ["export a.ebb -o x.json", "tables a.ebb -o out"])
+@pytest.mark.parametrize("command_line", ["export a.ebb -o x.json", slow_case("tables a.ebb -o out")])
 def test_export_and_tables__a_full_file_system_leaves_no_partial_output(folder: Path, command_line: str) -> None:
     """A limit on the size of files fails as a full disk does: while writing."""
     before = contents(folder)

@@ -30,7 +30,7 @@ def test_summary__lists_ranks_that_differ(path: Path, capsys: pytest.CaptureFixt
     causes = {(entry["ranks"][0], entry["host"]): entry["cause"] for entry in listed}
     assert causes == {(2, "node0"): "slow link", (3, "node1"): "less free memory", (8, "node2"): "slow backward"}
     text = printed(capsys, "summary", path)
-    assert "Ranks that differ from the others: 3 of 9" in text
+    assert "3 of 9 ranks differ from the others." in text
     assert "backward 519.8 ms, usual 399.9 ms (+30 %)" in text
     assert json.loads(printed(capsys, "summary", path, "--rank", 2, "--json"))["rank_differences"] is None
 

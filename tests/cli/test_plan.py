@@ -10,8 +10,8 @@ import pytest
 
 from ebbtide.cli import run
 from tests.conftest import ebbtide_in_process
+from tests.interleave.advise.jobs import gpu_machine
 from tests.interleave.experiments.sweep.sweeps import write_files
-from tests.interleave.provisioning.jobs import gpu_machine
 
 Printed = pytest.CaptureFixture[str]
 TRACE = Path(__file__).parents[2] / "traces" / "a100-13b-async.ebb"
@@ -66,9 +66,10 @@ def test_plan__of_a_trace_on_its_machine_is_the_recommendation(folder: Path, cap
 
 def test_plan__of_a_workload_file_keeps_its_times(folder: Path, capsys: Printed) -> None:
     (plan,) = answer(capsys, "--workload w.json --machine m.json")["plans"]
-    assert run(["replay", "--workload", "w.json", "--machine", "m.json", "--policy", "adaptive", "--json"]) == 0
+    policy = "adaptive,overlap=auto"
+    assert run(["replay", "--workload", "w.json", "--machine", "m.json", "--policy", policy, "--json"]) == 0
     (result,) = json.loads(capsys.readouterr().out)["results"]
-    assert plan["change"] == {"policy": "adaptive"}
+    assert plan["change"] == {"policy": policy}
     assert plan["iteration_ms"] == pytest.approx(result["iteration_ms"])
     assert plan["tokens_per_s"] is None
 
@@ -77,16 +78,19 @@ def test_plan__table_is_sorted_and_ends_with_lines_to_paste(folder: Path, capsys
     prices = "--price-per-hour 1 --price-per-hour 100"
     assert run(["plan", *SIZE.split(), "--machine", "small.json", "large.json", *prices.split()]) == 0
     output = capsys.readouterr().out
-    rows = [line.split()[0] for line in output.splitlines() if line.startswith(("  small", "  large"))]
+    rows = [line.split()[0] for line in output.splitlines() if line.startswith(("small", "large"))]
     assert rows == ["small", "large"]
-    assert "with offload" in output
-    assert "cost, 1e9" in output
-    assert "small: adaptive, 1 rank on 1 host" in output
+    assert "offload" in output
+    assert "cost/1e9 tokens" in output
+    assert output.rstrip().endswith("next: --code small (lines to paste), --explain (why, and the other policies)")
+    assert run(["plan", *SIZE.split(), "--machine", "large.json", "--code", "small.json"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("small: adaptive,overlap=auto, 1 rank on 1 host; change: offload\n")
     assert output.rstrip().endswith(")")
     assert "InterleavedAdamW(" in output
     assert run(["plan", *SIZE.split(), "--machine", "small.json", "large.json", "--sort", "iteration"]) == 0
     output = capsys.readouterr().out
-    assert [line.split()[0] for line in output.splitlines() if line.startswith(("  small", "  large"))] == rows[::-1]
+    assert [line.split()[0] for line in output.splitlines() if line.startswith(("small", "large"))] == rows[::-1]
 
 
 def test_plan__draws_a_picture(folder: Path, capsys: Printed) -> None:
@@ -98,7 +102,9 @@ def test_plan__draws_a_picture(folder: Path, capsys: Printed) -> None:
 
 
 def test_plan__host_changes_the_host_of_a_preset(folder: Path, capsys: Printed) -> None:
-    (plan,) = answer(capsys, f"{SIZE} --machine rtx4090 --host ddr5-2ch,16-cores,pcie4x16,64GB")["plans"]
+    (plan,) = answer(capsys, f"{SIZE} --policy zero-offload --machine rtx4090 --host ddr5-2ch,16-cores,pcie4x16,64GB")[
+        "plans"
+    ]
     assert plan["host_capacity_bytes"] == 64e9
 
 

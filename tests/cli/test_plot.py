@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("format", slow(SIGNATURES, but=["png"]))
-@pytest.mark.parametrize("kind", ["both", "memory", "link", "windows"])
+@pytest.mark.parametrize("kind", slow(["both", "memory", "link", "windows"], but=["link", "windows"]))
 def test_plot__writes_every_kind_in_every_format(folder: Path, kind: str, format: str) -> None:
     output = f"{kind}.{format}"
     run = ebbtide_in_process("plot", "run.ebb", "-o", output, "--kind", kind, "--min-bytes", "45MiB", cwd=folder)

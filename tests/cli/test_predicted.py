@@ -10,7 +10,7 @@ import pytest
 from ebbtide.analysis.export.chrome_trace import write_chrome_trace
 from ebbtide.analysis.plot import draw
 from ebbtide.cli import run
-from ebbtide.interleave.replay.workload_from_trace import workload_of
+from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.profiler.trace import Trace, TraceBuilder
 
 Printed = pytest.CaptureFixture[str]

@@ -14,7 +14,7 @@ import pytest
 
 from ebbtide import cli
 from ebbtide.cli.printing import echo, own_stdout
-from tests.conftest import ebbtide, run_process
+from tests.conftest import ebbtide, ebbtide_in_process, run_process, slow, slow_case
 
 TRACE = Path("traces/a100-13b-async.ebb").resolve()
 COMMANDS = {
@@ -50,7 +50,7 @@ def noisy(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path.cwd()), os.environ.get("PYTHONPATH", "")])}
 
 
-@pytest.mark.parametrize("command", ["findings", "replay"])
+@pytest.mark.parametrize("command", slow(["findings", "replay"], but=["findings"]))
 def test_json__is_one_object_whatever_libraries_print(command: str, noisy: dict[str, str]) -> None:
     result = ebbtide(*COMMANDS[command], "--json", env=noisy)
     assert result.returncode == 0, result.stderr
@@ -59,7 +59,7 @@ def test_json__is_one_object_whatever_libraries_print(command: str, noisy: dict[
     assert result.stderr.count(NOISE) == 5
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", slow(COMMANDS, but=["replay"]))
 def test_json__is_one_object_with_the_installed_libraries(command: str) -> None:
     result = ebbtide(*COMMANDS[command], "--json")
     assert (result.returncode, result.stderr) == (0, "")
@@ -68,7 +68,7 @@ def test_json__is_one_object_with_the_installed_libraries(command: str) -> None:
 
 
 def test_text__has_nothing_that_libraries_print(noisy: dict[str, str]) -> None:
-    noisy_result, result = ebbtide(*COMMANDS["summary"], env=noisy), ebbtide(*COMMANDS["summary"])
+    noisy_result, result = ebbtide(*COMMANDS["summary"], env=noisy), ebbtide_in_process(*COMMANDS["summary"])
     assert noisy_result.stdout == result.stdout != ""
 
 
@@ -94,7 +94,9 @@ def test_own_stdout__ends_quietly_if_the_reader_has_ended() -> None:
         assert (process.stderr.read(), process.wait()) == ("", 1)
 
 
-@pytest.mark.parametrize(("closed", "printed"), [(">&-", ""), ("2>&-", '{"findings"'), (">&- 2>&-", "")])
+@pytest.mark.parametrize(
+    ("closed", "printed"), [slow_case(">&-", ""), slow_case("2>&-", '{"findings"'), (">&- 2>&-", "")]
+)
 def test_own_stdout__takes_closed_streams(closed: str, printed: str) -> None:
     words = [sys.executable, "-m", "ebbtide", *map(str, COMMANDS["findings"]), "--json"]
     result = run_process(["sh", "-c", f'"$@" {closed}', "sh", *words])

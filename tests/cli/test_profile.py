@@ -15,6 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 SMALL = ("--layers", "1", "--width", "32", "--context", "32", "--batch", "2")
 
 
+@pytest.mark.slow
 def test_profile__records_the_example_for_summary_and_plot(tmp_path: Path) -> None:
     trace = tmp_path / "run.ebb"
     profiled = ebbtide(

@@ -17,11 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from ebbtide.cli import run as command
-from ebbtide.interleave.experiments.sweep import Journal, journal_path
-from ebbtide.interleave.experiments.sweep.task import run_task, task_key
+from ebbtide.interleave.experiments.sweep.task import Journal, journal_path, run_task, task_key
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import TraceBuilder
-from ebbtide.units import bytes_text
 from tests.cli.test_bad_input import contents
 from tests.conftest import ebbtide, slow
 from tests.interleave.experiments.sweep.sweeps import MACHINE, WORKLOAD, tasks, write_files
@@ -231,8 +229,8 @@ def test_sweep__prints_the_best_policies(folder: Path, sweep: Sweep) -> None:
     assert [(row[0], row[2], row[3], row[5]) for row in figures] == [
         (
             row["policy"],
-            bytes_text(row["peak_device_bytes"]),
-            bytes_text(row["host_bytes"]),
+            f"{row['peak_device_bytes'] / 2**30:.2f}",
+            f"{row['host_bytes'] / 2**30:.2f}",
             "yes" if row["fits"] else "no",
         )
         for row in table_rows

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ebbtide.interleave.engine.numerics.launch_tables import SharedHostMemory
+from ebbtide.interleave.engine.numerics.triton_kernel import SharedHostMemory
 
 Words = npt.NDArray[np.int64]
 

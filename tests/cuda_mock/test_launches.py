@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ebbtide.interleave.engine.gradient_norm import GradientNorm
-from ebbtide.interleave.engine.numerics.reference import Hyper
-from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import Hyper, TensorUpdate
+from ebbtide.interleave.engine.params.gradients import GradientNorm
 from tests.cuda_mock.launches import LaunchRecorder
 from tests.interleave.engine.states import DTYPES
 

@@ -27,8 +27,8 @@ from tests.docs.doc_blocks import Block, compared_lines, matches, read_blocks
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
-# The terminal of the pages is so wide that long lines of findings stay whole, and their machine has no GPU.
-ENVIRONMENT = {"COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""}
+# The terminal of the pages, whose machine has no GPU.
+ENVIRONMENT = {"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": ""}
 HINT = "A block that cannot run here needs a mark with the reason above it: see tests/docs/doc_blocks.py."
 # Commands that start processes of their own run in one: `profile` even becomes the job.
 _IN_A_PROCESS = ("profile", "dry-run", "compare", "calibrate")

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import MachineError
+from ebbtide.interleave.advise.replay import replay
 from ebbtide.interleave.calibrate.fitting.samples import sample_of
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.replay.results import replay
 from ebbtide.interleave.simulation.simulator import simulate
-from ebbtide.machines import efficiencies
+from ebbtide.machines import data_sheets
 from ebbtide.machines.accuracy import accuracy_of, at_quantile, uncertainty_of
 from ebbtide.machines.box import Box
 from ebbtide.machines.catalog import find_machine, preset, presets
@@ -141,13 +141,13 @@ def test_simulate__runs_the_plan_of_a_simple_policy_on_every_preset(name: str) -
 def test_with_host__replaces_the_rates_of_the_host_and_keeps_those_of_the_gpu() -> None:
     sheet = preset("rtx4090")
     machine = with_host(sheet, "ddr5-6000-4ch,8-cores,pcie5x8,64GB,2-ranks")
-    memory_bytes_per_s = efficiencies.HOST_MEMORY["ddr5"].value * 6000e6 * 8 * 4
+    memory_bytes_per_s = data_sheets.HOST_MEMORY["ddr5"].value * 6000e6 * 8 * 4
     assert machine.host_memory_bytes == 32e9
     assert machine.host_memory_bytes_per_s == pytest.approx(memory_bytes_per_s / 2)
     assert machine.box is not None
     assert (machine.box.ranks, machine.box.host_memory_bytes_per_s) == (2, pytest.approx(memory_bytes_per_s))
     # The GPU has PCIe 4, the host eight lanes: 15.75 GB/s.
-    assert machine.h2d_bytes_per_s == pytest.approx(efficiencies.PCIE_H2D.value * 15.75e9, rel=1e-3)
+    assert machine.h2d_bytes_per_s == pytest.approx(data_sheets.PCIE_H2D.value * 15.75e9, rel=1e-3)
     assert (machine.name, machine.gpu) == ("rtx4090@ddr5-6000-4ch,8-cores,pcie5x8,64GB,2-ranks", sheet.gpu)
     for key in ("gpu_memory_bytes", "gpu_update_params_per_s", "gpu_cast_params_per_s", "step_overhead_s"):
         assert getattr(machine, key) == getattr(sheet, key)
@@ -160,8 +160,8 @@ def test_with_host__few_cores_limit_the_cpu_before_memory_does() -> None:
         with_host(preset("h100-80gb"), f"ddr5-8ch,{cores}-cores,1-rank").cpu_update_params_per_s
         for cores in (1, 2, 64, 128)
     ]
-    assert rates[0] == efficiencies.CORE_UPDATE_PARAMS_PER_S
-    assert rates[1] == 2 * efficiencies.CORE_UPDATE_PARAMS_PER_S
+    assert rates[0] == data_sheets.CORE_UPDATE_PARAMS_PER_S
+    assert rates[1] == 2 * data_sheets.CORE_UPDATE_PARAMS_PER_S
     assert rates[2] == rates[3]
 
 

@@ -131,12 +131,20 @@ def test_find_machine__accepts_a_file_a_preset_or_the_recorded_machine(tmp_path:
     assert find_machine(None, trace.meta.machine).name == "recorded"
 
 
+def test_find_machine__takes_the_first_letters_of_one_name() -> None:
+    assert find_machine("RTX4").name == "rtx4090"
+    assert find_machine("h100-80gb").name == "h100-80gb"
+    assert find_machine("h100-80gb-s").name == "h100-80gb-sxm-published"
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         (None, "name one with --machine, a file (`ebbtide calibrate` writes it) or one of a10, a100"),
         ("", "cannot be read"),
-        ("h100", "there is no machine 'h100': name a file, or one of a10, a100"),
+        ("nosuch", "there is no machine 'nosuch': name a file, or one of a10, a100"),
+        ("a100", "'a100': did you mean a100-40gb-pcie, a100-40gb-published or a100-80gb-sxm? `ebbtide machines`"),
+        ("h1000-80gb", "there is no machine 'h1000-80gb': did you mean h100-80gb,"),
         ("h100.json", "machine file h100.json cannot be read: No such file"),
         ("no/where", "machine file no/where cannot be read"),
         ("x" * 300, "there is no machine 'xxx"),

@@ -16,12 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.calibrate.counters import check_counters, check_sources
-from ebbtide.interleave.calibrate.link import ReferenceCopies
+from ebbtide.interleave.calibrate.link import ReferenceCopies, check_counters, check_sources
 from ebbtide.interleave.calibrate.record import Record, Setup
 from ebbtide.profiler.agent.spool import LINK_SOURCES
-from ebbtide.profiler.sampler.gpu import open_gpus
-from ebbtide.profiler.sampler.gpu_state import GpuStateReader
+from ebbtide.profiler.recording.spools.process import recover
+from ebbtide.profiler.sampler.gpu import GpuStateReader, open_gpus
 from ebbtide.profiler.sampler.links import (
     CounterSource,
     GpmSource,
@@ -33,7 +32,6 @@ from ebbtide.profiler.sampler.links import (
 from ebbtide.profiler.sampler.nvml import GpuLost, Nvml, NvmlError, Unsupported
 from ebbtide.profiler.sampler.sampler import Sampler
 from ebbtide.profiler.trace.metadata import RankInfo
-from ebbtide.profiler.trace.spools import recover
 from tests.nvml_mock.build import LoadedMock, loaded
 from tests.nvml_mock.cards import (
     A100,
@@ -324,7 +322,7 @@ def test_check_sources__compares_each_source_with_the_bytes_of_copies(
     open_mock: OpenMock, monkeypatch: pytest.MonkeyPatch, card: MockCard
 ) -> None:
     """The mock moves bytes all the time, at the rates of its card: those are the copies."""
-    monkeypatch.setattr("ebbtide.interleave.calibrate.counters._PAUSE_S", 0.02)
+    monkeypatch.setattr("ebbtide.interleave.calibrate.link._PAUSE_S", 0.02)
     (gpu,), _ = open_mock(card)
 
     def copy(direction: str, seconds: float) -> ReferenceCopies:

@@ -7,8 +7,9 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -20,12 +21,18 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 import ebbtide
-from ebbtide.analysis.export.prometheus.families import FAMILIES, MEMORY_POOLS, Family
 from ebbtide.analysis.live import LiveMemory, LiveTrace
 from ebbtide.analysis.metrics.devices import memory_timeline
 from ebbtide.errors import UserError
 from ebbtide.phases import ITERATION_PARTS
+from ebbtide.profiler.agent.spool import POOLS
 
+Kind = Literal["counter", "gauge", "info", "summary"]
+_RANK = ("rank",)
+_DEVICE = ("rank", "device")
+_PHASE = (*_DEVICE, "phase")
+# The pools of recordings, and those of other sources. A file may have more.
+MEMORY_POOLS = (*POOLS, "cuda", "host", "tensors")
 # A host has fewer. `ebbtide_ranks` counts those beyond it, too.
 MAX_RANKS = 128
 # A scrape reads on in a long recording for so long; the next one goes on from there.
@@ -36,6 +43,53 @@ _GPU = {
     "temperature_celsius": ("ebbtide_gpu_temperature_celsius", 1.0),
     "sm_clock_mhz": ("ebbtide_gpu_sm_clock_hertz", 1e6),
 }
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric."""
+
+    name: str  # Name without the suffix of its type: `_total` of a counter, `_info` of an info.
+    kind: Kind  # Its type. A summary has the median over the last iterations as its quantile 0.5.
+    text: str  # Its description.
+    labels: tuple[str, ...]  # Names of its labels.
+
+    @property
+    def sample_names(self) -> tuple[str, ...]:
+        """The names that queries use."""
+        suffixes = {"counter": ("_total",), "gauge": ("",), "info": ("_info",), "summary": ("", "_sum", "_count")}
+        return tuple(self.name + suffix for suffix in suffixes[self.kind])
+
+
+# Every label has a bounded number of values: ranks of the job (`collector.MAX_RANKS` of them), each with one device,
+# four phases, MEMORY_POOLS, two directions. An info has one series.
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("ebbtide_recording", "info", "The recording.", ("trace", "host", "version")),
+        Family("ebbtide_ranks", "gauge", "Ranks that have begun to record on this host.", ()),
+        Family("ebbtide_rank_recording", "gauge", "1 while the rank records, 0 when it is silent or has ended.", _RANK),
+        Family("ebbtide_iterations", "counter", "Finished iterations since the recording began.", _RANK),
+        Family("ebbtide_iteration_seconds", "summary", "Time of finished iterations.", _RANK),
+        Family(
+            "ebbtide_phase_seconds",
+            "summary",
+            "Time of a phase in finished iterations: forward, backward, update, or other.",
+            (*_RANK, "phase"),
+        ),
+        Family("ebbtide_memory_bytes", "gauge", "Newest value of a memory pool.", (*_DEVICE, "pool")),
+        Family("ebbtide_memory_capacity_bytes", "gauge", "Memory of the device.", _DEVICE),
+        Family("ebbtide_free_bytes", "gauge", "Free memory of the device now.", _DEVICE),
+        Family("ebbtide_phase_peak_bytes", "gauge", "Peak in a phase, median over the last iterations.", _PHASE),
+        Family("ebbtide_phase_free_bytes", "gauge", "Least free memory in a phase, median as of the peaks.", _PHASE),
+        Family("ebbtide_link_bytes", "counter", "Bytes moved over the link: h2d, d2h.", (*_DEVICE, "direction")),
+        Family("ebbtide_link_peak_bytes_per_second", "gauge", "Peak of the link in one direction.", _DEVICE),
+        Family("ebbtide_gpu_utilization_ratio", "gauge", "Share of time in which a kernel ran (NVML).", _DEVICE),
+        Family("ebbtide_gpu_power_watts", "gauge", "Power of the GPU.", _DEVICE),
+        Family("ebbtide_gpu_temperature_celsius", "gauge", "Temperature of the GPU.", _DEVICE),
+        Family("ebbtide_gpu_sm_clock_hertz", "gauge", "Clock of the GPU's processors.", _DEVICE),
+    )
+}  # fmt: skip
 
 
 class _Sample(NamedTuple):
@@ -49,11 +103,7 @@ class _Sample(NamedTuple):
 
 
 class LiveTraceCollector(Collector):
-    """The metrics of a trace that is being recorded, or of a finished one. Every scrape reads what is new.
-
-    Args:
-        path: The trace, which need not exist yet.
-    """
+    """The metrics of a trace that is being recorded, or of a finished one. Every scrape reads what is new."""
 
     def __init__(self, path: Path) -> None:
         self._live = LiveTrace(path)

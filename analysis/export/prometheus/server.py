@@ -72,9 +72,6 @@ class MetricsServer:
 
     It listens from its creation on, and answers from `start` on; a fork between the two may call `start`.
 
-    Args:
-        address: Where to listen.
-
     Attributes:
         url: The URL to scrape.
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
-from ebbtide.analysis.metrics.activity.busy_time import busy_time
+from ebbtide.analysis.metrics.activity.busy_time import busy_time, main_kernels
 from ebbtide.analysis.metrics.activity.collective_skew import CollectiveSkew, collective_skew
 from ebbtide.analysis.metrics.activity.idle_causes import time_without_compute
-from ebbtide.analysis.metrics.activity.launches import KernelLaunches, kernel_launches
 from ebbtide.analysis.metrics.activity.phase_activity import phase_activity
-from ebbtide.analysis.metrics.activity.top_kernels import KernelTime, top_kernels
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.missing import NO_KERNELS, no_iterations
 from ebbtide.analysis.timeseries.intervals import difference, length
@@ -22,6 +21,84 @@ from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
 _MAX_KERNELS = 50
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """All kernels of one name on the first device of a rank, over the whole trace.
+
+    Attributes:
+        name: Name of the kernel.
+        kind: `compute` or `communication`.
+        count: Number of runs.
+        time_ms: Sum of their times.
+        mean_us: Mean time of one run.
+        share: `time_ms` as a share of the sum over all kernels.
+    """
+
+    name: str
+    kind: str
+    count: int
+    time_ms: float
+    mean_us: float
+    share: float
+
+
+def top_kernels(trace: Trace, rank: int, count: int) -> list[KernelTime]:
+    """Return the kernels with most time, the largest first, at most `count`; empty where none were recorded."""
+    rows = main_kernels(trace, rank)
+    rows = rows[rows["kind"].isin(["compute", "communication"])]
+    length = rows["end_ns"] - rows["start_ns"]
+    total = int(length.sum())
+    sums = length.groupby([rows["name"], rows["kind"]], observed=True).agg(["size", "sum"])
+    sums = sums.sort_values("sum", ascending=False, kind="stable").head(count)
+    return [
+        KernelTime(
+            name=str(name),
+            kind=str(kind),
+            count=int(runs),
+            time_ms=time / 1e6,
+            mean_us=time / runs / 1e3,
+            share=time / total if total else 0.0,
+        )
+        for (name, kind), runs, time in zip(sums.index, sums["size"], sums["sum"], strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class KernelLaunches:
+    """Launches of compute kernels on the first device of a rank, over the whole trace.
+
+    A kernel of a CUDA graph was launched by the launch of the graph.
+
+    Attributes:
+        count: Number of compute kernels whose launch was recorded.
+        median_delay_us: Median of the times from the start of the launching call to the start of the kernel.
+        p95_delay_us: Their 95th percentile, by linear interpolation.
+        median_queued: Median over the launches of the number of these kernels that were launched before and had not
+            yet begun, on any stream.
+        p95_queued: Its 95th percentile.
+    """
+
+    count: int
+    median_delay_us: float
+    p95_delay_us: float
+    median_queued: float
+    p95_queued: float
+
+
+def kernel_launches(trace: Trace, rank: int) -> KernelLaunches | None:
+    """Measure the launches of compute kernels; None where no launch was recorded."""
+    rows = main_kernels(trace, rank)
+    rows = rows[(rows["kind"] == "compute") & rows["launch_ns"].notna()]
+    if rows.empty:
+        return None
+    starts, launches = (np.sort(rows[column].to_numpy(np.int64)) for column in ("start_ns", "launch_ns"))
+    delays = (rows["start_ns"].to_numpy(np.int64) - rows["launch_ns"].to_numpy(np.int64)) / 1e3
+    # Clocks of host and device may differ by microseconds: a kernel then seems to begin before its launch.
+    queued = np.maximum(np.searchsorted(launches, launches) - np.searchsorted(starts, launches, side="right"), 0)
+    delay, depth = np.percentile(delays, [50, 95]), np.percentile(queued, [50, 95])
+    return KernelLaunches(len(rows), float(delay[0]), float(delay[1]), float(depth[0]), float(depth[1]))
 
 
 @dataclass(frozen=True)
@@ -105,11 +182,7 @@ class GpuActivity:
 
 
 def gpu_activity(trace: Trace, rank: int | None = None) -> GpuActivity:
-    """Measure the activity of the first device of a rank.
-
-    Args:
-        trace: The trace.
-        rank: The rank; None: the first one.
+    """Measure the activity of the first device of a rank; None: the first one.
 
     Raises:
         TraceError: The trace does not have the rank.

@@ -18,23 +18,14 @@ KINDS = ("compute", "communication", "copy", "memset")
 
 @dataclass(frozen=True)
 class BusyTime:
-    """Times in which a GPU runs something, as disjoint intervals in order, ns.
+    """Times in which a GPU runs something, as disjoint intervals in order, ns."""
 
-    Attributes:
-        compute: Compute kernels.
-        communication: Collectives.
-        copy: Copies, of any direction.
-        memset: Memory that is set to a value.
-        all: Any of these.
-        recorded: The time from the first start to the last end of any of these, without the pauses of a recording.
-    """
-
-    compute: Union
-    communication: Union
-    copy: Union
-    memset: Union
-    all: Union
-    recorded: Union
+    compute: Union  # Compute kernels.
+    communication: Union  # Collectives.
+    copy: Union  # Copies, of any direction.
+    memset: Union  # Memory that is set to a value.
+    all: Union  # Any of these.
+    recorded: Union  # The time from the first start to the last end of any of these, without the pauses of a recording.
 
 
 @recent_per_trace

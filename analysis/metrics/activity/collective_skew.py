@@ -50,11 +50,9 @@ class CollectiveSkew:
 def collective_skew(trace: Trace) -> CollectiveSkew | None:
     """Compare the collectives that ranks have in common, the n-th of one rank with the n-th of every other.
 
-    Ranks have those of a process group in common, where kernels name their group. Else all ranks are one group.
-
-    Returns:
-        None unless at least two ranks of a group recorded collectives, and all of them the same operations in the same
-        order of launches. Groups of which this is not true are left out.
+    Ranks have those of a process group in common, where kernels name their group. Else all ranks are one group. The
+    result is None unless at least two ranks of a group recorded collectives, and all of them the same operations in the
+    same order of launches. Groups of which this is not true are left out.
     """
     tables = {rank: _collectives(trace, rank) for rank in trace.ranks}
     if all(table["group"].isna().all() for table in tables.values()):

@@ -8,7 +8,7 @@ import pandas as pd
 from ebbtide.analysis.metrics.activity.busy_time import busy_time, main_kernels
 from ebbtide.analysis.metrics.activity.idle_causes import CAUSES, time_without_compute
 from ebbtide.analysis.metrics.cache import once_per_trace
-from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.timeseries.intervals import overlap_ns, union_length_by_group
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.phases import ITERATION_PARTS
@@ -20,12 +20,9 @@ def phase_activity(trace: Trace, rank: int) -> pd.DataFrame:
     """Measure the first device of a rank in each phase of each iteration.
 
     A kernel belongs to the phase that launched it, wherever it runs; one whose launch was not recorded, to the phases
-    in which it runs. Copies, idle time and the causes belong to the phase in whose time they are.
-
-    Returns:
-        A row per phase of each iteration that was recorded as a whole, with columns iteration, phase and, in ms:
-        compute, communication, copy, idle (nothing runs), and `cause_` with each of CAUSES. Empty where kernels were
-        not recorded.
+    in which it runs. Copies, idle time and the causes belong to the phase in whose time they are. The table has a row
+    per phase of each iteration that was recorded as a whole, with columns iteration, phase and, in ms: compute,
+    communication, copy, idle (nothing runs), and `cause_` with each of CAUSES. Empty where kernels were not recorded.
     """
     busy = busy_time(trace, rank)
     columns = ["iteration", "phase", "compute", "communication", "copy", "idle", *(f"cause_{c}" for c in CAUSES)]
@@ -95,3 +92,20 @@ def _ordered(phases: pd.DataFrame, numbers: Ints) -> pd.DataFrame:
     phases = phases.sort_values("start_ns", ignore_index=True)
     parts = phases["phase"].map({part: number for number, part in enumerate(ITERATION_PARTS)})
     return phases.assign(group=np.searchsorted(numbers, phases["iteration"]) * len(ITERATION_PARTS) + parts)
+
+
+@once_per_trace
+def iteration_activity(trace: Trace, phase: str | None = None) -> pd.DataFrame:
+    """Return milliseconds per iteration, medians over the steady iterations: a row per rank with recorded kernels.
+
+    Columns are those of `phase_activity` without iteration and phase. Kernels of several phases may run at once, so
+    `compute` and `communication` count such time once for each phase. `phase` None: all of them.
+    """
+    rows = {}
+    for rank in trace.ranks:
+        table = phase_activity(trace, rank)
+        table = table[table["iteration"].isin(steady_iterations(trace).numbers)]
+        if len(table):
+            figures = table.drop(columns=["iteration", "phase"]).where(table["phase"].eq(phase) | (phase is None), 0.0)
+            rows[rank] = figures.groupby(table["iteration"]).sum().median()
+    return pd.DataFrame.from_dict(rows, orient="index")

@@ -18,19 +18,12 @@ _LASTING = ("parameter", "buffer", "optimizer_state")
 
 @dataclass(frozen=True)
 class Growth:
-    """Blocks of one call site that each iteration leaves behind.
+    """Blocks of one call site that each iteration leaves behind."""
 
-    Attributes:
-        site: The call site, as `function (file:line)`; None where stacks were not recorded.
-        module: Dotted name of the module whose forward allocated them; None where not known.
-        bytes_per_iteration: The least that one of the iterations left behind.
-        iterations: Number of the iterations that were compared.
-    """
-
-    site: str | None
-    module: str | None
-    bytes_per_iteration: int
-    iterations: int
+    site: str | None  # The call site, as `function (file:line)`; None where stacks were not recorded.
+    module: str | None  # Dotted name of the module whose forward allocated them; None where not known.
+    bytes_per_iteration: int  # The least that one of the iterations left behind.
+    iterations: int  # Number of the iterations that were compared.
 
 
 @once_per_trace
@@ -38,10 +31,8 @@ def memory_growth(trace: Trace, rank: int) -> list[Growth] | None:
     """Find call sites whose blocks stay: each recorded iteration allocates some that are held past the next one.
 
     Gradients that are kept for the next iteration are released or written again in it, so they do not count, nor do
-    parameters, buffers and optimizer state.
-
-    Returns:
-        The sites with the most bytes first; None where allocations of fewer than three iterations were recorded.
+    parameters, buffers and optimizer state. The sites with the most bytes are first; None where allocations of fewer
+    than three iterations were recorded.
     """
     device = main_device(trace, rank)
     if device is None or trace.allocations(rank).empty:

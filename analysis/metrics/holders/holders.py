@@ -12,8 +12,7 @@ from ebbtide.analysis.dataframes import to_frame
 from ebbtide.analysis.metrics.devices import main_device, peak_pool
 from ebbtide.analysis.metrics.holders.categories import CATEGORIES, categorized_allocations
 from ebbtide.analysis.metrics.holders.stacks import call_site
-from ebbtide.analysis.metrics.memory_spans import memory_spans, within_spans
-from ebbtide.analysis.metrics.trace_start import trace_start_ns
+from ebbtide.analysis.metrics.memory_spans import memory_spans, trace_start_ns, within_spans
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.profiler.trace import Trace
 
@@ -87,8 +86,6 @@ def holders_at(trace: Trace, rank: int, at_ns: int | None = None, device: str | 
     and optimizer state.
 
     Args:
-        trace: The trace.
-        rank: The rank.
         at_ns: The time, ns; None: that of the largest use in this record.
         device: The device; None: the rank's first one.
 

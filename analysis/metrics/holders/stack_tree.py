@@ -20,17 +20,11 @@ _CALL = re.compile(r"_(?:wrapped_)?call_impl \(")
 
 @dataclass
 class StackNode:
-    """A frame, with the blocks that were allocated in it and in the frames that it called.
+    """A frame, with the blocks that were allocated in it and in the frames that it called."""
 
-    Attributes:
-        label: The frame, as `function (file:line)`; of the root, its category, or a module, other text.
-        bytes: Bytes of these blocks.
-        children: The frames that it called, by label.
-    """
-
-    label: str
-    bytes: int = 0
-    children: dict[str, StackNode] = field(default_factory=dict)
+    label: str  # The frame, as `function (file:line)`; of the root, its category, or a module, other text.
+    bytes: int = 0  # Bytes of these blocks.
+    children: dict[str, StackNode] = field(default_factory=dict)  # The frames that it called, by label.
 
     def add(self, labels: Iterable[str], size: int) -> None:
         """Add blocks below this node, by their path from here."""
@@ -51,8 +45,6 @@ def stack_tree(trace: Trace, rank: int, at_ns: int | None = None, device: str | 
     Blocks without a stack are below their module.
 
     Args:
-        trace: The trace.
-        rank: The rank.
         at_ns: The time, ns; None: that of the largest use.
         device: The device; None: the rank's first one.
 

@@ -19,11 +19,8 @@ FORWARD, BACKWARD, STEP, MODEL, LIBRARY = "forward", "backward", "step", "model"
 
 
 def part_of_step(stack: str) -> str:
-    """Return where a stack was taken.
-
-    Returns:
-        BACKWARD, STEP (of an optimizer), MODEL (its construction), LIBRARY (which allocates for itself), else FORWARD.
-    """
+    """Return where a stack was taken: BACKWARD, STEP (of an optimizer), MODEL (its construction), LIBRARY (which
+    allocates for itself), else FORWARD."""
     if stack.endswith(WORKSPACE):
         return LIBRARY
     if stack.startswith(ENGINE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,22 +11,35 @@ import numpy.typing as npt
 import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace
-from ebbtide.analysis.metrics.devices import capacity_bytes
+from ebbtide.analysis.metrics.devices import capacity_bytes, first_device
 from ebbtide.analysis.metrics.iterations import steady_iterations
-from ebbtide.analysis.metrics.ranks import quantities
-from ebbtide.analysis.metrics.ranks.differences import NOT_COMPARED, Deviation, RankDifference, RankDifferences
-from ebbtide.analysis.metrics.ranks.facts import unusual_facts
-from ebbtide.analysis.metrics.ranks.matrices import centered_rows, hosts_of, row_medians
-from ebbtide.analysis.metrics.ranks.quantities import QUANTITIES, RankQuantity
-from ebbtide.analysis.metrics.ranks.rank_series import rank_series
+from ebbtide.analysis.metrics.ranks.differences import (
+    MIN_BYTES_SHARE,
+    MIN_CAPACITY_SHARE,
+    MIN_CLOCK_SHARE,
+    MIN_ITERATION_SHARE,
+    MIN_LATE_MS,
+    MIN_PHASE_SHARE,
+    MIN_RATE_SHARE,
+    NOT_COMPARED,
+    QUANTITIES,
+    Deviation,
+    RankDifference,
+    RankDifferences,
+    RankQuantity,
+)
+from ebbtide.analysis.metrics.ranks.rank_series import centered_rows, hosts_of, rank_series, row_medians
 from ebbtide.analysis.timeseries.outlying import median_errors, stands_out
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.profiler.trace import Trace
+from ebbtide.units import bytes_text
 
 # With fewer iterations noise cannot be told from a difference.
 MIN_ITERATIONS = 5
 # Of a host that differs as a whole, at least this share of the ranks does.
 _HOST_SHARE = 0.75
+# A value is the usual one if more than this share of the ranks has it.
+_USUAL_SHARE = 0.5
 
 
 @once_per_trace
@@ -41,7 +55,10 @@ def rank_differences(trace: Trace) -> RankDifferences:
         return NOT_COMPARED
     hosts = hosts_of(trace)
     tables = [rank_series(trace, rank) for rank in trace.ranks]
-    iteration_ms = float(np.nanmedian([table["iteration_ms"].median() for table in tables]))
+    medians = np.array([table["iteration_ms"].median() for table in tables])
+    if np.isnan(medians).all():
+        return NOT_COMPARED
+    iteration_ms = float(np.nanmedian(medians))
     deviating: dict[tuple[int, ...], list[Deviation]] = {}
     for quantity in QUANTITIES:
         comparison = _compare(trace, quantity, _values(tables, quantity), hosts, iteration_ms)
@@ -59,7 +76,7 @@ def _values(tables: Sequence[pd.DataFrame], quantity: RankQuantity) -> Floats:
     recorded = ~np.isnan(values).all(axis=1)
     if quantity.bytes_column is not None and recorded.any():
         moved = np.array([table[quantity.bytes_column].median() for table in tables])
-        values[~(moved >= quantities.MIN_BYTES_SHARE * np.nanmedian(moved[recorded]))] = np.nan
+        values[~(moved >= MIN_BYTES_SHARE * np.nanmedian(moved[recorded]))] = np.nan
     return values
 
 
@@ -135,13 +152,13 @@ def _odd_hosts(excess: Floats, errors: Floats, hosts: npt.NDArray[np.str_], limi
 def _limit(trace: Trace, quantity: RankQuantity, usual: float, iteration_ms: float) -> float:
     """Return the smallest difference of a quantity that is reported."""
     if quantity.name == "free_bytes":
-        return quantities.MIN_CAPACITY_SHARE * float(capacity_bytes(trace, trace.ranks[0]) or 0)
+        return MIN_CAPACITY_SHARE * float(capacity_bytes(trace, trace.ranks[0]) or 0)
     if quantity.name == "sm_clock_mhz":
-        return quantities.MIN_CLOCK_SHARE * usual
+        return MIN_CLOCK_SHARE * usual
     if not quantity.higher_is_worse:
-        return quantities.MIN_RATE_SHARE * usual
-    least = quantities.MIN_ITERATION_SHARE * iteration_ms
-    return max(least, quantities.MIN_LATE_MS if quantity.within_host else quantities.MIN_PHASE_SHARE * usual)
+        return MIN_RATE_SHARE * usual
+    least = MIN_ITERATION_SHARE * iteration_ms
+    return max(least, MIN_LATE_MS if quantity.within_host else MIN_PHASE_SHARE * usual)
 
 
 def _difference(trace: Trace, members: tuple[int, ...], deviations: Sequence[Deviation]) -> RankDifference:
@@ -153,3 +170,41 @@ def _difference(trace: Trace, members: tuple[int, ...], deviations: Sequence[Dev
     return RankDifference(
         members, host, len(members) > 1, kinds[deviations[0].quantity].cause, tuple(deviations), common
     )
+
+
+def unusual_facts(trace: Trace, rank: int) -> tuple[str, ...]:
+    """Return the facts in which a rank is unlike more than half of the ranks, as in `link lanes 8 (usual: 16)`."""
+    usual = _usual_facts(trace)
+    own = _facts(trace, rank)
+    return tuple(
+        f"{name} {own[name]} (usual: {usual[name]})" for name in own if own[name] != usual.get(name, own[name])
+    )
+
+
+@once_per_trace
+def _usual_facts(trace: Trace) -> dict[str, str]:
+    counts: dict[str, Counter[str]] = {}
+    for rank in trace.ranks:
+        for name, value in _facts(trace, rank).items():
+            counts.setdefault(name, Counter())[value] += 1
+    most = {name: values.most_common(1)[0] for name, values in counts.items()}
+    return {name: value for name, (value, count) in most.items() if count > _USUAL_SHARE * len(trace.ranks)}
+
+
+def _facts(trace: Trace, rank: int) -> dict[str, str]:
+    """Return the facts of a rank that were recorded."""
+    entry, device = trace.rank(rank), first_device(trace, rank)
+    cores = entry.numa.cpu_nodes if entry.numa is not None else ()
+    on_gpu_node = None if device.numa_node is None or not cores else device.numa_node in cores
+    facts = {
+        "device": device.name,
+        "device memory": None if device.capacity_bytes is None else bytes_text(device.capacity_bytes),
+        "link lanes": device.link.width,
+        "link generation": device.link.generation,
+        "driver": device.driver,
+        "cores on the GPU's NUMA node": None if on_gpu_node is None else ("yes" if on_gpu_node else "no"),
+        "threads": entry.threads.torch,
+        "torch": entry.torch,
+        "parameters": entry.model.params,
+    }
+    return {name: str(value) for name, value in facts.items() if value is not None}

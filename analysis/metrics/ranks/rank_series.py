@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace
@@ -22,9 +26,8 @@ _LOADED_GPU_PERCENT = 50.0
 def phase_series(trace: Trace, rank: int) -> pd.DataFrame:
     """Return times of a rank by steady iteration (index), ms; NaN where not recorded.
 
-    Returns:
-        Columns `iteration_ms`, `other_ms` and one per phase; `phases_ms`, their sum without `other`; `forward_start_ms`
-        and so on, the first start of each phase since a time that all ranks share.
+    Columns `iteration_ms`, `other_ms` and one per phase; `phases_ms`, their sum without `other`; `forward_start_ms` and
+    so on, the first start of each phase since a time that all ranks share.
     """
     times = intervals(trace, rank)
     numbers = steady_iterations(trace).numbers
@@ -42,10 +45,9 @@ def phase_series(trace: Trace, rank: int) -> pd.DataFrame:
 def rank_series(trace: Trace, rank: int) -> pd.DataFrame:
     """Return values of a rank by steady iteration (index); NaN where not recorded.
 
-    Returns:
-        Columns of `phase_series`; `free_bytes`, the least free memory; `h2d_bytes_per_s` and `d2h_bytes_per_s`, the
-        rate of copies while they run, or the highest sampled rate; `h2d_bytes` and `d2h_bytes`; `sm_clock_mhz`, the
-        median SM clock of the busy GPU.
+    Columns of `phase_series`; `free_bytes`, the least free memory; `h2d_bytes_per_s` and `d2h_bytes_per_s`, the rate of
+    copies while they run, or the highest sampled rate; `h2d_bytes` and `d2h_bytes`; `sm_clock_mhz`, the median SM clock
+    of the busy GPU.
     """
     times = phase_series(trace, rank)
     spans = intervals(trace, rank).spans
@@ -115,3 +117,29 @@ def _clocks(trace: Trace, rank: int, spans: pd.DataFrame) -> pd.Series[float]:
     inside = (index >= 0) & (times < spans["end_ns"].to_numpy(np.int64)[np.maximum(index, 0)])
     numbers = spans["iteration"].to_numpy(np.int64)[index[inside]]
     return rows["sm_clock_mhz"][inside].astype("float64").groupby(numbers).median()
+
+
+def hosts_of(trace: Trace) -> npt.NDArray[np.str_]:
+    """Return the host of each rank; empty where not recorded."""
+    return np.array([trace.rank(rank).host or "" for rank in trace.ranks])
+
+
+def centered_rows(values: Floats, groups: npt.NDArray[Any], of_pairs: Callable[..., Any]) -> Floats:
+    """Subtract in each column the median of the group's rows, of two rows `of_pairs`; NaN in groups of one row."""
+    result = np.full_like(values, np.nan)
+    for group in np.unique(groups):
+        rows = values[groups == group]
+        recorded = ~np.isnan(rows)
+        if len(rows) > 1 and recorded.any():
+            columns = recorded.sum(axis=0) > 1
+            center = of_pairs if len(rows) == 2 else np.nanmedian
+            result[np.ix_(groups == group, columns)] = rows[:, columns] - center(rows[:, columns], axis=0)
+    return result
+
+
+def row_medians(rows: Floats) -> Floats:
+    """Return the median of each row."""
+    medians = np.full(len(rows), np.nan)
+    recorded = ~np.isnan(rows).all(axis=1)
+    medians[recorded] = np.nanmedian(rows[recorded], axis=1)
+    return medians

@@ -1,8 +1,13 @@
-"""Computes the figures of the ranks of a large trace in other processes, which keep no table longer than needed."""
+"""Computes a result part by part, a few ranks at a time, here or in other processes.
+
+The tables of a large job do not fit into memory together. A part of the ranks is read by computing the whole result of
+these ranks alone: what was computed of each rank is kept, and the result of all ranks needs no table again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,31 +16,33 @@ from typing import TypeAlias
 from ebbtide.analysis.metrics.cache import KeptResults, keep_results, kept_results
 from ebbtide.analysis.metrics.devices import free_pool, peak_pool
 from ebbtide.analysis.metrics.iterations import steady_iterations
-from ebbtide.analysis.metrics.ranks.figures import RankFigures
 from ebbtide.analysis.metrics.ranks.rank_series import origin_ns
 from ebbtide.errors import UserError
+from ebbtide.host_limits import cores
 from ebbtide.profiler.trace import Trace, open_trace
 from ebbtide.workers import WorkerDied
 
+# Computes a result of a trace. Figures of ranks that it reads must be kept by `once_per_trace`.
+Read = Callable[[Trace], object]
+# Two ranks of a part are compared with each other, as those of the whole trace are.
+_RANKS_PER_PART = 2
+# Fewer ranks are read before threads would help. More threads wait for each other, and each holds tables of a part.
+_MIN_RANKS_FOR_THREADS = 16
+# The tables of fewer ranks with fewer bytes on disk stay in memory: parts would only repeat work.
+_MIN_BYTES = 50e6
+_MAX_THREADS = 4
 # Each task opens the trace again, which takes as long as a part of a rank.
 _RANKS_PER_TASK = 4
 
 
 @dataclass(frozen=True)
 class ScanTask:
-    """Some ranks of a trace whose figures one process computes.
+    """Some ranks of a trace whose figures one process computes."""
 
-    Attributes:
-        path: The folder of the trace, absolute.
-        ranks: The ranks.
-        figures: The figures.
-        kept: Results of the whole trace, which all ranks need.
-    """
-
-    path: Path
+    path: Path  # The folder of the trace, absolute.
     ranks: tuple[int, ...]
-    figures: RankFigures
-    kept: KeptResults
+    read: Read  # Computes the result.
+    kept: KeptResults  # Results of the whole trace, which all ranks need.
 
 
 # Runs a function on tasks by key, and yields (key, outcome) as each is finished, as those of `ebbtide.workers` do.
@@ -45,36 +52,43 @@ ScanRunner: TypeAlias = Callable[
 ]
 
 
+def read_by_parts(trace: Trace, read: Read) -> None:
+    """Compute a result part by part here, and keep what was computed of each rank."""
+    if len(trace.ranks) <= _RANKS_PER_PART or _fits_memory(trace):
+        return
+    parts, kept = _parts(trace, _RANKS_PER_PART), _of_all_ranks(trace)
+
+    def read_part(ranks: Sequence[int]) -> None:
+        for results in _read_part(trace, ranks, kept, read):
+            keep_results(trace, results)
+
+    if len(trace.ranks) < _MIN_RANKS_FOR_THREADS:
+        for ranks in parts:
+            read_part(ranks)
+        return
+    with ThreadPoolExecutor(min(cores(), _MAX_THREADS)) as threads:
+        list(threads.map(read_part, parts))
+
+
 def scan(task: ScanTask) -> list[KeptResults]:
-    """Compute the figures of a task, and return the kept results of each of its ranks."""
-    trace = open_trace(task.path)
-    keep_results(trace, task.kept)
-    for rank in task.ranks:
-        task.figures(trace, rank)
-    return [kept_results(trace, rank) for rank in task.ranks]
+    """Compute the result of a task, and return what was computed of each of its ranks."""
+    return _read_part(open_trace(task.path), task.ranks, task.kept, task.read)
 
 
 def scan_ranks(
-    trace: Trace, figures: RankFigures, runner: ScanRunner, progress: Callable[[int, int], None] = lambda *_: None
+    trace: Trace, read: Read, runner: ScanRunner, progress: Callable[[int, int], None] = lambda *_: None
 ) -> None:
-    """Compute figures of all ranks elsewhere, and keep the results here. They equal those computed here.
+    """Compute a result part by part elsewhere, and keep what was computed of each rank here.
 
-    Args:
-        trace: A trace on disk; other processes open it by its path.
-        figures: The figures of a rank: `summary_figures` or `finding_figures`.
-        runner: Runs tasks in processes of this machine, or on a cluster.
-        progress: Called with the numbers of finished and of all ranks, at the start and after each task.
+    `trace`: a trace on disk; other processes open it by its path. `progress`: called with the numbers of finished and
+    of all ranks, at the start and after each task.
 
     Raises:
         UserError: A worker died.
         TraceError: The trace is damaged, or workers cannot read its path.
     """
-    for of_all_ranks in (steady_iterations, free_pool, peak_pool, origin_ns):
-        of_all_ranks(trace)
-    path, kept = trace.path.resolve(), kept_results(trace)
-    starts = range(0, len(trace.ranks), _RANKS_PER_TASK)
-    parts = [tuple(trace.ranks[start : start + _RANKS_PER_TASK]) for start in starts]
-    tasks = {str(part[0]): ScanTask(path, part, figures, kept) for part in parts}
+    path, kept = trace.path.resolve(), _of_all_ranks(trace)
+    tasks = {str(part[0]): ScanTask(path, part, read, kept) for part in _parts(trace, _RANKS_PER_TASK)}
     finished = 0
     progress(finished, len(trace.ranks))
     with closing(runner(scan, tasks)) as outcomes:  # type: ignore[type-var]
@@ -85,3 +99,27 @@ def scan_ranks(
                 keep_results(trace, results)
             finished += len(tasks[key].ranks)
             progress(finished, len(trace.ranks))
+
+
+def _fits_memory(trace: Trace) -> bool:
+    size = sum(file.stat().st_size for file in trace.path.glob("rank-*/*.parquet"))
+    return len(trace.ranks) < _MIN_RANKS_FOR_THREADS and size < _MIN_BYTES
+
+
+def _parts(trace: Trace, size: int) -> list[tuple[int, ...]]:
+    return [tuple(trace.ranks[start : start + size]) for start in range(0, len(trace.ranks), size)]
+
+
+def _of_all_ranks(trace: Trace) -> KeptResults:
+    """Return the figures of the whole trace that those of each rank depend on."""
+    for of_all_ranks in (steady_iterations, free_pool, peak_pool, origin_ns):
+        of_all_ranks(trace)
+    return kept_results(trace)
+
+
+def _read_part(trace: Trace, ranks: Sequence[int], kept: KeptResults, read: Read) -> list[KeptResults]:
+    part = trace.of_ranks(ranks)
+    for results in (kept, *(kept_results(trace, rank) for rank in ranks)):
+        keep_results(part, results)
+    read(part)
+    return [kept_results(part, rank) for rank in ranks]

@@ -26,92 +26,52 @@ class ConcurrentTransfers:
     """Copies in one direction during a sub-step; None for figures that were not recorded.
 
     Counters give bytes only, and none for a sub-step that is shorter than the spacing of their samples.
-
-    Attributes:
-        bytes: Bytes moved per iteration.
-        busy_share: Share of the sub-step's time in which any copy ran.
-        pinned_share: Share in which a copy from or to pinned memory ran.
-        pageable_share: Share in which a copy from or to pageable memory ran.
-        busy_bytes_per_s: Rate while copies ran.
-        share_of_peak: `busy_bytes_per_s` as a share of the link's peak.
     """
 
-    bytes: float | None
-    busy_share: float | None
-    pinned_share: float | None
-    pageable_share: float | None
-    busy_bytes_per_s: float | None
-    share_of_peak: float | None
+    bytes: float | None  # Bytes moved per iteration.
+    busy_share: float | None  # Share of the sub-step's time in which any copy ran.
+    pinned_share: float | None  # Share in which a copy from or to pinned memory ran.
+    pageable_share: float | None  # Share in which a copy from or to pageable memory ran.
+    busy_bytes_per_s: float | None  # Rate while copies ran.
+    share_of_peak: float | None  # `busy_bytes_per_s` as a share of the link's peak.
 
 
 @dataclass(frozen=True)
 class SubStep:
-    """One sub-step, or kind of operation, in a phase of a rank, over the steady iterations that have any.
-
-    Attributes:
-        rank: The rank.
-        phase: The phase, or `other`.
-        name: Its name.
-        resource: Where it runs: `host`, `cpu`, `gpu`, `h2d`, `d2h`.
-        within: The sub-step that it is a part of; None if it is not nested.
-        subgroup: The subgroup; None for all of them together.
-        count: How often it ran per iteration, median.
-        median_ms: Time per iteration in which at least one ran, median.
-        share: Its part of the phase's time.
-        bytes: Bytes that it states to move per iteration.
-        h2d: Copies to the device during it.
-        d2h: Copies to the host during it.
-        waits_for: Of a sub-step on the host: the direction whose pageable copies cover it.
-        peak_bytes: Peak of the trace's `peak_pool`, median over iterations.
-    """
+    """One sub-step, or kind of operation, in a phase of a rank, over the steady iterations that have any."""
 
     rank: int
-    phase: str
+    phase: str  # The phase, or `other`.
     name: str
-    resource: str
-    within: str | None
-    subgroup: int | None
-    count: float
-    median_ms: float
-    share: float | None
-    bytes: float | None
-    h2d: ConcurrentTransfers
-    d2h: ConcurrentTransfers
-    waits_for: str | None
-    peak_bytes: int | None
+    resource: str  # Where it runs: `host`, `cpu`, `gpu`, `h2d`, `d2h`.
+    within: str | None  # The sub-step that it is a part of; None if it is not nested.
+    subgroup: int | None  # The subgroup; None for all of them together.
+    count: float  # How often it ran per iteration, median.
+    median_ms: float  # Time per iteration in which at least one ran, median.
+    share: float | None  # Its part of the phase's time.
+    bytes: float | None  # Bytes that it states to move per iteration.
+    h2d: ConcurrentTransfers  # Copies to the device during it.
+    d2h: ConcurrentTransfers  # Copies to the host during it.
+    waits_for: str | None  # Of a sub-step on the host: the direction whose pageable copies cover it.
+    peak_bytes: int | None  # Peak of the trace's `peak_pool`, median over iterations.
 
 
 @dataclass(frozen=True)
 class ResourceUse:
-    """Time in which a resource worked in a phase.
-
-    Attributes:
-        rank: The rank.
-        phase: The phase, or `other`.
-        resource: The resource.
-        median_ms: Median per iteration.
-        share: Its part of the phase's time.
-    """
+    """Time in which a resource worked in a phase."""
 
     rank: int
-    phase: str
+    phase: str  # The phase, or `other`.
     resource: str
-    median_ms: float
-    share: float | None
+    median_ms: float  # Median per iteration.
+    share: float | None  # Its part of the phase's time.
 
 
 class SubstepAggregator:
     """Aggregates the ops of one rank."""
 
     def __init__(self, trace: Trace, rank: int, pool: str | None, phases: pd.DataFrame) -> None:
-        """Prepare link and memory of the rank.
-
-        Args:
-            trace: The trace.
-            rank: The rank.
-            pool: The pool of peaks.
-            phases: Table of iteration, phase, ms, as `split_by_phase` returns it.
-        """
+        """Prepare link and memory of the rank; `phases` are those of `split_by_phase`."""
         self._rank = rank
         self._timeline = memory_timeline(trace, rank, pool) if pool else None
         self._memory_spans = memory_spans(trace, rank, pool) if pool else None
@@ -128,13 +88,8 @@ class SubstepAggregator:
                     self._busy_by_host_memory[direction, kind] = busy_between(own, trace.rank(rank).transfers_spans_ns)
 
     def steps(self, rows: pd.DataFrame, keys: list[str], tiles: bool) -> list[SubStep]:
-        """Return a SubStep for each combination of the keys, in the order in which they begin in each phase.
-
-        Args:
-            rows: Ops, as `split_by_phase` returns them.
-            keys: Columns to group by.
-            tiles: Whether the sub-steps add up to their phase, so that rare ones are kept too.
-        """
+        """Return a SubStep for each combination of the keys, in the order in which they begin in each phase; `rows` are
+        ops of `split_by_phase`."""
         rows = remove_overlaps(rows, [*keys, "iteration"])
         starts, ends = rows["start_ns"].to_numpy(np.int64), rows["end_ns"].to_numpy(np.int64)
         figures = self._figures(rows, starts, ends)

@@ -52,9 +52,8 @@ def named_ops(trace: Trace, rank: int) -> pd.DataFrame:
 def split_by_phase(trace: Trace, rank: int, iterations: Sequence[int]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Split the ops of some iterations at the edges of phases.
 
-    Returns:
-        (ops, phases). ops: rows of `named_ops` with phase, iteration and first; of an op that continues in another
-        phase, `first` marks the part with its start. phases: iteration, phase, ms, of the iterations with any op.
+    (ops, phases). ops: rows of `named_ops` with phase, iteration and first; of an op that continues in another phase,
+    `first` marks the part with its start. phases: iteration, phase, ms, of the iterations with any op.
     """
     ops = named_ops(trace, rank)
     on_host = ops["resource"].isin(ON_HOST) | ops["resource"].str.startswith(STORAGE)
@@ -88,12 +87,7 @@ def _split(ops: pd.DataFrame, phases: pd.DataFrame) -> pd.DataFrame:
 
 
 def remove_overlaps(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Shorten each row to the part that no earlier row of its group covers, so that times can be added.
-
-    Args:
-        rows: Table with start_ns, end_ns.
-        keys: Columns that define the groups.
-    """
+    """Shorten each row to the part that no earlier row of its group covers, so that times can be added."""
     rows = rows.sort_values("start_ns", kind="stable")
     groups = rows.groupby(keys, sort=False)["end_ns"]
     reached = groups.cummax().groupby([rows[key] for key in keys], sort=False).shift(fill_value=np.iinfo(np.int64).min)

@@ -16,7 +16,7 @@ function readout(section, doc) {
     [...doc.all_models].filter((model) => model.type === "GlyphRenderer").map((model) => [model.name, model]));
   const column = (name, field) => renderers.get(name).data_source.data[field];
   const unit = section.querySelector("[data-time]").dataset.time;
-  const text = (value, valueUnit, digits = 2) => (Number.isFinite(value) ? `${value.toFixed(digits)} ${valueUnit}` : "–");
+  const text = (value, valueUnit, digits = 2) => (Number.isFinite(value) ? `${value.toFixed(digits)} ${valueUnit}` : "-");
   const keys = [...section.querySelectorAll("[data-line]")];
 
   // Rates of d2h are negative on the axis.

@@ -14,7 +14,7 @@ from textual.geometry import Size
 from textual.widget import Widget
 from textual.widgets import Footer
 
-from ebbtide.cli.live_view import chart_panels, table_panels
+from ebbtide.cli.live_view import panels
 from ebbtide.cli.live_view.screens import FindingsScreen, HelpScreen, LogScreen
 from ebbtide.cli.live_view.snapshot import MAX_ITERATIONS, RecordingSnapshot, SelectedRank, SnapshotReader
 from ebbtide.cli.live_view.watched import WatchedJob
@@ -29,8 +29,6 @@ class Panel(Widget):
     """A part of the screen that is drawn from the newest snapshot.
 
     Args:
-        draw: Draws it at a width and a height.
-        panel_id: Its id in the style sheet.
         count_rows: Counts its rows, where its height in the style sheet is `auto`.
     """
 
@@ -52,7 +50,6 @@ class LiveView(App[str]):
     """The view of one recording. Its result is an error to print, or None.
 
     Args:
-        reader: Reads the recording.
         job: The job, where the view belongs to it: the view ends when the job has ended. None: the view only reads.
     """
 
@@ -120,17 +117,17 @@ class LiveView(App[str]):
 
     def compose(self) -> ComposeResult:
         """Make the panels."""
-        yield Panel(lambda w, h: table_panels.draw_header(self.snapshot, self._view, self.paused, w), "header")
-        yield Panel(lambda w, h: table_panels.draw_waiting(self.snapshot, w, h), "waiting")
+        yield Panel(lambda w, h: panels.draw_header(self.snapshot, self._view, self.paused, w), "header")
+        yield Panel(lambda w, h: panels.draw_waiting(self.snapshot, w, h), "waiting")
         with Container(id="body"):
             with Vertical(id="left"):
-                yield self._panel(chart_panels.draw_phases, "phases")
-                yield self._panel(chart_panels.draw_memory, "memory")
-                yield self._panel(chart_panels.draw_link, "link")
+                yield self._panel(panels.draw_phases, "phases")
+                yield self._panel(panels.draw_memory, "memory")
+                yield self._panel(panels.draw_link, "link")
             with Vertical(id="right"):
-                yield self._panel(table_panels.draw_windows, "windows")
-                yield self._panel(table_panels.draw_ranks, "ranks", lambda: len(self.snapshot.ranks) + 1)
-                yield Panel(lambda w, h: table_panels.draw_findings(self.snapshot, w, h), "findings")
+                yield self._panel(panels.draw_windows, "windows")
+                yield self._panel(panels.draw_ranks, "ranks", lambda: len(self.snapshot.ranks) + 1)
+                yield Panel(lambda w, h: panels.draw_findings(self.snapshot, w, h), "findings")
         yield Footer(compact=True)
 
     def _panel(self, draw: _Draw, panel_id: str, count_rows: Callable[[], int] = int) -> Panel:

@@ -14,7 +14,7 @@ from ebbtide.cli.live_view.terminal import require_terminal, show
 from ebbtide.cli.live_view.watched import tail
 from ebbtide.errors import UserError
 from ebbtide.profiler.agent.options import Options
-from ebbtide.profiler.background_job import BackgroundJob
+from ebbtide.profiler.recording.launch import BackgroundJob
 
 _PERIOD_S = 0.2
 # Lines of the output of a job that has failed.
@@ -24,17 +24,8 @@ _LAST_LINES = 15
 def profile_and_show(
     command: Sequence[str], output: Path, options: Options, force: bool, service: MetricsServer | None = None
 ) -> int:
-    """Record a job until it ends, and show its recording; if the user leaves the view, its output.
-
-    Args:
-        command: The command and its arguments.
-        output: The trace to write.
-        options: What to record.
-        force: Whether to replace a trace that exists.
-        service: A server that answers from the process of the collector, if any.
-
-    Returns:
-        The exit code of the job; of one that a signal has ended 128 plus its number.
+    """Record a job until it ends, and show its recording; if the user leaves the view, its output. Returns the exit
+    code of the job; of one that a signal has ended 128 plus its number.
 
     Raises:
         UserError: There is no terminal, or the recording cannot begin; the job has not been started then.

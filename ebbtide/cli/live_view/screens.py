@@ -12,8 +12,8 @@ from textual.screen import Screen
 from textual.widgets import Footer, Static
 
 from ebbtide.cli.live_view.marks import legend
+from ebbtide.cli.live_view.panels import finding_line
 from ebbtide.cli.live_view.snapshot import RecordingSnapshot
-from ebbtide.cli.live_view.table_panels import finding_line
 from ebbtide.cli.live_view.watched import WatchedJob, tail
 
 _PERIOD_S = 1.0

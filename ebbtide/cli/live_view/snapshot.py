@@ -34,42 +34,26 @@ class SeenFinding:
 
 @dataclass(frozen=True)
 class RecordingSnapshot:
-    """One look at a recording.
+    """One look at a recording."""
 
-    Attributes:
-        path: The trace.
-        state: Its state.
-        behind: Whether it has not been read to its end yet.
-        trace: Its last iterations; None while nothing was recorded.
-        ranks: Figures of each rank.
-        findings: What is true of the last iterations (of all, if the trace is finished); None before the first look.
-        windows: Windows of the rank that was selected; None before the first look.
-    """
-
-    path: Path
+    path: Path  # The trace.
     state: State = "waiting"
-    behind: bool = False
-    trace: Trace | None = None
-    ranks: tuple[LiveRank, ...] = ()
+    behind: bool = False  # Whether it has not been read to its end yet.
+    trace: Trace | None = None  # Its last iterations; None while nothing was recorded.
+    ranks: tuple[LiveRank, ...] = ()  # Figures of each rank.
+    # What is true of the last iterations (of all, if the trace is finished); None before the first look.
     findings: tuple[SeenFinding, ...] | None = None
-    windows: Windows | None = None
+    windows: Windows | None = None  # Windows of the rank that was selected; None before the first look.
 
 
 @dataclass(frozen=True)
 class SelectedRank:
-    """One rank of a snapshot, as far as the view is zoomed.
-
-    Attributes:
-        snapshot: The snapshot.
-        figures: Figures of the rank.
-        trace: The last iterations.
-        iterations: How many iterations to show.
-    """
+    """One rank of a snapshot, as far as the view is zoomed."""
 
     snapshot: RecordingSnapshot
-    figures: LiveRank
-    trace: Trace
-    iterations: int
+    figures: LiveRank  # Figures of the rank.
+    trace: Trace  # The last iterations.
+    iterations: int  # How many iterations to show.
 
     @cached_property
     def bars(self) -> list[IterationBar]:
@@ -84,9 +68,6 @@ class SelectedRank:
 
 class SnapshotReader:
     """Reads snapshots; and findings and windows as often as is cheap, but not for the first snapshot.
-
-    Args:
-        live: The recording.
 
     Attributes:
         period_s: Seconds to wait before the next snapshot.
@@ -107,9 +88,6 @@ class SnapshotReader:
 
     def read(self, rank: int) -> RecordingSnapshot | None:
         """Return a new snapshot; None if nothing has changed.
-
-        Args:
-            rank: The selected rank, whose windows are looked for.
 
         Raises:
             TraceError: The path is no trace, is damaged, or has a newer schema.

@@ -23,10 +23,6 @@ _MANY_RANKS = 32
 def require_terminal(name: str, alternative: str) -> None:
     """Check that the view can run here.
 
-    Args:
-        name: The command or option that shows the view.
-        alternative: What to do without a terminal.
-
     Raises:
         UserError: textual is not installed, or this is not a terminal that can show the view.
     """
@@ -41,10 +37,6 @@ def require_terminal(name: str, alternative: str) -> None:
 
 def show(path: Path, job: WatchedJob | None = None) -> None:
     """Show a trace until the user leaves the view.
-
-    Args:
-        path: The trace, which need not exist yet.
-        job: The job, where the view belongs to it: the view ends when the job has ended.
 
     Raises:
         UserError: The path is no trace, or became unreadable.

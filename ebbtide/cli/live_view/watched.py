@@ -1,4 +1,4 @@
-"""The job that a view belongs to, and the end of its output."""
+"""The job that a view belongs to, the end of its output, and the trace that a view without a name shows."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import os
 from pathlib import Path
 from typing import Protocol
 
+from ebbtide.errors import TraceError, UserError
+from ebbtide.profiler.recording.lock import collector_runs
+from ebbtide.profiler.trace.files import META, read_meta
+
 # Of a longer output only the end is shown.
 _TAIL_BYTES = 20_000
 
 
 class WatchedJob(Protocol):
-    """A job that runs beside its view.
+    """A job that runs beside its view."""
 
-    Attributes:
-        log: The file with its output.
-    """
-
-    log: Path
+    log: Path  # The file with its output.
 
     def is_finished(self) -> bool:
         """Return whether the job has ended and its trace is finished."""
@@ -36,3 +36,24 @@ def tail(log: Path) -> str:
     except OSError as error:
         return f"the output cannot be read: {error.strerror or error}"
     return text if size <= _TAIL_BYTES else text.partition("\n")[2]
+
+
+def newest_recording(folder: Path) -> Path:
+    """Return the trace of a folder whose recording runs and began last.
+
+    Raises:
+        UserError: No recording runs there.
+    """
+    began: list[tuple[int, Path]] = []
+    for path in sorted(folder.glob(f"*/{META}")):
+        try:
+            meta = read_meta(path.parent)
+        except TraceError:
+            continue
+        if meta.get("state") == "recording" and collector_runs(path.parent):
+            began.append((int(meta.get("started_wall_ns") or 0), path.parent))
+    if not began:
+        raise UserError(
+            "no recording runs in this folder: name a trace (ebbtide watch RUN.ebb), or begin one (ebbtide profile)"
+        )
+    return max(began)[1]

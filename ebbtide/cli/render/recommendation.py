@@ -1,37 +1,82 @@
-"""Prints a recommendation: one line, and for each policy the blocks to paste."""
+"""Prints a recommendation, one line and for each policy the blocks to paste, and the plans of a job."""
 
 from __future__ import annotations
 
 import json
-import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ebbtide.cli.printing import console, echo
+from ebbtide.cli.printing import echo, echo_line
 from ebbtide.units import ms_text
 
 if TYPE_CHECKING:
-    from ebbtide.interleave.replay.recommend import PolicySetup, Recommendation, SystemSetup
+    from ebbtide.interleave.advise.lines.setups import PolicySetup
+    from ebbtide.interleave.advise.lines.systems import SystemSetup
+    from ebbtide.interleave.advise.recommendation import Recommendation
 
 # Objects within the object have one line up to this length.
 _MAX_INNER_WIDTH = 60
+
+
+class Before(NamedTuple):
+    """The iteration that a recommendation is compared with: the recorded one, or the simulated one of a policy."""
+
+    iteration_ms: float
+    policy: str | None = None
+
+
+# Frameworks that code is printed for, as people say it.
+Framework = Literal["deepspeed", "script"]
+_FRAMEWORKS = {"deepspeed": "DeepSpeed", "script": "a plain script"}
 # Keys of the configuration with the argument of InterleavedAdamW for the same.
 _PLACEHOLDERS = {"gradient_clipping": "gradient_clipping (max_grad_norm)", "optimizer": "optimizer (lr)"}
 
 
-def print_recommendation(advice: Recommendation) -> None:
+def print_recommendation(advice: Recommendation, before: Before, framework: Framework) -> None:
+    """Print the recommended policy, its iteration and that of before, and what to paste for it."""
+    best = advice.setups[0]
+    policy = "Do not offload" if best.policy == "gpu-only" else f"Use {best.policy.replace(',', ', ')}"
+    echo_line(f"{policy}: {before.iteration_ms:,.0f} -> {_gain(best, before)}", fg="green", bold=True)
+    if advice.split is not None and advice.split.policy != best.policy:
+        ratio = (advice.deepspeed or {})["offload_optimizer"]["ratio"]
+        echo_line(f"Plain DeepSpeed, without ebbtide: ratio {ratio:g} -> {_gain(advice.split, before)}")
+    for warning in advice.warnings:
+        echo_line(f"But {warning}", fg="yellow")
+    echo(f"{_block(best, framework)}\n")
+    other = "deepspeed" if framework == "script" else "script"
+    more = f"all policies{' and changes of the job' if advice.alternatives else ''}: --all"
+    echo_line(f"{more}; lines for {_FRAMEWORKS[other]}: --for {other}")
+
+
+def _gain(setup: PolicySetup, before: Before) -> str:
+    policy = f" over {before.policy}" if before.policy is not None and before.policy != setup.policy else ""
+    return f"{setup.iteration_ms:,.0f} ms ({before.iteration_ms / setup.iteration_ms:.2f}x{policy}, simulated)"
+
+
+def _block(setup: PolicySetup, framework: Framework) -> str:
+    """Return the lines to paste for a framework, below a line that says where they belong."""
+    if framework == "script":
+        code = setup.optimizer_code
+        return f"Instead of torch.optim.AdamW:\n\n{code}" if code else "In a script: keep torch.optim.AdamW."
+    if setup.code is not None:
+        return f'Before deepspeed.initialize (stage 3; offload_optimizer stays "cpu"):\n\n{setup.code}'
+    offload = json.dumps(setup.deepspeed_config["zero_optimization"]["offload_optimizer"])
+    return f'In zero_optimization of DeepSpeed\'s configuration:\n\n"offload_optimizer": {offload}'
+
+
+def print_setups(advice: Recommendation) -> None:
     """Print the recommended policy, and under a heading for each policy what to paste."""
-    _print_text(f"recommended: {advice.line}")
+    echo_line(f"recommended: {advice.line}")
     for alternative in advice.alternatives:
-        _print_text(f"instead of offloading: {alternative}")
+        echo_line(f"instead of offloading: {alternative}")
     faster = [system for system in advice.systems if system.is_faster]
     if faster:
         texts = (f"{system.policy}{'' if system.exact else ' (not exact)'}" for system in faster)
-        _print_text(f"{_advantage(faster[0], advice)} in other systems: {', '.join(texts)}")
+        echo_line(f"{_advantage(faster[0], advice)} in other systems: {', '.join(texts)}")
     for policy, reason in advice.left_out.items():
-        _print_text(f"not among the blocks below: {policy} ({reason})")
+        echo_line(f"not among the blocks below: {policy} ({reason})")
     if advice.placeholders:
         names = ", ".join(_PLACEHOLDERS.get(name, name) for name in advice.placeholders)
-        _print_text(f"replace by the values of your job: {names}")
+        echo_line(f"replace by the values of your job: {names}")
     for number, setup in enumerate(advice.setups):
         _print_setup(setup, is_recommended=not number)
     for system in advice.systems:
@@ -46,14 +91,6 @@ def json_block(value: Any, indent: int = 0) -> str:
     inner = " " * (indent + 2)
     entries = (f"{inner}{json.dumps(key)}: {json_block(entry, indent + 2)}" for key, entry in value.items())
     return "{\n" + ",\n".join(entries) + "\n" + " " * indent + "}"
-
-
-def _print_text(text: str) -> None:
-    """Print a sentence; on a terminal it is wrapped between words."""
-    terminal = console()
-    if terminal.is_terminal:
-        text = textwrap.fill(text, terminal.width, subsequent_indent="  ", break_on_hyphens=False)
-    echo(text)
 
 
 def _print_setup(setup: PolicySetup, is_recommended: bool) -> None:
@@ -81,5 +118,5 @@ def _print_system(system: SystemSetup, advice: Recommendation) -> None:
     )
     echo(f"\n{title}\n{'-' * len(title)}")
     if system.note is not None:
-        _print_text(f"Not exact: {system.note}.")
+        echo_line(f"Not exact: {system.note}.")
     echo(f"{system.place}:\n\n{system.lines}")

@@ -3,34 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.optimize import least_squares
 
 from ebbtide.analysis.metrics.devices import first_device
 from ebbtide.errors import MachineError
-from ebbtide.interleave.calibrate.fitting.fit import MachineFit, box_of_ranks, fit
-from ebbtide.interleave.calibrate.fitting.from_steps import StepRates, step_rates
-from ebbtide.interleave.calibrate.fitting.samples import FitSample, sample_of
-from ebbtide.interleave.replay.workload_from_trace import ranks_on_host
+from ebbtide.interleave.advise.job.workload_from_trace import ranks_on_host
+from ebbtide.interleave.calibrate.fitting.samples import FitSample, StepRates, sample_of, step_rates
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.machines.box import Box
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.trace import Trace, open_trace
 from ebbtide.units import bytes_text
+
+Vector = np.ndarray[Any, Any]
+# Copies reach about this share of a link's peak.
+_LINK_EFFICIENCY = 0.8
+# The rates that limit updates, and that ranks share. Where another one starts to limit, the residuals have a kink.
+_SHARED = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
+_LINK = ("h2d_bytes_per_s", "d2h_bytes_per_s")
+# The start of the search with a slow link, in widths of its prior.
+_SLOW_LINK = -2.5
+# Names of the same rates of one rank while the others are idle, as in `box` of a machine file.
+_ONE_RANK = {f"box.one_rank_{key}": key for key in _SHARED}
+# Evaluations from each start of the search, then how many of the best are continued, and with how many more.
+_FIRST_EVALUATIONS = 12
+_REFINED_STARTS = 3
+_EVALUATIONS = 200
+# Medians of a trace are accurate to about this share, and so is the simulator.
+_RELATIVE_ERROR = 0.02
+# A rate whose uncertainty is still more than this share of its prior's is determined by the prior, not by the traces.
+_IDENTIFIED = 0.5
 
 
 def machine_of(paths: Sequence[Path], name: str) -> Machine:
     """Return the machine that explains these traces best.
 
     Rates that follow from the sub-steps of recorded jobs are taken from them and not fitted. The key `fit` of the
-    machine file says how good the fit is (see `MachineFit`), and which policies the traces ran under.
-
-    Args:
-        paths: Traces of jobs on this machine.
-        name: Name of the machine.
-
-    Raises:
-        MachineError: A trace does not record how it was offloaded, or the traces are of different GPUs.
+    machine file says how good the fit is (see `MachineFit`), and which policies the traces ran under. Raises
+    MachineError where a trace does not record how it was offloaded, or the traces are of different GPUs.
     """
     traces = [open_trace(path) for path in paths]
     steps_of_traces = [step_rates(trace) for trace in traces]
@@ -142,3 +158,160 @@ def _host_memory(traces: Sequence[Trace]) -> float | None:
         if capacity:
             shares.append(capacity / (ranks_on_host(trace) or 1))
     return min(shares, default=None)
+
+
+class Prior(NamedTuple):
+    """A prior of a quantity, normal in the logarithm.
+
+    Attributes:
+        factor: The factor within which it is with a probability of two in three.
+    """
+
+    value: float
+    factor: float
+
+
+# Priors of a rank's rates. They are wide, so that data outweigh them, and settle only what data cannot.
+PRIORS: dict[str, Prior] = {
+    "cpu_update_params_per_s": Prior(2e9, 3.0),
+    "host_memory_bytes_per_s": Prior(90e9, 2.0),
+    "h2d_bytes_per_s": Prior(40e9, 1.6),
+    "d2h_bytes_per_s": Prior(40e9, 1.6),
+    "h2d_pageable_bytes_per_s": Prior(12e9, 3.0),
+    "d2h_pageable_bytes_per_s": Prior(4e9, 3.0),
+    "cpu_cast_params_per_s": Prior(8e9, 3.0),
+    "gpu_update_params_per_s": Prior(30e9, 2.0),
+    "step_overhead_s": Prior(0.03, 3.0),
+}
+# An update on the CPU is a pass over memory. The prior of its share of the memory bandwidth, which a good kernel
+# reaches by itself (docs/performance.md), is narrow.
+MEMORY_SHARE_PRIOR = Prior(0.85, 1.2)
+
+
+@dataclass(frozen=True)
+class MachineFit:
+    """A fitted machine, and how well it explains the traces.
+
+    Attributes:
+        residuals: Predicted over measured update, minus 1, by trace.
+        uncertainty: The factor within which each rate is known (one standard error). `box.one_rank_...` are the rates
+            of a rank while the others are idle.
+        unidentified: Rates that these traces do not determine; their values are those of the priors.
+    """
+
+    machine: Machine
+    residuals: dict[str, float]
+    uncertainty: dict[str, float]
+    unidentified: tuple[str, ...]
+
+
+def fit(samples: Sequence[FitSample], measured: Machine | None = None, name: str = "fitted") -> MachineFit:
+    """Fit a machine: the maximum a posteriori for errors that are normal in the logarithm.
+
+    Minimises the squared relative errors of the updates (and of backwards that waited for gradients), over 2 %, plus
+    the squared distances from the priors, over their widths. The covariance is the inverse of J'J. Samples may be of
+    several models and of several numbers of ranks on a host; the rates are those with the largest number of them, and
+    with several numbers the rates of a rank alone are fitted too.
+
+    Args:
+        measured: Rates that were measured otherwise and are not fitted.
+
+    Raises:
+        MachineError: There is no sample, or of some but not of all is known how many ranks shared the host.
+    """
+    if not samples:
+        raise MachineError("a machine cannot be fitted from no trace")
+    base = measured or Machine()
+    keys = [key for key in PRIORS if getattr(base, key) is None]
+    box_ranks, several = _ranks_of(samples)
+    names = [*keys, *(name for name, key in _ONE_RANK.items() if several and key in keys)]
+    link_peak = next((sample.link_peak for sample in samples if sample.link_peak), None)
+    center = np.log([_prior_value(_ONE_RANK.get(name, name), link_peak) for name in names])
+    width = np.log([PRIORS[_ONE_RANK.get(name, name)].factor for name in names])
+
+    def machine_at(log_rates: Vector) -> Machine:
+        rates: dict[str, Any] = dict(zip(names, map(float, np.exp(log_rates)), strict=True))
+        own = replace(base, name=name, **{key: rates[key] for key in keys})
+        alone = {name.removeprefix("box."): rates[name] for name in names if name in _ONE_RANK}
+        return replace(own, box=box_of_ranks(own, box_ranks, alone))
+
+    def errors(log_rates: Vector) -> Vector:
+        machine = machine_at(log_rates)
+        relative = []
+        for sample in samples:
+            schedule = sample.simulate(machine)
+            relative.append(np.log(schedule.update_s / sample.update_s) / _RELATIVE_ERROR)
+            if sample.backward_s is not None:
+                relative.append(np.log(schedule.backward_s / sample.backward_s) / _RELATIVE_ERROR)
+        memory_shares = [
+            _memory_share_error(shared, samples[0].workload)
+            for shared in ((machine, machine.for_ranks(1)) if several else (machine,))
+        ]
+        return np.concatenate([relative, (log_rates - center) / width, memory_shares])
+
+    # The errors have kinks where another rate starts to limit. A coarse difference looks across them, and several
+    # starting points keep the search from staying where it began.
+    limiting = [name for name in names if _ONE_RANK.get(name, name) in _SHARED]
+    offsets = [(name, sign) for name in limiting for sign in (-1.0, 1.0)]
+    # A link limits nothing near its prior, so only a start far below it shows what a slow link would explain.
+    offsets += [(name, _SLOW_LINK) for name in _LINK if name in names]
+    starts = [center + offset * width * (np.array(names) == name) for name, offset in offsets]
+
+    def search(start: Vector, evaluations: int) -> Any:
+        return least_squares(errors, start, diff_step=1e-3, x_scale=width, method="trf", max_nfev=evaluations)
+
+    def cost(solution: Any) -> float:
+        return float(solution.cost)
+
+    first = sorted((search(start, _FIRST_EVALUATIONS) for start in (center, *starts)), key=cost)
+    best = min((search(solution.x, _EVALUATIONS) for solution in first[:_REFINED_STARTS]), key=cost)
+    sigmas = np.sqrt(np.diag(np.linalg.inv(best.jac.T @ best.jac)))
+    machine = machine_at(best.x)
+    return MachineFit(
+        machine=machine,
+        residuals={sample.name: sample.simulate(machine).update_s / sample.update_s - 1 for sample in samples},
+        uncertainty={name: float(np.exp(sigma)) for name, sigma in zip(names, sigmas, strict=True)},
+        unidentified=tuple(
+            name
+            for name, sigma, prior_sigma in zip(names, sigmas, width, strict=True)
+            if sigma > _IDENTIFIED * prior_sigma
+        ),
+    )
+
+
+def _ranks_of(samples: Sequence[FitSample]) -> tuple[int, bool]:
+    """Return the largest number of ranks on a host, and whether there are several numbers."""
+    numbers = {sample.ranks for sample in samples}
+    if None in numbers and len(numbers) > 1:
+        unknown = next(sample.name for sample in samples if sample.ranks is None)
+        raise MachineError(
+            f"{unknown} does not have all ranks of its job, so it is not known how many shared its host: fit it alone"
+        )
+    return max((ranks for ranks in numbers if ranks is not None), default=1), len(numbers) > 1
+
+
+def box_of_ranks(machine: Machine, ranks: int, alone: dict[str, float]) -> Box | None:
+    """Return the totals of a box from the rates of one of its ranks; None if it has only one.
+
+    `machine` has the rates of one rank while all update, `alone` those while the others are idle, by their keys in
+    `box`.
+    """
+    if ranks == 1:
+        return None
+    totals = {key: None if (rate := getattr(machine, key)) is None else ranks * rate for key in _SHARED}
+    return Box(ranks, **totals, **alone)
+
+
+def _prior_value(key: str, link_peak: float | None) -> float:
+    """Return the most likely value of a rate before any update is looked at."""
+    if link_peak and key in _LINK:
+        return _LINK_EFFICIENCY * link_peak
+    return PRIORS[key].value
+
+
+def _memory_share_error(machine: Machine, workload: Workload) -> float:
+    """Return how far the CPU's share of the memory bandwidth is from its prior, over the prior's width."""
+    assert machine.cpu_update_params_per_s is not None
+    assert machine.host_memory_bytes_per_s is not None
+    share = workload.cpu_update_bytes * machine.cpu_update_params_per_s / machine.host_memory_bytes_per_s
+    return float(np.log(share / MEMORY_SHARE_PRIOR.value) / np.log(MEMORY_SHARE_PRIOR.factor))

@@ -5,30 +5,105 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
-from ebbtide.interleave.engine.adaptive.budget import Budget, budgets_differ, free_memory, max_budget, min_budget
-from ebbtide.interleave.engine.adaptive.rate_correction import WEIGHT, correct_rates, planning_rates
+from ebbtide.errors import UserError
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.runtime.device_blocks import plan_bytes, worst_case
+from ebbtide.interleave.engine.options import Budget
+from ebbtide.interleave.engine.runtime.arena import plan_bytes, worst_case
 from ebbtide.interleave.engine.runtime.layout import Subgroup
-from ebbtide.interleave.model.host_memory import needed_host_bytes
-from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
-from ebbtide.interleave.model.plan import Plan
-from ebbtide.interleave.model.schedule import Schedule
-from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
+from ebbtide.interleave.model.plan import Op, Plan
+from ebbtide.interleave.model.schedule import Schedule, needed_host_bytes
+from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
 from ebbtide.interleave.policies import depends_on_rates, make_plan, parse, refuse_simulation_only
+from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
+from ebbtide.machines.storage import StoragePath
+from ebbtide.phases import BACKWARD, FORWARD, UPDATE
 from ebbtide.state_bytes import REMAINDER_STATE_BYTES, STATE_BYTES
 from ebbtide.units import bytes_text
 
-# A new plan is due if rates, phases or memory differ by more than this share from those of the last plan.
-_DRIFT = 0.15
+_Rates = TypeVar("_Rates", Machine, StoragePath)
+
+# Weight of the last step against the earlier ones.
+WEIGHT = 0.5
+_COMPUTE_RATES = {
+    ("update", "cpu"): "cpu_update_params_per_s",
+    ("update", "gpu"): "gpu_update_params_per_s",
+    ("cast", "cpu"): "cpu_cast_params_per_s",
+}
+# The rates whose changes call for a new plan, besides those of storage.
+_PLANNING_RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s", *_COMPUTE_RATES.values())
+_STORAGE_RATES = {"storage_read": "read_bytes_per_s", "storage_write": "write_bytes_per_s"}
+_STORAGE_DUPLEX = "duplex_bytes_per_s"
 # The same of the share of clipped steps, and the weight of the last step in it.
 _CLIP_DRIFT, _CLIP_WEIGHT = 0.15, 0.05
-# If they differ by more than this share, the patience below does not count.
-_LEAP = 0.5
 # Minimum number of steps between two plans: the first and the largest value.
 _PATIENCE, _MAX_PATIENCE = 3, 96
+
+
+def planning_rates(machine: Machine) -> dict[str, float | None]:
+    """Return the rates of a machine, by name, whose changes call for a new plan."""
+    rates = {name: getattr(machine, name) for name in _PLANNING_RATES}
+    for number, path in enumerate(machine.storage):
+        rates |= {f"storage[{number}].{name}": getattr(path, name) for name in _STORAGE_RATES.values()}
+    return rates
+
+
+def correct_rates(machine: Machine, schedule: Schedule) -> Machine:
+    """Correct the rates of a machine by the measured schedule of a step; not if its plan cannot be simulated on it.
+
+    Each rate moves half the way, on a logarithmic scale, to the value with which a simulation of the plan takes the
+    measured time on its resource. Rates are scaled by the ratio of simulated and measured times, so that the effect of
+    operations that run at once and share a resource stays accounted for. What a path of the storage reads and writes
+    together is scaled by the ratio of both."""
+    try:
+        predicted = simulate(schedule.plan, schedule.workload, machine)
+    except UserError:
+        return machine
+    # By name and, for those of storage, path.
+    measured_s: dict[tuple[str, int | None], float] = {}
+    expected_s: dict[tuple[str, int | None], float] = {}
+    for (op, start, end), (_, expected_start, expected_end) in zip(schedule.items(), predicted.items(), strict=True):
+        for key in _rates_of(op, schedule.plan.cpu_share):
+            measured_s[key] = measured_s.get(key, 0.0) + end - start
+            expected_s[key] = expected_s.get(key, 0.0) + expected_end - expected_start
+    factors = {
+        key: (expected_s[key] / seconds) ** WEIGHT
+        for key, seconds in measured_s.items()
+        if seconds > 0 and expected_s[key] > 0
+    }
+    storage = [
+        _scaled(path, {name: factor for (name, owner), factor in factors.items() if owner == number})
+        for number, path in enumerate(machine.storage)
+    ]
+    own_factors = {name: factor for (name, owner), factor in factors.items() if owner is None}
+    return replace(_scaled(machine, own_factors), storage=tuple(storage))
+
+
+def _scaled(rates: _Rates, factors: Mapping[str, float]) -> _Rates:
+    """Return rates times factors, by name; rates that are not known stay so."""
+    return replace(rates, **{name: rate * factor for name, factor in factors.items() if (rate := getattr(rates, name))})
+
+
+def _rates_of(op: Op, cpu_share: float) -> list[tuple[str, int | None]]:
+    """Return the names of the rates that an operation shows, and the path of the storage that has them."""
+    if op.resource in _STORAGE_RATES:
+        return [(_STORAGE_RATES[op.resource], op.path), (_STORAGE_DUPLEX, op.path)]
+    if op.resource in ("h2d", "d2h"):
+        return [(f"{op.resource}_pageable_bytes_per_s" if op.pageable else f"{op.resource}_bytes_per_s", None)]
+    name = _COMPUTE_RATES.get((op.kind, op.resource))
+    # Fewer threads do not reach just their share of the rate.
+    if name is None or (name == "cpu_update_params_per_s" and cpu_share < 1):
+        return []
+    return [(name, None)]
+
+
+# A new plan is due if rates, phases or memory differ by more than this share from those of the last plan.
+_DRIFT = 0.15
+# If they differ by more than this share, the patience below does not count.
+_LEAP = 0.5
 # Planning, which delays the step, takes at most this share of the time.
 _PLANNING_SHARE = 0.01
 # Number of steps until phases and rates are typical of the job.
@@ -36,23 +111,10 @@ _WARM_UP_STEPS = 2
 
 
 class Planner:
-    """Makes plans for a running job. It makes new ones only for policies that depend on rates.
+    """Makes plans for a running job; new ones only for policies that depend on rates.
 
-    Args:
-        policy: The policy, as for `ebbtide replay`.
-        machine: The first rates.
-        subgroups: The subgroups of the optimizer.
-        streamed: Whether gradients are offloaded as soon as they are computed.
-        supported: The overlaps that plans may use.
-
-    Attributes:
-        policy: The policy.
-        machine: The rates, corrected by the steps so far.
-        workload: The job, with the phases measured so far.
-        needed_bytes: Device memory that the last plan may use, in bytes.
-
-    Raises:
-        PolicyError: The policy does not exist, or can only be simulated.
+    `machine` has the first rates, then those corrected by the steps so far. Plans have no other overlaps than supported
+    ones.
     """
 
     def __init__(
@@ -88,6 +150,7 @@ class Planner:
         )
         self._planned: tuple[Workload, Machine, Budget | None] | None = None
         self._steps = 0
+        # Device memory that the last plan may use.
         self.needed_bytes = 0.0
         self._counts: dict[str, int] = {}
         # The number of steps before the last plan.
@@ -100,14 +163,8 @@ class Planner:
     def plan(self, budget: Budget | None) -> Plan:
         """Make a plan from the rates and phases measured so far.
 
-        Args:
-            budget: Device memory for state; None for no limit.
-
-        Raises:
-            PolicyError: As `make_plan` does.
-            MachineError: As `make_plan` does.
-            EngineError: If the plan needs more memory than the budget.
-        """
+        Raises PolicyError and MachineError as `make_plan` does, and EngineError if the plan needs more memory than the
+        budget of device memory for state (None: no limit)."""
         begin_s = self._planned_s = time.perf_counter()
         # Also where there is no plan, so that the next one waits.
         self._planned_step = self._steps
@@ -118,7 +175,7 @@ class Planner:
             if limit is None or needed_bytes <= limit:
                 break
             plan, needed_bytes = self._plan_and_bytes(smaller)
-            self.workload = replace(self.workload, gpu_free=free_memory(budget, self.workload))
+            self.workload = replace(self.workload, gpu_free=_free_memory(budget, self.workload))
         self._planned = (self.workload, self.machine, budget)
         if limit is not None and needed_bytes > limit:
             raise EngineError(
@@ -145,7 +202,7 @@ class Planner:
 
     def _plan_and_bytes(self, budget: Budget | None) -> tuple[Plan, float]:
         """Return a plan, and the device memory that it may use, in bytes."""
-        self.workload = replace(self.workload, gpu_free=free_memory(budget, self.workload))
+        self.workload = replace(self.workload, gpu_free=_free_memory(budget, self.workload))
         # A rank that has only empty shards has nothing to choose.
         policy = self.policy if self.workload.params else "zero-offload"
         plan = make_plan(policy, self.workload, self.machine)
@@ -202,7 +259,7 @@ class Planner:
             return None
         job, machine, planned_budget = self._planned
         limit = max_budget(budget)
-        if budgets_differ(budget, planned_budget, _DRIFT) or (limit is not None and limit < self.needed_bytes):
+        if _budgets_differ(budget, planned_budget, _DRIFT) or (limit is not None and limit < self.needed_bytes):
             return f"device memory for state went from {planned_budget} to {budget} bytes"
         if not job.compute_s:
             return "the phases of the job are measured now"
@@ -228,3 +285,36 @@ class Planner:
 
 def _smoothed(old: float, new: float, is_first: bool) -> float:
     return new if is_first else old + WEIGHT * (new - old)
+
+
+def min_budget(budget: Budget | None) -> float | None:
+    """Return what state may use at every moment, in bytes; None for no limit."""
+    return min(map(float, budget.values())) if isinstance(budget, Mapping) else budget
+
+
+def max_budget(budget: Budget | None) -> float | None:
+    """Return what state may use at some moment, in bytes; None for no limit."""
+    return max(map(float, budget.values())) if isinstance(budget, Mapping) else budget
+
+
+def _budgets_differ(budget: Budget | None, other: Budget | None, tolerance: float) -> bool:
+    """Return whether two budgets differ: by more than a share of the larger one; at all, if one is by phase or None."""
+    if isinstance(budget, Mapping) or isinstance(other, Mapping) or budget is None or other is None:
+        return budget != other
+    return abs(budget - other) > tolerance * max(budget, other)
+
+
+def _free_memory(budget: Budget | None, workload: Workload) -> FreeMemorySteps:
+    """Return a budget as the free memory over an iteration of a workload."""
+    if budget is None:
+        # More than all state and gradients need.
+        budget = 2 * (workload.state_bytes + workload.grad_bytes) * workload.params
+    if not isinstance(budget, Mapping):
+        return ((0.0, float(budget)),)
+    free_from: dict[float, float] = {}
+    begin_s = 0.0
+    for phase, length_s in ((FORWARD, workload.forward_s), (BACKWARD, workload.backward_s), (UPDATE, 0.0)):
+        # Phases without a length begin at the same time: the smallest budget of them counts.
+        free_from[begin_s] = min(budget[phase], free_from.get(begin_s, budget[phase]))
+        begin_s += length_s
+    return tuple(sorted(free_from.items()))

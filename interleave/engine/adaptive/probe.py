@@ -14,8 +14,7 @@ from ebbtide import host_limits
 from ebbtide.interleave.engine.devices.device import Device, Direction, copy_now
 from ebbtide.interleave.engine.numerics.host_arrays import row_stride
 from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES, CpuKernel
-from ebbtide.interleave.engine.numerics.reference import Hyper
-from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import Hyper, TensorUpdate
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
@@ -40,18 +39,15 @@ def probe(
 ) -> Machine:
     """Measure the rates of a device and the CPU.
 
+    `host_memory_bytes_per_s` is the traffic of updates and copies that run at once, or twice the traffic of the update
+    alone if they did not slow each other down.
+
     Args:
-        device: The device.
-        kernel: Updates on the CPU.
         params: Number of parameters of the job. At most this many are measured.
         device_bytes: Device memory that the measurement may use, in bytes; None for no limit.
         out_of_place: Whether to also measure `cpu_out_of_place_share`, which only speculative updates depend on.
         remainder: Whether to also measure `cpu_remainder_ratio`, which only masters as remainders depend on.
         host_bytes: Host memory of this rank, in bytes; None: what is available.
-
-    Returns:
-        The rates. `host_memory_bytes_per_s` is the traffic of updates and copies that run at once, or twice the traffic
-        of the update alone if they did not slow each other down.
     """
     max_params = params if device_bytes is None else int(device_bytes / _DEVICE_BYTES)
     cpu_params, params = min(params, _cpu_params(host_bytes)), max(1, min(params, _PARAMS, max_params))

@@ -10,21 +10,19 @@ from typing import Any
 
 import torch
 
-from ebbtide.interleave.engine.adaptive.budget import Budget, max_budget, min_budget
-from ebbtide.interleave.engine.adaptive.planner import Planner
+from ebbtide.interleave.engine.adaptive.planner import Planner, max_budget, min_budget
 from ebbtide.interleave.engine.adaptive.probe import probe
 from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
-from ebbtide.interleave.engine.interrupts import deferred_interrupts
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Scalars
-from ebbtide.interleave.engine.runtime.device_blocks import gradient_elements
+from ebbtide.interleave.engine.options import Budget, EngineOptions
+from ebbtide.interleave.engine.runtime.arena import gradient_elements
 from ebbtide.interleave.engine.runtime.engine import Engine
-from ebbtide.interleave.engine.runtime.executor import OperationFailed
-from ebbtide.interleave.engine.runtime.layout import Subgroup
-from ebbtide.interleave.engine.runtime.state_rows import state_elements
-from ebbtide.interleave.engine.runtime.storage.options import StorageOptions
-from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
+from ebbtide.interleave.engine.runtime.executor import OperationFailed, deferred_interrupts
+from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements
+from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.policies import depends_on_rates, parse
 from ebbtide.machines.machine import Machine
@@ -38,59 +36,28 @@ _CLOSED = "this optimizer is closed, or its state is lost: create a new one"
 
 
 class AdaptiveRunner:
-    """Owns an engine, and replaces its plan when a better one is due or the device runs out of memory.
+    """Owns an engine, and replaces its plan when a better one is due or the device runs out of memory."""
 
-    Args:
-        policy: As for InterleavedAdamW.
-        machine: As for InterleavedAdamW.
-        budget: The `memory_budget` of InterleavedAdamW.
-        threads: As for InterleavedAdamW.
-        streamed: Whether gradients are offloaded as soon as they are computed.
-        device: The device; None if `open_device` sets it later.
-        owns_device: Whether to close the device together with this object.
-        storage: Where state goes that host memory does not hold; None: nowhere.
-        supported: The overlaps that plans may use: with `forward`, something calls `wait_for_params` before parameters
-            are read; with `backward`, something calls `Engine.assume`.
-
-    Attributes:
-        policy: The policy.
-        kernel: Updates on the CPU.
-    """
-
-    def __init__(
-        self,
-        policy: str,
-        machine: Machine | None,
-        budget: Budget | None,
-        threads: int | None,
-        streamed: bool,
-        device: Device | None,
-        owns_device: bool,
-        supported: Overlap = NO_OVERLAP,
-        storage: StorageOptions | None = None,
-    ) -> None:
-        self.policy = policy
-        self._is_adaptive = parse(policy).name == "adaptive"
-        self._storage = storage
-        self._needs_rates = storage is not None or depends_on_rates(policy)
-        self._device = device
-        self.kernel = CpuKernel(threads)
-        self._machine = machine
-        self._budget = budget
-        self._streamed = streamed
-        self._supported = supported
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.storage = options.open_storage()
+        self._is_adaptive = parse(options.policy).name == "adaptive"
+        self._needs_rates = self.storage is not None or depends_on_rates(options.policy)
+        self.kernel = CpuKernel(options.threads)
+        self._device: Device | None = None
         # To call when the late operations of the last step have ended.
-        self._on_finished: Callable[[], None] = _do_nothing
+        self._on_finished: Callable[[], None] | None = None
         # Limit of device memory, after it ran out once, in bytes.
         self._memory_limit: float | None = None
         self._state_share = 1.0
         self._engine: Engine | None = None
         self._planner: Planner | None = None
         self._next_plan: Plan | None = None
-        self._closers = [self.kernel.close, *([device.close] if device is not None and owns_device else [])]
+        self._closers = [self.kernel.close]
         self._close = weakref.finalize(self, _call_all, self._closers)
-        if device is not None:
-            self._bind_threads(device)
+        if options.device is not None:
+            # The caller closes a device that it passes.
+            self._use_device(options.device)
 
     @property
     def device(self) -> Device:
@@ -98,35 +65,40 @@ class AdaptiveRunner:
         assert self._device is not None
         return self._device
 
-    def open_device(self, device: Device) -> None:
+    def open_device(self, device: torch.device) -> None:
         """Use a device from the next `rebuild` on; it is closed together with this object, or by the next call."""
         if not self._close.alive:
-            device.close()
             raise EngineError(_CLOSED)
+        opened = _open_device(device)
+        self._close_engine()
+        if self._device is not None:
+            self._closers.remove(self._device.close)
+            self._device.close()
+        self._closers.append(opened.close)
+        self._use_device(opened)
+
+    def _use_device(self, device: Device) -> None:
+        self._device = device
+        if device.numa_node is not None:
+            self.kernel.bind(device.numa_node)
+
+    def _close_engine(self) -> None:
         if self._engine is not None:
             self._closers.remove(self._engine.close)
             self._engine.close()
             self._engine = None
-        if self._device is not None:
-            self._closers.remove(self._device.close)
-            self._device.close()
-        self._device = device
-        self._closers.append(device.close)
-        self._bind_threads(device)
-
-    def _bind_threads(self, device: Device) -> None:
-        if device.numa_node is not None:
-            self.kernel.bind(device.numa_node)
 
     def check(self, subgroups: Sequence[Subgroup]) -> None:
-        """Check the policy, the machine and the budget before there is a device.
+        """Check the policy, the machine and the budget before there is a device. Raises EngineError, PolicyError or
+        MachineError if there is no plan for the subgroups."""
+        options = self.options
+        if options.machine is not None or not self._needs_rates:
+            machine = options.machine or Machine(name="unknown")
+            self._new_planner(machine, subgroups).plan(options.memory_budget)
 
-        Raises:
-            EngineError, PolicyError, MachineError: If there is no plan for the subgroups.
-        """
-        if self._machine is not None or not self._needs_rates:
-            machine = self._machine or Machine(name="unknown")
-            Planner(self.policy, machine, subgroups, self._streamed, self._supported).plan(self._budget)
+    def _new_planner(self, machine: Machine, subgroups: Sequence[Subgroup]) -> Planner:
+        options = self.options
+        return Planner(options.policy, machine, subgroups, options.streamed, options.supported)
 
     @property
     def engine(self) -> Engine:
@@ -134,16 +106,6 @@ class AdaptiveRunner:
         if self._engine is None:
             raise EngineError(_CLOSED)
         return self._engine
-
-    @property
-    def has_storage(self) -> bool:
-        """Whether state that host memory does not hold goes to storage."""
-        return self._storage is not None
-
-    @property
-    def storage_written_bytes(self) -> int:
-        """Bytes of state written to storage so far."""
-        return 0 if self._storage is None else self._storage.written_bytes
 
     @property
     def closed(self) -> bool:
@@ -177,48 +139,45 @@ class AdaptiveRunner:
     ) -> Engine:
         """Replace the engine by one for other subgroups; the caller then writes its state and calls `set_plan`.
 
+        Raises as `check`, and nothing is changed; or EngineError if a file cannot be used.
+
         Args:
-            params: Number of parameters (tensors).
             host_buffers: Host memory of the caller for the states; see SubgroupStates.
             commit: What `commit` has returned, whose state the new engine has; None for new state.
-
-        Raises:
-            EngineError, PolicyError, MachineError: If there is no plan for the subgroups; nothing is changed. Or a file
-                cannot be used.
         """
-        total_params = sum(subgroup.params for subgroup in subgroups)
         self._state_share = min(map(_state_share, subgroups), default=1.0)
         has_remainders = any(subgroup.has_remainders for subgroup in subgroups)
-        if self._planner is not None:
-            # Its rates are corrected by the steps so far.
-            machine = self._planner.machine
-        elif self._machine is None and self._needs_rates:
-            budget = self._budget if self._budget is not None else self.device.free_bytes()
-            speculates = self._supported.backward
-            host_bytes = None if self._storage is None else self._storage.host_bytes
-            machine = probe(
-                self.device, self.kernel, total_params, min_budget(budget), speculates, has_remainders, host_bytes
-            )
-        else:
-            machine = self._machine or Machine(name="unknown")
-        if self._planner is None:
-            machine = replace(machine, storage=()) if self._storage is None else self._storage.added_to(machine)
-        planner = Planner(self.policy, machine, subgroups, self._streamed, self._supported)
+        planner = self._new_planner(self._rates(subgroups, has_remainders), subgroups)
         plan = planner.plan(self._current_budget())
         dtypes = {(subgroup.grad_dtype, subgroup.dtype) for subgroup in subgroups}
-        self.kernel.warm_up(dtypes, self._supported.backward and self._needs_rates, has_remainders)
+        self.kernel.warm_up(dtypes, self.options.supported.backward and self._needs_rates, has_remainders)
         self.device.warm_up(dtypes, has_remainders)
-        if self._engine is not None:
-            # First, since the new one may use its files.
-            self._closers.remove(self._engine.close)
-            self._engine.close()
-            self._engine = None
-        stored = None if self._storage is None else self._storage.open(subgroups, self.device, commit)
-        engine = Engine(subgroups, params, self.device, self.kernel, host_buffers, stored)
-        engine.store.states.plan_storage(plan)
+        # First, since the new one may use its files.
+        self._close_engine()
+        stored = None if self.storage is None else self.storage.open(subgroups, self.device, commit)
+        engine = Engine(Store(subgroups, self.device, self.kernel, host_buffers, stored), params)
+        if stored is not None:
+            # States that the plan has there are then written to it.
+            stored.prepare(plan)
         self._closers.insert(0, engine.close)
         self._engine, self._planner, self._next_plan = engine, planner, plan
         return engine
+
+    def _rates(self, subgroups: Sequence[Subgroup], has_remainders: bool) -> Machine:
+        """Return the rates to plan with: those corrected by the steps so far, those of the caller, or measured ones."""
+        if self._planner is not None:
+            return self._planner.machine
+        options = self.options
+        machine = options.machine or Machine(name="unknown")
+        if options.machine is None and self._needs_rates:
+            budget = options.memory_budget if options.memory_budget is not None else self.device.free_bytes()
+            params = sum(subgroup.params for subgroup in subgroups)
+            host_bytes = None if self.storage is None else self.storage.host_bytes
+            speculates = options.supported.backward
+            machine = probe(
+                self.device, self.kernel, params, min_budget(budget), speculates, has_remainders, host_bytes
+            )
+        return replace(machine, storage=()) if self.storage is None else self.storage.added_to(machine)
 
     def set_plan(self) -> None:
         """Start the current plan from its beginning; after `rebuild` that is the plan for the new engine."""
@@ -233,42 +192,28 @@ class AdaptiveRunner:
     ) -> None:
         """Run `Engine.step`, and make a new plan if one is due.
 
-        If the plan has late operations, `finish_step` must follow before anything else but `wait_for_params`.
-
-        Args:
-            on_done: Called when the step is done.
-            on_finished: Called when its late operations have ended, too.
-
-        Raises:
-            EngineError: If the state is lost, or an operation failed for another reason than device memory.
-        """
-        self._on_finished = on_finished or _do_nothing
-        if self._budget is None:
+        If the plan has late operations, `finish_step` must follow before anything else but `wait_for_params`. All three
+        raise EngineError if the state is lost, or an operation failed for another reason than device memory. `on_done`
+        is called when the step is done, `on_finished` when its late operations have ended, too."""
+        self._on_finished = on_finished
+        if self.options.memory_budget is None:
             # Again after the step: jobs may return memory to the device before it, or use more memory then.
             self.device.sample_memory()
         self._run_to_end(lambda: self.engine.step(values, scalars), on_done)
 
     def wait_for_params(self, params: Iterable[int]) -> None:
-        """Wait until the late operations of the last step have written parameters, by their indices.
-
-        Raises:
-            EngineError: As `step`.
-        """
+        """Wait until the late operations of the last step have written parameters, by their indices."""
         if self.is_late and not self.engine.wait_for_params(params):
             self.finish_step()
 
     def finish_step(self) -> None:
-        """Wait until the late operations of the last step have ended, and make a new plan if one is due.
-
-        Raises:
-            EngineError: As `step`.
-        """
+        """Wait until the late operations of the last step have ended, and make a new plan if one is due."""
         if self.is_late:
-            self._run_to_end(self.engine.finish_step, _do_nothing)
+            self._run_to_end(self.engine.finish_step)
 
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     @deferred_interrupts()
-    def _run_to_end(self, run: Callable[[], Any], on_done: Callable[[], None]) -> None:
+    def _run_to_end(self, run: Callable[[], Any], on_done: Callable[[], None] | None = None) -> None:
         """Run a step of the engine or the rest of it, and what follows when all its operations have ended.
 
         Interrupts wait for that: a step that is half done would be lost."""
@@ -284,11 +229,13 @@ class AdaptiveRunner:
             raise EngineError(
                 f"an update failed midway ({error}) and the optimizer's state is lost: resume from a checkpoint"
             ) from error
-        on_done()
+        if on_done is not None:
+            on_done()
         if self.engine.is_late:
             return
-        on_finished, self._on_finished = self._on_finished, _do_nothing
-        on_finished()
+        on_finished, self._on_finished = self._on_finished, None
+        if on_finished is not None:
+            on_finished()
         if failure is not None:
             self._handle_failure(failure)
         elif self.engine.last_schedule is not None:
@@ -300,17 +247,14 @@ class AdaptiveRunner:
                 self._replace_plan(budget)
 
     def commit(self) -> dict[str, Any]:
-        """Make the state in storage that to go on with after a crash, after the plan has stopped.
+        """Make the state in storage the one to resume from after a crash, and return what `rebuild` takes for that.
 
-        Returns:
-            What `rebuild` takes to go on.
-
-        Raises:
-            EngineError: There is no storage, or it is full; the commit before stays.
+        The plan has stopped before. Raises EngineError if there is no storage, or it is full; the commit before stays.
         """
-        if self._storage is None:
+        states = self.engine.store.states
+        if states.stored is None:
             raise EngineError("commit() is for optimizers with storage=: save the state_dict() of others")
-        return self._storage.commit_of(self.engine.store.states.commit())
+        return states.stored.commit(states.read)
 
     def close(self) -> None:
         """End the threads and release all memory. Deleting this object does the same."""
@@ -365,10 +309,10 @@ class AdaptiveRunner:
             self._replan()
             return
         if not is_same:
-            log.info("ebbtide: policy %s: %s", self.policy, plan.remark or plan.counts())
+            log.info("ebbtide: policy %s: %s", self.options.policy, plan.remark or plan.counts())
 
     def _current_budget(self) -> Budget | None:
-        budget = self._budget if self._budget is not None else self._free_bytes()
+        budget = self.options.memory_budget if self.options.memory_budget is not None else self._free_bytes()
         if isinstance(budget, Mapping):
             return {phase: self._limited(size) for phase, size in budget.items()}
         return self._memory_limit if budget is None else self._limited(budget)
@@ -393,8 +337,17 @@ def _state_share(subgroup: Subgroup) -> float:
     return state_elements(subgroup) / (state_elements(subgroup) + gradient_elements(subgroup))
 
 
-def _do_nothing() -> None:
-    """Do nothing."""
+def _open_device(device: torch.device) -> Device:
+    """Open a GPU, or an emulated device without limits for the CPU. Raises EngineError for a device of another kind."""
+    if device.type == "cpu":
+        return EmulatedDevice()
+    if device.type == "cuda":
+        from ebbtide.interleave.engine.devices.cuda import CudaDevice
+
+        return CudaDevice(device)
+    raise EngineError(
+        f"the parameters are on a device of kind {device.type}: move the model to a GPU or to the CPU first"
+    )
 
 
 def _call_all(closers: list[Callable[[], None]]) -> None:

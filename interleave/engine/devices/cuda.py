@@ -2,32 +2,172 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 import torch
 
-from ebbtide.interleave.engine.devices.cuda_streams import CudaStreams, thread_setup
 from ebbtide.interleave.engine.devices.device import Direction, Mark, Stream
 from ebbtide.interleave.engine.devices.host_memory import allocate_pinned, gpu_node
-from ebbtide.interleave.engine.devices.job_memory import JobMemory
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError, UpdateNotStarted
-from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+
+log = logging.getLogger("ebbtide")
+
+# cudaStreamCaptureModeRelaxed: https://docs.nvidia.com/cuda/cuda-driver-api (cuThreadExchangeStreamCaptureMode).
+_RELAXED = 2
+
+
+@contextmanager
+def thread_setup(device: torch.device) -> Iterator[None]:
+    """Return a context in which the calling thread may use a GPU: see `Streams.thread_setup`."""
+    with torch.cuda.device(device), _relaxed_captures():
+        yield
+
+
+class CudaAnchor:
+    """A passed event, and when on the clock of time.perf_counter. Times of later events are counted from it."""
+
+    def __init__(self, event: torch.cuda.Event, time_s: float) -> None:
+        self._event = event
+        self._time_s = time_s
+
+    def time_s(self, event: torch.cuda.Event) -> float:
+        """Return the time of an event that was passed, in seconds."""
+        elapsed_s = float(self._event.elapsed_time(event)) / 1e3
+        # The clocks of host and device drift apart, but the event is over now.
+        self._time_s = min(self._time_s, time.perf_counter() - elapsed_s)
+        return self._time_s + elapsed_s
+
+
+class CudaMark:
+    """An event that was recorded on a stream of a GPU, after an anchor."""
+
+    def __init__(self, device: torch.device, event: torch.cuda.Event, anchor: CudaAnchor) -> None:
+        self.event = event
+        self._device = device
+        self._anchor = anchor
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the stream has passed it."""
+        with thread_setup(self._device):
+            return bool(self.event.query())
+
+    def synchronize(self) -> None:
+        """Wait, without the GIL, until the stream has passed it."""
+        with thread_setup(self._device):
+            self.event.synchronize()
+
+    @property
+    def time_s(self) -> float:
+        """When the stream passed it, on the clock of time.perf_counter."""
+        return self._anchor.time_s(self.event)
+
+
+class CudaStreams:
+    """The streams for copies and updates of one GPU (with its index), and those of the job. Marks order them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with thread_setup(device):
+            names: tuple[Stream, ...] = ("h2d", "d2h", "gpu")
+            self._streams = {name: torch.cuda.Stream() for name in names}
+            # Without other work: it passes an event as soon as it is recorded, unless all streams share one queue
+            # (CUDA_DEVICE_MAX_CONNECTIONS=1).
+            self._clock_stream = torch.cuda.Stream()
+            event, _ = self._next_anchor = self._record_anchor()
+            event.synchronize()
+            self._anchor = CudaAnchor(event, time.perf_counter())
+        self.begin_iteration()
+
+    def stream(self, name: Stream) -> torch.cuda.Stream:
+        """Return a stream of torch; `job` is the current one of the calling thread."""
+        return torch.cuda.current_stream(self._device) if name == "job" else self._streams[name]
+
+    def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
+        """Let a stream wait for marks."""
+        for mark in marks:
+            assert isinstance(mark, CudaMark)
+            self.stream(stream).wait_event(mark.event)
+
+    def record(self, stream: Stream) -> CudaMark:
+        """Return a mark behind everything that was issued to a stream."""
+        with torch.cuda.device(self._device):
+            event = torch.cuda.Event(enable_timing=True, blocking=True)
+            event.record(self.stream(stream))
+        return CudaMark(self._device, event, self._anchor)
+
+    def begin_iteration(self) -> None:
+        """Allocate memory in the order of the calling thread's current stream, from now on, and set the clock again.
+
+        An anchor is used when it was passed. Nothing waits for it: work of the job may be before it."""
+        with thread_setup(self._device):
+            self._streams["memory"] = torch.cuda.current_stream()
+            event, recorded_s = self._next_anchor
+            if event.query():
+                self._anchor = CudaAnchor(event, max(recorded_s, self._anchor.time_s(event)))
+                self._next_anchor = self._record_anchor()
+
+    def _record_anchor(self) -> tuple[torch.cuda.Event, float]:
+        """Return an event on the stream of the clock, and the time before it."""
+        recorded_s = time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(self._clock_stream)
+        return event, recorded_s
+
+
+@contextmanager
+def _relaxed_captures() -> Iterator[None]:
+    """Return a context in which the calling thread may allocate and wait while another thread captures a CUDA graph.
+
+    By default CUDA forbids this to all threads of a process, and ends the capture with an error."""
+    before = _exchange(_RELAXED)
+    try:
+        yield
+    finally:
+        # The job's own threads go on in the mode that they had.
+        _exchange(before)
+
+
+def _exchange(mode: int) -> int:
+    """Set the capture mode of the calling thread, and return the one before."""
+    value = ctypes.c_int(mode)
+    error = _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(value))
+    if error:
+        _warn(error)
+    return value.value
+
+
+@functools.cache
+def _warn(error: int) -> None:
+    log.warning("ebbtide: CUDA graphs may not be captured during training (CUDA error %d)", error)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
 
 T = TypeVar("T", int, float)
 
+# Share of the device's memory that stays free: for fragments, for larger batches than the largest so far, and for what
+# other processes allocate between two samples.
+MARGIN = 0.08
+# Results are multiples of this, so that small changes do not cause a new plan.
+_UNIT = 64 << 20
+
 
 class CudaDevice:
-    """A GPU. Work is issued to streams, and marks are CUDA events. It has not run on a GPU yet.
+    """A GPU (without an index, the current one). Work is issued to streams, and marks are CUDA events.
 
-    Args:
-        device: The GPU; without an index, the current one.
-
-    Raises:
-        EngineError: If the calling thread captures a CUDA graph.
-    """
+    It has not run on a GPU yet. Raises EngineError if the calling thread captures a CUDA graph."""
 
     def __init__(self, device: torch.device) -> None:
         if self.is_capturing():
@@ -151,3 +291,37 @@ class CudaDevice:
 
     def close(self) -> None:
         """Do nothing: the streams are destroyed with this object."""
+
+
+class JobMemory:
+    """Separates the memory that torch has reserved into that of the optimizer and that of the job, at its peak so far.
+
+    torch keeps memory that was freed in pools, one for each stream. So the optimizer's memory stays reserved after a
+    release, and its part of the reserved memory is its own peak since torch last returned memory to the device.
+    """
+
+    def __init__(self) -> None:
+        # The highest sample, in bytes.
+        self._job_peak = 0
+        # Peaks of the optimizer's own memory, in bytes: since memory was returned, and since the last sample.
+        self._own_peak = 0
+        self._recent_own_peak = 0
+        self._frees = 0
+
+    def record_own(self, used_bytes: int) -> None:
+        """Record the memory that the optimizer uses, after an allocation."""
+        self._own_peak = max(self._own_peak, used_bytes)
+        self._recent_own_peak = max(self._recent_own_peak, used_bytes)
+
+    def sample(self, reserved_bytes: int, used_bytes: int, frees: int) -> None:
+        """Record memory that torch has reserved, and how often it has returned some, and what the optimizer uses."""
+        if frees != self._frees:
+            self._frees = frees
+            self._own_peak = self._recent_own_peak
+        self._recent_own_peak = used_bytes
+        self._job_peak = max(self._job_peak, reserved_bytes - self._own_peak)
+
+    def budget(self, total_bytes: int, others_bytes: int) -> float:
+        """Return what the job's peak so far, other processes and the CUDA context leave to the optimizer, in bytes."""
+        left_bytes = int((1 - MARGIN) * total_bytes) - others_bytes - self._job_peak
+        return float(max(0, left_bytes // _UNIT * _UNIT))

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 
 Direction = Literal["h2d", "d2h"]
 # Queues of work on the device: one for each resource of a plan, that to which the calling thread issues its own work
@@ -20,22 +20,15 @@ class Mark(Protocol):
     """A point of a stream, which the stream passes when all work before it is done."""
 
     def synchronize(self) -> None:
-        """Wait until the stream has passed it.
-
-        Raises:
-            Exception: If work before it failed; the device cannot be used any more.
-        """
-        ...
+        """Wait until the stream has passed it. Raises if work before it failed; the device cannot be used any more."""
 
     @property
     def is_passed(self) -> bool:
         """Whether the stream has passed it."""
-        ...
 
     @property
     def time_s(self) -> float:
         """When the stream passed it, on the clock of time.perf_counter. Only after `synchronize`."""
-        ...
 
 
 class Streams(Protocol):
@@ -46,15 +39,12 @@ class Streams(Protocol):
 
         A GPU is then the current device of the thread: calls on events would else open a context on the first GPU. And
         they do not end the capture of a CUDA graph on another thread."""
-        ...
 
     def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
         """Let a stream wait for marks, before it does what is issued to it from now on."""
-        ...
 
     def record(self, stream: Stream) -> Mark:
         """Return a mark behind everything that was issued to a stream so far."""
-        ...
 
 
 class Device(Streams, Protocol):
@@ -65,103 +55,63 @@ class Device(Streams, Protocol):
     """
 
     def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
-        """Allocate device memory for the state of `params` parameters.
+        """Allocate device memory of shape (rows, params), fp32. Raises DeviceMemoryError if there is too little.
 
-        The stream `memory` may still use it for what it held before: others wait for a mark of that stream.
-
-        Returns:
-            A tensor of shape (rows, params), fp32.
-
-        Raises:
-            DeviceMemoryError: If the device has too little free memory.
-        """
-        ...
+        The stream `memory` may still use it for what it held before: others wait for a mark of that stream."""
 
     def release(self, tensor: torch.Tensor) -> None:
         """Free memory from `allocate_state`, which no stream uses any more."""
-        ...
 
     def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         """Allocate host memory of exactly this size. Raises EngineError if there is not enough."""
-        ...
 
     def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Issue copies of each (source, target) over the link, one after the other, to the stream of the direction."""
-        ...
 
     def update(self, updates: Sequence[TensorUpdate]) -> None:
         """Issue the update of `reference` on tensors on the device, to the stream `gpu`.
 
-        Raises:
-            UpdateNotStarted: If the update could not start: nothing was changed. After any other error nobody knows
-                what was changed.
-        """
-        ...
+        Raises UpdateNotStarted if nothing was changed. After any other error nobody knows what was changed."""
 
     def sums_of_squares(self, gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
-        """Start `norm.sum_of_squares` of gradients on the device, with the values that they have now.
+        """Start `norm.sum_of_squares` of gradients on the device, and return a function that waits for the results.
 
-        The training thread or autograd's thread calls this, the one that computed the gradients.
-
-        Returns:
-            A function that waits for the results.
-        """
-        ...
+        They are of the values that the gradients have now. The thread that computed these calls this."""
 
     def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False) -> None:
         """Compile the kernels of `update`, `sums_of_squares` and `fingerprint`, and run them on a few elements.
 
-        Args:
-            dtypes: The dtypes of the gradient and the parameter, for each combination that updates will have.
-            remainder: Whether masters are remainders: see remainder.py.
-
-        Raises:
-            EngineError: If a kernel cannot be compiled or run.
-        """
-        ...
+        There is one for each combination of dtypes of gradient and parameter. For `remainder` see remainder.py."""
 
     def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
-        """Start `fingerprint.fingerprint` of each tensor on the device, with the values that they have now.
+        """Start `fingerprint.fingerprint` of flat parameters, and return a function that waits for the results.
 
-        Args:
-            values: Parameters, flat, on the device. The training thread has issued all work on them.
-
-        Returns:
-            A function that waits for the results.
-        """
-        ...
+        They are of the values that the parameters have now. The training thread has issued all work on them."""
 
     def is_capturing(self) -> bool:
         """Return whether the calling thread captures its work in a CUDA graph instead of running it."""
-        ...
 
     def begin_iteration(self) -> None:
         """Use the training thread's current stream as `memory`, and set the clock of marks again, since clocks drift.
 
         The training thread calls this."""
-        ...
 
     def sample_memory(self) -> None:
         """Record how much device memory the job uses now, for `free_bytes`. The training thread calls this."""
-        ...
 
     def free_bytes(self) -> float | None:
         """Return how much device memory state may use in total, in bytes; None if there is no limit."""
-        ...
 
     @property
     def numa_node(self) -> int | None:
         """The NUMA node of the host next to the device; None if there is one only, or it is not known."""
-        ...
 
     @property
     def used_bytes(self) -> int:
         """Device memory in use by state and gradients, in bytes."""
-        ...
 
     def close(self) -> None:
         """End the threads of the device."""
-        ...
 
 
 def copy_now(device: Device, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -2,42 +2,133 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
 
 import torch
 
 from ebbtide.interleave.engine.devices.device import Direction, Mark, Stream
-from ebbtide.interleave.engine.devices.emulated_streams import EmulatedStreams
-from ebbtide.interleave.engine.errors import DeviceMemoryError
+from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 
 # Copies are throttled in chunks of this size, so that a changed rate takes effect at once.
 _CHUNK_BYTES = 1 << 20
 
 
-class EmulatedDevice:
+class EmulatedMark:
+    """A point of an emulated stream."""
+
+    def __init__(self) -> None:
+        self.time_s = math.nan
+        self._passed = threading.Event()
+        self._error: BaseException | None = None
+
+    def set(self, error: BaseException | None = None) -> None:
+        """Pass the mark; with an error, if work before it failed."""
+        self.time_s, self._error = time.perf_counter(), error
+        self._passed.set()
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the stream has passed it."""
+        return self._passed.is_set()
+
+    def synchronize(self) -> None:
+        """Wait until the stream has passed it. Raises EngineError if work failed."""
+        self._passed.wait()
+        if self._error is not None:
+            raise EngineError(f"the device failed: {self._error}") from self._error
+
+
+class WorkQueue:
+    """Work that a thread does in order. The thread starts with the first work, and ends with this object."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_do_all, args=(self._queue,), name=name, daemon=True)
+        self._end = weakref.finalize(self, self._queue.put, None)
+        self._is_started = False
+        self._lock = threading.Lock()
+
+    def put(self, work: Callable[[], object]) -> None:
+        """Add work, which must not raise."""
+        self._queue.put(work)
+        if not self._is_started:
+            with self._lock:
+                if not self._is_started:
+                    self._thread.start()
+                    self._is_started = True
+
+    def close(self) -> None:
+        """Do all work and end the thread."""
+        self._end()
+        if self._is_started and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+def _do_all(queue: SimpleQueue[Callable[[], object] | None]) -> None:
+    while (work := queue.get()) is not None:
+        work()
+        # Else it would be kept alive until there is other work.
+        del work
+
+
+class EmulatedStreams:
+    """Streams for work in host memory. After work failed, none of them does any more: a GPU ends like that too."""
+
+    def __init__(self) -> None:
+        names: tuple[Stream, ...] = ("h2d", "d2h", "gpu")
+        self._queues: dict[Stream, WorkQueue] = {name: WorkQueue(f"ebbtide-emulated-{name}") for name in names}
+        self._error: BaseException | None = None
+
+    def thread_setup(self) -> AbstractContextManager[None]:
+        """Return a context without effect."""
+        return nullcontext()
+
+    def submit(self, stream: Stream, work: Callable[[], object]) -> None:
+        """Issue work to a stream."""
+        self._queues[stream].put(lambda: self._run(work))
+
+    def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
+        """Let a stream wait for marks."""
+        for mark in marks:
+            self.submit(stream, mark.synchronize)
+
+    def record(self, stream: Stream) -> Mark:
+        """Return a mark. That of the job is passed at once, since a job on the CPU issues no work."""
+        mark = EmulatedMark()
+        if stream in ("job", "memory"):
+            mark.set()
+        else:
+            self._queues[stream].put(lambda: mark.set(self._error))
+        return mark
+
+    def close(self) -> None:
+        """Do all work and end the threads."""
+        for queue in self._queues.values():
+            queue.close()
+
+    def _run(self, work: Callable[[], object]) -> None:
+        if self._error is None:
+            try:
+                work()
+            except BaseException as error:
+                # Streams that wait for the failed one fail too.
+                self._error = self._error or error
+
+
+class EmulatedDevice(EmulatedStreams):
     """A device whose memory is host memory with an enforced capacity.
 
     Its link has two directions of throttled copies, and its arithmetic is real. As on a GPU, a copy or an update is
     issued to a stream and done later, on a thread of the stream. It exposes races, lost bytes and wrong order of
-    operations; its times say nothing about performance.
-
-    Args:
-        capacity_bytes: Capacity of the memory; None for no limit.
-        h2d_bytes_per_s: Rate of copies to the device; None for no throttling.
-        d2h_bytes_per_s: Rate of copies to the host; None for no throttling.
-        gpu_update_params_per_s: Rate of updates; None for no throttling.
-
-    Attributes:
-        capacity_bytes: The capacity; may be changed at any time.
-        rates: The rates of copies by direction; may be changed at any time.
-        gpu_update_params_per_s: The rate of updates; may be changed at any time.
-        peak_bytes: The high-water mark of `used_bytes`.
-        numa_node: None: its memory is on any node.
+    operations; its times say nothing about performance. None is no limit of the capacity, and no throttling.
     """
 
     def __init__(
@@ -47,9 +138,12 @@ class EmulatedDevice:
         d2h_bytes_per_s: float | None = None,
         gpu_update_params_per_s: float | None = None,
     ) -> None:
+        super().__init__()
+        # These may be changed at any time.
         self.capacity_bytes = capacity_bytes
         self.rates: dict[Direction, float | None] = {"h2d": h2d_bytes_per_s, "d2h": d2h_bytes_per_s}
         self.gpu_update_params_per_s = gpu_update_params_per_s
+        # The high-water mark of `used_bytes`.
         self.peak_bytes = 0
         self.numa_node = None
         self._used = 0
@@ -58,7 +152,6 @@ class EmulatedDevice:
         # Re-entrant: the garbage collector may release a block during an allocation.
         self._lock = threading.RLock()
         self._kernel = CpuKernel(1)
-        self._streams = EmulatedStreams()
 
     @property
     def used_bytes(self) -> int:
@@ -92,19 +185,6 @@ class EmulatedDevice:
 
     def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device="cpu")
-
-    def submit(self, stream: Stream, work: Callable[[], object]) -> None:
-        """Issue work to a stream: what `copy` and `update` do, and what tests add."""
-        self._streams.submit(stream, work)
-
-    def thread_setup(self) -> AbstractContextManager[None]:
-        return self._streams.thread_setup()
-
-    def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
-        self._streams.wait(stream, marks)
-
-    def record(self, stream: Stream) -> Mark:
-        return self._streams.record(stream)
 
     def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.submit(direction, lambda: self.run_copies(direction, pairs))
@@ -157,7 +237,7 @@ class EmulatedDevice:
         """Do nothing: marks have the times of the host."""
 
     def close(self) -> None:
-        self._streams.close()
+        super().close()
         self._kernel.close()
 
 

@@ -24,7 +24,7 @@ _CHUNK_BYTES = 64 << 20
 
 
 def allocate_pinned(shape: tuple[int, ...], dtype: torch.dtype, node: int | None = None) -> torch.Tensor:
-    """Allocate host memory and pin it; it is unpinned and freed with the tensor.
+    """Allocate host memory and pin it; it is unpinned and freed with the tensor. Raises EngineError if that fails.
 
     torch rounds pinned memory up to a power of two. This memory is a mapping of its own, so its size is exact and no
     page is pinned twice.
@@ -32,13 +32,7 @@ def allocate_pinned(shape: tuple[int, ...], dtype: torch.dtype, node: int | None
     A forked process (a worker of a DataLoader, say) does not have the mapping. If it had it, the next write of this
     process would move the page (copy on write), while the GPU kept using the old one.
 
-    Args:
-        shape: The shape of the tensor; it has at least one element.
-        dtype: The type of its elements.
-        node: The NUMA node to take the memory from, if it has room; None: the kernel chooses.
-
-    Raises:
-        EngineError: If the memory cannot be pinned.
+    It has at least one element. It is taken from the NUMA node, if that has room; None: the kernel chooses.
     """
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -24,20 +24,13 @@ def row_stride(params: int) -> int:
     """Return the distance of the rows of a state, in elements, with which updates on the CPU are fastest.
 
     All rows begin a line of the cache, and at different places of a page: streaming stores to several rows at the same
-    place of their pages are slow (docs/performance.md, updates out of place).
-
-    Args:
-        params: The length of a row, which may be shorter than the distance by up to a page.
-    """
+    place of their pages are slow (docs/performance.md, updates out of place). A row of `params` elements may be shorter
+    than the distance by up to a page."""
     return params + (_ROW_OFFSET - params) % _PAGE
 
 
 def check_each(device: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Check tensors of any lengths, each as `check_tensors` checks a gradient.
-
-    Raises:
-        ValueError: If a tensor is of another kind.
-    """
+    """Check tensors of any lengths, each as `check_tensors` checks a gradient."""
     for tensor in tensors:
         if not (
             tensor.dtype in _BITS and tensor.dim() == 1 and tensor.is_contiguous() and tensor.device.type == device
@@ -48,14 +41,8 @@ def check_each(device: str, tensors: Sequence[torch.Tensor]) -> None:
 def check_tensors(device: str, stored: Sequence[torch.Tensor], state: Sequence[torch.Tensor] = ()) -> None:
     """Check the tensors of a kernel call, since a kernel would read and write beyond tensors that do not match.
 
-    Args:
-        device: The type of the device that they must be on.
-        stored: Gradient and parameter, in any precision of parameters.
-        state: Master and moments, in fp32.
-
-    Raises:
-        ValueError: If a tensor is of another kind.
-    """
+    Gradient and parameter are stored in any precision of parameters, the state is fp32. Raises ValueError if a tensor
+    is of another kind."""
     tensors = (*stored, *state)
     if any(tensor.dtype not in _BITS for tensor in stored) or any(tensor.dtype != torch.float32 for tensor in state):
         raise ValueError("gradient and parameter must be bfloat16, float16 or float32, master and moments float32")
@@ -71,17 +58,7 @@ def check_tensors(device: str, stored: Sequence[torch.Tensor], state: Sequence[t
 def check_update(
     device: str, grad: torch.Tensor, state: Sequence[torch.Tensor], out: torch.Tensor | None = None
 ) -> None:
-    """Check the tensors of an update as `check_tensors`; the master may be a remainder (see `is_remainder`).
-
-    Args:
-        device: As for `check_tensors`.
-        grad: The gradient.
-        state: Master or remainder, and moments.
-        out: The parameter; None if it is not written.
-
-    Raises:
-        ValueError: If a tensor is of another kind.
-    """
+    """Check the tensors of an update as `check_tensors`; the master may be a remainder (see `is_remainder`)."""
     stored = (grad,) if out is None else (grad, out)
     if not is_remainder(state[0]):
         check_tensors(device, stored, state)
@@ -97,15 +74,9 @@ def is_remainder(master: torch.Tensor) -> bool:
 
 
 def check_disjoint(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
-    """Check that an update that must not change the old state does not write to it.
+    """Check that an update that must not change the old state does not write to it: master and moments of each.
 
-    Args:
-        old: Master and moments that are read.
-        new: Master and moments that are written.
-
-    Raises:
-        ValueError: If there are not three of each, or they share memory.
-    """
+    Raises ValueError if they share memory."""
     if len(old) != 3 or len(new) != 3:
         raise ValueError(f"old and new state must have three rows, not {len(old)} and {len(new)}")
     spans = sorted((row.data_ptr(), row.data_ptr() + row.nbytes) for row in (*old, *new))

@@ -49,12 +49,9 @@ class CpuKernel:
     """The update of reference.py on the CPU, with the same bits.
 
     Loops compile on their first call for each combination of types (about a second; once per machine if numba can cache
-    them on disk). The calling thread waits without the GIL. Calls from several threads share one pool.
-
-    Args:
-        threads: Number of threads. By default `host_limits.rank_cores`. OMP_NUM_THREADS is ignored, because torchrun
-            sets it to 1.
-    """
+    them on disk). The calling thread waits without the GIL. Calls from several threads share one pool, by default of
+    `host_limits.rank_cores` threads. OMP_NUM_THREADS is ignored, because torchrun sets it to 1. Tensors of another kind
+    than described raise ValueError."""
 
     def __init__(self, threads: int | None = None) -> None:
         # numba takes long to import, and code that only describes updates does not need it.
@@ -90,16 +87,9 @@ class CpuKernel:
         All tensors are contiguous CPU tensors with one dimension and the same length.
 
         Args:
-            grad: Gradient, bfloat16, float16 or float32.
             master: Master weights, fp32; or their remainders, int16, whose parameters (bfloat16) are in `out`.
-            exp_avg: First moment, fp32.
-            exp_avg_sq: Second moment, fp32.
-            out: Parameter to write, bfloat16, float16 or float32; None to only update the state.
-            scalars: The factors of the step.
+            out: Parameter to write, bfloat16, float16 or float32, as the gradient; None to only update the state.
             share: The share of the threads to use, at least one: the others leave the host's memory to copies.
-
-        Raises:
-            ValueError: If a tensor is of another kind.
         """
         self.update_ranges(grad, master, exp_avg, exp_avg_sq, out, [(0, len(master), scalars)], share)
 
@@ -113,11 +103,9 @@ class CpuKernel:
         ranges: Iterable[tuple[int, int, Scalars]],
         share: float = 1.0,
     ) -> None:
-        """Run `update` on some elements of tensors. Thousands of small ranges take no longer than a few large ones.
+        """Run `update` on ranges of elements: (first, the one after the last, factors) of each; they do not overlap.
 
-        Args:
-            ranges: (first element, element after the last one, factors) of each; they do not overlap.
-        """
+        Thousands of small ranges take no longer than a few large ones."""
         outs = () if out is None else (out,)
         check_update("cpu", grad, (master, exp_avg, exp_avg_sq), out)
         arrays = [as_array(tensor) for tensor in (grad, master, exp_avg, exp_avg_sq, *outs)]
@@ -141,15 +129,8 @@ class CpuKernel:
     ) -> None:
         """Run `update_ranges` out of place: read the old state, and write the new one to other memory.
 
-        The old state stays as it is. Elements in no range have the same values in both, and are not written to `out`.
-
-        Args:
-            state: Master, first and second moment, fp32: a (3, n) tensor, or three tensors as for `update`.
-            new_state: Where to write the new ones; shares no memory with `state`.
-
-        Raises:
-            ValueError: If a tensor is of another kind, or the states share memory.
-        """
+        A state is master, first and second moment, fp32: a (3, n) tensor, or three tensors as for `update`. The old one
+        stays as it is. Elements in no range have the same values in both, and are not written to `out`."""
         old, new = tuple(state), tuple(new_state)
         check_tensors("cpu", (grad,) if out is None else (grad, out), (*old, *new))
         check_disjoint(old, new)
@@ -193,10 +174,7 @@ class CpuKernel:
         return [total(itertools.islice(remaining, count)) for count in blocks]
 
     def warm_up(
-        self,
-        dtypes: Collection[tuple[torch.dtype, torch.dtype]],
-        out_of_place: bool = False,
-        remainder: bool = False,
+        self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], out_of_place: bool = False, remainder: bool = False
     ) -> None:
         """Compile the loops for these dtypes of gradient and parameter, and run them on one element.
 
@@ -228,11 +206,7 @@ class CpuKernel:
         self._pool.shutdown()
 
     def _run(
-        self,
-        part: Callable[[int, int, Any], None],
-        ranges: Iterable[tuple[int, int, Any]],
-        unit: int,
-        threads: int,
+        self, part: Callable[[int, int, Any], None], ranges: Iterable[tuple[int, int, Any]], unit: int, threads: int
     ) -> None:
         """Call part(begin, end, argument) for slices of (begin, end, argument), of whole units where there are several.
 

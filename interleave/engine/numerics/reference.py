@@ -19,6 +19,7 @@ since processors differ in the NaN that they produce.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,12 +27,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ebbtide.interleave.engine.errors import EngineError
+
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.uint16]
 
 NAN = 0x7FC00000
 BFLOAT16_NAN = 0x7FC0
 FLOAT16_NAN = 0x7E00
+# The same values as in torch.amp.GradScaler.
+_INITIAL = 65536.0
+_BACKOFF, _GROWTH = 0.5, 2.0
+_INTERVAL = 2000
 
 
 class Scalars(NamedTuple):
@@ -59,17 +66,29 @@ class Hyper:
     weight_decay: float = 0.01
 
     def scalars(self, step: int, scale: float = 1.0) -> Scalars:
-        """Return the factors of a step.
+        """Return the factors of a step, counted from 1.
 
-        Args:
-            step: The step, counted from 1.
-            scale: Factor for each gradient (clip factor times 1 / loss scale).
-        """
+        `scale` is the factor for each gradient (clip factor times 1 / loss scale)."""
         kept = 1 - self.lr * self.weight_decay
         rate = self.lr / (1 - self.beta1**step)
         root = math.sqrt(1 - self.beta2**step)
         values = (scale, self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2, kept, rate, root, self.eps)
         return Scalars(*map(np.float32, values))
+
+
+@dataclass(frozen=True)
+class TensorUpdate:
+    """Tensors of an update: contiguous, on one device, with one dimension and the same length.
+
+    Moments are fp32, gradient and parameter (`out`) bfloat16, float16 or float32. The master is fp32, or the
+    remainders, int16, of masters whose parameters (bfloat16) are in `out`."""
+
+    grad: torch.Tensor
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    out: torch.Tensor
+    scalars: Scalars
 
 
 def update(
@@ -119,3 +138,76 @@ def float16_bits(values: Floats) -> Halves:
     with np.errstate(all="ignore"):
         rounded: Any = values.astype(np.float16).view(np.uint16)
     return np.where(np.isnan(values), np.uint16(FLOAT16_NAN), rounded)
+
+
+class LossScale:
+    """A factor for the loss: a number above 0, `dynamic`, or None for 1. Raises EngineError for anything else.
+
+    A dynamic factor shrinks when a gradient is not finite, and grows while all gradients are finite."""
+
+    def __init__(self, scale: float | str | None) -> None:
+        is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+        if scale is not None and scale != "dynamic" and not (is_number and 0 < float(scale) < math.inf):
+            raise EngineError(f"loss_scale is {scale!r}: it must be a number above 0, 'dynamic', or None")
+        self._dynamic = scale == "dynamic"
+        # Whether a step with a gradient that is not finite is skipped without an error.
+        self.skips_steps = scale is not None
+        self.value = _INITIAL if scale == "dynamic" else float(scale or 1.0)
+        self._good_steps = 0
+
+    def update(self, finite: bool) -> None:
+        """Adapt a dynamic factor after a step that was done (`finite`), or skipped since a gradient was not finite."""
+        if not self._dynamic:
+            return
+        self._good_steps = self._good_steps + 1 if finite else 0
+        if not finite:
+            self.value *= _BACKOFF
+        elif self._good_steps == _INTERVAL:
+            self.value *= _GROWTH
+            self._good_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the current factor and the count of good steps."""
+        return {"scale": self.value, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the result of `state_dict`. Raises EngineError, and changes nothing, for anything else."""
+        try:
+            value, good_steps = float(state["scale"]), int(state["good_steps"])
+        except (TypeError, ValueError, KeyError):
+            raise EngineError("loss_scale of a state dict needs the numbers scale and good_steps") from None
+        if self._dynamic:
+            self.value, self._good_steps = value, good_steps
+
+
+def scalars_of(
+    params: Sequence[torch.Tensor],
+    param_groups: Sequence[Mapping[str, Any]],
+    step_count: Callable[[torch.Tensor], int],
+    updated: Collection[int],
+    scale: float,
+) -> list[Scalars | None]:
+    """Return the factors of the next update of each parameter; None for those that are not updated or in no group.
+
+    Args:
+        step_count: Returns how often a parameter was updated before.
+        updated: The indices of the parameters that are updated.
+        scale: The factor of all gradients.
+    """
+    hypers: dict[torch.Tensor, Hyper] = {}
+    for group in param_groups:
+        beta1, beta2 = group["betas"]
+        hyper = Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
+        hypers |= dict.fromkeys(group["params"], hyper)
+    # The same object for all parameters of a group with as many updates.
+    scalars: dict[tuple[int, int], Scalars] = {}
+    result: list[Scalars | None] = []
+    for index, param in enumerate(params):
+        if index not in updated or param not in hypers:
+            result.append(None)
+            continue
+        hyper, step = hypers[param], step_count(param) + 1
+        if (id(hyper), step) not in scalars:
+            scalars[id(hyper), step] = hyper.scalars(step, scale)
+        result.append(scalars[id(hyper), step])
+    return result

@@ -52,14 +52,7 @@ def update(
 ) -> None:
     """Update remainder, moments and parameter in place, as `reference.update` updates the master.
 
-    Args:
-        grad: Gradient on the CPU, bfloat16, float16 or float32.
-        remainder: Remainders, int16, of the shape of the gradient.
-        exp_avg: First moment, fp32.
-        exp_avg_sq: Second moment, fp32.
-        param: Parameter, bfloat16.
-        scalars: The factors of the step.
-    """
+    Remainders are int16, moments fp32, the parameter bfloat16, the gradient bfloat16, float16 or float32."""
     halves = param.detach().view(torch.uint16).numpy()
     low = remainder.view(torch.uint16).numpy()
     master = torch.from_numpy(join(halves, low))

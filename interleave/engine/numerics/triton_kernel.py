@@ -8,7 +8,8 @@ table of the tensors. Quotient and root are rounded to nearest, and multiply-add
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,10 +23,48 @@ import triton.language as tl
 from ebbtide.interleave.engine.numerics import triton_compiled as compiled
 from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
 from ebbtide.interleave.engine.numerics.host_arrays import check_tensors, check_update, is_remainder
-from ebbtide.interleave.engine.numerics.launch_tables import SharedHostMemory, scalar_columns, table_words
 from ebbtide.interleave.engine.numerics.norm import BLOCK, total
-from ebbtide.interleave.engine.numerics.reference import Hyper
-from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import Hyper, TensorUpdate
+
+
+class SharedHostMemory:
+    """Allocates host memory for launches, and keeps it until they are done.
+
+    It is pinned if a GPU uses it. If not, launches are done when their call returns."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._in_flight: deque[tuple[torch.cuda.Event, tuple[torch.Tensor, ...]]] = deque()
+        self._lock = threading.Lock()
+
+    def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor with any values. It is freed like any other tensor, so launches must `keep` it."""
+        return torch.empty(count, dtype=dtype, device="cpu", pin_memory=self._pinned)
+
+    def keep(self, *memory: torch.Tensor) -> Callable[[], None]:
+        """Keep memory until the work on the current stream so far is done; return a function that waits for that."""
+        if not self._pinned:
+            return lambda: None
+        done = torch.cuda.Event(blocking=True)
+        done.record()
+        with self._lock:
+            self._in_flight.append((done, memory))
+            while self._in_flight and self._in_flight[0][0].query():
+                self._in_flight.popleft()
+        return lambda: None if done.query() else done.synchronize()
+
+
+def table_words(programs: Sequence[int], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the words of a table, from the number of programs for each tensor and rows of shape (tensors, columns)."""
+    first_programs = list(itertools.accumulate(programs, initial=0))[:-1]
+    return np.concatenate([np.array(first_programs, np.int64), rows.reshape(-1)])
+
+
+def scalar_columns(scalars: Sequence[Sequence[np.float32]]) -> npt.NDArray[np.int64]:
+    """Return the fp32 scalars of each tensor as columns, two in each word, of shape (tensors, columns)."""
+    values = np.array(scalars, np.float32)
+    return np.pad(values, ((0, 0), (0, values.shape[1] % 2))).view(np.int64)
+
 
 # Triton's interpreter runs on the CPU.
 _DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -44,12 +83,8 @@ _WARM_UP_PARAMS = 64
 def gpu_update(updates: Sequence[TensorUpdate]) -> None:
     """Run updates on one GPU, on its current stream; return before it is done.
 
-    There is one launch of the update for each combination of dtypes of gradient, parameter and master.
-
-    Raises:
-        ValueError: If `CpuKernel.update` does not support the tensors of an update, or they are not on one GPU. Nothing
-            is launched then.
-    """
+    There is one launch of the update for each combination of dtypes of gradient, parameter and master. Raises
+    ValueError, before any launch, if `CpuKernel.update` does not support the tensors, or they are not on one GPU."""
     groups: dict[tuple[Any, Any, Any], list[TensorUpdate]] = defaultdict(list)
     for item in updates:
         check_update(_DEVICE, item.grad, (item.master, item.exp_avg, item.exp_avg_sq), item.out)
@@ -65,14 +100,9 @@ def gpu_update(updates: Sequence[TensorUpdate]) -> None:
 
 
 def gpu_sums_of_squares(gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
-    """Start `CpuKernel.sum_of_squares` of gradients on one GPU, on its current stream, with one launch for each dtype.
+    """Start `CpuKernel.sum_of_squares` of gradients on one GPU, and return a function that waits for the results.
 
-    Returns:
-        A function that waits for the results.
-
-    Raises:
-        ValueError: If `CpuKernel.sum_of_squares` does not support a gradient, or they are not on one GPU.
-    """
+    It runs on the current stream, with one launch for each dtype."""
     rows = _BlockRows(gradients, [gradient.numel() for gradient in gradients], BLOCK)
     sums = _HOST_MEMORY.allocate(rows.blocks, torch.float64)
     tables = []
@@ -91,14 +121,9 @@ def gpu_sums_of_squares(gradients: Sequence[torch.Tensor]) -> Callable[[], list[
 
 
 def gpu_fingerprint(values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
-    """Start `CpuKernel.fingerprint` of tensors on one GPU, on its current stream, with one launch.
+    """Start `CpuKernel.fingerprint` of tensors on one GPU, and return a function that waits for the results.
 
-    Returns:
-        A function that waits for the results.
-
-    Raises:
-        ValueError: If `CpuKernel.fingerprint` does not support a tensor, or they are not on one GPU.
-    """
+    It runs on the current stream, with one launch."""
     rows = _BlockRows(values, [value.nbytes // _WORD_BYTES for value in values], FINGERPRINT_BLOCK)
     summands = _HOST_MEMORY.allocate(rows.blocks, torch.int32)
     with _on_device_of(values):
@@ -115,13 +140,7 @@ def gpu_fingerprint(values: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
 def warm_up(device: torch.device, dtypes: Collection[tuple[torch.dtype, torch.dtype]], remainder: bool = False) -> None:
     """Compile all kernels for these dtypes of gradient and parameter, load them on a GPU, and run them.
 
-    They run on a few elements, and are done when this returns. No launch compiles anything after it.
-
-    Args:
-        device: The GPU.
-        dtypes: The dtypes of gradient and parameter, for each combination.
-        remainder: Whether masters are remainders.
-    """
+    They run on a few elements, and are done when this returns. No launch compiles anything after it."""
     updates = []
     for grad_dtype, out_dtype in dtypes:
         grad, out = (torch.zeros(_WARM_UP_PARAMS, dtype=dtype, device=device) for dtype in (grad_dtype, out_dtype))
@@ -136,14 +155,7 @@ def warm_up(device: torch.device, dtypes: Collection[tuple[torch.dtype, torch.dt
 class _BlockRows:
     """The rows of a kernel that computes one result for each block of tensors, and writes it to host memory.
 
-    Args:
-        tensors: The tensors.
-        lengths: Their lengths, in the unit of the kernel.
-        block: The length of a block.
-
-    Attributes:
-        blocks: The number of blocks of all tensors.
-    """
+    Lengths of tensors and of a block are in the unit of the kernel."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], lengths: Sequence[int], block: int) -> None:
         for tensor in tensors:

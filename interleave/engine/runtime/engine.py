@@ -10,20 +10,19 @@ from dataclasses import replace
 
 import torch
 
-from ebbtide.interleave.engine.devices.device import Device, Mark
-from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from ebbtide.interleave.engine.devices.device import Mark
 from ebbtide.interleave.engine.numerics.reference import Scalars
-from ebbtide.interleave.engine.runtime.device_blocks import block_sizes, worst_case
+from ebbtide.interleave.engine.runtime.arena import block_sizes, worst_case
 from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed
-from ebbtide.interleave.engine.runtime.layout import Subgroup
-from ebbtide.interleave.engine.runtime.step_clock import StepClock
+from ebbtide.interleave.engine.runtime.plan_run import PlanRun
 from ebbtide.interleave.engine.runtime.step_inputs import StepInputs
-from ebbtide.interleave.engine.runtime.storage.stored_states import StoredStates
 from ebbtide.interleave.engine.runtime.store import Store
-from ebbtide.interleave.engine.runtime.trace_recording import record_operations, reserve_rows
+from ebbtide.interleave.model.operations import STORAGE_RESOURCES
 from ebbtide.interleave.model.plan import BACKWARD, STEP, UPDATE, WRITES_PARAMETERS, Plan
 from ebbtide.interleave.model.schedule import MeasuredBytes, Schedule
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.profiler.agent import start
+from ebbtide.profiler.agent.spool import HOST
 
 # The latest point that the gradients can report: the backward is over only when the job calls step.
 _BACKWARD_END = UPDATE - 1e-9
@@ -37,44 +36,25 @@ _STEP_KINDS = ("clip", "gradient up", "update", "upload")
 class Engine:
     """Runs a plan at every step, on parameters that are divided into subgroups.
 
-    The training thread calls it; autograd's thread calls `report_progress` and `offload_gradient`.
+    The training thread calls it; autograd's thread calls `report_progress` and `offload_gradient`. `params` is the
+    number of tensors."""
 
-    Args:
-        subgroups: The subgroups.
-        params: Number of parameters (tensors).
-        device: The device.
-        kernel: Updates on the CPU.
-        host_buffers: Host memory of the caller for the states; see SubgroupStates.
-        stored: Files for state; see SubgroupStates. They are closed together with this object.
+    _workload: Workload
 
-    Attributes:
-        store: The state, and the operations on it.
-        device: The device.
-        last_schedule: The measured schedule of the last step; None before the first.
-    """
-
-    def __init__(
-        self,
-        subgroups: Sequence[Subgroup],
-        params: int,
-        device: Device,
-        kernel: CpuKernel,
-        host_buffers: Sequence[torch.Tensor] | None = None,
-        stored: StoredStates | None = None,
-    ) -> None:
-        self.store = Store(subgroups, device, kernel, host_buffers, stored)
-        self.device = device
+    def __init__(self, store: Store, params: int) -> None:
+        self.store = store
+        self.device = store.device
+        # Of the last step; None before the first.
         self.last_schedule: Schedule | None = None
         self._params = params
-        self._executor = Executor(
-            self.store.perform, device, self.store.fits, self.store.end, 0 if stored is None else stored.path_count
-        )
-        self._plan: Plan | None = None
-        self._workload: Workload | None = None
+        paths = 0 if store.states.stored is None else len(store.states.stored.files)
+        self._executor = Executor(store.perform, store.device, store.fits, store.end, paths)
+        # The plan of the next step, and whether it is running in this iteration.
+        self.plan: Plan | None = None
+        self.is_running = False
         self._speculates = False
         self._block_sizes: list[int] = []
-        self._is_running = False
-        self._clock = StepClock()
+        self._clock = _StepClock()
         # Of the last step, for the trace that is recorded.
         self._row_numbers: list[int] = []
         # Bytes read from and written to storage before this iteration.
@@ -82,25 +62,10 @@ class Engine:
         # Late operations that write the parameters of each subgroup.
         self._late_writes: list[list[int]] = []
         # Parameters whose gradients were offloaded in this iteration, before the step.
-        self._offloaded_params: set[int] = set()
+        self.offloaded_params: set[int] = set()
         # Number of parameters of each subgroup whose gradients were not offloaded yet; marks behind those that were.
         self._missing: list[int] = []
         self._gradient_marks: list[list[Mark]] = []
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of the next step."""
-        return self._plan
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the plan of this iteration is running."""
-        return self._is_running
-
-    @property
-    def offloaded_params(self) -> frozenset[int]:
-        """The parameters whose gradients were offloaded in this iteration."""
-        return frozenset(self._offloaded_params)
 
     @property
     def is_late(self) -> bool:
@@ -110,7 +75,7 @@ class Engine:
     def set_plan(self, plan: Plan, workload: Workload) -> None:
         """Use a plan from now on, and start the operations that it has before the next step."""
         self.quiesce()
-        self._plan, self._workload = plan, workload
+        self.plan, self._workload = plan, workload
         self._block_sizes = block_sizes(worst_case(plan, workload), self.store.subgroups)
         self._speculates = bool(plan.speculated)
         self._late_writes = [[] for _ in self.store.subgroups]
@@ -121,7 +86,7 @@ class Engine:
 
     def quiesce(self) -> None:
         """Stop the plan, so that state can be read and written. The next step starts the plan from its beginning."""
-        self._is_running = False
+        self.is_running = False
         self._executor.stop()
         self.store.states.unload()
 
@@ -132,20 +97,20 @@ class Engine:
         The plan goes on afterwards. Before the step, it has updated nothing yet, but for speculative updates, which are
         done again."""
         with self._executor.paused():
-            self.store.invalidate_speculations()
+            self.store.speculative.invalidate()
             yield
 
     def report_progress(self, ready_share: float) -> None:
         """Report the share of the gradients that the backward has computed."""
         if self._clock.backward_mark is None:
             self._clock.backward_mark = self.device.record("job")
-        if self._is_running:
+        if self.is_running:
             self._executor.advance_to(min(BACKWARD + ready_share, _BACKWARD_END))
 
     @property
     def needs_assumption(self) -> bool:
         """Whether speculative updates wait for `assume`."""
-        return self._is_running and self._speculates and not self.store.inputs.assumed
+        return self.is_running and self._speculates and not self.store.inputs.assumed
 
     def assume(self, scalars: Sequence[Scalars | None]) -> None:
         """Let speculative updates begin, from the factors by parameter that the next step has if it is neither clipped
@@ -160,7 +125,7 @@ class Engine:
         inputs = self.store.inputs
         inputs.gradients[param] = gradient
         mark = self.device.record("job")
-        self._offloaded_params.add(param)
+        self.offloaded_params.add(param)
         for subgroup in self.store.subgroups_of(param):
             self._gradient_marks[subgroup].append(mark)
             self._missing[subgroup] -= 1
@@ -171,8 +136,8 @@ class Engine:
         """Stop the plan and return the offloaded gradients by parameter, flat and on the device, as if they were not
         offloaded."""
         self.quiesce()
-        gradients = {param: self.store.gradient(param, params[param]) for param in sorted(self._offloaded_params)}
-        self._offloaded_params.clear()
+        gradients = {param: self.store.gradient(param, params[param]) for param in sorted(self.offloaded_params)}
+        self.offloaded_params.clear()
         return {param: gradient for param, gradient in gradients.items() if gradient is not None}
 
     def discard(self) -> None:
@@ -182,49 +147,37 @@ class Engine:
 
     def submit_gradients(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Submit the gradients (flat) that were not offloaded, after the backward, and start to copy them."""
-        if not self._is_running:
+        if not self.is_running:
             self._begin()
         mark = self._clock.step_mark = self.device.record("job")
         inputs = self.store.inputs
         for param, gradient in gradients.items():
             inputs.gradients[param] = gradient
         if inputs.assumed:
-            for param in set(range(self._params)) - self._offloaded_params - gradients.keys():
+            for param in set(range(self._params)) - self.offloaded_params - gradients.keys():
                 inputs.assumed[param] = None
         for subgroup in range(len(self.store.subgroups)):
             self._executor.mark_available(subgroup, [mark])
         self._executor.advance_to(UPDATE)
 
     def step(self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None]) -> Schedule | None:
-        """Update all parameters, after `submit_gradients`.
+        """Update parameters (flat), after `submit_gradients`, by factors; None for one that stays as it is.
 
         With late operations it returns before they have ended: `finish_step` must follow before anything else but
-        `wait_for_params`.
-
-        Args:
-            values: The parameters, flat.
-            scalars: Factors by parameter; None for a parameter that this step does not update.
-
-        Returns:
-            The measured schedule; None before `finish_step`.
-
-        Raises:
-            OperationFailed: If an operation of the plan failed and the step was completed on the CPU.
-            EngineError: If the step could not be completed: the state is lost.
-        """
-        assert self._plan is not None
-        assert self._workload is not None
+        `wait_for_params`. Both raise OperationFailed if an operation of the plan failed and the step was completed on
+        the CPU, and EngineError if it could not be: the state is lost."""
+        assert self.plan is not None
         assert self._clock.step_mark is not None
         self._clock.scalars_s = time.perf_counter()
         invalid = self.store.use_scalars(values, scalars)
         self._executor.repeat(
-            [index for index, op in enumerate(self._plan.ops) if op.speculative and op.subgroup in invalid]
+            [index for index, op in enumerate(self.plan.ops) if op.speculative and op.subgroup in invalid]
         )
         for number in (_SCALARS, _ASSUMED_SCALARS):
             self._executor.mark_available(number, [self._clock.step_mark])
         self._executor.advance_to(STEP)
-        self._row_numbers = reserve_rows(self._plan)
-        if not self._plan.has_late_operations:
+        self._row_numbers = reserve_rows(self.plan)
+        if not self.plan.has_late_operations:
             return self.finish_step()
         if self._executor.wait(lambda run: not run.remaining_on_time):
             self._clock.returned_s = time.perf_counter()
@@ -246,28 +199,24 @@ class Engine:
             return self._executor.wait(lambda run: all(run.done[index] for index in writes))
 
     def finish_step(self) -> Schedule:
-        """Wait until the last step has ended, with its late operations, and begin the next iteration.
-
-        Returns:
-            The measured schedule.
-
-        Raises:
-            OperationFailed, EngineError: As `step`.
-        """
-        assert self._plan is not None
-        assert self._workload is not None
+        """Wait until the last step has ended, with its late operations, and begin the next iteration."""
+        assert self.plan is not None
         try:
             run = self._executor.finish()
         except OperationFailed as failure:
-            self._is_running = False
+            self.is_running = False
             self.store.complete(failure.run.plan, failure.run.done)
             raise
         finally:
-            self._offloaded_params.clear()
+            self.offloaded_params.clear()
             returned_s, self._clock.returned_s = self._clock.returned_s, None
         record_operations(run, self._row_numbers)
         schedule = self._clock.end_step(run, self._workload, returned_s)
-        self.last_schedule = replace(schedule, measured=self._measured_bytes())
+        (read, written), (read_before, written_before) = self.store.states.storage_bytes, self._storage_before
+        measured = MeasuredBytes(
+            self.device.used_bytes, self.store.host_bytes, read - read_before, written - written_before
+        )
+        self.last_schedule = replace(schedule, measured=measured)
         self._begin(returned_s)
         return self.last_schedule
 
@@ -277,34 +226,128 @@ class Engine:
         self.store.inputs = StepInputs([])
         self.store.release()
 
-    def _measured_bytes(self) -> MeasuredBytes:
-        (read, written), (read_before, written_before) = self.store.states.storage_bytes, self._storage_before
-        return MeasuredBytes(
-            self.device.used_bytes, self.store.host_bytes, read - read_before, written - written_before
-        )
-
     def _begin(self, begin_s: float | None = None) -> None:
         """Begin an iteration. begin_s: when it began, on the clock of time.perf_counter; None: now."""
-        assert self._plan is not None
-        assert self._workload is not None
-        if not self._is_running:
+        assert self.plan is not None
+        if not self.is_running:
             free = self._workload.min_free_bytes
-            self.store.apply_placement(self._plan, self._block_sizes, math.inf if free is None else free)
+            self.store.apply_placement(self.plan, self._block_sizes, math.inf if free is None else free)
         streamed = not self._workload.gradients_held_until_step
         # New inputs, so that no reference keeps gradients alive that the job drops.
         self.store.inputs = StepInputs([], [None] * self._params, [None] * self._params, streamed=streamed)
-        self._offloaded_params.clear()
+        self.offloaded_params.clear()
         self._missing = [len({segment.param for segment in of.segments}) for of in self.store.subgroups]
         self._gradient_marks = [[] for _ in self.store.subgroups]
         self._clock.begin_iteration()
         self.device.begin_iteration()
-        inputs = {index: op.subgroup for index, op in enumerate(self._plan.ops) if op.kind == "gradient down"}
+        inputs = {index: op.subgroup for index, op in enumerate(self.plan.ops) if op.kind == "gradient down"}
         # Operations that use the scalars of the step wait for them, at whatever point they may begin.
-        speculated = self._plan.speculated
-        for index, op in enumerate(self._plan.ops):
+        speculated = self.plan.speculated
+        for index, op in enumerate(self.plan.ops):
             if op.kind in _STEP_KINDS or (op.kind == "write" and op.subgroup in speculated):
                 inputs[index] = _ASSUMED_SCALARS if op.speculative else _SCALARS
         self._storage_before = self.store.states.storage_bytes
-        self._executor.begin(self._plan, inputs, begin_s)
+        self._executor.begin(self.plan, inputs, begin_s)
         self._executor.advance_to(0.0)
-        self._is_running = True
+        self.is_running = True
+
+
+class _StepClock:
+    """Notes when the phases of a step begin and end. Times are on the clock of time.perf_counter, s."""
+
+    def __init__(self) -> None:
+        # When the backward began, and when it ended; None before.
+        self.backward_mark: Mark | None = None
+        self.step_mark: Mark | None = None
+        # When the scalars of the step were known.
+        self.scalars_s = math.inf
+        # When the last step returned, while its late operations are not known to have ended; None: they have.
+        self.returned_s: float | None = None
+        # How long the forward has waited for late operations since the last step.
+        self._waited_s = 0.0
+        # The same of the forward of this iteration, which was over when its plan began.
+        self._iteration_waited_s = 0.0
+
+    def begin_iteration(self) -> None:
+        """Forget the backward of the iteration before."""
+        self.backward_mark = self.step_mark = None
+        self.scalars_s = math.inf
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of a block as waiting of the forward."""
+        begin_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited_s += time.perf_counter() - begin_s
+
+    def end_step(self, run: PlanRun, workload: Workload, returned_s: float | None) -> Schedule:
+        """Return the measured schedule of a step that has ended, with its late operations, and with measured phases.
+
+        It returned before at `returned_s`; None: now."""
+        assert self.step_mark is not None
+        end_s = (time.perf_counter() if returned_s is None else returned_s) - run.begin_s
+        step_s = self.step_mark.time_s - run.begin_s
+        forward_s = max(0.0, min((self.backward_mark or self.step_mark).time_s - run.begin_s, step_s))
+        job = replace(
+            workload,
+            other_s=0.0,
+            forward_s=max(0.0, forward_s - self._iteration_waited_s),
+            backward_s=max(0.0, step_s - forward_s),
+        )
+        # What was waited since is of the iteration that has begun.
+        self._iteration_waited_s, self._waited_s = self._waited_s, 0.0
+        return Schedule(
+            plan=_as_performed(run, self.scalars_s),
+            workload=job,
+            starts=run.starts,
+            ends=run.ends,
+            other_s=0.0,
+            forward_s=forward_s,
+            backward_s=job.backward_s,
+            update_s=end_s - step_s,
+        )
+
+
+def _as_performed(run: PlanRun, scalars_s: float) -> Plan:
+    """Return the plan of a run in which updates are speculative only if they began before the scalars were known.
+
+    The others were performed in place, or again.
+    """
+    if not run.plan.speculated:
+        return run.plan
+    known_s = scalars_s - run.begin_s
+    ops = [
+        op._replace(speculative=op.speculative and start < known_s)
+        for op, start in zip(run.plan.ops, run.starts, strict=True)
+    ]
+    return replace(run.plan, ops=tuple(ops))
+
+
+def reserve_rows(plan: Plan) -> list[int]:
+    """Return numbers for the rows of a step, so that they belong to this iteration even if they are added later.
+
+    They are for all operations, and as many executions that were repeated. There are none where nothing is recorded.
+    """
+    recorder = start.current_recorder()
+    if recorder is None or not recorder.recording:
+        return []
+    return [recorder.next_sequence() for _ in range(2 * len(plan.ops))]
+
+
+def record_operations(run: PlanRun, numbers: Sequence[int]) -> None:
+    """Add a row to the table `ops` of the trace for each operation, and for each speculative update that was not used.
+
+    The numbers are those that `reserve_rows` has returned before the step did; without numbers nothing is added."""
+    recorder = start.current_recorder()
+    if recorder is None:
+        return
+    times = [*zip(range(len(run.plan.ops)), run.starts, run.ends, strict=True), *run.discarded]
+    for number, (index, start_s, end_s) in zip(numbers, times, strict=False):
+        op = run.plan.ops[index]
+        # time.perf_counter is the recorder's clock, CLOCK_MONOTONIC.
+        times_ns = (round((run.begin_s + time_s) * 1e9) for time_s in (start_s, end_s))
+        subgroup = op.subgroup if op.subgroup >= 0 else None
+        nbytes, device = round(op.nbytes) or None, op.path if op.resource in STORAGE_RESOURCES else HOST
+        recorder.put_op(number, op.kind, op.resource, *times_ns, subgroup=subgroup, nbytes=nbytes, device=device)

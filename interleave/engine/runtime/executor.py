@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 from ebbtide.interleave.engine.devices.device import Mark, Stream, Streams
 from ebbtide.interleave.engine.errors import EngineError
@@ -16,6 +20,8 @@ from ebbtide.interleave.model.plan import RESOURCES, STEP, STORAGE_RESOURCES, Op
 # Operations that a stream of the device has at most, the running one included. With the next one it need not wait for
 # the host; with more the order would be fixed too early.
 _DEPTH = 2
+# Those whose handlers jobs replace by functions that may raise.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Executor:
@@ -30,11 +36,9 @@ class Executor:
 
     Args:
         perform: Performs or issues one operation. The threads of the executor call it.
-        streams: The streams of the device.
         fits: Whether the device has memory for an operation. Without it, the operation waits for others, and if there
             is nothing to wait for, it is performed nevertheless.
         end: Called after an operation was done.
-        paths: Number of paths of the storage.
     """
 
     def __init__(
@@ -68,12 +72,8 @@ class Executor:
         """Begin an iteration: operations that wait for no point of it may run from now on.
 
         Args:
-            plan: The plan to run.
             inputs: The input that an operation also waits for, as a number: see `mark_available`.
             begin_s: When the iteration began, on the clock of time.perf_counter; None: now.
-
-        Raises:
-            EngineError: If the executor is closed.
         """
         run = PlanRun(plan, inputs or {}, begin_s)
         with self._changed:
@@ -92,12 +92,9 @@ class Executor:
             self._changed.notify_all()
 
     def mark_available(self, number: int, marks: Sequence[Mark] = ()) -> None:
-        """Report that an input of operations is available; a second report of the same input has no effect.
+        """Report that an input of operations is available, for streams when they have passed marks.
 
-        Args:
-            number: The input.
-            marks: What streams must wait for before they read it.
-        """
+        A second report of the same input has no effect."""
         with self._changed:
             run = self._run
             if run is None:
@@ -115,12 +112,7 @@ class Executor:
     def wait(self, is_enough: Callable[[PlanRun], bool]) -> bool:
         """Wait until enough operations of the run are done, and return whether they are.
 
-        Args:
-            is_enough: Tells so of a run.
-
-        Returns:
-            False if an operation failed or the executor was closed before; `finish` then raises.
-        """
+        If not, an operation failed or the executor was closed before; `finish` then raises."""
         with self._changed:
             run = self._run
             if run is None:
@@ -131,9 +123,7 @@ class Executor:
     def finish(self) -> PlanRun:
         """Wait until the run has ended, and return it.
 
-        Raises:
-            OperationFailed: If an operation raised; the error of the operation is its cause.
-            EngineError: If no plan is running, or the executor was closed.
+        Raises OperationFailed if an operation raised, and EngineError if no plan is running or the executor was closed.
         """
         with self._changed:
             run = self._run
@@ -152,11 +142,7 @@ class Executor:
             return run
 
     def stop(self) -> PlanRun | None:
-        """Wait for the operations in flight and drop the others.
-
-        Returns:
-            The run, or None if no plan was running.
-        """
+        """Wait for the operations in flight and drop the others."""
         with self._changed:
             run, self._run = self._run, None
             self._changed.wait_for(lambda: not self._busy)
@@ -298,23 +284,46 @@ class Executor:
             self._changed.notify_all()
 
 
+@dataclass
 class _Issued:
     """An operation that was issued to a stream."""
 
-    def __init__(self, run: PlanRun, index: int, start: Mark, end: Mark) -> None:
-        self.run = run
-        self.index = index
-        self.start = start
-        self.end = end
+    run: PlanRun
+    index: int
+    start: Mark
+    end: Mark
 
 
 class OperationFailed(EngineError):
-    """An operation of a plan raised; the cause is its error.
-
-    Attributes:
-        run: The run, with the operations that were done.
-    """
+    """An operation of a plan raised; the cause is its error. The run says which operations were done."""
 
     def __init__(self, run: PlanRun) -> None:
         super().__init__("an operation of the plan failed")
         self.run = run
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Return a context in which no signal handler runs; the handlers of all signals that arrive run at its end.
+
+    It is for work that must not be left half done. Python runs handlers on the main thread, so on any other one there
+    is nothing to defer."""
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    stack.enter_context(_deferred(number, handler))
+        yield
+
+
+@contextmanager
+def _deferred(number: int, handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    frames: list[FrameType | None] = []
+    try:
+        signal.signal(number, lambda _, frame: frames.append(frame))
+        yield
+    finally:
+        signal.signal(number, handler)
+        for frame in frames:
+            handler(number, frame)

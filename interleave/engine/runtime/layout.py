@@ -1,4 +1,4 @@
-"""Division of the parameters of an optimizer into subgroups."""
+"""Division of the parameters of an optimizer into subgroups, and the layout of their state in memory."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
+# Rows of a subgroup's state, in the order of ParamState. The first has masters or their remainders.
+MASTER, EXP_AVG, EXP_AVG_SQ = range(3)
+
 
 @dataclass(frozen=True)
 class ParamSegment:
-    """A run of elements of one parameter in a subgroup.
+    """A run of elements of one parameter (its index in the optimizer) in a subgroup.
 
-    Attributes:
-        param: Index of the parameter in the optimizer.
-        begin: First element, in the flat parameter.
-        end: Element after the last one, in the flat parameter.
-        offset: First element, in the subgroup.
-    """
+    `begin` is the first element and `end` the one after the last, in the flat parameter; `offset` is the first in the
+    subgroup."""
 
     param: int
     begin: int
@@ -32,15 +31,9 @@ class ParamSegment:
 
 @dataclass(frozen=True)
 class Subgroup:
-    """Parameters whose state is moved and updated as one.
+    """Parameters of one dtype whose state is moved and updated as one. Segments are in order and without gaps.
 
-    Attributes:
-        params: Number of elements.
-        dtype: Type of all its parameters.
-        segments: The parts of parameters, in order and without gaps.
-        grad_dtype: Type of the gradients.
-        has_remainders: Whether its state has remainders of masters instead of masters: see remainder.py.
-    """
+    `has_remainders`: the state has remainders of masters instead of masters, see remainder.py."""
 
     params: int
     dtype: torch.dtype
@@ -78,3 +71,22 @@ def divide(params: Sequence[torch.Tensor], subgroup_params: int, has_remainders:
                 close()
     close()
     return tuple(subgroups)
+
+
+def state_elements(subgroup: Subgroup) -> int:
+    """Return the number of fp32 elements of memory for a subgroup's state."""
+    # Two remainders take the memory of one fp32 number.
+    return 2 * subgroup.params + -(-subgroup.params // 2) if subgroup.has_remainders else 3 * subgroup.params
+
+
+def state_shape(subgroup: Subgroup) -> tuple[int, ...]:
+    """Return the shape of a subgroup's state, fp32: (3, params), or flat if it has remainders."""
+    return (state_elements(subgroup),) if subgroup.has_remainders else (3, subgroup.params)
+
+
+def state_rows(state: torch.Tensor, subgroup: Subgroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return views of a state of `state_shape`: master (fp32) or remainder (int16), first and second moment (fp32)."""
+    if not subgroup.has_remainders:
+        return state[MASTER], state[EXP_AVG], state[EXP_AVG_SQ]
+    moments, end = state[: 2 * subgroup.params].view(2, -1), 2 * subgroup.params
+    return state[end:].view(torch.int16)[: subgroup.params], moments[0], moments[1]

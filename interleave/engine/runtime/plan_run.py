@@ -29,20 +29,8 @@ class PlanRun:
     issued when those before it that run on the device are issued, since its stream then waits for them.
 
     Args:
-        plan: The plan.
         inputs: The input that an operation also waits for, as a number.
-        begin_s: Start of the run, on the clock of time.perf_counter; None: now.
-
-    Attributes:
-        plan: The plan.
-        begin_s: Start of the run, on the clock of time.perf_counter.
-        starts: Start of each operation, in seconds since `begin_s`.
-        ends: End of each operation, in seconds since `begin_s`.
-        done: Whether each operation has ended without an error.
-        point: The point of the iteration that the job has reached.
-        remaining: Number of operations that have not ended.
-        remaining_on_time: Number of those among them that are not late.
-        discarded: (operation, start, end) of executions that were repeated, in seconds since `begin_s`.
+        begin_s: Start of the run, on the clock of time.perf_counter; None: now. All other times are seconds since then.
     """
 
     def __init__(self, plan: Plan, inputs: Mapping[int, int], begin_s: float | None = None) -> None:
@@ -51,9 +39,12 @@ class PlanRun:
         self.begin_s = time.perf_counter() if begin_s is None else begin_s
         self.starts, self.ends = [0.0] * count, [0.0] * count
         self.done = [False] * count
+        # The point of the iteration that the job has reached.
         self.point = -1.0
+        # Numbers of operations that have not ended, and of those among them that are not late.
         self.remaining = count
         self.remaining_on_time = sum(op.due is None for op in plan.ops)
+        # (operation, start, end) of executions that were repeated.
         self.discarded: list[tuple[int, float, float]] = []
         # Operations that are running and must be repeated.
         self._outdated: set[int] = set()

@@ -1,27 +1,25 @@
-"""The tensors and factors that a step works with."""
+"""The tensors and factors that a step works with, and updates that run before the factors are known."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ebbtide.interleave.engine.numerics.reference import Scalars
 from ebbtide.interleave.engine.runtime.layout import ParamSegment, Subgroup
+from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 
 
 @dataclass
 class StepInputs:
-    """The tensors and factors of a step. Lists are indexed by parameter.
+    """The tensors (flat, on the device) and factors of a step. Lists are indexed by parameter.
 
-    Attributes:
-        values: The parameters, flat, on the device.
-        gradients: Gradients, flat, on the device, of the parameter's dtype; None where there is none.
-        scalars: Factors of the update; None for a parameter that this step does not update.
-        assumed: Factors that speculative updates assume before those of the step are known.
-        streamed: Whether a gradient is dropped on the device after its copy to the host.
-    """
+    `scalars` is None for a parameter that this step does not update; speculative updates assume the factors `assumed`
+    before. Gradients have the dtype of the parameter, and are `streamed` if they are dropped on the device after their
+    copy to the host."""
 
     values: list[torch.Tensor]
     gradients: list[torch.Tensor | None] = field(default_factory=list)
@@ -58,3 +56,92 @@ class StepInputs:
             end = segment.span.stop
         if last is not None:
             yield begin, end, last
+
+
+class SpeculativeUpdates:
+    """The speculative updates of a step: what they assumed, whether it came true, and what becomes of their results.
+
+    They have the factors of a step that is neither clipped nor skipped. The new state is written into a spare. When the
+    factors are known to be those that an update assumed, the two are exchanged. Of state in storage the file has the
+    old version, so it is updated in the buffer into which it was read, and read again if it is not valid.
+
+    Threads may call all methods.
+    """
+
+    def __init__(self, subgroups: Sequence[Subgroup], states: SubgroupStates) -> None:
+        self._subgroups = subgroups
+        self._states = states
+        self._lock = threading.Lock()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the updates of the step before. No operation may run meanwhile."""
+        # The factors that the updates that have begun assumed, by subgroup: of its segments, None after `invalidate`.
+        self._assumed: dict[int, list[Scalars | None] | None] = {}
+        self._ended: set[int] = set()
+        # The factors of the step by parameter, once they are known.
+        self._scalars: Sequence[Scalars | None] | None = None
+        # Subgroups in storage whose buffer has a result that is not known to be valid.
+        self._outdated: set[int] = set()
+
+    def begin(self, subgroup: int, assumed: Sequence[Scalars | None]) -> bool:
+        """Begin an update with the factors that it assumes, by parameter, and return whether it is speculative.
+
+        If not, the factors of the step are known, and the state is the old one."""
+        with self._lock:
+            is_speculative = self._scalars is None
+            if is_speculative:
+                self._assumed[subgroup] = self._of_segments(subgroup, assumed)
+        if not is_speculative:
+            self.restore(subgroup)
+        return is_speculative
+
+    def spare(self, subgroup: int) -> torch.Tensor | None:
+        """Return the memory for the new state; None to update the state in place."""
+        if not self._states.is_stored(subgroup):
+            return self._states.spares[subgroup]
+        self._outdated.add(subgroup)
+        return None
+
+    def end(self, subgroup: int) -> None:
+        """End a speculative update, and use its result if it is known to be valid."""
+        with self._lock:
+            self._ended.add(subgroup)
+            is_valid = self._scalars is not None and self._is_valid(subgroup)
+        if is_valid:
+            self._use(subgroup)
+
+    def use_valid(self, scalars: Sequence[Scalars | None]) -> set[int]:
+        """Use the results of those that have assumed the factors of the step, and return the other subgroups."""
+        with self._lock:
+            self._scalars = scalars
+            valid = set(filter(self._is_valid, self._assumed))
+            ended, invalid = valid & self._ended, self._assumed.keys() - valid
+        for subgroup in ended:
+            self._use(subgroup)
+        return invalid
+
+    def invalidate(self) -> None:
+        """Let all be done again, since the state changes that they have read. No operation may run meanwhile."""
+        self._assumed = dict.fromkeys(self._assumed)
+        for subgroup in list(self._outdated):
+            self.restore(subgroup)
+
+    def restore(self, subgroup: int) -> None:
+        """Undo the update of a state in storage, if there was one."""
+        if subgroup in self._outdated:
+            self._states.reload(subgroup)
+            self._outdated.discard(subgroup)
+
+    def _is_valid(self, subgroup: int) -> bool:
+        assert self._scalars is not None
+        return self._assumed[subgroup] == self._of_segments(subgroup, self._scalars)
+
+    def _of_segments(self, subgroup: int, scalars: Sequence[Scalars | None]) -> list[Scalars | None]:
+        return [scalars[segment.param] for segment in self._subgroups[subgroup].segments]
+
+    def _use(self, subgroup: int) -> None:
+        if self._states.is_stored(subgroup):
+            self._outdated.discard(subgroup)
+        else:
+            self._states.use_spare(subgroup)

@@ -11,36 +11,112 @@ import torch
 from ebbtide.interleave.engine.devices.device import Device, copy_now
 from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.numerics.reference import Scalars
-from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
-from ebbtide.interleave.engine.runtime.arena import Arena
-from ebbtide.interleave.engine.runtime.device_blocks import acquired_elements
-from ebbtide.interleave.engine.runtime.layout import Subgroup
-from ebbtide.interleave.engine.runtime.returned_gradients import ReturnedGradients
-from ebbtide.interleave.engine.runtime.speculative_updates import SpeculativeUpdates
-from ebbtide.interleave.engine.runtime.state_rows import MASTER
-from ebbtide.interleave.engine.runtime.step_inputs import StepInputs
+from ebbtide.interleave.engine.numerics.reference import Scalars, TensorUpdate
+from ebbtide.interleave.engine.runtime.arena import Arena, Block, acquired_elements, gradient_elements
+from ebbtide.interleave.engine.runtime.layout import MASTER, ParamSegment, Subgroup, state_rows
+from ebbtide.interleave.engine.runtime.step_inputs import SpeculativeUpdates, StepInputs
 from ebbtide.interleave.engine.runtime.storage.stored_states import StoredStates
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
-from ebbtide.interleave.engine.runtime.transfer_buffers import TransferBuffers
 from ebbtide.interleave.model.plan import Op, Plan
 
 
-class Store:
-    """Performs operations on the state of subgroups, which it owns.
+class TransferBuffers:
+    """Host buffers of the copies in a plan, pinned unless the plan has the copy as pageable."""
 
-    Args:
-        subgroups: The subgroups.
-        device: The device.
-        kernel: Updates on the CPU.
-        host_buffers: Host memory of the caller for the states; see SubgroupStates.
-        stored: Files for state; see SubgroupStates.
+    def __init__(self, subgroups: Sequence[Subgroup], device: Device) -> None:
+        self._subgroups = subgroups
+        self._device = device
+        # Of gradients and of updated parameters, by subgroup.
+        self.gradients: dict[int, torch.Tensor] = {}
+        self.params: dict[int, torch.Tensor] = {}
+        # Subgroups whose buffer of parameters has not their values. Only updates of masters as remainders read them.
+        self.outdated_params: set[int] = set()
+        self._by_kind = {"gradient down": self.gradients, "upload": self.params}
+        # (kind, subgroup) of the copies whose buffer is not pinned.
+        self._pageable: set[tuple[str, int]] = set()
 
-    Attributes:
-        subgroups: The subgroups.
-        device: The device.
-        states: The state of each subgroup.
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the buffers, in bytes."""
+        return sum(buffer.nbytes for buffers in self._by_kind.values() for buffer in buffers.values())
+
+    def prepare(self, plan: Plan) -> None:
+        """Allocate the buffers that a plan needs, and drop the others."""
+        pageable: set[tuple[str, int]] = {(op.kind, op.subgroup) for op in plan.ops if op.pageable}
+        changed = pageable ^ self._pageable
+        for kind, buffers in self._by_kind.items():
+            needed = {op.subgroup for op in plan.ops if op.kind == kind}
+            for subgroup in list(buffers):
+                if subgroup not in needed or (kind, subgroup) in changed:
+                    del buffers[subgroup]
+            for subgroup in needed:
+                self.ensure(kind, subgroup, (kind, subgroup) not in pageable)
+        self._pageable = pageable
+
+    def ensure(self, kind: str, number: int, pinned: bool = True) -> None:
+        """Allocate the buffer of a copy of this kind for a subgroup, unless there is one."""
+        subgroup, buffers = self._subgroups[number], self._by_kind[kind]
+        if number not in buffers:
+            dtype = subgroup.grad_dtype if kind == "gradient down" else subgroup.dtype
+            buffers[number] = self._device.allocate_host((subgroup.params,), dtype, pinned)
+            if kind == "upload":
+                self.outdated_params.add(number)
+
+    def clear(self) -> None:
+        """Drop all buffers."""
+        for buffers in self._by_kind.values():
+            buffers.clear()
+
+
+class ReturnedGradients:
+    """The gradients of a step that are on the device again, each until its update.
+
+    They are in the memory of their parameters, or in blocks of their own (see `gradient_elements`).
     """
+
+    def __init__(self, subgroups: Sequence[Subgroup], device: Device, arena: Arena) -> None:
+        self._subgroups = subgroups
+        self._device = device
+        self._arena = arena
+        # By subgroup; None for a gradient in the memory of its parameters.
+        self._blocks: dict[int, Block | None] = {}
+
+    def __contains__(self, subgroup: int) -> bool:
+        """Return whether the gradient of a subgroup is on the device again."""
+        return subgroup in self._blocks
+
+    def issue(self, number: int, inputs: StepInputs, on_host: torch.Tensor) -> None:
+        """Issue the copy of a subgroup's gradient to the device."""
+        subgroup = self._subgroups[number]
+        elements = gradient_elements(subgroup)
+        block = self._blocks[number] = self._arena.take(elements) if elements else None
+        if block is not None:
+            self._device.wait("h2d", block.marks)
+        segments = [segment for segment, _ in inputs.updated_segments(subgroup)]
+        pairs = [(on_host[segment.span], self.gradient(number, segment, inputs)) for segment in segments]
+        self._device.copy("h2d", pairs)
+
+    def gradient(self, number: int, segment: ParamSegment, inputs: StepInputs) -> torch.Tensor:
+        """Return the elements of a gradient on the device."""
+        block = self._blocks[number]
+        if block is None:
+            return inputs.value(segment)
+        return block.memory.view(self._subgroups[number].grad_dtype)[segment.span]
+
+    def give(self, number: int) -> None:
+        """Give the memory of a subgroup's gradient back, after its update was issued."""
+        block = self._blocks.pop(number, None)
+        if block is not None:
+            self._arena.give(block, self._device.record("gpu"))
+
+    def release(self) -> None:
+        """Give the memory of all gradients back. No operation may run meanwhile."""
+        for number in list(self._blocks):
+            self.give(number)
+
+
+class Store:
+    """Performs operations on the state of subgroups, which it owns; for host_buffers and stored see SubgroupStates."""
 
     def __init__(
         self,
@@ -56,7 +132,7 @@ class Store:
         self.states = SubgroupStates(subgroups, device, self._arena, host_buffers, stored)
         self._buffers = TransferBuffers(subgroups, device)
         self._inputs = StepInputs([])
-        self._speculative = SpeculativeUpdates(subgroups, self.states)
+        self.speculative = SpeculativeUpdates(subgroups, self.states)
         self._kernel = kernel
         # Subgroups whose update has started and not ended: if it raises, nobody knows what it has changed.
         self._corrupted: set[int] = set()
@@ -71,14 +147,16 @@ class Store:
             for segment in subgroup.segments:
                 self._subgroups_of.setdefault(segment.param, set()).add(number)
         self._perform: dict[tuple[str, str], Callable[[Op], None]] = {
-            ("gradient down", "d2h"): self._gradient_down,
-            ("gradient up", "h2d"): self._gradient_up,
-            ("fetch", "h2d"): self._fetch,
+            ("gradient down", "d2h"): lambda op: self._copy_gradient_to_host(op.subgroup),
+            ("gradient up", "h2d"): lambda op: self._returned.issue(
+                op.subgroup, self.inputs, self._buffers.gradients[op.subgroup]
+            ),
+            ("fetch", "h2d"): lambda op: self.states.issue_to_device(op.subgroup),
             ("flush", "d2h"): self._flush,
             ("update", "cpu"): self._update_on_cpu,
             ("update", "gpu"): self._update_on_gpu,
-            ("cast", "cpu"): self._cast_on_cpu,
-            ("upload", "h2d"): self._upload,
+            ("cast", "cpu"): lambda op: self._cast_master(op.subgroup),
+            ("upload", "h2d"): lambda op: self._copy_params_to_device(op.subgroup),
             ("read", "storage_read"): lambda op: self.states.load(op.subgroup, op.buffer),
             ("write", "storage_write"): lambda op: self.states.save(op.subgroup),
             # All gradients are on the host by then; the clip factor is already in the scalars.
@@ -109,7 +187,7 @@ class Store:
     @inputs.setter
     def inputs(self, inputs: StepInputs) -> None:
         self._inputs = inputs
-        self._speculative.begin_step()
+        self.speculative.begin_step()
         self._offloaded.clear()
 
     def subgroups_of(self, param: int) -> set[int]:
@@ -138,13 +216,11 @@ class Store:
     def use_scalars(self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None]) -> set[int]:
         """Set the parameters and the factors of the step, and use the speculative updates that have assumed them.
 
-        Returns:
-            The subgroups whose speculative update has assumed others, and must be done again.
-        """
+        Returns the subgroups whose speculative update has assumed others, and must be done again."""
         self._inputs.values, self._inputs.scalars = list(values), list(scalars)
         for subgroup in sorted(self._buffers.outdated_params & self._buffers.params.keys()):
             self._refresh_params(subgroup)
-        return self._speculative.use_valid(self._inputs.scalars)
+        return self.speculative.use_valid(self._inputs.scalars)
 
     def forget_params(self, changed: Collection[int]) -> None:
         """Read parameters, by their indices, again before an update on the CPU needs them, since they have changed."""
@@ -159,22 +235,10 @@ class Store:
             copy_now(self.device, "d2h", pairs)
         self._buffers.outdated_params.discard(number)
 
-    def invalidate_speculations(self) -> None:
-        """Let speculative updates be done again, since the state changes that they have read.
-
-        No operation may run meanwhile."""
-        self._speculative.invalidate()
-
     def apply_placement(self, plan: Plan, sizes: Sequence[int], kept_bytes: float = math.inf) -> None:
-        """Move state to where a plan has it when an iteration starts, and allocate the memory of the plan.
+        """Move state to where a plan has it when an iteration starts, and allocate blocks of `block_sizes`.
 
-        No operation may run meanwhile.
-
-        Args:
-            plan: The plan.
-            sizes: The `block_sizes` of the plan.
-            kept_bytes: Device memory that is free during the whole iteration, for state.
-        """
+        No operation may run meanwhile. `kept_bytes` of device memory are free during the whole iteration, for state."""
         self._returned.release()
         self.states.apply_placement(plan, sizes, kept_bytes)
         self._cast_subgroups = {op.subgroup for op in plan.ops if op.kind == "cast"}
@@ -184,12 +248,7 @@ class Store:
     def complete(self, plan: Plan, done: Sequence[bool]) -> None:
         """Complete a step on the CPU, subgroup by subgroup, after an operation failed; then no state is on the device.
 
-        Args:
-            plan: The plan of the step.
-            done: Whether each operation of the plan was done.
-
-        Raises:
-            EngineError: If an update failed: its state is lost.
+        `done` says which operations of the plan were done. Raises EngineError if an update failed: its state is lost.
         """
         # What the job has issued, gradients among it, is done.
         self.device.record("job").synchronize()
@@ -202,9 +261,9 @@ class Store:
         self.states.move_all_to_host()
         self._arena.release()
         for subgroup in range(len(self.subgroups)):
-            self._speculative.restore(subgroup)
+            self.speculative.restore(subgroup)
             is_complete = subgroup in updated and (subgroup not in on_cpu or subgroup in uploaded)
-            if is_complete and not self.states.is_loaded(subgroup):
+            if is_complete and not (self.states.is_stored(subgroup) and subgroup in self.states.on_host):
                 continue
             with self.states.on_host_now(subgroup):
                 if not is_complete:
@@ -212,14 +271,14 @@ class Store:
 
     def _complete_subgroup(self, subgroup: int, is_updated: bool) -> None:
         """Update a subgroup on the CPU, or only take its parameters from the master, and copy them to the device."""
-        self._buffers.ensure_params(subgroup)
+        self._buffers.ensure("upload", subgroup)
         if subgroup in self._buffers.outdated_params:
             self._refresh_params(subgroup)
         if is_updated:
             self._cast_master(subgroup)
         else:
             if subgroup not in self._offloaded:
-                self._buffers.ensure_gradient(subgroup)
+                self._buffers.ensure("gradient down", subgroup)
                 self._copy_gradient_to_host(subgroup)
                 self.device.record("d2h").synchronize()
             self._update_host_state(subgroup, self._buffers.params[subgroup])
@@ -233,32 +292,23 @@ class Store:
         self._arena.release()
         self._buffers.clear()
 
-    def _fetch(self, op: Op) -> None:
-        self.states.issue_to_device(op.subgroup)
-
     def _flush(self, op: Op) -> None:
-        if not self.states.is_on_device(op.subgroup):
+        if op.subgroup not in self.states.on_device:
             raise EngineError(f"the plan flushes subgroup {op.subgroup}, which is not on the device")
         self.states.issue_to_host(op.subgroup)
 
-    def _gradient_down(self, op: Op) -> None:
-        self._copy_gradient_to_host(op.subgroup)
-
-    def _gradient_up(self, op: Op) -> None:
-        self._returned.issue(op.subgroup, self.inputs, self._buffers.gradients[op.subgroup])
-
     def _update_on_cpu(self, op: Op) -> None:
         out = None if op.subgroup in self._cast_subgroups else self._buffers.params[op.subgroup]
-        if op.speculative and self._speculative.begin(op.subgroup, self.inputs.assumed):
+        if op.speculative and self.speculative.begin(op.subgroup, self.inputs.assumed):
             self._speculate(op.subgroup, out)
-            self._speculative.end(op.subgroup)
+            self.speculative.end(op.subgroup)
         else:
             self._update_host_state(op.subgroup, out)
 
     def _speculate(self, subgroup: int, out: torch.Tensor | None) -> None:
-        gradient, state = self._buffers.gradients[subgroup], self.states.on_host(subgroup)
+        gradient, state = self._buffers.gradients[subgroup], self.states.on_host[subgroup]
         ranges = replace(self.inputs, scalars=self.inputs.assumed).update_ranges(self.subgroups[subgroup])
-        spare = self._speculative.spare(subgroup)
+        spare = self.speculative.spare(subgroup)
         if spare is None:
             master, exp_avg, exp_avg_sq = state
             self._kernel.update_ranges(gradient, master, exp_avg, exp_avg_sq, out, ranges, self._cpu_share)
@@ -267,14 +317,14 @@ class Store:
 
     def _update_host_state(self, subgroup: int, out: torch.Tensor | None) -> None:
         gradient = self._buffers.gradients[subgroup]
-        master, exp_avg, exp_avg_sq = self.states.rows(subgroup, self.states.on_host(subgroup))
+        master, exp_avg, exp_avg_sq = state_rows(self.states.on_host[subgroup], self.subgroups[subgroup])
         self._corrupted.add(subgroup)
         ranges = self.inputs.update_ranges(self.subgroups[subgroup])
         self._kernel.update_ranges(gradient, master, exp_avg, exp_avg_sq, out, ranges, self._cpu_share)
         self._corrupted.discard(subgroup)
 
     def _update_on_gpu(self, op: Op) -> None:
-        rows = self.states.rows(op.subgroup, self.states.on_device(op.subgroup))
+        rows = state_rows(self.states.on_device[op.subgroup], self.subgroups[op.subgroup])
         is_returned = op.subgroup in self._returned
         inputs, updates = self.inputs, []
         for segment, scalars in inputs.updated_segments(self.subgroups[op.subgroup]):
@@ -290,17 +340,11 @@ class Store:
         self._corrupted.discard(op.subgroup)
         self._returned.give(op.subgroup)
 
-    def _cast_on_cpu(self, op: Op) -> None:
-        self._cast_master(op.subgroup)
-
     def _cast_master(self, subgroup: int) -> None:
         if self.subgroups[subgroup].has_remainders:
             # The update has written the parameters.
             return
-        self._buffers.params[subgroup].copy_(self.states.on_host(subgroup)[MASTER])
-
-    def _upload(self, op: Op) -> None:
-        self._copy_params_to_device(op.subgroup)
+        self._buffers.params[subgroup].copy_(self.states.on_host[subgroup][MASTER])
 
     def _copy_gradient_to_host(self, subgroup: int) -> None:
         buffer, inputs = self._buffers.gradients[subgroup], self.inputs

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from ebbtide.interleave.engine.devices.device import Device, copy_now
 from ebbtide.interleave.engine.numerics.host_arrays import row_stride
 from ebbtide.interleave.engine.runtime.arena import Arena, Block
-from ebbtide.interleave.engine.runtime.layout import Subgroup
-from ebbtide.interleave.engine.runtime.state_rows import MASTER, state_elements, state_rows, state_shape
+from ebbtide.interleave.engine.runtime.layout import MASTER, Subgroup, state_elements, state_rows, state_shape
 from ebbtide.interleave.engine.runtime.storage.stored_states import StoredStates
 from ebbtide.interleave.model.plan import Plan
 
@@ -38,55 +36,55 @@ class SubgroupStates:
         stored: StoredStates | None = None,
     ) -> None:
         self.subgroups = subgroups
-        self._stored = stored
+        self.stored = stored
         self._device = device
         self._arena = arena
         self._blocks: dict[int, Block] = {}
         # The plan for which the arena holds blocks.
         self._plan: Plan | None = None
-        self._on_host: dict[int, torch.Tensor] = dict(enumerate(host_buffers or ()))
+        self.on_host: dict[int, torch.Tensor] = dict(enumerate(host_buffers or ()))
         self._host_buffers = host_buffers
         # Host memory for the new state of a speculative update, while the old one is still needed.
-        self._spares: dict[int, torch.Tensor] = {}
+        self.spares: dict[int, torch.Tensor] = {}
         # Newer than the state on the host.
-        self._on_device: dict[int, torch.Tensor] = {}
+        self.on_device: dict[int, torch.Tensor] = {}
 
     @property
     def host_bytes(self) -> int:
         """Host memory of the states, in bytes."""
-        own = [state for subgroup, state in self._on_host.items() if not self.is_stored(subgroup)]
-        buffers = 0 if self._stored is None else self._stored.host_bytes
-        nbytes: int = buffers + sum(state.nbytes for state in (*own, *self._spares.values()))
+        own = [state for subgroup, state in self.on_host.items() if not self.is_stored(subgroup)]
+        buffers = 0 if self.stored is None else self.stored.host_bytes
+        nbytes: int = buffers + sum(state.nbytes for state in (*own, *self.spares.values()))
         return nbytes
 
     @property
     def storage_bytes(self) -> tuple[int, int]:
         """Bytes read from and written to storage so far."""
-        return (0, 0) if self._stored is None else (self._stored.read_bytes, self._stored.written_bytes)
+        return (0, 0) if self.stored is None else (self.stored.read_bytes, self.stored.written_bytes)
 
     def read(self, subgroup: int) -> torch.Tensor:
         """Return the state of a subgroup, on the host. The caller must not write to it."""
-        if subgroup not in self._on_device:
-            if subgroup not in self._on_host and self._stored is not None:
-                return self._stored.read(subgroup)
-            return self._on_host[subgroup]
+        if subgroup not in self.on_device:
+            if subgroup not in self.on_host and self.stored is not None:
+                return self.stored.read(subgroup)
+            return self.on_host[subgroup]
         state = torch.empty(state_shape(self.subgroups[subgroup]), dtype=torch.float32, device="cpu")
-        copy_now(self._device, "d2h", [(self._on_device[subgroup], state)])
+        copy_now(self._device, "d2h", [(self.on_device[subgroup], state)])
         return state
 
     def write(self, subgroup: int, state: torch.Tensor) -> None:
         """Set the state of a subgroup, on the host or the device."""
-        if subgroup in self._on_device:
-            copy_now(self._device, "h2d", [(state, self._on_device[subgroup])])
-        elif self._stored is not None and self.is_stored(subgroup):
-            self._stored.write(subgroup, state)
+        if subgroup in self.on_device:
+            copy_now(self._device, "h2d", [(state, self.on_device[subgroup])])
+        elif self.stored is not None and self.is_stored(subgroup):
+            self.stored.write(subgroup, state)
         else:
             self._allocated_on_host(subgroup).copy_(state)
 
     def copy_parts(self, subgroup: int, parts: Sequence[tuple[slice, Sequence[torch.Tensor]]]) -> None:
         """Copy elements of all rows of a state to tensors in host memory, one for each row."""
-        on_device = self._on_device.get(subgroup)
-        rows = self.rows(subgroup, self.read(subgroup) if on_device is None else on_device)
+        on_device = self.on_device.get(subgroup)
+        rows = state_rows(self.read(subgroup) if on_device is None else on_device, self.subgroups[subgroup])
         pairs = [(row[span], target) for span, targets in parts for row, target in zip(rows, targets, strict=True)]
         if on_device is not None:
             copy_now(self._device, "d2h", pairs)
@@ -97,9 +95,9 @@ class SubgroupStates:
     @contextmanager
     def edited_masters(self, subgroup: int, spans: Sequence[slice]) -> Iterator[list[torch.Tensor]]:
         """Provide some masters or remainders of a subgroup on the host, to change them. No operation may run."""
-        on_device = self._on_device.get(subgroup)
+        on_device = self.on_device.get(subgroup)
         state = self.read(subgroup) if on_device is None else on_device
-        parts = [self.rows(subgroup, state)[MASTER][span] for span in spans]
+        parts = [state_rows(state, self.subgroups[subgroup])[MASTER][span] for span in spans]
         if on_device is not None:
             edited = [torch.empty_like(part, device="cpu") for part in parts]
             copy_now(self._device, "d2h", list(zip(parts, edited, strict=True)))
@@ -107,111 +105,74 @@ class SubgroupStates:
             copy_now(self._device, "h2d", list(zip(edited, parts, strict=True)))
             return
         yield parts
-        if self._stored is not None and self.is_stored(subgroup):
+        if self.stored is not None and self.is_stored(subgroup):
             # Also where the state is in a buffer: it may be read again.
-            self._stored.write(subgroup, state)
-
-    def rows(self, subgroup: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the rows of a state of a subgroup: see `state_rows`."""
-        return state_rows(state, self.subgroups[subgroup])
+            self.stored.write(subgroup, state)
 
     def is_stored(self, subgroup: int) -> bool:
         """Return whether the plan has the state of a subgroup in storage."""
-        return self._stored is not None and self._stored.is_planned(subgroup)
-
-    def is_loaded(self, subgroup: int) -> bool:
-        """Return whether the state of a subgroup in storage is in a buffer."""
-        return self.is_stored(subgroup) and subgroup in self._on_host
-
-    def plan_storage(self, plan: Plan) -> None:
-        """Prepare the storage of a plan, so that states that it has there are written to it. See StoredStates."""
-        if self._stored is not None:
-            self._stored.prepare(plan)
+        return self.stored is not None and self.stored.is_planned(subgroup)
 
     def load(self, subgroup: int, buffer: int) -> None:
         """Read a state from storage into a buffer of the plan."""
-        assert self._stored is not None
-        self._on_host[subgroup] = self._stored.load(subgroup, buffer)
+        assert self.stored is not None
+        self.on_host[subgroup] = self.stored.load(subgroup, buffer)
 
     def save(self, subgroup: int) -> None:
         """Write the state in a buffer to storage; the buffer is free then."""
-        assert self._stored is not None
-        self._stored.save(subgroup, self._on_host[subgroup])
-        del self._on_host[subgroup]
+        assert self.stored is not None
+        self.stored.save(subgroup, self.on_host[subgroup])
+        del self.on_host[subgroup]
 
     def unload(self) -> None:
         """Forget what is in the buffers. No operation may run meanwhile, and none has changed it but in vain."""
-        for subgroup in [subgroup for subgroup in self._on_host if self.is_stored(subgroup)]:
-            del self._on_host[subgroup]
+        for subgroup in [subgroup for subgroup in self.on_host if self.is_stored(subgroup)]:
+            del self.on_host[subgroup]
 
     def reload(self, subgroup: int) -> None:
         """Read the state in a buffer again."""
-        assert self._stored is not None
-        self._stored.reload(subgroup, self._on_host[subgroup])
+        assert self.stored is not None
+        self.stored.reload(subgroup, self.on_host[subgroup])
 
     @contextmanager
     def on_host_now(self, subgroup: int) -> Iterator[torch.Tensor]:
         """Provide the host memory of a state, which is read from storage before and written to it after if it is
         there."""
-        if subgroup not in self._on_host and self._stored is not None:
-            self._on_host[subgroup] = self._stored.read(subgroup)
-        yield self._on_host[subgroup]
-        if self._stored is not None and self.is_stored(subgroup):
-            self._stored.write(subgroup, self._on_host.pop(subgroup))
-
-    def commit(self) -> dict[str, Any]:
-        """Return `StoredStates.commit` of all states. No operation may run meanwhile."""
-        assert self._stored is not None
-        return self._stored.commit(self.read)
-
-    def on_host(self, subgroup: int) -> torch.Tensor:
-        """Return the host memory of a state."""
-        return self._on_host[subgroup]
-
-    def spare(self, subgroup: int) -> torch.Tensor:
-        """Return the host memory for the new state of a speculative update."""
-        return self._spares[subgroup]
+        if subgroup not in self.on_host and self.stored is not None:
+            self.on_host[subgroup] = self.stored.read(subgroup)
+        yield self.on_host[subgroup]
+        if self.stored is not None and self.is_stored(subgroup):
+            self.stored.write(subgroup, self.on_host.pop(subgroup))
 
     def use_spare(self, subgroup: int) -> None:
         """Take the state in the spare as that of a subgroup; the memory of the old one is the spare from now on."""
-        self._on_host[subgroup], self._spares[subgroup] = self._spares[subgroup], self._on_host[subgroup]
-
-    def on_device(self, subgroup: int) -> torch.Tensor:
-        """Return the device memory of a state."""
-        return self._on_device[subgroup]
-
-    def is_on_device(self, subgroup: int) -> bool:
-        """Return whether the newest state of a subgroup is on the device."""
-        return subgroup in self._on_device
+        self.on_host[subgroup], self.spares[subgroup] = self.spares[subgroup], self.on_host[subgroup]
 
     def move_all_to_host(self) -> None:
         """Move all state to the host. No operation may run meanwhile."""
         self._plan = None
-        self._move(self._on_device.keys(), self.issue_to_host)
+        self._move(self.on_device.keys(), self.issue_to_host)
         for subgroup, buffer in enumerate(self._host_buffers or ()):
-            if self._on_host[subgroup] is not buffer:
+            if self.on_host[subgroup] is not buffer:
                 self.use_spare(subgroup)
-                buffer.copy_(self._spares[subgroup])
+                buffer.copy_(self.spares[subgroup])
 
     def apply_placement(self, plan: Plan, sizes: Sequence[int], kept_bytes: float) -> None:
         """Move state to where a plan has it when an iteration starts. No operation may run meanwhile.
 
-        Args:
-            sizes: The `block_sizes` of the plan.
-            kept_bytes: Device memory that may be held during the whole iteration; see `Arena.reserve`.
-        """
+        For the `block_sizes` of the plan and `kept_bytes` see `Arena.reserve`."""
         # Resident state has blocks of its size. Other blocks are used by one subgroup after the other.
         staying = {
             subgroup
-            for subgroup in plan.resident & self._on_device.keys()
+            for subgroup in plan.resident & self.on_device.keys()
             if self._blocks[subgroup].elements == state_elements(self.subgroups[subgroup])
         }
-        is_placed = staying == plan.resident and self._on_device.keys() == plan.resident | plan.parked
+        is_placed = staying == plan.resident and self.on_device.keys() == plan.resident | plan.parked
         self.unload()
         if plan is self._plan and is_placed:
             return
         self._plan = None
-        self._move(self._on_device.keys() - staying, self.issue_to_host)
+        self._move(self.on_device.keys() - staying, self.issue_to_host)
         self._follow_storage(plan)
         resident = [state_elements(self.subgroups[subgroup]) for subgroup in sorted(plan.resident - staying)]
         self._arena.reserve([*resident, *sizes], kept_bytes)
@@ -223,19 +184,19 @@ class SubgroupStates:
 
     def _follow_storage(self, plan: Plan) -> None:
         """Move states between host memory and storage as a plan has them."""
-        if self._stored is None:
+        if self.stored is None:
             return
-        self._stored.prepare(plan)
+        self.stored.prepare(plan)
         stored = plan.stored
-        for subgroup in stored & self._on_host.keys():
-            self._stored.move_in(subgroup, self._on_host.pop(subgroup))
+        for subgroup in stored & self.on_host.keys():
+            self.stored.move_in(subgroup, self.on_host.pop(subgroup))
         for subgroup in range(len(self.subgroups)):
-            if self._stored.has(subgroup) and subgroup not in stored:
-                self._stored.move_out(subgroup, self._allocated_on_host(subgroup))
+            if self.stored.has(subgroup) and subgroup not in stored:
+                self.stored.move_out(subgroup, self._allocated_on_host(subgroup))
 
     def issue_to_device(self, subgroup: int) -> None:
         """Issue the move of a state from the host to the device."""
-        host = self._on_host[subgroup]
+        host = self.on_host[subgroup]
         block = self._arena.take(state_elements(self.subgroups[subgroup]))
         state = block.memory[: host.numel()].view(host.shape)
         try:
@@ -244,12 +205,12 @@ class SubgroupStates:
         except BaseException:
             self._arena.give(block, self._device.record("h2d"))
             raise
-        self._on_device[subgroup], self._blocks[subgroup] = state, block
+        self.on_device[subgroup], self._blocks[subgroup] = state, block
 
     def issue_to_host(self, subgroup: int) -> None:
         """Issue the move of a state from the device to the host."""
-        self._device.copy("d2h", _row_pairs(self._on_device[subgroup], self._allocated_on_host(subgroup)))
-        del self._on_device[subgroup]
+        self._device.copy("d2h", _row_pairs(self.on_device[subgroup], self._allocated_on_host(subgroup)))
+        del self.on_device[subgroup]
         self._arena.give(self._blocks.pop(subgroup), self._device.record("d2h"))
 
     def release(self) -> None:
@@ -257,11 +218,11 @@ class SubgroupStates:
         for block in self._blocks.values():
             self._arena.give(block, self._device.record("d2h"))
         self._blocks.clear()
-        self._on_device.clear()
-        self._on_host.clear()
-        self._spares.clear()
-        if self._stored is not None:
-            self._stored.close()
+        self.on_device.clear()
+        self.on_host.clear()
+        self.spares.clear()
+        if self.stored is not None:
+            self.stored.close()
 
     def _move(self, subgroups: Collection[int], issue: Callable[[int], None]) -> None:
         """Move states, and return when they have moved, even if one cannot."""
@@ -275,21 +236,21 @@ class SubgroupStates:
     def _allocate_on_host(self, plan: Plan) -> None:
         """Allocate host memory for the states that a plan has there at some time, and release that of the others."""
         for subgroup in () if self._host_buffers is not None else plan.resident:
-            self._on_host.pop(subgroup, None)
+            self.on_host.pop(subgroup, None)
         stored = plan.stored
         needed = plan.speculated - stored
-        self._spares = {subgroup: spare for subgroup, spare in self._spares.items() if subgroup in needed}
+        self.spares = {subgroup: spare for subgroup, spare in self.spares.items() if subgroup in needed}
         for subgroup in range(len(self.subgroups)):
             if subgroup not in plan.resident and subgroup not in stored:
                 self._allocated_on_host(subgroup)
         # Of state in storage the file has the old version.
-        for subgroup in needed - self._spares.keys():
-            self._spares[subgroup] = self._allocate(subgroup)
+        for subgroup in needed - self.spares.keys():
+            self.spares[subgroup] = self._allocate(subgroup)
 
     def _allocated_on_host(self, subgroup: int) -> torch.Tensor:
-        if subgroup not in self._on_host:
-            self._on_host[subgroup] = self._allocate(subgroup)
-        return self._on_host[subgroup]
+        if subgroup not in self.on_host:
+            self.on_host[subgroup] = self._allocate(subgroup)
+        return self.on_host[subgroup]
 
     def _allocate(self, subgroup: int) -> torch.Tensor:
         params = self.subgroups[subgroup].params

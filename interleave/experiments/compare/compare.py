@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import struct
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from typing import Any, NamedTuple
+
+import torch
 
 from ebbtide import host_limits
 from ebbtide.errors import UserError
-from ebbtide.interleave.experiments.compare.baselines import BASELINES, run_baseline
-from ebbtide.interleave.experiments.compare.job import PhaseWaits, Shape, find_shape
 from ebbtide.interleave.experiments.compare.results import (
     BaselineResult,
     ComparedPolicy,
@@ -24,12 +29,21 @@ from ebbtide.interleave.experiments.compare.results import (
     phase_times,
 )
 from ebbtide.interleave.experiments.compare.runs import (
+    LR,
+    MAX_GRAD_NORM,
     CannotRun,
+    Job,
+    PhaseTimes,
+    PhaseWaits,
     PolicyRun,
+    Shape,
+    SteppingOptimizer,
     TrainingRun,
+    find_shape,
     needs_streamed,
     overlap_of,
     run_policy,
+    train,
 )
 from ebbtide.interleave.experiments.compare.testbed import StorageFolders, Testbed, find_testbed
 from ebbtide.interleave.model.schedule import Schedule
@@ -51,6 +65,8 @@ _EXTRA_SUBGROUPS = 3
 
 # Called with the name of the current run, the iterations that are finished, and the number of all iterations.
 ProgressCallback = Callable[[str, int, int], object]
+# InterleavedAdamW's default.
+_WEIGHT_DECAY = 0.01
 
 
 @dataclass(frozen=True)
@@ -60,14 +76,11 @@ class CompareConfig:
     Attributes:
         policies: Policies to run; None for those of POLICIES that can run here.
         iterations: Iterations per policy, warm-up included.
-        params: Approximate number of parameters of the model.
         subgroup_params: Parameters per subgroup; None for a tenth of the model.
         memory_budget: Bytes of device memory for optimizer state; None for half of the state and three subgroups.
         link_bytes_per_s: Rate of an emulated link per direction; None for the default of `find_testbed`.
         machine: Machine to predict with; None to measure this one.
         waits: Times that forward and backward wait in addition to their arithmetic; None for the default.
-        baselines: Names in BASELINES of other optimizers to measure.
-        seed: Seed of weights and tokens.
         storage: Folders for state that host memory does not hold; empty for none.
         host_bytes: With storage: bytes of host memory for state and buffers; None for what gradients, parameters, half
             of the state and three subgroups need.
@@ -90,8 +103,7 @@ class CompareConfig:
 def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None) -> Comparison:
     """Train under each policy, one after the other, and predict each plan that ran.
 
-    Raises:
-        UserError: A policy or setting is invalid, or a policy that was given cannot run here.
+    Raises UserError where a policy or setting is invalid, or a policy that was given cannot run here.
     """
     policies = list(dict.fromkeys(config.policies or POLICIES))
     shape = _checked_shape(config, policies)
@@ -142,11 +154,7 @@ def _part_of_state(shape: Shape, subgroup_params: int) -> float:
 
 
 def _storage_limits(config: CompareConfig, shape: Shape, subgroup_params: int) -> StorageFolders | None:
-    """Return the folders and the host memory of a comparison with storage, None of one without.
-
-    Raises:
-        UserError: Host memory was given, and no folder.
-    """
+    """Return the folders and the host memory of a comparison with storage, None of one without."""
     if not config.storage:
         if config.host_bytes is not None:
             raise UserError("--host-free-bytes is for runs with storage: add --storage FOLDER")
@@ -160,9 +168,6 @@ def _waits(config: CompareConfig, policies: Sequence[str], testbed: Testbed, sha
 
     Updates beside the step need phases to run in, which take no core of the CPU that runs updates: by default, on an
     emulated device, a forward as long as all updates on the CPU take, and a backward twice as long.
-
-    Raises:
-        UserError: Waits were given, and the device is a GPU.
     """
     if config.waits is not None:
         if any(config.waits) and not testbed.emulated:
@@ -240,3 +245,88 @@ def _baseline(name: str, training: TrainingRun, testbed: Testbed) -> BaselineRes
     return BaselineResult(
         name, BASELINES[name].description, iteration_ms, **phases_ms, final_loss=shown[-1], losses=shown
     )
+
+
+class _ClippedOptimizer:
+    """Gradient clipping before an optimizer that takes half-precision parameters."""
+
+    def __init__(self, params: list[Any], optimizer: Any) -> None:
+        self._params = params
+        self._optimizer = optimizer
+
+    def step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self._params, MAX_GRAD_NORM)
+        self._optimizer.step()
+
+
+class _MasterOptimizer:
+    """An optimizer of fp32 masters, with the copies and casts that half-precision parameters need."""
+
+    def __init__(self, params: list[Any], device: torch.device, make: Callable[[list[Any]], Any]) -> None:
+        self._params = params
+        self._masters = [param.detach().to(device, torch.float32, copy=True) for param in params]
+        for master in self._masters:
+            master.grad = torch.zeros_like(master)
+        self._optimizer = make(self._masters)
+
+    def step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self._params, MAX_GRAD_NORM)
+        for param, master in zip(self._params, self._masters, strict=True):
+            master.grad.copy_(param.grad)
+        self._optimizer.step()
+        for param, master in zip(self._params, self._masters, strict=True):
+            param.detach().copy_(master)
+
+
+def _torch(params: list[Any]) -> SteppingOptimizer:
+    def make(masters: list[Any]) -> Any:
+        return torch.optim.AdamW(masters, lr=LR, weight_decay=_WEIGHT_DECAY, fused=True)
+
+    return _MasterOptimizer(params, params[0].device, make)
+
+
+def _deepspeed(params: list[Any]) -> SteppingOptimizer:
+    adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+    settings = {"lr": LR, "weight_decay": _WEIGHT_DECAY, "adamw_mode": True, "fp32_optimizer_states": True}
+    return _MasterOptimizer(params, torch.device("cpu"), lambda masters: adam(masters, **settings))
+
+
+def _torchao(params: list[Any]) -> SteppingOptimizer:
+    offload = importlib.import_module("torchao.optim").CPUOffloadOptimizer
+    if params[0].device.type != "cuda":
+        raise CannotRun("it needs a GPU")
+    return _ClippedOptimizer(params, offload(params, torch.optim.AdamW, lr=LR, weight_decay=_WEIGHT_DECAY, fused=True))
+
+
+class Baseline(NamedTuple):
+    """Another optimizer: a description for the user, and a function that makes it for the parameters of a job."""
+
+    description: str
+    make: Callable[[list[Any]], SteppingOptimizer]
+
+
+BASELINES = {
+    "torch": Baseline("fused AdamW of fp32 masters on the device itself", _torch),
+    "deepspeed": Baseline("CPU Adam of fp32 masters", _deepspeed),
+    "torchao": Baseline("CPUOffloadOptimizer, which keeps its state in the parameters' precision", _torchao),
+}
+
+
+def run_baseline(name: str, training: TrainingRun, testbed: Testbed) -> tuple[list[PhaseTimes], list[float]]:
+    """Train with another optimizer and return the times and the loss of each iteration."""
+    job = Job(training.shape, training.seed, testbed.device, training.waits)
+    times: list[PhaseTimes] = []
+    # Some of them print as they are imported, and stdout is for the result.
+    with redirect_stdout(sys.stderr):
+        try:
+            optimizer = BASELINES[name].make(job.params)
+        except ImportError as error:
+            installed = find_spec(name) is not None
+            raise CannotRun(
+                f"unsupported version: {error}" if installed else f"not installed: pip install {name}"
+            ) from None
+        except CannotRun:
+            raise
+        except Exception as error:
+            raise CannotRun(f"it fails to start here: {error!r}") from error
+        return times, train(job, optimizer, training, times.append)

@@ -11,10 +11,20 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch, Rectangle
 
 from ebbtide.analysis.plot import PHASE_COLORS
-from ebbtide.interleave.experiments.compare.results import ComparedPolicy, Comparison
-from ebbtide.interleave.experiments.compare.summary_picture import POLICY_HEIGHT, draw_summary
+from ebbtide.interleave.advise.pictures.policy_bars import (
+    FONT_SIZE,
+    PolicyBar,
+    byte_columns,
+    draw_bytes,
+    draw_iterations,
+    legend_patches,
+    time_limit_ms,
+    width_ratios,
+)
+from ebbtide.interleave.advise.pictures.replay import OPERATION_EDGE, OPERATION_LOOKS, resource_lanes
+from ebbtide.interleave.experiments.compare.results import ComparedBytes, ComparedPolicy, Comparison
 from ebbtide.interleave.model.schedule import Schedule
-from ebbtide.interleave.replay.schedule_picture import OPERATION_EDGE, OPERATION_LOOKS, resource_lanes
+from ebbtide.phases import PHASES
 
 matplotlib.use("Agg")
 
@@ -30,6 +40,8 @@ _SHADES: dict[str, dict[str, Any]] = {
     "forward": {"facecolor": PHASE_COLORS["forward"], "alpha": 0.16},
 }
 _SHADE_NAMES = {"backward": "backward before it", "forward": "next forward"}
+# Distances between the two bars of a policy, and between policies.
+_PAIR_STEP, _POLICY_STEP = 0.72, 1.75
 
 
 def draw_comparison(comparison: Comparison) -> Figure:
@@ -143,3 +155,44 @@ def _legend(schedules: Sequence[Schedule]) -> list[Any]:
     patches = [Patch(**looks, **OPERATION_EDGE, label=kind) for kind, looks in OPERATION_LOOKS.items() if kind in kinds]
     patches += [Patch(**shade, label=_SHADE_NAMES[phase]) for phase, shade in _SHADES.items()]
     return [*patches, matplotlib.lines.Line2D([], [], **_END, label="end of the update")]
+
+
+# Height of a policy in inches.
+POLICY_HEIGHT = 0.5
+
+
+def draw_summary(figure: SubFigure, results: list[ComparedPolicy]) -> None:
+    """Draw two bars per policy in each panel, and a legend below them."""
+    bars = [bar for number, result in enumerate(results) for bar in _pair(result, number * _POLICY_STEP)]
+    columns = byte_columns(bars)
+    axes, *byte_axes = figure.subplots(
+        1, 1 + len(columns), squeeze=False, sharey=True, width_ratios=width_ratios(columns)
+    )[0]
+    draw_iterations(axes, bars)
+    axes.set_xlim(0, time_limit_ms(bars))
+    axes.set_xlabel("median time of an iteration (ms)")
+    axes.tick_params(axis="y", labelsize=FONT_SIZE, length=0)
+    for panel, column in zip(byte_axes, columns, strict=True):
+        draw_bytes(panel, column, bars)
+    handles = legend_patches(bars)
+    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=FONT_SIZE)
+
+
+def _pair(result: ComparedPolicy, position: float) -> list[PolicyBar]:
+    remark = "" if result.is_exact else "LOSSES DIFFER"
+    return [
+        PolicyBar(
+            name=f"{result.policy}  measured" if half == "measured" else "predicted",
+            phases_ms={phase: getattr(result.times[phase], half) for phase in PHASES},
+            **_bytes(result.memory, half),
+            remark=remark if half == "measured" else "",
+            is_faint=half == "predicted",
+            position=position + (0.0 if half == "measured" else _PAIR_STEP),
+            median_ms=getattr(result.times["iteration"], half),
+        )
+        for half in ("measured", "predicted")
+    ]
+
+
+def _bytes(memory: ComparedBytes, half: str) -> dict[str, float]:
+    return {f"{name}_bytes": getattr(getattr(memory, name), half) for name in ("device", "host", "storage")}

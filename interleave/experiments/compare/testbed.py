@@ -10,14 +10,13 @@ import torch
 
 from ebbtide import host_limits
 from ebbtide.interleave.calibrate import cpu, host_memory
-from ebbtide.interleave.calibrate.adamw import KERNEL_BYTES, OnePassAdamW
+from ebbtide.interleave.calibrate.cpu import KERNEL_BYTES, OnePassAdamW
 from ebbtide.interleave.calibrate.ranks import Ranks
-from ebbtide.interleave.calibrate.record import Record, Setup
+from ebbtide.interleave.calibrate.record import Record, Setup, measure_time
 from ebbtide.interleave.calibrate.run import calibrate
-from ebbtide.interleave.calibrate.timing import measure_time
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES
-from ebbtide.interleave.engine.runtime.storage.options import StorageOptions
+from ebbtide.interleave.engine.runtime.storage.stored_states import StorageOptions
 from ebbtide.machines.machine import Machine, machine_from
 
 # Slow enough to leave the cores to the updates, which share them with the emulated device.
@@ -42,10 +41,6 @@ class Testbed:
     """The device and machine of all runs of a comparison.
 
     Attributes:
-        device: Device of the model.
-        name: Name of the device.
-        machine: Rates to plan and predict with.
-        memory_budget: Bytes of device memory for optimizer state.
         link_bytes_per_s: Rate of an emulated link per direction; None for a GPU.
         threads: CPU threads of updates; None for the default of the kernel.
         storage: Folders for state that host memory does not hold, the paths of the machine's storage; empty: none. The
@@ -88,7 +83,6 @@ def find_testbed(
     """Return the GPU of this machine, or an emulated device without a GPU or if a link rate is given.
 
     Args:
-        params: Parameters of the job.
         memory_budget: Bytes of device memory for optimizer state.
         link_bytes_per_s: Rate of the emulated link per direction; None for a GPU if there is one, else 1e9.
         machine: Rates to predict with; None to measure them. Link and GPU of an emulated device always have its rates.

@@ -2,33 +2,185 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard
 
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator
 
 from ebbtide.analysis.plot.text import plain_text, shorten_text
-from ebbtide.interleave.experiments.sweep.bars import draw_bars
-from ebbtide.interleave.experiments.sweep.grid import Axis, Grid
-from ebbtide.interleave.experiments.sweep.panels import (
-    BOUND,
-    COMPUTE,
-    FITS,
-    ITERATION,
-    byte_quantities,
-    draw_lines,
-    has_figures,
-    scale_lines,
+from ebbtide.interleave.advise.pictures.policy_bars import (
+    FONT_SIZE,
+    PolicyBar,
+    byte_columns,
+    draw_bytes,
+    draw_iterations,
+    figure_width,
+    legend_patches,
+    remark_of,
+    time_limit_ms,
+    width_ratios,
 )
+from ebbtide.interleave.experiments.sweep.best import Axis, Grid
 from ebbtide.interleave.experiments.sweep.task import Row
+from ebbtide.phases import OTHER, PHASES
+from ebbtide.units import count_text
 
-_NAME_SIZE = 10.0
+COMPUTE: dict[str, Any] = {"facecolor": "#d9d9d9", "edgecolor": "none"}
+BOUND: dict[str, Any] = {"color": "#222222", "lw": 1.2, "ls": (0, (1, 1.2))}
+# Colours that colour-blind readers can distinguish, and lines and marks that differ in grey print.
+_STYLES: tuple[dict[str, Any], ...] = (
+    {"color": "#222222", "marker": "o", "ls": "solid"},
+    {"color": "#d55e00", "marker": "s", "ls": (0, (6, 1.5))},
+    {"color": "#0072b2", "marker": "^", "ls": (0, (4, 1, 1, 1))},
+    {"color": "#009e73", "marker": "D", "ls": (0, (3, 1))},
+    {"color": "#b0517f", "marker": "v", "ls": (0, (8, 1.5, 1, 1.5))},
+    {"color": "#c98500", "marker": "P", "ls": (0, (2, 1))},
+    {"color": "#56a0d3", "marker": "X", "ls": "solid"},
+    {"color": "#777777", "marker": "*", "ls": (0, (6, 1.5))},
+)
+
+# Times that differ by more than this factor are drawn on a logarithmic scale.
+_MAX_LINEAR_RATIO = 3.0
+
+Points = Mapping[tuple[str, Any], Row]
 # Widths of a character of the legend, and of a handle and the gap beside it.
 _CHARACTER_POINTS, _HANDLE_CHARACTERS = 4.7, 8
+
+
+class Quantity(NamedTuple):
+    """A figure that panels of lines show: its label with the unit, its value in a row, and the relative height."""
+
+    label: str
+    value: Callable[[Row], float]
+    height: float
+
+
+ITERATION = Quantity("iteration (s)", lambda row: row["iteration_ms"] / 1e3, 2.4)
+_BYTES = (
+    Quantity("device\nmemory (GB)", lambda row: row["peak_device_bytes"] / 1e9, 1.0),
+    Quantity("host\nmemory (GB)", lambda row: row["host_bytes"] / 1e9, 1.0),
+    Quantity(
+        "storage\ntraffic (GB)", lambda row: (row["storage_read_bytes"] + row["storage_written_bytes"]) / 1e9, 1.0
+    ),
+)
+
+
+@dataclass(frozen=True)
+class FitStyle:
+    """The style that shows whether a plan fits."""
+
+    name: str
+    filled: str
+
+    def mark(self, color: str) -> dict[str, Any]:
+        face = "white" if self.filled == "none" else color
+        fill = "left" if self.filled == "left" else "full"
+        return {"color": color, "mfc": face, "markerfacecoloralt": "white", "fillstyle": fill, "ls": "none", "ms": 6.5}
+
+    def handle(self, axes: Axes) -> Artist:
+        """Return the entry for the legend."""
+        return axes.plot([], [], label=self.name, marker="o", **self.mark("#222222"))[0]
+
+
+FITS = {
+    True: FitStyle("fits", "all"),
+    False: FitStyle("does not fit", "none"),
+    None: FitStyle("fits: not known", "left"),
+}
+
+
+def byte_quantities(rows: Iterable[Row]) -> list[Quantity]:
+    """Return what is drawn below the iterations: each kind of bytes that is not 0 in every row."""
+    shown = [row for row in rows if row["error"] is None]
+    return [quantity for quantity in _BYTES if any(map(quantity.value, shown))]
+
+
+def draw_lines(axes: Axes, grid: Grid, points: Points, quantity: Quantity) -> None:
+    """Draw a line per policy over the values of the swept axis, which are drawn at equal distances.
+
+    Behind the iterations are the time without the optimizer, and the bound.
+    """
+    assert grid.axis is not None
+    positions = np.arange(len(grid.ticks))
+    if quantity is ITERATION:
+        axes.fill_between(positions, _axis_values(grid, points, "compute_ms"), lw=0, **COMPUTE)
+    for policy, style in zip(grid.policies, _STYLES, strict=False):
+        rows = [points.get((policy, tick)) for tick in grid.ticks]
+        values = np.array([quantity.value(row) if has_figures(row) else np.nan for row in rows])
+        axes.plot(positions, values, lw=1.3, ms=0, color=style["color"], ls=style["ls"])
+        for position, value, row in zip(positions, values, rows, strict=True):
+            if has_figures(row):
+                axes.plot(position, value, marker=style["marker"], **FITS[row["fits"]].mark(style["color"]))
+        is_exact = all(row["exact"] for row in rows if has_figures(row))
+        axes.plot([], [], label=policy if is_exact else f"{policy} (not exact)", lw=1.3, ms=6, **style)
+    if quantity is ITERATION:
+        bounds = [least_bound(points.get((policy, tick)) for policy in grid.policies) for tick in grid.ticks]
+        axes.plot(positions, bounds, **BOUND)
+    axes.set_xticks(
+        positions, [grid.axis.text(tick) + _params_text(grid, points, tick) for tick in grid.ticks], fontsize=8.5
+    )
+    axes.set_xlim(-0.3, len(positions) - 0.7)
+
+
+def scale_lines(row_axes: Sequence[Axes], axis: Axis, quantity: Quantity) -> None:
+    """Give the panels of a row the same vertical axis, from 0.
+
+    Times over the number of parameters have a logarithmic one, so that policies are as far apart at each size.
+    """
+    low, high = min(axes.dataLim.minposy for axes in row_axes), max(axes.dataLim.y1 for axes in row_axes)
+    for axes in row_axes:
+        is_time = quantity is ITERATION
+        if not is_time or axis.column != "scale_params" or not 0 < high < np.inf or high < _MAX_LINEAR_RATIO * low:
+            axes.set_ylim(0, max(high, 0) * (1.05 if is_time else 1.15) or 1)
+            continue
+        axes.set_yscale("log")
+        axes.set_ylim(low * 0.8, high * 1.15)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
+
+
+def has_figures(row: Row | None) -> TypeGuard[Row]:
+    """Return whether there is a row, and it has figures instead of an error."""
+    return row is not None and row["error"] is None
+
+
+def least_bound(rows: Iterable[Row | None]) -> float:
+    """Return the bound in seconds of all of some rows: that with the widest overlap; NaN without any."""
+    bounds = [seconds for row in rows if not np.isnan(seconds := _seconds(row, "bound_overlap_iteration_ms"))]
+    return min(bounds, default=np.nan)
+
+
+def _seconds(row: Row | None, column: str) -> float:
+    """Return a figure in seconds; NaN if the row does not have it."""
+    return row[column] / 1e3 if has_figures(row) else np.nan
+
+
+def _axis_values(grid: Grid, points: Points, column: str) -> Sequence[float]:
+    """Return a figure in seconds at each tick, of a column that is the same for every policy."""
+    values = []
+    for tick in grid.ticks:
+        policy_seconds = (_seconds(points.get((policy, tick)), column) for policy in grid.policies)
+        values.append(next((seconds for seconds in policy_seconds if not np.isnan(seconds)), np.nan))
+    return values
+
+
+def _params_text(grid: Grid, points: Points, tick: float) -> str:
+    """Return the number of parameters at a tick of the `scale_params` axis; empty for other axes."""
+    if grid.axis is None or grid.axis.column != "scale_params":
+        return ""
+    rows = (row for policy in grid.policies if has_figures(row := points.get((policy, tick))))
+    return next((f"\n{count_text(row['params'])}" for row in rows), "")
+
+
+_NAME_SIZE = 10.0
 # Height of a line of the legend, inches.
 _LEGEND_LINE = 0.18
 
@@ -42,9 +194,6 @@ def draw_sweep(rows: Sequence[Row]) -> Figure:
     """Draw the iteration, device and host memory and traffic of storage of each policy.
 
     They are lines over the swept column with most values, or bars if none was swept.
-
-    Raises:
-        UserError: There are more panels or policies than anybody can read.
     """
     grid = Grid.of(rows)
     figure = draw_bars(grid) if grid.axis is None else _draw_lines(grid, grid.axis)
@@ -136,3 +285,69 @@ def _write_message(axes: Axes, text: str) -> None:
         "color": "#444444",
     }
     axes.text(0.5, 0.5, plain_text(text), wrap=True, parse_math=False, **style)
+
+
+_REASON: dict[str, Any] = {"fontsize": 8, "color": "#444444", "wrap": True, "parse_math": False, "va": "center"}
+
+
+def draw_bars(grid: Grid) -> Figure:
+    """Draw a row of panels per workload and machine, and in it a bar per policy.
+
+    All machines of a workload have the same scale.
+    """
+    groups = [
+        [(machine, grid.points(panel_row, machine)) for machine in grid.machines] for panel_row in grid.panel_rows
+    ]
+    all_bars = [[_bars(grid, points) for _, points in group] for group in groups]
+    columns = byte_columns([bar for group in all_bars for bars in group for bar in bars])
+    count = len(grid.panel_rows) * len(grid.machines)
+    size = (figure_width(columns), 0.9 + (0.75 + 0.36 * len(grid.policies)) * count)
+    figure = Figure(figsize=size, layout="constrained", dpi=130)
+    FigureCanvasAgg(figure)
+    all_axes = figure.subplots(count, 1 + len(columns), squeeze=False, width_ratios=width_ratios(columns))
+    rows = iter(all_axes)
+    for panel_row, group, group_bars in zip(grid.panel_rows, groups, all_bars, strict=True):
+        flat = [bar for bars in group_bars for bar in bars]
+        bounds_ms = [1e3 * least_bound(points.values()) for _, points in group]
+        longest_bound = max((bound for bound in bounds_ms if not np.isnan(bound)), default=None)
+        limit_ms = time_limit_ms(flat, longest_bound)
+        for (machine, points), bars, bound_ms in zip(group, group_bars, bounds_ms, strict=True):
+            axes, *byte_axes = next(rows)
+            draw_iterations(axes, bars, None if np.isnan(bound_ms) else bound_ms, "bound")
+            axes.set_xlim(0, limit_ms)
+            axes.set_xlabel("")
+            name = f"{plain_text(panel_row.name)} on {plain_text(machine)}"
+            axes.set_title(
+                shorten_text(figure, name, _NAME_SIZE, 5.5 * 72), fontsize=_NAME_SIZE, loc="left", parse_math=False
+            )
+            for panel, column in zip(byte_axes, columns, strict=True):
+                draw_bytes(panel, column, bars, max(map(column.bytes_of, flat)))
+                panel.set_ylim(axes.get_ylim())
+            if not any(bar.phases_ms for bar in bars):
+                reason = next((str(row["error"]) for row in points.values()), "not in the sweep")
+                axes.text(0.02, 0.5, plain_text(reason), transform=axes.transAxes, **_REASON)
+    all_axes[-1][0].set_xlabel("time of an iteration (ms), simulated")
+    lines: Sequence[Artist] = next((list(axes.lines) for axes in all_axes[:, 0] if axes.lines), [])
+    handles = [*legend_patches([bar for group in all_bars for bars in group for bar in bars]), *lines]
+    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=FONT_SIZE)
+    return figure
+
+
+def _bars(grid: Grid, points: Points) -> list[PolicyBar]:
+    return [_bar(policy, number, points) for number, policy in enumerate(grid.policies)]
+
+
+def _bar(policy: str, number: int, points: Points) -> PolicyBar:
+    row = points.get((policy, None))
+    if not has_figures(row):
+        is_alone = not any(map(has_figures, points.values()))
+        return PolicyBar(policy, remark="" if is_alone else "no result", position=number)
+    return PolicyBar(
+        name=policy,
+        phases_ms={phase: row[f"{phase}_ms"] for phase in (OTHER, *PHASES)},
+        device_bytes=row["peak_device_bytes"],
+        host_bytes=row["host_bytes"],
+        storage_bytes=row["storage_read_bytes"] + row["storage_written_bytes"],
+        remark=remark_of(row["fits"], row["exact"]),
+        position=number,
+    )

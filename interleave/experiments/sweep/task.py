@@ -1,22 +1,210 @@
-"""One combination of a sweep: its input and its row are plain data, so that it can run in any process."""
+"""Combinations of a sweep, whose input and rows are plain data, so that they can run in any process."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, TypeAlias, TypeVar
 
 import ebbtide
-from ebbtide.errors import UserError
-from ebbtide.interleave.experiments.sweep.scenario import Scenario
+from ebbtide.errors import UserError, WorkloadError
+from ebbtide.interleave.advise.job.inputs import resolve_machine, resolve_workload
+from ebbtide.interleave.advise.replay import replay
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES
-from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.replay.results import replay
+from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
+from ebbtide.machines.catalog import find_machine
 from ebbtide.machines.machine import Machine, machine_from
+from ebbtide.profiler.trace import Trace, open_trace
+from ebbtide.workers import WorkerDied
+
+# With more of them one replay takes minutes and gigabytes.
+_MAX_SUBGROUPS = 100_000
+Named = TypeVar("Named", Workload, Machine)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Changes to a workload; the defaults leave it as it is.
+
+    Attributes:
+        scale_params: Factor for the number of parameters. Forward and backward times grow by the same factor (the same
+            operations per parameter and token); free memory shrinks by the half-precision parameters; activations stay.
+        free_bytes: Lowest value of the free device memory, as a longer sequence or a larger batch would change it. Used
+            memory at other times is scaled by the same factor, so that windows remain (see `with_min_free`).
+        host_free_bytes: Host memory that a plan may use; the state beyond it is in storage, where the machine has some.
+    """
+
+    scale_params: float = 1.0
+    free_bytes: float | None = None
+    subgroup_params: int | None = None
+    host_free_bytes: float | None = None
+
+    def apply_to(self, workload: Workload) -> Workload:
+        """Return the changed workload."""
+        if self.scale_params != 1:
+            workload = _scaled(workload, self.scale_params, shrink_free=self.free_bytes is None)
+        if self.free_bytes is not None:
+            workload = replace(workload, gpu_free=with_min_free(workload.gpu_free, self.free_bytes))
+        if self.subgroup_params is not None:
+            workload = replace(workload, sizes=None, subgroup_params=min(self.subgroup_params, workload.params))
+        if self.host_free_bytes is not None:
+            workload = replace(workload, host_free_bytes=self.host_free_bytes)
+        if workload.params / workload.subgroup_params > _MAX_SUBGROUPS:
+            raise WorkloadError(f"more than {_MAX_SUBGROUPS:,} subgroups: choose larger ones")
+        return workload
+
+
+def with_min_free(free: FreeMemorySteps | None, min_bytes: float) -> FreeMemorySteps:
+    """Return a step function of free memory whose lowest value is `min_bytes`.
+
+    The highest value stays: it is the memory that the job never uses. The memory in use beyond that is scaled. A
+    function that is None, or never higher than `min_bytes`, becomes constant.
+    """
+    sizes = [size for _, size in free or ()]
+    low, high = min(sizes, default=min_bytes), max(sizes, default=min_bytes)
+    if free is None or min_bytes >= high or low == high:
+        return ((0.0, min_bytes),)
+    factor = (high - min_bytes) / (high - low)
+    # The lowest value is exact, regardless of rounding.
+    return tuple(
+        (start_s, max(min_bytes, high - (high - size) * factor) if size > low else min_bytes) for start_s, size in free
+    )
+
+
+def _scaled(workload: Workload, factor: float, shrink_free: bool) -> Workload:
+    """Scale the number of parameters; `shrink_free`: subtract the additional parameters from the free memory."""
+    params = round(workload.params * factor)
+    if params < 1:
+        raise WorkloadError(f"{factor:g} times {workload.params:,} parameters is less than one parameter")
+    # Recorded subgroups are whole tensors: after scaling, each gets their mean number of parameters.
+    mean_params = (
+        -(-workload.params // len(workload.subgroups)) if workload.sizes is not None else workload.subgroup_params
+    )
+    added_bytes = (params - workload.params) * workload.param_bytes if shrink_free else 0.0
+    free = workload.gpu_free
+    if free is not None:
+        free = tuple((_scaled_time(start_s, workload, factor), size - added_bytes) for start_s, size in free)
+        missing_bytes = -min(size for _, size in free)
+        if missing_bytes > 0:
+            raise WorkloadError(
+                f"{factor:g} times the parameters do not fit: they need {missing_bytes / 1e9:.3g} GB more device memory"
+            )
+    return replace(
+        workload,
+        params=params,
+        subgroup_params=min(mean_params, params),
+        sizes=None,
+        forward_s=workload.forward_s * factor,
+        backward_s=workload.backward_s * factor,
+        gpu_free=free,
+    )
+
+
+def _scaled_time(time_s: float, workload: Workload, factor: float) -> float:
+    """Return a time of the iteration in s after forward and backward have become `factor` times as long."""
+    in_compute_s = min(max(time_s - workload.other_s, 0.0), workload.forward_s + workload.backward_s)
+    return time_s + in_compute_s * (factor - 1)
+
+
+def find_pairs(
+    traces: Sequence[Path], files: Sequence[Path], machines: Sequence[str]
+) -> list[tuple[Workload, Machine]]:
+    """Pair each workload with each machine.
+
+    Without machines each trace goes with its recorded one. Different workloads or machines with the same name are named
+    by their paths instead.
+    """
+    sources: list[tuple[Trace | None, Path]] = [
+        *((open_trace(path), path) for path in traces),
+        *((None, path) for path in files),
+    ]
+    workloads = _distinct_names(
+        [(resolve_workload(trace, None if trace else path), str(path)) for trace, path in sources]
+    )
+    if machines:
+        named_machines = _distinct_names([(find_machine(text), text) for text in machines])
+        return [(workload, machine) for workload in workloads for machine in named_machines]
+    recorded = _distinct_names([(resolve_machine(None, trace), f"the machine of {path}") for trace, path in sources])
+    return list(zip(workloads, recorded, strict=True))
+
+
+def _distinct_names(items: Sequence[tuple[Named, str]]) -> list[Named]:
+    """Rename each item to its source if another item has the same name and differs from it."""
+    return [
+        replace(item, name=source) if any(item.name == other.name and item != other for other, _ in items) else item
+        for item, source in items
+    ]
+
 
 Task = dict[str, Any]
 Row = dict[str, Any]
+# Runs a function on tasks by key, and yields (key, outcome) as each is finished.
+TaskRunner: TypeAlias = Callable[[Callable[[Task], Row], Mapping[str, Task]], Iterator[tuple[str, Row | WorkerDied]]]
+
+
+def journal_path(output: Path) -> Path:
+    """Return the path of the journal of an output file."""
+    return output.with_name(f"{output.name}.unfinished")
+
+
+class Journal:
+    """A file of JSON lines, one per finished row with the key of its task.
+
+    It is next to the output until all rows are finished. A row survives the end of this process as soon as `add`
+    returns. An incomplete line is ignored.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+
+    def __enter__(self) -> Journal:
+        """Open the file. Raises UserError if it cannot be written."""
+        try:
+            self._file = self._path.open("a+b", buffering=0)
+            # An incomplete last line of an earlier run must not spoil the first line of this one.
+            if self._file.tell() and not self._path.read_bytes().endswith(b"\n"):
+                self._file.write(b"\n")
+        except OSError as error:
+            raise UserError(f"cannot write {self._path}: {error.strerror or error}") from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._file is not None
+        self._file.close()
+        with contextlib.suppress(FileNotFoundError):
+            if not self._path.stat().st_size:
+                self._path.unlink()
+
+    def rows(self) -> dict[str, Row]:
+        """Return the finished rows by the keys of their tasks."""
+        rows = {}
+        for json_line in self._path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                entry = json.loads(json_line)
+                rows[str(entry["key"])] = dict(entry["row"])
+        return rows
+
+    def add(self, key: str, row: Row) -> None:
+        """Append a finished row. Raises UserError if the disk is full."""
+        assert self._file is not None
+        try:
+            self._file.write(json.dumps({"key": key, "row": row}).encode() + b"\n")
+        except OSError as error:
+            raise UserError(f"cannot write {self._path}: {error.strerror or error}") from None
+
+    def delete(self) -> None:
+        """Delete the file, once all rows are in the output."""
+        self._path.unlink(missing_ok=True)
 
 
 def make_task(workload: Workload, machine: Machine, scenario: Scenario, policy: str) -> Task:
@@ -36,11 +224,7 @@ def task_key(task: Task) -> str:
 
 
 def run_task(task: Task) -> Row:
-    """Compute the row of a task: its figures, or the reason in `error` if there are none.
-
-    Raises:
-        UserError: This process has another version of ebbtide than the one that made the task.
-    """
+    """Compute the row of a task: its figures, or the reason in `error` if there are none."""
     if task["ebbtide"] != ebbtide.__version__:
         raise UserError(f"a worker has ebbtide {ebbtide.__version__}: install {task['ebbtide']} there")
     try:
@@ -85,3 +269,39 @@ def _replayed_row(task: Task) -> Row:
         **{f"bound_{name}": value for name, value in replayed["bound"].items()},
         "error": None,
     }
+
+
+def combinations(
+    pairs: Sequence[tuple[Workload, Machine]], scenarios: Sequence[Scenario], policies: Sequence[str]
+) -> list[Task]:
+    """Return a task for each pair of workload and machine, in each scenario, under each policy, in this order."""
+    return [
+        make_task(*pair, scenario, policy) for pair, scenario, policy in itertools.product(pairs, scenarios, policies)
+    ]
+
+
+def compute_rows(
+    tasks: Sequence[Task], journal: Journal, runner: TaskRunner, progress: Callable[[int, int], None]
+) -> list[Row]:
+    """Compute the rows of all tasks that are not in the journal, and add them to it.
+
+    Rows are in the order of the tasks. `progress` is called with the numbers of finished and of all rows, at the start
+    and after each row.
+    """
+    keys = [task_key(task) for task in tasks]
+    finished = journal.rows()
+    rows = {key: finished[key] for key in keys if key in finished}
+    missing = {key: task for key, task in zip(keys, tasks, strict=True) if key not in finished}
+    total = len(rows) + len(missing)
+    progress(len(rows), total)
+    # Closed at once, also when this is interrupted: then all workers end.
+    with closing(runner(run_task, missing)) as outcomes:  # type: ignore[type-var]
+        for key, outcome in outcomes:
+            if isinstance(outcome, WorkerDied):
+                # Not added to the journal: with more memory or other workers it may succeed next time.
+                rows[key] = failed_row(missing[key], str(outcome))
+            else:
+                rows[key] = outcome
+                journal.add(key, outcome)
+            progress(len(rows), total)
+    return [rows[key] for key in keys]

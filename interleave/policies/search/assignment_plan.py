@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
+from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import STEP, UPDATE, Plan, gradient_ready_points
 from ebbtide.interleave.model.speculation import speculate
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.overlap import late
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.search.assignment import Assignment
-from ebbtide.interleave.policies.search.capacity import FreeMemory, FreePoints
+from ebbtide.interleave.policies.search.assignment import Assignment, FreeMemory, FreePoints
 
 
 def plan_of(
@@ -25,18 +24,8 @@ def plan_of(
 ) -> Plan:
     """Make the plan of an assignment.
 
-    Subgroups that must be flushed should come before those that stay, in the order of the moved ones.
-
-    Args:
-        workload: The workload to plan for.
-        memory: Its free memory.
-        assignment: The assignment.
-        text: The policy's string.
-        validate: Whether to check the plan; the search checks its result only.
-        overlap: Phases that updates may run in.
-
-    Raises:
-        PlanError: The plan is not valid.
+    Subgroups that must be flushed should come before those that stay, in the order of the moved ones. With `validate`
+    it is checked; the search checks its result only.
     """
     builder = PlanBuilder(text, workload, early=True)
     moved, resident = assignment.moved, assignment.resident

@@ -7,8 +7,7 @@ from dataclasses import replace
 from random import Random
 
 from ebbtide.interleave.policies.search.assignment import ROLES, Assignment, Role, other_cpu_shares
-from ebbtide.interleave.policies.search.minimum_costs import INFINITE
-from ebbtide.interleave.policies.search.plan_costs import PlanCosts
+from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
 
 # Without clipping: for how many kept gradients memory may be set aside.
 _GRADIENTS_IN_FLIGHT = (0, 1, 2)
@@ -20,13 +19,12 @@ _PATIENCE = 120
 
 
 class LocalSearch:
-    """Improves assignments by changing one thing at a time. The same input gives the same result."""
+    """Improves assignments by changing one thing at a time, until one costs no more than `target_s`.
+
+    The same input gives the same result.
+    """
 
     def __init__(self, costs: PlanCosts, target_s: float) -> None:
-        """Args:
-        costs: Simulates plans, and limits how many.
-        target_s: A cost at which to stop.
-        """
         self._costs = costs
         self._target_s = target_s
         self._random = Random(0)

@@ -1,16 +1,150 @@
-"""The search over placements: counts of subgroups by role, changed step by step."""
+"""The search over placements: assignments given by a few counts of subgroups by role, changed step by step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from ebbtide.interleave.policies.search.assignment import Assignment, other_cpu_shares
-from ebbtide.interleave.policies.search.capacity import subgroups_that_fit
-from ebbtide.interleave.policies.search.minimum_costs import INFINITE
-from ebbtide.interleave.policies.search.placement import Placement, PlacementChange
-from ebbtide.interleave.policies.search.plan_costs import PlanCosts
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.search.assignment import Assignment, other_cpu_shares, subgroups_that_fit
+from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
 from ebbtide.interleave.simulation.bound import OptimalShares
+
+
+class PlacementChange(NamedTuple):
+    """A change of the counts of a `Placement`, by field."""
+
+    resident: int = 0
+    moved: int = 0
+    slots: int = 0
+    early: int = 0
+    late: int = 0
+    round_trip_gradients: int = 0
+    speculated: int = 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Counts of subgroups by role, see `Assignment`. Subgroups neither resident nor moved are updated on the CPU.
+
+    Attributes:
+        slots: How many moved subgroups are on the device at once.
+        early: How many of the first moved subgroups are fetched before the update.
+        late: How many of the last moved subgroups are flushed at the start of the next iteration.
+        round_trip_gradients: How many gradients, those of the last moved subgroups, are copied down and back up even
+            if there is memory to keep them.
+        interleave_cpu_gpu: Without clipping: whether the CPU's subgroups alternate with the GPU's in the order of the
+            backward. Otherwise they come first. Where updates may end in the next forward: whether the two alternate
+            in its order. Otherwise the GPU's come first.
+    """
+
+    resident: int
+    moved: int
+    slots: int
+    early: int = 0
+    late: int = 0
+    round_trip_gradients: int = 0
+    interleave_cpu_gpu: bool = True
+    cpu_share: float = 1.0
+    moved_late: bool = True
+    speculated: int = 0
+
+    def clamped(self, count: int, fit_in_update: int, fit_at_start: int) -> Placement:
+        """Return the nearest placement that is possible.
+
+        So many subgroups have state that fits on the device in the update, and when the iteration starts.
+        """
+        resident = min(max(self.resident, 0), count, fit_in_update, fit_at_start)
+        moved = min(max(self.moved, 0), count - resident)
+        slots = min(max(self.slots, 1), moved, fit_in_update - resident)
+        if not slots:
+            moved = 0
+        speculated = min(max(self.speculated, 0), count - resident - moved)
+        if not slots:
+            return Placement(resident, 0, 0, speculated=speculated)
+        early = min(max(self.early, 0), slots)
+        late = min(max(self.late, 0), slots, fit_at_start - resident)
+        round_trips = min(max(self.round_trip_gradients, 0), resident + moved)
+        return replace(
+            self,
+            resident=resident,
+            moved=moved,
+            slots=slots,
+            early=early,
+            late=late,
+            round_trip_gradients=round_trips,
+            speculated=speculated,
+        )
+
+    def changed(self, change: PlacementChange, times: int = 1) -> Placement:
+        """Return the placement after so many times a change. Its counts may be out of range (see `clamped`)."""
+        counts: dict[str, Any] = {name: getattr(self, name) + times * step for name, step in change._asdict().items()}
+        return replace(self, **counts)
+
+    def split(self, factor: int, buffers: int) -> Placement:
+        """Return the placement for subgroups that were merged, `factor` into one.
+
+        So many slots (`buffers`) hold merged subgroups in the memory of single ones.
+        """
+        counts: dict[str, Any] = {name: factor * getattr(self, name) for name in PlacementChange._fields}
+        slots = min(self.slots, buffers) + factor * max(0, self.slots - buffers)
+        return replace(self, **counts | {"slots": max(slots, counts["early"], counts["late"])})
+
+    def assignment(self, workload: Workload, ranking: Sequence[int], by_need: bool = False) -> Assignment:
+        """Return the assignment in which the first subgroups of a ranking are resident.
+
+        Where all gradients are needed first, the next ones are moved. Otherwise both kinds follow the backward. With
+        `by_need` updates are in the order in which the next forward needs them.
+        """
+        resident, offloaded = ranking[: self.resident], ranking[self.resident :]
+        if by_need:
+            moved, on_cpu = self._in_forward_order(workload, sorted(offloaded))
+        elif workload.needs_all_gradients:
+            moved = list(offloaded[: self.moved])
+            # The upload of the last update comes after it, so the smallest one is last.
+            on_cpu = sorted(offloaded[self.moved :], key=lambda subgroup: -workload.subgroups[subgroup])
+        else:
+            moved, on_cpu = self._in_backward_order(sorted(offloaded, reverse=True))
+        on_gpu = [*resident, *moved]
+        return Assignment(
+            on_cpu=tuple(on_cpu),
+            moved=tuple(moved),
+            resident=tuple(resident),
+            early=frozenset(moved[: self.early]),
+            late=frozenset(moved[len(moved) - self.late :]),
+            round_trips=frozenset(on_gpu[len(on_gpu) - self.round_trip_gradients :]),
+            slots=max(1, self.slots),
+            cpu_share=self.cpu_share,
+            moved_late=self.moved_late,
+            speculated=self.speculated,
+        )
+
+    def _in_forward_order(self, workload: Workload, offloaded: list[int]) -> tuple[list[int], list[int]]:
+        """Return the moved subgroups and those of the CPU, of all that are offloaded, in the order of the forward.
+
+        Moved subgroups wait for the flushes of those before them, so without clipping they follow the backward.
+        """
+        if not workload.needs_all_gradients:
+            moved, on_cpu = self._in_backward_order(offloaded[::-1])
+            return moved, on_cpu[::-1]
+        moved = self._spread(offloaded) if self.interleave_cpu_gpu else offloaded[: self.moved]
+        return moved, sorted(set(offloaded) - set(moved))
+
+    def _in_backward_order(self, offloaded: list[int]) -> tuple[list[int], list[int]]:
+        """Return the moved subgroups and those of the CPU, of all that are offloaded, in the order of the backward."""
+        if not self.interleave_cpu_gpu:
+            on_cpu = len(offloaded) - self.moved
+            return offloaded[on_cpu:], offloaded[:on_cpu]
+        # Both kinds have work from the first gradient on.
+        moved = self._spread(offloaded)
+        return moved, sorted(set(offloaded) - set(moved), reverse=True)
+
+    def _spread(self, offloaded: list[int]) -> list[int]:
+        """Return as many subgroups as are moved, evenly spaced among those that are offloaded."""
+        spacing = len(offloaded) / self.moved if self.moved else 0.0
+        return [offloaded[int(spacing * number + spacing / 2)] for number in range(self.moved)]
+
 
 # One subgroup is fetched, one is updated, one is flushed.
 _SLOTS = (1, 2, 3)
@@ -78,10 +212,6 @@ class PlacementSearch:
         """Return the cheapest placements to start from, cheapest first.
 
         They are the solutions of the bound, rounded, and plain streaming.
-
-        Args:
-            shares: Solutions of the bound.
-            count: How many placements to return.
         """
         shares = list(shares)
         plain = [self._clamp(seed) for seed in self._seeds(shares)]
@@ -103,9 +233,7 @@ class PlacementSearch:
     def shrink_to_fit(self, placement: Placement, factor: int) -> Placement:
         """Reduce what stays on the device until the placement fits.
 
-        Args:
-            placement: A placement that fits if neighbouring subgroups are merged.
-            factor: How many subgroups were merged into one.
+        It fits if neighbouring subgroups are merged, `factor` into one.
         """
         # Residents leave memory for a few slots: without any, nothing could be moved.
         resident = min(placement.resident, self._fit_in_update - min(placement.slots, _SLOTS[-1]))
@@ -124,9 +252,7 @@ class PlacementSearch:
     def improve(self, start: Placement, step: int | None = None) -> Placement:
         """Improve a placement by steps that are halved when none of them helps, while operations are left.
 
-        Args:
-            start: The placement to start from.
-            step: Size of the first steps; None for an eighth of the subgroups.
+        `step` is the size of the first steps; None: an eighth of the subgroups.
         """
         step = step or max(1, len(self._workload.subgroups) // 8)
         best = start

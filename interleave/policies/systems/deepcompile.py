@@ -6,14 +6,14 @@ from ebbtide.errors import PolicyError
 from ebbtide.interleave.model.plan import FORWARD, UPDATE, Plan, point_at
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import PolicySpec, policy, reject_value
+from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, policy, reject_value
 from ebbtide.machines.machine import Machine
 
 # The share of the device that its memory budget leaves free.
 _MARGIN = 0.2
 
 
-@policy("deepcompile", uses_storage=False)
+@policy("deepcompile", SystemRun("deepcompile", 40), uses_storage=False)
 def deepcompile(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Update all on the GPU; flush what does not fit when the forward begins, and fetch it in the backward, as
     DeepCompile does with `offload_opt_states`.

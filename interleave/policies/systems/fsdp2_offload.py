@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ebbtide.interleave.model.departures import ONE_UPLOAD, Departures
+from ebbtide.interleave.model.operations import ONE_UPLOAD, Departures
 from ebbtide.interleave.model.plan import Plan, backward_points, forward_points
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import PolicySpec, policy, reject_value
+from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, policy, reject_value
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES
 
 
-@policy("fsdp2-offload", simulation_only=True, uses_storage=False)
+@policy("fsdp2-offload", SystemRun("fsdp2-offload", 70), simulation_only=True, uses_storage=False)
 def fsdp2_offload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Keep parameters and state on the host and update all on the CPU at the step, as FSDP2 does with CPUOffloadPolicy.
 

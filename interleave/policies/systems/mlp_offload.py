@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ebbtide.errors import PolicyError
-from ebbtide.interleave.model.host_memory import available_host_bytes
 from ebbtide.interleave.model.plan import STEP, Plan
+from ebbtide.interleave.model.schedule import available_host_bytes
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import PolicySpec, policy, reject_value
-from ebbtide.interleave.policies.storage import storage_summary
-from ebbtide.interleave.policies.stored_plan import StorageLayout, stored_in
+from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, policy, reject_value
+from ebbtide.interleave.policies.storage import StorageLayout, storage_summary, stored_in
 from ebbtide.machines.machine import Machine
 
 # Of each path: one subgroup is read, one updated, one written. Updates of state in memory are evenly spread, so that
@@ -19,7 +18,7 @@ from ebbtide.machines.machine import Machine
 _LAYOUT = StorageLayout("spread", 3)
 
 
-@policy("mlp-offload", simulation_only=True, uses_storage=False)
+@policy("mlp-offload", SystemRun("mlp-offload", 90), simulation_only=True, uses_storage=False)
 def mlp_offload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Keep the state that host memory does not hold on all paths of the storage at once, in proportion to their rates,
     as MLP-Offload does.

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ebbtide.interleave.model.departures import CLIPPING_FIRST, Departures
+from ebbtide.interleave.model.operations import CLIPPING_FIRST, Departures
 from ebbtide.interleave.model.plan import STEP, Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.counts import Cost, best_count
+from ebbtide.interleave.policies.overlap import Cost, best_count
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import PolicySpec, policy, reject_value
-from ebbtide.interleave.simulation.steps import simulate_steps
+from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, policy, reject_value
+from ebbtide.interleave.simulation.simulator import simulate_steps
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES
 
 
-@policy("superoffload", simulation_only=True, uses_storage=False, rule=("paper", "deepspeed"))
+@policy(
+    "superoffload",
+    SystemRun("superoffload", 10, ("superoffload,rule=deepspeed",)),
+    simulation_only=True,
+    uses_storage=False,
+    rule=("paper", "deepspeed"),
+)
 def superoffload(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Update on the CPU as soon as gradients come and undo it in place where clipping changes it; keep the subgroups
     whose gradients come last on the GPU, as SuperOffload does.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.registry import PolicySpec, policy, reject_value
+from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, policy, reject_value
 from ebbtide.interleave.policies.systems.unclipped import unclipped_builder, unclipped_plan
 from ebbtide.machines.machine import Machine
 
 
-@policy("torchao", simulation_only=True, uses_storage=False, backward=("eager", "compiled"))
+@policy("torchao", SystemRun("torchao", 60), simulation_only=True, uses_storage=False, backward=("eager", "compiled"))
 def torchao(workload: Workload, machine: Machine, spec: PolicySpec) -> Plan:
     """Update on the CPU in the order in which gradients come, as torchao's CPUOffloadOptimizer does. It does not clip.
 

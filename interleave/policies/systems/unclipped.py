@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ebbtide.interleave.model.departures import CLIPPING_FIRST, Departures
+from ebbtide.interleave.model.operations import CLIPPING_FIRST, Departures
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
@@ -16,16 +16,7 @@ def unclipped_builder(text: str, workload: Workload) -> PlanBuilder:
 
 
 def unclipped_plan(builder: PlanBuilder, workload: Workload, system: str) -> Plan:
-    """Return the plan of a builder, which departs from clipping if the workload clips.
-
-    Args:
-        builder: The builder, of `unclipped_builder`.
-        workload: The workload.
-        system: The system, for people.
-
-    Raises:
-        PlanError: The plan is not valid otherwise.
-    """
+    """Return the plan of a builder, which departs from clipping if the workload clips."""
     plan = builder.plan(validate=False)
     if workload.clipping:
         consequence = f"{system} does not clip gradients: steps whose norm is too large, or not finite, are not changed"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ebbtide.interleave.model.departures import CLIPPING_FIRST, ONE_UPDATE, OWN_GRADIENT, Departures, Rule
+from ebbtide.interleave.model.operations import CLIPPING_FIRST, ONE_UPDATE, OWN_GRADIENT, Departures, Rule
 from ebbtide.interleave.model.plan import OTHER, Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.gpu_only import all_resident
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import PolicySpec, policy
+from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, policy
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES
 
@@ -19,6 +19,7 @@ _CORES_SHARE = 0.5
 
 @policy(
     "zenflow",
+    SystemRun("zenflow:0.1", 20, ("zenflow:0.1,rule=deepspeed",)),
     simulation_only=True,
     uses_storage=False,
     interval=("4", "1", "2", "8", "16"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ebbtide.errors import PolicyError
-from ebbtide.interleave.model.departures import STATE_ONLY, Departures
+from ebbtide.interleave.model.operations import STATE_ONLY, Departures
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.registry import PolicySpec, policy
+from ebbtide.interleave.policies.registry import PolicySpec, SystemRun, policy
 from ebbtide.interleave.policies.storage import storage_summary
 from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES
@@ -18,10 +18,12 @@ from ebbtide.units import bytes_text
 # Master weight, two moments and gradient of a subgroup each take a buffer.
 BUFFERS_OF_SUBGROUP = 4
 _MOST_BUFFERS = 4096
+_TEXT = "zero-infinity:12,pipeline_read=true,pipeline_write=true"
 
 
 @policy(
     "zero-infinity",
+    SystemRun(_TEXT, 80, (_TEXT, f"{_TEXT},gradients=device")),
     simulation_only=True,
     uses_storage=False,
     pipeline_read=("false", "true"),

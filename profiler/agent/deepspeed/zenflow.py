@@ -12,8 +12,8 @@ from ..patches import Patches
 from ..recorder import Recorder
 from ..spool import HOST
 from ..zero_optimizer import compute_resource, local_tensor
-from .reduction import GradientReduction
-from .substeps import SubstepRecorder
+from .storage import GradientReduction
+from .zero_substeps import SubstepRecorder
 
 _PROCESS_NOTE = (
     "ZenFlow's optimizer process cannot be observed: its rows `update` on `worker` last from their submission until "

@@ -4,20 +4,99 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ebbtide.phases import BACKWARD, FORWARD, PHASES, UPDATE
-from ebbtide.profiler.importers.deepspeed.log_data import (
-    HostMemory,
-    MarkedPhase,
-    MemoryMark,
-    MicroStep,
-    PhaseBoundary,
-    StepTimers,
-    UpdatePart,
-)
-from ebbtide.profiler.importers.deepspeed.memory_report import MemoryReport, read_reports
-from ebbtide.profiler.importers.deepspeed.partial_steps import micro_steps_of_marks, steps_of_micro_steps
-from ebbtide.profiler.importers.text_log import LogLine
+from ebbtide.profiler.importers.logs.settings import MemoryReport, read_reports
+from ebbtide.profiler.importers.logs.text_log import LogLine
+
+
+@dataclass(frozen=True)
+class PhaseBoundary:
+    """Begin or end of a phase."""
+
+    iteration: int
+    micro_step: int
+    phase: str
+    begins: bool
+
+
+class MarkedPhase(NamedTuple):
+    """Position of a memory mark in a micro-step."""
+
+    phase: str
+    begins: bool
+
+
+class UpdatePart(NamedTuple):
+    """Timer of a part of an update.
+
+    `t_ns`: time of the line; None if the line has no time.
+    """
+
+    name: str
+    ms: float
+    t_ns: int | None
+
+
+class HostMemory(NamedTuple):
+    """Memory in use on the whole host.
+
+    `share`: bytes in use as a share of the host's memory, with one decimal of a percent.
+    """
+
+    used_bytes: int
+    share: float
+
+
+@dataclass
+class MicroStep:
+    """Timers and marks of one micro-step, as far as the log has them.
+
+    `ended_ns`: time of the line with its timers, which are printed at its end; None if the line has no time.
+    """
+
+    ms: dict[str, float]
+    marked_ns: dict[MarkedPhase, int]
+    ended_ns: int | None
+    update_parts: list[UpdatePart] = field(default_factory=list)
+
+
+@dataclass
+class StepTimers:
+    """Timers of one iteration.
+
+    `micro_steps`: its micro-steps, at least one.
+    """
+
+    ms: dict[str, float]
+    micro_steps: list[MicroStep]
+    backward: dict[str, float]
+    update_parts: list[UpdatePart]
+
+
+@dataclass
+class MemoryMark:
+    """Memory that DeepSpeed printed at one point, in bytes.
+
+    Attributes:
+        t_ns: Time of the line; None if the line has no time.
+        boundary: Begin or end of the phase at which it was printed; None for other marks.
+        peak_allocated: Peak since the previous mark.
+        peak_reserved: Peak since the previous mark, rounded to GiB.
+        host: Memory of the whole host; None if the log does not have it.
+    """
+
+    t_ns: int | None
+    boundary: PhaseBoundary | None
+    allocated: int
+    peak_allocated: int
+    reserved: int
+    peak_reserved: int
+    host: HostMemory | None = None
+
 
 # DeepSpeed writes two decimals: fewer mean that the line was cut.
 _TIMER = re.compile(r"\s*([\w ./()-]{1,64}?)\s*:\s*(\d{1,9}\.\d\d)(?!\d)")
@@ -35,16 +114,13 @@ _HOST = re.compile(rf"CPU Virtual Memory:\s{{1,20}}used = {_SIZE} GB, percent = 
 _MAX_MICRO_STEPS = 1 << 16
 _MAX_UPDATE_PARTS = 1 << 10
 GIB = 2**30
+# Where the accumulation is not configured: a micro-step whose `step` takes at least this share of the longest updates.
+# In the others the engine only counts.
+_MIN_UPDATE_SHARE = 0.1
 
 
 class TimerReader:
-    """Collects steps and memory marks line by line.
-
-    Attributes:
-        steps: Timers of the complete steps so far.
-        marks: Memory marks so far.
-        reports: Megatron's reports of memory, the last of each rank.
-    """
+    """Collects the timers of complete steps and the memory marks, line by line."""
 
     def __init__(self) -> None:
         self.steps: list[StepTimers] = []
@@ -56,7 +132,6 @@ class TimerReader:
         self._boundary: PhaseBoundary | None = None
 
     def feed(self, line: LogLine) -> None:
-        """Read one line."""
         if "time (ms)" in line.text:
             previous, *segments = line.text.split("time (ms)")
             for segment in segments:
@@ -83,8 +158,7 @@ class TimerReader:
     def finish(self, accumulation: int | None) -> None:
         """Derive steps from micro-steps or marks if the log has no timers of whole steps.
 
-        Args:
-            accumulation: Micro-steps of a step by the configuration; None if not known.
+        `accumulation`: micro-steps of a step by the configuration; None if not known.
         """
         if not self.steps:
             micro_steps = self._micro_steps or micro_steps_of_marks(self.marks)
@@ -139,9 +213,9 @@ class TimerReader:
 def _read_timers(text: str) -> dict[str, float]:
     """Read ` | fwd: 1.23 | bwd: 4.56` in ms, up to the first field that does not fit."""
     timers = {}
-    before, *fields = text.split("|")
-    for field in fields if not before.strip() else ():
-        if (match := _TIMER.match(field[:160])) is None:
+    before, *timer_texts = text.split("|")
+    for timer_text in timer_texts if not before.strip() else ():
+        if (match := _TIMER.match(timer_text[:160])) is None:
             break
         timers[match.group(1)] = float(match.group(2))
     return timers
@@ -164,3 +238,77 @@ def _of_step(micro_steps: list[MicroStep], step_ms: dict[str, float]) -> list[Mi
         sum_ms -= lengths_ms[first]
         first += 1
     return micro_steps[first:]
+
+
+def steps_of_micro_steps(
+    micro_steps: Sequence[MicroStep], marks: list[MemoryMark], accumulation: int | None
+) -> list[StepTimers]:
+    """Group all micro-steps into complete steps, and number the boundaries of the marks by step.
+
+    `marks`: their boundaries count micro-steps from 0; they are replaced. `accumulation`: None if not known.
+    """
+    updates_ms = [micro_step.ms.get(UPDATE, 0.0) for micro_step in micro_steps]
+    longest_ms = max(updates_ms, default=0.0)
+    steps: list[StepTimers] = []
+    group: list[MicroStep] = []
+    keys = []
+    for number, (micro_step, update_ms) in enumerate(zip(micro_steps, updates_ms, strict=True), 1):
+        keys.append((len(steps), len(group)))
+        group.append(micro_step)
+        ends = number % accumulation == 0 if accumulation else update_ms >= _MIN_UPDATE_SHARE * longest_ms
+        if ends:
+            sums = {phase: sum(m.ms.get(phase, 0.0) for m in group) for phase in (FORWARD, BACKWARD)}
+            parts = [part for m in group for part in m.update_parts]
+            steps.append(StepTimers({**sums, UPDATE: update_ms}, group, {}, parts))
+            group = []
+    keys.append((len(steps), len(group)))
+    for index, mark in enumerate(marks):
+        if mark.boundary is not None and mark.boundary.micro_step < len(keys):
+            iteration, micro_number = keys[mark.boundary.micro_step]
+            marks[index] = replace(mark, boundary=replace(mark.boundary, iteration=iteration, micro_step=micro_number))
+    return steps
+
+
+def micro_steps_of_marks(marks: list[MemoryMark]) -> list[MicroStep]:
+    """Derive micro-steps from the times of memory marks, and number the boundaries of the marks by micro-step.
+
+    Those with a forward and a backward are returned, as long as the times between their marks.
+    """
+    micro_steps: list[MicroStep] = []
+    times: dict[MarkedPhase, int] = {}
+
+    def finish() -> None:
+        micro_step = _micro_step(times)
+        if micro_step is not None:
+            micro_steps.append(micro_step)
+
+    for index, mark in enumerate(marks):
+        boundary = mark.boundary
+        if boundary is None or mark.t_ns is None:
+            continue
+        if boundary.begins and boundary.phase == FORWARD and times:
+            finish()
+            times = {}
+        times[MarkedPhase(boundary.phase, boundary.begins)] = mark.t_ns
+        marks[index] = replace(mark, boundary=PhaseBoundary(0, len(micro_steps), boundary.phase, boundary.begins))
+    finish()
+    return micro_steps
+
+
+def _micro_step(times: dict[MarkedPhase, int]) -> MicroStep | None:
+    """Return the micro-step between marks; None without both ends of a forward and a backward."""
+    points = [
+        times.get(MarkedPhase(FORWARD, True)),
+        times.get(MarkedPhase(FORWARD, False), times.get(MarkedPhase(BACKWARD, True))),
+        times.get(MarkedPhase(BACKWARD, True), times.get(MarkedPhase(FORWARD, False))),
+        times.get(MarkedPhase(BACKWARD, False), times.get(MarkedPhase(UPDATE, True))),
+    ]
+    edges_ns = [point for point in points if point is not None]
+    if len(edges_ns) < len(points):
+        return None
+    update_start, update_end = times.get(MarkedPhase(UPDATE, True), edges_ns[3]), times.get(MarkedPhase(UPDATE, False))
+    lengths_ns = {FORWARD: edges_ns[1] - edges_ns[0], BACKWARD: edges_ns[3] - edges_ns[2]}
+    if update_end is not None:
+        lengths_ns[UPDATE] = update_end - update_start
+    ms = {phase: max(length, 0) / 1e6 for phase, length in lengths_ns.items()}
+    return MicroStep(ms, dict(times), update_end if update_end is not None else edges_ns[3])

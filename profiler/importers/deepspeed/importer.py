@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from ebbtide.phases import FORWARD
-from ebbtide.profiler.importers.deepspeed.clock import clock_offset_ns
-from ebbtide.profiler.importers.deepspeed.durations import TimerReader
-from ebbtide.profiler.importers.deepspeed.log_data import MarkedPhase, MemoryMark
-from ebbtide.profiler.importers.deepspeed.memory_report import add_report
-from ebbtide.profiler.importers.deepspeed.metadata import add_metadata, monitored_ranks
-from ebbtide.profiler.importers.deepspeed.phases import TimedPhase, has_times, time_phases
-from ebbtide.profiler.importers.deepspeed.rows import add_memory, add_phases
-from ebbtide.profiler.importers.deepspeed.settings import JobSettings, SettingsReader
+from ebbtide.phases import BACKWARD, FORWARD, UPDATE
+from ebbtide.profiler.importers.deepspeed.durations import (
+    HostMemory,
+    MarkedPhase,
+    MemoryMark,
+    PhaseBoundary,
+    StepTimers,
+    TimerReader,
+)
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
+from ebbtide.profiler.importers.logs.settings import JobSettings, SettingsReader, add_ranks, add_report, monitored_ranks
+from ebbtide.profiler.importers.logs.text_log import LogLine, clock_offset_ns, read_lines, zone_ns
 from ebbtide.profiler.importers.nvml_monitor.importer import FORMAT as MONITOR_FORMAT
-from ebbtide.profiler.importers.nvml_monitor.monitor import Coverage, read_coverage
+from ebbtide.profiler.importers.nvml_monitor.importer import Coverage, read_coverage
 from ebbtide.profiler.importers.source import Source, SourceError
-from ebbtide.profiler.importers.text_log import LogLine, read_lines, zone_ns
-from ebbtide.profiler.trace import TraceBuilder
+from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 _SIGNATURES = re.compile(r"time \(ms\) \||\bMax_MA \d|see_memory_usage|[Dd]eep[Ss]peed|DEEPSPEED")
 # Number of lines that are searched for the signatures.
@@ -52,19 +56,9 @@ class DeepSpeedLogImporter:
 
 
 def read_log(source: Source, builder: TraceBuilder, monitors: Coverage | None) -> bool:
-    """Add the contents of a log to a trace.
+    """Add the contents of a log to a trace; return whether the log has times of day.
 
-    Args:
-        source: The log.
-        builder: The trace.
-        monitors: What monitor files of the same run cover. They give the time zone of the log's clock if the log does
-            not state it.
-
-    Returns:
-        Whether the log has times of day.
-
-    Raises:
-        SourceError: The log has neither timers nor memory marks, or does not overlap with the monitor files.
+    `monitors` give the time zone of the log's clock if the log does not state it; None: there are none of the same run.
     """
     timers, settings_reader = TimerReader(), SettingsReader()
 
@@ -146,3 +140,204 @@ def _missing_parts(timers: TimerReader, settings: JobSettings, timed: bool) -> I
         yield "the log does not state the number of parameters"
     if settings.world_size is None:
         yield "the log does not state the number of ranks: 1 is assumed"
+
+
+def add_metadata(builder: TraceBuilder, settings: JobSettings, marks: list[MemoryMark]) -> dict[int, RankBuilder]:
+    """Add the settings to a trace, and an entry for each rank; return the builders of the ranks, rank 0 first."""
+    meta: dict[str, Any] = builder.meta
+    if settings.command is not None:
+        try:
+            meta["command"] = shlex.split(settings.command)
+        except ValueError:
+            meta["command"] = settings.command.split()
+    # The share has one decimal: the largest share gives the host's memory with the smallest error.
+    hosts = (mark.host for mark in marks if mark.host)
+    host = max(hosts, key=lambda memory: memory.share, default=HostMemory(0, 0.0))
+    if host.share > 0:
+        capacity = round(host.used_bytes / host.share)
+        meta["host"] = {"cpu": {"device": "cpu", "kind": "cpu", "capacity_bytes": capacity}}
+    subgroups = settings.subgroups.get(0, {})
+    meta["deepspeed"] = {
+        "version": settings.deepspeed,
+        "config": settings.config,
+        "subgroup_params": [subgroups[key] for key in sorted(subgroups)] or None,
+        "activation_checkpointing": settings.checkpointing or None,
+    }
+    ranks = add_ranks(builder, settings)
+    shard, total = settings.shard_params(), settings.params()
+    for rank, entry in ranks.items():
+        entry.meta["model"] = {"total_params": total, "params": shard if shard is not None else total}
+        if settings.optimizer is not None:
+            entry.meta["optimizers"] = [{"class": settings.optimizer, "params": shard}]
+        if settings.omp_threads is not None:
+            entry.meta["threads"] = {"torch": None, "omp": settings.omp_threads}
+        if rank == 0 or settings.torch is not None:
+            entry.meta.update({"torch": settings.torch, "cuda": settings.cuda})
+    return ranks
+
+
+@dataclass(frozen=True)
+class TimedPhase:
+    """Phase with its times in ns on the log's clock, or on a clock that begins at 0 if the log has no times."""
+
+    iteration: int
+    micro_step: int
+    phase: str
+    start_ns: int
+    end_ns: int
+
+
+class PhaseKey(NamedTuple):
+    """Identity of a phase in a log."""
+
+    iteration: int
+    micro_step: int
+    phase: str
+
+
+def has_times(steps: list[StepTimers], marks: list[MemoryMark]) -> bool:
+    """Return whether the log has times for its steps, or for its memory marks if it has no steps."""
+    micro_steps = [micro_step for step in steps for micro_step in step.micro_steps]
+    if not micro_steps:
+        return any(mark.t_ns is not None for mark in marks)
+    return any(micro_step.ended_ns is not None or micro_step.marked_ns for micro_step in micro_steps)
+
+
+def time_phases(steps: list[StepTimers]) -> Iterator[TimedPhase]:
+    """Yield the phases of all steps with their times.
+
+    Durations are those of the log, exact to 10 us. A phase begins at the mark before it, unless it would then end after
+    the mark that follows it: today's DeepSpeed takes the marks of the backward within its timer. (Taking a mark is
+    slow, and its time is that of its end.) Without marks a phase ends where the next phase begins, and a step ends at
+    the time of the line with its timers.
+    """
+    next_start_ns: int | None = None
+    starts = []
+    for step in reversed(steps):
+        # A step whose lines have lost their times is placed before the next one.
+        starts.append(_latest_starts(step, None if has_times([step], []) else next_start_ns))
+        next_start_ns = starts[-1][0]
+    previous_end_ns: int | None = None
+    for iteration, (step, step_starts) in enumerate(zip(steps, reversed(starts), strict=True)):
+        for (number, phase), length, start in zip(_phases(step), _lengths_ns(step), step_starts, strict=True):
+            # No phase begins before the previous phase has ended.
+            start_ns = max((t for t in (start, previous_end_ns) if t is not None), default=0)
+            previous_end_ns = start_ns + length
+            yield TimedPhase(iteration, number, phase, start_ns, previous_end_ns)
+
+
+def boundary_time_ns(boundary: PhaseBoundary | None, phases: dict[PhaseKey, TimedPhase]) -> int | None:
+    """Return the time of a boundary; None if its phase is not in `phases`.
+
+    In a micro-step without an update, both boundaries of the update are at the end of the backward.
+    """
+    if boundary is None:
+        return None
+    phase = phases.get(PhaseKey(boundary.iteration, boundary.micro_step, boundary.phase))
+    if phase is not None:
+        return phase.start_ns if boundary.begins else phase.end_ns
+    if boundary.phase != UPDATE:
+        return None
+    backward = phases.get(PhaseKey(boundary.iteration, boundary.micro_step, BACKWARD))
+    return None if backward is None else backward.end_ns
+
+
+def _phases(step: StepTimers) -> list[tuple[int, str]]:
+    """Return (micro-step, phase) for each phase of a step, in order."""
+    last = len(step.micro_steps) - 1
+    return [*((number, phase) for number in range(last + 1) for phase in (FORWARD, BACKWARD)), (last, UPDATE)]
+
+
+def _latest_starts(step: StepTimers, next_start_ns: int | None) -> list[int | None]:
+    """Return the latest start of each phase that the marks and the next phase allow.
+
+    `next_start_ns`: start of the next step; None if the times of this step decide.
+    """
+    starts = []
+    for (number, phase), length in zip(reversed(_phases(step)), reversed(_lengths_ns(step)), strict=True):
+        micro_step = step.micro_steps[number]
+        # The mark after the update follows the timers, and belongs to the marks of the next micro-step.
+        mark_after = micro_step.marked_ns.get(MarkedPhase(phase, False)) if phase != UPDATE else None
+        ends = [t for t in (next_start_ns, micro_step.ended_ns, mark_after) if t is not None]
+        mark_before = micro_step.marked_ns.get(MarkedPhase(phase, True))
+        begins = [mark_before] if mark_before is not None else []
+        next_start_ns = min(begins + [t - length for t in ends], default=None)
+        starts.append(next_start_ns)
+    return starts[::-1]
+
+
+def _lengths_ns(step: StepTimers) -> list[int]:
+    """Return the length of each phase of a step.
+
+    The sums over micro-steps are the figures of the step, which are exact: the last micro-step absorbs the rounding of
+    the others.
+    """
+    by_phase = []
+    for phase in (FORWARD, BACKWARD):
+        lengths = [round(micro_step.ms[phase] * 1e6) for micro_step in step.micro_steps]
+        total, others = round(step.ms[phase] * 1e6), sum(lengths[:-1])
+        if others > total:
+            scale = total / sum(lengths)
+            lengths = [int(length * scale) for length in lengths]
+            others = sum(lengths[:-1])
+        by_phase.append([*lengths[:-1], total - others])
+    return [*(length for pair in zip(*by_phase, strict=True) for length in pair), round(step.ms[UPDATE] * 1e6)]
+
+
+def add_phases(entry: RankBuilder, phases: list[TimedPhase], steps: list[StepTimers], offset_ns: int) -> None:
+    """Add the phases, and the parts of backward and update as ops."""
+    spans: dict[tuple[int, str], tuple[int, int]] = {}
+    for phase in phases:
+        start, end = phase.start_ns - offset_ns, phase.end_ns - offset_ns
+        spans[phase.iteration, phase.phase] = start, end
+        entry.phase(phase.phase, start, end, phase.iteration, phase.micro_step)
+    for iteration, step in enumerate(steps):
+        begin, _ = spans[iteration, BACKWARD]
+        for name, ms in step.backward.items() if len(step.micro_steps) == 1 else ():
+            end = begin + round(ms * 1e6)
+            _add_op(entry, name, begin, end, iteration)
+            begin = end
+        # The timers of an update are printed at its end. The all-gather is its last part, wherever it is printed.
+        _, end = spans[iteration, UPDATE]
+        parts = sorted(step.update_parts, key=lambda part: part.name == "optimizer_allgather")
+        for part in reversed(parts):
+            end = end if part.t_ns is None else min(end, part.t_ns - offset_ns)
+            length_ns = round(part.ms * 1e6)
+            _add_op(entry, part.name, end - length_ns, end, iteration)
+            end -= length_ns
+
+
+def _add_op(entry: RankBuilder, name: str, start: int, end: int, iteration: int) -> None:
+    entry.add("ops", start_ns=start, end_ns=end, resource="host", name=name, iteration=iteration)
+
+
+def add_memory(
+    entry: RankBuilder, marks: list[MemoryMark], phases: list[TimedPhase], timed: bool, offset_ns: int
+) -> int:
+    """Add the memory of the marks; return the number of marks without a time.
+
+    `timed`: whether the log has times; if not, marks are placed at the boundaries of phases.
+    """
+    device = entry.meta["devices"][0]["device"]
+    by_key = {PhaseKey(phase.iteration, phase.micro_step, phase.phase): phase for phase in phases}
+    previous: MemoryMark | None = None
+    previous_ns = peak_allocated = peak_reserved = skipped = 0
+    for mark in marks:
+        # Each mark resets the peaks; the peaks of a mark without a time go to the next mark.
+        peak_allocated = max(peak_allocated, mark.peak_allocated)
+        peak_reserved = max(peak_reserved, mark.peak_reserved, mark.reserved)
+        t_ns = mark.t_ns if timed and mark.t_ns is not None else boundary_time_ns(mark.boundary, by_key)
+        if t_ns is None:
+            skipped += 1
+            continue
+        if previous is not None and t_ns > previous_ns:
+            # Between two marks only the peak is known. It is used for the whole interval, so that no memory counts as
+            # free that may have been in use.
+            entry.memory(previous_ns - offset_ns + 1, peak_allocated, "allocated", device)
+            entry.memory(previous_ns - offset_ns + 1, max(peak_reserved, previous.reserved), "reserved", device)
+        entry.memory(t_ns - offset_ns, mark.allocated, "allocated", device)
+        entry.memory(t_ns - offset_ns, mark.reserved, "reserved", device)
+        if mark.host is not None:
+            entry.memory(t_ns - offset_ns, mark.host.used_bytes, "host", "cpu")
+        previous, previous_ns, peak_allocated, peak_reserved = mark, t_ns, 0, 0
+    return skipped

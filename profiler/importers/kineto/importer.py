@@ -8,25 +8,71 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import pandas as pd
 from msgspec import UNSET
 
-from ebbtide.profiler.chrome_trace.events import Event
+from ebbtide.profiler.chrome_trace.events import MISSING, Event, IntTable, spans
+from ebbtide.profiler.chrome_trace.gpu_activities import ACTIVITY_CATEGORIES, CALL_CATEGORIES, GpuActivities
 from ebbtide.profiler.chrome_trace.reader import ChromeTrace
-from ebbtide.profiler.gpu_activities.activities import GpuActivities
-from ebbtide.profiler.gpu_activities.kinds import ACTIVITY_CATEGORIES, CALL_CATEGORIES
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
-from ebbtide.profiler.importers.kineto import memory
-from ebbtide.profiler.importers.kineto.annotations import ANNOTATION, MAX_COUNT, Annotations
-from ebbtide.profiler.importers.kineto.device_times import DeviceTimes
-from ebbtide.profiler.importers.kineto.marks import CALLS, OPS, Marks
-from ebbtide.profiler.importers.kineto.phases import find_phases
+from ebbtide.profiler.importers.kineto.phases import CALLS, OPS, DeviceTimes, Marks, find_phases
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
+
+# The category of annotations of the host; those of the device have another.
+ANNOTATION = "user_annotation"
+# A trace with more would grow by what nobody reads one by one.
+MAX_COUNT = 200_000
+
+
+class Annotations:
+    """Collects annotations of the host.
+
+    `count`: number of annotations. If there are more than 200,000, none is kept.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._names: dict[str, int] = {}
+        self._rows = IntTable("start", "end", "name", "thread")
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether the trace gets the table."""
+        return self.count <= MAX_COUNT
+
+    def add(self, events: list[Event]) -> None:
+        """Add events of the category ANNOTATION."""
+        self.count += len(events)
+        if not self.are_kept:
+            return
+        names = [self._names.setdefault(event.name, len(self._names)) for event in events]
+        threads = [event.tid if type(event.tid) is int and 0 <= event.tid < 1 << 62 else MISSING for event in events]
+        self._rows.add(*spans(events), names, threads)
+
+    def columns(self, base_ns: int) -> dict[str, Any]:
+        """Return the columns of the table `annotations`. base_ns: added to the times of the events."""
+        rows = self._rows.table() if self.are_kept else self._rows.table().iloc[:0]
+        used, codes = np.unique(rows["name"], return_inverse=True)
+        names = [*self._names]
+        return {
+            "start_ns": rows["start"] + base_ns,
+            "end_ns": rows["end"] + base_ns,
+            "name": pd.Categorical.from_codes(codes, [names[number] for number in used]),
+            "thread": rows["thread"].astype("Int64").mask(rows["thread"] == MISSING),
+        }
+
 
 _HEAD = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\{.*"(?:traceEvents|schemaVersion)"\s*:|\[\s*\{.*"ph"\s*:)', re.DOTALL)
 _RANK = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
 _MAX_COUNT = 10_000_000
+# The category of instant events; torch before 1.12 gave them none.
+MEMORY_CATEGORIES = frozenset({"cpu_instant_event", ""})
+_NAME = "[memory]"
+# c10::DeviceType of the CPU, and of accelerators with torch's names. HIP (ROCm) devices are `cuda` in torch.
+_CPU = 0
+_ACCELERATORS = {1: "cuda", 6: "cuda", 12: "xpu", 13: "mps", 19: "mtia", 20: "privateuseone"}
 
 
 class KinetoImporter:
@@ -48,13 +94,7 @@ class KinetoImporter:
 def read_trace(source: Source, builder: TraceBuilder, number: int) -> None:
     """Add the contents of a trace to its rank.
 
-    Args:
-        source: The file.
-        builder: The trace so far.
-        number: The rank if neither the file nor its name states one.
-
-    Raises:
-        SourceError: The file is damaged from its beginning, or is a second file of one rank.
+    `number`: the rank if neither the file nor its name states one.
     """
     contents = _Contents(source)
     trace = contents.trace
@@ -78,7 +118,7 @@ class _Contents:
 
     def __init__(self, source: Source) -> None:
         self.marks, self.annotations = Marks(), Annotations()
-        self.device, self.memory = GpuActivities(), memory.AllocatorMemory()
+        self.device, self.memory = GpuActivities(), AllocatorMemory()
         with source.open() as file:
             self.trace = ChromeTrace(cast(io.BufferedReader, file))
             try:
@@ -105,7 +145,7 @@ class _Contents:
                 self.device.add_calls(events)
             elif category in ACTIVITY_CATEGORIES:
                 self.device.add_activities(events)
-            elif category in memory.CATEGORIES:
+            elif category in MEMORY_CATEGORIES:
                 self.memory.add(events)
 
 
@@ -219,3 +259,33 @@ def _add_annotations(entry: RankBuilder, contents: _Contents, notes: list[str]) 
     if not ranges.are_kept:
         notes.append(f"its {ranges.count:,} annotations are left out: a trace keeps up to {MAX_COUNT:,}")
     entry.extend("annotations", **ranges.columns(contents.trace.base_ns))
+
+
+class AllocatorMemory:
+    """Collects the memory events of a trace."""
+
+    def __init__(self) -> None:
+        self._rows = IntTable("t_ns", "type", "device", "allocated", "reserved")
+
+    def add(self, events: list[Event]) -> None:
+        """Add the memory events among events of the MEMORY_CATEGORIES."""
+        events = [event for event in events if event.name == _NAME and event.args.allocated != MISSING]
+        if events:
+            rows = [(e.args.device_type, e.args.device_id, e.args.allocated, e.args.reserved) for e in events]
+            self._rows.add(spans(events)[0], *np.array(rows, np.int64).T)
+
+    def changes(self) -> pd.DataFrame:
+        """Return t_ns, device, pool and bytes whenever the size of a pool changes.
+
+        They are those of accelerators, or of the CPU if these have no events.
+        """
+        rows = self._rows.table().sort_values("t_ns", kind="stable")
+        accelerated = rows[rows["type"].isin(list(_ACCELERATORS))]
+        if len(accelerated):
+            names = accelerated["type"].map(_ACCELERATORS) + ":" + accelerated["device"].clip(lower=0).astype(str)
+            rows, pools = accelerated.assign(device=names), ["allocated", "reserved"]
+        else:
+            rows, pools = rows[rows["type"] == _CPU].assign(device="cpu"), ["allocated"]
+        sizes = rows.melt(["t_ns", "device"], pools, var_name="pool", value_name="bytes")
+        previous = sizes.groupby(["device", "pool"])["bytes"].shift()
+        return sizes[sizes["bytes"].ne(previous) & sizes["bytes"].ne(MISSING)]

@@ -2,16 +2,190 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 import pandas as pd
 
 from ebbtide.phases import PHASES
-from ebbtide.profiler.agent.iterations import IterationRule
-from ebbtide.profiler.importers.kineto.intervals import interval_index, outermost
-from ebbtide.profiler.importers.kineto.marks import MarkKind, Marks
-from ebbtide.profiler.trace.micro_steps import micro_steps
+from ebbtide.profiler.agent.iteration_figures import IterationRule
+from ebbtide.profiler.chrome_trace.events import Event, IntArray, IntTable, spans
+from ebbtide.profiler.chrome_trace.gpu_activities import COMMUNICATION
+from ebbtide.profiler.trace.iterations import micro_steps
+
+OPS = frozenset({"cpu_op", "Operator", "user_annotation"})
+CALLS = "python_function"
+_MODULE = "nn.Module: "
+_PROFILER_STEP = re.compile(r"ProfilerStep#[0-9]{1,18}")
+# Separators of the words of an annotation: "## forward ##", "DistributedDataParallel.forward". The names
+# "FSDP::pre_forward" and "alltoall_bwd_single" are only parts of a phase, so `_` separates no words.
+_SEPARATORS = re.compile(r"[\s.:/#|+()\[\]-]+")
+
+
+class MarkKind(IntEnum):
+    """Meaning of an annotation or op. The first three are the phases, in the order of `ebbtide.phases.PHASES`."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    UPDATE = 2
+    PROFILER_STEP = 3
+    OPTIMIZER_STEP = 4
+    EVALUATED = 5
+    OP = 6
+
+
+_PREFIXES = {
+    "Optimizer.step#": MarkKind.OPTIMIZER_STEP,
+    "autograd::engine::evaluate_function: ": MarkKind.EVALUATED,
+    "aten::": MarkKind.OP,
+    "Optimizer.zero_grad": MarkKind.OP,
+}
+_WORDS = {
+    MarkKind.FORWARD: re.compile(r"(forward|fwd)(_?(pass|step))?"),
+    MarkKind.BACKWARD: re.compile(r"(backward|bwd)(_?(pass|step))?"),
+    MarkKind.UPDATE: re.compile(r"(optimizer|optim)(_?(step|update))?"),
+}
+
+
+class Marks:
+    """Collects the marks of a trace, each with its span in ns.
+
+    Attributes:
+        evaluated: Functions that the autograd engine evaluates; the sequence number is that of the op (MISSING for
+            the accumulation of gradients).
+    """
+
+    def __init__(self) -> None:
+        self.steps = IntTable("start", "end", "number")
+        self.words = IntTable("start", "end", "phase")
+        self.updates = IntTable("start", "end", "optimizer")
+        self.calls = IntTable("start", "end")
+        self.ops = IntTable("start", "end", "sequence")
+        self.evaluated = IntTable("start", "end", "sequence")
+        self._optimizers: dict[str, int] = {}
+
+    def add_ops(self, events: list[Event]) -> None:
+        """Add the marks among CPU ops and annotations."""
+        by_kind: defaultdict[MarkKind, list[Event]] = defaultdict(list)
+        for event in events:
+            kind = _kind(event.name)
+            if kind != MarkKind.OP or event.args.sequence >= 0:
+                by_kind[kind].append(event)
+        for kind, marks in by_kind.items():
+            if kind == MarkKind.PROFILER_STEP:
+                self.steps.add(*spans(marks), [int(event.name.partition("#")[2]) for event in marks])
+            elif kind == MarkKind.OPTIMIZER_STEP:
+                self.updates.add(*spans(marks), [self._optimizer(event.name) for event in marks])
+            elif kind == MarkKind.EVALUATED:
+                self.evaluated.add(*spans(marks), [event.args.sequence for event in marks])
+            elif kind == MarkKind.OP:
+                self.ops.add(*spans(marks), [event.args.sequence for event in marks])
+            else:
+                self.words.add(*spans(marks), [int(kind)] * len(marks))
+
+    def add_calls(self, events: list[Event]) -> None:
+        """Add the calls of modules among Python functions, which are recorded with stacks."""
+        calls = [event for event in events if event.name.startswith(_MODULE)]
+        if calls:
+            self.calls.add(*spans(calls))
+
+    def _optimizer(self, name: str) -> int:
+        return self._optimizers.setdefault(name, len(self._optimizers))
+
+
+@lru_cache(maxsize=1 << 14)
+def _kind(name: str) -> MarkKind:
+    for prefix, kind in _PREFIXES.items():
+        if name.startswith(prefix):
+            return kind
+    if _PROFILER_STEP.fullmatch(name):
+        return MarkKind.PROFILER_STEP
+    words = _SEPARATORS.split(name.lower())
+    matching = [kind for kind, pattern in _WORDS.items() if any(map(pattern.fullmatch, words))]
+    return matching[0] if len(matching) == 1 else MarkKind.OP
+
+
+def interval_index(times: pd.Series, starts: pd.Series, ends: pd.Series) -> IntArray:
+    """Return the index of the interval that contains each time, or -1.
+
+    Intervals are in order and do not overlap; their ends are excluded.
+    """
+    index = np.searchsorted(starts, times, side="right") - 1
+    return np.where(times < np.append(ends, np.iinfo(np.int64).min)[index], index, -1)
+
+
+def outermost(spans: pd.DataFrame) -> pd.DataFrame:
+    """Return the intervals that are not inside another one, in order and without overlap.
+
+    An interval that begins inside another one is cut to begin at the end of that one.
+
+    `spans`: columns start and end, and any others.
+    """
+    spans = spans.sort_values(["start", "end"], ascending=[True, False], ignore_index=True)
+    previous_end = spans["end"].cummax().shift(fill_value=np.iinfo(np.int64).min)
+    spans = spans.assign(start=np.maximum(spans["start"], previous_end))
+    return spans[spans["end"] > previous_end].reset_index(drop=True)
+
+
+class DeviceTimes:
+    """Times at which a device ran what the host launched in intervals."""
+
+    def __init__(self, work: pd.DataFrame) -> None:
+        launched = work["launched"].notna()
+        self._work = work.loc[launched, ["start", "end", "device", "stream", "kind"]]
+        self._launches = work.loc[launched, "launched"].astype("int64")
+
+    def times(self, phases: pd.DataFrame) -> pd.DataFrame:
+        """Compute when the device ran each phase: from the first start to the last end of the work launched in it.
+
+        Only work on the main stream (the one with the most launches) counts, if the phase used it. The main stream
+        waits for everything that the next phase needs, while copies on other streams extend into other phases. Before
+        the next phase begins, the device runs the collectives that the phase launched: the phase includes them.
+
+        `phases`: columns start_ns and end_ns, in order and without overlap.
+
+        Returns:
+            Columns gpu_start_ns and gpu_end_ns for each phase; missing for a phase that launched nothing.
+        """
+        launched = self._launched_in(phases["start_ns"], phases["end_ns"])
+        work = launched[_on_main(launched)]
+        times = work.groupby("interval").agg(gpu_start_ns=("start", "min"), gpu_end_ns=("end", "max"))
+        # Phases must not overlap, also if two streams were counted.
+        latest_end = times["gpu_end_ns"].cummax()
+        times["gpu_start_ns"] = np.maximum(times["gpu_start_ns"], latest_end.shift(fill_value=np.iinfo(np.int64).min))
+        collectives = launched[launched["kind"] == COMMUNICATION].groupby("interval")["end"].max()
+        next_start = times["gpu_start_ns"].shift(-1, fill_value=np.iinfo(np.int64).max)
+        finished = np.minimum(collectives.reindex(times.index, fill_value=np.iinfo(np.int64).min), next_start)
+        times["gpu_end_ns"] = np.maximum(latest_end, finished)
+        return times.astype("Int64").reindex(range(len(phases)))
+
+    def ends(self, steps: pd.DataFrame) -> pd.Series[int]:
+        """Compute when the device finished each step: the last end of the work launched in it on the main stream.
+
+        The last step ends with all of its work, on any stream. Missing for a step that launched nothing.
+
+        `steps`: columns start and end, in order and without overlap.
+        """
+        launched = self._launched_in(steps["start"], steps["end"])
+        counted = _on_main(launched) | (launched["interval"] == len(steps) - 1)
+        return launched[counted].groupby("interval")["end"].max().cummax().astype("Int64").reindex(range(len(steps)))
+
+    def _launched_in(self, starts: pd.Series[int], ends: pd.Series[int]) -> pd.DataFrame:
+        """Return the work that was launched in intervals, with the number of its `interval`."""
+        interval = interval_index(self._launches, starts, ends)
+        return self._work.assign(interval=interval)[interval >= 0]
+
+
+def _on_main(work: pd.DataFrame) -> pd.Series[bool]:
+    """Return which work is on the main stream, or of an interval that did not use the main stream."""
+    stream = work.groupby(["device", "stream"])["interval"].transform("size")
+    on_main = stream.eq(stream.max())
+    return on_main | ~on_main.groupby(work["interval"]).transform("any")
+
 
 _PHASE_NAMES = np.array(PHASES)
 
@@ -38,9 +212,7 @@ def find_phases(marks: Marks, notes: list[str]) -> FoundPhases:
     differentiated later; backward extends from the first to the last function that the autograd engine evaluates. A
     mark that begins inside a phase belongs to that phase.
 
-    Args:
-        marks: The marks of one rank.
-        notes: Receives a line for each kind of mark that is missing, with the call that adds it.
+    `notes`: receives a line for each kind of mark that is missing, with the call that adds it.
     """
     spans = outermost(_marked_spans(marks))
     steps = marks.steps.table().sort_values("start", ignore_index=True)
@@ -70,11 +242,9 @@ def find_phases(marks: Marks, notes: list[str]) -> FoundPhases:
 
 
 def _marked_spans(marks: Marks) -> pd.DataFrame:
-    """Return all spans that belong to a phase, in any order.
+    """Return start, end, phase (a MarkKind) and part_of of all spans that belong to a phase, in any order.
 
-    Returns:
-        Columns start, end, phase (a MarkKind) and part_of. Adjacent spans of a phase with the same part_of are one
-        phase.
+    Adjacent spans of a phase with the same part_of are one phase.
     """
     words = marks.words.table()
     annotated = {
@@ -99,7 +269,6 @@ def _first_with_rows(*tables: pd.DataFrame) -> pd.DataFrame:
 
 
 def _separate(spans: pd.DataFrame, kind: MarkKind) -> pd.DataFrame:
-    """Return the spans with one phase for each of them."""
     return spans.assign(phase=int(kind), part_of=np.arange(len(spans)))
 
 
@@ -117,9 +286,7 @@ def _differentiated_ops(marks: Marks, engine: pd.DataFrame) -> pd.DataFrame:
 def _in_training(forward: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
     """Return the forwards without evaluations.
 
-    Args:
-        forward: Spans of forwards.
-        trained: Ops that are differentiated later; empty if no such op is recorded, and then all forwards are kept.
+    `trained`: ops that are differentiated later; empty if no such op is recorded, and then all forwards are kept.
     """
     starts = np.sort(trained["start"])
     trains = np.searchsorted(starts, forward["end"]) > np.searchsorted(starts, forward["start"])

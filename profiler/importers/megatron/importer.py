@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import datetime
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from statistics import median
 
-from ebbtide.profiler.importers.deepspeed.clock import clock_offset_ns
-from ebbtide.profiler.importers.deepspeed.memory_report import MemoryReport, add_report, read_reports
-from ebbtide.profiler.importers.deepspeed.metadata import add_ranks, monitored_ranks
-from ebbtide.profiler.importers.deepspeed.settings import JobSettings, SettingsReader
+import numpy as np
+
+from ebbtide.phases import BACKWARD, FORWARD, UPDATE
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
-from ebbtide.profiler.importers.megatron.interval_reader import IntervalReader, LoggedInterval, is_iteration
-from ebbtide.profiler.importers.megatron.rows import add_iterations, place_iterations
+from ebbtide.profiler.importers.logs.settings import (
+    JobSettings,
+    MemoryReport,
+    SettingsReader,
+    add_ranks,
+    add_report,
+    monitored_ranks,
+    read_reports,
+)
+from ebbtide.profiler.importers.logs.text_log import LogLine, clock_offset_ns, read_lines, zone_ns
 from ebbtide.profiler.importers.nvml_monitor.importer import FORMAT as MONITOR_FORMAT
-from ebbtide.profiler.importers.nvml_monitor.monitor import read_coverage
+from ebbtide.profiler.importers.nvml_monitor.importer import read_coverage
 from ebbtide.profiler.importers.source import Source, SourceError
-from ebbtide.profiler.importers.text_log import LogLine, read_lines, zone_ns
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
 # Timers and memory marks of DeepSpeed, which say more than Megatron's lines in the same log.
@@ -25,6 +35,34 @@ _DEEPSPEED = re.compile(r"time \(ms\) \|.{0,400}\| step(?:_microstep)?:|\bMax_MA
 _MAX_SEARCHED_LINES = 100_000
 # Longer than any job: times that add up to more are damaged.
 _MAX_NS = 1 << 60
+# By version: `forward` and `backward` before 2.0.
+_FORWARD, _BACKWARD = ("forward-compute", "forward"), ("backward-compute", "backward")
+_BOTH, _UPDATE = "forward-backward", "optimizer"
+# Parts of the optimizer's step, in the order in which it takes them.
+_UPDATE_PARTS = (
+    "optimizer-copy-to-main-grad", "optimizer-unscale-and-check-inf", "optimizer-clip-main-grad",
+    "optimizer-count-zeros", "optimizer-inner-step", "optimizer-copy-main-to-model-params",
+)  # fmt: skip
+# With underscores in Megatron-DeepSpeed of Argonne. One decimal: a line that was cut within the number has no ` |`.
+_ITERATION = re.compile(
+    r"\biteration[= ]\s{0,20}(\d{1,12})/\s{0,20}\d{1,12} \|.{0,2000}?"
+    r"\belapsed[ _]time[ _]per[ _]iteration(?: \(ms\): |_ms=)\s{0,20}(\d{1,9}\.\d{1,6}) ?\|"
+)
+# The time of the line, which has no fraction of a second.
+_STAMP = re.compile(r"\[(20\d\d-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)\]")
+# Timers: mean per iteration since the line before. `--timing-log-option` is minmax, max or all.
+_HEADER = re.compile(r"\btimes? across ranks \(ms\):")
+_TIMER = re.compile(
+    r"(?:^|\s)([a-z][\w/-]{0,63}) \.{0,64}: (?:\((?:\d{1,9}\.\d\d), (\d{1,9}\.\d\d)\)|(\d{1,9}\.\d\d)(?!\S))"
+)
+_NAME = re.compile(r"(?:^|\s)([a-z][\w/-]{0,63}):\s*$")
+_RANK = re.compile(r"(?:^|\s)rank\s{1,8}(\d{1,7}): (\d{1,9}\.\d\d)(?!\S)")
+# Timers of old versions, on one line: `time (ms) | forward: 12.34 | backward: 23.45`.
+_OLD_HEADER = "time (ms) |"
+_OLD_TIMER = re.compile(r"\|\s([a-z][\w -]{0,63}): (\d{1,9}\.\d\d)(?!\d)")
+_LOG_INTERVAL = re.compile(r"\blog_interval \.{3,64} (\d{1,7})\b")
+# A line with a gap of more is of another run, which was appended.
+_MAX_INTERVAL = 100_000
 
 
 class MegatronLogImporter:
@@ -79,12 +117,7 @@ class MegatronLogImporter:
 class _Log:
     """The contents of a log.
 
-    Attributes:
-        intervals: The iterations.
-        reports: The last report of memory of each rank.
-        settings: Settings of the job.
-        zone: Offset of the log's clock from UTC in ns; None if the log does not state it.
-        incomplete: Whether the log ends within the timers of its last iterations.
+    `zone`: offset of the log's clock from UTC in ns; None if the log does not state it.
     """
 
     def __init__(self, source: Source) -> None:
@@ -109,7 +142,6 @@ class _Log:
 
 
 def _add_job(builder: TraceBuilder, settings: JobSettings) -> dict[int, RankBuilder]:
-    """Add the ranks with their settings, and return their builders by rank."""
     ranks = add_ranks(builder, settings)
     total = settings.params()
     for entry in ranks.values():
@@ -150,3 +182,189 @@ def _notes(log: _Log, dated: bool, shortened: bool, rank_count: int) -> Iterator
         yield "the log has no report of memory"
     if log.settings.world_size is None:
         yield "the log does not state the number of ranks: 1 is assumed"
+
+
+@dataclass(frozen=True)
+class PlacedIterations:
+    """The iterations of one interval in time.
+
+    `first`: number of the first of them in the trace, from 0.
+    """
+
+    interval: LoggedInterval
+    first: int
+    starts_ns: np.ndarray
+    ends_ns: np.ndarray
+
+
+def place_iterations(intervals: Sequence[LoggedInterval]) -> list[PlacedIterations]:
+    """Place iterations in time, on the log's clock, or from 0 if the log has no times.
+
+    An interval ends at the time of its line, or later, if the iterations since the line before took longer: times in
+    full seconds are up to a second early. Iterations of an interval are equally long.
+    """
+    placed: list[PlacedIterations] = []
+    firsts = accumulate((interval.count for interval in intervals), initial=0)
+    end_ns: int | None = None
+    for interval, first in zip(intervals, firsts, strict=False):
+        length_ns = round(interval.iteration_ms * 1e6)
+        total_ns = interval.count * length_ns
+        earliest = [] if end_ns is None else [end_ns + total_ns]
+        own = [] if interval.t_ns is None else [interval.t_ns]
+        end_ns = max(earliest + own, default=total_ns)
+        ends = end_ns - length_ns * np.arange(interval.count - 1, -1, -1, dtype=np.int64)
+        placed.append(PlacedIterations(interval, first, ends - length_ns, ends))
+    return placed
+
+
+def add_iterations(entry: RankBuilder, rank: int, placed: Sequence[PlacedIterations], offset_ns: int) -> bool:
+    """Add the iterations to a rank: marks, phases, and parts of the update as ops.
+
+    The update ends with its iteration, and the phases before it follow each other. `offset_ns`: offset of the log's
+    clock from UTC. Return whether timers had to be shortened, because they add up to more than the iteration.
+    """
+    shortened = False
+    for iterations in placed:
+        interval, ends = iterations.interval, iterations.ends_ns - offset_ns
+        numbers = iterations.first + np.arange(interval.count)
+        entry.extend("iteration_marks", iteration=numbers, start_ns=iterations.starts_ns - offset_ns, end_ns=ends)
+        forward, backward = interval.timer_ms(rank, *_FORWARD), interval.timer_ms(rank, *_BACKWARD)
+        both, update = interval.timer_ms(rank, _BOTH), interval.timer_ms(rank, _UPDATE)
+        split = forward is not None and backward is not None
+        computed = max(both or 0.0, (forward or 0.0) + (backward or 0.0) if split else 0.0)
+        total = computed + (update or 0.0)
+        scale = min(1.0, interval.iteration_ms / total) if total else 1.0
+        shortened |= scale < 1
+        lengths = {name: round(ms * scale * 1e6) for name, ms in _lengths(forward, backward, update).items()}
+        update_starts = ends - lengths.get(UPDATE, 0)
+        starts = update_starts - round(computed * scale * 1e6)
+        if not split and both is not None:
+            _add_op(entry, _BOTH, starts, update_starts, numbers)
+        for phase in (FORWARD, BACKWARD) if split else ():
+            _add_phase(entry, phase, starts, starts + lengths[phase], numbers)
+            starts = starts + lengths[phase]
+        if update is not None:
+            _add_phase(entry, UPDATE, update_starts, ends, numbers)
+            for name in _UPDATE_PARTS:
+                part = interval.timer_ms(rank, name)
+                if part is not None:
+                    part_ends = np.minimum(update_starts + round(part * scale * 1e6), ends)
+                    _add_op(entry, name, update_starts, part_ends, numbers)
+                    update_starts = part_ends
+    return shortened
+
+
+def _lengths(forward: float | None, backward: float | None, update: float | None) -> dict[str, float]:
+    lengths = {FORWARD: forward, BACKWARD: backward, UPDATE: update}
+    return {phase: ms for phase, ms in lengths.items() if ms is not None}
+
+
+def _add_phase(entry: RankBuilder, phase: str, starts: np.ndarray, ends: np.ndarray, numbers: np.ndarray) -> None:
+    entry.extend("phases", phase=phase, iteration=numbers, micro_step=0, start_ns=starts, end_ns=ends)
+
+
+def _add_op(entry: RankBuilder, name: str, starts: np.ndarray, ends: np.ndarray, numbers: np.ndarray) -> None:
+    entry.extend("ops", start_ns=starts, end_ns=ends, resource="host", name=name, iteration=numbers)
+
+
+@dataclass
+class LoggedInterval:
+    """The iterations since the line before, of which the log has means.
+
+    Attributes:
+        last_iteration: Number of the last of them, from 1.
+        t_ns: Time of the line as if the log's clock were UTC; None if the line has no time.
+        timers: Mean ms per iteration, by name and rank. The rank is None for the maximum over ranks.
+    """
+
+    last_iteration: int
+    iteration_ms: float
+    t_ns: int | None
+    timers: dict[str, dict[int | None, float]] = field(default_factory=dict)
+    count: int = 1
+
+    def timer_ms(self, rank: int, *names: str) -> float | None:
+        """Return the first of some timers that the log has, of a rank or as the maximum over ranks; None for none."""
+        for name in names:
+            of_ranks = self.timers.get(name)
+            if of_ranks:
+                return of_ranks.get(rank, of_ranks.get(None))
+        return None
+
+
+class IntervalReader:
+    """Collects the intervals line by line.
+
+    `intervals`: the intervals so far, without their `count`.
+    """
+
+    def __init__(self) -> None:
+        self.intervals: list[LoggedInterval] = []
+        self._log_interval: int | None = None
+        self._in_timers = False
+        self._name = ""
+
+    def feed(self, line: LogLine) -> None:
+        text = line.text
+        if "iteration" in text and (match := _ITERATION.search(text)):
+            t_ns = line.t_ns if line.t_ns is not None else _stamp_ns(text)
+            self.intervals.append(LoggedInterval(int(match.group(1)), float(match.group(2)), t_ns))
+            self._in_timers = False
+        elif "across ranks (ms)" in text and (header := _HEADER.search(text)):
+            self._in_timers, self._name = True, ""
+            self._add_timers(text[header.end() :])
+        elif _OLD_HEADER in text and self.intervals:
+            for name, ms in _OLD_TIMER.findall(text):
+                self.intervals[-1].timers.setdefault(name, {})[None] = float(ms)
+        elif self._in_timers:
+            self._add_timers(text)
+        elif self._log_interval is None and "log_interval" in text and (match := _LOG_INTERVAL.search(text)):
+            self._log_interval = int(match.group(1))
+
+    def _add_timers(self, text: str) -> None:
+        """Read a line below the header of the timers."""
+        if not self.intervals:
+            return
+        timers = self.intervals[-1].timers
+        if match := _TIMER.search(text):
+            name, of_slowest, only = match.groups()
+            timers.setdefault(name, {}).setdefault(None, float(of_slowest or only))
+        elif (match := _RANK.search(text)) and self._name:
+            timers.setdefault(self._name, {}).setdefault(int(match.group(1)), float(match.group(2)))
+        elif match := _NAME.search(text):
+            self._name = match.group(1)
+        elif text.strip():
+            self._in_timers = False
+
+    def finish(self) -> bool:
+        """Derive how many iterations each interval has: usually as many as the numbers of two lines differ.
+
+        Return whether a last interval was left out, because it lacks timers that the one before has.
+        """
+        cut = len(self.intervals) > 1 and self.intervals[-1].timers.keys() < self.intervals[-2].timers.keys()
+        if cut:
+            self.intervals.pop()
+        differences = [after.last_iteration - before.last_iteration for before, after in pairwise(self.intervals)]
+        differences = [d if 0 < d <= _MAX_INTERVAL else 0 for d in differences]
+        usual = Counter(d for d in differences if d).most_common(1)
+        interval = usual[0][0] if usual else min(self._log_interval or 1, _MAX_INTERVAL)
+        for logged, difference in zip(self.intervals, [0, *differences], strict=False):
+            # The first line, also of a run that was appended, covers a whole interval, or all iterations so far.
+            logged.count = max(1, min(interval, difference or logged.last_iteration))
+        return cut
+
+
+def is_iteration(text: str) -> bool:
+    """Return whether a line of a log is one that Megatron prints for its iterations."""
+    return "iteration" in text and _ITERATION.search(text) is not None
+
+
+def _stamp_ns(text: str) -> int | None:
+    match = _STAMP.search(text)
+    if match is None:
+        return None
+    try:
+        moment = datetime.datetime.fromisoformat(f"{match.group(1)}T{match.group(2)}+00:00")
+    except ValueError:
+        return None
+    return int(moment.timestamp()) * 1_000_000_000

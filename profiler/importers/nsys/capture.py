@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from ebbtide.profiler.chrome_trace.gpu_activities import COMMUNICATION, KINDS, TRANSFER, kind_of
+
+COMPUTE, COPY, MEMSET = (KINDS.index(kind) for kind in ("compute", "copy", "memset"))
+MEMSET_NAME = "Memset (Device)"
+HOST_TO_DEVICE, DEVICE_TO_HOST, ON_DEVICE = "HtoD", "DtoH", "DtoD"
 # Value of an integer that was not recorded.
 MISSING = -1
 # Larger values are not times after the start of a session; added to a Unix time they would overflow.
@@ -16,11 +22,38 @@ _MAX_DEVICES = 1024
 # The low bits of a serialized thread id (`globalTid`) are the thread, the next 24 the process.
 _THREAD_BITS = 24
 _ID_MASK = (1 << _THREAD_BITS) - 1
-
 WORK_COLUMNS = ("process", "start", "end", "device", "stream", "correlation", "kind", "name", "bytes")
 LAUNCH_COLUMNS = ("process", "correlation", "start")
 RANGE_COLUMNS = ("process", "thread", "start", "end", "name")
 MEMORY_COLUMNS = ("process", "device", "t", "address", "bytes", "released")
+
+
+def copy_kind(direction: str) -> int:
+    """Return the kind of a copy. direction: HOST_TO_DEVICE, DEVICE_TO_HOST or ON_DEVICE (also between devices)."""
+    return COPY if direction == ON_DEVICE else TRANSFER
+
+
+def copy_name(direction: str, host_memory: str | None, unified: bool = False) -> str:
+    """Return the name of a copy.
+
+    Args:
+        host_memory: `Pinned` or `Pageable`; None where not recorded.
+        unified: Whether the driver moved pages of unified memory.
+    """
+    name = f"Memcpy {direction}"
+    if unified:
+        return f"{name} (Unified)"
+    if direction == ON_DEVICE or host_memory is None:
+        return name
+    ends = ("Device", host_memory) if direction == DEVICE_TO_HOST else (host_memory, "Device")
+    return f"{name} ({' -> '.join(ends)})"
+
+
+def separate_collectives(work: pd.DataFrame, names: Sequence[str]) -> None:
+    """Give the kernels of NCCL and RCCL their kind. work: columns `kind` and `name`, a position in names."""
+    collective = np.array([kind_of("kernel", name) == COMMUNICATION for name in names], bool)
+    if len(work):
+        work.loc[(work["kind"] == COMPUTE) & collective[work["name"]], "kind"] = COMMUNICATION
 
 
 def integer_frame(columns: tuple[str, ...]) -> pd.DataFrame:
@@ -36,17 +69,13 @@ class Capture:
 
     Attributes:
         names: Texts that the columns `name` refer to by position.
-        work: Kernels, copies and memsets: WORK_COLUMNS; `kind` is a position in `gpu_activities.kinds.KINDS`, or
+        work: Kernels, copies and memsets: WORK_COLUMNS; `kind` is a position in `gpu_activities.KINDS`, or
             TRANSFER. Copies have the names that torch's profiler gives them: `Memcpy HtoD (Pinned -> Device)`.
-        launches: Calls that launched work: LAUNCH_COLUMNS.
         ranges: NVTX ranges: RANGE_COLUMNS; also gpu_start and gpu_end, the span of the work launched in a range, in
             reports that have it (MISSING where a range launched none).
         memory: Allocations and releases of device memory: MEMORY_COLUMNS; None where they were not recorded.
         devices: Entries of devices in the trace's metadata, by process id and number of the device; the process id is
             MISSING in entries that hold for all processes.
-        ranks: Rank of each process for which the file has it.
-        memory_remedy: Way to get the use of memory, where there is none.
-        ranges_remedy: Way to get ranges, where there are none.
         session_ns: Unix time of the start of the session; None where the file does not state it.
         notes: Lines about what is missing or unusual.
     """

@@ -76,10 +76,7 @@ class Database:
 
     Only stored tables are read: a view, a virtual table or a computed column would execute what the file says.
 
-    Args:
-        connection: The connection, read-only.
-        source: The file, for messages.
-        size: Bytes of the database.
+    `connection`: the connection, read-only.
     """
 
     def __init__(self, connection: sqlite3.Connection, source: Source, size: int) -> None:
@@ -102,18 +99,9 @@ class Database:
         return self._columns[table]
 
     def integers(self, table: str, required: Sequence[str], optional: Mapping[str, int]) -> pd.DataFrame:
-        """Read integer columns of a table, in the order of its rows.
+        """Read integer columns of a table, in the order of its rows; none if there is no such table.
 
-        Args:
-            table: The table.
-            required: Columns that must be there, with a value in every row.
-            optional: Columns that may be missing or null, with the value that they then have.
-
-        Returns:
-            One int64 column for each name; no rows if there is no such table.
-
-        Raises:
-            SourceError: A required column is missing, or a value is not an integer.
+        `required` columns have a value in every row; `optional` ones may be missing or null, and then have their value.
         """
         names = [*required, *optional]
         if table not in self.tables:

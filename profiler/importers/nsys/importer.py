@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+import pandas as pd
+
+from ebbtide.phases import BACKWARD, FORWARD, UPDATE
+from ebbtide.profiler.chrome_trace.gpu_activities import TRANSFER, kernel_columns, labels, transfer_columns
 from ebbtide.profiler.importers.importer import ImportOptions, Recognition, Stage
-from ebbtide.profiler.importers.nsys.csv_capture import read_reports
-from ebbtide.profiler.importers.nsys.csv_reports import has_report
+from ebbtide.profiler.importers.kineto.phases import DeviceTimes
+from ebbtide.profiler.importers.nsys.capture import MISSING, Capture, pid_of
+from ebbtide.profiler.importers.nsys.csv_capture import has_report, read_reports
 from ebbtide.profiler.importers.nsys.database import MAGIC, open_database
-from ebbtide.profiler.importers.nsys.ranks import add_capture
+from ebbtide.profiler.importers.nsys.phases import RangeNames, phases_of
 from ebbtide.profiler.importers.nsys.sqlite_capture import EXPORT_TABLES, read_capture
 from ebbtide.profiler.importers.source import Source, SourceError
-from ebbtide.profiler.trace import TraceBuilder
+from ebbtide.profiler.trace import RankBuilder, TraceBuilder
+from ebbtide.units import bytes_text
 
 # Recordings, before they are exported: their format is not public.
 _RECORDINGS = (".nsys-rep", ".qdrep", ".qdstrm")
+_RANK = re.compile(r"rank[-_.]?(\d{1,6})(?!\d)", re.IGNORECASE)
+# Names of ranges that a note shows.
+_SHOWN_NAMES = 5
+# No host has so many processes that use GPUs.
+_MAX_RANKS = 4096
+# As for torch.profiler: a trace with more would grow by what nobody reads one by one.
+_MAX_RANGES = 200_000
+# Memory that the process allocated through CUDA; docs/trace-format.md describes all pools.
+POOL = "cuda"
 
 
 class NsysImporter:
@@ -25,7 +43,7 @@ class NsysImporter:
     stage = Stage.PROFILE
 
     def matches(self, source: Source) -> bool:
-        return source.head.startswith(MAGIC) or _is_recording(source)
+        return source.head.startswith(MAGIC) or source.path.suffix in _RECORDINGS
 
     def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
         undated = []
@@ -50,10 +68,6 @@ class NsysImporter:
         return undated
 
 
-def _is_recording(source: Source) -> bool:
-    return source.path.suffix in _RECORDINGS
-
-
 class NsysCsvImporter:
     """Importer of the files that `nsys stats --format csv` writes. All files of one import are of one recording."""
 
@@ -67,3 +81,227 @@ class NsysCsvImporter:
     def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
         add_capture(builder, read_reports(sources), sources[0], options)
         return list(sources)
+
+
+def add_capture(builder: TraceBuilder, capture: Capture, source: Source, options: ImportOptions) -> None:
+    """Add the contents of a file, or of several that belong together, to the ranks of a trace."""
+    names = RangeNames(options.phases)
+    processes = _processes(capture, source)
+    notes = list(capture.notes)
+    if len(processes) > 1:
+        order = "the ranks of MPI" if set(processes) <= set(capture.ranks) else "in the order of their GPUs"
+        pids = ", ".join(str(pid_of(process)) for process in processes)
+        notes.append(f"{len(processes)} processes used a GPU and are ranks ({order}): {pids}")
+    for process in processes:
+        entry = _entry(builder, capture, source, process, alone=len(processes) == 1)
+        _Rank(entry, capture, process, names, notes).add()
+    notes += [f"--phase: no NVTX range has the name {name!r}" for name in sorted(names.unused)]
+    for note in dict.fromkeys(notes):
+        builder.note(f"{source.path.name}: {note}")
+
+
+def _processes(capture: Capture, source: Source) -> list[int]:
+    """Return the processes that are ranks, in the order of the ranks.
+
+    These are the processes that used a GPU or, in a file without work of a GPU, those with ranges.
+    """
+    rows = capture.work if len(capture.work) else capture.ranges.assign(device=0)
+    first_device = rows.groupby("process")["device"].min()
+    if len(first_device) > _MAX_RANKS:
+        raise source.damaged(f"{len(first_device)} processes used a GPU")
+
+    def position(process: int) -> tuple[int, int, int]:
+        device = int(first_device[process])
+        index = _device(capture, process, device).get("index", device)
+        return capture.ranks.get(process, len(capture.ranks) + 1), index, process
+
+    return sorted(map(int, first_device.index), key=position)
+
+
+def _entry(builder: TraceBuilder, capture: Capture, source: Source, process: int, alone: bool) -> RankBuilder:
+    """Return the builder of a process's rank: MPI's, else the one in the file's name, else the next free one."""
+    in_name = _RANK.search(source.path.name) if alone else None
+    rank = capture.ranks.get(process, int(in_name.group(1)) if in_name else None)
+    if rank is None:
+        rank = next(n for n in range(len(builder.ranks) + 1) if "imported_from" not in _meta(builder, n))
+    imported_from = _meta(builder, rank).get("imported_from")
+    if imported_from is not None:
+        raise SourceError(f"{imported_from} and {source} are both of rank {rank}: import one file per rank")
+    entry = builder.rank(rank, imported_from=source.path.name)
+    pid = pid_of(process)
+    if pid is not None:
+        entry.meta["pid"] = pid
+    return entry
+
+
+def _meta(builder: TraceBuilder, rank: int) -> dict[str, Any]:
+    return builder.ranks[rank].meta if rank in builder.ranks else {}
+
+
+def _device(capture: Capture, process: int, number: int) -> dict[str, Any]:
+    """Return what the file states of a device, by the number that it has in the process."""
+    own = capture.devices.get((pid_of(process) or MISSING, number))
+    return own or capture.devices.get((MISSING, number), {})
+
+
+class _Rank:
+    """Adds one process to its rank."""
+
+    def __init__(self, entry: RankBuilder, capture: Capture, process: int, names: RangeNames, notes: list[str]) -> None:
+        self._entry, self._capture, self._process = entry, capture, process
+        self._names, self._notes = names, notes
+        self._base_ns = capture.session_ns or 0
+        launches = capture.launches[capture.launches["process"] == process]
+        self._work = with_launches(capture.work[capture.work["process"] == process], launches)
+        self._ranges = capture.ranges[capture.ranges["process"] == process].sort_values("start", kind="stable")
+
+    def add(self) -> None:
+        """Add all tables."""
+        self._add_work()
+        self._add_devices()
+        self._add_memory()
+        self._add_phases()
+        self._add_annotations()
+
+    def _add_work(self) -> None:
+        if self._work.empty:
+            self._notes.append("it has no work of a GPU, so no kernels and no copies (nsys profile --trace=cuda,nvtx)")
+            return
+        self._entry.meta["transfers_recorded"] = True
+        self._entry.extend("kernels", **kernel_columns(self._work, self._capture.names, self._base_ns))
+        self._entry.extend("transfers", **transfer_columns(self._work, self._capture.names, self._base_ns))
+        if not self._work["kind"].eq(TRANSFER).any():
+            self._notes.append("it has no copy between host and device")
+
+    def _add_devices(self) -> None:
+        """Add the devices that the process used, the busiest first."""
+        busy = (self._work["end"] - self._work["start"]).groupby(self._work["device"]).sum()
+        numbers = [int(number) for number in busy.sort_values(ascending=False, kind="stable").index]
+        entries = []
+        for number in numbers or [0]:
+            details = {k: v for k, v in _device(self._capture, self._process, number).items() if k != "index"}
+            entries.append({"device": f"cuda:{number}", "kind": "cuda", **details})
+        own = {entry["device"] for entry in entries}
+        self._entry.meta["devices"] = entries + [d for d in self._entry.meta["devices"] if d["device"] not in own]
+
+    def _add_memory(self) -> None:
+        recorded = self._capture.memory
+        if recorded is None:
+            self._notes.append(f"it has no use of GPU memory ({self._capture.memory_remedy})")
+            return
+        earlier = 0
+        for number, rows in recorded[recorded["process"] == self._process].groupby("device"):
+            sizes, before = held_bytes(rows, int(min(rows["t"].min(), self._first_time())))
+            earlier += before
+            columns = {"t_ns": sizes["t"] + self._base_ns, "bytes": sizes["bytes"]}
+            self._entry.extend("memory", **columns, device=f"cuda:{number}", pool=POOL)
+        if earlier:
+            self._notes.append(
+                f"{bytes_text(earlier)} of GPU memory were allocated before the recording and released in it: they "
+                "count from its start; what was allocated before and never released is not known"
+            )
+
+    def _first_time(self) -> int:
+        return int(self._work["start"].min()) if len(self._work) else int(np.iinfo(np.int64).max)
+
+    def _add_phases(self) -> None:
+        if not self._entry.frame("phases").empty:
+            self._notes.append("its phases are left out: another file has phases of this rank")
+            return
+        derived = phases_of(self._ranges, self._capture.names, self._names)
+        table, marks = derived.phases, derived.steps
+        self._note_missing(table)
+        times = DeviceTimes(self._work)
+        device_times, mark_ends = times.times(table), times.ends(marks)
+        if self._capture.launches.empty and "gpu_start" in self._ranges:
+            device_times = _projected_times(table, self._ranges)
+        elif self._capture.launches.empty and len(table) and len(self._work):
+            self._notes.append(
+                "it has no calls that launched the work: phases have the host's times (import the SQLite export, or "
+                "add the report nvtx_gpu_proj_trace or cuda_api_trace)"
+            )
+        table = table.join(device_times)
+        table[["start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns"]] += self._base_ns
+        self._entry.extend("phases", **table)
+        if len(marks):
+            self._entry.meta["first_iteration_start_ns"] = int(marks["start"].iloc[0]) + self._base_ns
+            columns = {"start_ns": marks["start"], "end_ns": marks["end"], "gpu_end_ns": mark_ends}
+            columns = {column: values + self._base_ns for column, values in columns.items()}
+            self._entry.extend("iteration_marks", iteration=marks["number"], **columns)
+
+    def _note_missing(self, phases: pd.DataFrame) -> None:
+        """Add a note on phases that no range names, with the names that there are."""
+        missing = [phase for phase in (FORWARD, BACKWARD, UPDATE) if not phases["phase"].eq(phase).any()]
+        if self._ranges.empty:
+            self._notes.append(
+                f"it has no NVTX ranges, so no phases ({self._capture.ranges_remedy}; the job marks them with "
+                'torch.cuda.nvtx.range("forward"), ("backward") and ("optimizer"))'
+            )
+        elif missing:
+            counts = self._ranges["name"].value_counts().index[:_SHOWN_NAMES]
+            shown = ", ".join(repr(self._capture.names[number]) for number in counts)
+            self._notes.append(
+                f"no NVTX range names {' or '.join(missing)}: --phase NAME={missing[0]} assigns ranges (most frequent: "
+                f"{shown})"
+            )
+        elif phases["iteration"].isna().all():
+            self._notes.append("no NVTX range marks iterations or updates: --phase NAME=iteration assigns ranges")
+
+    def _add_annotations(self) -> None:
+        if len(self._ranges) > _MAX_RANGES:
+            count = len(self._ranges)
+            self._notes.append(f"its {count:,} NVTX ranges are left out: a trace keeps up to {_MAX_RANGES:,}")
+            return
+        columns = annotation_columns(self._ranges, self._capture.names, self._base_ns)
+        self._entry.extend("annotations", **columns)
+
+
+def _projected_times(phases: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame:
+    """Return the device times of phases as the report of projected ranges states them."""
+    projected = ranges[ranges["gpu_start"] != MISSING].sort_values("end", ascending=False)
+    projected = projected.drop_duplicates("start").set_index("start")[["gpu_start", "gpu_end"]].astype("Int64")
+    times = projected.reindex(phases["start_ns"]).reset_index(drop=True)
+    times.columns = pd.Index(["gpu_start_ns", "gpu_end_ns"])
+    # The last work of a phase may end after the first of the next one, on another stream: phases must not overlap.
+    latest_end = times["gpu_end_ns"].cummax()
+    earlier_end = latest_end.shift().ffill()
+    times["gpu_start_ns"] = times["gpu_start_ns"].mask((times["gpu_start_ns"] < earlier_end).fillna(False), earlier_end)
+    times["gpu_end_ns"] = times["gpu_end_ns"].mask(times["gpu_end_ns"].notna(), latest_end)
+    return times
+
+
+def held_bytes(memory: pd.DataFrame, start: int) -> tuple[pd.DataFrame, int]:
+    """Return columns t and bytes that a process holds on one device, and the bytes that it held before the first row.
+
+    A release of a block whose allocation is not among the rows shows that the block was there from the start: from
+    `start` on, at the latest the first row's time.
+    """
+    rows = memory.sort_values(["address", "t"], kind="stable")
+    releases = rows["released"] != 0
+    after_allocation = rows["address"].eq(rows["address"].shift()) & ~releases.shift(fill_value=True)
+    unknown = releases & ~after_allocation
+    earlier = int(rows.loc[unknown, "bytes"].sum())
+    changes = rows["bytes"].where(~releases, -rows["bytes"])
+    sizes = pd.DataFrame({"t": rows["t"], "change": changes}).sort_values("t", kind="stable")
+    if earlier:
+        sizes = pd.concat([pd.DataFrame({"t": [start], "change": [earlier]}), sizes])
+    sizes = sizes.assign(bytes=sizes["change"].cumsum()).drop_duplicates("t", keep="last")
+    return sizes[["t", "bytes"]].reset_index(drop=True), earlier
+
+
+def with_launches(work: pd.DataFrame, launches: pd.DataFrame) -> pd.DataFrame:
+    """Return the work of one process with the column `launched`: the start of the call, missing where not recorded."""
+    first = launches.sort_values("start", kind="stable").drop_duplicates("correlation")
+    starts = first.set_index("correlation")["start"].astype("Int64")
+    wanted = work["correlation"].where(work["correlation"] > 0, MISSING)
+    return work.assign(launched=starts[starts.index > 0].reindex(wanted).array)
+
+
+def annotation_columns(ranges: pd.DataFrame, names: list[str], base_ns: int) -> dict[str, Any]:
+    """Return the columns of the table `annotations`. base_ns: added to all times."""
+    return {
+        "start_ns": (ranges["start"] + base_ns).to_numpy(),
+        "end_ns": (ranges["end"] + base_ns).to_numpy(),
+        "name": labels(ranges["name"], names.__getitem__),
+        "thread": ranges["thread"].astype("Int64").mask(ranges["thread"] == MISSING).array,
+    }

@@ -12,30 +12,27 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.profiler.importers.nsys.capture import (
+    COMPUTE,
+    DEVICE_TO_HOST,
+    HOST_TO_DEVICE,
     MAX_TIME,
     MEMORY_COLUMNS,
+    MEMSET,
+    MEMSET_NAME,
     MISSING,
+    ON_DEVICE,
     RANGE_COLUMNS,
     WORK_COLUMNS,
     Capture,
     are_devices,
     are_spans,
+    copy_kind,
+    copy_name,
     process_of,
+    separate_collectives,
     thread_of,
 )
 from ebbtide.profiler.importers.nsys.database import Database
-from ebbtide.profiler.importers.nsys.target_info import read_devices, read_mpi_ranks, read_session_start
-from ebbtide.profiler.importers.nsys.work_kinds import (
-    COMPUTE,
-    DEVICE_TO_HOST,
-    HOST_TO_DEVICE,
-    MEMSET,
-    MEMSET_NAME,
-    ON_DEVICE,
-    copy_kind,
-    copy_name,
-    separate_collectives,
-)
 
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
@@ -56,14 +53,18 @@ _H2D, _D2H, _HOST_TO_HOST, _UNKNOWN_COPY, _FIRST_UNIFIED = (1, 3, 11), (2, 4, 12
 _HOST_MEMORY = {0: "Pageable", 1: "Pinned"}
 _DEVICE, _ARRAY, _STATIC = 2, 3, 5
 _MAX_COPY_BYTES = 1 << 44
+_GPUS = "TARGET_INFO_GPU"
+_CUDA_DEVICES = "TARGET_INFO_CUDA_DEVICE"
+_SESSION = "TARGET_INFO_SESSION_START_TIME"
+_MPI_RANKS = "MPI_RANKS"
+_MAX_MEMORY_BYTES = 1 << 44
+_MAX_RANK = 10_000_000
+# 2001 to 2096: other values are not Unix times in ns.
+_FIRST_TIME, _LAST_TIME = 10**18, 4 * 10**18
 
 
 def read_capture(database: Database) -> Capture:
-    """Read what an export holds about GPUs and NVTX ranges.
-
-    Raises:
-        SourceError: A table lacks a column, or has values of the wrong type.
-    """
+    """Read what an export holds about GPUs and NVTX ranges."""
     capture = Capture()
     names = _Names()
     parts = [_kernels(database, names), _graphs(database, names, capture.notes), _copies(database, names),
@@ -233,3 +234,42 @@ def _memory(database: Database) -> pd.DataFrame:
     )
     valid = memory["t"].between(0, MAX_TIME) & are_devices(memory["device"]) & (memory["bytes"] <= _MAX_COPY_BYTES)
     return memory.loc[valid, [*MEMORY_COLUMNS]]
+
+
+def read_devices(database: Database) -> dict[tuple[int, int], dict[str, Any]]:
+    """Return the entries of devices by process and CUDA's number of the device in it.
+
+    The ids of the table of GPUs are of the whole host. A process counts only the devices that it may use, from 0: a
+    second table says which GPUs these are, except in old versions.
+    """
+    figures = database.integers(_GPUS, (), {"id": MISSING, "totalMemory": MISSING})
+    texts = database.texts(_GPUS, "name", "uuid", "busLocation")
+    entries = {
+        number: {
+            "name": name or None,
+            "capacity_bytes": capacity if 0 < capacity <= _MAX_MEMORY_BYTES else None,
+            "uuid": uuid or None,
+            "pci_bus_id": bus or None,
+        }
+        for (number, capacity), (name, uuid, bus) in zip(figures.itertuples(index=False, name=None), texts, strict=True)
+    }
+    devices = {(MISSING, number): entry for number, entry in entries.items()}
+    uses = database.integers(_CUDA_DEVICES, ("cudaId", "pid"), {"gpuId": MISSING})
+    for device, pid, number in uses.itertuples(index=False, name=None):
+        if number in entries:
+            devices[pid, device] = {**entries[number], "index": number}
+    return devices
+
+
+def read_mpi_ranks(database: Database) -> dict[int, int]:
+    """Return the rank of each process that initialized MPI."""
+    ranks = database.integers(_MPI_RANKS, ("globalTid", "rank"), {})
+    ranks = ranks[ranks["rank"].between(0, _MAX_RANK)]
+    return dict(zip(process_of(ranks["globalTid"]).tolist(), ranks["rank"].tolist(), strict=True))
+
+
+def read_session_start(database: Database) -> int | None:
+    """Return the Unix time in ns from which the export's times count; None where it was not recorded."""
+    times = database.integers(_SESSION, (), {"utcEpochNs": MISSING})["utcEpochNs"]
+    times = times[times.between(_FIRST_TIME, _LAST_TIME)]
+    return int(times.iloc[0]) if len(times) else None

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import datetime
+import re
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
-from ebbtide.profiler.importers.nvml_monitor.query import TIME
+from ebbtide.profiler.importers.nvml_monitor.dmon import TIME
 from ebbtide.profiler.importers.nvml_monitor.table import MonitorTable
-from ebbtide.profiler.importers.nvml_monitor.times import RowTimes, assume_times, read_times
 
+# Unix time in s, ms, us or ns: number of digits before the point (from 2001 to 2286) -> power of ten to ns.
+_POWERS = {10: 9, 13: 6, 16: 3, 19: 0}
+_HALF_DAY_NS = 43_200_000_000_000
+_MAX_NS = 1 << 62
+_FIRST, _LAST = pd.Timestamp("1990-01-01", tz="UTC"), pd.Timestamp("2100-01-01", tz="UTC")
+_ISO = r"\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?: ?(?:Z|UTC|[+-]\d\d:?\d\d))?"
+_UNIX = r"\d{10}(?:\.\d{1,9})?|\d{13}|\d{16}|\d{19}"
+_TIME_OF_DAY = r"\d\d:\d\d:\d\d(?:\.\d{1,9})?"
+# Output of `date` in the C locale and in English: `Sun Nov 22 10:00:00 UTC 2026`, `... 10:00:00 AM UTC 2026`.
+_DATE = re.compile(
+    r"[A-Z][a-z]{2} ([A-Z][a-z]{2}) {1,2}(\d{1,2}) (\d\d:\d\d:\d\d)( [AP]M)? ([A-Z]{2,5}|[+-]\d\d) (\d{4})"
+)
+# The default of `ts` has month and day without a year, so its time of day is all that can be used.
+_PREFIX = re.compile(rf"\[?(?:[A-Z][a-z]{{2}} [ \d]\d )?({_ISO}|{_UNIX}|{_TIME_OF_DAY})\]?:?")
 # The names that such files give to each figure. Those of the state of a GPU are columns of the table `gpu`.
 STATE = {
     "utilization_percent": ("utilization.gpu", "gpu_util", "gpu_utilization", "utilization_gpu", "gpu.utilization"),
@@ -49,16 +67,101 @@ _MAX_VALUE = 1e15
 _MIN_USED_BYTES = 1 << 24
 
 
+@dataclass(frozen=True)
+class RowTimes:
+    """Times of the rows of a monitor file.
+
+    Attributes:
+        ns: Int64; `<NA>` for a row without a valid time.
+        dated: Whether they are Unix times.
+        note: Assumption that was made about them, to follow the name of the file; None if none was made.
+    """
+
+    ns: pd.Series[Any]
+    dated: bool
+    note: str | None = None
+
+
+def read_times(stamps: pd.Series[str], device: pd.Series[float]) -> RowTimes:
+    """Parse times in the format that most of them have."""
+    unix = stamps.str.extract(r"^(\d{10,19})(?:\.(\d{1,9})\d*)?$")
+    is_time_of_day = stamps.str.fullmatch(r"\d{1,2}:\d\d:\d\d(?:\.\d{1,9})?")
+    unix_share, day_share = unix[0].notna().mean(), is_time_of_day.mean()
+    if max(unix_share, day_share) <= 0.5:
+        return _read_dates(stamps)
+    return _read_unix(unix) if unix_share >= day_share else _read_times_of_day(stamps.where(is_time_of_day), device)
+
+
+def assume_times(device: pd.Series[float], hint: str) -> RowTimes:
+    """Return times for a file without times: the rows of each device are 1 s apart."""
+    ns = device.groupby(device).cumcount() * 1_000_000_000
+    note = f"has no times ({hint}): its samples are assumed to be 1 s apart"
+    return RowTimes(ns.astype("Int64"), False, note)
+
+
+def _read_unix(parts: pd.DataFrame) -> RowTimes:
+    digits = parts[0].str.len()
+    # A line that was cut in its time has fewer digits than the others.
+    power = _POWERS.get(int(digits.mode()[0]))
+    ns = pd.Series(pd.NA, parts.index, dtype="Int64")
+    if power is not None:
+        complete = parts[digits == digits.mode()[0]]
+        values = [
+            int(whole) * 10**power + _fraction_ns(fraction, power)
+            for whole, fraction in zip(complete[0], complete[1], strict=True)
+        ]
+        ns[complete.index] = pd.array([value if value < _MAX_NS else None for value in values], dtype="Int64")
+    return RowTimes(ns, True)
+
+
+def _fraction_ns(digits: Any, power: int) -> int:
+    return int(digits.ljust(9, "0")[:power] or 0) if isinstance(digits, str) else 0
+
+
+def _read_times_of_day(stamps: pd.Series[str], device: pd.Series[float]) -> RowTimes:
+    time = pd.to_timedelta(stamps, errors="coerce")
+    ns = pd.Series(pd.NA, stamps.index, dtype="Int64")
+    valid = time.notna()
+    ns[valid] = time[valid].dt.as_unit("ns").astype("int64")
+    # The time of day falls back at midnight. The rows of one device may follow those of another.
+    days = ns[valid].groupby(device[valid]).diff().lt(-_HALF_DAY_NS).fillna(False).groupby(device[valid]).cumsum()
+    ns[valid] += days * 2 * _HALF_DAY_NS
+    return RowTimes(ns, False, "has times of day without dates (dmon -o DT writes both)")
+
+
+def _read_dates(stamps: pd.Series[str]) -> RowTimes:
+    stamps = stamps.str.replace(r"^(\d{4})[/-]?(\d\d)[/-]?(\d\d)[ T]", r"\1-\2-\3 ", regex=True)
+    parsed = pd.to_datetime(stamps, errors="coerce", format="ISO8601", utc=True)
+    valid = parsed.between(_FIRST, _LAST)
+    ns = pd.Series(pd.NA, stamps.index, dtype="Int64")
+    ns[valid] = parsed[valid].dt.as_unit("ns").astype("int64")
+    zoned = stamps[valid].str.contains(r"(?:Z|[+-]\d\d:?\d\d)$").any()
+    return RowTimes(ns, True, None if zoned else "has local times without a time zone: they are read as UTC")
+
+
+def read_time(text: str) -> str | None:
+    """Return the Unix time, the date with a time or the time of day that a text is; None if it is something else.
+
+    The text is a line, or the part of a line before a tool's output. `#` and the words date and time may precede.
+    """
+    text = re.sub(r"^[#\s]*(?:(?:date|time|timestamp)\s*[:=]\s*)?", "", text.strip(), count=1, flags=re.IGNORECASE)
+    if match := _PREFIX.fullmatch(text):
+        return match.group(1).replace("/", "-").replace(",", ".").replace(" UTC", "Z").replace("UTC", "Z")
+    if match := _DATE.fullmatch(text):
+        month, day, time, half, zone, year = match.groups()
+        try:
+            form = "%Y %b %d %I:%M:%S %p" if half else "%Y %b %d %H:%M:%S"
+            parsed = datetime.datetime.strptime(f"{year} {month} {day} {time}{half or ''}", form)
+        except ValueError:
+            return None
+        return parsed.isoformat() + ("Z" if zone in ("UTC", "GMT") else "")
+    return None
+
+
 def read_figures(table: MonitorTable, columns: dict[str, int | None], notes: list[str]) -> pd.DataFrame:
-    """Read the figures of each row.
+    """Return a column per figure in bytes or bytes/s; NaN for `[N/A]`, `-`, and values that no card has.
 
-    Args:
-        table: The file.
-        columns: Index of the column of each figure in FIGURES; None if the file does not have it.
-        notes: Receives a line for each assumption about a unit.
-
-    Returns:
-        One column per figure in bytes or bytes/s; NaN for `[N/A]`, `-`, and values that no card has.
+    `columns`: index of the column of each figure in FIGURES; None if the file does not have it.
     """
     figures = pd.DataFrame(index=table.rows.index)
     for figure, column in columns.items():
@@ -96,15 +199,7 @@ def _default_memory_unit(table: MonitorTable, columns: dict[str, int | None], fi
 
 
 def read_devices(table: MonitorTable, notes: list[str]) -> pd.Series[float]:
-    """Read the number of the device of each row.
-
-    Args:
-        table: The file.
-        notes: Receives a line if the file does not number its devices.
-
-    Returns:
-        The number; NaN for a row without a valid one.
-    """
+    """Return the number of the device of each row; NaN for a row without a valid one."""
     column = table.column(_DEVICE)
     if column is not None:
         numbers = table.text(column).str.lower().str.extract(r"^(?:cuda:|gpu\s?)?(\d{1,4})(?:\.0)?$", expand=False)
@@ -123,12 +218,7 @@ def read_devices(table: MonitorTable, notes: list[str]) -> pd.Series[float]:
 
 
 def row_times(table: MonitorTable, device: pd.Series[float]) -> RowTimes:
-    """Read the time of each row. A time without a zone is read as UTC.
-
-    Args:
-        table: The file.
-        device: Number of the device of each row.
-    """
+    """Read the time of each row. A time without a zone is read as UTC."""
     if "date" in table.names and "time" in table.names:
         date, time = (table.text(table.names.index(name)) for name in ("date", "time"))
         return read_times(date + " " + time, device)

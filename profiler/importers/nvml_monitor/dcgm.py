@@ -6,25 +6,107 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pandas as pd
 
-from ebbtide.profiler.importers.nvml_monitor.dcgm_fields import DMON, DMON_FIELDS, EXPORTER, EXPORTER_FIELDS, is_blank
-from ebbtide.profiler.importers.nvml_monitor.line_times import read_time
+from ebbtide.profiler.importers.nvml_monitor.columns import read_time
 from ebbtide.profiler.importers.nvml_monitor.table import MonitorTable, Tool, ends_with_line_end, is_cut
 from ebbtide.profiler.importers.source import Source, SourceError
 
-_SERIES = re.compile(
-    r"^(.{0,64}?)\b(DCGM_FI_\w{1,64}|dcgm_\w{1,64})\{([^{}]{0,4096})\}[ \t]+([-+.\w]{1,64})(?:[ \t]+(\d{1,19}))?\s*$"
+# Field -> name and unit of the column here. Names of dcgm-exporter are upper-case `DCGM_FI_...` since version 2;
+# the lower-case ones are those of version 1. Sources: dcgm_fields.h and etc/*.csv of dcgm-exporter.
+# PROF_PCIE_*_BYTES are means in bytes/s, though early versions call them counters (dcgm-exporter issue 87). TX is data
+# that the GPU sends, so device to host.
+EXPORTER_FIELDS = {
+    "DCGM_FI_DEV_FB_USED": ("memory.used", "mib"),
+    "DCGM_FI_DEV_FB_FREE": ("memory.free", "mib"),
+    "DCGM_FI_DEV_FB_TOTAL": ("memory.total", "mib"),
+    "DCGM_FI_PROF_PCIE_RX_BYTES": ("pcie.rx", "b/s"),
+    "DCGM_FI_PROF_PCIE_TX_BYTES": ("pcie.tx", "b/s"),
+    "DCGM_FI_DEV_PCIE_RX_THROUGHPUT": ("rxpci", "kb/s"),
+    "DCGM_FI_DEV_PCIE_TX_THROUGHPUT": ("txpci", "kb/s"),
+    "DCGM_FI_DEV_PCIE_LINK_GEN": ("pcie.link.gen.current", ""),
+    "DCGM_FI_DEV_PCIE_LINK_WIDTH": ("pcie.link.width.current", ""),
+    "DCGM_FI_DEV_PCIE_MAX_LINK_GEN": ("pcie.link.gen.max", ""),
+    "DCGM_FI_DEV_PCIE_MAX_LINK_WIDTH": ("pcie.link.width.max", ""),
+    "DCGM_FI_DEV_GPU_UTIL": ("utilization.gpu", "%"),
+    "DCGM_FI_DEV_MEM_COPY_UTIL": ("utilization.memory", "%"),
+    "DCGM_FI_DEV_POWER_USAGE": ("power.draw", "w"),
+    "DCGM_FI_DEV_POWER_USAGE_INSTANT": ("power.draw.instant", "w"),
+    "DCGM_FI_DEV_SM_CLOCK": ("clocks.sm", "mhz"),
+    "DCGM_FI_DEV_MEM_CLOCK": ("clocks.mem", "mhz"),
+    "DCGM_FI_DEV_GPU_TEMP": ("temperature.gpu", "c"),
+    "DCGM_FI_DEV_CLOCK_THROTTLE_REASONS": ("clocks_throttle_reasons.active", ""),
+    "DCGM_FI_DEV_CLOCKS_EVENT_REASONS": ("clocks_throttle_reasons.active", ""),
+    "dcgm_fb_used": ("memory.used", "mib"),
+    "dcgm_fb_free": ("memory.free", "mib"),
+    "dcgm_fi_prof_pcie_rx_bytes": ("pcie.rx", "b/s"),
+    "dcgm_fi_prof_pcie_tx_bytes": ("pcie.tx", "b/s"),
+    "dcgm_pcie_rx_throughput": ("rxpci", "kb/s"),
+    "dcgm_pcie_tx_throughput": ("txpci", "kb/s"),
+    "dcgm_gpu_utilization": ("utilization.gpu", "%"),
+    "dcgm_mem_copy_utilization": ("utilization.memory", "%"),
+    "dcgm_power_usage": ("power.draw", "w"),
+    "dcgm_sm_clock": ("clocks.sm", "mhz"),
+    "dcgm_memory_clock": ("clocks.mem", "mhz"),
+    "dcgm_gpu_temp": ("temperature.gpu", "c"),
+}
+# Short names of the same fields in the header of `dcgmi dmon` (`dcgmi dmon -l` lists them).
+DMON_FIELDS = {
+    "FBUSD": "DCGM_FI_DEV_FB_USED",
+    "FBFRE": "DCGM_FI_DEV_FB_FREE",
+    "FBTTL": "DCGM_FI_DEV_FB_TOTAL",
+    "PCIRX": "DCGM_FI_PROF_PCIE_RX_BYTES",
+    "PCITX": "DCGM_FI_PROF_PCIE_TX_BYTES",
+    "RXTPT": "DCGM_FI_DEV_PCIE_RX_THROUGHPUT",
+    "TXTPT": "DCGM_FI_DEV_PCIE_TX_THROUGHPUT",
+    "PCILG": "DCGM_FI_DEV_PCIE_LINK_GEN",
+    "PCILW": "DCGM_FI_DEV_PCIE_LINK_WIDTH",
+    "PCIMG": "DCGM_FI_DEV_PCIE_MAX_LINK_GEN",
+    "PCIMW": "DCGM_FI_DEV_PCIE_MAX_LINK_WIDTH",
+    "GPUTL": "DCGM_FI_DEV_GPU_UTIL",
+    "MCUTL": "DCGM_FI_DEV_MEM_COPY_UTIL",
+    "POWER": "DCGM_FI_DEV_POWER_USAGE",
+    "POWINST": "DCGM_FI_DEV_POWER_USAGE_INSTANT",
+    "SMCLK": "DCGM_FI_DEV_SM_CLOCK",
+    "MMCLK": "DCGM_FI_DEV_MEM_CLOCK",
+    "TMPTR": "DCGM_FI_DEV_GPU_TEMP",
+    "DVCCTR": "DCGM_FI_DEV_CLOCK_THROTTLE_REASONS",
+}
+EXPORTER = Tool(
+    link_source="dcgm",
+    link_window_ns=None,
+    time_hint="write them with `date +%s` before each scrape, or pipe the scrapes through ts '%Y-%m-%dT%H:%M:%.S'",
+    link_hint="the fields DCGM_FI_PROF_PCIE_RX_BYTES and DCGM_FI_PROF_PCIE_TX_BYTES are",
 )
+DMON = Tool(
+    link_source="dcgm",
+    link_window_ns=None,
+    time_hint="pipe dcgmi dmon through ts '%Y-%m-%dT%H:%M:%.S'",
+    link_hint="dcgmi dmon -e 1009,1010 records them",
+)
+# Values at or above these mean "not supported" and the like (DCGM_INT32_BLANK, DCGM_FP64_BLANK, DCGM_INT64_BLANK).
+_INT32_BLANKS = range(0x7FFFFFF0, 0x80000000)
+_FP64_BLANK = 2.0**47
+# A series, after at most a time that another tool has put before it.
+_SERIES = re.compile(r"^(.{0,64}?)\b((?:DCGM_FI_|dcgm_)\w{1,64})\{")
 _EXPORTER_HEAD = re.compile(
     rb"^.{0,64}?(?:# (?:HELP|TYPE) (?:DCGM_FI_|dcgm_)\w|\b(?:DCGM_FI_|dcgm_)\w{1,64}\{)", re.MULTILINE
 )
-_LABEL = re.compile(r'(\w{1,64})="((?:[^"\\]|\\.){0,1024})"')
 _DMON_HEADER = re.compile(r"^(.{0,64}?)#\s?Entity\s+(\S.*)$")
 _DMON_ROW = re.compile(r"^(.{0,64}?)\b(GPU|GPU-I|GPU-CI)\s+(\d{1,4})\s+(\S.*)$")
 _CUT = "was cut off within its last line, which is left out"
 _MIG = "has figures of MIG instances, which are left out"
+
+
+def is_blank(value: str) -> bool:
+    """Return whether a value is one by which DCGM says that there is none."""
+    try:
+        number = float(value)
+    except ValueError:
+        return True
+    return not number < _FP64_BLANK or (number.is_integer() and int(number) in _INT32_BLANKS)
 
 
 @dataclass
@@ -53,9 +135,6 @@ def read_exporter(source: Source) -> MonitorTable:
 
     A scrape ends where a series appears again, or where a line with a time stands. Its time is the first of: the
     timestamp of its samples, the time before its lines, the last line that is a time.
-
-    Raises:
-        SourceError: The file has no figure of a GPU, or figures of several hosts.
     """
     samples: list[_Sample] = []
     notes: list[str] = []
@@ -64,44 +143,58 @@ def read_exporter(source: Source) -> MonitorTable:
     written: defaultdict[str, list[str]] = defaultdict(list)
     hosts: set[str] = set()
     time: str | None = None
-    match: re.Match[str] | None = None
+    name = ""
     for line in _lines(source):
         match = _SERIES.match(line)
-        if match is None:
+        name = match[2] if match is not None else ""
+        parsed = _parse_series(line[match.start(2) :]) if match is not None and name in EXPORTER_FIELDS else None
+        if match is None or (name in EXPORTER_FIELDS and parsed is None):
+            name = ""
             if (marker := read_time(line)) is not None:
                 time, scrape, seen = marker, {}, set()
             continue
-        prefix, name, label_text, value, stamp = match.groups()
-        labels = dict(_LABEL.findall(label_text)) if name in EXPORTER_FIELDS else {}
-        if "gpu" not in labels:
+        if parsed is None or "gpu" not in parsed.labels:
             continue
+        labels = parsed.labels
         if labels.get("GPU_I_ID"):
             notes += [] if _MIG in notes else [_MIG]
             continue
         hosts.add(labels.get("Hostname") or labels.get("hostname") or "")
-        written[name].append(f"{value} {stamp or ''}")
-        series = f"{name}{{{label_text}}}"
+        series, _, text = line[match.start(2) :].rpartition("}")
+        value, *stamp = text.split()
+        written[name].append(text)
         if series in seen:
             scrape, seen = {}, set()
         seen.add(series)
         sample = scrape.get(labels["gpu"])
         if sample is None:
-            sample = scrape[labels["gpu"]] = _Sample(stamp or read_time(prefix) or time, labels["gpu"], labels)
+            sample = scrape[labels["gpu"]] = _Sample(
+                next(iter(stamp), None) or read_time(match[1]) or time, labels["gpu"], labels
+            )
             samples.append(sample)
         if not is_blank(value):
             sample.values.setdefault(EXPORTER_FIELDS[name][0], value)
-    if not ends_with_line_end(source):
-        name = match.group(2) if match is not None else ""
-        if match is None or (name in written and is_cut(written[name][-1], written[name][:-1])):
-            notes.append(_CUT)
-            if name in written:
-                samples[-1].values.pop(EXPORTER_FIELDS[name][0], None)
+    is_last_cut = not name or (name in written and is_cut(written[name][-1], written[name][:-1]))
+    if is_last_cut and not ends_with_line_end(source):
+        notes.append(_CUT)
+        if name in written:
+            samples[-1].values.pop(EXPORTER_FIELDS[name][0], None)
     if len(hosts) > 1:
         raise SourceError(
             f"{source} has GPUs of several hosts ({', '.join(sorted(hosts)[:5])}): import the lines of each host on "
             "their own, then `ebbtide merge` the traces"
         )
     return _table(source, samples, EXPORTER, notes)
+
+
+def _parse_series(text: str) -> Any:
+    """Return the sample of a series in Prometheus' text format; None where it is damaged."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        return next(iter(text_string_to_metric_families(text))).samples[0]
+    except (ValueError, LookupError, StopIteration):
+        return None
 
 
 def read_dcgmi(source: Source) -> MonitorTable:
@@ -142,7 +235,6 @@ def read_dcgmi(source: Source) -> MonitorTable:
 
 
 def _lines(source: Source) -> Iterator[str]:
-    """Yield the lines that are not empty."""
     with source.text() as file:
         yield from (line for line in file if line.strip())
 

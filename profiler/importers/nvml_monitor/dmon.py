@@ -17,6 +17,24 @@ _UNITS = {"fb": "mb", "rxpci": "mb/s", "txpci": "mb/s"}
 _NAMES = {"sm": "utilization.gpu", "mem": "utilization.memory"}
 # Averages between two readings of the GPU performance monitor (dmon --gpm-metrics=20,21).
 _GPM = Tool(link_source="gpm", link_window_ns=None)
+# Names of the time column, which every CSV must have.
+TIME = ("timestamp", "time", "datetime", "date_time", "_timestamp")
+# A row of `nvidia-smi --query-gpu=timestamp,...` whose header was turned off.
+_BARE = re.compile(r"\d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{3},")
+_UNIT = re.compile(r"[\d.]{1,20}\s{0,4}([KMG]i?B|B|m?W)(?:/s)?", re.IGNORECASE)
+_MAX_UNIT_ROWS = 100
+# A column per figure and device, as in the system metrics of Weights & Biases.
+_WIDE = re.compile(r"(?:system[./])?gpu\.(\d{1,4})\.([\w.]{1,64})")
+# Names of its metrics, and the names and units that they have here. `memory` is the load of the memory's interface.
+_WIDE_NAMES = {
+    "gpu": ("utilization.gpu", "%"),
+    "memory": ("utilization.memory", "%"),
+    "memoryallocatedbytes": ("memory.used", "b"),
+    "temp": ("temperature.gpu", "c"),
+    "powerwatts": ("power.draw", "w"),
+    "smclock": ("clocks.sm", "mhz"),
+    "memoryclock": ("clocks.mem", "mhz"),
+}
 
 
 def looks_like_dmon(source: Source) -> bool:
@@ -29,9 +47,6 @@ def read_dmon(source: Source) -> MonitorTable:
 
     Lines with `#` are headers, names above units, and recur every few rows. Values are separated by spaces, or by
     commas with `--format csv`.
-
-    Raises:
-        SourceError: The file has no rows, or lists processes without their memory.
     """
     headers = [line.lstrip("# ").lower() for line in first_lines(source) if line.startswith("#")]
     comma = "," in headers[0]
@@ -52,11 +67,7 @@ def read_dmon(source: Source) -> MonitorTable:
 
 
 def _read_processes(source: Source, names: list[str], units: list[str], comma: bool) -> MonitorTable:
-    """Read the memory of all processes of each device: the sum over the rows of one sample.
-
-    Raises:
-        SourceError: The file has no column `fb`, or no rows.
-    """
+    """Read the memory of all processes of each device: the sum over the rows of one sample."""
     if "fb" not in names or "gpu" not in names:
         raise SourceError(
             f"{source} lists processes without their memory: record it with `nvidia-smi pmon -s m -o DT`, or record "
@@ -83,14 +94,7 @@ def _read_processes(source: Source, names: list[str], units: list[str], comma: b
 
 
 def _samples(source: Source, names: list[str], comma: bool, notes: list[str]) -> Iterator[list[dict[str, str]]]:
-    """Yield the rows of each complete sample, as fields by name. A sample has the devices in order, each process once.
-
-    Args:
-        source: The file.
-        names: Names of the columns.
-        comma: Whether commas separate the fields.
-        notes: Receives a line if the last sample is left out because the file was cut off within it.
-    """
+    """Yield the rows of each complete sample by name. A sample has the devices in order, each process once."""
     sample: list[dict[str, str]] = []
     seen: set[tuple[str, str]] = set()
     cut = False
@@ -119,3 +123,83 @@ def _samples(source: Source, names: list[str], comma: bool, notes: list[str]) ->
 
 def _number(text: str) -> float | None:
     return float(text) if re.fullmatch(r"\d{1,9}(?:\.\d{1,9})?", text) else None
+
+
+def header_names(source: Source) -> list[set[str]]:
+    """Return the names in each of the first lines, read as a header.
+
+    A line that begins with a time is a row of a file without a header. It gets the names that the header would have.
+    """
+    return [
+        {*TIME, "memory.used"} if _BARE.match(line) else {_plain_name(f) for f in line.split(",")}
+        for line in first_lines(source)
+    ]
+
+
+def read_query(source: Source) -> MonitorTable:
+    """Read a CSV file. Raise SourceError if it has no header with a time, or no rows."""
+    lines = first_lines(source)
+    header = next(
+        (n for n, line in enumerate(lines) if {_name_and_unit(f)[0] for f in line.split(",")} & set(TIME)), None
+    )
+    if header is None:
+        raise SourceError(f"{source} has no header with a timestamp: record it with --format=csv, not csv,noheader")
+    fields = [_name_and_unit(field) for field in lines[header].split(",")]
+    rows = read_rows(source, len(fields), skiprows=header + 1, skipinitialspace=True)
+    # A file that was appended to has its header again.
+    time_column = next(n for n, (name, _) in enumerate(fields) if name in TIME)
+    rows = rows.loc[rows[time_column].fillna("").str.strip(' "').str.lower() != fields[time_column][0]].copy()
+    mark_cut_row(source, rows, len(fields))
+    # Each value has its unit, unless nounits was given: then the header has it.
+    units = [unit or _unit_of(rows[column]) for column, (_, unit) in enumerate(fields)]
+    table = MonitorTable([name for name, _ in fields], units, rows)
+    return _long_table(table) if any(_figure_of_device(name) for name in table.names) else table
+
+
+def _long_table(table: MonitorTable) -> MonitorTable:
+    """Turn a column per figure and device into a column per figure, with a row per device."""
+    columns: dict[int, dict[str, int]] = {}
+    for number, name in enumerate(table.names):
+        if (match := _figure_of_device(name)) is not None:
+            columns.setdefault(match[0], {})[match[1]] = number
+    time = table.names.index(next(name for name in table.names if name in TIME))
+    figures = sorted({figure for of_device in columns.values() for figure in of_device})
+    parts = []
+    for device, of_device in sorted(columns.items()):
+        part = pd.DataFrame({0: table.rows[time], 1: str(device), 2 + len(figures): table.rows[len(table.names)]})
+        for number, figure in enumerate(figures, 2):
+            part[number] = table.rows[of_device[figure]] if figure in of_device else None
+        # Rows of other metrics, such as those of the processor, have no figure of the device.
+        part = part[part[list(range(2, 2 + len(figures)))].notna().any(axis=1)]
+        parts.append(part)
+    rows = pd.concat(parts, ignore_index=True)
+    names_and_units = [_WIDE_NAMES[figure] for figure in figures]
+    return MonitorTable(
+        ["timestamp", "index", *(name for name, _ in names_and_units)],
+        ["", "", *(unit for _, unit in names_and_units)],
+        rows,
+    )
+
+
+def _plain_name(field: str) -> str:
+    """Return the name in a header field; that of the figure for a column of one device."""
+    name, _ = _name_and_unit(field)
+    match = _figure_of_device(name)
+    return _WIDE_NAMES[match[1]][0] if match is not None else name
+
+
+def _figure_of_device(name: str) -> tuple[int, str] | None:
+    """Return device and metric of a column of Weights & Biases; None for other columns."""
+    match = _WIDE.fullmatch(name)
+    return (int(match.group(1)), match.group(2)) if match and match.group(2) in _WIDE_NAMES else None
+
+
+def _name_and_unit(field: str) -> tuple[str, str]:
+    """Split a header field such as `memory.used [MiB]` into name and unit."""
+    name, _, unit = field.strip(' "#').lower().partition("[")
+    return name.strip(), unit.strip(" ]")
+
+
+def _unit_of(values: pd.Series[str]) -> str:
+    matches = (_UNIT.fullmatch(value.strip(' "')) for value in values.head(_MAX_UNIT_ROWS).dropna())
+    return next((match.group(1).lower() for match in matches if match), "")

@@ -25,8 +25,6 @@ class Tool:
     Attributes:
         link_source: The counter behind its link figures, as in the column `source` of the table `link`.
         link_window_ns: Averaging time of the link figures; None: the time since the sample before.
-        time_hint: The way to get times into such a file.
-        link_hint: The way to get link figures into such a file.
     """
 
     link_source: str = "nvml-throughput"
@@ -41,11 +39,9 @@ class MonitorTable:
     """A monitor file as text.
 
     Attributes:
-        names: Names of the columns, in lower case.
         units: Units of the columns, in lower case; "" if the file does not state one.
         rows: Text; NaN for an empty field. Column n belongs to the n-th name. One more column holds the surplus field
             of rows that have too many.
-        tool: The tool that wrote the file.
         notes: Lines on what was left out, each to follow the name of the file.
     """
 
@@ -80,16 +76,7 @@ def check_text(source: Source) -> None:
 def read_rows(source: Source, columns: int, **options: Any) -> pd.DataFrame:
     """Read rows of text.
 
-    Args:
-        source: The file.
-        columns: Number of columns that the header names.
-        options: Options of `pandas.read_csv`.
-
-    Returns:
-        A frame as in `MonitorTable.rows`.
-
-    Raises:
-        SourceError: The file has no rows.
+    `columns`: number of columns that the header names.
     """
     try:
         with source.text() as file:
@@ -118,9 +105,7 @@ def is_cut(last: str, others: Sequence[str]) -> bool:
 
     It does if it is shorter than the fields before it, or has lost the unit that they have.
 
-    Args:
-        last: The field.
-        others: The same field of the rows before, in order.
+    `others`: the same field of the rows before, in order.
     """
     before = [text for text in (other.strip(' "') for other in others[-_MAX_COMPARED:]) if text]
     last = last.strip(' "')
@@ -131,10 +116,7 @@ def is_cut(last: str, others: Sequence[str]) -> bool:
 def mark_cut_row(source: Source, rows: pd.DataFrame, columns: int) -> None:
     """Give the last row a surplus field, so that it counts as unreadable, if the file was cut off within it.
 
-    Args:
-        source: The file.
-        rows: Its rows, as in `MonitorTable.rows`.
-        columns: Number of columns that the header names.
+    `columns`: number of columns that the header names.
     """
     if len(rows) < 2 or ends_with_line_end(source):
         return

@@ -1,7 +1,6 @@
 """Imports memory snapshots and memory timelines of PyTorch."""
 
 from ebbtide.profiler.importers.importer import Importer
-from ebbtide.profiler.importers.torch_memory.snapshot import SnapshotImporter
-from ebbtide.profiler.importers.torch_memory.timeline import TimelineImporter
+from ebbtide.profiler.importers.torch_memory.snapshot import SnapshotImporter, TimelineImporter
 
 IMPORTERS: tuple[Importer, ...] = (SnapshotImporter(), TimelineImporter())

@@ -18,6 +18,7 @@ from ebbtide.errors import UserError
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from ebbtide.profiler.trace.schema import TABLES
+from tests.conftest import slow_case
 
 MS = 10**6
 GIB = 2**30
@@ -52,7 +53,7 @@ def read_table(folder: Path, name: str, format: str) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("gpu_times", [True, False])
+@pytest.mark.parametrize("gpu_times", [True, slow_case(False)])
 def test_write_tables__writes_files_that_pandas_reads_back(tmp_path: Path, format: str, gpu_times: bool) -> None:
     trace = trained(gpu_times)
     assert write_tables(trace, tmp_path / "out", format, GIB) == []

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ebbtide.analysis.findings import Finding, Findings, Rule, Unknown, find
-from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
+from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import Trace, TraceBuilder
 
@@ -125,7 +125,7 @@ class Job:
 
     def result(self, rule: Rule) -> Finding | Unknown | None:
         """Return the result of one rule."""
-        return rule(TraceMetrics(self.trace))
+        return rule(JobMetrics(self.trace))
 
     def finding(self, rule: Rule) -> Finding:
         result = self.result(rule)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
-from ebbtide.analysis.findings import RULES, find
-from ebbtide.analysis.findings.requirements import REQUIREMENTS
+from ebbtide.analysis.findings import all_rules, find
+from ebbtide.analysis.findings.needs import ENOUGH_VALUES
+from ebbtide.analysis.timeseries.change_point import MIN_VALUES
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.findings.jobs import MIB, Job, async_copies, devices, offloaded, on_cpu, on_gpu
+from tests.conftest import slow_case
 
 UNKNOWN_ON_A_BARE_GPU = {
     "pageable-copies",
@@ -42,14 +46,14 @@ def troubled() -> Job:
 @pytest.mark.parametrize(
     "job",
     [
-        on_gpu(),
+        slow_case(on_gpu()),
         on_gpu(2),
-        on_gpu(4),
-        async_copies(offloaded()),
+        slow_case(on_gpu(4)),
+        slow_case(async_copies(offloaded())),
         async_copies(offloaded(4, ratio=0.5)),
         on_cpu(),
-        on_cpu(2, torch=8),
-        on_cpu(torch=8, update=300),
+        slow_case(on_cpu(2, torch=8)),
+        slow_case(on_cpu(torch=8, update=300)),
     ],
 )
 def test_find__is_empty_for_healthy_jobs(job: Job) -> None:
@@ -58,7 +62,7 @@ def test_find__is_empty_for_healthy_jobs(job: Job) -> None:
     assert results.unknown == ()
 
 
-def test_find__sorts_all_findings_by_gain_with_figures() -> None:
+def test_find__sorts_all_findings_by_what_they_remove_and_gain() -> None:
     results = troubled().results
     assert {f.rule for f in results.findings} == {
         "blocking-gradients",
@@ -79,7 +83,11 @@ def test_find__sorts_all_findings_by_gain_with_figures() -> None:
         "exposed-communication",
     }
     assert results.unknown == ()
-    gains = [f.potential_gain_ms for f in results.findings]
+    root_cause, *others = results.findings
+    assert root_cause.rule == "free-memory"
+    assert set(root_cause.removes) == {"blocking-gradients", "cpu-bound-update", "too-few-threads"}
+    assert not any(finding.removes for finding in others)
+    gains = [f.potential_gain_ms for f in others]
     gains_in_order = [gain for gain in gains if gain is not None]
     assert gains_in_order == sorted(gains_in_order, reverse=True)
     assert gains == gains_in_order + [None] * (len(gains) - len(gains_in_order))
@@ -126,16 +134,24 @@ def test_find__names_the_rules_that_do_not_apply_and_what_they_need() -> None:
     assert not reported & {entry.rule for entry in everything.not_applicable}
 
 
-def test_requirements__are_of_rules_that_exist() -> None:
-    names = {rule.__module__.rpartition(".")[2].replace("_", "-") for rule in RULES}
-    assert set(REQUIREMENTS) <= names
-
-
 def test_find__does_not_change_trace() -> None:
     trace = troubled().trace
     first = find(trace)
     # Rules that have nothing to report of this job or do not apply to it, and the one that asks for phases.
     silent = {*first.nothing_found, *(entry.rule for entry in first.not_applicable), "phases"}
-    assert len(first.findings) == len(RULES) - len(silent)
+    assert len(first.findings) == len(all_rules()) - len(silent)
     assert {"drift", "pageable-masters", "passes-beside-adam", "twin-flow-ratio", "gradient-round-trip"} <= silent
     assert find(trace) == first
+
+
+def test_needs__name_the_number_of_iterations_that_drifts_take() -> None:
+    assert ENOUGH_VALUES.text.startswith(f"{MIN_VALUES} ")
+
+
+def test_rules__import_no_more_than_they_need() -> None:
+    """Figures are members that are computed when asked for: what a rule does not read is not imported."""
+    script = (
+        "import sys, ebbtide.analysis.findings.rules.gpu; print(*(m for m in sys.modules if m.startswith('ebbtide')))"
+    )
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert len(printed.split()) <= 25

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from ebbtide.analysis.findings import Unknown, between_phases, phases, slow_rank
+from ebbtide.analysis.findings import Unknown
+from ebbtide.analysis.findings.rules.iterations import between_phases, phases, slow_rank
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.findings.jobs import Job, on_cpu, on_gpu
+from tests.conftest import slow_case
 
 
 @pytest.mark.parametrize("make", [on_gpu, on_cpu])
 @pytest.mark.parametrize(("other", "reported"), [(70, False), (71, True), (400, True)])
 def test_between_phases__gain_is_time_outside_phases(make: type[Job], other: float, reported: bool) -> None:
     job = make(other=other)  # 70.6 ms are 15 % of an iteration with 400 ms of phases
-    assert (job.result(between_phases.check) is not None) == reported
+    assert (job.result(between_phases) is not None) == reported
     if reported:
-        finding = job.finding(between_phases.check)
+        finding = job.finding(between_phases)
         assert finding.potential_gain_ms == pytest.approx(other)
         assert f"({100 * other / (400 + other):.0f} %)" in finding.evidence[0]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, slow_case(3), slow_case(4)])
 @pytest.mark.parametrize("delay", [9, 60])
 def test_slow_rank__gain_is_its_delay(ranks: int, delay: float) -> None:
-    finding = on_gpu(ranks, slower={(1, "forward"): delay / 3, (1, "backward"): 2 * delay / 3}).finding(slow_rank.check)
+    finding = on_gpu(ranks, slower={(1, "forward"): delay / 3, (1, "backward"): 2 * delay / 3}).finding(slow_rank)
     assert finding.potential_gain_ms == pytest.approx(delay)
     assert finding.title == "Rank 1 is slower than the others"
     assert "rank 1 is the slowest in 6 of 6 iterations" in finding.evidence[0]
@@ -33,14 +35,14 @@ def test_slow_rank__gain_is_its_delay(ranks: int, delay: float) -> None:
 
 def test_slow_rank__compares_with_median_of_others() -> None:
     # The gain is the time above the median of the others.
-    finding = on_gpu(3, slower={(0, "forward"): 40, (2, "forward"): 60}).finding(slow_rank.check)
+    finding = on_gpu(3, slower={(0, "forward"): 40, (2, "forward"): 60}).finding(slow_rank)
     assert finding.potential_gain_ms == pytest.approx(20)
 
 
 @pytest.mark.parametrize("slower", [{}, {(1, "forward"): 7.9}, {(1, "other"): 7.9}])
 def test_slow_rank__is_none_for_nearly_equal_ranks(slower: dict[tuple[int, str], float]) -> None:
-    assert on_gpu(2, slower=slower).result(slow_rank.check) is None
-    assert on_cpu(2).result(slow_rank.check) is None
+    assert on_gpu(2, slower=slower).result(slow_rank) is None
+    assert on_cpu(2).result(slow_rank) is None
 
 
 @pytest.mark.parametrize(("slow_iterations", "reported"), [(8, True), (7, False)])
@@ -55,12 +57,12 @@ def test_slow_rank__needs_four_of_five_iterations(slow_iterations: int, reported
                 now += length
     job = Job(0)
     job.builder = builder
-    assert (job.result(slow_rank.check) is not None) == reported
+    assert (job.result(slow_rank) is not None) == reported
 
 
 def test_phases__asks_for_iterations() -> None:
     job = Job(1, iterations=0)
-    assert isinstance(job.result(phases.check), Unknown)
-    assert Job(1, iterations=1).result(phases.check) is None
-    assert job.result(slow_rank.check) is None
-    assert job.result(between_phases.check) is None
+    assert isinstance(job.result(phases), Unknown)
+    assert Job(1, iterations=1).result(phases) is None
+    assert job.result(slow_rank) is None
+    assert job.result(between_phases) is None

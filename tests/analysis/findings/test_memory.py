@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from ebbtide.analysis.findings import Rule, Unknown, does_not_fit, fragmentation, free_memory, memory_outside_torch
+from ebbtide.analysis.findings import Rule, Unknown
+from ebbtide.analysis.findings.rules.memory import does_not_fit, fragmentation, free_memory, memory_outside_torch
 from ebbtide.analysis.metrics.deepspeed import resident_subgroups
 from tests.analysis.findings.jobs import GIB, PARAMS, Job, async_copies, devices, offloaded, on_cpu, on_gpu
 
 
 @pytest.mark.parametrize(("free", "ratio"), [(2, None), (4, 0.5), (4, 0.75)])
 def test_free_memory__gain_is_share_of_update_whose_state_fits(free: float, ratio: float | None) -> None:
-    finding = offloaded(used=80 - free, ratio=ratio).finding(free_memory.check)
+    finding = offloaded(used=80 - free, ratio=ratio).finding(free_memory)
     offloads = PARAMS * (ratio or 1)
     # Of ten subgroups whole ones fit, with their gradients until the update is over.
     subgroups = int((free * GIB + 12 * (PARAMS - offloads)) / 14 / (PARAMS / 10))
@@ -29,32 +30,32 @@ def test_free_memory__gain_is_share_of_update_whose_state_fits(free: float, rati
 
 
 def test_free_memory__advises_no_split_if_no_further_subgroup_fits() -> None:
-    assert offloaded(used=78, ratio=0.5).result(free_memory.check) is None
+    assert offloaded(used=78, ratio=0.5).result(free_memory) is None
 
 
 def test_does_not_fit__names_what_is_missing() -> None:
-    finding = offloaded(2, used=70).memory("device", {"backward": 83}, rank=1).finding(does_not_fit.check)
+    finding = offloaded(2, used=70).memory("device", {"backward": 83}, rank=1).finding(does_not_fit)
     assert finding.evidence == ("it needs 83.00 GiB of the 80.00 GiB that it may use (device): 3.00 GiB are missing",)
     assert "ebbtide plan" in finding.advice
-    assert offloaded(used=80).result(does_not_fit.check) is None
+    assert offloaded(used=80).result(does_not_fit) is None
 
 
 @pytest.mark.parametrize(("ratio", "free"), [(None, 14), (0.5, 8)])
 def test_free_memory__advises_no_offload_if_all_state_fits(ratio: float | None, free: float) -> None:
-    finding = offloaded(used=80 - free, ratio=ratio).finding(free_memory.check)
+    finding = offloaded(used=80 - free, ratio=ratio).finding(free_memory)
     assert finding.potential_gain_ms == pytest.approx(100)
     assert finding.advice == "do not offload at all"
 
 
 def test_free_memory__is_minimum_over_time_and_ranks() -> None:
     job = offloaded(2, used=70).memory("device", {"backward": 79.5}, rank=1)
-    assert job.result(free_memory.check) is None
+    assert job.result(free_memory) is None
     once = offloaded(2, used=70)
     once.builder.rank(1).memory(once.begins[1, "forward"][4] + 10, 78 * GIB, device="cuda:1")
-    assert "2.00 GiB of 80.00 GiB" in once.finding(free_memory.check).evidence[0]
+    assert "2.00 GiB of 80.00 GiB" in once.finding(free_memory).evidence[0]
     warm_up = offloaded(2, used=70)
     warm_up.builder.rank(1).memory(warm_up.begins[1, "forward"][0] + 10, 80 * GIB, device="cuda:1")
-    assert "10.00 GiB" in warm_up.finding(free_memory.check).evidence[0]
+    assert "10.00 GiB" in warm_up.finding(free_memory).evidence[0]
 
 
 @pytest.mark.parametrize(
@@ -68,53 +69,53 @@ def test_free_memory__is_minimum_over_time_and_ranks() -> None:
     ],
 )
 def test_free_memory__is_none_for_full_device(job: Job) -> None:
-    assert job.result(free_memory.check) is None
+    assert job.result(free_memory) is None
 
 
 @pytest.mark.parametrize("job", [on_gpu(used=59), offloaded(used=59, ratio=0), offloaded(used=59).meta(optimizers=[])])
 def test_free_memory__reports_quarter_of_device_without_gain(job: Job) -> None:
-    finding = job.finding(free_memory.check)
+    finding = job.finding(free_memory)
     assert finding.potential_gain_ms is None
     assert "21.00 GiB of 80.00 GiB" in finding.evidence[0]
 
 
 def test_free_memory__accepts_any_configured_ratio() -> None:
     for ratio in ("half", -1, 7, None, [], {}):
-        assert offloaded(used=66, ratio=ratio).finding(free_memory.check).potential_gain_ms == pytest.approx(100)
+        assert offloaded(used=66, ratio=ratio).finding(free_memory).potential_gain_ms == pytest.approx(100)
 
 
 @pytest.mark.parametrize(("gap", "reported"), [(3.9, False), (4.1, True), (20, True)])
 def test_memory_outside_torch__needs_twentieth_of_device(gap: float, reported: bool) -> None:
     job = devices(Job(2)).memory("device", {"other": 78}).memory("reserved", {"other": 78 - gap})
-    result = job.result(memory_outside_torch.check)
+    result = job.result(memory_outside_torch)
     assert (result is not None) == reported
     if reported:
-        finding = job.finding(memory_outside_torch.check)
+        finding = job.finding(memory_outside_torch)
         assert f"{gap:.2f} GiB of 80.00 GiB" in finding.evidence[0]
         assert finding.potential_gain_ms is None
 
 
 def test_memory_outside_torch__ignores_temporary_memory() -> None:
     job = devices(Job(2)).memory("device", {"other": 78}).memory("reserved", {"forward": 77, "update": 60})
-    assert job.result(memory_outside_torch.check) is None
+    assert job.result(memory_outside_torch) is None
 
 
 def test_memory_outside_torch__reports_largest_rank() -> None:
     job = devices(Job(2)).memory("reserved", {"other": 60})
     job.memory("device", {"other": 61}, rank=0).memory("device", {"other": 75}, rank=1)
-    assert "15.00 GiB" in job.finding(memory_outside_torch.check).evidence[0]
+    assert "15.00 GiB" in job.finding(memory_outside_torch).evidence[0]
 
 
 def test_fragmentation__ignores_memory_of_activations() -> None:
     # 50 GiB of activations are freed before the update, their blocks stay reserved.
     job = on_gpu().memory("allocated", {"forward": 70, "update": 20})
-    assert job.result(fragmentation.check) is None
+    assert job.result(fragmentation) is None
 
 
 def test_fragmentation__counts_update_only_if_state_is_offloaded() -> None:
     job = offloaded(used=79.5)
     job.memory("allocated", {"forward": 78, "update": 20, "other": 20})
-    finding = job.finding(fragmentation.check)
+    finding = job.finding(fragmentation)
     assert "in the median update never less than" in finding.evidence[0]
     assert "empty_cache" in finding.advice
 
@@ -122,11 +123,11 @@ def test_fragmentation__counts_update_only_if_state_is_offloaded() -> None:
 @pytest.mark.parametrize(("gap", "reported"), [(3.9, False), (4.1, True)])
 def test_fragmentation__reports_memory_that_is_never_used(gap: float, reported: bool) -> None:
     job = devices(Job(2)).memory("reserved", {"other": 70}).memory("allocated", {"forward": 70 - gap, "update": 30})
-    result = job.result(fragmentation.check)
+    result = job.result(fragmentation)
     assert (result is not None) == reported
     if reported:
-        assert f"in the median iteration never less than {gap:.2f} GiB" in job.finding(fragmentation.check).evidence[0]
-        assert "expandable_segments" not in job.finding(fragmentation.check).advice
+        assert f"in the median iteration never less than {gap:.2f} GiB" in job.finding(fragmentation).evidence[0]
+        assert "expandable_segments" not in job.finding(fragmentation).advice
 
 
 def without_capacity(job: Job) -> Job:
@@ -135,7 +136,7 @@ def without_capacity(job: Job) -> Job:
     return job
 
 
-@pytest.mark.parametrize("rule", [free_memory.check, memory_outside_torch.check, fragmentation.check])
+@pytest.mark.parametrize("rule", [free_memory, memory_outside_torch, fragmentation])
 def test_memory_rules__ask_for_missing_records(rule: Rule) -> None:
     for job in (devices(Job(2)), without_capacity(on_gpu()), without_capacity(offloaded())):
         result = job.result(rule)
@@ -148,4 +149,4 @@ def test_free_memory__infers_offload_from_state_devices() -> None:
     cases: list[tuple[Any, bool]] = [(["cpu"], True), (["cuda"], False), (["cpu", "cuda"], False), ([], False)]
     for where, offloads in cases:
         job = on_gpu(used=78).meta(optimizers=[{"class": "AdamW", "params": PARAMS, "state_devices": where}])
-        assert (job.result(free_memory.check) is not None) == offloads
+        assert (job.result(free_memory) is not None) == offloads

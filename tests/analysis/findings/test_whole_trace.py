@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ebbtide.analysis.findings import RULES, Findings, find, fragmentation
-from ebbtide.analysis.findings.fragmentation import needless_growth
-from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
+from ebbtide.analysis.findings import Findings, all_rules, find
+from ebbtide.analysis.findings.rules.memory import fragmentation, needless_growth
+from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.profiler.importers.importer import Hardware
 from ebbtide.profiler.importers.load import import_trace
 from ebbtide.profiler.trace import Trace, TraceBuilder
@@ -21,7 +21,7 @@ from tests.conftest import ebbtide_in_process
 from tests.profiler.importers.kineto.made_kineto import launched, memory_event, write_trace
 from tests.profiler.importers.torch_memory.made_snapshots import event, segment
 
-NAMES = {rule.__module__.rpartition(".")[2].replace("_", "-") for rule in RULES}
+NAMES = {rule.name for rule in all_rules()}
 DEEPSPEED_LOG = Path(__file__).parents[2] / "profiler" / "importers" / "data" / "deepspeed-0.19.8-zero3-torchrun.log"
 
 
@@ -99,17 +99,17 @@ def test_find__answers_from_the_whole_trace_or_says_what_is_missing(
 
 def test_findings_command__names_the_four_kinds_of_results(tmp_path: Path) -> None:
     imported(tmp_path, kineto)
-    printed = ebbtide_in_process("findings", "run.ebb", cwd=tmp_path)
+    printed = ebbtide_in_process("findings", "run.ebb", "-v", cwd=tmp_path)
     assert (printed.returncode, printed.stderr) == (0, "")
     lines = printed.stdout.splitlines()
-    assert lines[0].startswith("run.ebb: 3 findings, ")
+    assert lines[0] == "run.ebb: 3 findings"
     assert "nothing runs on the GPU for 0.99 ms of 1.01 ms (98 %)" in printed.stdout
     assert "at every moment of the trace (capacity minus reserved)" in printed.stdout
     assert "expandable_segments" not in printed.stdout
     nothing = lines[lines.index("Rules that looked and found nothing:") + 1]
     assert "launch-bound" in nothing
     needs = dict(pairwise(lines))
-    assert needs["   - swapping"] == "     needs: memory of the host (`ebbtide profile` records it)"
+    assert needs["   - swapping, host-memory-limit"] == "     needs: memory of the host (`ebbtide profile` records it)"
 
 
 def test_find__simulated_and_recorded_traces_have_a_result_of_every_rule() -> None:
@@ -148,7 +148,7 @@ def with_pools(sizes: list[tuple[int, int]]) -> Trace:
 def test_needless_growth__counts_what_tensors_never_filled(sizes: list[tuple[int, int]], grown: int) -> None:
     trace = with_pools(sizes)
     assert needless_growth(trace, 0) == grown * GIB
-    finding: Any = fragmentation.check(TraceMetrics(trace))
+    finding: Any = fragmentation(JobMetrics(trace))
     if finding is not None:
         assert ("expandable_segments" in finding.advice) == (grown > 0)
         assert ("fragmented" in finding.title) == (grown > 0)

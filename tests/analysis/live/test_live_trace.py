@@ -12,17 +12,17 @@ import pandas as pd
 import pytest
 
 from ebbtide.analysis.live import LiveTrace
-from ebbtide.analysis.live.last_iterations import last_iterations
+from ebbtide.analysis.live.live_trace import last_iterations
 from ebbtide.analysis.metrics.gpu_state import gpu_state
 from ebbtide.analysis.metrics.iteration_stats import compare_iterations
 from ebbtide.analysis.metrics.link import link_use
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.errors import TraceError
 from ebbtide.profiler.agent.spool import RECORD
+from ebbtide.profiler.recording.lifecycle import finish
 from ebbtide.profiler.trace import open_trace
-from ebbtide.profiler.trace.finish import finish
 from tests.conftest import examples
-from tests.profiler.live.growing import (
+from tests.profiler.recording.live.growing import (
     BACKWARD_MS,
     CAPACITY,
     FORWARD_MS,

@@ -60,7 +60,7 @@ def ns(ms: float | None) -> float:
     return round(ms * 1e6, 6)
 
 
-@settings(max_examples=examples(40, by_default=15))
+@settings(max_examples=examples(40, by_default=5))
 @given(ROWS)
 def test_totals_and_causes__agree_with_sets_of_moments(rows: list[Row]) -> None:
     result = activity(built(rows))
@@ -87,7 +87,7 @@ def test_totals_and_causes__agree_with_sets_of_moments(rows: list[Row]) -> None:
     assert causes["host_busy"] == 0
 
 
-@settings(max_examples=examples(40, by_default=15))
+@settings(max_examples=examples(40, by_default=5))
 @given(ROWS)
 def test_phases__have_the_kernels_that_they_launched(rows: list[Row]) -> None:
     result = activity(built(rows, iterations=1))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ebbtide.analysis.findings import Finding, drift
+from ebbtide.analysis.findings import Finding
+from ebbtide.analysis.findings.rules.iterations import drift
 from ebbtide.analysis.metrics.drift import Drift, compared_quantities, find_drifts
-from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
+from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 from tests.analysis.findings.jobs import GIB, MIB, MS
 
@@ -44,7 +45,7 @@ def test_find_drifts__finds_iterations_that_become_slower() -> None:
     (slower,) = find_drifts(builder.build())
     assert (slower.quantity, slower.first, slower.is_gradual, slower.rank) == ("iteration_time", 32, False, None)
     assert slower.after / slower.before == pytest.approx(1.1, abs=0.01)
-    finding = drift.check(TraceMetrics(builder.build()))
+    finding = drift(JobMetrics(builder.build()))
     assert isinstance(finding, Finding)
     # 10 ms in 28 of 58 steady iterations.
     assert finding.potential_gain_ms == pytest.approx(10 * 28 / 58, abs=0.5)
@@ -56,8 +57,8 @@ def test_find_drifts__is_empty_for_steady_and_for_short_runs() -> None:
     short, _ = steady(count=16, slow_from=8)
     assert of(short) == {}
     assert compared_quantities(short.build()) == []
-    results = TraceMetrics(short.build())
-    assert drift.check(results) is None
+    results = JobMetrics(short.build())
+    assert drift(results) is None
 
 
 def link_job(generations: list[int], idle_generation: int) -> TraceBuilder:
@@ -109,7 +110,7 @@ def test_find_drifts__finds_a_leak_of_tensors() -> None:
     assert leak.is_gradual
     assert leak.first <= 10
     assert leak.before - leak.after == pytest.approx(40 * MIB * 38, rel=0.1)
-    finding = drift.check(TraceMetrics(builder.build()))
+    finding = drift(JobMetrics(builder.build()))
     assert isinstance(finding, Finding)
     assert finding.title == "Free memory shrinks during the run"
     assert finding.potential_gain_ms is None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ebbtide.analysis.findings import find
+from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.storage import storage_use
-from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.analysis.timeline.boxes import substep_lanes
-from ebbtide.interleave.replay.swap_buffers import swap_buffer_bytes
+from ebbtide.interleave.advise.job.workload_from_trace import swap_buffer_bytes
 from ebbtide.profiler.trace import Trace, TraceBuilder
 
 MS = 10**6
@@ -80,7 +80,7 @@ def test_findings__are_about_the_settings_that_cause_the_waits() -> None:
 
 
 def test_swap_buffer_bytes__counts_buffers_and_gradients_in_host_memory() -> None:
-    default = TraceMetrics(swapped_job(gradients=True))
-    better = TraceMetrics(swapped_job(buffer_count=12))
+    default = JobMetrics(swapped_job(gradients=True))
+    better = JobMetrics(swapped_job(buffer_count=12))
     assert swap_buffer_bytes(default) == (4 * 4 + 4) * SUBGROUP
     assert swap_buffer_bytes(better) == (12 * 4 + 4 + 4) * SUBGROUP

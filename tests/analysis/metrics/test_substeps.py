@@ -13,8 +13,8 @@ from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.substeps.aggregate import SubStep
 from ebbtide.analysis.metrics.substeps.breakdown import SubSteps, sub_steps
 from ebbtide.analysis.metrics.substeps.operations import split_by_phase
+from ebbtide.interleave.advise.schedule_to_trace import trace_of
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.replay.schedule_to_trace import trace_of
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.metrics.deepspeed_jobs import GIB, MS, PEAK, SIZE, SUBGROUP, deepspeed_job, update_ms
@@ -89,7 +89,7 @@ def test_sub_steps__is_empty_without_sub_steps() -> None:
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 
 
-@settings(max_examples=examples(20))
+@settings(max_examples=examples(20, by_default=6))
 @given(
     iterations=st.lists(LENGTHS, min_size=1, max_size=6),
     names=st.lists(st.sampled_from(["unscale", "update", "parameters"]), min_size=12, max_size=12),
@@ -127,7 +127,7 @@ def test_sub_steps__times_add_up_to_update(
             assert side.pinned_share + side.pageable_share >= side.busy_share - 1e-9
 
 
-@settings(max_examples=examples(20))
+@settings(max_examples=examples(20, by_default=6))
 @given(
     ops=st.lists(
         st.tuples(st.integers(0, 300), st.integers(0, 200), st.sampled_from(["update", "fetch", "flush"])), min_size=1

@@ -38,7 +38,7 @@ def test_draw_memory__has_the_steps_of_the_trace() -> None:
     assert values.tolist() == [30, 60, 20] * 3
 
 
-@settings(max_examples=examples(15))
+@settings(max_examples=examples(15, by_default=4))
 @given(
     st.lists(st.tuples(st.integers(0, 30_000), st.integers(1, 10**6)), min_size=1, max_size=40),
     st.sampled_from([1, 3000]),

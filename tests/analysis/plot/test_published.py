@@ -10,7 +10,6 @@ import pytest
 from ebbtide.analysis.metrics.link_throughput import traffic
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.analysis.plot import draw
-from ebbtide.analysis.plot.figure import Kind
 from ebbtide.profiler.trace import Trace, open_trace
 from tests.analysis.plot.pictures import boxes, labels, outside, overlapping, steps
 from tests.conftest import slow
@@ -25,7 +24,7 @@ def trace() -> Trace:
 
 
 @pytest.mark.parametrize("kind", slow(["both", "memory", "link", "windows"], but=["both"]))
-def test_draw__has_no_overlapping_texts(trace: Trace, kind: Kind) -> None:
+def test_draw__has_no_overlapping_texts(trace: Trace, kind: str) -> None:
     figure = draw([trace, trace], kind=kind)
     assert overlapping(figure) == []
     assert outside(figure) == []

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from matplotlib.collections import QuadMesh
 
-from ebbtide.analysis.metrics.ranks.heat_map import heat_maps
 from ebbtide.analysis.plot import draw
-from ebbtide.analysis.timeline.heat import LEVEL_COLORS, heat_levels
+from ebbtide.analysis.timeline.heat import LEVEL_COLORS, heat_levels, heat_maps
 from ebbtide.errors import TraceError
 from tests.analysis.metrics.ranks.fleets import fleet
 

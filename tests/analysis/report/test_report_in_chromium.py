@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,18 +60,38 @@ def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
         yield browser
 
 
-@pytest.fixture
-def shown(chrome: Chrome, tmp_path: Path) -> Callable[[Trace], None]:
-    """Return a function that opens the report of a trace and waits for its timeline."""
+@pytest.fixture(scope="module")
+def copies() -> Trace:
+    """Return a trace of two ranks with copies, whose page several tests open."""
+    return with_copies(trained(ranks=2)).build()
 
-    def show(trace: Trace) -> None:
-        path = tmp_path / "report.html"
-        write_report(trace, find(trace), path, MIN_BYTES, force=True)
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Trace], Path]:
+    """Return a function that writes the report of a trace, once for each trace."""
+    folder = tmp_path_factory.mktemp("pages")
+
+    @functools.cache
+    def write(trace: Trace) -> Path:
+        path = folder / f"{len(list(folder.iterdir()))}.html"
+        write_report(trace, find(trace), path, MIN_BYTES)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def shown(chrome: Chrome, pages: Callable[[Trace], Path]) -> Callable[[Trace], Path]:
+    """Return a function that opens the report of a trace, waits for its timeline, and returns the path of the page."""
+
+    def show(trace: Trace) -> Path:
+        path = pages(trace)
         prefer(chrome, prefers_color_scheme="light")
         requests(chrome), errors(chrome)
         chrome.get(path.as_uri())
         drawn = "return !document.querySelector('.timeline') || !!(globalThis.Bokeh && Bokeh.documents.length)"
         wait(chrome, lambda: run(chrome, f"{drawn} && document.documentElement.dataset.painted"))
+        return path
 
     return show
 
@@ -97,19 +118,19 @@ def window_point(chrome: Chrome, figure: str, x: float, y: float) -> tuple[float
     return window_x, window_y
 
 
-def test_page__opens_without_errors_and_requests(chrome: Chrome, shown: Any, tmp_path: Path) -> None:
-    shown(with_copies(trained(ranks=2)).build())
+def test_page__opens_without_errors_and_requests(chrome: Chrome, shown: Any, copies: Trace) -> None:
+    page = shown(copies)
     assert errors(chrome) == []
     urls = requests(chrome)
-    assert (tmp_path / "report.html").as_uri() in urls
-    assert [url for url in urls if not url.startswith((tmp_path.as_uri(), "data:", "blob:"))] == []
+    assert page.as_uri() in urls
+    assert [url for url in urls if not url.startswith((page.parent.as_uri(), "data:", "blob:"))] == []
     heads = [head.text for head in chrome.find_elements(By.TAG_NAME, "h2") if head.is_displayed()]
     assert heads[:3] == ["Findings", "Summary", "Timeline rank 0"]
     assert heads[-2:] == ["Ranks compared", "The job"]
 
 
-def test_policy__forbids_connections_and_images(chrome: Chrome, shown: Any) -> None:
-    shown(trained().build())
+def test_policy__forbids_connections_and_images(chrome: Chrome, shown: Any, copies: Trace) -> None:
+    shown(copies)
     run(chrome, "fetch('https://example.invalid/').catch(() => {}); new Image().src = 'https://example.invalid/x.png'")
     refused: list[str] = []
     wait(chrome, lambda: refused.extend(errors(chrome)) or len(refused) >= 2)
@@ -126,8 +147,8 @@ def test_page__runs_no_code_of_a_trace(chrome: Chrome, shown: Any) -> None:
     assert "alert(2)" in run(chrome, TEXT)
 
 
-def test_timeline__zooms_with_the_wheel_and_resets(chrome: Chrome, shown: Any) -> None:
-    shown(with_copies(trained()).build())
+def test_timeline__zooms_with_the_wheel_and_resets(chrome: Chrome, shown: Any, copies: Trace) -> None:
+    shown(copies)
     scroll_to_timeline(chrome)
     initial = x_range(chrome)
     x, y = window_point(chrome, "memory", 40, 20)
@@ -166,11 +187,11 @@ def test_timeline__pans_by_drag_and_zooms_into_a_box(chrome: Chrome, shown: Any)
     assert boxed[1] - boxed[0] < (panned[1] - panned[0]) / 3
 
 
-def test_timeline__shows_figures_of_boxes_on_hover(chrome: Chrome, shown: Any) -> None:
-    trace = with_copies(trained()).build()
-    shown(trace)
+def test_timeline__shows_figures_of_boxes_on_hover(chrome: Chrome, shown: Any, copies: Trace) -> None:
+    shown(copies)
     scroll_to_timeline(chrome)
-    (window,) = [w for w in find_windows(trace, MIN_BYTES).windows if (w.iteration, w.phase) == (1, "forward")]
+    windows = find_windows(copies, MIN_BYTES).windows
+    (window,) = [w for w in windows if (w.rank, w.iteration, w.phase) == (0, 1, "forward")]
     assert (window.free_bytes, window.h2d_idle_share) == (30 * GIB, 0.5)
     for figure, y, text in (
         ("memory", 25, "window: forward iteration 1 within it 2.00 ms to 6.00 ms length 4.00 ms least free 30.00 GiB"),
@@ -182,8 +203,8 @@ def test_timeline__shows_figures_of_boxes_on_hover(chrome: Chrome, shown: Any) -
         wait(chrome, lambda text=text: text in " ".join(run(chrome, TEXT).split()))
 
 
-def test_readout__shows_time_phase_and_value_of_every_line(chrome: Chrome, shown: Any) -> None:
-    shown(with_copies(trained()).build())
+def test_readout__shows_time_phase_and_value_of_every_line(chrome: Chrome, shown: Any, copies: Trace) -> None:
+    shown(copies)
     scroll_to_timeline(chrome)
     point(chrome, *window_point(chrome, "link", 2 * 19 + 5, 10))  # a copy runs from 35 to 37 ms, and from 42 ms
 
@@ -209,21 +230,21 @@ def test_readout__hides_a_line_by_its_name(chrome: Chrome, shown: Any) -> None:
     assert (run(chrome, visible), key.get_attribute("aria-pressed")) == (False, "false")
 
 
-def test_page__shows_another_rank_on_request(chrome: Chrome, shown: Any) -> None:
-    shown(trained(ranks=3).build())
+def test_page__shows_another_rank_on_request(chrome: Chrome, shown: Any, copies: Trace) -> None:
+    shown(copies)
     assert run(chrome, "return Bokeh.documents.length") == 1
-    Select(chrome.find_element(By.ID, "rank")).select_by_value("2")
+    Select(chrome.find_element(By.ID, "rank")).select_by_value("1")
     wait(chrome, lambda: run(chrome, "return Bokeh.documents.length") == 2)
-    assert [v.is_displayed() for v in chrome.find_elements(By.CLASS_NAME, "rank")] == [False, False, True]
+    assert [v.is_displayed() for v in chrome.find_elements(By.CLASS_NAME, "rank")] == [False, True]
     scroll_to_timeline(chrome)
     point(chrome, *window_point(chrome, "memory", 30, 20))
-    line = chrome.find_element(By.CSS_SELECTOR, "[data-rank='2'] [data-line='memory/allocated']")
-    wait(chrome, lambda: "3.00 GiB" in line.text)
+    line = chrome.find_element(By.CSS_SELECTOR, "[data-rank='1'] [data-line='memory/allocated']")
+    wait(chrome, lambda: "2.00 GiB" in line.text)
 
 
 def test_tables__sort_by_mouse_and_keyboard(chrome: Chrome, shown: Any) -> None:
     shown(trained(12).build())
-    table = chrome.find_element(By.CSS_SELECTOR, "#longest-0 table")
+    table = chrome.find_element(By.CSS_SELECTOR, "#windows-0 table")
 
     def column(position: int) -> list[str]:
         return [row.text for row in table.find_elements(By.CSS_SELECTOR, f"tbody td:nth-child({position})")]
@@ -267,8 +288,8 @@ def test_timeline__is_dark_on_a_dark_page(chrome: Chrome, shown: Any) -> None:
 
 
 @pytest.mark.slow
-def test_page__fits_a_narrow_screen(chrome: Chrome, shown: Any) -> None:
-    shown(with_copies(trained(ranks=2)).build())
+def test_page__fits_a_narrow_screen(chrome: Chrome, shown: Any, copies: Trace) -> None:
+    shown(copies)
     screen = {"width": 400, "height": 800, "deviceScaleFactor": 2, "mobile": False}
     chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     try:

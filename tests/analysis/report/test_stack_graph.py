@@ -19,7 +19,7 @@ LABELS = st.sampled_from(["activation", "main (train.py:3)", '<module> ("a&b".py
 PATHS = st.lists(st.tuples(st.lists(LABELS, min_size=1, max_size=4), st.integers(1, 1000)), min_size=1, max_size=20)
 
 
-@settings(max_examples=examples(40, by_default=20))
+@settings(max_examples=examples(40, by_default=8))
 @given(PATHS)
 def test_stack_graph__frames_lie_inside_of_their_callers_and_none_overlap(paths: list[tuple[list[str], int]]) -> None:
     root = StackNode("requested")

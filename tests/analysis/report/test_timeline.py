@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ebbtide.analysis.metrics.iteration_stats import compare_iterations
+from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.link import link_use
 from ebbtide.analysis.metrics.ranks.selection import ShownRank
 from ebbtide.analysis.metrics.substeps.operations import named_ops
@@ -134,6 +135,8 @@ def test_substep_chart_boxes__draw_nested_sub_steps_last_in_known_colors() -> No
 
 def test_rank_view__draws_some_of_too_many_sub_steps_and_says_so() -> None:
     job = deepspeed_job(iterations=40).build()
-    view = rank_view(job, ShownRank(0, ""), compare_iterations(job), link_use(job), GIB, DetailLimits(10_000, 300, 50))
+    view = rank_view(
+        JobMetrics(job), ShownRank(0, ""), compare_iterations(job), link_use(job), GIB, DetailLimits(10_000, 300, 50)
+    )
     assert any("not all sub-steps are drawn" in note for note in view.timeline_notes)
     assert len(json.dumps(view.timeline)) < 300_000

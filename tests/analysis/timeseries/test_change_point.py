@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ebbtide.analysis.timeseries.change_point import MIN_VALUES, find_change
 from ebbtide.analysis.timeseries.step_functions import Floats
-from tests.conftest import examples
+from tests.conftest import examples, slow_case
 
 Random = np.random.Generator
 
@@ -36,8 +36,8 @@ def similar_to_neighbours(random: Random, count: int) -> Floats:
     return values
 
 
-@pytest.mark.parametrize("noise", [normal, with_outliers, alternating, similar_to_neighbours])
-@pytest.mark.parametrize("count", [MIN_VALUES, pytest.param(50, marks=pytest.mark.slow), 90])
+@pytest.mark.parametrize("noise", [slow_case(normal), with_outliers, slow_case(alternating), similar_to_neighbours])
+@pytest.mark.parametrize("count", [slow_case(MIN_VALUES), pytest.param(50, marks=pytest.mark.slow), 90])
 def test_find_change__has_few_false_alarms(noise: Callable[[Random, int], Floats], count: int) -> None:
     random, runs = np.random.default_rng(0), 100
     false = sum(
@@ -81,7 +81,7 @@ def test_find_change__ignores_a_change_that_ends_again_or_does_not_matter() -> N
     assert find_change(np.repeat([100.0, 200.0], (MIN_VALUES - 1) // 2), 1, 0.05) is None
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(40, by_default=15))
 @given(
     st.lists(st.integers(1, 1000), min_size=MIN_VALUES, max_size=80),
     st.integers(0, 600),

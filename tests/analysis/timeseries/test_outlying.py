@@ -7,6 +7,7 @@ import pytest
 
 from ebbtide.analysis.timeseries.outlying import median_errors, stands_out
 from ebbtide.analysis.timeseries.step_functions import Floats
+from tests.conftest import slow_case
 
 
 def noise(kind: str, shape: tuple[int, int], random: np.random.Generator) -> Floats:
@@ -19,8 +20,10 @@ def noise(kind: str, shape: tuple[int, int], random: np.random.Generator) -> Flo
     return centered
 
 
-@pytest.mark.parametrize("kind", ["normal", "heavy tails", "correlated"])
-@pytest.mark.parametrize(("ranks", "iterations", "jobs"), [(2, 10, 200), (4, 10, 200), (8, 10, 100), (64, 30, 20)])
+@pytest.mark.parametrize("kind", [slow_case("normal"), "heavy tails", "correlated"])
+@pytest.mark.parametrize(
+    ("ranks", "iterations", "jobs"), [(2, 10, 200), slow_case(4, 10, 200), slow_case(8, 10, 100), (64, 30, 20)]
+)
 def test_stands_out__is_false_for_noise(kind: str, ranks: int, iterations: int, jobs: int) -> None:
     random = np.random.default_rng(ranks)
     alarms = 0

@@ -16,10 +16,10 @@ from uuid import uuid4
 
 import pytest
 
-from ebbtide.cli.live_view.choice import newest_recording
+from ebbtide.cli.live_view.watched import newest_recording
 from ebbtide.errors import UserError
 from ebbtide.profiler.agent.options import Options
-from ebbtide.profiler.recording import open_recording
+from ebbtide.profiler.recording.lifecycle import open_recording
 from tests.cli.test_bad_input import contents
 from tests.conftest import PROCESS_TIMEOUT_S, ebbtide_in_process
 from tests.profiler.agent.jobs import PRELUDE

@@ -10,10 +10,10 @@ import pytest
 
 from ebbtide.cli.live_view.app import LiveView
 from ebbtide.cli.live_view.marks import level_rows
-from ebbtide.profiler.trace.finish import finish
+from ebbtide.profiler.recording.lifecycle import finish
 from tests.cli.live_view.screens import drive, make_view
 from tests.conftest import slow
-from tests.profiler.live.growing import BACKWARD_MS, FORWARD_MS, OTHER_MS, UPDATE_MS, GrowingRecording
+from tests.profiler.recording.live.growing import BACKWARD_MS, FORWARD_MS, OTHER_MS, UPDATE_MS, GrowingRecording
 
 NARROW, WIDE = (80, 24), (200, 50)
 ITERATIONS = 30
@@ -70,7 +70,7 @@ def test_view__shows_every_panel_at_both_sizes(
     assert max(map(len, rows)) <= size[0]
     for words in ("run.ebb", "rank 0 of 2 on cuda:0", "F forward 10.0", "Memory  device", "of 16.00 GiB", "h2d", "d2h"):
         assert words in text
-    for words in ("Windows with 1.00 GiB free in every iteration", "Findings of the last iterations: 2", "q quit"):
+    for words in ("At least 1.00 GiB free in every iteration", "Findings of the last iterations: 2", "q quit"):
         assert words in text
     assert "Device memory is free all the time" in text
     # Letters tell phases apart, also without colour.

@@ -10,14 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import MachineError
-from ebbtide.interleave.calibrate.adamw import OnePassAdamW, TorchAdamW
-from ebbtide.interleave.calibrate.cpu import Copier, measure_norm, measure_out_of_place
+from ebbtide.interleave.calibrate.cpu import Copier, OnePassAdamW, TorchAdamW, measure_norm, measure_out_of_place
 from ebbtide.interleave.calibrate.host_memory import working_set
 from ebbtide.interleave.calibrate.link import combined_bytes_per_s, copy_durations
 from ebbtide.interleave.calibrate.ranks import Ranks
-from ebbtide.interleave.calibrate.record import Record, Setup
+from ebbtide.interleave.calibrate.record import Record, Setup, Timing, measure_time
 from ebbtide.interleave.calibrate.run import _slowest
-from ebbtide.interleave.calibrate.timing import Timing, measure_time
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Hyper
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from ebbtide.analysis.metrics.summary import summarize
-from ebbtide.interleave.calibrate.fitting.fit import fit
-from ebbtide.interleave.calibrate.fitting.from_traces import machine_of
+from ebbtide.interleave.calibrate.fitting.from_traces import fit, machine_of
 from ebbtide.interleave.calibrate.fitting.samples import sample_of
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.catalog import preset, presets
 from ebbtide.profiler.trace import Trace, open_trace
+from tests.conftest import slow
 from tests.interleave.published import PRESETS, TRACES, runs
 
 Runs = dict[str, dict[str, Trace]]
@@ -69,7 +69,7 @@ def test_presets__equal_the_fit_of_all_their_runs(published: Runs, name: str) ->
     assert {*shipped["fit"]["unidentified"], BLOCKING_RATE} == set(fitted["fit"]["unidentified"])
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", slow(PRESETS, but=("a100-40gb-published",)))
 def test_presets__rate_of_blocking_copies_is_fitted_to_the_blocking_runs(name: str) -> None:
     """All other rates are those of the preset, and the compute of the backward is that of the asynchronous run."""
     machine = preset(name)

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ebbtide.errors import MachineError
-from ebbtide.interleave.calibrate.fitting.fit import fit
-from ebbtide.interleave.calibrate.fitting.from_traces import machine_of
+from ebbtide.interleave.calibrate.fitting.from_traces import fit, machine_of
 from ebbtide.interleave.calibrate.fitting.samples import FitSample, sample_of
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.box import Box
@@ -35,7 +34,7 @@ TRUE = Machine(
 
 def sample(policy: str, params: float, ranks: int | None) -> FitSample:
     """Return a run of a model as the true machine does it."""
-    workload = Workload("job", round(params), 200_000_000, forward_s=0.2, backward_s=0.5, other_s=0.1)
+    workload = Workload("job", round(params), 250_000_000, forward_s=0.2, backward_s=0.5, other_s=0.1)
     run = FitSample(f"{policy} {params:g} {ranks}", workload, policy, 1.0, None, ranks=ranks)
     return replace(run, update_s=run.simulate(TRUE).update_s)
 

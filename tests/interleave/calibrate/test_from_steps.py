@@ -8,8 +8,8 @@ import pytest
 
 from ebbtide.cli import run
 from ebbtide.errors import MachineError
-from ebbtide.interleave.calibrate.fitting.from_steps import step_rates
 from ebbtide.interleave.calibrate.fitting.from_traces import machine_of
+from ebbtide.interleave.calibrate.fitting.samples import step_rates
 from tests.analysis.findings.jobs import offloaded, on_cpu
 from tests.analysis.metrics.deepspeed_jobs import SIZE, deepspeed_job
 

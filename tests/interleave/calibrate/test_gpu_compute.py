@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ebbtide.interleave.calibrate import gpu_compute
+from ebbtide.interleave.calibrate import gpu
 from ebbtide.interleave.calibrate.ranks import Ranks
-from ebbtide.interleave.calibrate.record import Record, Setup
-from ebbtide.interleave.calibrate.timing import Timing
+from ebbtide.interleave.calibrate.record import Record, Setup, Timing
 
 CPU = torch.device("cpu")
 SETUP = Setup(Ranks(), threads=1, cores=1, working_set=1 << 20, window_s=0.0, device=None)
@@ -29,7 +28,7 @@ def test_measure_product__counts_the_operations_of_all_products(
 
     monkeypatch.setattr(torch, "mm", mm)
     before = torch.get_float32_matmul_precision()
-    flops_per_s, timing = gpu_compute.measure_product(CPU, precision, 64, SETUP)
+    flops_per_s, timing = gpu.measure_product(CPU, precision, 64, SETUP)
     # One run is not measured.
     in_a_run = len(products) / (timing.runs + 1)
     assert flops_per_s * timing.seconds == pytest.approx(in_a_run * 2 * 64**3)
@@ -39,8 +38,8 @@ def test_measure_product__counts_the_operations_of_all_products(
 
 
 def test_measure_device_memory__counts_bytes_read_and_written() -> None:
-    bytes_per_s, timing = gpu_compute.measure_device_memory(CPU, 1 << 20, SETUP)
-    assert bytes_per_s * timing.seconds == pytest.approx(gpu_compute._LAUNCHED * 2 * (1 << 20))
+    bytes_per_s, timing = gpu.measure_device_memory(CPU, 1 << 20, SETUP)
+    assert bytes_per_s * timing.seconds == pytest.approx(gpu._LAUNCHED * 2 * (1 << 20))
 
 
 def test_record__a_gpu_and_how_it_was_measured_become_part_of_the_file() -> None:
@@ -53,14 +52,14 @@ def test_record__a_gpu_and_how_it_was_measured_become_part_of_the_file() -> None
 @pytest.mark.gpu
 def test_measure_compute__measures_the_gpu() -> None:
     record = Record()
-    gpu_compute.measure_compute(replace(SETUP, device=0, window_s=0.3), record)
-    gpu = record.gpu
-    assert gpu is not None
-    assert gpu.name == torch.cuda.get_device_name(0)
-    assert gpu.memory_bytes_per_s is not None
-    assert 1e10 < gpu.memory_bytes_per_s < 2e13
-    assert gpu.flops_per_s["float16"] > gpu.flops_per_s["float32"] > 1e12
+    gpu.measure_compute(replace(SETUP, device=0, window_s=0.3), record)
+    compute = record.gpu
+    assert compute is not None
+    assert compute.name == torch.cuda.get_device_name(0)
+    assert compute.memory_bytes_per_s is not None
+    assert 1e10 < compute.memory_bytes_per_s < 2e13
+    assert compute.flops_per_s["float16"] > compute.flops_per_s["float32"] > 1e12
     assert set(record.measured) == {
         "gpu.memory_bytes_per_s",
-        *(f"gpu.flops_per_s.{precision}" for precision in gpu.flops_per_s),
+        *(f"gpu.flops_per_s.{precision}" for precision in compute.flops_per_s),
     }

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.interleave.calibrate import operations
+from ebbtide.interleave.calibrate import run
 from ebbtide.interleave.calibrate.ranks import Ranks
 from ebbtide.interleave.calibrate.record import Record, Setup
 from ebbtide.interleave.engine.errors import EngineError
@@ -31,12 +31,12 @@ def test_operation_s__is_that_of_the_machine_on_which_a_plan_was_simulated(polic
         operation_s=seconds,
     )
     schedule = simulate(make_plan(policy, tiny, machine), tiny, machine)
-    assert operations.operation_s(schedule) == pytest.approx(seconds, rel=1e-4)
+    assert run.operation_s(schedule) == pytest.approx(seconds, rel=1e-4)
 
 
 def test_measure_operation__runs_the_executor_and_says_on_which_device() -> None:
     record = Record()
-    operations.measure_operation(SETUP, record)
+    run.measure_operation(SETUP, record)
     # More than a call of a Python function, less than a second.
     assert 1e-6 < record.rates["operation_s"] < 1
     assert record.measured["operation_s"]["runs"] >= 3
@@ -48,8 +48,8 @@ def test_measure_operation__an_engine_that_cannot_run_leaves_it_unknown(monkeypa
     def refuse(*_: Any, **__: Any) -> None:
         raise EngineError("no compiler for GPU kernels")
 
-    monkeypatch.setattr(operations, "InterleavedAdamW", refuse)
+    monkeypatch.setattr(run, "InterleavedAdamW", refuse)
     record = Record()
-    operations.measure_operation(SETUP, record)
+    run.measure_operation(SETUP, record)
     assert record.rates == {}
     assert record.notes == ["operation_s was not measured: no compiler for GPU kernels"]

@@ -16,8 +16,7 @@ import pytest
 
 from ebbtide.errors import MachineError
 from ebbtide.interleave.calibrate import ranks as ranks_module
-from ebbtide.interleave.calibrate.rank_processes import join_ranks
-from ebbtide.interleave.calibrate.ranks import Ranks
+from ebbtide.interleave.calibrate.ranks import Ranks, join_ranks
 
 
 def wait_and_gather(ranks: Ranks) -> None:

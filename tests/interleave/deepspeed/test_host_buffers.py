@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ebbtide.interleave.deepspeed.host_buffers import release_pages
+from ebbtide.interleave.deepspeed.subgroup_slices import release_pages
 from tests.interleave.deepspeed.training import config, engine
 
 

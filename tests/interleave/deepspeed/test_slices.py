@@ -8,20 +8,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.deepspeed.adam_scalars import CpuAdamScalars
-from ebbtide.interleave.deepspeed.subgroup_slices import ParamExtent, SliceGradients, cut_subgroups, engine_subgroups
+from ebbtide.interleave.deepspeed.state_access import CpuAdamScalars
+from ebbtide.interleave.deepspeed.subgroup_slices import SliceGradients, SubgroupSlice, cut_subgroups, engine_subgroups
 from ebbtide.interleave.engine.numerics.reference import Hyper
 
 CPU = torch.device("cpu")
 groups_of_params = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=6), min_size=1, max_size=4)
 
 
-def extents_of(groups: list[list[int]]) -> dict[int, ParamExtent]:
-    extents: dict[int, ParamExtent] = {}
+def extents_of(groups: list[list[int]]) -> dict[int, SubgroupSlice]:
+    extents: dict[int, SubgroupSlice] = {}
     for group, lengths in enumerate(groups):
         begin = 0
         for length in lengths:
-            extents[len(extents)] = ParamExtent(group, begin, begin + length)
+            extents[len(extents)] = SubgroupSlice(group, begin, begin + length)
             begin += length
     return extents
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
-from ebbtide.interleave.engine.gradient_norm import GradientNorm
-from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.params.gradients import GradientNorm
 
 
 class CountingDevice(EmulatedDevice):

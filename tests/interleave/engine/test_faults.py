@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from ebbtide.interleave.engine.devices.device import Direction
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.numerics.reference import Scalars
-from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import Scalars, TensorUpdate
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed
@@ -150,7 +149,7 @@ def bench(twin: Twin, seed: int = 0, clipping: bool = True, stay: bool = True) -
     width = max(subgroup.dtype.itemsize for subgroup in twin.subgroups)
     with no_thread_left(), hasty_switches():
         device, kernel = FaultyDevice(jitter), FaultyKernel()
-        engine = Engine(twin.subgroups, len(twin.params), device, kernel)
+        engine = Engine(Store(twin.subgroups, device, kernel), len(twin.params))
         try:
             twin.begin(engine.store)
             yield Bench(engine, device, kernel, workload_of(twin.sizes, clipping, stay, width))
@@ -279,9 +278,10 @@ def test_engine__completes_steps_if_the_device_is_full() -> None:
         setup.engine.set_plan(plan, setup.workload)
         twin.step(setup.engine)
         setup.engine.quiesce()
-        # The job takes memory that was reserved for the plan.
+        # The job takes memory that was reserved for the plan: what is left has room for no streamed subgroup.
+        smaller = make(setup.workload, ["resident", "cpu", "cpu", "cpu"])
         setup.engine.store._arena.release()
-        setup.device.capacity_bytes = device_bytes(plan, setup.workload) - 1
+        setup.device.capacity_bytes = device_bytes(smaller, setup.workload)
         with pytest.raises(OperationFailed) as failure:
             twin.step(setup.engine)
         assert isinstance(failure.value.__cause__, DeviceMemoryError)
@@ -289,7 +289,7 @@ def test_engine__completes_steps_if_the_device_is_full() -> None:
         with pytest.raises(DeviceMemoryError):
             setup.engine.set_plan(plan, setup.workload)
         twin.check(setup.engine.store)
-        setup.engine.set_plan(make(setup.workload, ["resident", "cpu", "cpu", "cpu"]), setup.workload)
+        setup.engine.set_plan(smaller, setup.workload)
         twin.step(setup.engine)
         setup.engine.quiesce()
         twin.check(setup.engine.store)

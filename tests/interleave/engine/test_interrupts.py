@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,11 +21,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ebbtide.interleave.engine import interrupts
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.interrupts import deferred_interrupts
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.runtime import executor
+from ebbtide.interleave.engine.runtime.executor import deferred_interrupts
 from tests.conftest import examples
 from tests.interleave.engine.training import MACHINE
 
@@ -38,7 +39,7 @@ CONFIGS = [
     ("pipelined", "streamed", "both"),
     ("pipelined", "kept", "forward"),
 ]
-_PACKAGE = os.path.dirname(os.path.dirname(interrupts.__file__))
+_PACKAGE = str(Path(executor.__file__).parents[2])
 _STEPS, _FAULTY = 5, 2
 
 

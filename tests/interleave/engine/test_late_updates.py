@@ -25,6 +25,9 @@ CASES = [
     for policy in ("pipelined", "interleaved:2", "interleaved:1", "adaptive")
     for mode in ("kept", "streamed")
 ]
+# Each policy, and both kinds of gradients.
+QUICK = {("pipelined", "streamed"), ("interleaved:2", "kept"), ("interleaved:1", "streamed"), ("adaptive", "streamed")}
+FEWER_CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -92,14 +95,21 @@ def expected_outcome(seed: int, mode: str) -> Outcome:
     return random_job(seed, mode, reference_optimizer)
 
 
-@pytest.mark.parametrize(("policy", "mode"), CASES)
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
+@pytest.mark.parametrize(
+    ("policy", "mode", "seed"),
+    [
+        # One seed of two with each case by default.
+        pytest.param(*case, seed, marks=() if seed == (place // 2 + place) % 2 else pytest.mark.slow)
+        for place, case in enumerate(CASES)
+        for seed in range(6)
+    ],
+)
 def test_step__gives_the_bits_of_the_reference_in_random_jobs(policy: str, mode: str, seed: int) -> None:
     outcome = random_job(seed, mode, lambda job, **options: late_optimizer(job, policy, mode, **options))
     assert outcome == expected_outcome(seed, mode)
 
 
-@pytest.mark.parametrize(("policy", "mode"), CASES)
+@pytest.mark.parametrize(("policy", "mode"), FEWER_CASES)
 def test_step__gives_the_bits_of_the_reference_on_a_device_with_any_timing(policy: str, mode: str) -> None:
     seed = 11
     device = JitteryDevice(Jitter(seed, 2e-3))
@@ -117,7 +127,7 @@ def remainder_optimizer(job: Job, policy: str, mode: str, **options: Any) -> Ite
 
 
 @pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 5), marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("policy", "mode"), CASES)
+@pytest.mark.parametrize(("policy", "mode"), FEWER_CASES)
 def test_step__with_remainders_gives_the_bits_of_steps_that_end_before_they_return(
     policy: str, mode: str, seeds: range
 ) -> None:

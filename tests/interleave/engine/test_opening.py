@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ebbtide.interleave.engine import offloaded_params
+from ebbtide.interleave.engine.adaptive import runner
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
+from ebbtide.interleave.engine.params import offloaded_params
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.training import MODES, Job, ReferenceOptimizer, finish, maker
 from tests.interleave.engine.twins import no_thread_left
@@ -26,10 +27,10 @@ class Opened(Exception):
 def test_step__opens_the_gpu_that_the_model_was_moved_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """With fake tensors: only the choice of the device is real."""
 
-    def opened(params: Any) -> None:
-        raise Opened(offloaded_params.device_of(params))
+    def opened(device: torch.device) -> None:
+        raise Opened(device)
 
-    monkeypatch.setattr(offloaded_params, "open_device", opened)
+    monkeypatch.setattr(runner, "_open_device", opened)
     with FakeTensorMode():
         model = torch.nn.Linear(4, 4)
         optimizer = InterleavedAdamW(model.parameters(), policy="gpu-only")
@@ -52,12 +53,12 @@ class Places:
         self.opened: list[tuple[torch.device, EmulatedDevice]] = []
         layouts = offloaded_params._layouts
         monkeypatch.setattr(offloaded_params, "device_of", lambda params: self.current)
-        monkeypatch.setattr(offloaded_params, "open_device", self._open)
+        monkeypatch.setattr(runner, "_open_device", self._open)
         monkeypatch.setattr(
             offloaded_params, "_layouts", lambda params: [(self.current, *layout[1:]) for layout in layouts(params)]
         )
 
-    def _open(self, params: Any) -> EmulatedDevice:
+    def _open(self, _: torch.device) -> EmulatedDevice:
         device = EmulatedDevice()
         self.opened.append((self.current, device))
         return device

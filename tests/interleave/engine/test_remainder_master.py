@@ -238,8 +238,11 @@ def _refuse() -> None:
     ("options", "message"),
     [
         ({"master": "bf16"}, "master is 'bf16': it must be 'fp32' or 'remainder'"),
-        ({"policy": "adaptive,overlap=both"}, "not supported with updates inside the backward"),
-        ({"overlap": "auto", "gradients": "streamed"}, "not supported with updates inside the backward"),
+        (
+            {"policy": "adaptive,overlap=both", "gradients": "streamed"},
+            "not supported with updates inside the backward",
+        ),
+        ({"overlap": "backward", "gradients": "streamed"}, "not supported with updates inside the backward"),
         ({"params": [torch.zeros(3, dtype=torch.float16)]}, "a parameter is torch.float16: master='remainder' is for"),
         ({"params": [torch.zeros(3)]}, "a parameter is torch.float32: master='remainder' is for"),
     ],

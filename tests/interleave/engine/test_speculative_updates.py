@@ -12,7 +12,7 @@ import torch
 
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
-from ebbtide.interleave.engine.runtime.speculations import Speculations
+from ebbtide.interleave.engine.runtime.step_inputs import SpeculativeUpdates
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.test_edits import follow
 from tests.interleave.engine.test_late_updates import expected_outcome, late_optimizer, random_job
@@ -33,23 +33,36 @@ def speculating_optimizer(job: Job, text: str = "speculating", **options: Any) -
 
 @contextmanager
 def counted_speculations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Count speculative updates that were valid when the step began, and those that were not."""
+    """Count speculative updates whose results were used, and those that were not valid when the step began."""
     counts = [0, 0]
-    validate = Speculations.validate
+    use, use_valid = SpeculativeUpdates._use, SpeculativeUpdates.use_valid
 
-    def count(self: Speculations, scalars: Any) -> tuple[set[int], set[int]]:
-        valid, invalid = validate(self, scalars)
-        counts[0] += len(valid)
+    def count_used(self: SpeculativeUpdates, subgroup: int) -> None:
+        counts[0] += 1
+        use(self, subgroup)
+
+    def count_invalid(self: SpeculativeUpdates, scalars: Any) -> set[int]:
+        invalid = use_valid(self, scalars)
         counts[1] += len(invalid)
-        return valid, invalid
+        return invalid
 
-    monkeypatch.setattr(Speculations, "validate", count)
+    monkeypatch.setattr(SpeculativeUpdates, "_use", count_used)
+    monkeypatch.setattr(SpeculativeUpdates, "use_valid", count_invalid)
     yield counts
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("text", ["speculating", "speculating:3", "speculating:4,base=interleaved:2"])
+@pytest.mark.parametrize(
+    ("text", "overlap"),
+    [
+        ("speculating", "both"),
+        ("speculating:3", "backward"),
+        ("speculating:4,base=interleaved:2", "both"),
+        pytest.param("speculating", "backward", marks=pytest.mark.slow),
+        pytest.param("speculating:3", "both", marks=pytest.mark.slow),
+        pytest.param("speculating:4,base=interleaved:2", "backward", marks=pytest.mark.slow),
+    ],
+)
 def test_step__gives_the_bits_of_the_reference_in_random_jobs(
     text: str, overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,27 +221,29 @@ def test_step__gives_the_same_bits_in_a_compiled_model(backend: str) -> None:
     assert losses("speculating", overlap="both") == losses("pipelined", overlap="none", model=None)
 
 
+@pytest.mark.parametrize("asked", [{"policy": "pipelined", "overlap": "auto"}, {"policy": "pipelined,overlap=auto"}])
 @pytest.mark.parametrize(
     ("gradients", "has_model", "policy"),
     [
         ("streamed", True, "pipelined,overlap=auto"),
         ("streamed", False, "pipelined,overlap=backward"),
-        ("kept", True, "pipelined,overlap=auto"),
+        ("kept", True, "pipelined,overlap=forward"),
         ("kept", False, "pipelined"),
     ],
 )
-def test_optimizer__takes_auto_as_what_gradients_and_model_allow(gradients: Any, has_model: bool, policy: str) -> None:
+def test_optimizer__takes_auto_as_what_gradients_and_model_allow(
+    gradients: Any, has_model: bool, policy: str, asked: dict[str, Any]
+) -> None:
     job = Job()
     optimizer = InterleavedAdamW(
         job.net.parameters(),
-        policy="pipelined",
+        **asked,
         machine=MACHINE,
         subgroup_params=500,
         gradients=gradients,
-        overlap="auto",
         model=job.net if has_model else None,
     )
     with closing(optimizer):
-        assert optimizer._runner.policy == policy
+        assert optimizer._runner.options.policy == policy
         for step in range(3):
             job.step(optimizer, step)

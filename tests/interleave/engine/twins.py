@@ -13,12 +13,10 @@ import torch
 from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.devices.device import Direction, Mark, Stream
-from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
-from ebbtide.interleave.engine.devices.emulated_streams import EmulatedMark, WorkQueue
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice, EmulatedMark, WorkQueue
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
-from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
-from ebbtide.interleave.engine.runtime.device_blocks import block_sizes, worst_case
+from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars, TensorUpdate
+from ebbtide.interleave.engine.runtime.arena import block_sizes, worst_case
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import Executor
 from ebbtide.interleave.engine.runtime.layout import ParamSegment, divide

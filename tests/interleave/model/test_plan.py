@@ -13,7 +13,7 @@ from ebbtide.errors import PlanError
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, OTHER, UPDATE, Op, Plan, point_at
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.policies.search.placement import Placement
+from ebbtide.interleave.policies.search.placement_search import Placement
 from ebbtide.interleave.policies.search.plan_costs import PlanCosts
 from ebbtide.machines.machine import Machine
 from tests.conftest import examples

@@ -9,15 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import PlanError
-from ebbtide.interleave.model.overlap import OVERLAPS
+from ebbtide.interleave.model.operations import OVERLAPS
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.speculation import redone, speculate
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.policies.overlap import late
 from ebbtide.interleave.simulation.bound import bound
-from ebbtide.interleave.simulation.simulator import simulate
-from ebbtide.interleave.simulation.steps import simulate_steps
+from ebbtide.interleave.simulation.simulator import simulate, simulate_steps
 from ebbtide.machines.machine import Machine
 from tests.interleave.strategies import machines, workloads
 

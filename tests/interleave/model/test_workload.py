@@ -13,17 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import WorkloadError
+from ebbtide.interleave.advise.job.inputs import JobSize, resolve_workload, workload_of_size
 from ebbtide.interleave.model.workload import Workload, load_workload, workload_from
-from ebbtide.interleave.replay.resolve import JobSize, resolve_workload, workload_of_size
-from ebbtide.interleave.replay.results import workload_json
 from tests.interleave.experiments.sweep.sweeps import WORKLOAD, workload
 from tests.interleave.strategies import workloads
 
 
 @given(workloads(), st.booleans())
-def test_workload_from__reads_what_workload_json_printed(drawn: Workload, free_known: bool) -> None:
+def test_workload_from__reads_what_as_json_printed(drawn: Workload, free_known: bool) -> None:
     job = drawn if free_known else replace(drawn, gpu_free=None, sizes=None)
-    assert workload_from(json.loads(json.dumps(workload_json(job))), "file") == job
+    assert workload_from(json.loads(json.dumps(job.as_json())), "file") == job
 
 
 def test_workload_from__fills_in_defaults() -> None:

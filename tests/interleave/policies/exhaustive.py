@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ebbtide.interleave.model.overlap import NO_OVERLAP, Overlap
+from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import OTHER, STEP, UPDATE, Plan, gradient_ready_points, point_at
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import PlanBuilder

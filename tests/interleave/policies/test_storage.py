@@ -9,20 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import MachineError, PlanError
-from ebbtide.interleave.model.host_memory import needed_host_bytes
-from ebbtide.interleave.model.overlap import OVERLAPS
+from ebbtide.interleave.advise.choice import choose_among
+from ebbtide.interleave.model.operations import OVERLAPS
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, Op, Plan
+from ebbtide.interleave.model.schedule import needed_host_bytes
 from ebbtide.interleave.model.speculation import redone, speculate
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import PlanBuilder, make_plan
 from ebbtide.interleave.policies.registry import plan_in_memory
-from ebbtide.interleave.policies.storage import layouts
-from ebbtide.interleave.policies.stored_plan import STORED_VERSIONS, StorageLayout, stored_in
-from ebbtide.interleave.replay.recommend.choice import choose_among
+from ebbtide.interleave.policies.storage import STORED_VERSIONS, StorageLayout, layouts, stored_in
 from ebbtide.interleave.simulation.bound import bound
 from ebbtide.interleave.simulation.event_loop import STORAGE, TaskGraph, run_tasks
-from ebbtide.interleave.simulation.simulator import simulate
-from ebbtide.interleave.simulation.steps import simulate_steps
+from ebbtide.interleave.simulation.simulator import simulate, simulate_steps
 from ebbtide.machines.machine import Machine
 from ebbtide.machines.storage import StoragePath
 from tests.conftest import examples

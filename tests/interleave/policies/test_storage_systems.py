@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import PlanError, PolicyError
-from ebbtide.interleave.model.departures import NO_DEPARTURES, STATE_ONLY
-from ebbtide.interleave.model.host_memory import needed_host_bytes
+from ebbtide.interleave.model.operations import NO_DEPARTURES, STATE_ONLY
 from ebbtide.interleave.model.plan import STEP, Op, Plan
+from ebbtide.interleave.model.schedule import needed_host_bytes
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.policies.registry import plan_in_memory

@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import PlanError, PolicyError
-from ebbtide.interleave.model.departures import CLIPPING_FIRST, NO_DEPARTURES
+from ebbtide.interleave.model.operations import CLIPPING_FIRST, NO_DEPARTURES
 from ebbtide.interleave.model.plan import FORWARD, UPDATE, Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan, parse
-from ebbtide.interleave.simulation.simulator import simulate
-from ebbtide.interleave.simulation.steps import simulate_steps
+from ebbtide.interleave.simulation.simulator import simulate, simulate_steps
 from ebbtide.machines.machine import Machine
 from tests.conftest import examples
 from tests.interleave.model.test_speculation import BOX, JOB

@@ -12,7 +12,7 @@ from ebbtide.errors import PlanError
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, STEP, UPDATE, Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import PlanBuilder, make_plan
-from ebbtide.interleave.policies.stored_plan import StorageLayout, stored_in
+from ebbtide.interleave.policies.storage import StorageLayout, stored_in
 from ebbtide.interleave.simulation.event_loop import COMPUTE, GPU, H2D, TaskGraph, run_tasks
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine

@@ -15,9 +15,8 @@ from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulation.cycle import is_exact, run_cycle
 from ebbtide.interleave.simulation.iterations import run_iterations
-from ebbtide.interleave.simulation.simulator import Simulator, simulate
+from ebbtide.interleave.simulation.simulator import Simulator, is_exact, run_cycle, simulate
 from ebbtide.machines.machine import Machine
 from tests.interleave.strategies import machines, workloads
 

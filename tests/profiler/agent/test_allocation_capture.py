@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from ebbtide.analysis.metrics.holders.holders import holders_at, memory_by_category
-from ebbtide.profiler.agent.allocation_capture import AllocationCapture
+from ebbtide.profiler.agent.detailed_capture import AllocationCapture
 from ebbtide.profiler.agent.options import Options
 from ebbtide.profiler.memory_snapshot.recorded import read_recorded
 from ebbtide.profiler.trace import Trace, open_trace
 from tests.conftest import run_process
+from tests.profiler.agent.jobs import PRELUDE
 
 JOB = """
 import torch
@@ -125,6 +126,7 @@ def test_allocation_capture__activations_have_the_module_and_the_line_that_made_
     assert all(sizes.min() >= 0 for _, sizes in timelines.values())
 
 
+@pytest.mark.slow
 def test_allocation_capture__leaves_the_streams_and_the_result_of_the_job_alone(
     recorded: tuple[Trace, Any], tmp_path: Path
 ) -> None:
@@ -148,7 +150,7 @@ import threading, torch
 from torch import nn
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+optimizer = PlainSGD(model.parameters(), lr=1e-2)
 def train(steps):
     for _ in range(steps):
         model(torch.randn(8, 16)).square().sum().backward()
@@ -174,7 +176,7 @@ def test_allocation_capture__does_not_crash_a_job_that_trains_in_other_threads(
     tmp_path: Path, calls: str, note: str
 ) -> None:
     script = tmp_path / "train.py"
-    script.write_text(TWO_THREADS.replace("{calls}", calls))
+    script.write_text(PRELUDE + TWO_THREADS.replace("{calls}", calls))
     trace = tmp_path / "run.ebb"
     profile = [sys.executable, "-m", "ebbtide", "profile", "--allocator-iterations", "4", "-o", trace, "--"]
     run = run_process([*profile, sys.executable, script])
@@ -215,7 +217,7 @@ def test_allocation_capture__reads_the_history_of_cuda(tmp_path: Path, monkeypat
     files = SimpleNamespace(path=lambda name: str(tmp_path / name), job_info=SimpleNamespace(note=notes.append))
     recorder = recorder_of(files)
     owners = [(4096, 700, "gradient", "layer")]
-    monkeypatch.setattr("ebbtide.profiler.agent.allocation_capture.list_blocks", lambda *_: owners)
+    monkeypatch.setattr("ebbtide.profiler.agent.detailed_capture.list_blocks", lambda *_: owners)
     capture = AllocationCapture(recorder, torch, Options(allocator_iterations=1))
     capture.enter_iteration(1)
     assert states == []

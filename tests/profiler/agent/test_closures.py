@@ -7,7 +7,6 @@ import pytest
 from ebbtide.profiler.trace import Trace
 from tests.conftest import phases_of
 from tests.profiler.agent.jobs import STEPS
-from tests.profiler.agent.test_phases import trace_all
 
 CLOSURE = """
 def closure():
@@ -215,11 +214,8 @@ for _ in range(3):
 """
 
 
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
-    """Record every job with `Tracer`, in one process."""
-    jobs = {name: job for name, (job, _) in JOBS.items()}
-    return trace_all(tmp_path_factory.mktemp("closures"), {**jobs, "slow calls": SLOW_CALLS, "results": RESULTS})
+# Recorded by the fixture `traced`.
+CLOSURES = {name: job for name, (job, _) in JOBS.items()} | {"slow calls": SLOW_CALLS, "results": RESULTS}
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -235,7 +231,7 @@ def phases_are_apart(trace: Trace) -> list[bool]:
 
 
 def test_tracer__notes_a_closure_that_is_called_several_times(traced: dict[str, Trace]) -> None:
-    noted = {name for name, trace in traced.items() if any("closure several times" in note for note in trace.notes)}
+    noted = {name for name in CLOSURES if any("closure several times" in note for note in traced[name].notes)}
     assert noted == {"several calls of a closure", "slow calls"}
 
 

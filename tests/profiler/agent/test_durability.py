@@ -16,7 +16,7 @@ import pytest
 
 from ebbtide.profiler import open_trace
 from ebbtide.profiler.trace import TraceBuilder
-from tests.conftest import Recorded, ebbtide, ebbtide_in_process, run_process, running_process
+from tests.conftest import Recorded, ebbtide, ebbtide_in_process, run_process, running_process, slow_case
 from tests.profiler.agent.jobs import PLAIN, PRELUDE
 
 Record = Callable[..., Recorded]
@@ -110,6 +110,7 @@ os.kill(os.getpid(), 9)
     assert any("rank 1: its recording has no end" in warning for warning in recorded.run.stderr.splitlines())
 
 
+@pytest.mark.slow
 def test_profile__rejects_an_existing_output_before_the_job_starts(record: Record, tmp_path: Path) -> None:
     builder = TraceBuilder("recorded")
     builder.rank(0).phase("forward", 1, 2, 0)
@@ -125,7 +126,7 @@ def test_profile__rejects_an_existing_output_before_the_job_starts(record: Recor
     assert len(forced.phases()) == 2
 
 
-@pytest.mark.parametrize("path", ["/proc/nothing/run.ebb", "/dev/null/run.ebb"])
+@pytest.mark.parametrize("path", ["/proc/nothing/run.ebb", slow_case("/dev/null/run.ebb")])
 def test_profile__reports_an_unwritable_output_in_one_line(path: str) -> None:
     run = ebbtide("profile", "-o", path, "--", "true")
     assert run.returncode == 2

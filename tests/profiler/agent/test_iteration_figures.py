@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ebbtide.profiler.agent.gpu_clock import DeviceSpan, EventMark
-from ebbtide.profiler.agent.iteration_figures import IterationFigures
-from ebbtide.profiler.agent.phase_record import BACKWARD, FORWARD, UPDATE, PhaseRecord
+from ebbtide.profiler.agent.iteration_figures import BACKWARD, FORWARD, UPDATE, IterationFigures, PhaseRecord
 
 STEP_NS = 100
 # Phase -> start and end within a step.

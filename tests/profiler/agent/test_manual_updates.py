@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ebbtide.analysis.metrics.iteration_stats import compare_iterations
 from ebbtide.profiler.agent import spool as kinds
-from ebbtide.profiler.trace.iteration_ends import explain_no_iterations, iteration_ends
-from ebbtide.profiler.trace.spool_records import RECORD
+from ebbtide.profiler.recording.spools.records import RECORD, iteration_ends
+from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.iterations import explain_no_iterations
 from tests.conftest import Recorded, phases_of
 from tests.profiler.agent.jobs import PRELUDE, STEPS
-from tests.profiler.agent.test_phases import trace_all
 
 Record = Callable[..., Recorded]
 
@@ -51,13 +50,16 @@ for _ in range(STEPS):
 WARNING = 'mark them with Tracer(...).phase("update")'
 
 
-def test_tracer__cuts_iterations_without_an_optimizer(tmp_path: Path) -> None:
-    traces = trace_all(tmp_path, {"manual": MANUAL, "own optimizer": OWN_OPTIMIZER, "torch": ACCUMULATION}, PRELUDE)
+# Recorded by the fixture `traced`.
+MANUAL_UPDATES = {"manual": MANUAL, "own optimizer": OWN_OPTIMIZER, "torch": ACCUMULATION}
+
+
+def test_tracer__cuts_iterations_without_an_optimizer(traced: dict[str, Trace]) -> None:
     for name in ("manual", "own optimizer"):
-        assert phases_of(traces[name]) == [["forward", "backward"]] * STEPS
-        assert [note for note in traces[name].notes if WARNING in note]
-    assert phases_of(traces["torch"]) == [["forward", "backward"] * 3 + ["update"]] * STEPS
-    assert not traces["torch"].notes
+        assert phases_of(traced[name]) == [["forward", "backward"]] * STEPS
+        assert [note for note in traced[name].notes if WARNING in note]
+    assert phases_of(traced["torch"]) == [["forward", "backward"] * 3 + ["update"]] * STEPS
+    assert not traced["torch"].notes
 
 
 @pytest.mark.slow

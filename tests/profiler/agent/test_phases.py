@@ -29,19 +29,17 @@ for number, job in enumerate(json.load(open(sys.argv[1]))):
 """
 
 
+def read_all(folder: Path, jobs: dict[str, str]) -> dict[str, Trace]:
+    """Return the traces that `trace_all` wrote, by the names of the jobs."""
+    return {name: open_trace(folder / f"{number}.ebb") for number, name in enumerate(jobs)}
+
+
 def trace_all(folder: Path, jobs: dict[str, str], prelude: str = PRELUDE + ADAMW) -> dict[str, Trace]:
     """Record each job with `Tracer`, all in one process; return the traces by the names of the jobs."""
     (folder / "jobs.json").write_text(json.dumps([prelude + textwrap.dedent(job) for job in jobs.values()]))
     run = run_process([sys.executable, "-c", TRACE_ALL, "jobs.json"], cwd=folder)
     assert run.returncode == 0, run.stderr
-    return {name: open_trace(folder / f"{number}.ebb") for number, name in enumerate(jobs)}
-
-
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
-    """Record every loop that needs no compiler with `Tracer`, in one process."""
-    jobs = {name: job for name, (job, _) in CASES.items() if name not in COMPILED}
-    return trace_all(tmp_path_factory.mktemp("traced"), jobs)
+    return read_all(folder, jobs)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in COMPILED])
@@ -133,6 +131,7 @@ def test_phases__have_numbered_micro_steps(traced: dict[str, Trace]) -> None:
     assert list(first["micro_step"]) == [0, 0, 1, 1, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_phase__contains_the_phases_detected_inside_it(record: Record, tmp_path: object) -> None:
     recorded = record(
         PRELUDE

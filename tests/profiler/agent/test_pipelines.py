@@ -7,7 +7,7 @@ import sys
 import pandas as pd
 import pytest
 
-from ebbtide.profiler.trace.micro_steps import micro_steps
+from ebbtide.profiler.trace.iterations import micro_steps
 from tests.conftest import slow
 from tests.profiler.agent.timed_jobs import PRELUDE, STEPS, Record, record_in_agreement
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ebbtide.profiler.agent.threads import TrainingThreads
-from tests.conftest import Recorded, phases_of
+from tests.conftest import Recorded, phases_of, slow
 from tests.profiler.agent.jobs import PRELUDE, STEPS
 from tests.profiler.agent.test_phases import trace_all
 
@@ -177,13 +177,14 @@ def test_profile__warns_of_two_threads_that_train(record: Record) -> None:
     assert "one model per process" in recorded.run.stderr
 
 
-@pytest.mark.parametrize("second_backward", SECOND_BACKWARDS.values(), ids=SECOND_BACKWARDS)
+@pytest.mark.parametrize("second_backward", slow(SECOND_BACKWARDS, but=["that began before the first inventory"]))
 def test_inventory__reads_no_gradient_beside_the_backward_of_another_thread(
     record: Record, second_backward: str
 ) -> None:
     end = "released.set()\nother.join()\nassert not reads, reads[0]\n"
     recorded = record(
-        PRELUDE + WATCHED + textwrap.dedent(second_backward) + end, options=("--allocator-iterations", "2")
+        PRELUDE + WATCHED + textwrap.dedent(SECOND_BACKWARDS[second_backward]) + end,
+        options=("--allocator-iterations", "2"),
     )
     assert recorded.run.returncode == 0, recorded.run.stderr
     assert recorded.trace.rank(0).inventories == ()

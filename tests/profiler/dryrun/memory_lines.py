@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
-from ebbtide.profiler.memory_snapshot.pools import pool_timeline
-from ebbtide.profiler.memory_snapshot.reader import Snapshot, read_snapshot
+from ebbtide.profiler.memory_snapshot.reader import Snapshot, pool_timeline, read_snapshot
 from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS
 
 PHASES = ("forward", "backward", "update")

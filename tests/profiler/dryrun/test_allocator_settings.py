@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from ebbtide.profiler.dryrun.allocator_settings import AllocatorSettings
-from ebbtide.profiler.dryrun.caching_allocator import CachingAllocator
 from ebbtide.profiler.dryrun.errors import DryRunError
+from ebbtide.profiler.dryrun.memory.allocator_pools import AllocatorSettings
+from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator
 
 MIB = 1 << 20
 

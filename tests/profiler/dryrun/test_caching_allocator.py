@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.profiler.dryrun.caching_allocator import CachingAllocator
-from ebbtide.profiler.memory_snapshot.allocations import allocation_rows
-from ebbtide.profiler.memory_snapshot.reader import read_snapshot
+from ebbtide.profiler.dryrun.memory.caching_allocator import CachingAllocator
+from ebbtide.profiler.memory_snapshot.reader import allocation_rows, read_snapshot
 from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS
 
 PUBLISHED = Path(__file__).parents[4] / "shared" / "published" / "snapshots"

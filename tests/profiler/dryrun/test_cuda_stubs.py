@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ebbtide.profiler.dryrun.cuda_stubs import CudaStubs
+from ebbtide.profiler.dryrun.device.cuda_stubs import CudaStubs
 from ebbtide.profiler.dryrun.errors import DryRunError
 
 

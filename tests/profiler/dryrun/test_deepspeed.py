@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ebbtide.interleave.replay.workload_from_trace import workload_of
-from ebbtide.profiler.dryrun.clock import VirtualClock
-from ebbtide.profiler.dryrun.deepspeed.extensions import extension
+from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.profiler.dryrun.errors import CannotFakeError
+from ebbtide.profiler.dryrun.frameworks.deepspeed import extension
 from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
+from ebbtide.profiler.dryrun.time.clock import VirtualClock
 from ebbtide.profiler.dryrun.trace_of_run import trace_of_run
 from ebbtide.profiler.trace import open_trace
 from tests.conftest import phases_of

@@ -15,12 +15,10 @@ import pytest
 
 from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.errors import CannotFakeError
-from ebbtide.profiler.dryrun.file_system import view as view_module
-from ebbtide.profiler.dryrun.file_system.compiled_writers import patch_writers
-from ebbtide.profiler.dryrun.file_system.guard import guard
-from ebbtide.profiler.dryrun.file_system.patching import FileFunctions
-from ebbtide.profiler.dryrun.file_system.programs import changing_program
-from ebbtide.profiler.dryrun.file_system.view import FileView
+from ebbtide.profiler.dryrun.files import view as view_module
+from ebbtide.profiler.dryrun.files.patching import FileFunctions
+from ebbtide.profiler.dryrun.files.user_files import changing_program, patch_writers
+from ebbtide.profiler.dryrun.files.view import FileView, guard
 
 CAPTURED_OPEN = builtins.open
 

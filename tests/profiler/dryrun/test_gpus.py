@@ -6,9 +6,9 @@ import pytest
 
 from ebbtide.machines.catalog import find_machine, presets
 from ebbtide.machines.gpu_compute import GpuCompute
-from ebbtide.profiler.dryrun.fake_cuda import capability_of
+from ebbtide.profiler.dryrun.device.fake_cuda import capability_of
 from ebbtide.profiler.dryrun.launch import _device_name
-from ebbtide.profiler.dryrun.workspaces import workspace_bytes
+from ebbtide.profiler.dryrun.memory.workspaces import workspace_bytes
 
 CAPABILITIES = {
     **dict.fromkeys(("a10", "rtx3090"), (8, 6)),

@@ -9,9 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from ebbtide.profiler.dryrun.reduction_buffers import Multiprocessors, reduction_buffers
+from ebbtide.profiler.dryrun.memory.workspaces import (
+    Multiprocessors,
+    multiprocessors,
+    reduction_buffers,
+    workspace_bytes,
+)
 from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
-from ebbtide.profiler.dryrun.workspaces import multiprocessors, workspace_bytes
 from tests.profiler.dryrun.forked import run_forked
 
 aten = torch.ops.aten

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ebbtide.profiler.dryrun.errors import DryRunError
-from ebbtide.profiler.dryrun.launchers import LaunchedJob, read_launcher
+from ebbtide.profiler.dryrun.launch import LaunchedJob, read_launcher
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from ebbtide.analysis.metrics.holders.holders import memory_by_category
 from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
 from ebbtide.profiler.dryrun.trace_of_run import trace_of_run
+from ebbtide.profiler.recording.tracer import Tracer
 from ebbtide.profiler.trace.trace import Trace
-from ebbtide.profiler.tracer import Tracer
 from tests.conftest import slow
 from tests.profiler.dryrun.forked import run_forked
 
@@ -153,7 +153,7 @@ def predict_for_gpu(job: Callable[[str], int], path: Path) -> PhaseSizes:
     return sizes_at_phase_ends(trace_of_run(run).write(path), "cuda:0")
 
 
-@pytest.mark.parametrize("name", slow(JOBS, but={"decoder", "accumulation"}))
+@pytest.mark.parametrize("name", slow(JOBS, but={"accumulation"}))
 def test_dry_run__holds_the_bytes_of_the_same_job_on_the_cpu(name: str, tmp_path: Path) -> None:
     recorded, counters = run_forked(lambda: record_on_cpu(JOBS[name], tmp_path / "recorded.ebb"))
     predicted = run_forked(lambda: predict_for_gpu(JOBS[name], tmp_path / "predicted.ebb"))

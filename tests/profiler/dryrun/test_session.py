@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ebbtide.profiler.dryrun.failures import explain_failure
+from ebbtide.profiler.dryrun.child import explain_failure
 from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
 from tests.profiler.dryrun.forked import run_forked
 
@@ -43,6 +43,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5, **
 def held_bytes(run: Any, category: str) -> int:
     """Return the bytes that blocks of a category hold at the end."""
     return sum(block.size for block in run.memory.blocks if block.category == category and block.end_ns is None)
+
+
+def test_call_stacks__have_no_frames_of_ebbtide() -> None:
+    def job() -> None:
+        model = nn.Linear(WIDTH, WIDTH).to("cuda")
+        train(model, torch.optim.AdamW(model.parameters()))
+
+    texts = run_forked(lambda: dry_run(job)[0].stacks.texts)
+    assert any(f"({__file__}:" in text for text in texts)
+    assert not [text for text in texts if "/profiler/agent/" in text or "/profiler/dryrun/device/" in text]
 
 
 def test_dry_run__counts_parameters_gradients_and_state_by_category_and_module() -> None:

@@ -14,7 +14,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from ebbtide.profiler.dryrun import user_files
+from ebbtide.profiler.dryrun.files import user_files
 from ebbtide.profiler.dryrun.session import DryRun
 from tests.profiler.dryrun.forked import run_forked
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from ebbtide.profiler.agent.deepspeed.settings import describe_engine
-from ebbtide.profiler.agent.model_info import describe_model
+from ebbtide.profiler.agent.job_info import describe_model
 from ebbtide.profiler.agent.zero_optimizer import torch_optimizers
 from ebbtide.profiler.dryrun.session import DryRun, DryRunOptions
 from tests.profiler.dryrun.forked import run_forked

@@ -87,6 +87,7 @@ def test_profile__delivers_signals_as_a_bare_run_does(tmp_path: Path) -> None:
     assert _signalled(profile_command(tmp_path / "run.ebb", *command)) == _signalled(command)
 
 
+@pytest.mark.slow
 def test_profile__delivers_the_signal_of_timeout_once(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     # As jobs do that save a checkpoint at the first signal and give up at the second.

@@ -17,12 +17,11 @@ from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.errors import TraceError
 from ebbtide.profiler.importers.importer import Hardware
-from ebbtide.profiler.importers.load import import_trace, recognize
-from ebbtide.profiler.importers.registry import find_importers
+from ebbtide.profiler.importers.load import find_importers, import_trace, recognize
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import Trace, open_trace
 from ebbtide.profiler.trace.metadata import ImportedFile
-from tests.conftest import examples, seeded
+from tests.conftest import examples, seeded, slow_case
 
 DATA = Path(__file__).parent / "data"
 PUBLISHED = Path(__file__).parents[4] / "shared" / "published" / "deep-optimizer-states"
@@ -190,7 +189,7 @@ def h100_files() -> list[tuple[str, bytes]]:
     return [("run.log", shortened(log)), ("m.csv", b"".join([rows[0], *rows[1::20]]))]
 
 
-@pytest.mark.parametrize("log", TODAY, ids=lambda log: log.stem)
+@pytest.mark.parametrize("log", [TODAY[0], *map(slow_case, TODAY[1:])], ids=lambda log: log.stem)
 def test_import_trace__gives_a_trace_or_one_error_for_changed_logs(tmp_path: Path, log: Path) -> None:
     assert fuzz(tmp_path, [("run.log", log.read_bytes())], range(examples(2, by_default=1)))["trace"] > 0
 
@@ -203,7 +202,7 @@ DMON = "#Time  gpu  fb  rxpci  txpci\n#HH:MM:SS  Idx  MB  MB/s  MB/s\n" + "".joi
 )
 
 
-@pytest.mark.parametrize("text", [MONITOR, QUERY, DMON], ids=["script", "query", "dmon"])
+@pytest.mark.parametrize("text", [slow_case(MONITOR), QUERY, slow_case(DMON)], ids=["script", "query", "dmon"])
 def test_import_trace__gives_a_trace_or_one_error_for_changed_monitor_files(tmp_path: Path, text: str) -> None:
     assert fuzz(tmp_path, [("m.csv", text.encode())], range(examples(2, by_default=1)))["trace"] > 0
 

@@ -9,8 +9,7 @@ import pytest
 
 from ebbtide.profiler import importers
 from ebbtide.profiler.importers.importer import Importer, Stage
-from ebbtide.profiler.importers.load import import_trace
-from ebbtide.profiler.importers.registry import find_importers
+from ebbtide.profiler.importers.load import find_importers, import_trace
 
 NEW_IMPORTER = """
 from ebbtide.profiler.importers.importer import Recognition, Stage

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.profiler.importers.source import Source, SourceError
-from tests.conftest import run_process
+from tests.conftest import run_process, slow_case
 
 MIB = 2**20
 
@@ -134,7 +134,7 @@ print(peak() - before)
 @pytest.mark.parametrize(
     ("start", "unit", "format", "says"),
     [
-        ("DeepSpeed ", "x", "deepspeed-log", "has neither timers"),
+        slow_case("DeepSpeed ", "x", "deepspeed-log", "has neither timers"),
         pytest.param("DeepSpeed time (ms) |", " | a: 1", "deepspeed-log", "has neither timers", marks=pytest.mark.slow),
         pytest.param("DeepSpeed ", "\0", "deepspeed-log", "has neither timers", marks=pytest.mark.slow),
         pytest.param(

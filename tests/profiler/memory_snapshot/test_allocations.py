@@ -28,7 +28,7 @@ def imported(path: Path, snapshot: dict[str, Any]) -> Trace:
     return builder.build()
 
 
-@settings(max_examples=examples(25, by_default=12))
+@settings(max_examples=examples(25, by_default=5))
 @given(acts=ACTS, cut=st.floats(0, 0.99))
 def test_allocation_rows__add_up_to_the_requested_bytes_at_all_times(
     tmp_path_factory: pytest.TempPathFactory, acts: Any, cut: float

@@ -12,7 +12,7 @@ import pytest
 
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.memory_snapshot.reader import Snapshot, SnapshotError, read_snapshot
-from tests.conftest import run_process
+from tests.conftest import run_process, slow, slow_case
 
 EVENT = {"action": "alloc", "addr": 1, "size": 512, "stream": 0, "time_us": 1_700_000_000_000_000}
 
@@ -80,6 +80,10 @@ HOSTILE = {
 }
 
 
+# One of each kind: a size that is not there, deep nesting, no end, damage, other content.
+TELLING = ("bytes", "deep key", "events without end", "cyclic", "cut off", "numbers as events", "packed zeros")
+
+
 def read(path: Path, seconds: int = 20) -> Snapshot:
     return read_snapshot(Source(path).open, seconds)
 
@@ -89,7 +93,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "snapshot.pickle"
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", slow(HOSTILE, but=TELLING))
 def test_read_snapshot__raises_one_error_for_a_harmful_pickle(name: str, source: Path) -> None:
     source.write_bytes(HOSTILE[name])
     with pytest.raises((SnapshotError, SourceError)) as refusal:
@@ -148,7 +152,7 @@ def test_read_snapshot__gives_the_reason_for_events_without_times(source: Path) 
         read(source)
 
 
-@pytest.mark.parametrize("protocol", range(2, 6))
+@pytest.mark.parametrize("protocol", [2, slow_case(3), slow_case(4), 5])
 def test_read_snapshot__reads_plain_data(protocol: int, source: Path) -> None:
     block = {"size": 1024, "state": "active_allocated"}
     blocks = [{**block, "requested_size": 700}, {**block, "history": [{"real_size": 600}]}, block]

@@ -6,8 +6,7 @@ import pynvml
 import pytest
 
 from ebbtide.profiler.agent.spool import GPU_QUANTITIES
-from ebbtide.profiler.sampler.gpu import open_gpus
-from ebbtide.profiler.sampler.gpu_state import GpuStateReader
+from ebbtide.profiler.sampler.gpu import GpuStateReader, open_gpus
 from ebbtide.profiler.sampler.nvml import GpuLost, Nvml, Unsupported
 from tests.profiler.sampler.fake_nvml import FakeCard, FakeNvml
 

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.analysis.findings import host_memory_limit
 from ebbtide.analysis.findings.finding import Finding
-from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
+from ebbtide.analysis.findings.rules.host import host_memory_limit
+from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.host_limits import memory_group
-from ebbtide.profiler.sampler.host_limit import HostLimitWatch
-from ebbtide.profiler.sampler.sampler import Sampler
+from ebbtide.profiler.recording.spools.process import recover
+from ebbtide.profiler.sampler.sampler import HostLimitWatch, Sampler
 from ebbtide.profiler.trace import TraceBuilder
-from ebbtide.profiler.trace.spools import recover
 from tests.profiler.sampler.test_sampler import write_agent_files
 
 GIB = 1 << 30
@@ -99,7 +98,7 @@ def test_host_memory_limit__is_found_from_nine_tenths_on(used: float, signal: in
     exit_status = {} if signal is None else {"exit": {"signal": signal}}
     builder = TraceBuilder("recorded", host={"memory_limit": {"bytes": 8 * GIB}}, **exit_status)
     builder.rank(0, devices=[{"device": "cpu", "kind": "cpu"}]).memory(0, int(used * GIB), "cgroup", "cpu")
-    finding = host_memory_limit.check(TraceMetrics(builder.build()))
+    finding = host_memory_limit(JobMetrics(builder.build()))
     if used < 7.2:
         assert finding is None
         return

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ebbtide.profiler.recording.spools.process import recover
 from ebbtide.profiler.sampler.numa import NumaReader, describe_nodes, placement_file
 from ebbtide.profiler.sampler.sampler import Sampler
 from ebbtide.profiler.trace.metadata import HostInfo, NumaPlacement, RankInfo
-from ebbtide.profiler.trace.spools import recover
 from tests.numa_hosts import GIB, numa_host, write_process
 from tests.profiler.sampler.fake_nvml import FakeCard, FakeNvml
 from tests.profiler.sampler.test_sampler import write_agent_files

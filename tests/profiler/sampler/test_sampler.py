@@ -14,9 +14,9 @@ import pynvml
 import pytest
 
 from ebbtide.profiler.agent.spool import HOST, LINK, LINK_SOURCES, MEMORY, MISSING, POOLS, Spool
+from ebbtide.profiler.recording.spools.process import recover
+from ebbtide.profiler.recording.spools.trainings import RankData
 from ebbtide.profiler.sampler.sampler import Sampler
-from ebbtide.profiler.trace.spools import recover
-from ebbtide.profiler.trace.trainings import RankData
 from tests.profiler.sampler.fake_nvml import GIB, FakeCard, FakeNvml, counting, hopper, older
 
 MEMORY_CALL = "nvmlDeviceGetMemoryInfo"

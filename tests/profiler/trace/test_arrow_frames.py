@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.profiler.trace.arrow_frames import arrow_frame
+from ebbtide.profiler.trace.reader import arrow_frame
 from ebbtide.profiler.trace.schema import SORT, TABLES, TraceColumn, frame
 from tests.conftest import examples
 
@@ -47,7 +47,7 @@ def tables(draw: st.DrawFn) -> tuple[str, Rows, pa.Table]:
     return name, [row for part in parts for row in part], pa.concat_tables([schema.empty_table(), *chunks])
 
 
-@settings(max_examples=examples(60, by_default=40))
+@settings(max_examples=examples(60, by_default=15))
 @given(tables())
 def test_arrow_frame__is_the_frame_of_the_same_rows(table: tuple[str, Rows, pa.Table]) -> None:
     name, rows, arrow = table

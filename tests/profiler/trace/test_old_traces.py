@@ -11,7 +11,7 @@ import pytest
 
 import ebbtide
 from ebbtide.profiler.trace.schema import SCHEMA
-from tests.conftest import ebbtide_in_process
+from tests.conftest import ebbtide_in_process, slow_case
 
 TRACES = sorted((Path(__file__).parent / "old_traces").glob("*.ebb"))
 MAX_BYTES = 100_000
@@ -38,7 +38,7 @@ def test_old_trace__has_the_figures_that_its_own_version_printed(trace: Path, tm
 
 
 @pytest.mark.parametrize("command", ["iterations", "windows", "link", "memory", "findings", "steps", "activity"])
-@pytest.mark.parametrize("trace", [TRACES[0], TRACES[-1]], ids=lambda path: path.stem)
+@pytest.mark.parametrize("trace", [TRACES[0], slow_case(TRACES[-1])], ids=lambda path: path.stem)
 def test_old_trace__is_read_by_every_command_that_explains_it(command: str, trace: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(trace, tmp_path / trace.name)
     run = ebbtide_in_process(command, copy, "--json")

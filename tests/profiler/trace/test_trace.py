@@ -51,7 +51,7 @@ def test_labels__are_the_values_of_the_column_without_reading_the_table(tmp_path
     trace, reads = counted(path)
     assert trace.labels(1, "memory", "pool") == ["device", "reserved"]
     assert reads == [(1, "memory")]
-    for opened in (open_trace(path), open_trace(path).of_rank(1)):
+    for opened in (open_trace(path), open_trace(path).of_ranks([1])):
         assert opened.labels(1, "memory", "pool") == ["device", "reserved"]
         assert opened.labels(1, "gpu", "device") == opened.labels(1, "link", "source") == []
     memory = path / "rank-1" / "memory.parquet"

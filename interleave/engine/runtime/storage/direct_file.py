@@ -1,15 +1,20 @@
-"""A file that is read and written without the page cache, in large blocks by several threads."""
+"""A file that is read and written without the page cache, in large blocks by several threads; its file system."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ebbtide import host_limits
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.machines.storage import StoragePath
 
 # Offsets, lengths and addresses of direct I/O are multiples of this.
 PAGE = 4096
@@ -18,7 +23,14 @@ _BLOCK_BYTES = 8 << 20
 _MIN_BLOCK_BYTES = 1 << 20
 # With one thread the drive idles between requests.
 _THREADS = 2
+_IN_MEMORY = ("tmpfs", "ramfs")
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+_FILE_BYTES = 64 << 20
+# In pieces, since this is host memory that the job may not have.
+_RANDOM_BYTES = 1 << 20
+# The part of the free space that the two files may take together.
+_MOST_OF_FREE_SPACE = 0.1
+_ROUNDS = 3
 
 
 def aligned(nbytes: int) -> int:
@@ -29,20 +41,13 @@ def aligned(nbytes: int) -> int:
 class DirectFile:
     """A file that one process reads and writes, with O_DIRECT where the file system has it.
 
-    Args:
-        path: The file. It is created if it does not exist.
-
-    Attributes:
-        path: The file.
-        is_direct: Whether the page cache is left out.
-        size: Its size in bytes when it was opened.
-
-    Raises:
-        EngineError: The file cannot be opened, or another optimizer uses it.
+    It is created if it does not exist. Offsets are multiples of PAGE, and memory is whole pages. Every method raises
+    EngineError if the file cannot be used so: another optimizer uses it, it ends early, the file system is full.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # Whether the page cache is left out.
         self.is_direct = True
         try:
             self._file = self._open()
@@ -55,39 +60,20 @@ class DirectFile:
             raise EngineError(
                 f"{path} is in use by another optimizer, of this process or another: name another folder for each"
             ) from None
+        # In bytes, when it was opened.
         self.size = os.fstat(self._file).st_size
         self._pool = ThreadPoolExecutor(_THREADS, "ebbtide-storage")
 
     def read(self, offset: int, memory: memoryview) -> None:
-        """Read as many bytes as the memory has.
-
-        Args:
-            offset: Offset in the file, a multiple of PAGE.
-            memory: Writable bytes, whole pages.
-
-        Raises:
-            EngineError: The file ends before, or cannot be read.
-        """
+        """Read as many bytes as the memory has."""
         self._move("read", os.preadv, offset, memory)
 
     def write(self, offset: int, memory: memoryview) -> None:
-        """Write all bytes of the memory.
-
-        Args:
-            offset: Offset in the file, a multiple of PAGE.
-            memory: Bytes, whole pages.
-
-        Raises:
-            EngineError: The file system is full, or the file cannot be written.
-        """
+        """Write all bytes of the memory."""
         self._move("written", os.pwritev, offset, memory)
 
     def allocate(self, offset: int, nbytes: int) -> None:
-        """Reserve space, so that no write fails later for lack of it.
-
-        Raises:
-            EngineError: There is too little free space; the size of the file is as before.
-        """
+        """Reserve space, so that no write fails later for lack of it. The size of the file is as before if it fails."""
         size = os.fstat(self._file).st_size
         try:
             os.posix_fallocate(self._file, offset, nbytes)
@@ -106,7 +92,7 @@ class DirectFile:
         os.ftruncate(self._file, 0)
 
     def synchronize(self) -> None:
-        """Wait until all that was written is on the drive. Raises EngineError if that fails."""
+        """Wait until all that was written is on the drive."""
         try:
             os.fdatasync(self._file)
         except OSError as error:
@@ -154,3 +140,87 @@ class DirectFile:
                     raise EngineError(f"{self.path} ends early: it was cut short after it was opened")
                 # The rest of a short read or write starts at a whole page again.
                 start += moved if moved == end - start else moved // PAGE * PAGE
+
+
+def memory_file_system(folder: Path) -> str | None:
+    """Return the type of the file system of a folder if its files are in host memory, as in "tmpfs"; else None."""
+    kind = file_system(folder)
+    return kind if kind in _IN_MEMORY else None
+
+
+def file_system(folder: Path) -> str | None:
+    """Return the type of the file system of a folder, as in "ext4" or "tmpfs"; None if it is not known."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        if fields.split()[2] == number:
+            return rest.split()[0]
+    return None
+
+
+def probe_storage(folder: Path) -> StoragePath:
+    """Measure reads and writes of a folder, alone and both at once, as those of state; its files are removed.
+
+    Raises EngineError if the folder cannot be written, or has too little free space."""
+    space = os.statvfs(folder)
+    free = space.f_bavail * space.f_frsize
+    if free * _MOST_OF_FREE_SPACE < 2 * _FILE_BYTES:
+        raise EngineError(f"storage {folder} has {free / 1e6:,.0f} MB free, too little: name another folder")
+    files: list[DirectFile] = []
+    try:
+        for number in range(2):
+            path = folder / f".ebbtide-probe-{os.getpid()}-{number}"
+            files.append(DirectFile(path))
+            path.unlink()
+        with mmap.mmap(-1, _FILE_BYTES) as pages:
+            # Some drives compress, and some file systems leave out blocks of zeros.
+            for _ in range(_FILE_BYTES // _RANDOM_BYTES):
+                pages.write(os.urandom(_RANDOM_BYTES))
+            with memoryview(pages) as memory:
+                return _measured(folder, files[0], files[1], memory, free)
+    finally:
+        for file in files:
+            file.close()
+
+
+def _measured(folder: Path, read: DirectFile, written: DirectFile, memory: memoryview, free: float) -> StoragePath:
+    for file in (read, written):
+        # First writes are slower.
+        file.write(0, memory)
+        file.synchronize()
+
+    def read_all() -> None:
+        read.read(0, memory)
+
+    def write_all() -> None:
+        written.write(0, memory)
+        if not written.is_direct:
+            written.synchronize()
+
+    def both() -> None:
+        reader = threading.Thread(target=read_all)
+        reader.start()
+        write_all()
+        reader.join()
+
+    return StoragePath(
+        read_bytes_per_s=_FILE_BYTES / _min_seconds(read_all),
+        write_bytes_per_s=_FILE_BYTES / _min_seconds(write_all),
+        bytes=free / host_limits.local_ranks(),
+        duplex_bytes_per_s=2 * _FILE_BYTES / _min_seconds(both),
+        path=str(folder.resolve()),
+    )
+
+
+def _min_seconds(work: Callable[[], None]) -> float:
+    times_s = []
+    for _ in range(_ROUNDS):
+        begin_s = time.perf_counter()
+        work()
+        times_s.append(time.perf_counter() - begin_s)
+    return min(times_s)

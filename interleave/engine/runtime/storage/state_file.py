@@ -12,28 +12,34 @@ made void, so that no checkpoint is loaded with state that is not its own.
 from __future__ import annotations
 
 import hashlib
+import mmap
 import struct
+import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.runtime.storage.commit_headers import NO_REGION, Commit, CommitHeaders, Identity
-from ebbtide.interleave.engine.runtime.storage.direct_file import DirectFile, aligned
+from ebbtide.interleave.engine.runtime.storage.direct_file import PAGE, DirectFile, aligned
+
+_MAGIC = b"ebbstate"
+_VERSION = 1
+# The first page: magic, version, name of the run, number of subgroups, digest of their sizes, CRC of all that.
+_IDENTITY = struct.Struct("<8sI16sI32s")
+# A header: sequence number; a byte per subgroup: region, _NO_REGION or _VOID; the CRC of both and of the run's name.
+_SEQUENCE = struct.Struct("<Q")
+_CRC = struct.Struct("<I")
+_NO_REGION = 255
+_VOID = 254
 
 
 class StateFile:
     """The state of subgroups in a file.
 
     Args:
-        path: The file.
         sizes: Bytes of state of each subgroup.
         run: Name of the run, 16 bytes. Commits of another run are never read.
         sequence: The commit to begin with; None for new state.
-
-    Attributes:
-        is_direct: Whether the page cache is left out.
-        read_bytes: Bytes of state read so far.
-        written_bytes: Bytes of state written so far.
 
     Raises:
         EngineError: The file cannot be used: it has commits of another run, or not the one to begin with; or there is
@@ -43,19 +49,19 @@ class StateFile:
     def __init__(self, path: Path, sizes: Sequence[int], run: bytes, sequence: int | None = None) -> None:
         self._sizes = list(sizes)
         digest = hashlib.sha256(struct.pack(f"<{len(sizes)}Q", *sizes)).digest()
-        self._identity = Identity(run, len(sizes), digest)
+        self._identity = _Identity(run, len(sizes), digest)
         # Offsets in a region; the regions follow the first page and the headers.
         self._offsets = [0]
         for size in self._sizes:
             self._offsets.append(self._offsets[-1] + aligned(size))
         self._file = DirectFile(path)
-        self._headers = CommitHeaders(self._file, self._identity)
+        self._headers = _CommitHeaders(self._file, self._identity)
         self.is_direct = self._file.is_direct
         self.read_bytes = self.written_bytes = 0
         # The last commit, that in the other header, and the region of each subgroup that was written last.
-        self._commit: Commit | None = None
-        self._other: Commit | None = None
-        self._current = bytearray([NO_REGION] * len(sizes))
+        self._commit: _Commit | None = None
+        self._other: _Commit | None = None
+        self._current = bytearray([_NO_REGION] * len(sizes))
         # The regions of which the file has the space.
         self._reserved: set[tuple[int, int]] = set()
         try:
@@ -72,38 +78,17 @@ class StateFile:
         """The file."""
         return self._file.path
 
-    @property
-    def sequence(self) -> int:
-        """Number of the last commit; 0 if there is none."""
-        return 0 if self._commit is None else self._commit.sequence
-
-    def has(self, subgroup: int) -> bool:
-        """Return whether the file has state of a subgroup."""
-        return self._current[subgroup] != NO_REGION
-
     def reserve(self, subgroup: int) -> None:
-        """Reserve the space of the next write of a subgroup.
-
-        Raises:
-            EngineError: There is too little free space.
-        """
+        """Reserve the space of the next write of a subgroup. Raises EngineError if there is too little."""
         self._reserve(subgroup, self._next_region(subgroup))
 
     def read(self, subgroup: int, memory: memoryview) -> None:
-        """Read the newest state of a subgroup into memory of `aligned(size)` bytes, which begins at a page.
-
-        Raises:
-            EngineError: It cannot be read.
-        """
+        """Read the newest state of a subgroup into memory of `aligned(size)` bytes, which begins at a page."""
         self._file.read(self._offset(subgroup, self._current[subgroup]), memory)
         self.read_bytes += len(memory)
 
     def write(self, subgroup: int, memory: memoryview) -> None:
-        """Write the state of a subgroup from memory of `aligned(size)` bytes, which begins at a page.
-
-        Raises:
-            EngineError: It cannot be written.
-        """
+        """Write the state of a subgroup from memory of `aligned(size)` bytes, which begins at a page."""
         region = self._next_region(subgroup)
         if self._other is not None and self._other.regions[subgroup] == region:
             # Before its state is overwritten.
@@ -113,20 +98,16 @@ class StateFile:
         self.written_bytes += len(memory)
 
     def commit(self) -> int:
-        """Make the newest state of all subgroups that to begin with after a crash. No read or write may run meanwhile.
+        """Make the newest state of all subgroups the one to begin with after a crash, and return the commit's number.
 
-        Returns:
-            The number of the commit.
-
-        Raises:
-            EngineError: There is too little space for the next writes, or the file cannot be written. The commit before
-                stays.
+        No read or write may run meanwhile. Raises EngineError if there is too little space for the next writes, or the
+        file cannot be written; the commit before stays.
         """
         for subgroup, region in enumerate(self._current):
-            if region != NO_REGION:
+            if region != _NO_REGION:
                 self._reserve(subgroup, 1 - region)
         self._file.synchronize()
-        commit = Commit(self._next_sequence(), bytes(self._current))
+        commit = _Commit(self._next_sequence(), bytes(self._current))
         self._headers.write(commit)
         self._other, self._commit = self._commit, commit
         return commit.sequence
@@ -164,20 +145,21 @@ class StateFile:
             )
         self._other = next((commit for commit in commits if commit is not self._commit), None)
         regions = enumerate(self._commit.regions)
-        ends = [self._offset(of, region) + aligned(self._sizes[of]) for of, region in regions if region != NO_REGION]
+        ends = [self._offset(of, region) + aligned(self._sizes[of]) for of, region in regions if region != _NO_REGION]
         if self._file.size < max(ends, default=0):
             raise EngineError(f"{self.path} is cut short: its state is lost, begin with an older checkpoint")
         self._current = bytearray(self._commit.regions)
 
     def _next_sequence(self) -> int:
         """Return the number of the next commit, which is new, and whose header replaces the other one."""
-        sequence = 1 + max(self.sequence, 0 if self._other is None else self._other.sequence)
-        return sequence if self._commit is None else sequence + (self.sequence + 1 - sequence) % 2
+        last = 0 if self._commit is None else self._commit.sequence
+        sequence = 1 + max(last, 0 if self._other is None else self._other.sequence)
+        return sequence if self._commit is None else sequence + (last + 1 - sequence) % 2
 
     def _next_region(self, subgroup: int) -> int:
         """Return the region that the next write of a subgroup goes to: not the committed one."""
-        committed = NO_REGION if self._commit is None else self._commit.regions[subgroup]
-        return 0 if committed == NO_REGION else 1 - committed
+        committed = _NO_REGION if self._commit is None else self._commit.regions[subgroup]
+        return 0 if committed == _NO_REGION else 1 - committed
 
     def _reserve(self, subgroup: int, region: int) -> None:
         if (subgroup, region) not in self._reserved:
@@ -186,3 +168,99 @@ class StateFile:
 
     def _offset(self, subgroup: int, region: int) -> int:
         return self._headers.end + region * self._offsets[-1] + self._offsets[subgroup]
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """The run (16 bytes) that a file has the state of, the number of its subgroups, and the digest of their sizes."""
+
+    run: bytes
+    count: int
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class _Commit:
+    """A commit, its number (from 1), and the region of each subgroup that has its state, _NO_REGION if none has."""
+
+    sequence: int
+    regions: bytes
+
+    @property
+    def is_void(self) -> bool:
+        """Whether its state may have been overwritten; its number is not used again."""
+        return _VOID in self.regions
+
+
+class _CommitHeaders:
+    """The pages of a state file that say whose state it has (the first one), and its last two commits (headers)."""
+
+    def __init__(self, file: DirectFile, identity: _Identity) -> None:
+        self._file = file
+        self._identity = identity
+
+    @property
+    def end(self) -> int:
+        """Offset in the file after the headers."""
+        return _header_offset(2, self._identity.count)
+
+    def read_identity(self) -> _Identity | None:
+        """Return what the file has the state of, None if it is not a whole state file."""
+        content = self._read_pages(0, _IDENTITY.size, b"")
+        if content is None:
+            return None
+        magic, version, *fields = _IDENTITY.unpack(content)
+        return _Identity(*fields) if (magic, version) == (_MAGIC, _VERSION) else None
+
+    def write_identity(self) -> None:
+        """Write the first page."""
+        identity = self._identity
+        content = _IDENTITY.pack(_MAGIC, _VERSION, identity.run, identity.count, identity.digest)
+        self._write_pages(0, content, zlib.crc32(content))
+
+    def read(self, identity: _Identity) -> Sequence[_Commit]:
+        """Return the commits of a file with this identity, void ones too."""
+        size = _SEQUENCE.size + identity.count
+        offsets = [_header_offset(slot, identity.count) for slot in range(2)]
+        contents = [self._read_pages(offset, size, identity.run) for offset in offsets]
+        return [
+            _Commit(_SEQUENCE.unpack_from(content)[0], content[_SEQUENCE.size :])
+            for content in contents
+            if content is not None
+        ]
+
+    def write(self, commit: _Commit) -> None:
+        """Write the header of a commit, and return when it is on the drive. One with an even number replaces one with
+        an even number."""
+        content = _SEQUENCE.pack(commit.sequence) + commit.regions
+        offset = _header_offset(commit.sequence % 2, self._identity.count)
+        self._write_pages(offset, content, zlib.crc32(content + self._identity.run))
+        self._file.synchronize()
+
+    def make_void(self, commit: _Commit) -> _Commit:
+        """Write that a commit cannot be loaded any more, and return it so."""
+        void = _Commit(commit.sequence, bytes([_VOID]) * self._identity.count)
+        self.write(void)
+        return void
+
+    def _read_pages(self, offset: int, size: int, key: bytes) -> bytes | None:
+        """Return content that is followed by its CRC, None if it is not whole. key: more that the CRC is of."""
+        nbytes = aligned(size + _CRC.size)
+        if self._file.size < offset + nbytes:
+            return None
+        with mmap.mmap(-1, nbytes) as pages:
+            with memoryview(pages) as memory:
+                self._file.read(offset, memory)
+            content, crc = pages[:size], _CRC.unpack_from(pages, size)[0]
+        return content if crc == zlib.crc32(content + key) else None
+
+    def _write_pages(self, offset: int, content: bytes, crc: int) -> None:
+        with mmap.mmap(-1, aligned(len(content) + _CRC.size)) as pages:
+            pages.write(content + _CRC.pack(crc))
+            with memoryview(pages) as memory:
+                self._file.write(offset, memory)
+
+
+def _header_offset(slot: int, count: int) -> int:
+    """Return the offset of a header in the file of so many subgroups; that of slot 2 is where the regions begin."""
+    return PAGE + slot * aligned(_SEQUENCE.size + count + _CRC.size)

@@ -1,35 +1,39 @@
-"""State of subgroups in files, and the host memory through which it passes."""
+"""State of subgroups that host memory does not hold: its folders and files, and the memory through which it passes."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
+import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ebbtide import host_limits
 from ebbtide.interleave.engine.devices.device import Device
-from ebbtide.interleave.engine.runtime.layout import Subgroup
-from ebbtide.interleave.engine.runtime.state_rows import state_elements, state_shape
-from ebbtide.interleave.engine.runtime.storage.direct_file import PAGE, aligned
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements, state_shape
+from ebbtide.interleave.engine.runtime.storage.direct_file import PAGE, aligned, memory_file_system, probe_storage
 from ebbtide.interleave.engine.runtime.storage.state_file import StateFile
 from ebbtide.interleave.model.plan import Plan
+from ebbtide.machines.machine import Machine
+
+log = logging.getLogger("ebbtide")
+
+# Of the host memory that is available, this share is used by default.
+_HOST_SHARE = 0.8
 
 
 class StoredStates:
-    """The states that are in files, one file for each path.
+    """The states that are in files, one file for each path. Raises EngineError if one cannot be used; see StateFile.
 
     Args:
-        paths: A file for each path of the storage.
-        subgroups: The subgroups.
-        device: Allocates the buffers.
         run: Name of the run, 16 bytes.
         commit: What `commit` has returned, to begin with; None for new state.
-
-    Raises:
-        EngineError: A file cannot be used; see StateFile.
     """
 
     def __init__(
@@ -43,11 +47,12 @@ class StoredStates:
         self._shapes = [state_shape(subgroup) for subgroup in subgroups]
         self._sizes = [torch.float32.itemsize * state_elements(subgroup) for subgroup in subgroups]
         self._device = device
-        self._files: list[StateFile] = []
+        self._run = run
+        self.files: list[StateFile] = []
         try:
             for number, path in enumerate(paths):
                 sequence = None if commit is None else int(commit["sequences"][number])
-                self._files.append(StateFile(path, self._sizes, run, sequence))
+                self.files.append(StateFile(path, self._sizes, run, sequence))
         except BaseException:
             self.close()
             raise
@@ -60,29 +65,19 @@ class StoredStates:
         self._buffers: list[torch.Tensor] = []
 
     @property
-    def path_count(self) -> int:
-        """Number of paths."""
-        return len(self._files)
-
-    @property
     def host_bytes(self) -> int:
         """Host memory of the buffers, in bytes."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     @property
-    def are_direct(self) -> list[bool]:
-        """Whether the file of each path is read and written without the page cache."""
-        return [file.is_direct for file in self._files]
-
-    @property
     def read_bytes(self) -> int:
         """Bytes read so far."""
-        return sum(file.read_bytes for file in self._files)
+        return sum(file.read_bytes for file in self.files)
 
     @property
     def written_bytes(self) -> int:
         """Bytes written so far."""
-        return sum(file.written_bytes for file in self._files)
+        return sum(file.written_bytes for file in self.files)
 
     def has(self, subgroup: int) -> bool:
         """Return whether the newest state of a subgroup is in a file."""
@@ -93,36 +88,24 @@ class StoredStates:
         return subgroup in self._planned_path_of
 
     def prepare(self, plan: Plan) -> None:
-        """Allocate the buffers of a plan, and reserve the space that its writes need.
-
-        Raises:
-            EngineError: There is too little memory or space.
-        """
+        """Allocate the buffers of a plan, and reserve space for its writes. Raises EngineError if it is too little."""
         self._planned_path_of = {op.subgroup: op.path for op in plan.ops if op.kind == "write"}
         for subgroup, path in self._planned_path_of.items():
-            self._files[path].reserve(subgroup)
+            self.files[path].reserve(subgroup)
         sizes = [aligned(int(size)) for size in plan.storage_buffers]
         if sizes != [len(buffer) for buffer in self._buffers]:
             self._buffers = []
             self._buffers = [self._allocate(size) for size in sizes]
 
     def load(self, subgroup: int, number: int) -> torch.Tensor:
-        """Read a state into a buffer of the plan.
-
-        Args:
-            subgroup: The subgroup.
-            number: The buffer, by its index.
-
-        Returns:
-            The state, of `state_shape`, in the buffer.
-        """
+        """Read a state into a buffer of the plan, by its index, and return it, of `state_shape`, in the buffer."""
         pages = self._buffers[number][: aligned(self._sizes[subgroup])]
-        self._files[self._path_of[subgroup]].read(subgroup, _bytes_of(pages))
+        self.files[self._path_of[subgroup]].read(subgroup, _bytes_of(pages))
         return self._state_in(pages, subgroup)
 
     def reload(self, subgroup: int, state: torch.Tensor) -> None:
         """Read a state again into its buffer, of `load`."""
-        self._files[self._path_of[subgroup]].read(subgroup, self._buffer_of(subgroup, state))
+        self.files[self._path_of[subgroup]].read(subgroup, self._buffer_of(subgroup, state))
 
     def save(self, subgroup: int, state: torch.Tensor) -> None:
         """Write a state that is in a buffer, of `load`."""
@@ -131,7 +114,7 @@ class StoredStates:
     def read(self, subgroup: int) -> torch.Tensor:
         """Return the state of a subgroup in new host memory, of `state_shape`."""
         pages = _pages(aligned(self._sizes[subgroup]))
-        self._files[self._path_of[subgroup]].read(subgroup, _bytes_of(pages))
+        self.files[self._path_of[subgroup]].read(subgroup, _bytes_of(pages))
         return self._state_in(pages, subgroup)
 
     def write(self, subgroup: int, state: torch.Tensor) -> None:
@@ -143,49 +126,41 @@ class StoredStates:
         self._write(subgroup, self._copy_of(subgroup, state, self._free_pages(subgroup)))
 
     def move_out(self, subgroup: int, state: torch.Tensor) -> None:
-        """Read the state of a subgroup into any memory, through a buffer, and `forget` it. No buffer may be in use."""
+        """Read the state of a subgroup into any memory, through a buffer, for good. No buffer may be in use."""
         pages = self._free_pages(subgroup)
-        self._files[self._path_of[subgroup]].read(subgroup, _bytes_of(pages))
+        self.files[self._path_of[subgroup]].read(subgroup, _bytes_of(pages))
         state.copy_(self._state_in(pages, subgroup))
-        self.forget(subgroup)
-
-    def forget(self, subgroup: int) -> None:
-        """Take the state of a subgroup as elsewhere from now on: that in the file is old."""
+        # That in the file is old from now on.
         self._path_of.pop(subgroup, None)
 
     def commit(self, read: Callable[[int], torch.Tensor]) -> dict[str, Any]:
-        """Make the newest state of all subgroups that to go on with after a crash.
+        """Make the newest state of all subgroups the one to resume from; return what `StorageOptions.open` takes.
 
-        No operation may run meanwhile, and no buffer may be in use.
-
-        Args:
-            read: Returns the state of a subgroup that is not in a file.
-
-        Returns:
-            What the constructor takes to go on.
-        """
+        No operation may run meanwhile, and no buffer may be in use. `read` returns the state of a subgroup that is not
+        in a file."""
         paths = []
         for subgroup in range(len(self._sizes)):
             path = self._path_of.get(subgroup)
             if path is None:
                 # It stays elsewhere: the file has a copy.
-                path = self._planned_path_of.get(subgroup, subgroup % len(self._files))
-                self._files[path].reserve(subgroup)
+                path = self._planned_path_of.get(subgroup, subgroup % len(self.files))
+                self.files[path].reserve(subgroup)
                 copy = self._copy_of(subgroup, read(subgroup), self._free_pages(subgroup))
-                self._files[path].write(subgroup, copy)
+                self.files[path].write(subgroup, copy)
             paths.append(path)
-        return {"paths": paths, "sequences": [file.commit() for file in self._files]}
+        names, sequences = [file.path.name for file in self.files], [file.commit() for file in self.files]
+        return {"run": self._run.hex(), "files": names, "paths": paths, "sequences": sequences}
 
     def close(self) -> None:
         """Close the files. Those without a commit are removed."""
         self._buffers = []
-        for file in self._files:
+        for file in self.files:
             file.close()
 
     def _write(self, subgroup: int, memory: memoryview) -> None:
         path = self._planned_path_of.get(subgroup, self._path_of.get(subgroup, 0))
-        self._files[path].reserve(subgroup)
-        self._files[path].write(subgroup, memory)
+        self.files[path].reserve(subgroup)
+        self.files[path].write(subgroup, memory)
         self._path_of[subgroup] = path
 
     def _free_pages(self, subgroup: int) -> torch.Tensor:
@@ -222,3 +197,86 @@ def _pages(nbytes: int) -> torch.Tensor:
 
 def _bytes_of(pages: torch.Tensor) -> memoryview:
     return memoryview(pages.numpy())
+
+
+class StorageOptions:
+    """Folders for state that host memory does not hold, and how much host memory there is for state and buffers.
+
+    Each folder has a file of this rank, and all are used at the same time. `host_memory_budget` and `host_bytes` are
+    bytes; None: most of what is available. Raises EngineError if an option is not valid."""
+
+    def __init__(self, storage: str | Path | Sequence[str | Path], host_memory_budget: float | None) -> None:
+        folders = [storage] if isinstance(storage, str | Path) else list(storage)
+        self._folders = [Path(folder) for folder in folders]
+        if not self._folders:
+            raise EngineError("storage has no folder: name one, or leave it out")
+        for folder in self._folders:
+            if not folder.is_dir():
+                raise EngineError(f"storage {folder} is not a folder: create it, or name another one")
+        if host_memory_budget is not None and not host_memory_budget > 0:
+            raise EngineError(f"host_memory_budget is {host_memory_budget}: it must be bytes, above 0")
+        self.host_bytes = host_memory_budget
+        self._run = os.urandom(16)
+        self._files = 0
+        self._stored: StoredStates | None = None
+        # By the files before these.
+        self._written_bytes = 0
+        self._is_described = False
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of state written so far."""
+        return self._written_bytes + (0 if self._stored is None else self._stored.written_bytes)
+
+    def added_to(self, machine: Machine) -> Machine:
+        """Return a machine with this storage and host memory. Paths that it does not know are measured."""
+        measured = {Path(path.path).resolve(): path for path in machine.storage if path.path is not None}
+        paths = tuple(measured.get(folder.resolve()) or probe_storage(folder) for folder in self._folders)
+        host_bytes = self.host_bytes or _available_bytes()
+        return replace(machine, storage=paths, host_memory_bytes=host_bytes)
+
+    def open(
+        self, subgroups: Sequence[Subgroup], device: Device, commit: Mapping[str, Any] | None = None
+    ) -> StoredStates:
+        """Open the files, one for each folder, with the state of what `commit` has returned; None for new state."""
+        if commit is not None:
+            self._run, names = bytes.fromhex(commit["run"]), commit["files"]
+            if len(names) != len(self._folders):
+                raise EngineError(
+                    f"the checkpoint has state in {len(names)} folders, and storage has {len(self._folders)}: name as "
+                    "many, in the same order"
+                )
+        else:
+            rank = os.environ.get("RANK", "0")
+            names = [f"ebbtide-rank-{rank}-{self._files}.state" for _ in self._folders]
+            self._files += 1
+        files = [folder / name for folder, name in zip(self._folders, names, strict=True)]
+        stored = StoredStates(files, subgroups, device, self._run, commit)
+        self._written_bytes, self._stored = self.written_bytes, stored
+        if not self._is_described:
+            self._is_described = True
+            self._warn_of_host_memory(stored)
+        return stored
+
+    def _warn_of_host_memory(self, stored: StoredStates) -> None:
+        """Log which folders use host memory beyond the budget."""
+        for folder, file in zip(self._folders, stored.files, strict=True):
+            kind = memory_file_system(folder)
+            if kind is not None:
+                log.warning(
+                    "ebbtide: storage %s is a %s: its files are host memory too, beyond host_memory_budget, and lost "
+                    "when the host stops; name a folder on a drive",
+                    folder,
+                    kind,
+                )
+            elif not file.is_direct:
+                log.warning(
+                    "ebbtide: storage %s has no O_DIRECT: its files pass through the page cache, which is slower and "
+                    "uses host memory beyond host_memory_budget",
+                    folder,
+                )
+
+
+def _available_bytes() -> float | None:
+    available = host_limits.available_bytes()
+    return None if available is None else _HOST_SHARE * available / host_limits.local_ranks()

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ebbtide.analysis.export.prometheus.collector import MAX_RANKS
-from ebbtide.analysis.export.prometheus.families import FAMILIES
+from ebbtide.analysis.export.prometheus.collector import FAMILIES, MAX_RANKS
 from ebbtide.analysis.export.prometheus.server import Address, MetricsServer, parse_address
 from ebbtide.errors import UserError
 from ebbtide.phases import ITERATION_PARTS
@@ -23,7 +22,7 @@ from ebbtide.profiler.agent.spool import POOLS
 from ebbtide.profiler.trace import open_trace
 from tests.conftest import ebbtide_in_process, running_process
 from tests.profiler.agent.jobs import PRELUDE
-from tests.profiler.live.growing import BACKWARD_MS, CAPACITY, OTHER_MS, PEAK, GrowingRecording
+from tests.profiler.recording.live.growing import BACKWARD_MS, CAPACITY, OTHER_MS, PEAK, GrowingRecording
 
 ROOT = Path(__file__).parents[4]
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -11,6 +11,7 @@ from ebbtide.analysis.metrics.ranks.comparison import rank_differences
 from ebbtide.analysis.metrics.ranks.differences import RankDifference, ranks_text
 from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.metrics.ranks.fleets import GIB, fleet
+from tests.conftest import slow_case
 
 
 def only(*differences: RankDifference) -> RankDifference:
@@ -18,7 +19,7 @@ def only(*differences: RankDifference) -> RankDifference:
     return difference
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, slow_case(4)])
 @pytest.mark.parametrize(
     ("peculiar", "cause", "quantities"),
     [
@@ -39,7 +40,7 @@ def test_rank_differences__finds_rank_and_cause(
 
 
 def test_rank_differences__states_values_beside_usual_ones() -> None:
-    job = fleet(8, peculiar={3: {"backward": 1.5, "bytes": 8 * GIB}}, noise=0.0)
+    job = fleet(5, peculiar={3: {"backward": 1.5, "bytes": 8 * GIB}}, noise=0.0)
     difference = only(*rank_differences(job).differences)
     deviations = {deviation.quantity: deviation for deviation in difference.deviations}
     assert deviations["backward_ms"].value == pytest.approx(600)
@@ -95,7 +96,7 @@ def test_rank_differences__lists_facts_unlike_those_of_most_ranks() -> None:
     assert only(*rank_differences(job).differences).facts == ("link lanes 8 (usual: 16)",)
 
 
-@pytest.mark.parametrize("job", [{"ranks": 1}, {"ranks": 8, "iterations": 4}])
+@pytest.mark.parametrize("job", [{"ranks": 1}, {"ranks": 3, "iterations": 4}])
 def test_rank_differences__needs_ranks_and_iterations(job: dict[str, Any]) -> None:
     result = rank_differences(fleet(**job, peculiar={0: {"forward": 3.0}}))
     assert (result.compared, result.differences, result.as_json()) == (0, (), None)
@@ -104,7 +105,7 @@ def test_rank_differences__needs_ranks_and_iterations(job: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("ranks", "iterations", "jobs"),
     [
-        (9, 10, 1),
+        (5, 10, 1),
         pytest.param(2, 10, 200, marks=pytest.mark.slow),
         pytest.param(4, 8, 100, marks=pytest.mark.slow),
         pytest.param(64, 30, 10, marks=pytest.mark.slow),

@@ -8,8 +8,7 @@ from ebbtide.analysis.metrics import cache
 from ebbtide.analysis.metrics.devices import pool_peaks
 from ebbtide.analysis.metrics.link import link_use
 from ebbtide.analysis.metrics.memory import memory_use
-from ebbtide.analysis.metrics.ranks import figures as rank_figures
-from ebbtide.analysis.metrics.ranks.figures import measure_ranks
+from ebbtide.analysis.metrics.ranks import scan
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.profiler.trace import Trace, TraceBuilder
@@ -40,25 +39,25 @@ def figures(trace: Trace) -> list[str]:
     return [repr(part) for part in (summarize(trace), link_use(trace), memory_use(trace), find_windows(trace, 4000))]
 
 
-def test_measure_ranks__figures_do_not_depend_on_what_is_kept_or_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_by_parts__figures_do_not_depend_on_what_is_kept_or_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = figures(ranks(5))
     assert len(set(expected)) == 4
-    monkeypatch.setattr(rank_figures, "_MIN_RANKS_FOR_THREADS", 1)
+    monkeypatch.setattr(scan, "_MIN_RANKS_FOR_THREADS", 1)
     monkeypatch.setattr(cache, "_MAX_SERIES", 1)
     monkeypatch.setattr(trace_module, "_MAX_TABLE_BYTES", 1)
     assert figures(ranks(5)) == expected
 
 
 @pytest.mark.parametrize("ranks_for_threads", [1, 99])
-def test_measure_ranks__raises_the_error_of_a_rank(ranks_for_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: Trace, rank: int) -> None:
-        if rank == 2:
+def test_read_by_parts__raises_the_error_of_a_rank(ranks_for_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(part: Trace) -> None:
+        if 2 in part.ranks:
             raise ValueError("rank 2 is damaged")
 
-    monkeypatch.setattr(rank_figures, "_MIN_RANKS_FOR_THREADS", ranks_for_threads)
-    monkeypatch.setattr(rank_figures, "pool_peaks", fail)
+    monkeypatch.setattr(scan, "_MIN_RANKS_FOR_THREADS", ranks_for_threads)
+    monkeypatch.setattr(scan, "_MIN_BYTES", 0)
     with pytest.raises(ValueError, match="rank 2 is damaged"):
-        measure_ranks(ranks(4))
+        scan.read_by_parts(ranks(4), fail)
 
 
 def test_pool_peaks__are_those_of_the_main_device_or_the_host() -> None:

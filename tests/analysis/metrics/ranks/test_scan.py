@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from ebbtide.analysis.findings import find
-from ebbtide.analysis.findings.rank_figures import finding_figures
-from ebbtide.analysis.metrics.ranks.figures import summary_figures
 from ebbtide.analysis.metrics.ranks.scan import ScanRunner, ScanTask, scan_ranks
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.errors import TraceError, UserError
@@ -42,7 +40,7 @@ def test_scan_ranks__keeps_figures_equal_to_those_computed_here(path: Path, monk
     expected = figures(open_trace(path))
     scanned = open_trace(path)
     steps: list[tuple[int, int]] = []
-    scan_ranks(scanned, finding_figures, in_turn, lambda done, total: steps.append((done, total)))
+    scan_ranks(scanned, find, in_turn, lambda done, total: steps.append((done, total)))
     assert steps == [(0, 6), (4, 6), (6, 6)]
 
     def read(rank: int, table: str) -> Any:
@@ -61,22 +59,22 @@ def test_scan_ranks__keeps_figures_equal_to_those_computed_here(path: Path, monk
 def test_scan_ranks__runs_elsewhere(where: str, path: Path) -> None:
     scanned = open_trace(path)
     if where == "processes":
-        scan_ranks(scanned, finding_figures, lambda work, tasks: run_locally(work, tasks, 2))
+        scan_ranks(scanned, find, lambda work, tasks: run_locally(work, tasks, 2))
     else:
         distributed = pytest.importorskip("distributed", reason="dask.distributed is not installed")
         options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0", "silence_logs": 50}
         with distributed.LocalCluster(**options) as cluster:
             address = cluster.scheduler_address
-            scan_ranks(scanned, finding_figures, lambda work, tasks: run_on_cluster(work, tasks, address))
+            scan_ranks(scanned, find, lambda work, tasks: run_on_cluster(work, tasks, address))
     assert figures(scanned) == figures(open_trace(path))
 
 
 def test_scan_ranks__raises_errors_of_workers(path: Path, tmp_path: Path) -> None:
     dead: ScanRunner = lambda _, tasks: ((key, WorkerDied("its worker died, 4 times")) for key in tasks)  # noqa: E731
     with pytest.raises(UserError, match="ranks 0 and following could not be read: its worker died, 4 times"):
-        scan_ranks(open_trace(path), summary_figures, dead)
+        scan_ranks(open_trace(path), summarize, dead)
     damaged = tmp_path / "damaged.ebb"
     write_fleet(fleet(2, 6), damaged)
     (damaged / "rank-1" / "memory.parquet").write_bytes(b"no table")
     with pytest.raises(TraceError, match=r"memory.parquet of rank 1 cannot be read"):
-        scan_ranks(open_trace(damaged), summary_figures, in_turn)
+        scan_ranks(open_trace(damaged), summarize, in_turn)

@@ -15,7 +15,7 @@ from ebbtide.interleave.engine.adaptive import probe as probe_module
 from ebbtide.interleave.engine.adaptive.probe import probe
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.runtime.storage.options import StorageOptions
+from ebbtide.interleave.engine.runtime.storage.stored_states import StorageOptions
 from ebbtide.machines.machine import Machine
 
 

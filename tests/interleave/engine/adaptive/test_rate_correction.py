@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.adaptive import planner
-from ebbtide.interleave.engine.adaptive.planner import Planner
-from ebbtide.interleave.engine.adaptive.rate_correction import correct_rates
+from ebbtide.interleave.engine.adaptive.planner import Planner, correct_rates
 from ebbtide.interleave.engine.runtime.layout import divide
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload

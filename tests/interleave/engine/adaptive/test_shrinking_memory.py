@@ -43,8 +43,24 @@ def outcome(policy: str, overlap: str) -> tuple[Outcome, bool]:
     return job.outcome(), uses_device
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward", "both", "auto"])
-@pytest.mark.parametrize("policy", ["interleaved:2", "interleaved:2@0.3", "adaptive"])
+# Each overlap by default, and each policy.
+QUICK = {
+    ("interleaved:2", "backward"),
+    ("interleaved:2", "both"),
+    ("interleaved:2@0.3", "forward"),
+    ("adaptive", "none"),
+    ("adaptive", "auto"),
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "overlap"),
+    [
+        pytest.param(policy, overlap, marks=() if (policy, overlap) in QUICK else pytest.mark.slow)
+        for policy in ("interleaved:2", "interleaved:2@0.3", "adaptive")
+        for overlap in ("none", "forward", "backward", "both", "auto")
+    ],
+)
 def test_step__goes_on_with_the_memory_that_a_plan_has(policy: str, overlap: str) -> None:
     """`adaptive` gives it back."""
     reference = Job(torch.bfloat16)

@@ -24,7 +24,7 @@ from ebbtide.interleave.engine.devices.cuda import CudaDevice
 from ebbtide.interleave.engine.devices.device import Direction, Mark
 from ebbtide.interleave.engine.devices.device import Stream as StreamName
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
-from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from tests.interleave.engine.devices.happens_before import HOST, Clock, Order
 from tests.interleave.engine.twins import WatchedKernel
 
@@ -289,7 +289,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "cudart": lambda: fake,
     }.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
-    monkeypatch.setattr("ebbtide.interleave.engine.devices.capture_mode._driver", lambda: fake)
+    monkeypatch.setattr("ebbtide.interleave.engine.devices.cuda._driver", lambda: fake)
     monkeypatch.setattr("ebbtide.interleave.engine.devices.cuda.gpu_node", lambda device: None)
     monkeypatch.setattr(CudaDevice, "close", lambda device: kernel.close())
     return fake

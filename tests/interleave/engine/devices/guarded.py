@@ -18,8 +18,9 @@ import torch
 
 from ebbtide.interleave.engine.devices.device import Direction
 from ebbtide.interleave.engine.errors import DeviceMemoryError
-from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.runtime.engine import Engine
+from ebbtide.interleave.engine.runtime.store import Store
 from tests.interleave.engine.plans import PLACEMENTS, make, workload_of
 from tests.interleave.engine.twins import Jitter, JitteryDevice, JitteryKernel, Twin
 
@@ -93,7 +94,7 @@ def run_plans(count: int, seed: int) -> None:
         workload = workload_of(twin.sizes, True, number % 2 == 0)
         jitter = Jitter(number, 2e-4)
         device, kernel = GuardedDevice(jitter), JitteryKernel(jitter)
-        engine = Engine(twin.subgroups, len(twin.params), device, kernel)
+        engine = Engine(Store(twin.subgroups, device, kernel), len(twin.params))
         twin.begin(engine.store)
         for _ in range(2):
             placements = chance.choices(PLACEMENTS, k=len(twin.sizes))

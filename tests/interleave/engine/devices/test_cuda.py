@@ -14,12 +14,10 @@ import pytest
 import torch
 
 from ebbtide.interleave.engine.devices import host_memory
-from ebbtide.interleave.engine.devices.cuda import CudaDevice
+from ebbtide.interleave.engine.devices.cuda import MARGIN, CudaDevice
 from ebbtide.interleave.engine.devices.device import copy_now
-from ebbtide.interleave.engine.devices.job_memory import MARGIN
 from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
-from ebbtide.interleave.engine.numerics.reference import Hyper
-from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import Hyper, TensorUpdate
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from tests.interleave.engine.devices import fake_cuda
 from tests.interleave.engine.devices.fake_cuda import FakeCuda, capture_mode, current_device, install, open_fake
@@ -323,7 +321,7 @@ class FakeTime:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        for module in ("ebbtide.interleave.engine.devices.cuda_streams", fake_cuda.__name__):
+        for module in ("ebbtide.interleave.engine.devices.cuda", fake_cuda.__name__):
             monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=lambda: self.now_s))
 
 

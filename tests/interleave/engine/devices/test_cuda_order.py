@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from collections.abc import Iterator
@@ -16,10 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.interleave.engine.runtime.device_blocks import plan_bytes, worst_case
+from ebbtide.interleave.engine.runtime.arena import plan_bytes, worst_case
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.plan_run import PlanRun
+from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.model.plan import Op, Plan
+from tests.conftest import examples
 from tests.interleave.engine.devices.fake_cuda import (
     CheckedDevice,
     CheckedKernel,
@@ -32,7 +33,7 @@ from tests.interleave.engine.devices.happens_before import HOST, Clock
 from tests.interleave.engine.plans import PLACEMENTS, make, plans, workload_of
 from tests.interleave.engine.twins import Jitter, Twin, hasty_switches, no_thread_left, twins
 
-EXAMPLES = int(os.environ.get("EBBTIDE_FUZZ", "0")) or 40
+EXAMPLES = examples(40, by_default=12)
 
 
 @dataclass
@@ -135,7 +136,7 @@ def bench(twin: Twin, seed: int = 0, **changes: Any) -> Iterator[Bench]:
         cuda = install(patch)
         device, kernel = open_fake(cuda), CheckedKernel(cuda)
         cuda.pause = Jitter(seed, 2e-4)
-        engine = Engine(twin.subgroups, len(twin.params), device, kernel)
+        engine = Engine(Store(twin.subgroups, device, kernel), len(twin.params))
         try:
             twin.begin(engine.store)
             setup = Bench(cuda, device, engine, twin)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from ebbtide.interleave.engine.devices.device import copy_now
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError
-from ebbtide.interleave.engine.numerics.reference import Hyper
-from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import Hyper, TensorUpdate
 from tests.interleave.engine.states import DTYPES, assert_same, bits, plausible_state, updated
 from tests.interleave.engine.twins import no_thread_left
 

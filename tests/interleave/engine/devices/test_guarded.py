@@ -1,13 +1,14 @@
 """The engine touches device memory only by copies and updates of its streams."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+from tests.conftest import examples
+
 ROOT = Path(__file__).parents[4]
 
-PLANS = int(os.environ.get("EBBTIDE_FUZZ", "0")) or 10
+PLANS = examples(10, by_default=4)
 
 
 def test_engine__touches_device_memory_only_by_its_streams() -> None:

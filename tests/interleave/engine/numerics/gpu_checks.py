@@ -12,8 +12,7 @@ import torch
 from ebbtide.interleave.engine.numerics import remainder
 from ebbtide.interleave.engine.numerics.fingerprint import fingerprint
 from ebbtide.interleave.engine.numerics.norm import BLOCK, sum_of_squares
-from ebbtide.interleave.engine.numerics.reference import Hyper
-from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import Hyper, TensorUpdate
 from tests.interleave.engine.states import DTYPES, State, any_bits, any_state, assert_same, plausible_state, updated
 
 # The second one has a share of 0.5 or more for the first moment, no epsilon, and no weight decay.

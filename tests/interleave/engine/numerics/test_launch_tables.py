@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from ebbtide.interleave.engine.numerics.launch_tables import SharedHostMemory
+from ebbtide.interleave.engine.numerics.triton_kernel import SharedHostMemory
 
 
 class FakeEvent:

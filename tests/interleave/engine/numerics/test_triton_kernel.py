@@ -13,7 +13,7 @@ import torch
 
 from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
 from ebbtide.interleave.engine.numerics.norm import BLOCK
-from tests.conftest import run_process, slow
+from tests.conftest import run_process
 from tests.cuda_mock.triton_cache import ENVIRONMENT
 from tests.interleave.engine.numerics import gpu_checks
 from tests.interleave.engine.numerics.gpu_checks import (
@@ -109,14 +109,23 @@ def compile_update(capability: int, grad: str, out: str, fusion: bool = False, m
 
 
 PAIRS = ["uint16-uint16", "float16-float16", "float32-float32", "float32-uint16"]
+# Each dtype by default, and each kind of arithmetic.
+QUICK = {(80, "uint16-uint16"), (90, "float16-float16"), (100, "uint16-uint16"), (120, "float16-float16")}
 ALLOWED = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "div", "sqrt")}
 # Blackwell computes two fp32 numbers by one instruction.
 PACKED = {f"{name}.rn.f32x2" for name in ("add", "sub", "mul")}
 CONVERSIONS = {"cvt.f32.f16", "cvt.rn.f16.f32"}
 
 
-@pytest.mark.parametrize("pair", slow(PAIRS, but=PAIRS[:2]))
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize(
+    ("capability", "pair"),
+    [
+        # Packed operations begin with capability 100.
+        pytest.param(capability, pair, marks=[] if (capability, pair) in QUICK else pytest.mark.slow)
+        for capability in (80, 90, 100, 120)
+        for pair in PAIRS
+    ],
+)
 def test_gpu_update__rounds_every_operation_and_keeps_subnormals_in_ptx(capability: int, pair: str) -> None:
     """Operations with an explicit `.rn` are never fused."""
     grad, out = pair.split("-")
@@ -148,7 +157,7 @@ def test_arithmetic__shows_fused_operations() -> None:
         assert f"fma.rn.f32{packed}" in arithmetic(compile_update(capability, "uint16", "uint16", fusion=True))
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 100, 120))])
 def test_kernels_by_block__load_wide_and_sum_in_fp64_in_ptx(capability: int) -> None:
     import triton.language as tl
 

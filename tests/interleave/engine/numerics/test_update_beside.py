@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.numerics.host_arrays import row_stride
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import Hyper, Scalars
+from tests.conftest import examples
 from tests.interleave.engine.states import DTYPES, State, any_state, assert_same, bits, plausible_state
 
 Ranges = list[tuple[int, int, Scalars]]
@@ -66,6 +67,7 @@ def split(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
     ],
     ids=str,
 )
+@settings(max_examples=examples(25, by_default=5))
 @given(data=st.data(), length=st.integers(0, 300) | st.integers(1000, 40_000), threads=st.sampled_from([1, 3]))
 def test_update_beside__gives_the_bits_of_the_reference(
     kernels: dict[int, CpuKernel], grad: torch.dtype, out: torch.dtype, data: st.DataObject, length: int, threads: int

@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.interleave.engine.devices.emulated_streams import EmulatedStreams
+from ebbtide.interleave.engine.devices.emulated import EmulatedStreams
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.interrupts import deferred_interrupts
-from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed
+from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed, deferred_interrupts
 from ebbtide.interleave.engine.runtime.plan_run import PlanRun
 from ebbtide.interleave.model.plan import BACKWARD, OTHER, RESOURCES, STEP, UPDATE, Op, Plan
 from tests.interleave.engine.plans import plans, workload_of

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.errors import DeviceMemoryError
-from ebbtide.interleave.engine.runtime.device_blocks import plan_bytes, worst_case
+from ebbtide.interleave.engine.runtime.arena import plan_bytes, worst_case
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.executor import Executor
 from ebbtide.interleave.engine.runtime.store import Store
@@ -105,7 +105,7 @@ def test_engine__random_plans_give_the_bits_of_the_reference(twin: Twin, data: s
     workload = workload_of(twin.sizes, clipping, stay, width_of(twin))
     with no_thread_left(), hasty_switches():
         device, kernel = JitteryDevice(jitter), JitteryKernel(jitter)
-        engine = Engine(twin.subgroups, len(twin.params), device, kernel)
+        engine = Engine(Store(twin.subgroups, device, kernel), len(twin.params))
         try:
             twin.begin(engine.store)
             for _ in range(data.draw(st.integers(1, 3))):
@@ -133,7 +133,7 @@ def test_recall_gradients__returns_offloaded_gradients_from_host_and_device(
     jitter = Jitter(seed)
     workload = workload_of(twin.sizes, True, False, width_of(twin))
     device, kernel = JitteryDevice(jitter), JitteryKernel(jitter)
-    engine = Engine(twin.subgroups, len(twin.params), device, kernel)
+    engine = Engine(Store(twin.subgroups, device, kernel), len(twin.params))
     try:
         twin.begin(engine.store)
         engine.set_plan(data.draw(plans(workload)), workload)
@@ -248,7 +248,7 @@ def test_engine__memory_does_not_grow_over_a_thousand_steps() -> None:
     twin = Twin([64, 230], [torch.bfloat16] * 2, 60, 0)
     workload = workload_of(twin.sizes, True, True)
     device, kernel = JitteryDevice(Jitter(0, 0.0)), JitteryKernel(Jitter(0, 0.0))
-    engine = Engine(twin.subgroups, len(twin.params), device, kernel)
+    engine = Engine(Store(twin.subgroups, device, kernel), len(twin.params))
     twin.begin(engine.store)
     engine.set_plan(make(workload, PLACEMENTS, kept=(2, 4)), workload)
     try:

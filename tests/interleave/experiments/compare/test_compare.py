@@ -14,13 +14,12 @@ import torch
 from ebbtide import host_limits
 from ebbtide.errors import UserError
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
-from ebbtide.interleave.engine.numerics.tensor_update import TensorUpdate
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.experiments.compare import testbed as testbed_module
 from ebbtide.interleave.experiments.compare.compare import POLICIES, CompareConfig, compare
-from ebbtide.interleave.experiments.compare.job import PhaseWaits, find_shape
 from ebbtide.interleave.experiments.compare.picture import draw_comparison
 from ebbtide.interleave.experiments.compare.results import Comparison, Pair
-from ebbtide.interleave.experiments.compare.runs import TrainingRun, run_policy
+from ebbtide.interleave.experiments.compare.runs import PhaseWaits, TrainingRun, find_shape, run_policy
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine

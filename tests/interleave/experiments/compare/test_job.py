@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import UserError
-from ebbtide.interleave.experiments.compare.job import GPT, Job, Shape, find_shape
+from ebbtide.interleave.experiments.compare.runs import GPT, Job, Shape, find_shape
 
 CPU = torch.device("cpu")
 

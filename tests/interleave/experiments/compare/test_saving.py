@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.analysis.metrics.summary import summarize
-from ebbtide.interleave.experiments.compare.results import Comparison
-from ebbtide.interleave.experiments.compare.saving import save_traces
+from ebbtide.interleave.experiments.compare.results import Comparison, save_traces
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import open_trace
 

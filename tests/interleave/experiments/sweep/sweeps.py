@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ebbtide.interleave.experiments.sweep import Row, Scenario, Task, combinations
-from ebbtide.interleave.experiments.sweep.task import run_task
+from ebbtide.interleave.experiments.sweep.task import Row, Scenario, Task, combinations, run_task
 from ebbtide.interleave.model.workload import Workload, workload_from
 from ebbtide.machines.machine import Machine, machine_from
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import UserError
-from ebbtide.interleave.experiments.sweep import Journal, journal_path
+from ebbtide.interleave.experiments.sweep.task import Journal, journal_path
 
 
 def test_journal__rows_are_on_disk_as_soon_as_they_are_added(tmp_path: Path) -> None:

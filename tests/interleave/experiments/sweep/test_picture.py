@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ebbtide.errors import UserError
-from ebbtide.interleave.experiments.sweep import Row, Scenario
 from ebbtide.interleave.experiments.sweep.picture import check_panels, draw_sweep
+from ebbtide.interleave.experiments.sweep.task import Row, Scenario
 from tests.interleave.experiments.sweep.sweeps import machine, rows, workload
 
 FAST = ["zero-offload", "twin-flow:0.5", "gpu-only"]

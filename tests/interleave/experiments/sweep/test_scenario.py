@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import WorkloadError
-from ebbtide.interleave.experiments.sweep import Scenario
-from ebbtide.interleave.experiments.sweep.scenario import with_min_free
+from ebbtide.interleave.experiments.sweep.task import Scenario, with_min_free
 from ebbtide.interleave.model.workload import FreeMemorySteps
 from tests.interleave.experiments.sweep.sweeps import workload
 

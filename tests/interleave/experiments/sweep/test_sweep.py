@@ -12,22 +12,21 @@ import pyarrow.parquet as pq
 import pytest
 
 from ebbtide.errors import UserError
-from ebbtide.interleave.experiments.sweep import (
-    SCHEMA,
+from ebbtide.interleave.advise.replay import replay
+from ebbtide.interleave.experiments.sweep.best import SCHEMA, find_best, write_rows
+from ebbtide.interleave.experiments.sweep.task import (
     Journal,
     Row,
     Scenario,
     Task,
     compute_rows,
-    find_best,
     find_pairs,
-    run_locally,
-    write_rows,
+    run_task,
+    task_key,
 )
-from ebbtide.interleave.experiments.sweep.task import run_task, task_key
-from ebbtide.interleave.replay.results import replay
 from ebbtide.machines.catalog import preset
 from ebbtide.machines.storage import StoragePath
+from ebbtide.workers import run_locally
 from tests.interleave.experiments.sweep.sweeps import machine, rows, tasks, workload, write_files
 
 FAST = ["zero-offload", "twin-flow:0.5", "interleaved:2"]

@@ -7,11 +7,10 @@ from dataclasses import replace
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ebbtide.interleave.model.overlap import OVERLAPS
+from ebbtide.interleave.model.operations import OVERLAPS
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.search.assignment import CPU_SHARES, ROLES, Assignment
-from ebbtide.interleave.policies.search.minimum_costs import INFINITE
-from ebbtide.interleave.policies.search.plan_costs import PlanCosts
+from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 from tests.conftest import examples

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from ebbtide.interleave.policies.search.merging import merged_workloads
+from ebbtide.interleave.policies.search.best_plan import merged_workloads
 from tests.interleave.simulation.test_simulator import even
 
 

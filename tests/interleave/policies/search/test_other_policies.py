@@ -6,9 +6,8 @@ from hypothesis import given
 
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import BUILT_IN
-from ebbtide.interleave.policies.search.minimum_costs import INFINITE
-from ebbtide.interleave.policies.search.other_policies import rank_others
-from ebbtide.interleave.policies.search.plan_costs import PlanCosts
+from ebbtide.interleave.policies.search.best_plan import rank_others
+from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
 from ebbtide.machines.machine import Machine
 from tests.interleave.simulation.test_simulator import TEST_MACHINE, even, ran
 from tests.interleave.strategies import machines, workloads

@@ -16,7 +16,7 @@ import pytest
 
 from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
 from ebbtide.analysis.timeline.boxes import substep_lanes
-from ebbtide.profiler.agent.deepspeed.super_offload import SuperOffloadWorker
+from ebbtide.profiler.agent.deepspeed.phase_hooks import SuperOffloadWorker
 from tests.conftest import Recorded, ebbtide, run_process, shared_folder
 from tests.profiler.agent.deepspeed.test_deepspeed import BF16, CPU, JOB, OFFLOAD, ZENFLOW, cases_file, environment, job
 

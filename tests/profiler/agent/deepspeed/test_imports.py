@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.profiler.agent.imports import when_imported
+from ebbtide.profiler.agent.patches import when_imported
 
 
 @pytest.fixture

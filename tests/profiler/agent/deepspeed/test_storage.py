@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from ebbtide.analysis.findings import Findings, find
+from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.storage import storage_use
 from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
-from ebbtide.analysis.metrics.trace_metrics import TraceMetrics
 from ebbtide.analysis.timeline.boxes import substep_lanes
-from ebbtide.interleave.replay.workload_from_trace import workload_of
+from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.profiler import open_trace
 from ebbtide.profiler.trace import Trace
 from tests import torch_extensions
@@ -145,7 +145,7 @@ def test_storage_use__counts_bytes_gradients_and_waits(jobs: dict[str, SwappedJo
 def test_findings__hold_where_their_cause_is_and_not_elsewhere(jobs: dict[str, SwappedJob]) -> None:
     default, pipelined, resumed = (jobs[name] for name in ("default", "pipelined", "resumed"))
     for swapped in (default, pipelined, resumed):
-        metrics = TraceMetrics(swapped.trace)
+        metrics = JobMetrics(swapped.trace)
         assert ("storage-waits" in swapped.findings_by_rule) == (
             metrics.storage[0].wait_ms >= 0.1 * metrics.iteration_ms
         )

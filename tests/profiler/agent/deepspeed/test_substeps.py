@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.profiler.agent import gpu_clock
-from ebbtide.profiler.agent.deepspeed import substeps
-from ebbtide.profiler.agent.deepspeed.substeps import SubstepRecorder
+from ebbtide.profiler.agent.deepspeed import zero_substeps
+from ebbtide.profiler.agent.deepspeed.zero_substeps import SubstepRecorder
 from ebbtide.profiler.agent.gpu_clock import GpuClock
 from tests.profiler.agent.test_gpu_clock import MS, US, FakeCuda
 
@@ -57,7 +57,7 @@ def record_update(cuda: FakeCuda, plan: list[tuple[int, tuple[Any, ...]]]) -> Fa
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     cuda = FakeCuda()
     monkeypatch.setattr(gpu_clock, "time", cuda)
-    monkeypatch.setattr(substeps, "time", cuda)
+    monkeypatch.setattr(zero_substeps, "time", cuda)
     return cuda
 
 
@@ -83,7 +83,7 @@ def test_substep_recorder__tiles_the_update(plan: list[tuple[int, tuple[Any, ...
     with pytest.MonkeyPatch.context() as patch:
         cuda = FakeCuda()
         patch.setattr(gpu_clock, "time", cuda)
-        patch.setattr(substeps, "time", cuda)
+        patch.setattr(zero_substeps, "time", cuda)
         recorder = record_update(cuda, plan)
         rows = recorder.rows
         assert [recorder.started_ns, *(row[4] for row in rows)] == [*(row[3] for row in rows), rows[-1][4]]

@@ -13,7 +13,7 @@ import pytest
 
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.phases import PHASES
-from tests.conftest import FUZZ
+from tests.conftest import FUZZ, slow_case
 from tests.profiler.importers.deepspeed.made_logs import (
     PLAIN,
     import_log,
@@ -46,21 +46,25 @@ def colored(text: str) -> str:
     [
         old,
         colored,
-        lambda text: f"worker-1: {text}",
-        lambda text: f"[default0]:{text}",
-        lambda text: f"[rank0]:{text}",
-        lambda text: f"{text}\r",
+        slow_case(lambda text: f"worker-1: {text}"),
+        slow_case(lambda text: f"[default0]:{text}"),
+        slow_case(lambda text: f"[rank0]:{text}"),
+        slow_case(lambda text: f"{text}\r"),
         lambda text: f"  3%|#  | 12/345 [00:07<06:50,  1.23s/it]\r  4%|#  | 13/345 [00:07<06:50,  1.23s/it]{text}",
         lambda text: f"{text}[2024-04-15 10:00:00,000] [INFO] [rank 1 breaks in",
-        lambda text: f"2024-04-15T10:00:00.5 \n{text}",
-        lambda text: text.replace("[Rank 0] ", ""),
-        lambda text: f"{text}\n[Rank 1] {timer_text(fwd=1, bwd=1, step=1)}",
-        lambda text: f"{text}\n time (ms) | forward-backward: 7.00 | optimizer: 8.00 | batch-generator: 9.00",
-        lambda text: f"{text}\ncomm op: all_reduce | time (ms): 12.00 | msg size: 4 KB | algbw (Gbps): 1.00",
-        lambda text: f"{text}\n[Rank 0] time (ms) | fwd: 9.00 (fwd_moe: 1.00, 1st_a2a: 0.00, top_k: 0.00)",
-        lambda text: f"{text}\n iteration 2/ 10 | elapsed time per iteration (ms): 7570.1 | lm loss: 1.18E+01 |",
+        slow_case(lambda text: f"2024-04-15T10:00:00.5 \n{text}"),
+        slow_case(lambda text: text.replace("[Rank 0] ", "")),
+        slow_case(lambda text: f"{text}\n[Rank 1] {timer_text(fwd=1, bwd=1, step=1)}"),
+        slow_case(
+            lambda text: f"{text}\n time (ms) | forward-backward: 7.00 | optimizer: 8.00 | batch-generator: 9.00"
+        ),
+        slow_case(lambda text: f"{text}\ncomm op: all_reduce | time (ms): 12.00 | msg size: 4 KB | algbw (Gbps): 1.00"),
+        slow_case(lambda text: f"{text}\n[Rank 0] time (ms) | fwd: 9.00 (fwd_moe: 1.00, 1st_a2a: 0.00, top_k: 0.00)"),
+        slow_case(
+            lambda text: f"{text}\n iteration 2/ 10 | elapsed time per iteration (ms): 7570.1 | lm loss: 1.18E+01 |"
+        ),
     ],
-)  # fmt: skip
+)
 def test_timer_reader__reads_the_same_times_from_other_formats(tmp_path: Path, dialect: Callable[[str], str]) -> None:
     lines = [*mark_lines(0.1, "forward"), *step_lines()]
     first = import_log(tmp_path, lines)

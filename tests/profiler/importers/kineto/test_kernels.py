@@ -81,7 +81,7 @@ def test_annotations__are_those_of_the_host_with_their_threads(tmp_path: Path) -
 
 
 def test_annotations__of_a_trace_with_too_many_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.profiler.importers.kineto.annotations.MAX_COUNT", 3)
+    monkeypatch.setattr("ebbtide.profiler.importers.kineto.importer.MAX_COUNT", 3)
     for count in (3, 4):
         trace = import_files(write_trace(tmp_path / "run.json", [span("load", n, n + 1) for n in range(count)]))
         assert len(trace.annotations(0)) == (3 if count == 3 else 0)

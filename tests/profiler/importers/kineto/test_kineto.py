@@ -17,7 +17,7 @@ from ebbtide.profiler.importers.kineto.importer import KinetoImporter, read_trac
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from ebbtide.profiler.trace.metadata import DeviceInfo, ImportedFile
-from tests.conftest import ebbtide_in_process, examples
+from tests.conftest import ebbtide_in_process, examples, slow_case
 from tests.profiler.importers.kineto.made_kineto import (
     BASE,
     Event,
@@ -227,14 +227,14 @@ def test_read_trace__reads_the_schema_of_old_versions(tmp_path: Path, old: bool)
     ("name", "info", "rank"),
     [
         ("worker-rank-7.json", {"rank": 3}, 3),
-        ("worker-rank-7.pt.trace.json", None, 7),
-        ("rank12_step.json", {}, 12),
+        slow_case("worker-rank-7.pt.trace.json", None, 7),
+        slow_case("rank12_step.json", {}, 12),
         ("Rank_2.json.gz", {"rank": "two"}, 2),
-        ("crank5.json", None, 5),
+        slow_case("crank5.json", None, 5),
         ("run.json", None, 0),
-        ("run.json", {"rank": -1}, 0),
-        ("run.json", "odd", 0),
-        ("rank99999999.json", None, 0),
+        slow_case("run.json", {"rank": -1}, 0),
+        slow_case("run.json", "odd", 0),
+        slow_case("rank99999999.json", None, 0),
     ],
 )
 def test_rank__comes_from_contents_then_name_then_position(tmp_path: Path, name: str, info: Any, rank: int) -> None:
@@ -303,7 +303,7 @@ def test_read_trace__raises_one_error_for_files_without_events(tmp_path: Path, t
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [slow_case(False), True])
 def test_read_trace__reads_a_cut_file_up_to_the_cut(tmp_path: Path, packed: bool) -> None:
     work = [event for number in range(1000) for event in iteration(number, 200 * number)]
     path = write_trace(tmp_path / ("run.json.gz" if packed else "run.json"), work)
@@ -325,13 +325,13 @@ def test_read_trace__leaves_out_and_counts_invalid_events(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "meta",
     [
-        {"deviceProperties": 3},
+        slow_case({"deviceProperties": 3}),
         {"deviceProperties": [3, {}, {"id": 0, "name": 4, "totalGlobalMem": "lots"}, {"id": [], "totalGlobalMem": -5}]},
-        {"deviceProperties": [{"id": 0, "totalGlobalMem": 1e300}]},
-        {"distributedInfo": [], "host_name": {}},
+        slow_case({"deviceProperties": [{"id": 0, "totalGlobalMem": 1e300}]}),
+        slow_case({"distributedInfo": [], "host_name": {}}),
         {"distributedInfo": {"rank": 1.5, "world_size": "many", "backend": None}},
-        {"baseTimeNanoseconds": "now"},
-        {"baseTimeNanoseconds": 10**30},
+        slow_case({"baseTimeNanoseconds": "now"}),
+        slow_case({"baseTimeNanoseconds": 10**30}),
     ],
 )
 def test_read_trace__ignores_invalid_metadata(tmp_path: Path, meta: dict[str, Any]) -> None:

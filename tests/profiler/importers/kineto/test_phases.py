@@ -12,9 +12,10 @@ import torch
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from tests.conftest import FUZZ
+from tests.conftest import FUZZ, slow_case
 from tests.profiler.importers.kineto.made_kineto import (
     BASE,
+    Event,
     Job,
     base,
     import_files,
@@ -59,7 +60,7 @@ def of(phases: pd.DataFrame, phase: str) -> pd.DataFrame:
     return phases[phases["phase"] == phase]
 
 
-@pytest.mark.parametrize("with_stack", [False, True])
+@pytest.mark.parametrize("with_stack", [slow_case(False), True])
 def test_find_phases__numbers_micro_steps_and_leaves_out_evaluations(tmp_path: Path, with_stack: bool) -> None:
     job = Job()
     path = profiled(tmp_path / "run.json", 5, accumulating(job), with_stack=with_stack, record_shapes=with_stack)
@@ -173,7 +174,7 @@ def test_find_phases__steps_per_subgroup_are_one_update(tmp_path: Path, mark: bo
     assert (of(phases, "update")["end_ns"] - base(path)).tolist() == [steps[2]["end"], steps[5]["end"]]
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", [slow_case(True), False])
 def test_find_phases__recomputed_forwards_belong_to_the_backward(tmp_path: Path, use_reentrant: bool) -> None:
     job = Job()
 
@@ -306,9 +307,8 @@ def test_find_phases__leaves_out_annotated_evaluations(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_find_phases__ignores_annotations_of_parts(tmp_path: Path) -> None:
+    names = (
         "FSDP::pre_forward",
         "FSDP::post_backward_reduce",
         "FullyShardedDataParallel._pre_backward_hook",
@@ -319,31 +319,32 @@ def test_find_phases__leaves_out_annotated_evaluations(tmp_path: Path) -> None:
         "ProfilerStep#",
         "ProfilerStep#12345678901234567890",
         "feedforward",
-    ],
-)
-def test_find_phases__ignores_annotations_of_parts(tmp_path: Path, name: str) -> None:
-    assert rows(write_trace(tmp_path / "run.json", [*iteration(0, 0), span(name, 92, 95)])) == rows(
+    )
+    parts = [span(name, 90.5 + 0.5 * number, 90.75 + 0.5 * number) for number, name in enumerate(names)]
+    assert rows(write_trace(tmp_path / "run.json", [*iteration(0, 0), *parts])) == rows(
         write_trace(tmp_path / "without.json", iteration(0, 0))
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "phase"),
-    [
-        ("## forward ##", "forward"),
-        ("DistributedDataParallel.forward", "forward"),
-        ("Forward pass", "forward"),
-        ("model.forward()", "forward"),
-        ("[pl][profile][Strategy]SingleDeviceStrategy.backward", "backward"),
-        ("loss.backward", "backward"),
-        ("## optimizer ##", "update"),
-        ("optimizer_step", "update"),
-    ],
-)
-def test_find_phases__recognizes_names_of_annotations(tmp_path: Path, name: str, phase: str) -> None:
+def test_find_phases__recognizes_names_of_annotations(tmp_path: Path) -> None:
+    names = {
+        "## forward ##": "forward",
+        "DistributedDataParallel.forward": "forward",
+        "Forward pass": "forward",
+        "## optimizer ##": "update",
+        "model.forward()": "forward",
+        "[pl][profile][Strategy]SingleDeviceStrategy.backward": "backward",
+        "loss.backward": "backward",
+        "optimizer_step": "update",
+    }
+
+    def spans(category: str) -> list[Event]:
+        return [span(name, 10 * number, 10 * number + 1, category) for number, name in enumerate(names)]
+
+    expected = [(phase, 10 * number, 10 * number + 1) for number, phase in enumerate(names.values())]
     for category in ("user_annotation", "cpu_op", "Operator"):
-        assert rows(write_trace(tmp_path / "run.json", [span(name, 1, 2, category)])) == [(phase, 1, 2)]
-    assert rows(write_trace(tmp_path / "run.json", [span(name, 1, 2, "gpu_user_annotation")])) == []
+        assert rows(write_trace(tmp_path / "run.json", spans(category))) == expected
+    assert rows(write_trace(tmp_path / "run.json", spans("gpu_user_annotation"))) == []
 
 
 def test_find_phases__cuts_overlaps_and_drops_nested_annotations(tmp_path: Path) -> None:

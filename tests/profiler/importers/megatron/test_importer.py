@@ -12,6 +12,7 @@ from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.profiler.importers.load import import_trace, recognize
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import Trace
+from tests.conftest import slow_case
 
 MS = 10**6
 SECOND = 10**9
@@ -77,7 +78,7 @@ def phase_rows(trace: Trace, rank: int = 0) -> list[tuple[int, str, float, float
     return list(zip(rows["iteration"], rows["phase"], starts, ends, strict=True))
 
 
-@pytest.mark.parametrize("form", [minmax, maximum, one_line])
+@pytest.mark.parametrize("form", [minmax, slow_case(maximum), one_line])
 def test_import_log__places_phases_at_the_end_of_their_iterations(tmp_path: Path, form: object) -> None:
     assert callable(form)
     lines = [line for number in (1, 2) for line in (iteration_line(number), *form(TIMERS))]
@@ -210,7 +211,7 @@ def test_matches__leaves_logs_with_timers_of_deepspeed_to_their_importer(tmp_pat
         assert recognize(Source(file)) == "deepspeed-log"
 
 
-@pytest.mark.parametrize("length", range(20, 1500, 120))
+@pytest.mark.parametrize("length", [20, 500, 1100, *map(slow_case, range(140, 1500, 120))])
 def test_import_log__reads_any_beginning_of_a_log(tmp_path: Path, length: int) -> None:
     """A log that was cut off anywhere gives its complete iterations, with the same phases, or an error."""
     lines = [line for number in (1, 2) for line in (iteration_line(number), *minmax(TIMERS))]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.profiler.importers.source import SourceError
+from tests.conftest import slow_case
 from tests.profiler.importers.nvml_monitor.made_monitors import (
     MIB,
     SECOND,
@@ -27,13 +28,13 @@ UNIX = START // SECOND
     "text",
     [
         scrapes(3, lambda n: f"{UNIX + n}\n"),
-        scrapes(3, lambda n: f"{UNIX + n}.000000000\n"),
-        scrapes(3, lambda n: f"# 2026-11-22T10:00:0{n}Z\n"),
-        scrapes(3, lambda n: f"date: 2026-11-22 10:00:0{n}\n\n"),
+        slow_case(scrapes(3, lambda n: f"{UNIX + n}.000000000\n")),
+        slow_case(scrapes(3, lambda n: f"# 2026-11-22T10:00:0{n}Z\n")),
+        slow_case(scrapes(3, lambda n: f"date: 2026-11-22 10:00:0{n}\n\n")),
         scrapes(3, lambda n: f"Sun Nov 22 10:00:0{n} UTC 2026\n"),
-        scrapes(3, lambda n: f"Sun Nov 22 10:00:0{n} AM UTC 2026\n"),
-        "".join(scrape(n, before=f"2026-11-22T10:00:0{n}.000Z ") for n in range(3)),
-        "".join(scrape(n, before=f"{UNIX + n} ") for n in range(3)),
+        slow_case(scrapes(3, lambda n: f"Sun Nov 22 10:00:0{n} AM UTC 2026\n")),
+        slow_case("".join(scrape(n, before=f"2026-11-22T10:00:0{n}.000Z ") for n in range(3))),
+        slow_case("".join(scrape(n, before=f"{UNIX + n} ") for n in range(3))),
         "".join(scrape(n, after=f" {(UNIX + n) * 1000}") for n in range(3)),
     ],
 )
@@ -111,7 +112,7 @@ def test_read_exporter__refuses_several_hosts(tmp_path: Path) -> None:
         import_text(tmp_path, scrape(0) + other)
 
 
-@pytest.mark.parametrize("end", [-2, -3, -40, -200])
+@pytest.mark.parametrize("end", [slow_case(-2), slow_case(-3), -40, slow_case(-200)])
 def test_read_exporter__reads_up_to_the_last_complete_line(tmp_path: Path, end: int) -> None:
     text = "".join(scrape(n, after=f" {(UNIX + n) * 1000}") for n in range(3))
     trace = import_text(tmp_path, text[:end])
@@ -136,7 +137,7 @@ GPU 1     70      80      1000    2147483632  6000     7000         54.3    1980
     ("stamp", "dated"),
     [
         (lambda n: "", False),
-        (lambda n: f"2026-11-22T10:00:0{n}.000 ", True),
+        slow_case(lambda n: f"2026-11-22T10:00:0{n}.000 ", True),
         (lambda n: f"[2026-11-22 10:00:0{n}] ", True),
     ],
 )
@@ -154,7 +155,7 @@ def test_read_dcgmi__reads_the_columns_of_a_gpu(tmp_path: Path, stamp: Callable[
     assert (trace.meta.clock.name == "unix") == dated
 
 
-@pytest.mark.parametrize("end", [-2, -4, -30])
+@pytest.mark.parametrize("end", [slow_case(-2), slow_case(-4), -30])
 def test_read_dcgmi__reads_up_to_the_last_complete_line(tmp_path: Path, end: int) -> None:
     trace = import_text(tmp_path, DCGMI[:end])
     assert states(trace, "power_w", 1) == [52.3]

@@ -13,11 +13,11 @@ from ebbtide.analysis.metrics.link import link_use
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.profiler.importers.importer import Hardware
 from ebbtide.profiler.importers.load import import_trace
-from ebbtide.profiler.importers.nvml_monitor.importer import MonitorImporter
-from ebbtide.profiler.importers.nvml_monitor.monitor import parse_monitor
+from ebbtide.profiler.importers.nvml_monitor.importer import MonitorImporter, parse_monitor
 from ebbtide.profiler.importers.source import Source, SourceError
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import DeviceInfo, LinkInfo
+from tests.conftest import slow, slow_case
 
 MIB, GIB = 2**20, 2**30
 SECOND = 10**9
@@ -60,20 +60,20 @@ utilization.gpu [%]
     "text",
     [
         QUERY,
-        QUERY.replace(" MiB,", ",").replace(" %\n", "\n"),
+        slow_case(QUERY.replace(" MiB,", ",").replace(" %\n", "\n")),
         QUERY.replace("\n", "\r\n"),
-        QUERY.replace(", ", ","),
-        "\ufeff" + QUERY,
+        slow_case(QUERY.replace(", ", ",")),
+        slow_case("\ufeff" + QUERY),
         "Failed to initialize something\n\n" + QUERY,
-        QUERY + "\n\n",
-        QUERY + QUERY.splitlines()[0] + "\n",
-        QUERY.replace("index", "gpu_id"),
-        QUERY.replace("MiB]", "MB]"),
-        QUERY.replace(" [MiB]", "").replace(" MiB,", ","),
-        QUERY.replace("334", "334.0").replace("2024/04/15 ", "2024-04-15T"),
+        slow_case(QUERY + "\n\n"),
+        slow_case(QUERY + QUERY.splitlines()[0] + "\n"),
+        slow_case(QUERY.replace("index", "gpu_id")),
+        slow_case(QUERY.replace("MiB]", "MB]")),
+        slow_case(QUERY.replace(" [MiB]", "").replace(" MiB,", ",")),
+        slow_case(QUERY.replace("334", "334.0").replace("2024/04/15 ", "2024-04-15T")),
         "\n".join('"' + line.replace(", ", '","') + '"' for line in QUERY.splitlines()),
         "\n".join(["," + QUERY.splitlines()[0], *(f"{n},{row}" for n, row in enumerate(QUERY.splitlines()[1:]))]),
-        "\n".join([QUERY.splitlines()[0], *QUERY.splitlines()[:0:-1]]),
+        slow_case("\n".join([QUERY.splitlines()[0], *QUERY.splitlines()[:0:-1]])),
     ],
 )
 def test_import_trace__reads_every_spelling_of_a_query(tmp_path: Path, text: str) -> None:
@@ -132,7 +132,7 @@ def test_read_devices__assumes_device_0(tmp_path: Path) -> None:
     assert "m.csv does not identify devices: all figures are assigned to device 0" in trace.notes
 
 
-@pytest.mark.parametrize("device", ["2", "cuda:2", "GPU 2", "gpu2", "2.0"])
+@pytest.mark.parametrize("device", slow(["2", "cuda:2", "GPU 2", "gpu2", "2.0"], but=["GPU 2"]))
 def test_read_devices__reads_every_spelling_of_a_number(tmp_path: Path, device: str) -> None:
     assert used(import_text(tmp_path, f"timestamp,gpu,mem_used\n{START},{device},{5 * MIB * 100}\n"), 2) == [
         (0.0, 500.0)
@@ -171,10 +171,10 @@ def commas(text: str) -> str:
     "spell",
     [
         str,
-        commas,
-        no_units,
+        slow_case(commas),
+        slow_case(no_units),
         lambda text: commas(no_units(text)),
-        lambda text: text.replace("#Date", "# Date"),
+        slow_case(lambda text: text.replace("#Date", "# Date")),
         lambda t: t + " 20240415  00:",
     ],
 )
@@ -213,7 +213,14 @@ def test_assume_times__spaces_samples_by_1_s(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("unit", "digits", "decimals"),
-    [("s", 10, ""), ("s", 10, ".25"), ("ms", 13, ""), ("ms", 13, ".5"), ("us", 16, ""), ("ns", 19, "")],
+    [
+        slow_case("s", 10, ""),
+        ("s", 10, ".25"),
+        ("ms", 13, ""),
+        slow_case("ms", 13, ".5"),
+        slow_case("us", 16, ""),
+        ("ns", 19, ""),
+    ],
 )
 def test_read_times__reads_unix_times_in_every_unit(tmp_path: Path, unit: str, digits: int, decimals: str) -> None:
     power = {"s": 9, "ms": 6, "us": 3, "ns": 0}[unit]
@@ -233,9 +240,9 @@ def test_read_times__reads_unix_times_in_every_unit(tmp_path: Path, unit: str, d
 @pytest.mark.parametrize(
     ("stamp", "seconds", "zoned"),
     [
-        ("2024-04-15T00:52:41Z", 1, True),
+        slow_case("2024-04-15T00:52:41Z", 1, True),
         ("2024-04-15T02:52:41.5+02:00", 1.5, True),
-        ("2024-04-15 00:52:41", 1, False),
+        slow_case("2024-04-15 00:52:41", 1, False),
         ("20240415 00:52:41", 1, False),
     ],
 )

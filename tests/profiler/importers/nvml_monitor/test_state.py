@@ -8,6 +8,7 @@ import pytest
 
 from ebbtide.profiler.importers.load import import_trace
 from ebbtide.profiler.importers.source import SourceError
+from tests.conftest import slow_case
 from tests.profiler.importers.nvml_monitor.made_monitors import MIB, SECOND, import_text, memory_rows, states
 
 # Real output of `nvidia-smi dmon`, with two GPUs and a repeated header.
@@ -128,9 +129,9 @@ def test_read_query__reads_the_state(tmp_path: Path) -> None:
     ("last", "kept"),
     [
         ("2026/11/22 10:00:02.000, 0, 20344 MiB", True),
-        ("2026/11/22 10:00:02.000, 0, 20344", False),
+        slow_case("2026/11/22 10:00:02.000, 0, 20344", False),
         ("2026/11/22 10:00:02.000, 0, 20", False),
-        ("2026/11/22 10:00:02.000, 0", False),
+        slow_case("2026/11/22 10:00:02.000, 0", False),
     ],
 )
 def test_read_query__leaves_out_a_cut_last_line(tmp_path: Path, last: str, kept: bool) -> None:

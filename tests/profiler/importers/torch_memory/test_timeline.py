@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.profiler.importers.source import Source, SourceError
-from ebbtide.profiler.importers.torch_memory.timeline import CATEGORIES, TimelineImporter, read_timeline
+from ebbtide.profiler.importers.torch_memory.snapshot import CATEGORIES, TimelineImporter, read_timeline
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.conftest import examples, seeded
 

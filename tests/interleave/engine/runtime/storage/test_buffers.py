@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from ebbtide.errors import PlanError
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.storage.stored_states import StoredStates
+from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.model.plan import OTHER, Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.overlap import late
-from ebbtide.interleave.policies.stored_plan import StorageLayout, stored_in
+from ebbtide.interleave.policies.storage import StorageLayout, stored_in
 from ebbtide.machines.machine import Machine
 from ebbtide.machines.storage import StoragePath
 from tests.conftest import examples
@@ -76,9 +77,9 @@ def test_engine__gives_no_buffer_to_two_states(twin: Twin, data: st.DataObject, 
     with tempfile.TemporaryDirectory() as folder, hasty_switches():
         device, kernel = JitteryDevice(jitter), JitteryKernel(jitter)
         stored = WatchedStates(jitter, [Path(folder) / "state"], twin.subgroups, device, bytes(16))
-        engine = Engine(twin.subgroups, len(twin.params), device, kernel, None, stored)
+        engine = Engine(Store(twin.subgroups, device, kernel, None, stored), len(twin.params))
         try:
-            engine.store.states.plan_storage(plan)
+            engine.store.states.stored.prepare(plan)
             twin.begin(engine.store)
             engine.set_plan(plan, workload)
             for _ in range(3):

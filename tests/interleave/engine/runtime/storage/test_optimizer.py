@@ -75,7 +75,7 @@ CASES = [
 def test_step__gives_the_bits_of_the_reference_in_random_jobs(
     tmp_path: Path, policy: str, mode: str, overlap: str, budget: float
 ) -> None:
-    check_random_jobs(range(examples(5, by_default=2)), tmp_path, policy, mode, overlap, budget)
+    check_random_jobs(range(examples(5, by_default=1)), tmp_path, policy, mode, overlap, budget)
 
 
 @pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 5), marks=pytest.mark.slow)])

@@ -12,9 +12,17 @@ from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.store import Store
 from tests.interleave.engine.training import MACHINE, MODES, Job, ReferenceOptimizer, run
 
+QUICK = {("twin-flow:0.5", "streamed"), ("zero-offload", "kept"), ("pipelined", "streamed")}
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("policy", ["twin-flow:0.5", "zero-offload", "pipelined"])
+
+@pytest.mark.parametrize(
+    ("policy", "mode"),
+    [
+        pytest.param(policy, mode, marks=() if (policy, mode) in QUICK else pytest.mark.slow)
+        for policy in ("twin-flow:0.5", "zero-offload", "pipelined")
+        for mode in MODES
+    ],
+)
 def test_step__converts_masters_before_their_buffer_is_read_into(
     policy: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,199 @@
+"""Rules on iterations, and on ranks that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
+from ebbtide.analysis.findings.needs import ENOUGH_VALUES, ITERATIONS, PASSES, RANKS
+from ebbtide.analysis.findings.rule import rule
+from ebbtide.analysis.metrics.drift import Drift
+from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.analysis.metrics.ranks.differences import RankDifference, ranks_text
+from ebbtide.phases import BACKWARD, FORWARD, OTHER, PHASES
+from ebbtide.units import bytes_text, ms_text, rate_text
+
+
+@rule("phases")
+def phases(metrics: JobMetrics) -> Unknown | None:
+    """Return what to record where the trace has no finished iteration."""
+    if metrics.iteration_ms is not None:
+        return None
+    return phases.unknown(
+        "which phases does an iteration have, and how long are they?",
+        "record the job with `ebbtide profile`, or import its DeepSpeed log or torch.profiler trace",
+    )
+
+
+# Causes of time without compute that lie with the host, or with its copies.
+_WAITING = [f"cause_{cause}" for cause in ("copy", "memset", "late_launch", "host_busy", "queue", "unknown")]
+# Every job does something between the phases. More than this share of the iteration is much.
+_MIN_OTHER_SHARE = 0.15
+
+
+@rule("between-phases", ITERATIONS, PASSES)
+def between_phases(metrics: JobMetrics) -> Finding | None:
+    """Compare the time outside phases with the iteration. Where kernels were recorded, without the time in which the
+    GPU computes or communicates: it does not wait for the host then."""
+    other, iteration = metrics.phase_ms(OTHER), metrics.iteration_ms
+    activity = metrics.iteration_activity(OTHER)
+    if other and len(activity):
+        other = min(other, float(activity[_WAITING].sum(axis=1).max()))
+    if not other or not iteration or other < _MIN_OTHER_SHARE * iteration:
+        return None
+    if metrics.phase_ms(FORWARD) is None or metrics.phase_ms(BACKWARD) is None:
+        # The time of a phase that was not recorded counts as other.
+        return None
+    busy = ", and the GPU neither computes nor communicates then" if len(activity) else ""
+    return between_phases.finding(
+        "Much of the iteration is outside forward, backward and update",
+        clamp_gain(other),
+        (f"{ms_text(other)} of {ms_text(iteration)} ({100 * other / iteration:.0f} %) belong to no phase" + busy,),
+        "look at data loading (workers, pinned batches), logging, and synchronising calls such as loss.item()",
+    )
+
+
+# A rank that is slowest in at least this share of the iterations is not so by chance.
+_MIN_SLOWEST_SHARE = 0.8
+_MIN_SLOWER = 0.02
+_MIN_ITERATIONS = 3
+# More ranks are in the table of `ebbtide summary`.
+_MAX_LINES = 8
+_ADVICE = {
+    "slow link": "check lanes and generation of the link (nvidia-smi -q), the switch it shares, and the kernel log",
+    "slow clock": "check power limit, temperature and fans (nvidia-smi -q -d PERFORMANCE)",
+    "less free memory": "look for other processes on that GPU, and for state or buffers that only this rank holds",
+}
+_ADVICE_ON_TIME = "look at that rank's clocks, temperature, link width, CPU binding and share of the work"
+_ADVICE_ON_DELAY = "look at what that rank does before the phase: data loading, logging, host work"
+
+
+class _SlowestRank(NamedTuple):
+    """The rank that is slowest most often, what its phases take longer than those of the median other rank (ms), and
+    the evidence."""
+
+    rank: int
+    longer_ms: float
+    evidence: tuple[str, ...]
+
+
+@rule("slow-rank", ITERATIONS, RANKS)
+def slow_rank(metrics: JobMetrics) -> Finding | None:
+    """Compare the phase times of the rank that is slowest most often with those of the median other rank, and list the
+    ranks and hosts of `rank_differences` with their causes."""
+    slowest = _slowest_rank(metrics)
+    differences = metrics.rank_differences.differences
+    if slowest is None and not differences:
+        return None
+    gains = [difference.extra_ms for difference in differences if difference.extra_ms]
+    gains += [slowest.longer_ms] if slowest is not None else []
+    evidence = [*(slowest.evidence if slowest is not None else ()), *map(_evidence, differences[:_MAX_LINES])]
+    if len(differences) > _MAX_LINES:
+        evidence.append(f"{len(differences) - _MAX_LINES} more: `ebbtide summary` lists them")
+    advice = dict.fromkeys(_advice(difference.cause) for difference in differences)
+    return slow_rank.finding(
+        _title(slowest, differences),
+        clamp_gain(max(gains)) if gains else None,
+        evidence,
+        "; ".join(advice) or _ADVICE_ON_TIME,
+    )
+
+
+def _slowest_rank(metrics: JobMetrics) -> _SlowestRank | None:
+    stats = metrics.iterations([])
+    if not stats.slowest_rank or stats.counted < _MIN_ITERATIONS:
+        return None
+    rank, count = max(stats.slowest_rank.items(), key=lambda item: item[1])
+    columns = [f"{phase}_ms" for phase in PHASES]
+    busy = {r: float(metrics.rank(r).series[columns].median().sum()) for r in stats.slowest_rank}
+    others = sorted(ms for r, ms in busy.items() if r != rank)
+    usual = others[len(others) // 2]
+    longer = busy[rank] - usual
+    if count < _MIN_SLOWEST_SHARE * stats.counted or not usual or longer < _MIN_SLOWER * usual:
+        return None
+    evidence = (
+        f"rank {rank} is the slowest in {count} of {stats.counted} iterations",
+        f"its phases take {ms_text(busy[rank])}, those of the median other rank {ms_text(usual)}",
+    )
+    return _SlowestRank(rank, longer, evidence)
+
+
+def _title(slowest: _SlowestRank | None, differences: tuple[RankDifference, ...]) -> str:
+    if slowest is not None and {rank for difference in differences for rank in difference.ranks} <= {slowest.rank}:
+        return f"Rank {slowest.rank} is slower than the others"
+    if len(differences) == 1:
+        name = differences[0].name
+        return f"{name[0].upper()}{name[1:]} differs from the others: {differences[0].cause}"
+    ranks = [difference.ranks[0] for difference in differences if not difference.is_host]
+    hosts = [difference.host for difference in differences if difference.is_host]
+    parts = [f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}"] if hosts else []
+    parts += [f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''}"] if ranks else []
+    return f"{' and '.join(parts).capitalize()} differ from the others"
+
+
+def _evidence(difference: RankDifference) -> str:
+    where = f" ({ranks_text(difference.ranks)})" if difference.is_host else ""
+    where = f" on {difference.host}" if difference.host and not difference.is_host else where
+    details = [*(deviation.text for deviation in difference.deviations), *difference.facts]
+    return f"{difference.name}{where}: {difference.cause}: {'; '.join(details)}"
+
+
+def _advice(cause: str) -> str:
+    if cause.startswith("late "):
+        return _ADVICE_ON_DELAY
+    return _ADVICE.get(cause, _ADVICE_ON_TIME)
+
+
+_TITLES = {
+    "iteration_time": "Iterations become slower during the run",
+    "link_speed": "The link becomes slower during the run",
+    "copy_rate": "Copies become slower during the run",
+    "sm_clock": "The GPU's clock falls during the run",
+    "free_memory": "Free memory shrinks during the run",
+}
+_TEXTS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "iteration_time": ("an iteration takes {after}, {before} at the beginning", ms_text),
+    "link_speed": ("the link under load can carry {after} per direction, {before} at the beginning", rate_text),
+    "copy_rate": ("copies of 1 MiB or more run at {after}, {before} at the beginning", rate_text),
+    "sm_clock": (
+        "the SM clock of the busy GPU is {after}, {before} at the beginning",
+        lambda megahertz: f"{megahertz:,.0f} MHz",
+    ),
+    "free_memory": ("the least free memory of an iteration is {after}, {before} at the beginning", bytes_text),
+}
+_DRIFT_ADVICE = {
+    "iteration_time": "look for what else changes with time on that host: other jobs, sequence lengths, data loading, "
+    "logs and caches that grow",
+    "link_speed": "check the card's seat, riser and the kernel log (AER errors): a link falls back to a lower "
+    "generation or fewer lanes after errors",
+    "copy_rate": "look for other traffic on the link and in host memory, and for memory that is no longer pinned",
+    "sm_clock": "check power limit, temperature and fans (nvidia-smi -q -d PERFORMANCE)",
+    "free_memory": "look for tensors that are kept, such as losses that are summed with their graph; a memory snapshot "
+    "shows who holds them",
+}
+
+
+@rule("drift", ENOUGH_VALUES)
+def drift(metrics: JobMetrics) -> Finding | None:
+    """Report every quantity that `find_drifts` finds; the gain is that of the iteration time."""
+    drifts = metrics.drifts
+    if not drifts:
+        return None
+    slower = [drift for drift in drifts if drift.quantity == "iteration_time"]
+    causes = [drift for drift in drifts if drift.quantity != "iteration_time"]
+    return drift.finding(
+        _TITLES[drifts[0].quantity],
+        clamp_gain(slower[0].mean_change) if slower else None,
+        tuple(_drift_evidence(drift) for drift in drifts),
+        "; ".join(_DRIFT_ADVICE[drift.quantity] for drift in causes or drifts),
+    )
+
+
+def _drift_evidence(drift: Drift) -> str:
+    text, unit = _TEXTS[drift.quantity]
+    rank = "" if drift.rank is None else f"rank {drift.rank}: "
+    percent = f" ({100 * (drift.after / drift.before - 1):+.0f} %)" if drift.before else ""
+    moment = f"iteration {drift.first:.0f}" if drift.counts_iterations else f"{ms_text(drift.first)} after the start"
+    how = f"; it changes steadily, from about {moment} on" if drift.is_gradual else f"; since {moment}"
+    return rank + text.format(after=unit(drift.after), before=unit(drift.before)) + percent + how

@@ -1,0 +1,148 @@
+"""Rules on copies over the link."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
+from ebbtide.analysis.findings.needs import GPU, ITERATIONS, MIN_SHARE, RANKS, RECORD_COPIES
+from ebbtide.analysis.findings.rule import rule
+from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations, covering
+from ebbtide.analysis.timeseries.step_functions import union, union_length
+from ebbtide.phases import ITERATION_PARTS
+from ebbtide.units import bytes_text, ms_text, rate_text
+
+_QUESTION = "are copies made from pinned or from pageable memory?"
+
+
+@rule("pageable-copies", ITERATIONS, GPU)
+def pageable_copies(metrics: JobMetrics) -> Finding | Unknown | None:
+    """Compare pageable copies with the rate of pinned ones in the same direction, else with the link's peak."""
+    if not metrics.has_copies:
+        return pageable_copies.unknown(_QUESTION, RECORD_COPIES)
+    if len(metrics.steady_copies) and metrics.steady_copies["host_memory"].isna().all():
+        record = "the copies of this trace do not state their kind of memory: " + RECORD_COPIES
+        return pageable_copies.unknown(_QUESTION, record)
+    gains: list[float] = []
+    cost = 0.0
+    evidence = []
+    for direction in DIRECTIONS:
+        pageable, pinned = (metrics.copy_stats(direction, kind) for kind in ("pageable", "pinned"))
+        if pageable is None or pageable.bytes is None or pageable.busy_ms <= 0:
+            continue
+        rate = pageable.bytes / pageable.busy_ms * 1e3
+        fast = pinned.bytes / pinned.busy_ms * 1e3 if pinned and pinned.bytes and pinned.busy_ms else None
+        fast = fast if fast is not None and fast > rate else metrics.peak_bytes_per_s
+        if fast is not None:
+            gains.append(clamp_gain(pageable.busy_ms * (1 - rate / fast)))
+        cost += gains[-1] if fast is not None else pageable.busy_ms
+        comparison = f"; pinned ones could run at {rate_text(fast)}" if fast is not None and fast > rate else ""
+        evidence.append(
+            f"{direction}: {pageable.count:,} pageable copies per iteration, {bytes_text(pageable.bytes)} in "
+            f"{ms_text(pageable.busy_ms)} ({rate_text(rate)}{comparison})"
+        )
+    if not evidence or cost < MIN_SHARE * (metrics.iteration_ms or 0.0):
+        return None
+    return pageable_copies.finding(
+        "Copies go through pageable host memory",
+        clamp_gain(sum(gains)) if gains else None,
+        evidence,
+        "keep what is copied in pinned memory (pin_memory=True, offload_optimizer.pin_memory)",
+    )
+
+
+@rule("one-direction", ITERATIONS, GPU)
+def one_direction(metrics: JobMetrics) -> Finding | Unknown | None:
+    """Compare the overlap of the two directions with the largest possible, of the rank where they differ most."""
+    if not metrics.has_copies:
+        return one_direction.unknown("do copies of both directions run at once or take turns?", RECORD_COPIES)
+    total = 0.0
+    evidence = []
+    for phase in ITERATION_PARTS:
+        busy = [
+            (pair.h2d.busy_ms, pair.d2h.busy_ms, pair.h2d.both_ms)
+            for pair in metrics.both_directions(phase)
+            if pair.h2d.busy_ms is not None and pair.d2h.busy_ms is not None and pair.h2d.both_ms is not None
+        ]
+        h2d, d2h, both = max(busy, key=lambda ms: min(ms[:2]) - ms[2], default=(0.0, 0.0, 0.0))
+        gain = min(h2d, d2h) - both
+        if gain >= MIN_SHARE * (metrics.iteration_ms or 0.0):
+            total += gain
+            evidence.append(f"{phase}: h2d busy {ms_text(h2d)}, d2h busy {ms_text(d2h)}, both at once {ms_text(both)}")
+    if not evidence:
+        return None
+    return one_direction.finding(
+        "Copies of the two directions take turns",
+        clamp_gain(total),
+        evidence,
+        "put h2d and d2h copies on streams of their own, so that they overlap",
+    )
+
+
+# Copies of at least this size measure a link's rate; the time of smaller ones is mostly that of a launch.
+_LARGE_BYTES = 1 << 20
+# Ranks share a link if their copies run this many times faster alone than together with another rank's.
+_MIN_SLOWDOWN = 1.4
+# Of a copy's time in which another rank copies: more counts as together, less as alone.
+_TOGETHER_SHARE = 0.5
+_ALONE_SHARE = 0.1
+_MIN_COPIES = 3
+
+
+@rule("shared-link", GPU, RANKS)
+def shared_link(metrics: JobMetrics) -> Finding | Unknown | None:
+    """Compare the rates of large copies that overlap another rank's copies with those that do not."""
+    if metrics.world_size < 2:
+        return None
+    recorded = [rank for rank in metrics.trace.ranks if metrics.trace.rank(rank).transfers_recorded]
+    if len(recorded) < 2:
+        return shared_link.unknown("do ranks share a link?", RECORD_COPIES + ", on every rank")
+    gain = 0.0
+    evidence = []
+    for (direction, kind), rows in _large_copies(metrics).groupby(["direction", "kind"]):
+        together, alone = rows[rows["overlap_share"] > _TOGETHER_SHARE], rows[rows["overlap_share"] < _ALONE_SHARE]
+        if len(together) < _MIN_COPIES or len(alone) < _MIN_COPIES:
+            continue
+        slow, fast = together["rate"].median(), alone["rate"].median()
+        if fast > _MIN_SLOWDOWN * slow:
+            lengths = [
+                _busy_ms(copies) / len(copied_iterations(metrics.trace, int(rank)))
+                for rank, copies in together.groupby("rank")
+            ]
+            gain += max(lengths) * (1 - slow / fast)
+            evidence.append(
+                f"{direction}: {kind or 'all'} copies run at {rate_text(fast)} alone and at {rate_text(slow)} "
+                f"together with another rank's ({len(alone):,} and {len(together):,} copies of 1 MiB or more)"
+            )
+    if not evidence:
+        return None
+    return shared_link.finding(
+        "Ranks share a link",
+        clamp_gain(gain),
+        evidence,
+        "spread the ranks over PCIe switches and sockets (nvidia-smi topo -m), or let them copy at different times",
+    )
+
+
+def _large_copies(metrics: JobMetrics) -> pd.DataFrame:
+    """Return each large copy with rank, direction, kind (of host memory), start_ns, end_ns, rate (bytes/s) and
+    overlap_share: the share of its time in which another rank of the host copied in the same direction."""
+    rows = metrics.steady_copies
+    rows = rows[(rows["bytes"].fillna(0) >= _LARGE_BYTES) & (rows["end_ns"] > rows["start_ns"])]
+    hosts = {rank: metrics.trace.rank(rank).host for rank in metrics.trace.ranks}
+    rows = rows.assign(host=rows["rank"].map(hosts))
+    tables = []
+    for (rank, direction), own in rows.groupby(["rank", "direction"]):
+        others = rows[(rows["rank"] != rank) & (rows["direction"] == direction) & (rows["host"] == hosts[rank])]
+        busy = covering(*union(others["start_ns"].to_numpy(np.int64), others["end_ns"].to_numpy(np.int64)))
+        starts, ends = own["start_ns"].to_numpy(np.int64), own["end_ns"].to_numpy(np.int64)
+        rate = own["bytes"].to_numpy(np.float64) / (ends - starts) * 1e9
+        share = (busy(ends) - busy(starts)) / (ends - starts)
+        tables.append(own.assign(rate=rate, overlap_share=share, kind=own["host_memory"].fillna("")))
+    return pd.concat(tables) if tables else rows.assign(rate=0.0, overlap_share=0.0, kind="")
+
+
+def _busy_ms(rows: pd.DataFrame) -> float:
+    return union_length(rows["start_ns"].to_numpy(np.int64), rows["end_ns"].to_numpy(np.int64)) / 1e6

@@ -1,0 +1,64 @@
+"""Activity of the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+
+from ebbtide.analysis.metrics.missing import NO_KERNELS
+from ebbtide.analysis.plot.kinds import Layout
+from ebbtide.analysis.plot.panels import PlotPanel, draw_stack
+from ebbtide.analysis.plot.views import View
+from ebbtide.analysis.timeline.activity import ActivityLane, activity_lanes
+from ebbtide.analysis.timeline.panels import Scale
+from ebbtide.analysis.timeline.reduction import PICTURE
+from ebbtide.errors import TraceError
+
+CONTENT = "GPU activity"
+_LANE_HEIGHT = 0.86
+_REMARKS = ("height of a lane: share of the time",)
+
+
+def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
+    """Return the panels of this kind."""
+    return activity_panels(view, layout.tall, required=True)
+
+
+@dataclass(frozen=True)
+class ActivityPanel(PlotPanel):
+    """Lanes of activity of a rank's GPU."""
+
+    lanes: Sequence[ActivityLane]
+
+    @property
+    def on_gpu(self) -> bool:
+        return True
+
+    def draw(self, axes: Axes, scale: Scale) -> list[Artist]:
+        drawn: list[Artist] = []
+        for number, lane in enumerate(self.lanes):
+            areas = draw_stack(axes, lane.stack, self.view.axis, 1 / _LANE_HEIGHT, number)
+            axes.axhline(number, color="#7b8794", lw=0.4)
+            # A lane of one area is named by its label.
+            drawn += areas if lane.name == "idle" else []
+        axes.set_ylim(0, len(self.lanes))
+        names = [lane.name for lane in self.lanes]
+        axes.set_yticks(np.arange(len(names)) + _LANE_HEIGHT / 2, labels=names)
+        axes.tick_params(axis="y", length=0)
+        return drawn
+
+
+def activity_panels(view: View, height: float, required: bool) -> list[ActivityPanel]:
+    """Return the panel of a view; no panel where kernels were not recorded.
+
+    Raises:
+        TraceError: There is no panel, and one is required.
+    """
+    lanes = activity_lanes(view.trace, view.rank, view.axis, PICTURE)
+    if required and not lanes:
+        raise TraceError(f"rank {view.rank} of {view.trace.path}: {NO_KERNELS}")
+    return [ActivityPanel(view, height, lanes, name="activity", remarks=_REMARKS)] if lanes else []

@@ -1,0 +1,86 @@
+"""Use of the link."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+
+from ebbtide.analysis.plot.kinds import Layout
+from ebbtide.analysis.plot.panels import ContentPanel, PlotPanel, content_fields, draw_level
+from ebbtide.analysis.plot.styles import TEXT_COLOR, line_properties
+from ebbtide.analysis.plot.views import View
+from ebbtide.analysis.timeline.link import link_panel
+from ebbtide.analysis.timeline.panels import Scale
+from ebbtide.analysis.timeline.reduction import PICTURE
+from ebbtide.analysis.timeline.styles import COLORS, LINK_COLORS
+from ebbtide.errors import TraceError
+
+CONTENT = "link"
+_SIGNS = {"h2d": 1.0, "d2h": -1.0}
+_SIDES = {"h2d": "up", "d2h": "down"}
+
+
+def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
+    """Return the panels of this kind."""
+    return link_panels(view, layout.middle, required=True)
+
+
+@dataclass(frozen=True)
+class LinkPanel(ContentPanel):
+    """Rates of both directions of the link; see `ContentPanel`."""
+
+    def draw(self, axes: Axes, scale: Scale) -> list[Artist]:
+        drawn: list[Artist] = []
+        for line in self.content.lines:
+            label = f"{line.name} ({_SIDES[line.name]}){line.detail}"
+            edges, rates = self.view.axis.x(line.edges), _SIGNS[line.name] * line.values / scale.size
+            drawn.append(axes.stairs(rates, edges, baseline=0.0, label=label, **line_properties(line.style)))
+            fill = COLORS[line.style.fill or line.style.color].light
+            axes.stairs(rates, edges, baseline=0.0, fill=True, color=fill, lw=0, zorder=0.9)
+        axes.axhline(0.0, color=TEXT_COLOR, lw=0.7)
+        if self.level is not None:
+            draw_level(axes, self.view, -self.level, scale, "")
+            drawn += draw_level(axes, self.view, self.level, scale, self.content.level_label)
+        drawn += self._mark_above_peak(axes, scale)
+        axes.set_ylim(-scale.top / scale.size, scale.top / scale.size)
+        axes.locator_params(axis="y", nbins=7)
+        axes.yaxis.set_major_formatter(lambda rate, _: f"{abs(rate):g}")
+        axes.set_ylabel(f"link ({scale.unit})")
+        return drawn
+
+    def _mark_above_peak(self, axes: Axes, scale: Scale) -> Iterator[Artist]:
+        """Mark every rate above the peak at the edge: such rates are impossible and do not set the scale."""
+        for direction, sign in _SIGNS.items():
+            times = [line.above_peak_ns for line in self.content.lines if line.name == direction]
+            marked = np.unique(np.concatenate([np.empty(0, np.int64), *times]))
+            if not len(marked):
+                continue
+            yield axes.plot(
+                self.view.axis.x(marked),
+                np.full(len(marked), sign * scale.top / scale.size),
+                ls="none",
+                marker="^" if sign > 0 else "v",
+                ms=4.5,
+                color=LINK_COLORS[direction],
+                clip_on=False,
+                zorder=4,
+                label=f"{len(marked):,} × {direction} above the peak",
+            )[0]
+
+
+def link_panels(view: View, height: float, required: bool) -> list[LinkPanel]:
+    """Return the panel of the link; no panel where neither copies nor counters were recorded.
+
+    Raises:
+        TraceError: There is no panel, and one is required.
+    """
+    content = link_panel(view.trace, view.rank, view.axis, PICTURE)
+    if required and content is None:
+        raise TraceError(
+            f"rank {view.rank} of {view.trace.path} has no link to draw: neither copies nor link counters were recorded"
+        )
+    return [LinkPanel(view, height, **content_fields(content))] if content is not None else []

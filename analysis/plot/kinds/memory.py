@@ -1,0 +1,67 @@
+"""Memory of the device, and of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+
+from ebbtide.analysis.metrics.missing import NO_MEMORY
+from ebbtide.analysis.plot.kinds import Layout
+from ebbtide.analysis.plot.panels import ContentPanel, PlotPanel, content_fields, draw_level, draw_stack
+from ebbtide.analysis.plot.styles import line_properties
+from ebbtide.analysis.plot.views import View
+from ebbtide.analysis.timeline.memory import device_memory_panel, host_memory_panel
+from ebbtide.analysis.timeline.panels import Scale
+from ebbtide.analysis.timeline.reduction import PICTURE
+from ebbtide.errors import TraceError
+
+CONTENT = "memory"
+_HOST_HEIGHT = 1.1
+# Lines of many short iterations would cover each other.
+_NARROW_WIDTH_FACTOR = 0.6
+_BAND_OPACITY = 0.2
+
+
+def panels(view: View, layout: Layout) -> Sequence[PlotPanel]:
+    """Return the panels of memory."""
+    if not (drawn := memory_panels(view, layout.tall, with_host=True)):
+        raise TraceError(f"rank {view.rank} of {view.trace.path}: {NO_MEMORY}")
+    return drawn
+
+
+@dataclass(frozen=True)
+class MemoryPanel(ContentPanel):
+    """Lines of memory pools, and the stack of categories behind them; see `ContentPanel`."""
+
+    def draw(self, axes: Axes, scale: Scale) -> list[Artist]:
+        drawn: list[Artist] = []
+        width_factor = 1.0 if self.view.has_room_for_phases else _NARROW_WIDTH_FACTOR
+        for line in self.content.lines:
+            edges, sizes = self.view.axis.x(line.edges), np.asarray(line.values / scale.size)
+            style = line_properties(line.style, width_factor)
+            drawn.append(axes.stairs(sizes, edges, baseline=None, label=line.label, **style))
+            if line.lowest is not None:
+                lowest = line.lowest / scale.size
+                axes.stairs(sizes, edges, baseline=lowest, fill=True, color=style["color"], alpha=_BAND_OPACITY, lw=0)
+        if self.content.stack is not None:
+            drawn += draw_stack(axes, self.content.stack, self.view.axis, scale.size)
+        if self.level is not None:
+            drawn += draw_level(axes, self.view, self.level, scale, self.content.level_label)
+        axes.set_ylim(0, scale.top / scale.size)
+        axes.set_ylabel(f"{self.name} ({scale.unit})")
+        return drawn
+
+
+def memory_panels(view: View, height: float, with_host: bool) -> list[MemoryPanel]:
+    """Return the panel of the device's memory, and below it that of the host's; those for which memory was recorded.
+    Host memory is included `with_host`, and always without memory of the device."""
+    device = device_memory_panel(view.trace, view.rank, view.axis, PICTURE)
+    host = host_memory_panel(view.trace, view.rank, view.axis, PICTURE)
+    panels = [] if device.is_empty else [MemoryPanel(view, height, **content_fields(device))]
+    if host is not None and (with_host or device.is_empty):
+        panels.append(MemoryPanel(view, _HOST_HEIGHT if panels else height, **content_fields(host)))
+    return panels

@@ -1,0 +1,82 @@
+"""The tables of the activity of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+
+from ebbtide.analysis.metrics.activity.activity import GpuActivity
+from ebbtide.analysis.metrics.activity.idle_causes import CAUSE_TEXTS
+from ebbtide.analysis.tables.table import Table, View, ms, number, share, text, us
+from ebbtide.profiler.trace import Trace
+from ebbtide.units import ms_text
+
+_MAX_KERNELS = 20
+_SOURCE = "ebbtide activity --json"
+_WHOLE_TRACE = "Over the whole trace."
+_KINDS = ("compute", "communication", "copy", "idle")
+
+
+def activity_tables(activity: GpuActivity) -> list[Table]:
+    """Return the tables of phases, of the whole trace, of the causes of time without compute, of kernels and of waiting
+    in collectives; none where kernels were not recorded."""
+    total = activity.total
+    if total.span_ms is None:
+        return []
+    phases = [phase for phase in activity.phases if phase.compute_ms is not None]
+    note = "Medians over the steady iterations. A kernel belongs to the phase that launched it; kinds may overlap."
+    columns = (text("phase", "phase"), *(ms(kind, f"{kind}_ms") for kind in _KINDS))
+    tables = [Table("activity", "GPU time of each phase in an iteration", columns, phases, note)]
+    times = [(kind, getattr(total, f"{kind}_ms")) for kind in _KINDS]
+    note = f"From the first to the last activity: {ms_text(total.span_ms)}."
+    if total.communication_overlap_share is not None:
+        note += f" Compute runs during {100 * total.communication_overlap_share:.0f} % of the communication."
+    causes = [(CAUSE_TEXTS[cause], time_ms) for cause, time_ms in activity.without_compute.items() if time_ms]
+    tables += [
+        _shares("activity-total", "GPU time, whole trace", "activity", times, total.span_ms, note),
+        _shares("causes", "Time without compute", "cause", causes, total.span_ms, _WHOLE_TRACE),
+        _kernel_table(activity),
+    ]
+    if activity.collectives is not None:
+        columns = (number("rank", "rank"), ms("waited", "wait_ms"), number("came last", "last"))
+        title = f"Waiting for other ranks in {activity.collectives.count:,} collectives"
+        tables.append(Table("collectives", title, columns, activity.collectives.waits, _WHOLE_TRACE))
+    return [table for table in tables if table]
+
+
+def activity_view(trace: Trace, activity: GpuActivity) -> View:
+    """Return the activity per phase and in total, the causes of time without compute, kernels and collectives."""
+    if len(trace.ranks) > 1:
+        yield f"rank {activity.rank} of {len(trace.ranks)} ranks (--rank N for another one)"
+    for line in activity.missing:
+        yield f"{trace.path}: {line}"
+    yield from activity_tables(activity)
+
+
+def _shares(
+    name: str, title: str, label: str, rows: Sequence[tuple[str, float | None]], span_ms: float, note: str
+) -> Table:
+    def part(row: tuple[str, float | None]) -> float | None:
+        return None if row[1] is None or not span_ms else row[1] / span_ms
+
+    columns = (text(label, itemgetter(0)), ms("time", itemgetter(1)), share("share", part, digits=1))
+    return Table(name, title, columns, rows, note)
+
+
+def _kernel_table(activity: GpuActivity) -> Table:
+    columns = (
+        text("kernel", "name"),
+        text("kind", "kind"),
+        number("runs", "count"),
+        ms("time", "time_ms"),
+        us("mean", "mean_us"),
+        share("share", "share", digits=1),
+    )
+    note = _WHOLE_TRACE
+    if (launches := activity.launches) is not None:
+        note += (
+            f" Compute kernels begin {launches.median_delay_us:,.0f} us after their launch (median; 95 %: "
+            f"{launches.p95_delay_us:,.0f} us), with {launches.median_queued:,.0f} more launched and not begun (95 %: "
+            f"{launches.p95_queued:,.0f})."
+        )
+    return Table("kernels", "Kernels with most time", columns, activity.kernels, note, _SOURCE, _MAX_KERNELS)

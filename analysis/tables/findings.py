@@ -1,0 +1,73 @@
+"""The text of findings."""
+
+from __future__ import annotations
+
+from ebbtide.analysis.findings.finding import Finding, Findings
+from ebbtide.analysis.metrics.missing import on_demand_remarks
+from ebbtide.analysis.tables.table import Gain, View
+from ebbtide.profiler.trace import Trace
+from ebbtide.units import ms_text
+
+# Findings that people read at first.
+_FIRST = 5
+
+
+def findings_view(trace: Trace, findings: Findings, iteration_ms: float | None, verbose: bool = True) -> View:
+    """Return findings with advice and estimated gain; `verbose`: also evidence, and the rules that found nothing.
+
+    `iteration_ms`: median iteration, None if not known."""
+    iteration = f"{ms_text(iteration_ms)} an iteration, " if iteration_ms else ""
+    overlap = " (gains overlap)" if sum(one.potential_gain_ms is not None for one in findings.findings) > 1 else ""
+    yield f"{trace.path}: {iteration}{_count(len(findings.findings), 'finding')}{overlap}"
+    yield from on_demand_remarks(trace)
+    numbers = {finding.rule: number for number, finding in enumerate(findings.findings, 1)}
+    shown = findings.findings if verbose else findings.findings[:_FIRST]
+    for finding in shown:
+        yield f"{numbers[finding.rule]}. {finding.title}{_gain(finding)}"
+        yield from (f"   - {evidence}" for evidence in finding.evidence if verbose)
+        yield Gain(f"   DO  {finding.advice}")
+        if finding.removes:
+            yield f"   also removes: {', '.join(map(str, sorted(numbers[rule] for rule in finding.removes)))}"
+    if verbose:
+        yield from _other_rules(findings)
+    else:
+        yield from _left_out(findings)
+
+
+def _gain(finding: Finding) -> str:
+    if finding.potential_gain_ms is None or (finding.action is not None and finding.action.gain_ms is not None):
+        return ""
+    return f" (up to {ms_text(finding.potential_gain_ms)})"
+
+
+def _left_out(findings: Findings) -> View:
+    """Yield what the short form leaves out."""
+    more = len(findings.findings) - _FIRST
+    parts = [_count(more, "more finding")] if more > 0 else []
+    parts += [_count(len(findings.unknown), "question") + " without an answer"] if findings.unknown else []
+    parts += ["evidence"] if findings.findings else []
+    yield f"{', '.join([*parts, 'other rules'])}: -v"
+
+
+def _other_rules(findings: Findings) -> View:
+    """Yield the questions without an answer, and the rules that found nothing or do not apply."""
+    if findings.unknown:
+        yield "This trace cannot answer:"
+        for unknown in findings.unknown:
+            yield f"   - {unknown.question}"
+            yield f"     {unknown.record}"
+    if findings.nothing_found:
+        yield "Rules that looked and found nothing:"
+        yield f"   {', '.join(findings.nothing_found)}"
+    if findings.not_applicable:
+        rules_by_needs: dict[tuple[str, ...], list[str]] = {}
+        for entry in findings.not_applicable:
+            rules_by_needs.setdefault(entry.needs, []).append(entry.rule)
+        yield "Rules that do not apply, because they need what this trace or job does not have:"
+        for needs, rules in rules_by_needs.items():
+            yield f"   - {', '.join(rules)}"
+            yield f"     needs: {'; '.join(needs)}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"

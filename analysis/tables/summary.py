@@ -1,0 +1,164 @@
+"""The tables of a summary: phases, memory, copies, storage, state of the GPUs, figures of a whole trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+
+from ebbtide.analysis.metrics.devices import capacity_name
+from ebbtide.analysis.metrics.gpu_state import GpuFigure
+from ebbtide.analysis.metrics.missing import no_iterations
+from ebbtide.analysis.metrics.storage import StorageUse
+from ebbtide.analysis.metrics.summary import PhaseSummary, Summary
+from ebbtide.analysis.metrics.totals import Totals
+from ebbtide.analysis.tables.ranks import differences_table
+from ebbtide.analysis.tables.table import Gain, Table, View, free_note, ms, number, share, size, text
+from ebbtide.profiler.trace import Trace
+from ebbtide.units import bytes_text, ms_text, range_text
+
+# Field of `Totals` -> its label, and whether it sums all ranks.
+TOTALS = {
+    "span_ms": ("from first to last record", False),
+    "min_free_bytes": ("least free memory", False),
+    "h2d_bytes": ("bytes to the device (h2d)", True),
+    "d2h_bytes": ("bytes to the host (d2h)", True),
+    "compute_ms": ("GPU: compute", True),
+    "communication_ms": ("GPU: communication", True),
+    "copy_ms": ("GPU: copies", True),
+    "idle_ms": ("GPU: idle", True),
+}
+_NOTE = (
+    "Smallest value, mean over time and largest value over the steady iterations and all ranks. Utilization is NVML's "
+    "own mean over 1/6 to 1 s, so shorter phases also show their neighbours."
+)
+
+
+def phase_table(trace: Trace, summary: Summary) -> Table:
+    """Return the table of an iteration and its phases."""
+    total = PhaseSummary("iteration", 0, summary.iteration_ms, None, None, None, None, None, None)
+    if summary.iteration_range is not None:
+        low_ms, high_ms = summary.iteration_range.low_ms, summary.iteration_range.high_ms
+        total = PhaseSummary("iteration", 0, summary.iteration_ms, *(None,) * 6, low_ms, high_ms)
+    ranges = text("range", lambda row: None if row.low_ms is None else range_text(row.low_ms, row.high_ms))
+    columns = (
+        text("phase", "phase"),
+        ms("time", "median_ms"),
+        ranges if summary.is_predicted else ms("p95", "p95_ms"),
+        share("share", "share"),
+        size(f"peak {summary.memory.pool or 'memory'}", "peak_bytes"),
+        size("free at peak", "min_free_bytes"),
+        size("h2d", "h2d_bytes"),
+        size("d2h", "d2h_bytes"),
+    )
+    counted = summary.iterations - summary.warmup_iterations
+    slowest = ", times of the slowest rank" if summary.ranks > 1 else ""
+    note = free_note(trace) if any(row.min_free_bytes is not None for row in summary.phases) else None
+    return Table("phases", f"Medians over {counted} iterations{slowest}", columns, [total, *summary.phases], note)
+
+
+def memory_table(trace: Trace, summary: Summary) -> Table:
+    """Return the table of the peaks of all pools."""
+    rows = [(capacity_name(trace), summary.memory.capacity_bytes), *summary.memory.pools.items()]
+    rows = [row for row in rows if row[1] is not None]
+    return Table("memory", "Memory, whole trace", (text("pool", itemgetter(0)), size("peak", itemgetter(1))), rows)
+
+
+def copies_table(summary: Summary) -> Table:
+    """Return the table of all copies by direction."""
+    columns = (
+        text("direction", itemgetter(0)),
+        number("copies", lambda row: row[1].count),
+        size("bytes", lambda row: row[1].bytes),
+        ms("busy", lambda row: row[1].busy_ms),
+    )
+    rows = [row for row in summary.transfers.items() if row[1].count is not None]
+    return Table("transfers", "Copies, whole trace", columns, rows)
+
+
+def totals_table(trace: Trace, totals: Totals | None, ranks: int) -> Table:
+    """Return the table of the figures of a whole trace that were recorded."""
+    rows = []
+    for name, (label, is_sum) in TOTALS.items():
+        value = getattr(totals, name, None)
+        if value is not None and totals is not None and totals.span_ms is not None:
+            figure = ms_text(value) if name.endswith("_ms") else bytes_text(value)
+            rows.append((label + (", all ranks" if is_sum and ranks > 1 else ""), figure))
+    note = free_note(trace) if totals is not None and totals.min_free_bytes is not None else None
+    return Table("totals", "Whole trace", (text("figure", itemgetter(0)), text("value", itemgetter(1))), rows, note)
+
+
+def summary_view(trace: Trace, summary: Summary, verbose: bool = True) -> View:
+    """Return time, memory and link use per phase; `verbose`: also the state of the GPUs, pools, copies, and notes."""
+    left_out = f", the first {summary.warmup_iterations} left out as warm-up" if summary.warmup_iterations else ""
+    counted = f"{summary.iterations} iterations, ranks: {summary.ranks}{left_out}"
+    if summary.iteration_ms is None:
+        yield f"{trace.path}: {counted}"
+    else:
+        yield Gain(f"{trace.path}: {ms_text(summary.iteration_ms)} an iteration{_longest(summary)}")
+        yield f"  {counted}"
+    for about_line in summary.about:
+        yield f"  {about_line}"
+    yield from _figures(trace, summary)
+    yield storage_table(summary.storage)
+    yield differences_table(summary.rank_differences)
+    notes = [*summary.remarks, *(f"note: {note}" for note in trace.notes)]
+    if verbose:
+        yield gpu_table(summary.gpu or ())
+        yield memory_table(trace, summary)
+        yield copies_table(summary)
+        yield from notes
+    else:
+        yield from _peaks(trace, summary)
+        noun = "note" if len(notes) == 1 else "notes"
+        yield f"{len(notes)} {noun}, pools of memory, state of the GPU, copies: -v"
+
+
+def _longest(summary: Summary) -> str:
+    """Return the share of the phase that takes the longest."""
+    phase = max(summary.phases, key=lambda row: row.share or 0.0, default=None)
+    return "" if phase is None or phase.share is None else f", {100 * phase.share:.0f} % of it {phase.phase}"
+
+
+def _peaks(trace: Trace, summary: Summary) -> Iterator[str]:
+    """Yield the peaks of all pools in a line."""
+    capacity = summary.memory.capacity_bytes
+    peaks = [f"{pool} {bytes_text(peak)}" for pool, peak in summary.memory.pools.items() if peak is not None]
+    if peaks:
+        of_capacity = f" ({capacity_name(trace)}: {bytes_text(capacity)})" if capacity is not None else ""
+        yield f"Peaks of memory: {', '.join(peaks)}{of_capacity}"
+
+
+def _figures(trace: Trace, summary: Summary) -> Iterator[str | Table]:
+    if summary.iterations > summary.warmup_iterations:
+        yield phase_table(trace, summary)
+    else:
+        yield f"figures are of the whole trace: {no_iterations(trace)}"
+        yield totals_table(trace, summary.totals, summary.ranks)
+
+
+def storage_table(uses: Sequence[StorageUse]) -> Table:
+    """Return the table of bytes and waits per rank and direction."""
+    columns = (
+        number("rank", "rank"),
+        text("direction", "direction"),
+        size("bytes", "bytes"),
+        size("of gradients", "gradient_bytes"),
+        number("requests", "requests"),
+        ms("in flight", "in_flight_ms"),
+        ms("waits", "wait_ms"),
+        share("hidden", "hidden_share"),
+    )
+    note = "Medians per iteration. Waits: until reads or writes have ended; hidden: the rest of the time in flight."
+    return Table("storage", "Storage", columns, uses, note)
+
+
+def gpu_table(figures: Sequence[GpuFigure]) -> Table:
+    """Return the table of the state of the GPUs, a row per quantity and phase."""
+    columns = (
+        text("quantity", lambda figure: f"{figure.label} ({figure.unit})"),
+        text("phase", "phase"),
+        number("smallest", "min"),
+        number("mean", "mean"),
+        number("largest", "max"),
+    )
+    return Table("gpu", "The GPU in each phase", columns, figures, _NOTE)

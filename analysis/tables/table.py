@@ -1,0 +1,216 @@
+"""A table of a result: columns with labels and units over the rows of the result.
+
+All figures of a column have one unit, so that they can be compared and sorted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from operator import attrgetter
+from typing import Any
+
+from ebbtide.analysis.metrics.devices import free_memory_text
+from ebbtide.profiler.trace import Trace
+from ebbtide.units import bytes_unit, count_text
+
+# Text of a value that was not recorded or cannot be known.
+NOT_KNOWN = "-"
+_UNITS_OF_RATES = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
+
+# Of the figures of a column: returns a function from a figure to its text, and their unit.
+Formatter = Callable[[Sequence[float | None]], tuple[Callable[[float], str], str | None]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table."""
+
+    text: str  # The value as text.
+    value: float | None = None  # The value that a figure is sorted by; None where it is not known, and of text.
+    is_outlier: bool = False  # Whether it is marked.
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table."""
+
+    label: str  # Heading, without the unit.
+    value: Callable[[Any], Any]  # Returns the value of a row.
+    formatter: Formatter | None = None  # Formats figures; None: values are text.
+    key: str | None = None  # Key of the values in JSON, if the rows of the result do not have them already.
+    is_outlier: Callable[[Any], bool] = lambda row: False  # Whether the figure of a row is marked.
+
+
+@dataclass(frozen=True)
+class PrintedColumn:
+    """A column as it is printed: cells, and the unit that all of them have."""
+
+    label: str
+    cells: Sequence[Cell]
+    unit: str | None
+    is_number: bool
+
+    @property
+    def heading(self) -> str:
+        """Label and unit."""
+        return f"{self.label} {self.unit}".strip() if self.unit else self.label
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a result."""
+
+    name: str  # Its name in documents; also of its rows in the JSON object of the result, where `columns` add keys.
+    title: str  # Heading.
+    all_columns: Sequence[Column]  # Columns, also those without any value.
+    all_rows: Sequence[Any]  # Rows of the result.
+    note: str | None = None  # Line on the figures.
+    source: str | None = None  # Command that prints all rows where a printer leaves some out.
+    max_rows: int | None = 40  # Most rows that people read; None: all.
+
+    def __bool__(self) -> bool:
+        return bool(self.all_rows)
+
+    def first(self, max_rows: int) -> Table:
+        """Return the table with at most so many rows."""
+        return replace(self, max_rows=max_rows)
+
+    @property
+    def shown_rows(self) -> Sequence[Any]:
+        """The rows that are printed."""
+        return self.all_rows[: self.max_rows]
+
+    @property
+    def cut(self) -> str | None:
+        """Line on the rows that are left out; None where all are printed."""
+        if len(self.shown_rows) == len(self.all_rows):
+            return None
+        source = f": {self.source} has more" if self.source else ""
+        return f"The first {len(self.shown_rows):,} of {len(self.all_rows):,} rows{source}."
+
+    @property
+    def columns(self) -> list[PrintedColumn]:
+        """Columns as they are printed, without those that have no value."""
+        printed = (_printed(column, self.shown_rows) for column in self.all_columns)
+        return [column for column in printed if any(cell.text != NOT_KNOWN for cell in column.cells)]
+
+    @property
+    def rows(self) -> list[tuple[Cell, ...]]:
+        """Cells of `columns`, row by row."""
+        return list(zip(*(column.cells for column in self.columns), strict=True))
+
+    def extend(self, printed: dict[str, Any], rows: Iterable[Any]) -> None:
+        """Add the values of columns with a key to the objects of their rows in the JSON object of a result, whose list
+        `name` has an object for each row."""
+        for entry, row in zip(printed[self.name], rows, strict=True):
+            entry.update({c.key: c.value(row) for c in self.all_columns if c.key is not None and c.key not in entry})
+
+    def _repr_html_(self) -> str:
+        heads = "".join(f"<th>{escape(column.heading)}</th>" for column in self.columns)
+        rows = "".join(f"<tr>{''.join(f'<td>{escape(cell.text)}</td>' for cell in row)}</tr>" for row in self.rows)
+        lines = "".join(f"<p>{escape(line)}</p>" for line in (self.note, self.cut) if line)
+        return (
+            f"<table><caption>{escape(self.title)}</caption><thead><tr>{heads}</tr></thead>"
+            f"<tbody>{rows}</tbody></table>{lines}"
+        )
+
+
+class Gain(str):
+    """A line that says what to do, and what it gains."""
+
+
+class Caution(str):
+    """A line that says what keeps a job from running."""
+
+
+# Lines and tables of a result in the order in which people read them. Tables without rows are not printed.
+View = Iterator[str | Table]
+
+
+def free_note(trace: Trace) -> str:
+    """Return the line that defines free memory."""
+    return f"Free memory is {free_memory_text(trace)}."
+
+
+def text(label: str, value: str | Callable[[Any], str | None], **options: Any) -> Column:
+    """Return a column of text. `value`: an attribute of the rows, or a function of a row."""
+    return Column(label, _getter(value), **options)
+
+
+def number(label: str, value: str | Callable[[Any], float | None], **options: Any) -> Column:
+    """Return a column of counts, or of numbers of several units, rounded to whole ones."""
+    return Column(label, _getter(value), lambda values: ("{:,.0f}".format, None), **options)
+
+
+def count(label: str, value: str | Callable[[Any], float | None], **options: Any) -> Column:
+    """Return a column of large counts, as in `3.83 G`."""
+    return Column(label, _getter(value), lambda values: (count_text, None), **options)
+
+
+def ms(label: str, value: str | Callable[[Any], float | None], **options: Any) -> Column:
+    """Return a column of milliseconds."""
+    return Column(label, _getter(value), _format_ms, **options)
+
+
+def us(label: str, value: str | Callable[[Any], float | None], **options: Any) -> Column:
+    """Return a column of microseconds."""
+    return Column(label, _getter(value), lambda values: ("{:,.1f}".format, "us"), **options)
+
+
+def size(label: str, value: str | Callable[[Any], float | None], **options: Any) -> Column:
+    """Return a column of bytes, all in the unit that suits the largest."""
+    return Column(label, _getter(value), _format_bytes, **options)
+
+
+def share(label: str, value: str | Callable[[Any], float | None], digits: int = 0, **options: Any) -> Column:
+    """Return a column of shares, in percent."""
+    return Column(label, _getter(value), lambda values: (lambda part: f"{100 * part:.{digits}f}", "%"), **options)
+
+
+def rate(label: str, value: str | Callable[[Any], float | None], **options: Any) -> Column:
+    """Return a column of bytes per second, in the unit that suits the largest."""
+    return Column(label, _getter(value), _format_rates, **options)
+
+
+def params_rate(label: str, value: str | Callable[[Any], float | None], **options: Any) -> Column:
+    """Return a column of parameters per second, in 1e9."""
+    return Column(label, _getter(value), lambda values: (lambda rate: f"{rate / 1e9:.2f}", "G/s"), **options)
+
+
+def _getter(value: str | Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return attrgetter(value) if isinstance(value, str) else value
+
+
+def _printed(column: Column, rows: Sequence[Any]) -> PrintedColumn:
+    values = [column.value(row) for row in rows]
+    if column.formatter is None:
+        return PrintedColumn(column.label, [Cell(value or NOT_KNOWN) for value in values], None, is_number=False)
+    to_text, unit = column.formatter(values)
+    cells = [
+        Cell(NOT_KNOWN if value is None else to_text(value), value, column.is_outlier(row))
+        for row, value in zip(rows, values, strict=True)
+    ]
+    return PrintedColumn(column.label, cells, unit, is_number=True)
+
+
+def _largest(values: Sequence[float | None]) -> float:
+    return max((abs(value) for value in values if value is not None), default=0.0)
+
+
+def _format_ms(values: Sequence[float | None]) -> tuple[Callable[[float], str], str]:
+    largest = _largest(values)
+    digits = 2 if largest < 10 else 1 if largest < 10_000 else 0
+    return f"{{:,.{digits}f}}".format, "ms"
+
+
+def _format_bytes(values: Sequence[float | None]) -> tuple[Callable[[float], str], str]:
+    scale, unit = bytes_unit(_largest(values))
+    return lambda amount: f"{amount / scale:,.{0 if scale == 1 else 2}f}", unit
+
+
+def _format_rates(values: Sequence[float | None]) -> tuple[Callable[[float], str], str]:
+    largest = _largest(values)
+    scale, unit = next((entry for entry in _UNITS_OF_RATES if largest >= entry[0]), (1e9, "GB/s"))
+    return lambda amount: f"{amount / scale:,.{2 if largest < 100 * scale else 1}f}", unit

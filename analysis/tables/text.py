@@ -1,0 +1,98 @@
+"""Prints tables and lines of results as plain text of a given width."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from ebbtide.analysis.tables.table import PrintedColumn, Table
+
+_GAP = "  "
+# Names up to this length are never broken; those of kernels are longer.
+_MAX_NAME = 40
+# A space that is printed as such, but at which no line is broken.
+_KEPT_SPACE = "\ue000"
+# What the further lines of a line stay clear of.
+_LEADER = re.compile(r" *(- |DO  |\d+\. |next: |note: )?")
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(ms|us|s|h|%|x|[kMGT]i?B(/s)?|[GM]|TFLOP/s|parameters|params)(?![\w-]))")
+
+
+def wrapped(line: str, width: int) -> list[str]:
+    """Return a line as lines of at most `width` characters, indented alike; numbers stay with their units.
+
+    Words that are longer stay whole, but for names of kernels and the like."""
+    leader = _LEADER.match(line)
+    hanging = " " * (leader.end() if leader else 0)
+    kept = _BEFORE_UNIT.sub(_KEPT_SPACE, line)
+    is_long = any(len(word) > _MAX_NAME for word in kept.split())
+    lines = textwrap.wrap(kept, width, subsequent_indent=hanging, break_long_words=is_long, break_on_hyphens=False)
+    return [part.replace(_KEPT_SPACE, " ") for part in lines] or [""]
+
+
+def table_lines(table: Table, width: int) -> Iterator[str]:
+    """Yield the heading and the rows of a table, and a line that names the columns for which there is no space.
+
+    Numbers and names stay whole, other texts are wrapped; the last columns are left out first."""
+    columns = table.columns
+    left_out: list[str] = []
+    while (widths := _widths(columns, width)) is None and len(columns) > 1:
+        left_out.insert(0, columns.pop().label)
+    widths = widths or [max(len(columns[0].heading), *(len(cell.text) for cell in columns[0].cells))]
+    headings = [
+        wrapped(column.heading, size) if len(column.heading) > size else [column.heading]
+        for column, size in zip(columns, widths, strict=True)
+    ]
+    height = max(map(len, headings))
+    yield from _lines(columns, [[""] * (height - len(heading)) + heading for heading in headings], widths)
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        yield from _lines(columns, [wrapped(cell.text, size) for cell, size in zip(cells, widths, strict=True)], widths)
+    if left_out:
+        yield from wrapped(f"In a wider terminal also: {', '.join(left_out)}.", width)
+
+
+def _lines(columns: Sequence[PrintedColumn], cells: Sequence[list[str]], widths: Sequence[int]) -> Iterator[str]:
+    """Yield the lines of a row of cells, each of which has one or more."""
+    for parts in zip_longest(*cells, fillvalue=""):
+        padded = (
+            part.rjust(size) if column.is_number else part.ljust(size)
+            for part, size, column in zip(parts, widths, columns, strict=True)
+        )
+        yield _GAP.join(padded).rstrip()
+
+
+def _widths(columns: Sequence[PrintedColumn], width: int) -> list[int] | None:
+    """Return the widths of columns that fill a line; None where they do not fit.
+
+    Headings have as few lines as there is space for, and the widest texts are wrapped first."""
+    left = width - len(_GAP) * (len(columns) - 1)
+    least = [_least_width(column, is_first=not index) for index, column in enumerate(columns)]
+    if sum(least) > left:
+        return None
+    cells = [max(len(cell.text) for cell in column.cells) for column in columns]
+    for lines in range(1, max(len(column.heading.split()) for column in columns) + 1):
+        headings = [_heading_width(column.heading, lines) for column in columns]
+        widths = [max(sizes) for sizes in zip(cells, headings, least, strict=True)]
+        if sum(widths) <= left:
+            return widths
+    while sum(widths) > left:
+        widest = max((index for index in range(len(widths)) if widths[index] > least[index]), key=lambda i: widths[i])
+        widths[widest] -= 1
+    return widths
+
+
+def _heading_width(heading: str, lines: int) -> int:
+    """Return the width in which a heading has so many lines, or as many as it has words."""
+    longest_word = max(map(len, heading.split()), default=0)
+    return next(
+        (size for size in range(longest_word, len(heading)) if len(wrapped(heading, size)) <= lines), len(heading)
+    )
+
+
+def _least_width(column: PrintedColumn, is_first: bool) -> int:
+    heading = max(map(len, column.heading.split()), default=0)
+    if column.is_number or is_first:
+        return max(heading, *(min(_MAX_NAME, len(cell.text)) for cell in column.cells))
+    words = (word for cell in column.cells for word in _BEFORE_UNIT.sub(_KEPT_SPACE, cell.text).split())
+    return max(heading, *(min(_MAX_NAME, len(word)) for word in words), 1)

@@ -1,0 +1,175 @@
+"""`ebbtide compare`: run policies and compare them with their predictions."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ebbtide.cli.command import command
+from ebbtide.cli.options import Force, Json, Plot, count, size, valued
+from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_picture
+from ebbtide.cli.printing import echo, print_view
+
+if TYPE_CHECKING:
+    from ebbtide.interleave.experiments.compare.runs import PhaseWaits
+
+
+@command("Run", 1, examples=("compare", "compare --policy zero-offload --policy adaptive --params 5e8"))
+def compare(
+    policy: Annotated[
+        list[str] | None,
+        valued(
+            "P",
+            "Offload policy, e.g. interleaved:3. Repeatable.",
+            "zero-offload, pipelined, twin-flow:0.5, interleaved:2, adaptive",
+        ),
+    ] = None,
+    iterations: Annotated[
+        int, valued("N", "Iterations per policy; the first two are left out of medians.", parser=count)
+    ] = 12,
+    params: Annotated[
+        int, valued("N", "Approximate number of parameters of the model, e.g. 5e8.", parser=count)
+    ] = 20_000_000,
+    subgroup_params: Annotated[
+        int | None, valued("N", "Parameters per subgroup.", "a tenth of the model", parser=count)
+    ] = None,
+    memory_budget: Annotated[
+        str | None,
+        valued(
+            "SIZE", "Device memory for optimizer state in bytes, e.g. 2GiB.", "half of the state and three subgroups"
+        ),
+    ] = None,
+    emulate_link: Annotated[
+        str | None,
+        valued(
+            "RATE",
+            "Emulate the device; rate of its link in bytes/s per direction, e.g. 2GB.",
+            "1GB where there is no GPU",
+        ),
+    ] = None,
+    forward_ms: Annotated[
+        float | None,
+        valued(
+            "MS",
+            "Time that each forward waits, in addition to its arithmetic (only emulated devices).",
+            "that of all updates on the CPU if a policy has an overlap, else 0",
+            min=0,
+        ),
+    ] = None,
+    backward_ms: Annotated[
+        float | None, valued("MS", "The same of each backward.", "twice that of the forward", min=0)
+    ] = None,
+    machine: Annotated[
+        str | None,
+        valued(
+            "M",
+            "Machine file, or name of a preset, to predict with. Emulated devices have their own link and GPU.",
+            "this machine, which is measured",
+        ),
+    ] = None,
+    storage: Annotated[
+        list[Path] | None,
+        valued(
+            "FOLDER", "Folder for state that host memory does not hold. Repeatable: several are used at once.", "none"
+        ),
+    ] = None,
+    host_free_bytes: Annotated[
+        str | None,
+        valued(
+            "SIZE",
+            "Host memory in bytes that the optimizer may use (only with --storage), e.g. 1GiB.",
+            "what gradients, parameters, half of the state and three subgroups need",
+        ),
+    ] = None,
+    against: Annotated[
+        str | None, valued("NAME,...", "Other optimizers to measure: torch, deepspeed, torchao.", "none")
+    ] = None,
+    seed: Annotated[int, valued("N", "Seed of weights and tokens.", min=0, max=2**63 - 1)] = 0,
+    plot: Plot = None,
+    save: Annotated[
+        Path | None, valued("FOLDER", "Also write a measured and a predicted trace per policy into this folder.")
+    ] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Train a small model under each policy and compare measured with predicted times.
+
+    Without a GPU the device is emulated: times then say nothing about a GPU, only whether the plan runs as predicted.
+    Losses must be equal under all policies, bit for bit; otherwise the exit status is 1.
+    """
+    check_outputs(plot, save)
+    if subgroup_params == 0:
+        raise typer.BadParameter("--subgroup-params must be at least 1")
+    memory_budget_bytes = size(memory_budget) if memory_budget is not None else None
+    host_bytes = size(host_free_bytes) if host_free_bytes is not None else None
+    link_bytes_per_s = size(emulate_link) if emulate_link is not None else None
+    _set_environment()
+
+    from ebbtide.cli.printing import progress_bar
+    from ebbtide.interleave.experiments.compare.compare import CompareConfig
+    from ebbtide.interleave.experiments.compare.compare import compare as run
+    from ebbtide.interleave.experiments.compare.picture import draw_comparison
+    from ebbtide.interleave.experiments.compare.results import comparison_view, save_traces
+    from ebbtide.machines.catalog import find_machine
+
+    waits = _phase_waits(forward_ms, backward_ms)
+    # All outputs are complete before anything is printed.
+    with new_outputs(plot, save, force) as (picture_file, folder):
+        config = CompareConfig(
+            policies=policy,
+            iterations=iterations,
+            params=params,
+            subgroup_params=subgroup_params,
+            memory_budget=memory_budget_bytes,
+            link_bytes_per_s=link_bytes_per_s,
+            machine=find_machine(machine) if machine is not None else None,
+            waits=waits,
+            baselines=[name.strip() for name in against.split(",")] if against is not None else [],
+            seed=seed,
+            storage=storage or [],
+            host_bytes=host_bytes,
+        )
+        with progress_bar() as update:
+            comparison = run(
+                config, lambda name, done, total: update(f"{name} (iteration {done} of {total})", done, total)
+            )
+        if picture_file is not None:
+            save_picture(draw_comparison(comparison), picture_file, plot)
+        if folder is not None:
+            save_traces(comparison, folder)
+    if as_json:
+        echo(json.dumps(comparison.as_json()))
+    else:
+        print_view(comparison_view(comparison))
+    print_outputs(plot, save)
+    if not comparison.losses_equal:
+        differing = ", ".join(result.policy for result in comparison.results if not result.losses_equal)
+        typer.echo(
+            f"ebbtide: the losses of {differing} differ from those of "
+            f"{comparison.results[0].policy}: this is a bug, please report it",
+            err=True,
+        )
+        raise typer.Exit(1)
+
+
+def _phase_waits(forward_ms: float | None, backward_ms: float | None) -> PhaseWaits | None:
+    """Return the waits that the options give, None for the default."""
+    from ebbtide.interleave.experiments.compare.runs import PhaseWaits
+
+    if forward_ms is None and backward_ms is None:
+        return None
+    if backward_ms is None:
+        backward_ms = 2 * (forward_ms or 0.0)
+    return PhaseWaits((forward_ms or 0.0) / 1e3, backward_ms / 1e3)
+
+
+def _set_environment() -> None:
+    """Set variables that torch reads when it is imported."""
+    # Otherwise matrix products on a GPU differ from run to run.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Waiting threads of torch leave the cores to the updates.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -1,0 +1,84 @@
+"""`ebbtide dry-run`: predict the memory of a training job that has never run, without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebbtide.cli.command import command
+from ebbtide.cli.options import Force, Host, machine_in_host, size
+
+
+@command(
+    "Start",
+    2,
+    runs_a_job=True,
+    examples=(
+        "dry-run --gpu h100-80gb -o predicted.ebb -- python train.py",
+        "dry-run --gpu rtx4090 --iterations 2 -- python train.py",
+    ),
+)
+def dry_run(
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- CMD...", help="Command that starts the job: python train.py ...")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="RUN.ebb", help="Trace to write.", show_default="SCRIPT-TIME.ebb"),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu", metavar="NAME", help="GPU that the job sees, by the name of a preset.", show_default="none"
+        ),
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option("--machine", metavar="M", help="Machine file, or name of a preset.", show_default="none"),
+    ] = None,
+    host: Host = None,
+    capacity: Annotated[
+        str | None,
+        typer.Option(
+            "--capacity", metavar="SIZE", help="Memory of the GPU, e.g. 80GB.", show_default="that of the GPU, if named"
+        ),
+    ] = None,
+    iterations: Annotated[
+        int, typer.Option("--iterations", metavar="N", help="Iterations after which the job is ended.", min=1)
+    ] = 2,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks",
+            metavar="N",
+            help="Ranks of the job; rank 0 is run with process groups of N ranks.",
+            min=1,
+            show_default="those of torchrun",
+        ),
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Predict the device memory and the copies of a training job, without a GPU.
+
+    The unmodified script runs on this host with a faked CUDA device: tensors on it have shapes and no values, so that
+    they take no memory and no time. The result is a trace like a recorded one. What the job saves is not written.
+    """
+    from ebbtide.cli.commands.profile import trace_name
+    from ebbtide.errors import UserError
+    from ebbtide.machines.catalog import find_machine
+    from ebbtide.profiler.dryrun.launch import dry_run as start_dry_run
+
+    if gpu is not None and machine is not None:
+        raise UserError("name the GPU with --gpu or the machine with --machine, not both")
+    name = machine_in_host(gpu or machine, host)
+    start_dry_run(
+        command,
+        output or Path(trace_name(command)),
+        iterations=iterations,
+        capacity_bytes=size(capacity) if capacity is not None else None,
+        machine=find_machine(name) if name is not None else None,
+        force=force,
+        ranks=ranks,
+    )

@@ -1,0 +1,103 @@
+"""`ebbtide import`: convert files of other tools into a trace."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebbtide.cli.command import command
+from ebbtide.cli.options import Force, size
+from ebbtide.phases import ITERATION_PARTS
+
+_RANGE_MEANINGS = (*ITERATION_PARTS, "iteration")
+
+
+@command(
+    "Record", 2, examples=("import log.txt monitor.csv -o run.ebb", "import trace.json.gz -o run.ebb --capacity 80GB")
+)
+def import_(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="SOURCE...",
+            help="Files of one run, or their folder: logs of DeepSpeed or Megatron-LM, torch.profiler traces, memory "
+            "snapshots and timelines, Nsight Systems exports, output of nvidia-smi, DCGM or other GPU monitors.",
+        ),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="RUN.ebb", help="Trace to write.")],
+    format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="F",
+            help="Format: deepspeed-log, kineto, megatron-log, memory-timeline, nsys, nsys-csv, nvml-monitor, "
+            "torch-snapshot.",
+            show_default="recognised by content",
+        ),
+    ] = None,
+    capacity: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Memory of the GPU in bytes, e.g. 80GB.", show_default="as stated by the files"
+        ),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GENxLANES",
+            help="PCIe link of the GPU, e.g. 5x16, for its peak rate.",
+            show_default="as stated by the files",
+        ),
+    ] = None,
+    align: Annotated[
+        str | None,
+        typer.Option(
+            metavar="start|FILE",
+            help="Move files without a common clock so that all begin with the first one (start) or with FILE.",
+            show_default="use their times, which must overlap",
+        ),
+    ] = None,
+    phase: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PHASE",
+            help="NVTX ranges of Nsight Systems called NAME are forward, backward, update, iteration, or other (none "
+            "of these); * in NAME stands for any text. Repeatable.",
+            show_default="by the words in their names",
+        ),
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Convert files of other tools into a trace.
+
+    Give all files of a run together, e.g. a log and its monitor CSV.
+    """
+    capacity_bytes = size(capacity) if capacity is not None else None
+    lanes = _link(link) if link is not None else None
+    phases = dict(map(_phase, phase or []))
+
+    from ebbtide.profiler.importers.importer import Hardware
+    from ebbtide.profiler.importers.load import import_trace
+    from ebbtide.profiler.trace.trace import next_commands
+
+    trace = import_trace(sources, output, format, force, Hardware(capacity_bytes, lanes), align, phases)
+    for note in trace.notes:
+        typer.echo(f"ebbtide: {note}", err=True)
+    typer.echo(f"ebbtide: {next_commands(trace)}", err=True)
+
+
+def _link(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"\s*(?:gen)?\s*([1-6])\s*x\s*(1|2|4|8|16|32)\s*", text, re.IGNORECASE)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a link: write generation x lanes, e.g. 5x16")
+    generation, width = match.groups()
+    return int(generation), int(width)
+
+
+def _phase(text: str) -> tuple[str, str]:
+    name, _, meaning = text.rpartition("=")
+    if not name or meaning not in _RANGE_MEANINGS:
+        raise typer.BadParameter(f"{text!r} assigns no phase: write NAME={'|'.join(_RANGE_MEANINGS)}")
+    return name, meaning

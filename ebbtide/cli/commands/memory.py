@@ -1,0 +1,108 @@
+"""`ebbtide memory`: memory pools per phase, or what holds the memory at a time."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ebbtide.cli.command import command
+from ebbtide.cli.options import Json, Rank, TraceFile
+from ebbtide.cli.printing import print_view
+from ebbtide.cli.reading import choose_ranks, print_json, print_prediction, show_result
+
+if TYPE_CHECKING:
+    from ebbtide.profiler.trace import Trace
+
+_UNITS_MS = {"": 1.0, "ms": 1.0, "s": 1000.0}
+
+
+@command("Explain", 1, examples=("memory run.ebb", "memory run.ebb --at peak"))
+def memory(
+    trace: TraceFile,
+    rank: Rank = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            "--at",
+            metavar="peak|oom|TIME",
+            help="Print what holds the memory at the peak, when it ran out, or at a time from the trace's start, e.g. "
+            "350ms or 12.5s.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE", help="Device (only with --at), e.g. cuda:1.", show_default="the rank's first"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print every memory pool per phase, and the differences: fragmentation, memory outside torch, free memory.
+
+    With --at, print what holds the memory at one time instead.
+    """
+    from ebbtide.profiler.trace import open_trace
+
+    if at is None:
+        if device is not None:
+            raise typer.BadParameter("--device needs --at")
+        _print_pools(open_trace(trace), rank, as_json)
+    else:
+        time_ms = None if at in ("peak", "oom") else _milliseconds(at)
+        _print_holders(open_trace(trace), rank, device, at, time_ms, as_json)
+
+
+def _milliseconds(text: str) -> float:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*(ms|s|)\s*", text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a time: write peak, oom, or a time like 350ms or 12.5s")
+    return float(match[1]) * _UNITS_MS[match[2]]
+
+
+def _print_pools(trace: Trace, rank: int | None, as_json: bool) -> None:
+    from ebbtide.analysis.metrics.job import JobMetrics
+    from ebbtide.analysis.tables.memory import memory_view
+
+    show_result(
+        trace, JobMetrics(trace).memory(choose_ranks(trace, rank, as_json)), memory_view, as_json, "memory {} --at peak"
+    )
+
+
+def _print_holders(
+    trace: Trace, rank: int | None, device: str | None, at: str, time_ms: float | None, as_json: bool
+) -> None:
+    from ebbtide.analysis.metrics.job import JobMetrics
+    from ebbtide.analysis.metrics.memory_spans import trace_start_ns
+    from ebbtide.analysis.tables.memory import holders_view
+
+    number = choose_ranks(trace, rank, as_json=False)[0] if not as_json or rank is not None else trace.ranks[0]
+    if at == "oom":
+        _print_out_of_memory(trace, number, rank, as_json)
+        return
+    start_ns = trace_start_ns(trace)
+    at_ns = None if start_ns is None or time_ms is None else round(start_ns + time_ms * 1e6)
+    result = JobMetrics(trace).holders(number, at_ns, device)
+    if as_json:
+        nothing: dict[str, Any] = {"pool": None, "device": device, "t_ms": time_ms, "bytes": None, "holders": []}
+        print_json(trace, {"rank": number, **(result.as_json() if result else nothing)})
+    else:
+        print_prediction(trace)
+        print_view(holders_view(trace, result, at))
+
+
+def _print_out_of_memory(trace: Trace, first: int, rank: int | None, as_json: bool) -> None:
+    """Print the error of the rank; if none is named, of the first rank that has one."""
+    from ebbtide.analysis.metrics.out_of_memory import out_of_memory
+    from ebbtide.analysis.tables.memory import out_of_memory_view
+    from ebbtide.interleave.advise.recommendation import with_replayed_offload
+
+    ranks = [first] if rank is not None else trace.ranks
+    error = next((error for number in ranks if (error := out_of_memory(trace, number)) is not None), None)
+    if error is not None:
+        error = with_replayed_offload(trace, error)
+    if as_json:
+        nothing: dict[str, Any] = {"rank": first, "pool": None, "t_ms": None, "bytes": None, "holders": []}
+        print_json(trace, error.as_json() if error is not None else nothing)
+    else:
+        print_prediction(trace)
+        print_view(out_of_memory_view(trace, error))

@@ -1,0 +1,152 @@
+"""`ebbtide plan`: choose a machine for a job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ebbtide.cli.command import command
+from ebbtide.cli.options import Force, Host, Json, Params, RanksPerHost, WorkloadFile, count, valued
+from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_picture
+from ebbtide.cli.printing import echo, echo_line
+from ebbtide.machines.box import MAX_RANKS
+
+
+@command(
+    "Start",
+    8,
+    examples=(
+        "plan run.ebb --machine rtx4090 a100-80gb-sxm",
+        "plan --params 13e9 --machine h100-80gb --code h100-80gb",
+    ),
+)
+def plan(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUN.ebb]", help="Trace of the job, recorded or predicted by `ebbtide dry-run`."),
+    ] = None,
+    workload: WorkloadFile = None,
+    params: Params = None,
+    machine: Annotated[
+        list[str] | None,
+        valued("M...", "Machine files, or names of presets. Repeatable.", "the recorded machine, else all presets"),
+    ] = None,
+    host: Host = None,
+    price_per_hour: Annotated[
+        list[float] | None, valued("P", "Price of a host per hour: one for all machines, or one for each.", min=0)
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        valued(
+            "N", "Ranks that share parameters and optimizer state.", "those of the trace, else 1", min=1, max=MAX_RANKS
+        ),
+    ] = None,
+    ranks_per_host: RanksPerHost = None,
+    micro_batch: Annotated[
+        int | None, valued("N", "Samples of a micro-step on a rank.", "that of the trace, else 1", min=1)
+    ] = None,
+    sequence: Annotated[
+        int | None, valued("N", "Tokens of a sample.", "2048 with --params, else not known", min=1)
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        valued(
+            "N",
+            "Tokens of an iteration of all ranks, e.g. 5e5.",
+            "ranks x micro-batch x sequence x micro-steps",
+            parser=count,
+        ),
+    ] = None,
+    layers: Annotated[int | None, valued("N", "Layers (only with --params).", "by the parameters", min=1)] = None,
+    hidden: Annotated[
+        int | None, valued("N", "Width of a layer (only with --params).", "by the parameters", min=1)
+    ] = None,
+    vocabulary: Annotated[int, valued("N", "Entries of the vocabulary (only with --params).", min=1)] = 50_304,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="The job checkpoints activations (only with --params).")
+    ] = False,
+    policy: Annotated[list[str] | None, valued("P", "Choose among these policies only. Repeatable.", "all")] = None,
+    sort: Annotated[
+        Literal["iteration", "cost"] | None,
+        valued("KEY", "Order of the table: iteration or cost.", "cost with prices, else iteration"),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Also write a picture to this .png, .svg or .pdf file."),
+    ] = None,
+    code: Annotated[str | None, valued("M", "Print the lines to paste for this machine.")] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also print what limits each plan, and the other policies.")
+    ] = False,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Choose a machine for a job: does it fit, which change makes it fit, which policy, how fast, at which cost?
+
+    Figures are per rank, times are ranges that hold with a probability of 80 %.
+    """
+    check_outputs(output, None)
+    traces = [name for name in names or () if _is_trace(name)]
+    machines = [*(machine or ()), *(name for name in names or () if not _is_trace(name))]
+    _check_sources(traces, workload, params, machine is not None, list(names or ()))
+    if params is None and (layers or hidden or checkpointing):
+        raise typer.BadParameter("--layers, --hidden and --checkpointing need --params")
+
+    from ebbtide.cli.render.plan import print_code, print_plans
+    from ebbtide.interleave.advise.job.compute_times import shape_of
+    from ebbtide.interleave.advise.job.inputs import find_targets, own_preset, own_preset_text
+    from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size, job_of_trace, job_of_workload
+    from ebbtide.interleave.advise.machine_plan import PlanRequest, plan_for_machine
+    from ebbtide.interleave.model.workload import load_workload
+    from ebbtide.profiler.trace import open_trace
+
+    batch = BatchSettings(ranks, micro_batch, sequence, tokens)
+    recording = open_trace(Path(traces[0])) if traces else None
+    if recording is not None:
+        job = job_of_trace(recording, batch)
+    elif workload is not None:
+        job = job_of_workload(load_workload(workload), batch)
+    else:
+        assert params is not None
+        job = job_of_size(shape_of(params, sequence or 2048, vocabulary, layers, hidden), batch, checkpointing)
+    if code is not None and code not in machines:
+        machines.append(code)
+    targets = find_targets(machines, host, price_per_hour or [], recording)
+    with new_outputs(output, None, force) as (picture, _):
+        plans = []
+        for target in targets:
+            # The rates of a workload's machine are those of its own ranks, unless these are stated.
+            own = target.machine.box.ranks if workload and not ranks and target.machine.box is not None else None
+            request = PlanRequest(target.source, policy or (), ranks_per_host or own, target.price_per_hour)
+            plans.append(plan_for_machine(job, target.machine, request))
+        if picture is not None:
+            from ebbtide.interleave.advise.pictures.policy_bars import draw_plans
+
+            save_picture(draw_plans(job, plans), picture, output)
+    if as_json:
+        echo(json.dumps({"job": job.as_json(), "plans": [one.as_json() for one in plans]}))
+    elif code is not None:
+        print_code(plans[machines.index(code)])
+    else:
+        print_plans(job, plans, sort or ("cost" if price_per_hour else "iteration"), explain)
+        card = own_preset(recording) if not machines else None
+        if card is not None and recording is not None:
+            echo_line(own_preset_text(card, recording))
+    print_outputs(output)
+
+
+def _is_trace(name: str) -> bool:
+    return Path(name).is_dir() or name.rstrip("/").endswith(".ebb")
+
+
+def _check_sources(
+    traces: list[str], workload: Path | None, params: int | None, has_machines: bool, names: list[str]
+) -> None:
+    if len(traces) < len(names) and not has_machines:
+        other = next(name for name in names if name not in traces)
+        raise typer.BadParameter(f"{other} is not a trace (RUN.ebb); name machines with --machine")
+    if len(traces) + (workload is not None) + (params is not None) != 1:
+        raise typer.BadParameter("name a trace, a --workload file, or a size (--params): one of the three")

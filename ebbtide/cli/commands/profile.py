@@ -1,0 +1,158 @@
+"""`ebbtide profile`: record a training job."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ebbtide.cli.command import command
+from ebbtide.cli.options import Force, Metrics, count, metrics_server, size
+from ebbtide.cli.options import iterations as parse_iterations
+
+_PLACEHOLDER = re.compile(r"\{[^{}]*\}")
+
+
+@command(
+    "Start",
+    1,
+    runs_a_job=True,
+    examples=("profile -o run.ebb -- python train.py", "profile --transfers -- torchrun --nproc-per-node 4 train.py"),
+)
+def profile(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- CMD...", help="Command that starts the job: python, torchrun, deepspeed, ..."),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="RUN.ebb",
+            help="Trace to write; {host} becomes the host's name.",
+            show_default="SCRIPT-TIME.ebb",
+        ),
+    ] = None,
+    force: Force = False,
+    iterations: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FROM:TO",
+            help="Record only these iterations, e.g. 10:30; with --attach, their number, e.g. 20, or FROM:TO.",
+            show_default="all",
+        ),
+    ] = None,
+    max_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Size of the trace at which recording stops, e.g. 2GiB; the job continues.",
+            show_default="no limit",
+        ),
+    ] = None,
+    allocator_iterations: Annotated[
+        int,
+        typer.Option(
+            help="Number of iterations in which every allocation is recorded, with call stacks; slows these down.",
+            parser=count,
+            metavar="N",
+        ),
+    ] = 0,
+    transfers: Annotated[
+        bool,
+        typer.Option("--transfers", help="Record copies and kernels of the GPU with CUPTI; slows the job slightly."),
+    ] = False,
+    poll: Annotated[
+        float,
+        typer.Option(
+            metavar="MS", help="Interval of memory readings during phases in ms; 0 for none.", min=0, max=60_000
+        ),
+    ] = 25.0,
+    record: Annotated[
+        Literal["all", "phases"],
+        typer.Option(help="What the job's processes record: everything, or phases without memory, at the least cost."),
+    ] = "all",
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            help="Show the recording in this terminal while the job runs, as `ebbtide watch` does; the job's output "
+            "goes to RUN.log.",
+        ),
+    ] = False,
+    metrics: Metrics = None,
+    on_demand: Annotated[
+        bool,
+        typer.Option("--on-demand", help="Record phases alone, and details when --attach asks for them."),
+    ] = False,
+    attach: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN.ebb",
+            help="Instead of starting a job, record details of some --iterations of the one recorded here.",
+            show_default=False,
+        ),
+    ] = None,
+    wait: Annotated[bool, typer.Option(help="With --attach, wait until the details are recorded.")] = True,
+) -> int:
+    """Record the phases, memory and link use of a training job.
+
+    The job takes the place of this command: it runs unchanged, with its own process id, output, signals and exit
+    status. The trace is finished when it has ended. With --watch it is a child of this command.
+    """
+    from ebbtide.profiler.agent.options import Options
+    from ebbtide.profiler.recording.launch import profile as profile_job
+
+    if attach is not None:
+        from ebbtide.cli.attach import attach_to
+
+        if command or on_demand or output or force or max_size or record != "all" or watch or metrics is not None:
+            raise typer.BadParameter(
+                "--attach takes only --iterations, --poll, --transfers, --allocator-iterations, --no-wait; no command"
+            )
+        attach_to(attach, iterations, poll, allocator_iterations, transfers, wait)
+        return 0
+    if not command:
+        raise typer.BadParameter("name the command that starts the job after --", param_hint="CMD")
+    if on_demand and (iterations or transfers or allocator_iterations):
+        raise typer.BadParameter("--on-demand records phases alone: pass the other options to --attach")
+    first, last = parse_iterations(iterations) if iterations is not None else (0, None)
+    options = Options(
+        first=first,
+        last=last,
+        max_bytes=size(max_size) if max_size is not None else None,
+        poll_ms=poll,
+        allocator_iterations=allocator_iterations,
+        transfers=transfers,
+        memory=record == "all" and not on_demand,
+        on_demand=on_demand,
+    )
+    path = Path(_fill_placeholders(output) if output else trace_name(command))
+    service = metrics_server(metrics) if metrics is not None else None
+    if watch:
+        from ebbtide.cli.live_view.profiled import profile_and_show
+
+        return profile_and_show(command, path, options, force, service)
+    return profile_job(command, path, options, force, service=service)
+
+
+def _fill_placeholders(output: str) -> str:
+    """Replace the placeholders of an output path. Raises UserError for an unknown one."""
+    from ebbtide.errors import UserError
+
+    values = {"{host}": socket.gethostname()}
+    unknown = [word for word in _PLACEHOLDER.findall(output) if word not in values]
+    if unknown:
+        raise UserError(f"unknown placeholder {unknown[0]} in -o {output}; known: {{host}}, the name of this host")
+    return _PLACEHOLDER.sub(lambda match: values[match[0]], output)
+
+
+def trace_name(command: list[str]) -> str:
+    """Return a default name for the trace: the name of the script and the time."""
+    script = next((Path(word).stem for word in command if word.endswith(".py")), Path(command[0]).name)
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', script)}-{time.strftime('%Y%m%d-%H%M%S')}.ebb"

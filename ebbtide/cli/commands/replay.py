@@ -1,0 +1,208 @@
+"""`ebbtide replay`: predict an iteration under other policies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ebbtide.cli.command import command
+from ebbtide.cli.options import (
+    Force,
+    Host,
+    Json,
+    Machine,
+    Params,
+    Plot,
+    Policies,
+    RanksPerHost,
+    WorkloadFile,
+    machine_in_host,
+    size,
+    valued,
+)
+from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_picture
+from ebbtide.cli.printing import echo, echo_line, print_view
+
+if TYPE_CHECKING:
+    from ebbtide.cli.render.recommendation import Before
+    from ebbtide.interleave.advise.job.inputs import JobSize
+    from ebbtide.interleave.advise.replay import Replay
+    from ebbtide.profiler.trace import Trace
+
+
+@command(
+    "Start", 7, examples=("replay run.ebb --recommend", "replay run.ebb --machine rtx4090 --policy adaptive --explain")
+)
+def replay(
+    trace: Annotated[Path | None, typer.Argument(metavar="RUN.ebb", help="Trace to take the workload from.")] = None,
+    workload: WorkloadFile = None,
+    params: Params = None,
+    ranks: Annotated[int, valued("N", "Number of ranks that share the parameters (only with --params).", min=1)] = 1,
+    ranks_per_host: RanksPerHost = None,
+    forward_ms: Annotated[float, valued("MS", "Forward time in ms (only with --params).", min=0)] = 0.0,
+    backward_ms: Annotated[float, valued("MS", "Backward time in ms (only with --params).", min=0)] = 0.0,
+    free_bytes: Annotated[
+        str | None,
+        valued("SIZE", "Device memory in bytes that the job leaves free, e.g. 20GiB.", "that of the trace or workload"),
+    ] = None,
+    host_free_bytes: Annotated[
+        str | None,
+        valued(
+            "SIZE",
+            "Host memory in bytes that the optimizer may use, e.g. 64GiB. State beyond it goes to storage, if the "
+            "machine has some.",
+            "that of the workload, else the host memory of the machine",
+        ),
+    ] = None,
+    machine: Machine = None,
+    host: Host = None,
+    policy: Policies = None,
+    policy_file: Annotated[
+        Path | None, valued("FILE.py", "Python file that registers your own policies; it is executed.")
+    ] = None,
+    baseline: Annotated[str | None, valued("P", "Baseline policy for speed-ups.", "the first one")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Also print the gain of each mechanism.")] = False,
+    recommend: Annotated[
+        bool, typer.Option("--recommend", help="Print the best policy that fits, and what to paste for it.")
+    ] = False,
+    framework: Annotated[
+        Literal["deepspeed", "script"] | None,
+        typer.Option(
+            "--for",
+            metavar="FRAMEWORK",
+            help="What the recommended lines are for: deepspeed, or script (without DeepSpeed).",
+            show_default="that of the trace, else deepspeed",
+        ),
+    ] = None,
+    print_all: Annotated[
+        bool, typer.Option("--all", help="With --recommend: also print all policies and their lines to paste.")
+    ] = False,
+    plot: Plot = None,
+    plot_schedules: Annotated[
+        Path | None, valued("FILE", "Also draw each policy's operations by resource into this file.")
+    ] = None,
+    save: Annotated[Path | None, valued("FOLDER", "Also write a simulated trace per policy into this folder.")] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Predict the iteration time under other offload policies, and the lower bound for any policy."""
+    job_size = _job_size(params, ranks, forward_ms, backward_ms)
+    free, host_free = (size(value) if value is not None else None for value in (free_bytes, host_free_bytes))
+    machine = machine_in_host(machine, host)
+    check_outputs(plot, save)
+    check_outputs(plot_schedules, save)
+    if plot is not None and plot_schedules is not None and plot.resolve() == plot_schedules.resolve():
+        raise typer.BadParameter(f"{plot} cannot be both pictures: choose two paths")
+
+    from ebbtide.cli.render.recommendation import print_recommendation, print_setups
+    from ebbtide.errors import PlanError, PolicyError
+    from ebbtide.interleave.advise.job.inputs import (
+        load_policies,
+        note_other_machine,
+        own_preset,
+        own_preset_text,
+        resolve_machine,
+        resolve_workload,
+        share_box,
+    )
+    from ebbtide.interleave.advise.job.training_job import recorded_job
+    from ebbtide.interleave.advise.recommendation import recommend as recommend_policy
+    from ebbtide.interleave.advise.replay import explain as explain_gains
+    from ebbtide.interleave.advise.replay import replay as run
+    from ebbtide.interleave.advise.tables import accuracy_lines, gains_table, replay_view
+    from ebbtide.profiler.trace import open_trace
+
+    # All outputs are complete before anything is printed.
+    with (
+        new_outputs(plot, save, force) as (picture, folder),
+        new_outputs(plot_schedules, None, force) as (schedules_picture, _),
+    ):
+        if policy_file is not None:
+            load_policies(policy_file)
+        recording = open_trace(trace) if trace is not None else None
+        job = resolve_workload(recording, workload, job_size, free, host_free)
+        own = own_preset(recording) if machine is None else None
+        machine = machine or own
+        rates = share_box(resolve_machine(machine, recording), ranks_per_host, recording)
+        job = note_other_machine(job, rates, recording)
+        try:
+            replayed = run(job, rates, policy)
+        except PlanError as error:
+            if policy_file is None:
+                raise
+            raise PolicyError(f"{policy_file}: {error}") from error
+        names = [result.policy for result in replayed.results]
+        if baseline is not None and baseline not in names:
+            raise typer.BadParameter(f"{baseline!r} is not among the policies: {', '.join(names)}")
+        steps = explain_gains(job, rates) if explain else None
+        advice = settings = None
+        if recommend:
+            settings = recorded_job(recording) if recording is not None else None
+            advice = recommend_policy(job, rates, settings, machine)
+        if picture is not None:
+            from ebbtide.interleave.advise.pictures.replay import chart
+
+            save_picture(chart(replayed), picture, plot)
+        if schedules_picture is not None:
+            from ebbtide.interleave.advise.pictures.replay import draw_schedules
+
+            save_picture(draw_schedules(replayed.schedules), schedules_picture, plot_schedules)
+        if folder is not None:
+            _save(replayed, folder)
+    if as_json:
+        additions: dict[str, Any] = {}
+        if steps is not None:
+            additions["explain"] = [vars(step) for step in steps]
+        if advice is not None:
+            additions["recommend"] = advice.as_json()
+        echo(json.dumps({**replayed.as_json(), **additions}))
+    else:
+        baseline = baseline or names[0]
+        if advice is not None:
+            is_deepspeed = settings is None or bool(settings.section("zero_optimization"))
+            before = _before(replayed, recording, baseline)
+            print_recommendation(advice, before, framework or ("deepspeed" if is_deepspeed else "script"))
+        if advice is None or print_all:
+            print_view(replay_view(replayed, baseline))
+            print_view(accuracy_lines(rates))
+        print_view(iter([gains_table(steps or ())]))
+        if advice is not None and print_all:
+            print_setups(advice)
+        if own is not None and recording is not None:
+            echo_line(own_preset_text(own, recording))
+        if advice is None:
+            gains = "" if explain else ", --explain (what each mechanism gains)"
+            echo_line(f"next: --recommend (the best policy, and what to paste){gains}")
+    print_outputs(plot, plot_schedules, save)
+
+
+def _job_size(params: int | None, ranks: int, forward_ms: float, backward_ms: float) -> JobSize | None:
+    if params is None:
+        if ranks != 1 or forward_ms or backward_ms:
+            raise typer.BadParameter("--ranks, --forward-ms and --backward-ms need --params")
+        return None
+    from ebbtide.interleave.advise.job.inputs import JobSize
+
+    return JobSize(params, ranks, forward_ms / 1e3, backward_ms / 1e3)
+
+
+def _before(replayed: Replay, recording: Trace | None, baseline: str) -> Before:
+    """Return the recorded iteration; without one, the simulated iteration of the baseline."""
+    from ebbtide.analysis.metrics.iterations import median_ms
+    from ebbtide.cli.render.recommendation import Before
+
+    recorded_ms = median_ms(recording, "iteration") if recording is not None else None
+    if recorded_ms is not None:
+        return Before(recorded_ms)
+    return Before(next(result.iteration_ms for result in replayed.results if result.policy == baseline), baseline)
+
+
+def _save(replayed: Replay, folder: Path) -> None:
+    """Write one trace per distinct policy."""
+    from ebbtide.interleave.advise.schedule_to_trace import file_name, trace_of
+
+    for policy, schedule in {schedule.plan.policy: schedule for schedule in replayed.schedules}.items():
+        trace_of(schedule, replayed.machine).write(folder / f"{file_name(policy)}.ebb")

@@ -1,0 +1,46 @@
+"""`ebbtide report`: write a trace as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebbtide.cli.command import command
+from ebbtide.cli.options import Force, Jobs, MinBytes, Scheduler, TraceFile, count, size
+from ebbtide.cli.reading import read_ranks
+
+
+@command("Start", 6, examples=("report run.ebb -o run.html", "report run.ebb -o run.html --rank 0 --rank 7"))
+def report(
+    trace: TraceFile,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="HTML file to write.")],
+    min_bytes: MinBytes = "1GiB",
+    rank: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Rank to draw; of more than 8 ranks beside the representative ones. Repeatable.",
+            parser=count,
+            metavar="N",
+            show_default="all up to 8; of more, the slowest, median and fastest one and some that differ",
+        ),
+    ] = None,
+    jobs: Jobs = None,
+    scheduler: Scheduler = None,
+    force: Force = False,
+) -> None:
+    """Write one HTML page that opens offline: findings, summary, timeline, windows, iterations."""
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise typer.BadParameter(f"{output} must end in .html")
+    min_size = size(min_bytes)
+
+    from ebbtide.analysis.findings import find
+    from ebbtide.analysis.report import write_report
+    from ebbtide.interleave.advise.recommendation import TraceAdviser
+    from ebbtide.profiler.trace import open_trace
+
+    opened = open_trace(trace)
+    read_ranks(opened, find, jobs, scheduler)
+    write_report(opened, find(opened, TraceAdviser(opened)), output, min_size, rank or [], force)
+    typer.echo(f"ebbtide: {output} (open it in a browser)", err=True)

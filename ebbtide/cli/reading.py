@@ -1,0 +1,141 @@
+"""Runs the commands that read a trace: opens it, computes a result, and prints it as text or as JSON."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import typer
+
+from ebbtide.cli.printing import echo, echo_line, print_view, progress_bar
+
+if TYPE_CHECKING:
+    from ebbtide.analysis.metrics.job import JobMetrics
+    from ebbtide.analysis.tables.table import View
+    from ebbtide.profiler.trace import Trace
+
+# Processes start in about a second; a rank of 10 MB takes as long.
+_MIN_BYTES_FOR_PROCESSES = 100e6
+
+
+class Result(Protocol):
+    """A result of the analysis."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that the command prints with `--json`."""
+
+
+Kind = TypeVar("Kind", bound=Result)
+
+
+def show(
+    path: Path,
+    as_json: bool,
+    result_of: Callable[[JobMetrics], Kind],
+    view: Callable[[Trace, Kind], View],
+    follow_up: str,
+) -> None:
+    """Open a trace and print a result, a member of its figures; `follow_up`: see `show_result`."""
+    from ebbtide.analysis.metrics.job import JobMetrics
+    from ebbtide.profiler.trace import open_trace
+
+    metrics = JobMetrics(open_trace(path))
+    show_result(metrics.trace, result_of(metrics), view, as_json, follow_up)
+
+
+def show_result(trace: Trace, result: Kind, view: Callable[[Trace, Kind], View], as_json: bool, follow_up: str) -> None:
+    """Print a result of a trace; below figures the command to go on with, `follow_up`, with {} for the trace."""
+    from ebbtide.analysis.tables.table import Gain, Table
+
+    if as_json:
+        print_json(trace, _with_columns(result, view(trace, result)))
+    else:
+        print_prediction(trace)
+        parts = list(view(trace, result))
+        print_view(iter(parts))
+        if any(isinstance(part, Gain) or (isinstance(part, Table) and part) for part in parts):
+            echo_line(f"next: ebbtide {follow_up.format(shlex.quote(str(trace.path)))}")
+
+
+def _with_columns(result: Result, view: View) -> dict[str, Any]:
+    """Return the JSON object of a result, with the columns of its tables that its rows do not have themselves."""
+    from ebbtide.analysis.tables.table import Table
+
+    printed = result.as_json()
+    for part in view:
+        if isinstance(part, Table) and isinstance(printed.get(part.name), list):
+            part.extend(printed, getattr(result, part.name))
+    return printed
+
+
+def print_prediction(trace: Trace) -> None:
+    """Print a line if a dry run made the trace."""
+    from ebbtide.analysis.metrics.prediction import prediction_line
+
+    if line := prediction_line(trace):
+        echo(f"{trace.path}: {line}")
+
+
+def print_json(trace: Trace, printed: dict[str, Any]) -> None:
+    """Print a JSON object about a trace, with `predicted`: true if a dry run made it."""
+    from ebbtide.analysis.metrics.prediction import is_predicted
+
+    echo(json.dumps({**printed, **({"predicted": True} if is_predicted(trace) else {})}))
+
+
+def choose_ranks(trace: Trace, rank: int | None, as_json: bool) -> list[int]:
+    """Return the ranks to print: `rank` if given, else the first one, or all of them as JSON.
+
+    Prints a hint if other ranks are left out.
+
+    Raises:
+        TraceError: The trace does not have the rank.
+    """
+    if rank is not None:
+        trace.rank(rank)
+        return [rank]
+    if not as_json and len(trace.ranks) > 1:
+        echo(f"rank {trace.ranks[0]} of {len(trace.ranks)} ranks (--rank N for another one, --json for all)")
+    return trace.ranks if as_json else trace.ranks[:1]
+
+
+def read_ranks(trace: Trace, read: Callable[[Trace], object], jobs: int | None, scheduler: str | None = None) -> None:
+    """Compute a result part by part where processes or a cluster are asked for, or the trace is large; `jobs` None: as
+    many processes as cores for a large trace.
+
+    Raises:
+        UserError: No cluster answers, or a worker died.
+    """
+    check_options(jobs, scheduler)
+    from ebbtide.host_limits import cores
+
+    is_on_disk = trace.meta.state == "complete"
+    if not is_on_disk or len(trace.ranks) < 2:
+        return
+    processes = jobs or (cores() if _size(trace) >= _MIN_BYTES_FOR_PROCESSES else 1)
+    if scheduler is None and processes == 1:
+        return
+    from ebbtide.analysis.metrics.ranks.scan import scan_ranks
+    from ebbtide.workers import run_locally, run_on_cluster
+
+    runner = partial(run_on_cluster, address=scheduler) if scheduler else partial(run_locally, jobs=processes)
+    with progress_bar() as update:
+        scan_ranks(trace, read, runner, lambda done, total: update(f"{done} of {total} ranks", done, total))
+
+
+def check_options(jobs: int | None, scheduler: str | None) -> None:
+    """Check the options `--jobs` and `--scheduler`. Raises BadParameter where they do not fit."""
+    if scheduler == "":
+        raise typer.BadParameter("--scheduler needs an address, e.g. tcp://host:8786")
+    if jobs == 0 or (jobs and scheduler):
+        raise typer.BadParameter(
+            "--jobs must be at least 1, and cannot be combined with --scheduler: a cluster has its own workers"
+        )
+
+
+def _size(trace: Trace) -> int:
+    return sum(file.stat().st_size for file in trace.path.glob("rank-*/*.parquet"))

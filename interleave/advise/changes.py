@@ -1,0 +1,189 @@
+"""Changes to a job: the least one that makes it fit, and those after which nothing has to be offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ebbtide.interleave.advise.choice import best_static_split, fits_memory, steps_of, without_offload
+from ebbtide.interleave.advise.job.memory import PlacedWorkload, place
+from ebbtide.interleave.advise.job.training_job import RecordedJob, TrainingJob, TunableSettings
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.machines.box import MAX_RANKS
+from ebbtide.machines.machine import Machine
+from ebbtide.state_bytes import PARAM_BYTES, REMAINDER_STATE_BYTES
+
+_OTHER_RESULTS = "other arithmetic, other results"
+# Name, bytes per parameter, and what it does to the results.
+_REMAINDER = (
+    f"InterleavedAdamW(..., master='remainder') on bf16 parameters ({REMAINDER_STATE_BYTES} B a parameter)",
+    float(REMAINDER_STATE_BYTES),
+    "the same arithmetic; parameters differ where a master is exactly between two of them",
+)
+_SMALLER_STATE = (
+    ("bf16 moments (8 B a parameter)", 8.0, _OTHER_RESULTS),
+    ("8-bit moments (6 B a parameter)", 6.0, _OTHER_RESULTS),
+)
+
+
+def settings_in_order(job: TrainingJob) -> Iterator[TunableSettings]:
+    """Yield the settings to try: first those of the job, then greater and greater changes.
+
+    More ranks are the greatest change, since they cost hardware; then a smaller micro-batch with more micro-steps, then
+    activation checkpointing, which costs a forward; the offload of optimizer state is the least. Ranks are doubled,
+    micro-batches are divisors of that of the job.
+    """
+    own = job.settings
+    for ranks in _doubled(own.ranks):
+        for micro_batch in _divisors(own.micro_batch):
+            for checkpointing in dict.fromkeys((own.checkpointing, own.checkpointing or _can_checkpoint(job))):
+                for offload in dict.fromkeys((own.offload, True)):
+                    yield TunableSettings(ranks, micro_batch, checkpointing, offload)
+
+
+def share_host(machine: Machine, ranks: int, ranks_per_host: int | None = None) -> Machine:
+    """Return the machine with the rates of one of the ranks of a job (see `ranks_on_a_host`).
+
+    Raises MachineError if the machine has no box, and several ranks on a host are requested.
+    """
+    return machine.for_ranks(ranks_on_a_host(machine, ranks, ranks_per_host))
+
+
+def ranks_on_a_host(machine: Machine, ranks: int, ranks_per_host: int | None = None) -> int:
+    """Return how many ranks of a job share a host: `ranks_per_host`, or as many as the box of the machine has."""
+    if ranks_per_host is not None:
+        return ranks_per_host
+    return min(ranks, machine.box.ranks) if machine.box is not None else 1
+
+
+def least_settings(
+    job: TrainingJob, machine: Machine, ranks_per_host: int | None = None, policies: Sequence[str] = ()
+) -> tuple[TunableSettings, PlacedWorkload, Machine] | None:
+    """Return the least change with which a job fits a machine, its workload, and the machine's rates for one rank.
+
+    `policies` are those to choose from; empty: all. None if the job fits with none of the changes.
+    """
+    for settings in settings_in_order(job):
+        shared = share_host(machine, settings.ranks, ranks_per_host)
+        placed = place(job, settings, shared)
+        if fits(settings, placed, shared, policies):
+            return settings, placed, shared
+    return None
+
+
+def fits(settings: TunableSettings, placed: PlacedWorkload, machine: Machine, policies: Sequence[str] = ()) -> bool:
+    """Return whether some policy that the settings allow has enough memory on the device and on the host."""
+    if placed.workload.missing_bytes > 0:
+        return False
+    if policies:
+        allowed = [policy for policy in policies if settings.offload or policy == "gpu-only"]
+        candidates = [steps_of(policy, placed.workload, machine) for policy in allowed]
+        return any(steps is not None and fits_memory(steps, machine) for steps in candidates)
+    if not settings.offload:
+        return without_offload(placed.workload, machine) is not None
+    if _exceeds_both(placed.workload, machine):
+        return False
+    split = best_static_split(placed.workload, machine)
+    return split is not None and fits_memory(split, machine)
+
+
+def changed(before: TunableSettings, after: TunableSettings, policy: str) -> dict[str, Any] | None:
+    """Return what differs between settings, by name; None if nothing does."""
+    change: dict[str, Any] = {}
+    if after.offload and not before.offload:
+        change["policy"] = policy
+    if after.checkpointing and not before.checkpointing:
+        change["activation_checkpointing"] = True
+    if after.micro_batch != before.micro_batch:
+        change["micro_batch"] = after.micro_batch
+    if after.ranks != before.ranks:
+        change["ranks"] = after.ranks
+    return change or None
+
+
+def _exceeds_both(workload: Workload, machine: Machine) -> bool:
+    """Return whether the state is more than the device's free memory and the host together can hold.
+
+    It is a bound that needs no plan: what the device cannot hold at all times is in host memory.
+    """
+    if machine.host_memory_bytes is None or workload.min_free_bytes is None:
+        return False
+    on_host = workload.params - workload.min_free_bytes / workload.state_bytes
+    return on_host * workload.state_bytes > machine.host_memory_bytes
+
+
+def _can_checkpoint(job: TrainingJob) -> bool:
+    return job.memory is not None and job.memory.checkpointed is not None
+
+
+def _doubled(ranks: int) -> Iterator[int]:
+    yield ranks
+    while (ranks := 2 * ranks) <= MAX_RANKS:
+        yield ranks
+
+
+def _divisors(micro_batch: int | None) -> list[int | None]:
+    if micro_batch is None:
+        return [None]
+    return [size for size in range(micro_batch, 0, -1) if micro_batch % size == 0]
+
+
+def alternatives(workload: Workload, machine: Machine, job: RecordedJob) -> tuple[str, ...]:
+    """Return sentences on less accumulation, a smaller batch and a smaller state, as far as figures are known.
+
+    For workloads that have to offload. A change is named if all state fits on the device with it (`without_offload`).
+    """
+    texts = (
+        _without_accumulation(workload, machine, job),
+        _smaller_batch(workload, machine, job),
+        _smaller_state(workload, machine),
+    )
+    return tuple(text for text in texts if text is not None)
+
+
+def _without_accumulation(workload: Workload, machine: Machine, job: RecordedJob) -> str | None:
+    """With one micro-step, gradients take the memory of the activations that the backward releases."""
+    free = workload.min_free_bytes
+    changed = replace(workload, accumulates=False)
+    if not workload.accumulates or free is None or without_offload(changed, machine) is None:
+        return None
+    state, gradients = workload.state_bytes * workload.params, workload.grad_bytes * workload.params
+    return (
+        f"with 1 micro-step an update instead of {job.micro_steps} nothing would have to be offloaded: gradients "
+        f"({gradients / 1e9:.1f} GB) would not stay beside activations, and the state ({state / 1e9:.1f} GB) "
+        f"fits into the {free / 1e9:.1f} GB that are always free"
+    )
+
+
+def _smaller_batch(workload: Workload, machine: Machine, job: RecordedJob) -> str | None:
+    """The memory that varies over an iteration is taken to be in proportion to the micro-batch."""
+    batch = job.micro_batch
+    if workload.gpu_free is None or batch is None:
+        return None
+    most = max(size for _, size in workload.gpu_free)
+    varying = most - min(size for _, size in workload.gpu_free)
+    for size in range(batch - 1, 0, -1):
+        free = tuple((time, most - (most - least) * size / batch) for time, least in workload.gpu_free)
+        # The number of samples in an update stays.
+        changed = replace(workload, gpu_free=free, accumulates=True)
+        if without_offload(changed, machine) is not None:
+            needed = (workload.state_bytes + workload.grad_bytes) * workload.params
+            return (
+                f"with a micro-batch of {size} instead of {batch} nothing would have to be offloaded: of the "
+                f"{varying / 1e9:.1f} GB that vary over an iteration {varying * size / batch / 1e9:.1f} GB would "
+                f"remain (an estimate, in proportion to the batch), and state and gradients take {needed / 1e9:.1f} "
+                f"GB of {most / 1e9:.1f} GB"
+            )
+    return None
+
+
+def _smaller_state(workload: Workload, machine: Machine) -> str | None:
+    """Return the optimizer with the most bytes of state, fewer than now, that would need no offload."""
+    is_half = workload.param_bytes == PARAM_BYTES
+    for name, state_bytes, results in (*((_REMAINDER,) if is_half else ()), *_SMALLER_STATE):
+        changed = replace(workload, state_bytes=state_bytes)
+        if state_bytes < workload.state_bytes and without_offload(changed, machine) is not None:
+            needed_gb = state_bytes * workload.params / 1e9
+            return f"with {name}, {needed_gb:.1f} GB, nothing would have to be offloaded ({results})"
+    return None

@@ -1,0 +1,235 @@
+"""The choice of a policy: the best one that a machine has memory for, with updates beside the step, and the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ebbtide.errors import MachineError, PolicyError
+from ebbtide.interleave.advise.job.training_job import RecordedJob
+from ebbtide.interleave.model.schedule import Schedule, available_host_bytes
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies import POLICIES, make_plan, parse
+from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
+from ebbtide.machines.machine import Machine
+from ebbtide.units import bytes_text
+
+# The widest overlap that InterleavedAdamW takes, and `enable` for DeepSpeed.
+OPTIMIZER_OVERLAP = "auto"
+DEEPSPEED_OVERLAP = "forward"
+# A smaller gain is not worth an update beside the step.
+_MIN_GAIN = 0.02
+_MAX_STRIDE = 10
+
+
+@dataclass(frozen=True)
+class OverlapChoice:
+    """A policy with updates beside the step, compared with the same policy without.
+
+    `policy` is the string without overlap, `option` the value of its option `overlap`.
+    """
+
+    policy: str
+    option: str
+    steps: Steps
+    without_s: float
+
+    @property
+    def most_clipped(self) -> float | None:
+        """The share of clipped steps up to which the plan is no slower than without overlap; None: whatever it is.
+
+        A plan that is made for another share speculates as much as pays there.
+        """
+        valid_s = self.steps.valid.iteration_s
+        redone_s = self.steps.redone.iteration_s if self.steps.redone is not None else valid_s
+        return None if redone_s <= self.without_s else max(0.0, (self.without_s - valid_s) / (redone_s - valid_s))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures of the choice, for `ebbtide replay --json`."""
+        return {
+            "policy": self.policy,
+            "overlap": self.option,
+            "iteration_ms": self.steps.iteration_s * 1e3,
+            "without_overlap_ms": self.without_s * 1e3,
+            "speculated_subgroups": len(self.steps.plan.speculated),
+            "most_clipped_share": self.most_clipped,
+        }
+
+    def text(self) -> str:
+        """Return the gain in a sentence without an end."""
+        gain_s = self.without_s - self.steps.iteration_s
+        plan = self.steps.plan
+        kinds = {"under the next forward": plan.has_late_updates, "inside the backward": bool(plan.speculated)}
+        where = " and ".join(kind for kind, is_used in kinds.items() if is_used)
+        percent = 100 * gain_s / self.without_s
+        text = f"updates {where} win {gain_s * 1e3:,.0f} ms ({percent:.0f} %) over {self.policy} alone"
+        if not plan.speculated:
+            return text
+        share = self.steps.valid.workload.clip_active_share
+        text += f" if {100 * share:.0f} % of the steps are clipped"
+        if self.most_clipped is not None:
+            text += f", and something up to {100 * self.most_clipped:.0f} %"
+        return text
+
+
+@dataclass(frozen=True)
+class PolicyChoice:
+    """The policies of a workload on a machine, of which all advice is made.
+
+    Attributes:
+        best: The chosen policy, without overlap.
+        excess: What memory is too small for it, in words; None if it suffices or is not known.
+        split: The best static split, which DeepSpeed has by itself; None if none fits, or nothing is offloaded.
+        others: The best variant of each other policy that fits, or may fit, fastest first.
+        left_out: Policies that there is too little memory for, and why.
+        overlap: The widest overlap that the job can run; None if that gains little.
+        deepspeed_overlap: The widest one that `enable` takes; None likewise.
+    """
+
+    best: Steps
+    excess: str | None = None
+    split: Steps | None = None
+    others: tuple[Steps, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
+    overlap: OverlapChoice | None = None
+    deepspeed_overlap: OverlapChoice | None = None
+
+    @property
+    def steps(self) -> Steps:
+        """The chosen policy with its overlap."""
+        return self.best if self.overlap is None else self.overlap.steps
+
+
+def choose_policy(workload: Workload, machine: Machine, job: RecordedJob | None = None) -> PolicyChoice:
+    """Choose a policy: no offload if all state fits, else `adaptive`, or `interleaved:2` if the free memory is unknown.
+
+    `job` tells whether DeepSpeed runs it, which takes less overlap. Raises MachineError if the machine lacks a rate
+    that the best policy needs.
+    """
+    on_gpu = without_offload(workload, machine)
+    if on_gpu is not None:
+        return PolicyChoice(on_gpu)
+    policy = "adaptive" if workload.gpu_free is not None else "interleaved:2"
+    # A rate that is missing is an error here.
+    best = simulate_steps(make_plan(policy, workload, machine), workload, machine)
+    split = best_static_split(workload, machine)
+    if best.plan.stored and split is not None and not fits_memory(split, machine):
+        # There are policies with storage in its place.
+        split = None
+    others, left_out = [], {}
+    for steps in _other_policies(best, split, workload, machine):
+        excess = memory_excess(steps.valid, machine)
+        if excess is None:
+            others.append(steps)
+        else:
+            left_out[steps.plan.policy] = excess
+    excess = memory_excess(best.valid, machine)
+    if excess is not None and others:
+        left_out[best.plan.policy], excess = excess, None
+        best = others.pop(0)
+    if split is not None and not fits_memory(split, machine):
+        split = None
+    deepspeed = overlap = choose_overlap(best, DEEPSPEED_OVERLAP, workload, machine)
+    if job is None or job.stage is None:
+        overlap = choose_overlap(best, OPTIMIZER_OVERLAP, workload, machine)
+    return PolicyChoice(best, excess, split, tuple(others), left_out, overlap, deepspeed)
+
+
+def choose_among(policies: Sequence[str], workload: Workload, machine: Machine) -> PolicyChoice:
+    """Choose the fastest of some policies: of those that the device and the host have memory for, if there are any."""
+    candidates = [simulate_steps(make_plan(policy, workload, machine), workload, machine) for policy in policies]
+    excess = {steps.plan.policy: memory_excess(steps.valid, machine) for steps in candidates}
+    best, *others = sorted(candidates, key=lambda steps: (bool(excess[steps.plan.policy]), steps.iteration_s))
+    left_out = {policy: text for policy, text in excess.items() if text is not None}
+    return PolicyChoice(best, excess[best.plan.policy], None, tuple(others), left_out)
+
+
+def choose_overlap(best: Steps, option: str, workload: Workload, machine: Machine) -> OverlapChoice | None:
+    """Return the overlap of a policy; None if the policy has no such option, does not fit with it, or gains little."""
+    policy = best.plan.policy
+    if option not in POLICIES[parse(policy).name].options.get("overlap", ()) or option == "none":
+        return None
+    steps = steps_of(f"{policy},overlap={option}", workload, machine)
+    if steps is None:
+        return None
+    exceeds_device, exceeds_host, iteration_s = steps.cost(machine)
+    fits = not (exceeds_device or exceeds_host)
+    if fits and iteration_s * (1 + _MIN_GAIN) < best.iteration_s:
+        return OverlapChoice(policy, option, steps, best.iteration_s)
+    return None
+
+
+def steps_of(policy: str, workload: Workload, machine: Machine) -> Steps | None:
+    """Return a policy's schedules; None if the machine lacks a rate or the policy cannot plan the workload."""
+    try:
+        return simulate_steps(make_plan(policy, workload, machine), workload, machine)
+    except (MachineError, PolicyError):
+        return None
+
+
+def without_offload(workload: Workload, machine: Machine) -> Steps | None:
+    """Return the schedule with all state on the device; None if it is not known to fit, or a rate is missing."""
+    if workload.gpu_free is None:
+        return None
+    on_gpu = steps_of("gpu-only", workload, machine)
+    return on_gpu if on_gpu is not None and on_gpu.valid.fits_device(machine.gpu_memory_bytes) else None
+
+
+def best_static_split(workload: Workload, machine: Machine) -> Steps | None:
+    """Return the fastest static split without storage that fits the device; None if none does.
+
+    Of ratios that DeepSpeed rounds to the same subgroups it is the largest.
+    """
+    machine = replace(machine, storage=())
+    best = None
+    for ratio in (share / 20 for share in range(20, -1, -1)):
+        steps = steps_of(f"twin-flow:{ratio:g}" if ratio < 1 else "zero-offload", workload, machine)
+        # If the free memory is not known, only a plan that needs no device memory is sure to fit.
+        fits = steps is not None and steps.valid.fits_device(machine.gpu_memory_bytes)
+        if steps is not None and fits and (best is None or steps.iteration_s < best.iteration_s):
+            best = steps
+    return best
+
+
+def _other_policies(best: Steps, split: Steps | None, workload: Workload, machine: Machine) -> list[Steps]:
+    """Return the best variant of each other policy that fits the device, or may fit it, fastest first."""
+
+    def may_fit(steps: Steps) -> bool:
+        return steps.valid.fits_device(machine.gpu_memory_bytes) is not False
+
+    strides = range(1, _MAX_STRIDE + 1) if workload.gpu_free is not None else (2,)
+    interleaved = [steps_of(f"interleaved:{stride}", workload, machine) for stride in strides]
+    fitting = [steps for steps in interleaved if steps is not None and may_fit(steps)]
+    candidates = [
+        *(steps_of(policy, workload, machine) for policy in ("zero-offload", "pipelined")),
+        min(fitting, key=lambda steps: steps.iteration_s, default=None),
+        split,
+    ]
+    # A split may be zero-offload, and the best policy one of these.
+    by_policy = {steps.plan.policy: steps for steps in candidates if steps is not None}
+    others = [steps for policy, steps in by_policy.items() if policy != best.plan.policy and may_fit(steps)]
+    return sorted(others, key=lambda steps: steps.iteration_s)
+
+
+def fits_memory(steps: Steps, machine: Machine) -> bool:
+    """Return whether device and host have memory for a policy, as far as that is known."""
+    return memory_excess(steps.valid, machine) is None
+
+
+def memory_excess(schedule: Schedule, machine: Machine) -> str | None:
+    """Return in words by how much memory is too small; None if it suffices or is not known.
+
+    The device is too small for some jobs whatever the policy.
+    """
+    if schedule.workload.missing_bytes:
+        return f"without any optimizer state {bytes_text(schedule.workload.missing_bytes)} of device memory are missing"
+    if schedule.fits_device(machine.gpu_memory_bytes) is False:
+        return f"it needs {bytes_text(schedule.peak_device_bytes)} of device memory, more than is free"
+    host, available = schedule.host_bytes(), available_host_bytes(schedule.workload, machine)
+    if available is not None and host > available:
+        return f"it needs {bytes_text(host)} of host memory, and a rank has {bytes_text(available)}"
+    pinned, limit = schedule.pinned_bytes(), machine.pinned_memory_bytes
+    if limit is not None and pinned > limit:
+        return f"it needs {bytes_text(pinned)} of pinned host memory, and a rank may pin {bytes_text(limit)}"
+    return None

@@ -1,0 +1,252 @@
+"""Resolves what is advised: the workload, the machines and their prices, the recorded GPU, and policies of the user."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ebbtide.errors import MachineError, PolicyError, WorkloadError
+from ebbtide.interleave.model.workload import Workload, load_workload, workload_from
+from ebbtide.machines.catalog import find_machine, preset, presets
+from ebbtide.machines.data_sheets import with_host
+from ebbtide.machines.gpu_compute import GpuCompute
+from ebbtide.machines.machine import Machine, machine_from
+from ebbtide.profiler.trace import Trace
+from ebbtide.units import bytes_text
+
+if TYPE_CHECKING:
+    from ebbtide.profiler.trace import Trace
+
+# Devices whose memory differs by less than this share count as the same.
+_SAME_CAPACITY = 0.05
+
+
+@dataclass(frozen=True)
+class JobSize:
+    """A job of which only the size is known.
+
+    The parameters are those of the whole model, whose state the ranks share.
+    """
+
+    params: int
+    ranks: int = 1
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+
+def resolve_workload(
+    trace: Trace | None,
+    file: Path | None,
+    size: JobSize | None = None,
+    free_bytes: int | None = None,
+    host_free_bytes: int | None = None,
+) -> Workload:
+    """Return the workload of a trace, a workload file or a size: exactly one of them.
+
+    Free device memory at all times, and host memory that the optimizer may use, take the place of what the source has.
+    """
+    workload = _workload(trace, file, size)
+    if free_bytes is not None:
+        workload = replace(workload, gpu_free=((0.0, float(free_bytes)),))
+    return workload if host_free_bytes is None else replace(workload, host_free_bytes=float(host_free_bytes))
+
+
+def _workload(trace: Trace | None, file: Path | None, size: JobSize | None) -> Workload:
+    if sum(source is not None for source in (trace, file, size)) != 1:
+        raise WorkloadError("name a trace, a --workload file, or a size (--params): one of the three")
+    if file is not None:
+        return load_workload(file)
+    if size is not None:
+        return workload_of_size(size)
+    from ebbtide.interleave.advise.job.workload_from_trace import workload_of
+
+    assert trace is not None
+    return workload_of(trace)
+
+
+def workload_of_size(size: JobSize) -> Workload:
+    """Return a workload in bf16 with Adam, in subgroups of 1e8 parameters."""
+    if size.params < 1 or size.ranks < 1:
+        raise WorkloadError("--params and --ranks must be at least 1")
+    values = {
+        "name": f"{size.params / 1e9:.3g} G parameters on {size.ranks} rank{'s' if size.ranks > 1 else ''}",
+        "params": -(-size.params // size.ranks),
+        "subgroup_params": 1e8,
+        "forward_s": size.forward_s,
+        "backward_s": size.backward_s,
+    }
+    workload = workload_from(values, "the size")
+    if size.forward_s or size.backward_s:
+        return workload
+    return replace(workload, notes=("forward and backward are not known: only the update is replayed",))
+
+
+def resolve_machine(name_or_path: str | None, trace: Trace | None) -> Machine:
+    """Return a machine by name or file, or the one that was recorded in the trace."""
+    if trace is None:
+        return find_machine(name_or_path)
+    return find_machine(name_or_path, trace.meta.machine, recorded_in=str(trace.path))
+
+
+def own_preset(trace: Trace | None) -> str | None:
+    """Return the name of the preset with the card of a trace, a fitted one before data sheets.
+
+    None where the trace has a machine of its own, and where the card is not known."""
+    if trace is None or trace.meta.machine is not None:
+        return None
+    machine = own_machine(trace)
+    return machine.name if machine is not None else None
+
+
+def own_preset_text(name: str, trace: Trace) -> str:
+    """Return the line that says which preset was taken for a trace."""
+    card = trace.rank(trace.ranks[0]).main_device.name
+    return f"machine: {name}, with the trace's {card} (others: ebbtide machines)"
+
+
+def share_box(machine: Machine, ranks_per_host: int | None, trace: Trace | None) -> Machine:
+    """Return the machine with the rates of one of several ranks on a host.
+
+    Without `ranks_per_host` they are as many as the trace had, if the machine has a `box`, else the rates stay. A
+    simulated trace is of a single rank whose machine is scaled already.
+    """
+    if ranks_per_host is not None:
+        return machine.for_ranks(ranks_per_host)
+    if trace is None or machine.box is None or trace.meta.source == "simulated":
+        return machine
+    from ebbtide.interleave.advise.job.workload_from_trace import ranks_on_host
+
+    recorded = ranks_on_host(trace)
+    return machine if recorded is None else machine.for_ranks(recorded)
+
+
+def note_other_machine(workload: Workload, machine: Machine, trace: Trace | None) -> Workload:
+    """Add a note to the workload of a trace if the machine is not the one of the trace.
+
+    Times of forward and backward, and the free memory, are those of the recording on any machine.
+    """
+    if trace is None:
+        return workload
+    other = _other_machine(machine, trace)
+    if other is None:
+        return workload
+    note = f"the trace was recorded on {other}: forward, backward and free memory are replayed as recorded"
+    return replace(workload, notes=(*workload.notes, note))
+
+
+def _other_machine(machine: Machine, trace: Trace) -> str | None:
+    """Return the machine of a trace in words if it is known to be another one."""
+    if trace.meta.machine is not None:
+        name = trace.meta.machine.get("name")
+        return f"the machine {name}" if name != machine.name else None
+    device = trace.meta.ranks[0].main_device if trace.meta.ranks else None
+    capacity = device.capacity_bytes if device is not None and device.kind == "cuda" else None
+    if not capacity or not machine.gpu_memory_bytes:
+        return None
+    if abs(capacity / machine.gpu_memory_bytes - 1) <= _SAME_CAPACITY:
+        return None
+    return f"a GPU of {bytes_text(capacity)}, not {bytes_text(machine.gpu_memory_bytes)}"
+
+
+def load_policies(path: Path) -> None:
+    """Run a Python file of the user that registers policies."""
+    spec = importlib.util.spec_from_file_location(f"ebbtide_policies_{path.stem}", path)
+    if spec is None or spec.loader is None or not os.path.isfile(path):
+        raise PolicyError(f"{path} is not a Python file that registers policies")
+    try:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except Exception as error:
+        raise PolicyError(f"{path} cannot be run: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class PlanTarget:
+    """A machine to plan for.
+
+    Attributes:
+        source: Its preset or file; None: that of the trace, or in another host.
+    """
+
+    machine: Machine
+    source: str | None
+    price_per_hour: float | None
+
+
+def find_targets(
+    names: Sequence[str], host: str | None, prices: Sequence[float], trace: Trace | None
+) -> list[PlanTarget]:
+    """Return the machines to plan for: presets or files, else the machine or the card of the trace, else all presets.
+
+    `host` is another one for their GPUs. `prices` of a host per hour are none, one for all machines, or one for each.
+    """
+    recorded = trace.meta.machine if trace is not None and not names else None
+    own = own_preset(trace)
+    sources: list[str | None] = [None] if recorded is not None else [*(names or ([own] if own else presets()))]
+    if len(prices) not in (0, 1, len(sources)):
+        raise MachineError(
+            f"there are {len(prices)} prices for {len(sources)} machines: write one for all, or one for each"
+        )
+    each: list[float | None] = [*prices] * (len(sources) if len(prices) == 1 else 1) or [None] * len(sources)
+    targets = []
+    for source, price in zip(sources, each, strict=True):
+        machine = find_machine(source, recorded, str(trace.path) if trace is not None else "the trace")
+        if host is None:
+            targets.append(PlanTarget(machine, source, price))
+        else:
+            targets.append(PlanTarget(with_host(machine, host), None, price))
+    return targets
+
+
+# GPUs of the same model whose memory differs by less than this share count as the same.
+_SAME_GPU_CAPACITY = 0.08
+_MAKERS = frozenset({"nvidia", "amd", "instinct", "geforce", "tesla"})
+
+
+class RecordedGpu(NamedTuple):
+    """A GPU: its name for people, and its rates (None: not known)."""
+
+    name: str
+    compute: GpuCompute | None
+
+
+def recorded_gpu(trace: Trace) -> RecordedGpu:
+    """Return the GPU of a trace: that of its machine, else of the preset with the same model and memory."""
+    machine = _recorded_machine(trace)
+    if machine is not None and machine.gpu is not None:
+        return RecordedGpu(machine.name, machine.gpu)
+    name = trace.rank(trace.ranks[0]).main_device.name or "an unknown GPU"
+    return RecordedGpu(name, next((machine.gpu for machine in _presets_of_gpu(trace)), None))
+
+
+def own_machine(trace: Trace) -> Machine | None:
+    """Return the machine of a trace, else the preset of its GPU, a fitted one before data sheets; None: not known."""
+    machines = sorted(_presets_of_gpu(trace), key=lambda machine: "fit" not in machine.extra)
+    return _recorded_machine(trace) or next(iter(machines), None)
+
+
+def _recorded_machine(trace: Trace) -> Machine | None:
+    recorded = trace.meta.machine
+    return machine_from(recorded, f"the machine of {trace.path}") if recorded is not None else None
+
+
+def _presets_of_gpu(trace: Trace) -> Iterator[Machine]:
+    """Yield the presets with the same model of a GPU, and the same memory."""
+    device = trace.rank(trace.ranks[0]).main_device
+    words = _words(device.name or "")
+    for machine in map(preset, presets()):
+        capacity = machine.gpu_memory_bytes
+        if machine.gpu is None or not capacity or not device.capacity_bytes or not machine.gpu.name:
+            continue
+        same_memory = abs(device.capacity_bytes / capacity - 1) <= _SAME_GPU_CAPACITY
+        if same_memory and words & _words(machine.gpu.name) - _MAKERS:
+            yield machine
+
+
+def _words(name: str) -> set[str]:
+    """Return the words of a name that tell the model, as `h100` and `4090`."""
+    return {word for word in re.findall(r"[a-z]*\d+[a-z]*", name.lower()) if not word.endswith("gb")}

@@ -1,0 +1,175 @@
+"""The memory of a job: taken apart from a trace, and what it leaves free on a machine with other settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from ebbtide.analysis.metrics.devices import capacity_bytes
+from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.analysis.metrics.recorded_free_memory import recorded_free_memory
+from ebbtide.interleave.advise.job.compute_times import GATHERED_LAYERS, checkpointed_share, guessed_layers
+from ebbtide.interleave.advise.job.training_job import (
+    ComputeTimes,
+    MemoryPoint,
+    OwnMemory,
+    TrainingJob,
+    TunableSettings,
+)
+from ebbtide.interleave.model.workload import FreeMemorySteps, Workload, value_at
+from ebbtide.machines.machine import Machine
+from ebbtide.phases import BACKWARD, FORWARD, OTHER
+from ebbtide.profiler.trace import Trace
+
+
+class PlacedWorkload(NamedTuple):
+    """A workload on a machine.
+
+    Its free memory is never negative.
+    """
+
+    workload: Workload
+    times: ComputeTimes
+
+
+def place(job: TrainingJob, settings: TunableSettings, machine: Machine) -> PlacedWorkload:
+    """Return the workload of one rank with some settings on a machine, which has the rates of one of its ranks.
+
+    Raises MachineError if the machine does not state a rate of its GPU that is needed.
+    """
+    micro_steps = job.micro_steps_of(settings)
+    times = job.compute.times(machine, settings, micro_steps)
+    base = job.workload
+    share = job.settings.ranks / settings.ranks
+    params = -(-base.params * job.settings.ranks // settings.ranks)
+    accumulates = micro_steps > job.micro_steps or base.gradients_held_until_step
+    state = job.state_bytes if job.state_bytes is not None and not settings.offload else base.state_bytes
+    workload = replace(
+        base,
+        params=params,
+        subgroup_params=min(base.subgroup_params, params),
+        sizes=base.sizes if share == 1 else None,
+        forward_s=times.forward_s,
+        backward_s=times.backward_s,
+        other_s=times.other_s,
+        state_bytes=state,
+        gradients_held_until_step=accumulates,
+    )
+    free, missing = _free_memory(job, settings, machine, workload, share)
+    return PlacedWorkload(replace(workload, gpu_free=free, missing_bytes=missing), times)
+
+
+def own_bytes(
+    memory: OwnMemory, job: TrainingJob, settings: TunableSettings, share: float, grad_bytes: float
+) -> list[tuple[float, float]]:
+    """Return (point, bytes) of the job's own device memory with some settings.
+
+    `share` is a rank's share of the parameters, as a share of what it had; `grad_bytes` are those of gradients that
+    stay on the device for all of the iteration, since micro-steps were added.
+    """
+    batch = 1.0
+    if settings.micro_batch is not None and job.settings.micro_batch is not None:
+        batch = settings.micro_batch / job.settings.micro_batch
+    if settings.checkpointing and not job.settings.checkpointing and memory.checkpointed is not None:
+        batch *= memory.checkpointed
+    gathered = min(memory.gather_bytes, memory.param_bytes * (1 - share)) if share < 1 else 0.0
+    constant = memory.fixed_bytes + memory.param_bytes * share + gathered
+    return [
+        (point, constant + max(gradient * share, grad_bytes) + activation * batch)
+        for point, gradient, activation in ((at.point, at.gradient_bytes, at.activation_bytes) for at in memory.points)
+    ]
+
+
+def _free_memory(
+    job: TrainingJob, settings: TunableSettings, machine: Machine, workload: Workload, share: float
+) -> tuple[FreeMemorySteps | None, float]:
+    capacity = machine.gpu_memory_bytes
+    if job.memory is None:
+        free = job.workload.gpu_free
+        if free is None:
+            return None, workload.missing_bytes
+        lengths = job.workload.other_s, job.workload.forward_s, job.workload.backward_s
+        # More ranks share the parameters too.
+        shared_bytes = max(0.0, 1 - share) * workload.param_bytes * job.workload.params
+        limit = capacity if capacity is not None else float("inf")
+        steps = [(_point(at_s, lengths), min(size + shared_bytes, limit)) for at_s, size in free]
+        return _by_time(steps, workload), workload.missing_bytes
+    if capacity is None:
+        return None, 0.0
+    added = job.micro_steps_of(settings) > job.micro_steps
+    gradients = workload.grad_bytes * workload.params if added else 0.0
+    used = own_bytes(job.memory, job, settings, share, gradients)
+    missing = max(0.0, max(size for _, size in used) - capacity + workload.gpu_slack_bytes)
+    left = [(point, max(0.0, capacity - size - workload.gpu_slack_bytes)) for point, size in used]
+    return _by_time(left, workload), missing
+
+
+def _by_time(steps: list[tuple[float, float]], workload: Workload) -> FreeMemorySteps:
+    """Convert points of the iteration to seconds. Of points at one time, in a phase of no length, the least counts."""
+    lengths = workload.other_s, workload.forward_s, workload.backward_s
+    by_time: dict[float, float] = {}
+    for point, size in steps:
+        at_s = sum(length * min(max(point - number, 0.0), 1.0) for number, length in enumerate(lengths))
+        by_time[at_s] = min(size, by_time.get(at_s, size)) if point < len(lengths) else size
+    return tuple(sorted(by_time.items()))
+
+
+def _point(at_s: float, lengths: tuple[float, ...]) -> float:
+    """Return the point of the iteration at a time."""
+    point = 0.0
+    for length in lengths:
+        if at_s < length:
+            return point + at_s / length
+        at_s -= length
+        point += 1
+    return point
+
+
+def points_of(free: FreeMemorySteps, lengths: tuple[float, float, float], capacity: float) -> list[tuple[float, float]]:
+    """Return (point, bytes in use) of a step function of free memory, at its own steps and at the bounds of phases."""
+    ends = (0.0, lengths[0], lengths[0] + lengths[1], sum(lengths))
+    times = sorted({at_s for at_s, _ in free} | set(ends))
+    return [(_point(at_s, lengths), capacity - value_at(free, at_s)) for at_s in times]
+
+
+def recorded_memory(trace: Trace, workload: Workload, gradients_held: bool) -> tuple[OwnMemory | None, float | None]:
+    """Return the memory of a job beside its optimizer state, and the recorded bytes of state per parameter.
+
+    What every moment of the iteration has is fixed, but for the parameters. Of the rest, gradients that stay on the
+    device until the step (`gradients_held`) are counted as they are computed in the backward; all else counts as
+    activations. None where the memory of the device is not known, and where the state is not known to be there.
+    """
+    metrics = JobMetrics(trace)
+    capacity = capacity_bytes(trace, trace.ranks[0])
+    if workload.gpu_free is None or capacity is None:
+        return None, None
+    lengths = workload.other_s, workload.forward_s, workload.backward_s
+    # Not `gpu_free`, which is 0 where a predicted job needs more than the device has.
+    free = recorded_free_memory(metrics, dict(zip((OTHER, FORWARD, BACKWARD), lengths, strict=True)))
+    used = points_of(free or (), lengths, float(capacity))
+    least = min(size for _, size in used)
+    model = metrics.entry.model
+    params = float(model.bytes) if model.bytes is not None else workload.param_bytes * workload.params
+    params = min(params, max(least, 0.0))
+    all_gradients = workload.grad_bytes * workload.params if gradients_held else 0.0
+    points = []
+    for point, size in used:
+        gradients = min(all_gradients * min(max(point - 2, 0.0), 1.0), size - least)
+        points.append(MemoryPoint(point, gradients, size - least - gradients))
+    total = model.total_params or workload.params
+    several = (metrics.entry.world_size or len(trace.ranks)) > 1
+    memory = OwnMemory(
+        fixed_bytes=least - params,
+        param_bytes=params,
+        gather_bytes=0.0 if several else GATHERED_LAYERS * workload.param_bytes * total / guessed_layers(total),
+        points=tuple(points),
+        checkpointed=checkpointed_share(total),
+    )
+    return memory, _state_bytes_on_device(metrics)
+
+
+def _state_bytes_on_device(metrics: JobMetrics) -> float | None:
+    optimizers = metrics.entry.optimizers
+    on_device = any(device.startswith("cuda") for optimizer in optimizers for device in optimizer.state_devices)
+    total = sum(optimizer.state_bytes or 0 for optimizer in optimizers)
+    return total / metrics.params if on_device and total and metrics.params else None

@@ -1,0 +1,199 @@
+"""Jobs to find a machine for: of a trace, of a workload file, or of a number of parameters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ebbtide.analysis.metrics.deepspeed import deepspeed_of
+from ebbtide.analysis.metrics.gradient_wait import gradient_wait
+from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.analysis.metrics.prediction import predicted_range
+from ebbtide.errors import WorkloadError
+from ebbtide.interleave.advise.job.compute_times import (
+    DEVIATIONS_OF_RANGE,
+    GATHERED_LAYERS,
+    RecordedCompute,
+    TransformerCompute,
+    TransformerShape,
+    recorded_kernels,
+)
+from ebbtide.interleave.advise.job.inputs import JobSize, RecordedGpu, recorded_gpu, workload_of_size
+from ebbtide.interleave.advise.job.memory import recorded_memory
+from ebbtide.interleave.advise.job.training_job import (
+    MemoryPoint,
+    OwnMemory,
+    RecordedJob,
+    TrainingJob,
+    TunableSettings,
+    recorded_job,
+)
+from ebbtide.interleave.advise.job.workload_from_trace import workload_of
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.profiler.trace import Trace
+
+# The CUDA context and workspaces.
+_CONTEXT_BYTES = 1e9
+# What the allocator reserves beyond the tensors of a job of a given size.
+_FRAGMENTATION = 1.1
+# Buffers of the gradients that are being reduced.
+_REDUCE_BYTES = 1e9
+_STEPS_PER_PHASE = 8
+# Estimated waits for gradients are within this share: 3.62 s estimated, 3.48 s measured (docs/findings.md).
+_WAIT_ERROR = 0.1
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """Settings of the batch and of the ranks that the user states; None is not stated.
+
+    Tokens are those of an iteration, of all ranks; the micro-batch has samples of a rank.
+    """
+
+    ranks: int | None = None
+    micro_batch: int | None = None
+    sequence: int | None = None
+    tokens: int | None = None
+
+
+def job_of_size(shape: TransformerShape, batch: BatchSettings, checkpointing: bool) -> TrainingJob:
+    """Return a job of a decoder in bf16 with Adam, whose parameters, gradients and state all ranks share."""
+    ranks, micro_batch = batch.ranks or 1, batch.micro_batch or 1
+    step_tokens = ranks * micro_batch * shape.sequence
+    tokens = batch.tokens or step_tokens
+    micro_steps, rest = divmod(tokens, step_tokens)
+    if rest or not micro_steps:
+        raise WorkloadError(
+            f"--tokens {tokens:,} is not a multiple of the {step_tokens:,} of ranks x micro-batch x sequence"
+        )
+    workload = replace(workload_of_size(JobSize(shape.params, ranks)), notes=())
+    recorded = RecordedJob(
+        {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": micro_steps, **_BF16},
+        micro_steps=micro_steps,
+    )
+    accumulates = micro_steps > 1
+    return TrainingJob(
+        workload=replace(workload, gradients_held_until_step=accumulates),
+        settings=TunableSettings(ranks, micro_batch, checkpointing, offload=False),
+        compute=TransformerCompute(shape, workload.param_bytes),
+        memory=_memory_of_shape(shape, workload, micro_batch, ranks, checkpointing, accumulates),
+        micro_steps=micro_steps,
+        tokens=float(tokens),
+        recorded=recorded,
+        notes=(
+            f"assumed: {shape.layers} layers of width {shape.hidden:,}, sequence {shape.sequence:,}, vocabulary "
+            f"{shape.vocabulary:,}, fused attention; memory from these is an estimate: `ebbtide dry-run` has the bytes",
+        ),
+    )
+
+
+def job_of_workload(workload: Workload, batch: BatchSettings) -> TrainingJob:
+    """Return the job of a workload file. Its times and free memory are those of every machine."""
+    settings = TunableSettings(batch.ranks or 1, batch.micro_batch, checkpointing=False, offload=False)
+    compute = _recorded_compute(workload, settings, None, None)
+    notes = (*workload.notes, "times and free memory are those of the workload on every machine")
+    return TrainingJob(workload, settings, compute, None, tokens=_tokens(batch, settings, 1), notes=notes)
+
+
+def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
+    """Return the job of a trace."""
+    workload = workload_of(trace)
+    recorded = recorded_job(trace)
+    deepspeed = deepspeed_of(trace)
+    offloads = deepspeed is not None and deepspeed.ratio is not None
+    # Gradients of torch's own loops stay on the device until the step.
+    stay = not offloads
+    ranks = batch.ranks or trace.rank(trace.ranks[0]).world_size or len(trace.ranks)
+    settings = TunableSettings(
+        ranks=ranks,
+        micro_batch=batch.micro_batch or recorded.micro_batch,
+        checkpointing=bool(deepspeed is not None and deepspeed.info.activation_checkpointing),
+        offload=offloads,
+    )
+    micro_steps = recorded.micro_steps or 1
+    memory, state_bytes = recorded_memory(trace, workload, stay)
+    return TrainingJob(
+        workload=replace(workload, gradients_held_until_step=stay),
+        settings=settings,
+        compute=_recorded_compute(workload, settings, trace, recorded_gpu(trace), _times_factor(trace, workload)),
+        memory=memory,
+        state_bytes=state_bytes,
+        micro_steps=micro_steps,
+        tokens=_tokens(batch, settings, micro_steps),
+        recorded=recorded,
+        notes=workload.notes,
+    )
+
+
+def _times_factor(trace: Trace, workload: Workload) -> float:
+    """Return the factor within which the times of a trace are known.
+
+    Of a dry run its own range counts as one with a probability of 80 %. A wait for gradients that was estimated and
+    taken off the backward is known within a share of it.
+    """
+    if (span := predicted_range(trace, "iteration")) is not None and 0 < span.low_ms < span.high_ms:
+        return math.exp(math.log(span.high_ms / span.low_ms) / 2 / DEVIATIONS_OF_RANGE)
+    wait = gradient_wait(JobMetrics(trace))
+    if wait is None or wait.wait_ms <= 0 or workload.compute_s <= 0:
+        return 1.0
+    return 1 + _WAIT_ERROR * wait.wait_ms / 1e3 / workload.compute_s
+
+
+_BF16: dict[str, Any] = {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
+
+
+def _tokens(batch: BatchSettings, settings: TunableSettings, micro_steps: int) -> float | None:
+    if batch.tokens is not None:
+        return float(batch.tokens)
+    if batch.sequence is None or settings.micro_batch is None:
+        return None
+    return float(batch.sequence * settings.micro_batch * micro_steps * settings.ranks)
+
+
+def _recorded_compute(
+    workload: Workload, settings: TunableSettings, trace: Trace | None, gpu: RecordedGpu | None, factor: float = 1.0
+) -> RecordedCompute:
+    return RecordedCompute(
+        forward_s=workload.forward_s,
+        backward_s=workload.backward_s,
+        other_s=workload.other_s,
+        gpu=gpu.compute if gpu is not None else None,
+        gpu_name=gpu.name if gpu is not None else None,
+        work=recorded_kernels(trace, workload.param_bytes) if trace is not None else None,
+        factor=factor,
+        settings=settings,
+        param_bytes=workload.param_bytes,
+        params=float(workload.params * settings.ranks),
+    )
+
+
+def _memory_of_shape(
+    shape: TransformerShape, workload: Workload, micro_batch: int, ranks: int, checkpointing: bool, accumulates: bool
+) -> OwnMemory:
+    tokens = shape.sequence * micro_batch
+    kept = shape.kept_bytes(tokens, checkpointing) * _FRAGMENTATION
+    working = shape.layer_bytes(tokens) * _FRAGMENTATION if checkpointing else 0.0
+    logits = shape.logit_bytes(tokens) * _FRAGMENTATION
+    gradients = workload.grad_bytes * workload.params if accumulates else 0.0
+    points = [MemoryPoint(0.0, gradients, 0.0)]
+    for number in range(_STEPS_PER_PHASE):
+        share = (number + 1) / _STEPS_PER_PHASE
+        last = logits if number == _STEPS_PER_PHASE - 1 else 0.0
+        points.append(MemoryPoint(1 + number / _STEPS_PER_PHASE, gradients, kept * share + working + last))
+    for number in range(_STEPS_PER_PHASE):
+        share = 1 - number / _STEPS_PER_PHASE
+        # The logits and their gradients are on the device at the start of the backward.
+        first = 2 * logits if number == 0 else 0.0
+        points.append(MemoryPoint(2 + number / _STEPS_PER_PHASE, gradients, kept * share + working + first))
+    points.append(MemoryPoint(3.0, gradients, 0.0))
+    gathered = min(GATHERED_LAYERS * workload.param_bytes * shape.layer_params + _REDUCE_BYTES, 2.0 * shape.params)
+    whole = shape.kept_bytes(tokens, False) * _FRAGMENTATION
+    checkpointed = (shape.kept_bytes(tokens, True) + shape.layer_bytes(tokens)) * _FRAGMENTATION
+    return OwnMemory(
+        fixed_bytes=_CONTEXT_BYTES + (gathered if ranks > 1 else 0.0),
+        param_bytes=workload.param_bytes * workload.params,
+        gather_bytes=gathered if ranks == 1 else 0.0,
+        points=tuple(points),
+        checkpointed=None if checkpointing else (checkpointed + 2 * logits) / (whole + 2 * logits),
+    )

@@ -1,0 +1,223 @@
+"""The description of a job that does not depend on a machine, and the settings of it that may be changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.machines.machine import Machine
+
+if TYPE_CHECKING:
+    from ebbtide.profiler.trace import Trace
+
+# The first version of DeepSpeed that copies gradients asynchronously by itself.
+_ASYNC_GRADIENTS = (0, 19, 5)
+
+
+@dataclass(frozen=True)
+class RecordedJob:
+    """The settings of a job, as far as they are known. Without DeepSpeed it has no configuration and no stage."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    stage: int | None = None
+    micro_steps: int | None = None
+
+    @property
+    def micro_batch(self) -> int | None:
+        """Samples of a micro-step on a rank; None if they are not known."""
+        size = self.config.get("train_micro_batch_size_per_gpu")
+        return size if isinstance(size, int) and size > 0 else None
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """Learning rate, betas, eps and weight decay of DeepSpeed's optimizer; empty if they are not configured."""
+        options = self.section("optimizer").get("params")
+        if not isinstance(options, dict):
+            return {}
+        values = {key: options[key] for key in ("lr", "betas", "eps", "weight_decay") if _is_set(options.get(key))}
+        if "betas" in values:
+            values["betas"] = tuple(values["betas"])
+        # The default of DeepSpeed's optimizers, other than that of torch.optim.AdamW.
+        return {"weight_decay": 0.0, **values}
+
+    @property
+    def offloads_params(self) -> bool:
+        """Whether parameters are offloaded too (ZeRO-Infinity)."""
+        offload = self.section("zero_optimization").get("offload_param")
+        return isinstance(offload, dict) and offload.get("device", "none") != "none"
+
+    def section(self, name: str) -> dict[str, Any]:
+        """Return a section of the configuration; empty if there is none."""
+        section = self.config.get(name)
+        return section if isinstance(section, dict) else {}
+
+    def settings(self, names: tuple[str, ...]) -> dict[str, Any]:
+        """Return the configured values of some keys, without those that DeepSpeed's caller fills in (`auto`)."""
+        return {name: self.config[name] for name in names if _is_set(self.config.get(name))}
+
+
+def recorded_job(trace: Trace) -> RecordedJob:
+    """Return the settings of the job of a trace."""
+    from ebbtide.analysis.metrics.job import JobMetrics
+
+    metrics = JobMetrics(trace)
+    setup = metrics.deepspeed
+    if setup is None:
+        return RecordedJob(micro_steps=metrics.micro_steps)
+    return RecordedJob(setup.info.config, setup.stage, metrics.micro_steps)
+
+
+def recorded_policy(trace: Trace) -> str | None:
+    """Return the policy's string that a DeepSpeed job ran under.
+
+    It is the policy of ebbtide's engine if that ran the job's updates; otherwise it follows from the configuration.
+    `prefetch_optimizer`, `part_grads_async` and `prefetch_optimizer_gap` are the keys of the published implementation
+    of interleaving. None if it is not known.
+    """
+    from ebbtide.analysis.metrics.deepspeed import deepspeed_of, version_numbers
+
+    job = deepspeed_of(trace)
+    if job is None:
+        return None
+    if job.info.policy is not None:
+        return job.info.policy
+    offload = job.offload_config
+    stride = offload.get("prefetch_optimizer_gap") if offload.get("prefetch_optimizer") else None
+    if offload.get("device") != "cpu" or job.ratio is None or not isinstance(stride, (int, float, type(None))):
+        return None
+    asynchronous = offload.get("part_grads_async")
+    if asynchronous is None:
+        asynchronous = version_numbers(job.info.version) >= _ASYNC_GRADIENTS
+    grads = "async" if asynchronous else "blocking"
+    if stride:
+        return f"interleaved:{int(stride)}@{job.ratio:g},grads={grads}"
+    name = "zero-offload" if job.ratio == 1 else f"twin-flow:{job.ratio:g}"
+    return f"{name},grads={grads}"
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None and "auto" not in (value.values() if isinstance(value, dict) else (value,))
+
+
+@dataclass(frozen=True, order=True)
+class TunableSettings:
+    """Settings that a change may alter.
+
+    Attributes:
+        ranks: Ranks that share parameters, gradients and optimizer state (ZeRO-3, FSDP).
+        micro_batch: Samples of a micro-step on a rank; None: not known.
+        checkpointing: Whether activations are computed again in the backward.
+        offload: Whether optimizer state may be kept in host memory.
+    """
+
+    ranks: int
+    micro_batch: int | None
+    checkpointing: bool
+    offload: bool
+
+
+@dataclass(frozen=True)
+class ComputeTimes:
+    """The times of an iteration without its update.
+
+    Attributes:
+        factor: The factor within which their sum is known: one standard error, normal in the logarithm.
+        collectives_s: The time that exchanges with other ranks would take alone; they overlap with the rest.
+        note: The source of the times, for people.
+    """
+
+    forward_s: float
+    backward_s: float
+    other_s: float
+    factor: float
+    collectives_s: float
+    note: str
+
+
+class Compute(Protocol):
+    """The compute of a job: its times on a machine."""
+
+    def times(self, machine: Machine, settings: TunableSettings, micro_steps: int) -> ComputeTimes:
+        """Return the times of an iteration of `micro_steps` micro-steps.
+
+        Raises MachineError where rates of the GPU are needed and not known.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """Device memory from a point of the iteration on.
+
+    Attributes:
+        point: 0 to 1 is the time outside of the phases, to 2 the forward, to 3 the backward; the update begins at 3.
+        activation_bytes: Activations and temporaries, in proportion to the micro-batch.
+    """
+
+    point: float
+    gradient_bytes: float
+    activation_bytes: float
+
+
+@dataclass(frozen=True)
+class OwnMemory:
+    """The device memory of one rank, without optimizer state and without gradients that a plan accounts for.
+
+    Attributes:
+        fixed_bytes: Memory that no change reduces.
+        gather_bytes: Parameters of other ranks that are on the device meanwhile, if there are several ranks.
+        points: Gradients and activations over the iteration; the first at 0.
+        checkpointed: The share of activations that remains with checkpointing; None: it cannot be switched on.
+    """
+
+    fixed_bytes: float
+    param_bytes: float
+    gather_bytes: float
+    points: tuple[MemoryPoint, ...]
+    checkpointed: float | None = None
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """A job to find a machine for.
+
+    Attributes:
+        workload: One rank's part; its times and free memory are replaced for each machine.
+        memory: Its own memory; None: not known, the workload's free memory is that of every machine.
+        state_bytes: Bytes per parameter of optimizer state if nothing is offloaded, where they differ from the
+            workload's (which includes an fp32 master weight).
+        tokens: Tokens of an iteration, of all ranks, with the settings as they are; None: not known.
+    """
+
+    workload: Workload
+    settings: TunableSettings
+    compute: Compute
+    memory: OwnMemory | None
+    state_bytes: float | None = None
+    micro_steps: int = 1
+    tokens: float | None = None
+    recorded: RecordedJob = field(default_factory=RecordedJob)
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object `job` of `ebbtide plan --json`."""
+        return {
+            "name": self.workload.name,
+            "params": self.workload.params,
+            **asdict(self.settings),
+            "micro_steps": self.micro_steps,
+            "tokens": self.tokens,
+            "notes": list(self.notes),
+        }
+
+    def micro_steps_of(self, settings: TunableSettings) -> int:
+        """Return the micro-steps of an iteration: a smaller micro-batch has more, so that the batch stays."""
+        if settings.micro_batch is None or self.settings.micro_batch is None:
+            return self.micro_steps
+        return -(-self.micro_steps * self.settings.micro_batch // settings.micro_batch)
+
+    def tokens_of(self, settings: TunableSettings) -> float | None:
+        """Return the tokens of an iteration of all ranks: each rank has as many as before."""
+        return None if self.tokens is None else self.tokens * settings.ranks / self.settings.ranks

@@ -1,0 +1,1 @@
+"""The lines to paste: configurations of DeepSpeed, calls of ebbtide, and those of other systems."""

@@ -1,0 +1,296 @@
+"""Bars of policies: the phases of an iteration, and beside them device memory, host memory and traffic of storage.
+
+`ebbtide replay`, `sweep` and `compare` draw their results with it. Colours only repeat what hatches and texts show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from ebbtide.analysis.plot import PHASE_COLORS
+from ebbtide.interleave.advise.job.training_job import TrainingJob
+from ebbtide.interleave.advise.machine_plan import MachinePlan
+from ebbtide.phases import OTHER, PHASES
+
+FONT_SIZE = 8.5
+BAR_HEIGHT = 0.62
+# Characters of a line of a policy's string.
+_MAX_NAME_WIDTH = 36
+_HATCHES = {"other": "", "forward": "//", "backward": "\\\\", "update": ""}
+_COLORS = {OTHER: "#d0d0d0", **PHASE_COLORS}
+_BYTES_COLOR = "#8a8a8a"
+_FAINT_ALPHA = 0.45
+_BOUND: dict[str, Any] = {"color": "#222222", "lw": 1.2, "ls": (0, (5, 3))}
+# Room for texts behind the bars: a character as a share of the panel of iterations, and the panels of bytes over their
+# longest bar.
+_CHARACTER_SHARE, _BYTES_ROOM = 0.0145, 1.5
+_FITS_TEXTS = {True: "", False: "does not fit", None: "not known to fit"}
+# Colours of Okabe and Ito, which differ for colour-blind readers and in grey print.
+_DEVICE_COLOR, _HOST_COLOR, _TIME_COLOR, _RATE_COLOR, _COST_COLOR = (
+    "#0072b2", "#e69f00", "#222222", "#009e73", "#cc79a7",
+)  # fmt: skip
+_CAPACITY_COLOR = "#e4e4e4"
+_FONT = 8.5
+
+
+@dataclass(frozen=True)
+class PolicyBar:
+    """An iteration under a policy, simulated or measured.
+
+    Attributes:
+        phases_ms: Length of each phase; empty if there is no result.
+        remark: What does not hold for the policy, or why it has no result; empty if there is nothing to say.
+        is_faint: Whether it is drawn lighter: a prediction beside a measurement.
+        median_ms: Length of the iteration if the phases are medians, which do not add up to it; None if they do.
+    """
+
+    name: str
+    phases_ms: Mapping[str, float] = field(default_factory=dict)
+    device_bytes: float = 0.0
+    host_bytes: float = 0.0
+    storage_bytes: float = 0.0
+    remark: str = ""
+    is_faint: bool = False
+    position: float = 0.0
+    median_ms: float | None = None
+
+    @property
+    def iteration_ms(self) -> float:
+        """Length of the iteration."""
+        return sum(self.phases_ms.values()) if self.median_ms is None else self.median_ms
+
+    @property
+    def text(self) -> str:
+        """The text behind the bar."""
+        return ", ".join(filter(None, (f"{self.iteration_ms:,.0f} ms" if self.phases_ms else "", self.remark)))
+
+
+class ByteColumn(NamedTuple):
+    """A panel beside the iterations: its title without unit, and the bytes of a bar."""
+
+    title: str
+    bytes_of: Callable[[PolicyBar], float]
+
+
+_COLUMNS = (
+    ByteColumn("device memory", lambda bar: bar.device_bytes),
+    ByteColumn("host memory", lambda bar: bar.host_bytes),
+    ByteColumn("storage traffic", lambda bar: bar.storage_bytes),
+)
+
+
+def byte_columns(bars: Sequence[PolicyBar]) -> list[ByteColumn]:
+    """Return the panels to draw beside the iterations: those that are not 0 for every bar."""
+    return [column for column in _COLUMNS if any(map(column.bytes_of, bars))]
+
+
+def remark_of(fits: bool | None, is_exact: bool) -> str:
+    """Return what does not hold for a policy: whether its plan fits into memory, and whether it is exact."""
+    return ", ".join(filter(None, (_FITS_TEXTS[fits], "" if is_exact else "not exact")))
+
+
+def width_ratios(columns: Sequence[ByteColumn]) -> list[float]:
+    """Return the relative widths of the panels of a row."""
+    return [4.0] + [1.0] * len(columns)
+
+
+def figure_width(columns: Sequence[ByteColumn]) -> float:
+    """Return the width of a figure in inches."""
+    return 8.5 + 1.6 * len(columns)
+
+
+def draw_iterations(axes: Axes, bars: Sequence[PolicyBar], bound_ms: float | None = None, bound_name: str = "") -> None:
+    """Draw the phases of each bar one after the other, its figure and remark behind them, and the bound as a line."""
+    if bound_ms is not None:
+        axes.axvline(bound_ms, label=bound_name, **_BOUND)
+    for bar in bars:
+        begin = 0.0
+        for phase, length in bar.phases_ms.items():
+            axes.barh(bar.position, length, left=begin, height=BAR_HEIGHT, **_phase_looks(phase, bar.is_faint))
+            begin += length
+        _write_figure(axes, bar.position, begin, bar.text)
+    positions = [bar.position for bar in bars]
+    axes.set_yticks(positions, [_wrapped(bar.name) for bar in bars], parse_math=False)
+    axes.set_ylim(max(positions) + 0.5, min(positions) - 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(8, prune="upper"))
+    axes.set_xlabel("time of an iteration (ms)")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_bytes(axes: Axes, column: ByteColumn, bars: Sequence[PolicyBar], largest: float | None = None) -> None:
+    """Draw the bytes of each bar, and the figure behind it.
+
+    `largest` are the most bytes of any bar that is drawn at this scale; None: of these bars.
+    """
+    largest = max(map(column.bytes_of, bars)) if largest is None else largest
+    unit_bytes, unit = _unit(largest)
+    for bar in bars:
+        if not bar.phases_ms:
+            continue
+        size = column.bytes_of(bar) / unit_bytes
+        alpha = _FAINT_ALPHA if bar.is_faint else None
+        axes.barh(bar.position, size, height=BAR_HEIGHT, color=_BYTES_COLOR, alpha=alpha)
+        _write_figure(axes, bar.position, size, f"{size:.3g}")
+    axes.set_xlim(0, largest / unit_bytes * _BYTES_ROOM or 1)
+    axes.xaxis.set_major_locator(MaxNLocator(3, prune="upper"))
+    axes.set_xlabel(f"{column.title} ({unit})")
+    axes.tick_params(left=False, labelleft=False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def time_limit_ms(bars: Sequence[PolicyBar], bound_ms: float | None = None) -> float:
+    """Return the end of a time axis that has room for the figures behind the bars."""
+    ends = [bar.iteration_ms / (1 - _CHARACTER_SHARE * (len(bar.text) + 2)) for bar in bars]
+    return max([*ends, 1.02 * (bound_ms or 0.0)]) or 1.0
+
+
+def legend_patches(bars: Sequence[PolicyBar]) -> list[Patch]:
+    """Return the entries of a legend for phases, and for predictions if there are any beside measurements."""
+    shown = {phase for bar in bars for phase, length in bar.phases_ms.items() if length}
+    patches = [Patch(label=phase, **_phase_looks(phase, False)) for phase in (OTHER, *PHASES) if phase in shown]
+    if any(bar.is_faint for bar in bars):
+        patches.append(Patch(label="lighter: predicted", color=_BYTES_COLOR, alpha=_FAINT_ALPHA))
+    return patches
+
+
+def _phase_looks(phase: str, is_faint: bool) -> dict[str, Any]:
+    looks = {"facecolor": _COLORS[phase], "hatch": _HATCHES[phase], "edgecolor": "white", "linewidth": 0.5}
+    return {**looks, "alpha": _FAINT_ALPHA} if is_faint else looks
+
+
+def _unit(largest: float) -> tuple[float, str]:
+    """Return the bytes of a unit in which so many bytes are a short number, and its name."""
+    for unit_bytes, name in ((1e9, "GB"), (1e6, "MB")):
+        if largest >= unit_bytes:
+            return unit_bytes, name
+    return 1e3, "kB"
+
+
+def _wrapped(policy: str) -> str:
+    """Return the string of a policy with a line for each few of its options, if it is long."""
+    lines = [""]
+    for part in policy.split(","):
+        if lines[-1] and len(lines[-1]) + len(part) > _MAX_NAME_WIDTH:
+            lines.append("")
+        lines[-1] += f"{',' if lines[-1] else ''}{part}"
+    return ",\n".join(lines)
+
+
+def _write_figure(axes: Axes, position: float, end: float, text: str) -> None:
+    """Write a figure behind its bar."""
+    axes.annotate(
+        text,
+        (end, position),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=FONT_SIZE,
+        parse_math=False,
+        # The line of the bound must not cross the text.
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+    )
+
+
+matplotlib.use("Agg")
+
+
+class _Panel(NamedTuple):
+    """A panel of ranges: its heading, the attributes of low, likely and high values, and the scale of its unit."""
+
+    title: str
+    low: str
+    likely: str
+    high: str
+    color: str
+    scale: float = 1.0
+
+
+def draw_plans(job: TrainingJob, plans: Sequence[MachinePlan]) -> Figure:
+    """Draw plans, fastest machine first; machines that nothing helps come last."""
+    ordered = sorted(plans, key=lambda plan: (plan.iteration_ms is None, plan.iteration_ms or 0.0))
+    panels = [_Panel("iteration (s)", "iteration_low_ms", "iteration_ms", "iteration_high_ms", _TIME_COLOR, 1e3)]
+    if any(plan.tokens_per_s is not None for plan in plans):
+        panels.append(_Panel("tokens/s", "tokens_per_s_low", "tokens_per_s", "tokens_per_s_high", _RATE_COLOR))
+    if any(plan.cost_per_billion_tokens is not None for plan in plans):
+        panels.append(_Panel("cost of 1e9 tokens", "cost_low", "cost_per_billion_tokens", "cost_high", _COST_COLOR))
+    widths = [1.25, 1.25, *[1.35] * len(panels)]
+    figure = Figure(figsize=(2.6 + 2.1 * len(widths), 1.5 + 0.5 * len(plans)), layout="constrained", dpi=130)
+    axes: Any = figure.subplots(1, len(widths), sharey=True, width_ratios=widths)
+    rows = np.arange(len(ordered))
+    _draw_memory(axes[0], rows, ordered, "device", _DEVICE_COLOR)
+    _draw_memory(axes[1], rows, ordered, "host", _HOST_COLOR)
+    for panel, target in zip(panels, axes[2:], strict=True):
+        _draw_ranges(target, rows, ordered, panel)
+    axes[0].set_yticks(rows, [_label(plan) for plan in ordered], fontsize=_FONT)
+    axes[0].set_ylim(len(ordered) - 0.45, -0.55)
+    for target in axes:
+        target.spines[["top", "right", "left"]].set_visible(False)
+        target.tick_params(axis="y", length=0)
+        target.tick_params(axis="x", labelsize=7.5)
+    figure.suptitle(f"{job.workload.name}: predicted", x=0.01, ha="left", fontsize=11)
+    figure.supxlabel(
+        "Memory of a rank; grey: what it has. Lines: ranges that hold with a probability of 80 %.", x=0.01, ha="left",
+        fontsize=8, color="#555555",
+    )  # fmt: skip
+    return figure
+
+
+def _label(plan: MachinePlan) -> str:
+    """Return the machine, the policy, and what else makes a job fit."""
+    if plan.policy is None:
+        return f"{plan.machine}\ndoes not fit"
+    return f"{plan.machine}\n{', '.join([plan.policy, *(word for word in plan.changes_text() if word != 'offload')])}"
+
+
+def _draw_memory(axes: Axes, rows: Any, plans: Sequence[MachinePlan], place: str, color: str) -> None:
+    capacities = [getattr(plan, f"{place}_capacity_bytes") or 0.0 for plan in plans]
+    sizes = [getattr(plan, f"{place}_bytes") for plan in plans]
+    most = max([*capacities, *(size or 0.0 for size in sizes), 1e9]) / 1e9
+    axes.barh(rows, np.array(capacities) / 1e9, height=0.6, color=_CAPACITY_COLOR)
+    axes.barh(rows, [(size or 0.0) / 1e9 for size in sizes], height=0.32, color=color)
+    for row, size, capacity in zip(rows, sizes, capacities, strict=True):
+        text = (
+            "-" if size is None else f"{size / 1e9:,.0f} of {capacity / 1e9:,.0f}" if capacity else f"{size / 1e9:.0f}"
+        )
+        _annotate(axes, text, max(capacity, size or 0.0) / 1e9, row)
+    axes.set_xlim(0, most * 1.6)
+    axes.set_title(f"{place} memory (GB)", fontsize=9, loc="left")
+
+
+def _draw_ranges(axes: Axes, rows: Any, plans: Sequence[MachinePlan], panel: _Panel) -> None:
+    """Draw ranges on a logarithmic axis, since machines differ by factors."""
+    highs = []
+    for row, plan in zip(rows, plans, strict=True):
+        if getattr(plan, panel.likely) is None:
+            continue
+        low, likely, high = (getattr(plan, name) / panel.scale for name in (panel.low, panel.likely, panel.high))
+        axes.plot([low, high], [row, row], color=panel.color, lw=3, alpha=0.45, solid_capstyle="butt")
+        axes.plot([likely], [row], "o", color=panel.color, ms=5)
+        _annotate(axes, f"{likely:,.{0 if likely >= 100 else 1 if likely >= 10 else 2}f}", high, row)
+        highs.append((low, high))
+    axes.set_title(panel.title, fontsize=9, loc="left")
+    if highs:
+        axes.set_xscale("log")
+        lowest, highest = min(low for low, _ in highs), max(high for _, high in highs)
+        # Room for the text at the right end.
+        axes.set_xlim(lowest / 1.15, highest * (highest / lowest) ** 0.3 * 1.3)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=5))
+        axes.xaxis.set_major_formatter(
+            FuncFormatter(lambda value, _: f"{value:,.3g}" if value < 1000 else f"{value:,.0f}")
+        )
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.grid(axis="x", color="#eeeeee")
+        axes.set_axisbelow(True)
+
+
+def _annotate(axes: Axes, text: str, x: float, row: int) -> None:
+    axes.annotate(text, (x, row), xytext=(5, 0), textcoords="offset points", va="center", fontsize=_FONT)

@@ -1,0 +1,187 @@
+"""A picture of a replay: the iteration of each policy, phase by phase, when the optimizer works, the bound,
+and the memory that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from ebbtide.analysis.plot import PHASE_COLORS
+from ebbtide.interleave.advise.pictures.policy_bars import (
+    FONT_SIZE,
+    PolicyBar,
+    byte_columns,
+    draw_bytes,
+    draw_iterations,
+    figure_width,
+    legend_patches,
+    remark_of,
+    time_limit_ms,
+    width_ratios,
+)
+from ebbtide.interleave.advise.replay import Replay
+from ebbtide.interleave.model.operations import NO_OVERLAP
+from ebbtide.interleave.model.plan import LATE_KINDS, RESOURCES, STORAGE_RESOURCES
+from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.phases import OTHER, PHASES
+
+matplotlib.use("Agg")
+
+# The strip below each bar where updates run, or state and parameters are copied for them.
+_STRIP_COLOR, _STRIP_TOP, _STRIP_HEIGHT = "#1b5e20", 0.33, 0.09
+# Style by kind of operation, hatched so that kinds differ in grey, too. Copies of gradients and parameters are light,
+# copies of state dark, arithmetic in between.
+OPERATION_LOOKS: dict[str, dict[str, Any]] = {
+    "gradient down": {"facecolor": "#f6c58f", "hatch": ""},
+    "gradient up": {"facecolor": "#f6c58f", "hatch": "xxxx"},
+    "update": {"facecolor": "#7fbf7b", "hatch": ""},
+    "cast": {"facecolor": "#d9f0d3", "hatch": "...."},
+    "upload": {"facecolor": "#c6dbef", "hatch": "////"},
+    "fetch": {"facecolor": "#2166ac", "hatch": ""},
+    "flush": {"facecolor": "#b2182b", "hatch": "\\\\\\\\"},
+    "read": {"facecolor": "#762a83", "hatch": ""},
+    "write": {"facecolor": "#bf812d", "hatch": "\\\\\\\\"},
+}
+OPERATION_EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.3}
+_OTHER_COLOR = "#d0d0d0"
+_HALF_HEIGHT = 0.42
+_FONT = 8
+# Shorter operations, as a share of the axis, have no white edges.
+_LEAST_EDGED_SHARE = 0.006
+
+
+def chart(replay: Replay) -> Figure:
+    """Draw the phases of each policy as bars, in the order requested, the bound as a line, and bytes beside them.
+
+    Policies that do not fit, or are not known to fit, and those that are not exact, are labelled. A strip below each
+    bar shows when updates, or copies of state and parameters, run; what is right of the bar runs under the next
+    forward. The bound is that with the overlap of all policies.
+    """
+    bars = [
+        PolicyBar(
+            name=result.policy,
+            phases_ms={phase: getattr(result, f"{phase}_ms") for phase in (OTHER, *PHASES)},
+            device_bytes=result.peak_device_bytes,
+            host_bytes=result.host_bytes,
+            storage_bytes=result.storage_read_bytes + result.storage_written_bytes,
+            remark=remark_of(result.fits, result.exact),
+            position=number,
+        )
+        for number, result in enumerate(replay.results)
+    ]
+    columns = byte_columns(bars)
+    figure = Figure(figsize=(figure_width(columns), 1.8 + 0.45 * len(bars)), layout="constrained", dpi=130)
+    ratios = width_ratios(columns)
+    all_axes = figure.subplots(1, len(ratios), squeeze=False, sharey=True, width_ratios=ratios)[0]
+    bound_ms = replay.overlap_bound.iteration_s * 1e3
+    of_overlap = "" if replay.overlap == NO_OVERLAP else f", overlap={replay.overlap.name}"
+    draw_iterations(all_axes[0], bars, bound_ms, f"bound{of_overlap}: {bound_ms:,.0f} ms")
+    last_ms = _draw_strips(all_axes[0], replay.schedules)
+    all_axes[0].set_xlim(0, max(time_limit_ms(bars, bound_ms), last_ms))
+    all_axes[0].set_xlabel("time of an iteration (ms), simulated")
+    for axes, column in zip(all_axes[1:], columns, strict=True):
+        draw_bytes(axes, column, bars)
+    figure.suptitle(
+        f"{replay.workload.name} on {replay.machine.name}", x=0.01, ha="left", fontsize=10.5, parse_math=False
+    )
+    handles = [*legend_patches(bars), Patch(color=_STRIP_COLOR, label="updates, copies"), all_axes[0].lines[0]]
+    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=FONT_SIZE)
+    return figure
+
+
+def _draw_strips(axes: Axes, schedules: list[Schedule]) -> float:
+    """Draw below each bar when updates and copies run, and return when the last of them ends, in ms."""
+    last_ms = 0.0
+    for row, schedule in enumerate(schedules):
+        spans = _work_spans_ms(schedule)
+        axes.broken_barh(spans, (row + _STRIP_TOP, _STRIP_HEIGHT), color=_STRIP_COLOR, lw=0)
+        last_ms = max(last_ms, *(begin + length for begin, length in spans), 0.0)
+    return last_ms
+
+
+def _work_spans_ms(schedule: Schedule) -> list[tuple[float, float]]:
+    """Return (start, length) in ms of the intervals in which updates, or copies of state or parameters, run."""
+    spans: list[list[float]] = []
+    for start, end in sorted((start, end) for op, start, end in schedule.items() if op.kind in LATE_KINDS):
+        if spans and start <= spans[-1][1]:
+            spans[-1][1] = max(spans[-1][1], end)
+        else:
+            spans.append([start, end])
+    return [(1e3 * start, 1e3 * (end - start)) for start, end in spans]
+
+
+matplotlib.use("Agg")
+
+
+def draw_schedules(schedules: Sequence[Schedule]) -> Figure:
+    """Draw the lanes of all resources for each policy, under the phases of the iteration.
+
+    Operations that end in the next iteration continue at the left. All policies have the same scale.
+    """
+    lanes = [["phase", *resource_lanes(schedule)] for schedule in schedules]
+    height = 1.1 + sum(0.45 + 0.22 * len(names) for names in lanes)
+    figure = Figure(figsize=(9.5, height), layout="constrained", dpi=130)
+    figure.set_label("ebbtide: simulated schedules")
+    ratios = [len(names) + 1.0 for names in lanes]
+    rows = figure.subplots(len(schedules), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    longest_s = max(schedule.iteration_s for schedule in schedules)
+    for axes, schedule, names in zip(rows, schedules, lanes, strict=True):
+        _draw(axes, schedule, names, _LEAST_EDGED_SHARE * longest_s)
+    rows[-1].set_xlim(0.0, longest_s * 1.01)
+    rows[-1].set_xlabel("time of an iteration (s), simulated")
+    kinds = {op.kind for schedule in schedules for op in schedule.plan.ops}
+    handles = [Patch(**looks, **OPERATION_EDGE, label=kind) for kind, looks in OPERATION_LOOKS.items() if kind in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=9, frameon=False, fontsize=_FONT)
+    return figure
+
+
+def resource_lanes(schedule: Schedule) -> list[str]:
+    """Return the names of the lanes of all resources from top to bottom, without those of storage that is not used."""
+    paths = max((op.path + 1 for op in schedule.plan.ops if op.resource in STORAGE_RESOURCES), default=0)
+    storage = [f"{name} {path}" if path else name for path in range(paths) for name in STORAGE_RESOURCES]
+    return [*RESOURCES, *storage]
+
+
+def _draw(axes: Axes, schedule: Schedule, names: list[str], least_edged_s: float) -> None:
+    colors = {OTHER: _OTHER_COLOR, **PHASE_COLORS}
+    begin = 0.0
+    for phase in (OTHER, *PHASES):
+        length = float(getattr(schedule, f"{phase}_s"))
+        axes.broken_barh([(begin, length)], (-_HALF_HEIGHT, 2 * _HALF_HEIGHT), facecolor=colors[phase])
+        if length > 0.08 * schedule.iteration_s:
+            axes.text(begin + length / 2, 0.0, phase, ha="center", va="center", fontsize=_FONT - 1)
+        begin += length
+    for op, start, end in schedule.items():
+        if op.kind not in OPERATION_LOOKS:
+            continue
+        lane = names.index(op.lane)
+        spans = list(_in_iteration(start, end, schedule.iteration_s))
+        looks = {**OPERATION_LOOKS[op.kind], **OPERATION_EDGE}
+        if end - start < least_edged_s:
+            # White edges and hatches would hide it.
+            looks |= {"edgecolor": looks["facecolor"], "linewidth": 0.5, "hatch": ""}
+        axes.broken_barh(spans, (lane - _HALF_HEIGHT, 2 * _HALF_HEIGHT), snap=False, **looks)
+    axes.axvline(schedule.iteration_s, color="#222222", lw=1.1, ls=(0, (4, 2)))
+    axes.set_yticks(range(len(names)), [name.replace("_", " ") for name in names], fontsize=_FONT - 1)
+    axes.set_ylim(len(names) - 0.5, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    title = f"{schedule.plan.policy}: {schedule.iteration_s:,.3g} s"
+    if schedule.plan.speculated:
+        title += " where clipping changes nothing"
+    axes.set_title(title, loc="left", fontsize=9, parse_math=False)
+
+
+def _in_iteration(start: float, end: float, length: float) -> Iterator[tuple[float, float]]:
+    """Yield (start, length) of the parts of an operation in one iteration, in seconds."""
+    number = 0
+    while end > number * length:
+        first, last = max(start, number * length), min(end, (number + 1) * length)
+        if last > first:
+            yield first - number * length, last - first
+        number += 1

@@ -1,0 +1,262 @@
+"""The results of a replay: the plan of each policy, simulated, the bound, and the gain of each mechanism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from ebbtide.errors import MachineError, PolicyError
+from ebbtide.interleave.advise.choice import memory_excess
+from ebbtide.interleave.model.operations import BOTH, NO_OVERLAP, OVERLAPS, Overlap
+from ebbtide.interleave.model.plan import STORAGE_RESOURCES, Plan
+from ebbtide.interleave.model.schedule import Schedule, available_host_bytes
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies import BUILT_IN, make_plan, parse, with_systems
+from ebbtide.interleave.simulation.bound import Bound, bound
+from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
+from ebbtide.machines.accuracy import accuracy_of
+from ebbtide.machines.machine import Machine
+
+# Above these shares a resource counts as what limits the update.
+_LIMITING_MEMORY_SHARE = 0.95
+_LIMITING_BUSY_SHARE = 0.75
+_DAY_S = 86400.0
+
+
+@dataclass(frozen=True)
+class PolicyResult:
+    """The iteration of one policy. Bytes are per iteration and rank.
+
+    Attributes:
+        exposed_ms: Time that the optimizer adds to the iteration.
+        busy: Busy share of each resource during the update.
+        fits: Whether both memories suffice; None if it is not known.
+        speculated_subgroups: Subgroups that are updated before it is known whether clipping changes them.
+        redone_iteration_ms: Iteration time of a step that clipping changes; None if nothing is speculated. Times above
+            are the mean over all steps, other figures those of a step that it does not change.
+        limited_by: What limits the update: a resource, "host memory" (its bandwidth), "storage", "dependencies" or
+            "nothing".
+        storage_busy: By path: the shares of the iteration during which it reads and writes.
+        exact: Whether each step gives the results that the workload asks for: the same update, of all gradients,
+            clipped if the workload clips.
+        note: How the results differ where they are not exact; None where they are.
+    """
+
+    policy: str
+    iteration_ms: float
+    forward_ms: float
+    backward_ms: float
+    update_ms: float
+    other_ms: float
+    exposed_ms: float
+    h2d_bytes: float
+    d2h_bytes: float
+    busy: dict[str, float]
+    peak_device_bytes: float
+    host_bytes: float
+    fits: bool | None
+    limited_by: str
+    speculated_subgroups: int
+    redone_iteration_ms: float | None
+    storage_read_bytes: float
+    storage_written_bytes: float
+    storage_written_bytes_per_day: float
+    storage_busy: list[dict[str, float]]
+    stored_subgroups: int
+    exact: bool
+    note: str | None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The results of all policies, in the order requested.
+
+    Attributes:
+        bound: Lower bounds of any exact policy without overlap.
+        overlap: The overlap of all exact policies together.
+        overlap_bound: Lower bounds of any policy with that overlap or a part of it.
+        skipped: Built-in policies that were left out, and why.
+    """
+
+    workload: Workload
+    machine: Machine
+    results: list[PolicyResult]
+    schedules: list[Schedule]
+    bound: Bound
+    overlap: Overlap
+    overlap_bound: Bound
+    skipped: dict[str, str]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `ebbtide replay --json` prints."""
+        return {
+            "workload": self.workload.as_json(),
+            "machine": self.machine.as_json(),
+            "results": [asdict(result) for result in self.results],
+            "bound": {
+                "update_ms": self.bound.update_s * 1e3,
+                "iteration_ms": self.bound.iteration_s * 1e3,
+                "exposed_ms": self.bound.exposed_s * 1e3,
+                "exposed_whole_subgroups_ms": self.bound.exposed_whole_s * 1e3,
+                "overlap": self.overlap.name,
+                "overlap_iteration_ms": self.overlap_bound.iteration_s * 1e3,
+                "overlap_exposed_ms": self.overlap_bound.exposed_s * 1e3,
+                "overlap_exposed_whole_subgroups_ms": self.overlap_bound.exposed_whole_s * 1e3,
+            },
+            "skipped": self.skipped,
+            "accuracy": accuracy_of(self.machine).as_json(),
+        }
+
+
+def replay(workload: Workload, machine: Machine, policies: Sequence[str] | None = None) -> Replay:
+    """Simulate a workload on a machine under some policies.
+
+    Args:
+        policies: Policies' strings; `systems` for those of all other systems that can plan the workload. None for all
+            built-in policies that the machine's rates suffice for.
+
+    Raises:
+        PolicyError: A policy does not exist or cannot plan this workload.
+        MachineError: The machine lacks a rate that is needed.
+    """
+    results, schedules = [], []
+    skipped = {}
+    for text in with_systems(policies or BUILT_IN):
+        try:
+            steps = simulate_steps(make_plan(text, workload, machine), workload, machine)
+        except (MachineError, PolicyError) as error:
+            if policies and text in policies:
+                raise
+            skipped[text] = str(error)
+            continue
+        schedules.append(steps.valid)
+        results.append(_result(text, steps, machine))
+    if not results and skipped:
+        raise MachineError(next(iter(skipped.values())))
+    without_overlap, overlap = bound(workload, machine), _overlap_of_all(results, schedules)
+    overlap_bound = without_overlap if overlap == NO_OVERLAP else bound(workload, machine, overlap)
+    return Replay(workload, machine, results, schedules, without_overlap, overlap, overlap_bound, skipped)
+
+
+def _overlap_of_all(results: list[PolicyResult], schedules: list[Schedule]) -> Overlap:
+    """Return the overlap that any policy asks for in its string, or its plan has if it is exact."""
+    names = [parse(result.policy).options.get("overlap", "none") for result in results]
+    asked = [BOTH if name == "auto" else OVERLAPS.get(name, NO_OVERLAP) for name in names]
+    plans = [schedule.plan for schedule in schedules if schedule.plan.is_exact]
+    return Overlap(
+        forward=any(overlap.forward for overlap in asked) or any(plan.has_late_updates for plan in plans),
+        backward=any(overlap.backward for overlap in asked) or any(plan.speculated for plan in plans),
+    )
+
+
+def _result(text: str, steps: Steps, machine: Machine) -> PolicyResult:
+    schedule = steps.valid
+    host = schedule.host_bytes()
+    fits = schedule.fits_device(machine.gpu_memory_bytes)
+    if memory_excess(schedule, machine) is not None:
+        fits = False
+    elif available_host_bytes(schedule.workload, machine) is None:
+        fits = None
+    iteration_s, written = steps.mean("iteration_s"), schedule.moved_bytes("storage_write")
+    return PolicyResult(
+        policy=text,
+        iteration_ms=iteration_s * 1e3,
+        forward_ms=steps.mean("forward_s") * 1e3,
+        backward_ms=steps.mean("backward_s") * 1e3,
+        update_ms=steps.mean("update_s") * 1e3,
+        other_ms=steps.mean("other_s") * 1e3,
+        exposed_ms=steps.mean("exposed_s") * 1e3,
+        h2d_bytes=schedule.moved_bytes("h2d"),
+        d2h_bytes=schedule.moved_bytes("d2h"),
+        busy=schedule.busy_shares(),
+        peak_device_bytes=schedule.peak_device_bytes,
+        host_bytes=host,
+        fits=fits,
+        limited_by=limiting_resource(schedule, machine),
+        speculated_subgroups=len(schedule.plan.speculated),
+        redone_iteration_ms=None if steps.redone is None else steps.redone.iteration_s * 1e3,
+        storage_read_bytes=schedule.moved_bytes("storage_read"),
+        storage_written_bytes=written,
+        storage_written_bytes_per_day=written / iteration_s * _DAY_S if written else 0.0,
+        storage_busy=schedule.storage_busy_shares(),
+        stored_subgroups=len(schedule.plan.stored),
+        exact=schedule.plan.is_exact,
+        note=schedule.plan.departures.consequence or None,
+    )
+
+
+def limiting_resource(schedule: Schedule, machine: Machine) -> str:
+    """Return what limits the update: host memory bandwidth, else the busiest resource, else dependencies."""
+    if schedule.update_s <= 0:
+        return "nothing"
+    shares = schedule.busy_shares()
+    busiest = max(shares, key=lambda name: shares[name])
+    traffic = schedule.host_traffic_in_update()
+    memory_share = traffic / schedule.update_s / (machine.host_memory_bytes_per_s or float("inf"))
+    if memory_share > _LIMITING_MEMORY_SHARE:
+        return "host memory"
+    if shares[busiest] <= _LIMITING_BUSY_SHARE:
+        return "dependencies"
+    return "storage" if busiest in STORAGE_RESOURCES else busiest
+
+
+@dataclass(frozen=True)
+class AblationStep:
+    """A mechanism, added to those before it."""
+
+    mechanism: str
+    policy: str
+    iteration_ms: float
+    gain_ms: float
+
+
+class _Rung(NamedTuple):
+    mechanism: str
+    policy: str
+    workload: Workload
+
+
+def explain(workload: Workload, machine: Machine) -> list[AblationStep]:
+    """Add one mechanism at a time, from ZeRO-Offload with blocking gradients to the adaptive policy with overlap.
+
+    Mechanisms that need a rate or a property of the workload that is not known are left out. Where state is in storage
+    the last step is what enough host memory would gain.
+    """
+    steps: list[AblationStep] = []
+    plan: Plan | None = None
+
+    def add(rung: _Rung, rates: Machine) -> None:
+        nonlocal plan
+        try:
+            plan = make_plan(rung.policy, rung.workload, rates)
+            iteration_ms = simulate_steps(plan, rung.workload, rates).mean("iteration_s") * 1e3
+        except (MachineError, PolicyError):
+            return
+        gain_ms = steps[-1].iteration_ms - iteration_ms if steps else 0.0
+        steps.append(AblationStep(rung.mechanism, rung.policy, iteration_ms, gain_ms))
+
+    for rung in _ladder(workload):
+        add(rung, machine)
+    if plan is not None and plan.stored:
+        in_memory = replace(workload, host_free_bytes=None)
+        mechanism = "host memory for all state, instead of storage"
+        add(_Rung(mechanism, steps[-1].policy, in_memory), replace(machine, host_memory_bytes=None))
+    return steps
+
+
+def _ladder(workload: Workload) -> Iterator[_Rung]:
+    yield _Rung("ZeRO-Offload with blocking gradients", "zero-offload,grads=blocking", workload)
+    yield _Rung("asynchronous gradients", "zero-offload", workload)
+    yield _Rung("pipelined conversions and copies", "pipelined", workload)
+    yield _Rung("interleaving, every second subgroup on the GPU", "interleaved:2", workload)
+    min_free = workload.min_free_bytes
+    if min_free is None:
+        return
+    without_windows = replace(workload, gpu_free=((0.0, min_free),))
+    yield _Rung("shares and residents from the rates, in memory that is always free", "adaptive", without_windows)
+    if len(workload.gpu_free or ()) > 1:
+        yield _Rung("windows: state parked in memory that is free for a while", "adaptive", workload)
+    yield _Rung("late updates, under the next forward", "adaptive,overlap=forward", workload)
+    if workload.clipping and not workload.gradients_held_until_step:
+        yield _Rung("speculative updates, inside the backward", "adaptive,overlap=both", workload)

@@ -1,0 +1,102 @@
+"""Converts a schedule to a trace, which can be plotted, reported and exported like a recorded one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.machines.machine import Machine
+from ebbtide.phases import PHASES
+from ebbtide.profiler.trace import RankBuilder, TraceBuilder
+
+_DEVICE = "cuda:0"
+
+
+def trace_of(schedule: Schedule, machine: Machine, iterations: int = 3) -> TraceBuilder:
+    """Build a trace that repeats the schedule of an iteration so many times.
+
+    It is cut out of a training: late operations of the iteration before run under the first forward, with null as their
+    iteration, and those of the last one are left out, or cut off, where the trace ends.
+
+    The pool `device` has the memory of the job and of the plan. If the free memory or the memory of the device is not
+    known, the pool is `planned` and has the memory of the plan only.
+    """
+    workload = schedule.workload
+    builder = TraceBuilder("simulated", clock={"name": "simulated", "host": None, "wall_offset_ns": 0})
+    builder.meta["warmup_iterations"] = 0
+    builder.meta["policy"] = schedule.plan.policy
+    builder.meta["machine"] = machine.as_json()
+    for note in (schedule.plan.remark, *workload.notes):
+        if note:
+            builder.note(note)
+    peak = max(machine.h2d_bytes_per_s or 0.0, machine.d2h_bytes_per_s or 0.0) or None
+    device = {
+        "device": _DEVICE,
+        "kind": "cuda",
+        "name": machine.name,
+        "capacity_bytes": round(machine.gpu_memory_bytes) if machine.gpu_memory_bytes else None,
+        "link": {"peak_bytes_per_s": peak},
+    }
+    rank = builder.rank(0, devices=[device], transfers_recorded=True, model={"params": workload.params})
+    rank.meta["first_iteration_start_ns"] = 0
+    length = _ns(schedule.iteration_s)
+    edges = np.cumsum([schedule.other_s, schedule.forward_s, schedule.backward_s, schedule.update_s])
+    times, used = device_memory(schedule, machine)
+    sizes = np.rint(used).astype(np.int64)
+    pool = "device" if workload.gpu_free is not None and machine.gpu_memory_bytes else "planned"
+    for iteration in range(iterations):
+        base = iteration * length
+        for phase, start, end in zip(PHASES, edges, edges[1:], strict=False):
+            rank.phase(phase, base + _ns(start), base + min(_ns(end), length), iteration)
+        rank.extend("memory", t_ns=base + np.rint(times * 1e9).astype(np.int64), device=_DEVICE, pool=pool, bytes=sizes)
+    for iteration in range(-1 if schedule.plan.has_late_operations else 0, iterations):
+        _add_operations(rank, schedule, iteration, iterations * length)
+    return builder
+
+
+def _add_operations(rank: RankBuilder, schedule: Schedule, iteration: int, trace_end_ns: int) -> None:
+    """Add the operations of an iteration, as far as they run between the start and the end of the trace."""
+    base = iteration * _ns(schedule.iteration_s)
+    for op, start, end in schedule.items():
+        full_begin, full_stop = base + _ns(start), base + _ns(end)
+        begin, stop = max(full_begin, 0), min(full_stop, trace_end_ns)
+        if stop < begin or (stop == begin and full_stop > full_begin):
+            continue
+        nbytes = op.nbytes if stop == begin else op.nbytes * (stop - begin) / (full_stop - full_begin)
+        name = op.kind if op.kind == "clip" else f"{op.kind} {op.subgroup}"
+        row = {"start_ns": begin, "end_ns": stop, "resource": op.lane, "name": name}
+        rank.add(
+            "ops",
+            **row,
+            iteration=iteration if iteration >= 0 else None,
+            subgroup=op.subgroup if op.subgroup >= 0 else None,
+            bytes=round(nbytes) or None,
+        )
+        if op.resource in ("h2d", "d2h"):
+            host_memory = "pageable" if op.pageable else "pinned"
+            rank.transfer(op.resource, begin, stop, round(nbytes), _DEVICE, host_memory=host_memory, name=name)
+
+
+def file_name(policy: str) -> str:
+    """Return a policy's string as the name of a file."""
+    return "".join(letter if letter.isalnum() or letter in "-._@" else "_" for letter in policy)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def device_memory(schedule: Schedule, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
+    """Return (times s, bytes) of the device's memory over one iteration, of the job and the plan.
+
+    If the free memory or the memory of the device is not known, it is that of the plan only.
+    """
+    times, used = schedule.device_memory_line()
+    free_line = schedule.free_memory_line()
+    if free_line is None or not machine.gpu_memory_bytes:
+        return times, used
+    free_times, free = free_line
+    all_times = np.union1d(times, free_times[free_times < schedule.iteration_s])
+    of_plan = used[np.searchsorted(times, all_times, side="right") - 1]
+    free_then = free[np.maximum(np.searchsorted(free_times, all_times, side="right") - 1, 0)]
+    return all_times, np.maximum(machine.gpu_memory_bytes - free_then, 0.0) + of_plan

@@ -1,0 +1,195 @@
+"""The tables of replays and plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+
+from ebbtide.analysis.tables.table import Table, View, ms, size, text
+from ebbtide.interleave.advise.job.training_job import TrainingJob
+from ebbtide.interleave.advise.machine_plan import MachinePlan
+from ebbtide.interleave.advise.replay import AblationStep, Replay
+from ebbtide.interleave.model.operations import NO_OVERLAP
+from ebbtide.machines.accuracy import DATA_SHEETS, accuracy_of
+from ebbtide.machines.machine import Machine
+from ebbtide.units import bytes_text, count_text
+
+FITS_TEXTS = {True: "yes", False: "no", None: "not known"}
+
+
+def replay_view(replayed: Replay, baseline: str) -> View:
+    """Return the iteration of each policy and the lower bound; `baseline`: policy that speed-ups are relative to."""
+    job = replayed.workload
+    params = f"{job.params / 1e9:.3g} G parameters per rank in {len(job.subgroups):,} subgroups"
+    yield f"{job.name} on {replayed.machine.name}: {params}"
+    yield from (f"note: {note}" for note in job.notes)
+    yield _policies(replayed, baseline)
+    for result, schedule in zip(replayed.results, replayed.schedules, strict=True):
+        if schedule.plan.remark:
+            yield f"{result.policy}: {schedule.plan.remark}"
+        if result.note:
+            yield f"{result.policy} is not exact: {result.note}"
+    yield from _speculation(replayed)
+    yield from _remainders(replayed)
+    yield from _storage(replayed)
+    yield from (f"left out: {name} ({reason})" for name, reason in replayed.skipped.items())
+
+
+def _policies(replayed: Replay, baseline: str) -> Table:
+    """Return the table of all policies, the bound in its last row."""
+    baseline_ms = next(result.iteration_ms for result in replayed.results if result.policy == baseline)
+    rows = [vars(result) | {"fits": FITS_TEXTS[result.fits]} for result in replayed.results]
+    overlap = "" if replayed.overlap == NO_OVERLAP else f", overlap={replayed.overlap.name}"
+    bound = dict.fromkeys(rows[0]) | {
+        "policy": f"bound{overlap}",
+        "iteration_ms": replayed.overlap_bound.iteration_s * 1e3,
+        "exposed_ms": replayed.overlap_bound.exposed_s * 1e3,
+        "exact": True,
+    }
+    columns = [
+        text("policy", itemgetter("policy")),
+        ms("iteration", itemgetter("iteration_ms")),
+        text("speed-up", lambda row: f"{baseline_ms / row['iteration_ms']:.2f}x" if row["iteration_ms"] else None),
+        text("fits", itemgetter("fits")),
+        size("device", itemgetter("peak_device_bytes")),
+        text("update limited by", itemgetter("limited_by")),
+        *(ms(name, itemgetter(f"{name}_ms")) for name in ("update", "exposed", "backward")),
+    ]
+    if not all(row["exact"] for row in rows):
+        columns.insert(4, text("exact", lambda row: "yes" if row["exact"] else "no"))
+    title = f"One iteration under each policy (speed-up over {baseline})"
+    return Table("results", title, columns, [*rows, bound], max_rows=None)
+
+
+def _speculation(replayed: Replay) -> Iterator[str]:
+    """Yield what is assumed of speculative updates, if any policy has them."""
+    if not any(result.speculated_subgroups for result in replayed.results):
+        return
+    clipped = f"{100 * replayed.workload.clip_active_share:.3g} % of the steps are clipped (clip_active_share)"
+    rate = ""
+    if any(schedule.plan.updated_beside for schedule in replayed.schedules):
+        origin = "measured" if replayed.machine.cpu_out_of_place_share is not None else "assumed, not measured here"
+        rate = f"; they run at {replayed.machine.out_of_place_share:.3g} of the CPU's rate ({origin})"
+    yield (f"speculative updates: {clipped}{rate}")
+
+
+def _remainders(replayed: Replay) -> Iterator[str]:
+    """Yield at which rate masters as remainders are updated, if the workload has them."""
+    if replayed.workload.master != "remainder":
+        return
+    origin = "measured" if replayed.machine.cpu_remainder_ratio is not None else "by bytes, not measured here"
+    ratio = f"{replayed.machine.remainder_ratio:.3g} times the CPU's rate with fp32 masters"
+    yield (f"masters as remainders: updates on the CPU run at {ratio} ({origin})")
+
+
+def _storage(replayed: Replay) -> Iterator[str]:
+    """Yield what each policy reads from and writes to storage, and how soon that wears drives out."""
+    paths = replayed.machine.storage
+    for result in replayed.results:
+        if not result.storage_written_bytes:
+            continue
+        per_day = result.storage_written_bytes_per_day
+        parts = [
+            f"{result.policy}: reads {bytes_text(result.storage_read_bytes)} from storage and writes "
+            f"{bytes_text(result.storage_written_bytes)} per step, {per_day / 1e12:,.4g} TB written per day of training"
+        ]
+        if all(path.bytes for path in paths):
+            capacity = sum(path.bytes or 0.0 for path in paths)
+            parts.append(f"{per_day / capacity:,.3g} drive writes per day of the free space")
+        if all(path.rated_write_bytes for path in paths):
+            rated = sum(path.rated_write_bytes or 0.0 for path in paths)
+            parts.append(f"the rated {rated / 1e12:,.4g} TB last {rated / per_day:,.3g} days")
+        else:
+            parts.append(f"1,000 TB of rated endurance (TBW) last {1e15 / per_day:,.3g} days")
+        yield "; ".join(parts)
+
+
+def accuracy_lines(machine: Machine) -> Iterator[str]:
+    """Yield how many ranks the rates of a machine are for, and how accurate predictions from it are known to be."""
+    if machine.box is not None:
+        ranks = machine.box.ranks
+        yield f"rates: of one rank while {ranks} {'rank updates' if ranks == 1 else 'ranks update'} on its host"
+    yield f"accuracy: {accuracy_of(machine).text()}"
+
+
+def gains_table(steps: Sequence[AblationStep]) -> Table:
+    """Return the gain of each mechanism."""
+    columns = (text("mechanism", "mechanism"), ms("gain", "gain_ms"), ms("iteration", "iteration_ms"))
+    title = "Each mechanism, added to those above it"
+    return Table("explain", title, (*columns, text("policy", "policy")), steps)
+
+
+def plan_view(job: TrainingJob, plans: Sequence[MachinePlan]) -> View:
+    """Return a line on the job and where it fits, and the table of plans, which are sorted."""
+    settings = job.settings
+    parts = [f"{count_text(job.workload.params)} parameters a rank", plural(settings.ranks, "rank")]
+    if settings.micro_batch is not None:
+        parts.append(f"micro-batch {settings.micro_batch}")
+    if job.tokens is not None:
+        parts.append(f"{job.tokens:,.0f} tokens an iteration")
+    yield f"{job.workload.name}: {_where_it_fits(plans)}"
+    yield f"  {', '.join(parts)}"
+    yield from (f"  note: {note}" for note in job.notes)
+    columns = [
+        text("machine", "machine"),
+        text("needs", fits_text),
+        text("policy", "policy"),
+        text("s/iteration", lambda plan: _range(plan.iteration_low_ms, plan.iteration_high_ms, 1e3)),
+        text("tokens/s", lambda plan: _range(plan.tokens_per_s_low, plan.tokens_per_s_high)),
+        text("cost/1e9 tokens", lambda plan: _range(plan.cost_low, plan.cost_high)),
+        text("device GiB", lambda plan: _of(plan.device_bytes, plan.device_capacity_bytes)),
+        text("host GiB", lambda plan: _of(plan.host_bytes, plan.host_capacity_bytes)),
+        text("limited by", "limited_by"),
+    ]
+    note = "Ranges hold with a probability of 80 %; memory is that of a rank."
+    if any(DATA_SHEETS in plan.accuracy for plan in plans):
+        note += " Rates of data sheets are not validated."
+    yield Table("plans", "The fastest plan for each machine", columns, plans, note, max_rows=None)
+
+
+def _where_it_fits(plans: Sequence[MachinePlan]) -> str:
+    fitting = [plan.machine for plan in plans if plan.fits]
+    if len(fitting) == len(plans):
+        return "fits as it is" if len(plans) == 1 else "fits on each machine as it is"
+    if fitting:
+        return f"fits on {', '.join(fitting)} as it is"
+    changed = [plan for plan in plans if plan.change is not None]
+    return "fits nowhere as it is" if changed else "does not fit, whatever is changed"
+
+
+def policies_table(plan: MachinePlan) -> Table:
+    """Return the iteration of all policies that fit, and its range."""
+    columns = (
+        text("policy", "policy"),
+        ms("iteration", "iteration_ms"),
+        ms("from", "iteration_low_ms"),
+        ms("to", "iteration_high_ms"),
+    )
+    return Table("policies", "Other policies that fit", columns, plan.policies if len(plan.policies) > 1 else ())
+
+
+def fits_text(plan: MachinePlan) -> str:
+    """Return the change that makes a plan's job fit."""
+    if plan.change is not None:
+        return ", ".join(plan.changes_text())
+    return "nothing" if plan.fits else "does not fit"
+
+
+def plural(number: int, noun: str) -> str:
+    """Return a number of things."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _range(low: float | None, high: float | None, scale: float = 1.0) -> str | None:
+    """Return a range with three digits at its high end."""
+    if low is None or high is None:
+        return None
+    high /= scale
+    digits = 0 if high >= 100 else 1 if high >= 10 else 2
+    return f"{low / scale:,.{digits}f}-{high:,.{digits}f}"
+
+
+def _of(size: float | None, capacity: float | None) -> str | None:
+    if size is None:
+        return None
+    return " of ".join("-" if value is None else f"{value / 2**30:,.0f}" for value in (size, capacity))

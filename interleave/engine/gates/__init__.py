@@ -1,1 +1,0 @@
-"""Gates before everything that reads parameters which late updates write."""

@@ -1,0 +1,130 @@
+"""The options of InterleavedAdamW and of the engine behind it, and their checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.runtime.storage.stored_states import StorageOptions
+from ebbtide.interleave.model.operations import BOTH, NO_OVERLAP, Overlap
+from ebbtide.interleave.policies import parse
+from ebbtide.interleave.policies.overlap import OVERLAP
+from ebbtide.machines.machine import Machine
+from ebbtide.phases import PHASES
+
+# Bytes of device memory for state: at any time, or by phase.
+Budget = float | Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The options of an engine, named as for InterleavedAdamW. Raises EngineError if one is not valid.
+
+    The overlap is an option of the policy: see `with_overlap_option`. `supported` are the overlaps that plans may use:
+    with `forward`, something calls `wait_for_params` before parameters are read; with `backward`, something calls
+    `Engine.assume`."""
+
+    policy: str = "adaptive"
+    machine: Machine | None = None
+    subgroup_params: int = 100_000_000
+    memory_budget: Budget | None = None
+    max_grad_norm: float | None = None
+    gradients: str = "kept"
+    device: Device | None = None
+    threads: int | None = None
+    storage: str | Path | Sequence[str | Path] | None = None
+    host_memory_budget: float | None = None
+    master: str = "fp32"
+    supported: Overlap = NO_OVERLAP
+
+    def __post_init__(self) -> None:
+        if self.gradients not in ("kept", "streamed"):
+            raise EngineError(f"gradients is {self.gradients!r}: it must be 'kept' or 'streamed'")
+        if self.subgroup_params < 1:
+            raise EngineError(f"subgroup_params is {self.subgroup_params}: it must be at least 1")
+        if self.threads is not None and self.threads < 1:
+            raise EngineError(f"threads is {self.threads}: it must be at least 1, or None")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise EngineError(f"max_grad_norm is {self.max_grad_norm}: it must be above 0, or None")
+        _check_budget(self.memory_budget)
+        if self.master not in ("fp32", "remainder"):
+            raise EngineError(f"master is {self.master!r}: it must be 'fp32' or 'remainder'")
+        if self.has_remainders and parse(self.policy).options.get("overlap", "none") not in ("none", "forward"):
+            raise EngineError(
+                "master='remainder' is not supported with updates inside the backward: use overlap='none' or 'forward'"
+            )
+        self.open_storage()
+
+    @property
+    def streamed(self) -> bool:
+        """Whether gradients are offloaded as soon as they are computed."""
+        return self.gradients == "streamed"
+
+    @property
+    def has_remainders(self) -> bool:
+        """Whether the masters are remainders: see remainder.py."""
+        return self.master == "remainder"
+
+    def open_storage(self) -> StorageOptions | None:
+        """Return the storage of one engine, which opens files of its own; None without storage."""
+        if self.storage is not None:
+            return StorageOptions(self.storage, self.host_memory_budget)
+        if self.host_memory_budget is not None:
+            raise EngineError("host_memory_budget needs storage=: a folder for state that host memory does not hold")
+        return None
+
+
+def _check_budget(budget: Any) -> None:
+    by_phase = isinstance(budget, Mapping)
+    if by_phase and set(budget) != set(PHASES):
+        raise EngineError(f"memory_budget by phase has {', '.join(map(str, budget))}: it needs {', '.join(PHASES)}")
+    for size in budget.values() if by_phase else (budget,):
+        if size is not None and not (isinstance(size, int | float) and size >= 0):
+            raise EngineError(f"memory_budget is {size!r}: it must be bytes, at least 0, or a dict of bytes by phase")
+
+
+def with_overlap_option(policy: str, overlap: str, gradients: str, supported: Overlap) -> str:
+    """Return the policy with the option `overlap`, which may also be in the policy itself.
+
+    `auto` becomes what is supported, and nothing where the policy has no overlap. Raises EngineError if the two
+    contradict each other, or there is no such overlap with gradients of this kind."""
+    if overlap not in OVERLAP:
+        raise EngineError(f"overlap is {overlap!r}: it must be one of {', '.join(OVERLAP)}")
+    options = parse(policy).options
+    parts = policy.split(",")
+    others = [part for part in parts if part.partition("=")[0].strip() != "overlap"]
+    if len(others) < len(parts):
+        if overlap not in ("none", options["overlap"]):
+            raise EngineError(f"policy is {policy!r} and overlap {overlap!r}: they must not contradict each other")
+        overlap = options["overlap"]
+    if overlap in ("backward", "both") and gradients != "streamed":
+        raise EngineError(
+            f"overlap is {overlap!r} and gradients are {gradients!r}: updates inside the backward need "
+            "gradients='streamed'"
+        )
+    if overlap == "auto":
+        best = "auto" if supported == BOTH else supported.name
+        overlap = best if "overlap" in options else "none"
+    return ",".join(others) if overlap == "none" else ",".join((*others, f"overlap={overlap}"))
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Check the hyperparameters of a parameter group. Raises EngineError if one is not valid or not supported."""
+    try:
+        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+        eps, weight_decay = float(group["eps"]), float(group["weight_decay"])
+    except (TypeError, ValueError):
+        raise EngineError("lr, eps and weight_decay must be numbers, betas two numbers") from None
+    if not (all(0 <= rate < math.inf for rate in (lr, eps, weight_decay)) and 0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise EngineError(
+            "lr, eps and weight_decay must be at least 0, betas at least 0 and below 1: they are "
+            f"{lr:g}, {eps:g}, {weight_decay:g} and {beta1:g}, {beta2:g}"
+        )
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise EngineError(f"{name} is not supported: leave it off")

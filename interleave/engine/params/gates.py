@@ -1,0 +1,304 @@
+"""Hooks before everything in a model that uses parameters, so that it waits for updates which have not ended yet."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch._functorch import eager_transforms, vmap
+from torch.utils._pytree import tree_leaves
+
+from ebbtide.interleave.engine.errors import EngineError
+
+log = logging.getLogger("ebbtide")
+
+Wait = Callable[[Sequence[torch.Tensor]], None]
+_GETSTATE = "__getstate__"
+# Functions whose arguments do not wait by themselves, as of scripted code: see LateParams.
+_READERS: list[tuple[Any, str]] = [
+    (torch.jit.ScriptFunction, "__call__"),
+    (eager_transforms, "_wrap_for_grad"),
+    (eager_transforms, "_wrap_functional_tensor"),
+    (vmap, "_add_batch_dim"),
+]
+
+
+class MethodGate:
+    """Replaces a method of one object by one that first calls a function with the same arguments.
+
+    Several gates of one method may be removed in any order. What the function raises, the method raises.
+    """
+
+    def __init__(self, owner: Any, name: str, before: Callable[..., None]) -> None:
+        self._owner = owner
+        self._name = name
+        self._is_removed = False
+        self._is_own_attribute = name in vars(owner)
+        self._method = method = getattr(owner, name)
+
+        def gated(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_removed:
+                before(*args, **kwargs)
+            return method(*args, **kwargs)
+
+        # torch.compile must not trace it: what it waits for changes.
+        self._gated = torch._disable_dynamo(gated)
+        setattr(owner, name, self._gated)
+
+    def remove(self) -> None:
+        """Call the function no longer."""
+        self._is_removed = True
+        if vars(self._owner).get(self._name) is not self._gated:
+            # Another gate calls this one.
+            return
+        if self._is_own_attribute:
+            setattr(self._owner, self._name, self._method)
+        else:
+            delattr(self._owner, self._name)
+
+
+class ShardedGates:
+    """Gates of everything that gathers parameters of `fully_shard`: forwards, prefetches, backwards, `unshard()`.
+
+    A gate delays a gather; it never leaves one out or changes the order of gathers. It is on the group's `unshard`,
+    since the module's own hook gathers before any other hook of its modules runs, and prefetches before that.
+
+    Gathers on CUDA copy the shards on a stream of their own. The wait ends when the host has seen the event behind the
+    upload, so everything that any stream is given afterwards follows it.
+
+    Raises EngineError if the installed torch has other parameter groups than those known here.
+    """
+
+    def __init__(self, model: torch.nn.Module, wait: Wait) -> None:
+        groups = _parameter_groups(model)
+        self.params = {param for group in groups for param in _shards(group)}
+        self._gates = [
+            MethodGate(group, "unshard", lambda *_, group=group, **__: wait(_shards(group))) for group in groups
+        ]
+
+    def remove(self) -> None:
+        """Remove the gates."""
+        for gate in self._gates:
+            gate.remove()
+
+
+def _shards(group: Any) -> list[torch.Tensor]:
+    # Looked up at each gather: the first forward may replace parameters that the job has assigned.
+    return [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
+
+
+def _parameter_groups(model: torch.nn.Module) -> list[Any]:
+    """Return the parameter groups of all modules in a module. Raises EngineError for an unknown version of them."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+        raise EngineError(
+            "overlap is not supported with FullyShardedDataParallel (FSDP1): shard with fully_shard, or leave "
+            "out overlap and model"
+        )
+    modules = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    try:
+        # One state may belong to several modules.
+        states = {id(state): state for state in (module._get_fsdp_state() for module in modules)}.values()
+        groups = [group for state in states for group in _groups_of(state)]
+        is_known = all(
+            list(inspect.signature(type(group).unshard).parameters) == ["self", "async_op"]
+            and all(isinstance(param, torch.Tensor) for param in _shards(group))
+            for group in groups
+        )
+    except AttributeError:
+        is_known = False
+    if not is_known:
+        raise EngineError(
+            f"overlap is not supported with fully_shard of torch {torch.__version__}, whose parameter groups are not "
+            "known here: leave out overlap and model"
+        )
+    return groups
+
+
+def _groups_of(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # Older versions of torch have at most one.
+    return [group for group in (state._fsdp_param_group,) if group is not None]
+
+
+class HooklessCopies:
+    """Leaves hooks of these ids out of what `copy` and `pickle` (`torch.save`) read of a module: its `__getstate__`."""
+
+    def __init__(self, module: torch.nn.Module, hook_ids: Collection[int]) -> None:
+        self._module = weakref.ref(module)
+        self._hook_ids = hook_ids
+        # That of another optimizer.
+        self._next: HooklessCopies | None = module.__dict__.get(_GETSTATE)
+        object.__setattr__(module, _GETSTATE, self)
+
+    def remove(self) -> None:
+        """Leave the module as it was, unless another optimizer has replaced its method, too."""
+        module = self._module()
+        if module is not None and module.__dict__.get(_GETSTATE) is self and self._next is None:
+            object.__delattr__(module, _GETSTATE)
+
+    def __call__(self) -> Any:
+        """Return the state of the module."""
+        module = self._module()
+        state = self._next() if self._next is not None else type(module).__getstate__(module)  # type: ignore[call-arg]
+        if not isinstance(state, dict):
+            return state
+        return {name: self._without_hooks(value) for name, value in state.items() if name != _GETSTATE}
+
+    def _without_hooks(self, value: Any) -> Any:
+        if not isinstance(value, dict) or value.keys().isdisjoint(self._hook_ids):
+            return value
+        return type(value)((key, hook) for key, hook in value.items() if key not in self._hook_ids)
+
+
+class _Removable(Protocol):
+    def remove(self) -> None: ...
+
+
+class _ModuleGate:
+    """Waits before the forward of a module, for the parameters that it reads."""
+
+    def __init__(self, params: Sequence[torch.Tensor], all_params: Sequence[torch.Tensor], wait: Wait) -> None:
+        self.params = list(params)
+        # But for evaluations.
+        self.is_called = False
+        self._all_params = all_params
+        self._wait = wait
+
+    def before_forward(self, module: torch.nn.Module) -> None:
+        """Wait until the parameters are written."""
+        if module.training or torch.is_grad_enabled():
+            self.is_called = True
+            self._wait(self.params)
+        else:
+            # Attention and transformer layers of torch then read parameters of their children without calling them.
+            self._wait(self._all_params)
+
+
+class ForwardGates:
+    """Hooks before everything in a model that uses parameters: forwards and gathers of shards.
+
+    Which modules are called is known after the first iteration. Parameters of others, as of a projection that an
+    attention layer reads itself, are waited for by the nearest called module around them. Until then, none may be late.
+
+    Copies and pickles of any module have no hooks. The model keeps `wait` and `finish` alive: pass functions with a
+    weak reference. Raises EngineError if the model is not a module, or shards or converts its parameters in a way that
+    is not supported.
+    """
+
+    def __init__(self, model: torch.nn.Module, wait: Wait, finish: Callable[[], None]) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise EngineError(
+                f"model is {model!r:.60}: it must be the torch.nn.Module whose forward uses the parameters"
+            )
+        # Parameters are fixed now: functional_call replaces them for the time of a call.
+        self.names: dict[torch.Tensor, str] = {}
+        self.sharded: set[torch.Tensor] = set()
+        self._model = weakref.ref(model)
+        self._module_gates: dict[torch.nn.Module, _ModuleGate] = {}
+        self._gated: set[torch.Tensor] = set()
+        self._removables: list[_Removable] = []
+        try:
+            self._add_gates(model, wait, finish)
+        except BaseException:
+            self.remove()
+            raise
+        if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+            # What torch.compile has compiled before does not call the hooks, and would be used again without them.
+            dynamo.reset()
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for removable in self._removables:
+            removable.remove()
+
+    def is_gated(self, param: torch.Tensor) -> bool:
+        """Return whether something waits for a parameter before the forward reads it."""
+        return param in self._gated or param in self.sharded
+
+    def learn_calls(self) -> None:
+        """Let called modules wait for the parameters of those that are not called, after the first iteration."""
+        model = self._model()
+        if self._gated or model is None or not any(gate.is_called for gate in self._module_gates.values()):
+            return
+        params_of: dict[_ModuleGate, dict[torch.Tensor, None]] = {}
+        stack: list[tuple[torch.nn.Module, _ModuleGate | None]] = [(model, None)]
+        visited: set[tuple[torch.nn.Module, _ModuleGate | None]] = set()
+        while stack:
+            module, called_gate = stack.pop()
+            gate = self._module_gates.get(module)
+            if gate is not None and gate.is_called:
+                called_gate = gate
+            if (module, called_gate) in visited:
+                continue
+            visited.add((module, called_gate))
+            stack += [(child, called_gate) for child in module.children()]
+            if called_gate is not None:
+                params_of.setdefault(called_gate, {}).update(dict.fromkeys(self._own_params(module)))
+        for gate in self._module_gates.values():
+            # A module that is called later for the first time still waits for its own.
+            gate.params = [*dict.fromkeys([*gate.params, *params_of.get(gate, ())])]
+        self._gated = {param for params in params_of.values() for param in params}
+        ungated = [name for param, name in self.names.items() if not self.is_gated(param)]
+        if ungated:
+            log.info("ebbtide: step() waits for %s parameters that no called module has: %s", len(ungated), ungated[0])
+
+    def _own_params(self, module: torch.nn.Module) -> list[torch.Tensor]:
+        return [param for param in module.parameters(recurse=False) if param not in self.sharded]
+
+    def _add_gates(self, model: torch.nn.Module, wait: Wait, finish: Callable[[], None]) -> None:
+        if any(hasattr(param, "_mp_param") for param in model.parameters()):
+            raise EngineError(
+                "overlap is not supported with mixed_precision of DistributedDataParallel, which converts all "
+                "parameters before the forward: use autocast, or leave out overlap and model"
+            )
+        sharded = ShardedGates(model, wait)
+        self._removables.append(sharded)
+        self.sharded = sharded.params
+        self.names = dict.fromkeys(sharded.params, "of fully_shard")
+        self.names |= {param: name for name, param in model.named_parameters()}
+        # A graph reads all that it has read before, at addresses that are fixed.
+        self._removables.append(MethodGate(torch.cuda.CUDAGraph, "replay", lambda *_: finish()))
+        for owner, name in _READERS:
+            self._removables.append(MethodGate(owner, name, lambda *args, **kwargs: wait(_tensors(args, kwargs))))
+        hook_ids: set[int] = set()
+        # Scripted modules have no hooks.
+        modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        for module in modules:
+            own_params = self._own_params(module)
+            if any(hasattr(param, "to_local") for param in own_params):
+                raise EngineError(
+                    "overlap is not supported with DTensors that fully_shard did not make (tensor parallelism): "
+                    "leave out overlap and model"
+                )
+            handles = []
+            if all_params := [param for param in module.parameters() if param not in self.sharded]:
+                gate = self._module_gates[module] = _ModuleGate(own_params, all_params, wait)
+                hook = _untraced(lambda module, *_, gate=gate: gate.before_forward(module))
+                handles.append(module.register_forward_pre_hook(hook, prepend=True))
+            if params := list(module.parameters(recurse=False)):
+                # They would wait by themselves, but ReadChecks would report them.
+                hook = _untraced(lambda *_, params=params: wait(params))
+                handles.append(module.register_state_dict_pre_hook(hook))
+                handles.append(module.register_load_state_dict_pre_hook(hook))
+            hook_ids |= {handle.id for handle in handles}
+            self._removables += handles
+        self._removables += [HooklessCopies(module, hook_ids) for module in modules]
+
+
+def _tensors(*arguments: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(arguments) if isinstance(value, torch.Tensor)]
+
+
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that torch.compile does not trace, since what it waits for changes."""
+    untraced: Callable[..., None] = torch._disable_dynamo(hook)
+    return untraced

@@ -1,0 +1,320 @@
+"""The parameters of an optimizer on an engine, which is opened at the first use and follows what the job changes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.params.gradients import GradientCollector, GradientNorm
+from ebbtide.interleave.engine.params.local_shards import check_apart, check_params, device_of, flat_view, local_shard
+from ebbtide.interleave.engine.params.pending_params import PendingParams
+from ebbtide.interleave.engine.params.state_dict import (
+    ParamState,
+    gather_states,
+    rounded_masters,
+    scatter_states,
+    update_masters,
+)
+from ebbtide.interleave.engine.runtime.engine import Engine
+from ebbtide.interleave.engine.runtime.layout import Subgroup, divide
+
+log = logging.getLogger("ebbtide")
+
+# Device, dtype, shape and strides of a parameter.
+_Layout = tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]]
+
+
+class OffloadedParams:
+    """The parameters that an engine updates: opens it, and begins and ends its steps.
+
+    Parameters on the CPU may be on their way to a GPU, so their device is opened at the first use. Until the first step
+    they may still move or change their dtype. At every step, parameters that the job has changed since the step before
+    are found by their fingerprints, and their masters follow."""
+
+    norm: GradientNorm
+    collector: GradientCollector
+
+    def __init__(self, runner: AdaptiveRunner, expected_scalars: Callable[[], Sequence[Scalars | None] | None]) -> None:
+        # The parameters, in the order of their indices; none before the engine is opened.
+        self.params: list[torch.Tensor] = []
+        # Whether the parameters of the constructor were checked or opened.
+        self.is_checked = False
+        # Whether a step has submitted its gradients, and was neither done nor discarded.
+        self.has_submitted = False
+        self.pending = PendingParams(runner)
+        self._runner = runner
+        self._options = runner.options
+        self._expected_scalars = expected_scalars
+        self._layouts: list[_Layout] = []
+        # Where the parameters were at the last step.
+        self._addresses: list[int] = []
+        self._device: torch.device | None = None
+        # Whether parameters have state besides the initial one, and whether a step was done.
+        self._has_state = False
+        self._has_stepped = False
+        # By the index of each parameter, what waits for the fingerprints of the values that the masters round to, and
+        # the place of its own among them.
+        self._fingerprints: dict[int, tuple[Callable[[], list[int]], int]] = {}
+        # Parameters whose masters were loaded and compared with them by no step yet, since the job may load parameters
+        # later. Where masters are remainders: what they are the remainders of.
+        self._loaded: dict[int, torch.Tensor | None] = {}
+
+    def plan_or_open(self, params: Sequence[torch.Tensor]) -> None:
+        """Open the engine for new parameters, or only check that there is a plan if they may still move.
+
+        Raises EngineError, PolicyError or MachineError if there is none."""
+        self.check(params)
+        if (self._options.device is None and device_of(params).type == "cpu") or self._runner.storage is not None:
+            # With storage, since a checkpoint that is loaded next may name the file to use.
+            self._runner.check(self._divide(params))
+        else:
+            self._set_params(params)
+        self.is_checked = True
+
+    def check(self, params: Sequence[torch.Tensor]) -> None:
+        """Check parameters. Raises EngineError if an engine cannot update them."""
+        check_params(params, self._options.streamed, self._options.has_remainders)
+
+    def open(self, params: Sequence[torch.Tensor]) -> Engine:
+        """Return the engine; if it is not open, open it for these parameters. Raises EngineError if it is closed."""
+        if not self.params:
+            self.check(params)
+            self._set_params(params)
+        return self._runner.engine
+
+    def add(self, params: Sequence[torch.Tensor]) -> None:
+        """Update these parameters from now on. Those that the engine already has keep their state."""
+        self.check(params)
+        if self.params:
+            states = dict(zip(self.params, self.gather(), strict=True))
+            self._stop()
+            self._set_params(params, [states.get(param) for param in params])
+
+    def gather(self) -> list[ParamState]:
+        """Return the state of every parameter after the last step, in new host memory. The plan goes on afterwards."""
+        self.pending.finish()
+        if not self.params:
+            return []
+        engine = self._runner.engine
+        with engine.paused():
+            changed = self._changed(self._values()) if self._options.has_remainders else ()
+            return gather_states(engine.store.states, self.params, changed, self._loaded)
+
+    def load(self, params: Sequence[torch.Tensor], states: Sequence[ParamState | None]) -> None:
+        """Set the states of all parameters that the engine has, and perhaps more, and recall offloaded gradients.
+
+        A state is None before the first update. If all are None and the engine is not open, it stays so."""
+        if not self.params and not any(states):
+            return
+        if len(params) > len(self.params):
+            if self.params:
+                self._stop()
+            self._set_params(params, states)
+        else:
+            self._set_states(self._stop(), states)
+
+    def commit(self) -> dict[str, Any]:
+        """Return `AdaptiveRunner.commit`, with masters that follow the parameters, and recall offloaded gradients."""
+        self.pending.finish()
+        self.record_values(self._follow_values())
+        self._stop()
+        return self._runner.commit()
+
+    def resume(self, params: Sequence[torch.Tensor], commit: Mapping[str, Any]) -> None:
+        """Take the state of a commit, from `commit`. Raises EngineError if the storage does not have it."""
+        self.check(params)
+        if self.params:
+            self._stop()
+        self._set_params(params, commit=commit)
+
+    def begin_step(
+        self, params: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor], set[int]]:
+        """Follow what the job did to the parameters since the last step, which ends first, and submit the gradients.
+
+        Args:
+            params: The parameters that need state; the engine may have more.
+
+        Returns:
+            All parameters, flat, in the order of their memory; the gradients that were not offloaded, by the
+            parameter's index; and the indices of all parameters that have a gradient.
+        """
+        engine = self.open(params)
+        self.pending.finish_updates()
+        if self.has_submitted:
+            # An interrupt came before the step before was discarded.
+            self.collector.recall()
+            self.has_submitted = False
+        if engine.device.is_capturing():
+            raise EngineError(
+                "step() cannot be captured in a CUDA graph: capture forward and backward only, and call step() after "
+                "each replay"
+            )
+        self.pending.begin_step()
+        self._follow_layouts()
+        own_params = set(self.params)
+        if any(param not in own_params and param.grad is not None for param in params):
+            self.add(params)
+        values, engine = self._follow_values(), self._runner.engine
+        gradients = self.collector.collect()
+        if not engine.is_running:
+            self._runner.set_plan()
+        self.has_submitted = True
+        engine.submit_gradients(gradients)
+        return values, gradients, gradients.keys() | engine.offloaded_params
+
+    def end_step(self) -> None:
+        """Prepare for the next step, after a step that was done, perhaps but for late operations."""
+        self._has_stepped = self._has_state = True
+        self.has_submitted = False
+        self.collector.end_step()
+
+    def discard_step(self) -> None:
+        """Drop the gradients of a step that has submitted them, unless it was done or the state is lost."""
+        if self.has_submitted and not self._runner.closed:
+            self.norm.clear()
+            self.collector.end_step()
+            self._runner.engine.discard()
+            self.has_submitted = False
+
+    def record_values(self, values: Sequence[torch.Tensor], indices: Iterable[int] | None = None) -> None:
+        """Take the values of parameters, of these indices or all, as those that the masters round to."""
+        recorded = range(len(values)) if indices is None else list(indices)
+        fingerprints = cache(self._runner.device.fingerprint([values[index] for index in recorded]))
+        self._fingerprints |= {index: (fingerprints, place) for place, index in enumerate(recorded)}
+
+    def close(self) -> None:
+        """Finish late operations, stop watching backwards, and close the engine."""
+        try:
+            self.pending.finish()
+        finally:
+            self.pending.remove_guards()
+            if self.params:
+                self.collector.close()
+            self._runner.close()
+
+    def _stop(self) -> Engine:
+        """Return the engine, after its plan has stopped so that states can be read and written."""
+        engine = self._runner.engine
+        self.collector.recall()
+        return engine
+
+    def _divide(self, params: Sequence[torch.Tensor]) -> Sequence[Subgroup]:
+        shards = [local_shard(param) for param in params]
+        return divide(shards, self._options.subgroup_params, self._options.has_remainders)
+
+    @torch.inference_mode(False)  # type: ignore[untyped-decorator]
+    def _set_params(
+        self,
+        params: Sequence[torch.Tensor],
+        states: Sequence[ParamState | None] | None = None,
+        commit: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Divide parameters into subgroups, on the device that they are on, with these states or those of a commit, and
+        a new plan."""
+        device = device_of(params)
+        if self._options.device is None and device != self._device:
+            self._runner.open_device(device)
+            self._device = device
+        engine = self._runner.rebuild(self._divide(params), len(params), commit=commit)
+        if self.params:
+            self.collector.close()
+        self.norm = GradientNorm(self._runner.device, self._options.max_grad_norm)
+        self.collector = GradientCollector(
+            params, engine, self.norm, self._options.streamed, self.pending, self._expected_scalars
+        )
+        self.params = list(params)
+        self.pending.set_params(self.params)
+        self._fingerprints.clear()
+        self._layouts = _layouts(params)
+        if commit is None:
+            self._set_states(engine, states or [None] * len(params))
+        else:
+            self._has_state = True
+            self._loaded.clear()
+            self.record_values(self._values())
+        self._runner.set_plan()
+
+    def _set_states(self, engine: Engine, states: Sequence[ParamState | None]) -> None:
+        scatter_states(engine.store.states, self.params, states)
+        engine.store.forget_params(range(len(self.params)))
+        self._loaded = {
+            index: rounded_masters(state) if self._options.has_remainders else None
+            for index, state in enumerate(states)
+            if state is not None
+        }
+        self._has_state = self._has_state or bool(self._loaded)
+        self.record_values(self._values())
+
+    def _values(self) -> list[torch.Tensor]:
+        return [flat_view(param) for param in self.params]
+
+    def _follow_layouts(self) -> None:
+        """Open the engine again if parameters have moved, or changed their dtype, before the first step."""
+        layouts = _layouts(self.params)
+        if layouts == self._layouts:
+            return
+        order_changed = [layout[2:] for layout in layouts] != [layout[2:] for layout in self._layouts]
+        if self._has_stepped or (self._has_state and order_changed):
+            pairs = zip(self._layouts, layouts, strict=True)
+            old, new = next((old, new) for old, new in pairs if old != new)
+            raise EngineError(
+                f"a parameter was {_layout_text(old)} when the optimizer took it, and is {_layout_text(new)} now: "
+                "change it back, or create a new optimizer and load the state_dict() of this one"
+            )
+        self.check(self.params)
+        states = self.gather() if self._has_state else None
+        self._stop()
+        self._set_params(self.params, states)
+
+    def _follow_values(self) -> list[torch.Tensor]:
+        """Update the masters of parameters that the job has changed since the last step, and return all parameters."""
+        values = self._values()
+        addresses = [value.data_ptr() for value in values]
+        if addresses != self._addresses:
+            check_apart(values)
+            self._addresses = addresses
+        changed = self._changed(values) | self._loaded.keys()
+        if changed:
+            engine = self._runner.engine
+            with engine.paused():
+                replaced = update_masters(engine.store.states, self.params, changed, self._loaded)
+            engine.store.forget_params(changed)
+            if outdated := len(replaced & self._loaded.keys()):
+                log.warning(
+                    "ebbtide: %d parameters have changed since the masters in the state dict, as by another optimizer: "
+                    "masters that do not round to them start from the parameters",
+                    outdated,
+                )
+            self._loaded.clear()
+        return values
+
+    def _changed(self, values: Sequence[torch.Tensor]) -> set[int]:
+        """Return the indices of the parameters whose values are not those that the masters round to."""
+        if _layouts(self.params) == self._layouts:
+            current = self._runner.device.fingerprint(values)()
+        else:
+            # Parameters that have moved are not on the device of the engine.
+            current = [self._runner.kernel.fingerprint(value.cpu()) for value in values]
+        return {
+            index
+            for index, (fingerprints, place) in self._fingerprints.items()
+            if fingerprints()[place] != current[index]
+        }
+
+
+def _layouts(params: Sequence[torch.Tensor]) -> list[_Layout]:
+    shards = [local_shard(param) for param in params]
+    return [(shard.device, shard.dtype, shard.shape, shard.stride()) for shard in shards]
+
+
+def _layout_text(layout: _Layout) -> str:
+    device, dtype, shape, strides = layout
+    return f"{dtype} of shape {tuple(shape)} and strides {strides} on {device}"

@@ -1,0 +1,356 @@
+"""Parameters that a step may still write after it has returned: waits for them, and finds gradients of old values."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._pytree import tree_leaves
+
+from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.numerics.reference import Scalars
+from ebbtide.interleave.engine.params.gates import ForwardGates
+from ebbtide.interleave.engine.params.local_shards import has_shared_memory, local_shard
+from ebbtide.interleave.engine.params.read_checks import ReadChecks, UnguardedAccess
+
+log = logging.getLogger("ebbtide")
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+# Attributes and methods of a tensor that use no element of it.
+_METADATA = (
+    *("shape", "device", "dtype", "layout", "ndim", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
+    *("is_quantized", "is_mkldnn", "requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad", "output_nr"),
+    *("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "size", "stride", "dim", "numel", "nelement"),
+    *("element_size", "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "get_device", "__len__"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+)
+# Those that give access to the memory: writes through them count no version of the tensor.
+_MEMORY = ("data", "data_ptr", "untyped_storage", "storage", "numpy", "__array__", "__dlpack__", "share_memory_")
+
+
+class PendingParams:
+    """The parameters that the last step has updated, each until something has waited for it.
+
+    Until then a parameter is unread: gates of its model and LateParams wait as soon as something uses it, and a
+    gradient of it is an error, since it would be one of old values.
+    """
+
+    def __init__(self, runner: AdaptiveRunner) -> None:
+        # Held by whole calls of the optimizer, so that one from another thread comes before or after a step. Hooks
+        # during a forward or a backward only take it while something is pending.
+        self.lock = threading.RLock()
+        # The parameters of the guarded model, and their names; a step waits for all others.
+        self.names: Mapping[torch.Tensor, str] = {}
+        self._runner = runner
+        self._gates: ForwardGates | None = None
+        # With checks, no update is late, and parameters are hidden instead.
+        self._checks: ReadChecks | None = None
+        self._params: Sequence[torch.Tensor] = ()
+        # The index of each parameter, which the forward of every module looks up.
+        self._index: dict[torch.Tensor, int] = {}
+        # Models, and the classes of late parameters, must not keep this object alive.
+        self._weak_wait, self._weak_finish = weak_call(self.wait_for), weak_call(self.finish)
+        self._late_params = LateParams(self._weak_wait, self._weak_finish)
+        # Whether a step runs, or is not known to have ended. Read without the lock, so it is the last to be reset.
+        self.is_active = False
+        self._unread: set[int] = set()
+        # Parameters whose memory something else has, too, before the step.
+        self._shared: set[int] = set()
+        # Those whose values were recorded since the last step, and the function that records them.
+        self._recorded: set[int] = set()
+        self._record: Callable[[Iterable[int]], None] | None = None
+
+    def guard(self, model: torch.nn.Module) -> None:
+        """Let the forward, state dicts and copies of a model wait. Raises EngineError if they cannot."""
+        self._gates = ForwardGates(model, self._weak_wait, self._weak_finish)
+        self.names = self._gates.names
+
+    def remove_guards(self) -> None:
+        """Let no model wait any more."""
+        if self._gates is not None:
+            self._gates.remove()
+
+    def finish_after(self, owner: object) -> None:
+        """Call `finish` when an object is deleted, before a fork, and before the process closes engines at its end."""
+        weakref.finalize(owner, _finish_on_thread, self).atexit = False
+        _unfinished.add(self)
+
+    def set_params(self, params: Sequence[torch.Tensor]) -> None:
+        """Use these parameters from now on, in the order of their indices. Nothing may be pending."""
+        self._params = params
+        self._index = {param: number for number, param in enumerate(params)}
+
+    def begin_step(self) -> None:
+        """Prepare for a step, after the late operations of the last one have ended. Raises EngineError if there is a
+        gradient of an unread parameter, which stays unread."""
+        for index in self._unread if self._checks is None else ():
+            gradient = self._params[index].grad
+            # Others are left from before, or are those of parameters that this iteration has not used.
+            if gradient is not None and (gradient.layout != torch.strided or bool(local_shard(gradient).any())):
+                self.check_gradient(index)
+        self._release(list(self._unread))
+        if self._gates is not None:
+            self._gates.learn_calls()
+            self._shared = {
+                index
+                for index, param in enumerate(self._params)
+                if param not in self._gates.sharded and has_shared_memory(param)
+            }
+
+    def step(
+        self,
+        values: Sequence[torch.Tensor],
+        scalars: Sequence[Scalars | None],
+        on_done: Callable[[], None],
+        record: Callable[[Iterable[int]], None],
+    ) -> None:
+        """Run `AdaptiveRunner.step`; afterwards the updated parameters are pending if it has late operations.
+
+        `record` takes the values of parameters, by their indices, as those of the update. It is called when they are
+        written, and before the job may write them again."""
+        updated = [index for index, factors in enumerate(scalars) if factors is not None]
+        torch.autograd.graph.increment_version([self._params[index] for index in updated])
+        self._unread, self._recorded, self._record = set(updated), set(), record
+        self.is_active = True
+        try:
+            self._runner.step(values, scalars, on_done, self._record_others)
+            if self._checks is not None:
+                self._runner.finish_step()
+                self._checks.hide({index: self._params[index] for index in updated})
+            elif self._runner.is_late:
+                never_late = [index for index in updated if not self._may_be_late(index)]
+                self._runner.wait_for_params(never_late)
+                self._release(never_late)
+                self._late_params.set(map(self._params.__getitem__, self._unread))
+        finally:
+            if not self._runner.is_late:
+                if self._checks is None:
+                    self._release(list(self._unread))
+                self.is_active = self._checks is not None
+
+    def wait_for(self, params: Iterable[torch.Tensor]) -> None:
+        """Wait until parameters are written; from now on the job may read and write them. Raises EngineError if an
+        operation has failed."""
+        if not (self.is_active or self._unread):
+            return
+        indices = [self._index[param] for param in params if param in self._index]
+        # The engine's own operations are no part of what torch.func transforms.
+        with self.lock, temporarily_clear_interpreter_stack():
+            self._runner.wait_for_params(indices)
+            self._release(indices)
+
+    def finish(self) -> None:
+        """Wait until all late operations have ended; from now on the job may read and write all parameters."""
+        if not (self.is_active or self._unread):
+            return
+        with self.lock:
+            try:
+                self.finish_updates()
+            finally:
+                self._release(list(self._unread))
+
+    def finish_updates(self) -> None:
+        """Wait until all late operations have ended. Unread parameters stay so."""
+        if not self.is_active:
+            return
+        with self.lock, temporarily_clear_interpreter_stack():
+            try:
+                self._runner.finish_step()
+            finally:
+                self.is_active = self._checks is not None and bool(self._unread)
+
+    def check_gradient(self, index: int) -> None:
+        """Raise EngineError for the gradient of an unread parameter."""
+        if index in self._unread and self._checks is None:
+            name = self.names.get(self._params[index], f"number {index}")
+            raise EngineError(
+                f"parameter {name} has a gradient, but its forward has not waited for the update before: set the "
+                "gradient to None, and call optimizer.synchronize() before such forwards"
+            )
+
+    @contextmanager
+    def check_reads(self) -> Iterator[list[UnguardedAccess]]:
+        """Check reads and writes meanwhile, instead of late updates; see `InterleavedAdamW.check_reads`."""
+        self.finish()
+        self._checks = checks = ReadChecks(self.names, self.lock)
+        try:
+            with checks.watch():
+                yield checks.accesses
+        finally:
+            try:
+                self.finish()
+            finally:
+                self._checks = None
+
+    def _may_be_late(self, index: int) -> bool:
+        """Return whether everything that uses a parameter waits."""
+        param = self._params[index]
+        is_gated = self._gates is not None and self._gates.is_gated(param)
+        return is_gated and index not in self._shared and self._late_params.supports(param)
+
+    def _record_others(self) -> None:
+        """Record the values of all parameters that were not recorded, after the last update has ended."""
+        record, self._record = self._record, None
+        if record is not None:
+            record(index for index in range(len(self._params)) if index not in self._recorded)
+
+    def _release(self, indices: Iterable[int]) -> None:
+        """Make parameters ordinary again, which are written."""
+        if self._checks is not None:
+            self._checks.release(indices)
+        released = self._unread.intersection(indices)
+        if released and self._runner.is_late and self._record is not None:
+            # The job may write them while other updates run.
+            self._record(released)
+            self._recorded |= released
+        for index in released:
+            self._late_params.clear(self._params[index])
+        # At last: what an interrupt leaves out is released again.
+        self._unread -= released
+
+
+def locked(method: Method) -> Method:
+    """Return a method of an optimizer that comes before or after all others that other threads call."""
+
+    @wraps(method)
+    def locked_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Memory that is allocated in inference mode could not be written outside of it.
+        with self._pending.lock, torch.inference_mode(False):
+            return method(self, *args, **kwargs)
+
+    return cast(Method, locked_method)
+
+
+def weak_call(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method without keeping its object alive; None without the object."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        bound_method = reference()
+        return None if bound_method is None else bound_method(*arguments)
+
+    return call
+
+
+# What the end of the process finishes.
+_unfinished: weakref.WeakSet[PendingParams] = weakref.WeakSet()
+
+
+def _finish_on_thread(pending: PendingParams) -> None:
+    """Finish on another thread: the garbage collector may call this on any one, which must not wait."""
+    if pending.is_active:
+        threading.Thread(target=_finish_or_log, args=(pending,), name="ebbtide-finish").start()
+
+
+def _finish_or_log(pending: PendingParams) -> None:
+    try:
+        pending.finish()
+    except EngineError as error:
+        log.error("ebbtide: %s", error)
+
+
+def _finish_all() -> None:
+    for pending in list(_unfinished):
+        # A step on another thread may never end.
+        if pending.lock.acquire(blocking=False):
+            try:
+                _finish_or_log(pending)
+            finally:
+                pending.lock.release()
+
+
+# `atexit` calls its functions when pools of threads, which update on the CPU, have ended. This comes before.
+threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
+# A child has a copy of the parameters, and no threads that could end their updates.
+os.register_at_fork(before=_finish_all, after_in_child=_unfinished.clear)
+
+
+def _functions(names: Iterable[str], assigned: Iterable[str]) -> frozenset[Any]:
+    """Return the functions that torch passes to `__torch_function__` for attributes and methods of tensors."""
+    attributes = [getattr(torch.Tensor, name) for name in names if getattr(torch.Tensor, name, None) is not None]
+    getters = [attribute if callable(attribute) else attribute.__get__ for attribute in attributes]
+    return frozenset([*getters, *(getattr(torch.Tensor, name).__set__ for name in assigned)])
+
+
+class LateParams:
+    """Gives late parameters a class whose every use in Python waits, as an argument of any function of torch.
+
+    `wait` waits until parameters are written, and makes them ordinary again by `clear`; `finish` does so for all. Only
+    functions of C++ code that is not torch's own, and compiled and scripted code, do not show their arguments so."""
+
+    def __init__(self, wait: Callable[[Sequence[torch.Tensor]], None], finish: Callable[[], None]) -> None:
+        self._wait = wait
+        self._finish = finish
+        # By the class that parameters have.
+        self._late_classes: dict[type, type] = {}
+        self._own_classes: dict[type, type] = {}
+
+    def supports(self, param: torch.Tensor) -> bool:
+        """Return whether uses of a parameter can be noticed: not if its class handles functions of torch itself."""
+        own_class = type(param)
+        return own_class is torch.Tensor or (
+            own_class.__torch_function__ is torch._C._disabled_torch_function_impl
+            and (own_class.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or hasattr(own_class, "to_local"))
+        )
+
+    def set(self, params: Iterable[torch.Tensor]) -> None:
+        """Let uses of parameters wait from now on."""
+        for param in params:
+            own_class = type(param)
+            if own_class not in self._late_classes:
+                self._add_class(own_class)
+            param.__class__ = self._late_classes[own_class]
+
+    def clear(self, param: torch.Tensor) -> None:
+        """Make a parameter ordinary again."""
+        own_class = self._own_classes.get(type(param))
+        if own_class is not None:
+            param.__class__ = own_class
+
+    def _add_class(self, own_class: type) -> None:
+        def use(late_class: type, function: Any, _: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+            keywords = kwargs or {}
+            if function in _METADATA_FUNCTIONS:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return function(*args, **keywords)
+            late = [value for value in tree_leaves((args, keywords)) if type(value) is late_class]
+            if function in _MEMORY_FUNCTIONS:
+                self._finish()
+            else:
+                self._wait(late)
+            for param in late:
+                # Also one that nobody waits for any more.
+                self.clear(param)
+            return function(*args, **keywords)
+
+        def local_method(name: str) -> Callable[..., Any]:
+            """Return a method of a DTensor that uses its local part, and is no function of torch."""
+
+            def use_local(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                self._wait([param])
+                self.clear(param)
+                return getattr(own_class, name)(param, *args, **kwargs)
+
+            return use_local
+
+        # torch.compile must not trace it: what it waits for changes.
+        namespace = {"__torch_function__": classmethod(torch._disable_dynamo(use)), "__module__": own_class.__module__}
+        if hasattr(own_class, "to_local"):
+            namespace |= {name: local_method(name) for name in ("to_local", "full_tensor", "redistribute")}
+        late_class = types.new_class(own_class.__name__, (own_class,), exec_body=lambda body: body.update(namespace))
+        self._late_classes[own_class] = late_class
+        self._own_classes[late_class] = own_class
+
+
+_METADATA_FUNCTIONS, _MEMORY_FUNCTIONS = _functions(_METADATA, ["grad", "requires_grad"]), _functions(_MEMORY, ["data"])

@@ -1,0 +1,231 @@
+"""State dicts: converts between the state of subgroups and the state per parameter of torch.optim.AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.numerics.host_arrays import is_remainder
+from ebbtide.interleave.engine.numerics.remainder import join_tensors, split_tensor
+from ebbtide.interleave.engine.options import check_group
+from ebbtide.interleave.engine.params.local_shards import flat_like, flat_view, local_shard, unflatten, wrap_shard
+from ebbtide.interleave.engine.runtime.layout import MASTER, Subgroup, state_rows, state_shape
+from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
+
+# Explicit, so that the defaults of torch that a job sets have no effect.
+_HOST: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+
+
+class ParamState(NamedTuple):
+    """The state of a parameter in host memory: fp32, flat, in the order of the parameter's memory, rows as in
+    SubgroupStates."""
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SavedStates:
+    """The parameters that a state dict has or that the optimizer has updated, their states and numbers of updates.
+
+    A state is None for a parameter that was not updated yet; there are none for a commit, which has them in storage.
+    """
+
+    params: list[torch.Tensor]
+    states: list[ParamState | None] | None
+    steps: list[int]
+
+
+def gather_states(
+    states: SubgroupStates,
+    params: Sequence[torch.Tensor],
+    changed: Collection[int] = (),
+    loaded: Mapping[int, torch.Tensor | None] = MappingProxyType({}),
+) -> list[ParamState]:
+    """Return the state of each parameter, in new host memory.
+
+    Where masters are remainders: those of parameters that were changed since the states (their indices) are the
+    parameters; those of `loaded`, as for `update_masters`, which no step has used yet, are the loaded ones."""
+    param_states = [
+        ParamState(*(torch.empty(local_shard(param).numel(), **_HOST) for _ in ParamState._fields)) for param in params
+    ]
+    for number, subgroup in enumerate(states.subgroups):
+        segments = subgroup.segments
+        targets = [[row[part.begin : part.end] for row in param_states[part.param]] for part in segments]
+        masters = [rows[MASTER] for rows in targets]
+        if subgroup.has_remainders:
+            for rows, master in zip(targets, masters, strict=True):
+                rows[MASTER] = torch.empty(len(master), dtype=torch.int16, device="cpu")
+        # Straight to the memory that is returned, without another copy.
+        states.copy_parts(number, [(part.span, rows) for part, rows in zip(segments, targets, strict=True)])
+        for part, rows, master in zip(segments, targets, masters, strict=True):
+            if is_remainder(rows[MASTER]):
+                rounded = loaded.get(part.param)
+                param = flat_view(params[part.param]) if rounded is None else rounded
+                param = param[part.begin : part.end].cpu()
+                is_old = part.param in changed and rounded is None
+                master.copy_(param.float() if is_old else join_tensors(param, rows[MASTER]))
+    return param_states
+
+
+def scatter_states(
+    states: SubgroupStates, params: Sequence[torch.Tensor], param_states: Sequence[ParamState | None]
+) -> None:
+    """Set the state of every parameter. Masters need not round to the parameters: see `update_masters`.
+
+    A state is None before the first update: the master is the parameter, the moments are 0."""
+    # One buffer for all: a new one for each would exist beside that of the subgroup before.
+    buffer = torch.empty(3 * max((subgroup.params for subgroup in states.subgroups), default=0), **_HOST)
+    for number, subgroup in enumerate(states.subgroups):
+        state = buffer[: 3 * subgroup.params].view(3, -1).zero_()
+        for segment in subgroup.segments:
+            param_state, elements = param_states[segment.param], slice(segment.begin, segment.end)
+            if param_state is None:
+                state[MASTER, segment.span] = flat_view(params[segment.param])[elements]
+                continue
+            for row, source in enumerate(param_state):
+                state[row, segment.span] = source[elements]
+        states.write(number, _split_masters(state, subgroup))
+
+
+def rounded_masters(state: ParamState) -> torch.Tensor:
+    """Return the parameter (bfloat16) of which the masters of a state are stored as remainders."""
+    return split_tensor(state.master)[0]
+
+
+def _split_masters(state: torch.Tensor, subgroup: Subgroup) -> torch.Tensor:
+    """Return a state as the subgroup stores it."""
+    if not subgroup.has_remainders:
+        return state
+    stored = torch.zeros(state_shape(subgroup), **_HOST)
+    rows = (split_tensor(state[MASTER])[1], *state[MASTER + 1 :])
+    for row, source in zip(state_rows(stored, subgroup), rows, strict=True):
+        row.copy_(source)
+    return stored
+
+
+def update_masters(
+    states: SubgroupStates,
+    params: Sequence[torch.Tensor],
+    changed: Collection[int],
+    loaded: Mapping[int, torch.Tensor | None],
+) -> set[int]:
+    """Set the masters of changed parameters to the parameters, except elements whose master already rounds to them.
+
+    Nobody knows which elements were written of a parameter that is a part of its masters: all remainders become 0,
+    unless they were loaded together with what they are the remainders of (`rounded_masters`, by the parameter's index).
+    Those whose master rounds to the parameter, to even or away from zero, stay, and the parameter becomes the latter.
+
+    Returns the parameters of which a master was not kept."""
+    replaced: set[int] = set()
+    for number, subgroup in enumerate(states.subgroups):
+        segments = [segment for segment in subgroup.segments if segment.param in changed]
+        if not segments:
+            continue
+        with states.edited_masters(number, [segment.span for segment in segments]) as masters:
+            for segment, master in zip(segments, masters, strict=True):
+                param = flat_view(params[segment.param])[segment.begin : segment.end]
+                value = param.cpu()
+                if is_remainder(master):
+                    rounded = loaded.get(segment.param)
+                    rounded = value if rounded is None else rounded[segment.begin : segment.end]
+                    to_even = join_tensors(rounded, master).to(value.dtype)
+                    different = ((rounded != value) & (to_even != value)) | (segment.param not in loaded)
+                    master[different] = 0
+                    param.copy_(torch.where(different, value, rounded))
+                else:
+                    different = master.to(value.dtype) != value
+                    master[different] = value[different].float()
+                if different.any():
+                    replaced.add(segment.param)
+    return replaced
+
+
+def make_entry(param: torch.Tensor, state: ParamState, step: int) -> dict[str, Any]:
+    """Return the entry of a parameter in a state dict: that of torch.optim.AdamW, and the fp32 master.
+
+    The tensors of a DTensor's entry are DTensors."""
+    entry: dict[str, Any] = {"step": torch.tensor(float(step), **_HOST)}
+    for name, row in state._asdict().items():
+        entry[name] = wrap_shard(param, unflatten(row, param))
+    return entry
+
+
+def read_state_dict(
+    state_dict: Mapping[str, Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+    updated_params: Collection[torch.Tensor],
+    check: Callable[[Sequence[torch.Tensor]], None],
+) -> SavedStates:
+    """Read a state dict of InterleavedAdamW or torch.optim.AdamW, or a commit, without a change of anything.
+
+    Raises EngineError if it is not one of AdamW for the same model. `check` does so for parameters that the optimizer
+    cannot update; `updated_params` are those that it has state of, and it needs state of all of them."""
+    name_of, saved = _saved_names(state_dict, param_groups, defaults)
+    # Parameters that are frozen now may have been updated before.
+    params = [param for param, name in name_of.items() if param in updated_params or name in saved]
+    if "storage" in state_dict:
+        return SavedStates(params, None, [int(saved.get(name_of[param], {}).get("step", 0)) for param in params])
+    check(params)
+    states: list[ParamState | None] = []
+    steps = []
+    for param in params:
+        entry, source = saved.get(name_of[param]), f"state of parameter {name_of[param]}"
+        state, step = _parse_entry(param, entry, source) if entry is not None else (None, 0)
+        states.append(state)
+        steps.append(step)
+    return SavedStates(params, states, steps)
+
+
+def _saved_names(
+    state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
+) -> tuple[dict[torch.Tensor, Any], dict[Any, Any]]:
+    """Return the name of each parameter in a state dict, and the states that it has by name."""
+    groups, saved = state_dict.get("param_groups"), state_dict.get("state")
+    if not isinstance(groups, list) or not isinstance(saved, dict):
+        raise EngineError("this is not the state dict of an optimizer: it has no param_groups or no state")
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+        raise EngineError("this is not the state dict of an optimizer: its param_groups have no params")
+    saved_sizes = [len(group["params"]) for group in groups]
+    own_sizes = [len(group["params"]) for group in param_groups]
+    if saved_sizes != own_sizes:
+        raise EngineError(
+            f"this is the state dict of another model: its groups have {saved_sizes} parameters, those of this "
+            f"optimizer {own_sizes}"
+        )
+    for group in groups:
+        check_group({**defaults, **group})
+    saved_names = [name for group in groups for name in group["params"]]
+    own_params = [param for group in param_groups for param in group["params"]]
+    return dict(zip(own_params, saved_names, strict=True)), saved
+
+
+def _parse_entry(param: torch.Tensor, entry: Mapping[str, Any], source: str) -> tuple[ParamState, int]:
+    """Return the state and the step in an entry. Without a master, as torch writes it, the master is the parameter."""
+    if not isinstance(entry, Mapping):
+        raise EngineError(f"{source} is {type(entry).__name__}: this is not a state dict of AdamW")
+    if "max_exp_avg_sq" in entry:
+        raise EngineError(f"{source} is of AMSGrad, which this optimizer does not support")
+    rows = []
+    for name in ParamState._fields:
+        value = entry.get(name)
+        if value is None and name == "master":
+            value = param.detach()
+        if not isinstance(value, torch.Tensor):
+            raise EngineError(f"{source} has no {name} that is a tensor: this is not a state dict of AdamW")
+        value = local_shard(value)
+        if value.shape != local_shard(param).shape:
+            shapes = f"{tuple(value.shape)}, the parameter is {tuple(local_shard(param).shape)}"
+            raise EngineError(f"{source}: {name} is {shapes}: this is the state dict of another model")
+        rows.append(flat_like(value, param).to(**_HOST))
+    try:
+        return ParamState(*rows), int(entry.get("step", 0))
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise EngineError(f"{source}: step is not a number: this is not a state dict of AdamW") from None

@@ -1,0 +1,211 @@
+"""Collects the GPU activities of a Chrome trace and the calls that launched them, as columns of the trace's tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from ebbtide.profiler.chrome_trace.events import MISSING, Args, Event, IntArray, IntTable, spans
+
+KINDS = ("compute", "communication", "copy", "memset")
+COMMUNICATION = KINDS.index("communication")
+# The number of a copy between host and device, which is a row of the table `transfers` and not of `kernels`.
+TRANSFER = len(KINDS)
+# Each category by its name in torch, and in torch 1.8.
+ACTIVITY_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"})
+# Calls of the runtime or driver, by which the host launches work.
+CALL_CATEGORIES = frozenset({"cuda_runtime", "cuda_driver", "Runtime"})
+_COPIES = frozenset({"gpu_memcpy", "Memcpy"})
+_MEMSETS = frozenset({"gpu_memset", "Memset"})
+# ncclDevKernel_AllReduce_Sum_f32_RING_LL(...), ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(...); RCCL uses both names.
+_COLLECTIVE = re.compile("nccl|rccl", re.IGNORECASE)
+# "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pageable)"
+_TRANSFER_NAME = re.compile(r"Memcpy (HtoD|DtoH)(?: \((\w+) -> (\w+)\))?")
+_HOST_MEMORY = {"Pinned": "pinned", "Pageable": "pageable"}
+# Calls between two ranks of a group: the other ranks of the group do not take part.
+_POINT_TO_POINT = ("send", "recv", "isend", "irecv")
+# No copy has so many bytes, and no trace has so many copies that their sum overflows.
+_MAX_BYTES = 1 << 44
+
+
+@lru_cache(maxsize=1 << 14)
+def kind_of(category: str, name: str) -> int:
+    """Return the position of an activity's kind in KINDS, or TRANSFER."""
+    if category in _COPIES:
+        return TRANSFER if _TRANSFER_NAME.match(name) else KINDS.index("copy")
+    if category in _MEMSETS:
+        return KINDS.index("memset")
+    return COMMUNICATION if _COLLECTIVE.search(name) else KINDS.index("compute")
+
+
+class TransferKind(NamedTuple):
+    """Direction of a copy (`h2d`, `d2h`), and host memory: `pinned`, `pageable`, None where the name does not say."""
+
+    direction: str
+    host_memory: str | None
+
+
+def transfer_kind(name: str) -> TransferKind:
+    """Return the kind of a copy whose `kind_of` is TRANSFER."""
+    kind, source, target = _TRANSFER_NAME.match(name).groups()  # type: ignore[union-attr]
+    if kind == "HtoD":
+        return TransferKind("h2d", _HOST_MEMORY.get(source))
+    return TransferKind("d2h", _HOST_MEMORY.get(target))
+
+
+def kernel_columns(work: pd.DataFrame, names: list[str], base_ns: int) -> dict[str, Any]:
+    """Return the columns of the table `kernels`, without groups of collectives.
+
+    `work` has start, end and launched (ns, to which `base_ns` is added), device, stream, kind (a position in KINDS, or
+    TRANSFER), and name (a position in `names`). MISSING: not recorded.
+    """
+    rows = work[work["kind"] != TRANSFER]
+    return {
+        **_times(rows, base_ns),
+        "device": labels(rows["device"].clip(lower=0), "cuda:{}".format),
+        "kind": pd.Categorical.from_codes(rows["kind"], [*KINDS]),
+        "name": labels(rows["name"], names.__getitem__),
+    }
+
+
+def transfer_columns(work: pd.DataFrame, names: list[str], base_ns: int) -> dict[str, Any]:
+    """Return the columns of the table `transfers`. Arguments as for `kernel_columns`; `work` also has bytes."""
+    rows = work[work["kind"] == TRANSFER]
+    kinds = {number: transfer_kind(names[number]) for number in rows["name"].unique()}
+    return {
+        **_times(rows, base_ns),
+        "device": "cuda:" + rows["device"].clip(lower=0).astype(str).array,
+        "direction": [kinds[name].direction for name in rows["name"]],
+        "bytes": rows["bytes"].astype("Int64").mask(rows["bytes"] == MISSING).array,
+        "host_memory": [kinds[name].host_memory for name in rows["name"]],
+        "name": [names[name] for name in rows["name"]],
+    }
+
+
+def _times(rows: pd.DataFrame, base_ns: int) -> dict[str, Any]:
+    """Return the columns that both tables have."""
+    return {
+        "start_ns": (rows["start"] + base_ns).to_numpy(),
+        "end_ns": (rows["end"] + base_ns).to_numpy(),
+        "launch_ns": (rows["launched"] + base_ns).array,
+        "stream": rows["stream"].astype("Int64").mask(rows["stream"] == MISSING).array,
+    }
+
+
+def labels(numbers: pd.Series[int], text_of: Callable[[int], str]) -> pd.Categorical:
+    """Return the texts of numbers. Several numbers may have the same text."""
+    used, positions = np.unique(numbers, return_inverse=True)
+    codes, texts = pd.factorize(np.array([text_of(number) for number in used.tolist()], dtype=object))
+    return pd.Categorical.from_codes(codes[positions] if len(used) else [], [*texts])
+
+
+def process_group(args: Args) -> str | None:
+    """Return a label of the process group of a collective, such as `3 [0, 1]`: its name, then its ranks.
+
+    None where the kernel states no group (torch before 2.4, ROCm), and for a call between two ranks.
+    """
+    if args.group_name is None or str(args.collective).lower() in _POINT_TO_POINT:
+        return None
+    return f"{args.group_name} {args.group_ranks}" if args.group_ranks is not None else str(args.group_name)
+
+
+class GpuActivities:
+    """Collects the GPU activities of one trace, and the calls that launched them. Add all events before reading.
+
+    `duplicates`: number of activities that were in the trace twice, known once `work` was read.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, int] = {}
+        self._groups: dict[str | None, int] = {None: MISSING}
+        columns = ("start", "end", "correlation", "device", "stream", "kind", "name", "bytes", "group")
+        self._activities = IntTable(*columns)
+        self._launches = IntTable("correlation", "launched")
+        self._sizes = IntTable("correlation", "bytes")
+        self.duplicates = 0
+
+    def add(self, events: list[Event]) -> None:
+        """Add the events of ACTIVITY_CATEGORIES and CALL_CATEGORIES among events that have times."""
+        self.add_activities([event for event in events if event.cat in ACTIVITY_CATEGORIES])
+        self.add_calls([event for event in events if event.cat in CALL_CATEGORIES])
+
+    def add_activities(self, events: list[Event]) -> None:
+        """Add events of ACTIVITY_CATEGORIES."""
+        if not events:
+            return
+        names = self._names
+        rows = []
+        for event in events:
+            args, kind = event.args, kind_of(event.cat, event.name)
+            name = names.setdefault(event.name, len(names))
+            group = MISSING
+            if kind == COMMUNICATION:
+                group = self._groups.setdefault(process_group(args), len(self._groups) - 1)
+            rows.append((args.correlation, args.device, args.stream, kind, name, args.bytes, group))
+        self._activities.add(*spans(events), *np.array(rows, np.int64).T)
+
+    def add_calls(self, events: list[Event]) -> None:
+        """Add events of CALL_CATEGORIES: launches, and sizes of copies, which some ROCm versions state only there."""
+        if not events:
+            return
+        self._launches.add([event.args.correlation for event in events], spans(events)[0])
+        sizes = [(event.args.correlation, event.args.bytes) for event in events if event.args.bytes != MISSING]
+        if sizes:
+            self._sizes.add(*np.array(sizes, np.int64).T)
+
+    @cached_property
+    def work(self) -> pd.DataFrame:
+        """All activities, each once.
+
+        Columns start, end (ns), correlation, device, stream, kind (a position in KINDS, or TRANSFER), name and group
+        (numbers), bytes, and `launched`: the start of the call, missing where it was not recorded.
+        """
+        work = self._activities.table()
+        # One stream runs one activity at a time: the same one at the same time is the same event.
+        repeated = work.duplicated()
+        self.duplicates = int(repeated.sum())
+        if self.duplicates:
+            work = work[~repeated].reset_index(drop=True)
+        launched, recorded = _matching(self._launches.table(), work["correlation"])
+        return work.assign(launched=pd.arrays.IntegerArray(launched, ~recorded))
+
+    def busiest(self) -> list[int]:
+        """Return the numbers of the devices that ran anything, by busy time in descending order."""
+        busy = (self.work["end"] - self.work["start"]).groupby(self.work["device"].clip(lower=0)).sum()
+        return [int(device) for device in busy.sort_values(ascending=False, kind="stable").index]
+
+    def transfers(self, base_ns: int) -> dict[str, Any]:
+        """Return the columns of the table `transfers`. base_ns: added to the times of the events."""
+        copies = self.work[self.work["kind"] == TRANSFER]
+        stated, recorded = _matching(self._sizes.table(), copies["correlation"])
+        sizes = copies["bytes"].mask((copies["bytes"] == MISSING) & recorded, stated)
+        copies = copies.assign(bytes=sizes.where(sizes.between(0, _MAX_BYTES), MISSING))
+        return transfer_columns(copies, [*self._names], base_ns)
+
+    def kernels(self, base_ns: int) -> dict[str, Any]:
+        """Return the columns of the table `kernels`. base_ns: added to the times of the events."""
+        groups = [group for group in self._groups if group is not None]
+        codes = self.work.loc[self.work["kind"] != TRANSFER, "group"]
+        columns = kernel_columns(self.work, [*self._names], base_ns)
+        return {**columns, "group": pd.Categorical.from_codes(codes, groups)}
+
+
+def _matching(calls: pd.DataFrame, correlations: pd.Series[int]) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """Return the value of the first call with each correlation, and whether there is one.
+
+    `correlations`: correlations, of which only positive ones state a call.
+    """
+    wanted = correlations.to_numpy(np.int64)
+    if calls.empty:
+        return np.zeros_like(wanted), np.zeros(len(wanted), bool)
+    numbers, values = calls.to_numpy(np.int64).T
+    order = np.argsort(numbers, kind="stable")
+    numbers = numbers[order]
+    position = np.minimum(np.searchsorted(numbers, wanted), len(numbers) - 1)
+    return values[order][position], (numbers[position] == wanted) & (wanted > 0)

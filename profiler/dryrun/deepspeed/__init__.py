@@ -1,1 +1,0 @@
-"""Runs DeepSpeed in a dry run: its own code, with stand-ins for what it compiles."""

@@ -1,0 +1,1 @@
+"""The fake GPU: tensors, streams, functions of torch.cuda, and collectives without other ranks."""

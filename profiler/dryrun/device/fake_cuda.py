@@ -1,0 +1,316 @@
+"""Replaces the Python interface of CUDA in torch, so that a device looks available."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ebbtide.machines.gpu_compute import GpuCompute
+from ebbtide.machines.gpu_sheets import GPU_SHEETS
+from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.dryrun.memory.device_memory import DeviceMemory
+from ebbtide.profiler.dryrun.time.clock import Times, VirtualClock
+from ebbtide.profiler.dryrun.time.time_priors import TYPICAL, PriorRange
+
+# A job that asks again and again whether an event has passed waits so long between two questions.
+_POLL_NS = PriorRange(2_000, 2_000, 2_000)
+# Memory of the device where no capacity is stated: as an 80 GB card.
+DEFAULT_CAPACITY_BYTES = 80 * 10**9
+# Where no GPU is named: that of an H100.
+_DEFAULT_CAPABILITY = "9.0"
+_PROCESSORS = 132
+
+
+class FakeStreams:
+    """The classes of streams and events on a clock, and the functions of torch.cuda that use them."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+        self._count = 0
+        self.event_class = _event_class(clock)
+        self.stream_class = _stream_class(clock, self._next_number, self.event_class)
+
+    def functions(self) -> dict[str, Any]:
+        """Return the replacements of functions and classes of `torch.cuda`."""
+        return {
+            "Stream": self.stream_class,
+            "ExternalStream": self.stream_class,
+            "Event": self.event_class,
+            "current_stream": lambda *_device: self._stream(self._clock.stream),
+            "default_stream": lambda *_device: self._stream(0),
+            "set_stream": self._set_stream,
+            "stream": _StreamContext,
+            "synchronize": lambda *_device: self._clock.synchronize(),
+        }
+
+    def _next_number(self) -> int:
+        self._count += 1
+        return self._count
+
+    def _stream(self, number: int) -> Any:
+        return self.stream_class(number=number)
+
+    def _set_stream(self, stream: Any) -> None:
+        if stream is not None:
+            self._clock.stream = stream.stream_id
+
+
+class _StreamContext:
+    """Stands in for `torch.cuda.stream(stream)`; None: the current one stays."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.stream is not None:
+            self.stream.__exit__(*error)
+
+
+def _stream_class(clock: VirtualClock, next_number: Any, event_class: Any) -> Any:
+    class FakeStream:
+        """A CUDA stream of the dry run; `number` is that of a stream that exists."""
+
+        device_index, device_type, priority = 0, 1, 0
+
+        def __init__(self, *_args: Any, number: int | None = None, **_kwargs: Any) -> None:
+            self.stream_id = self.cuda_stream = next_number() if number is None else number
+            self.device = torch.device("cuda", 0)
+            self._before: list[int] = []
+
+        def __enter__(self) -> FakeStream:
+            self._before.append(clock.stream)
+            clock.stream = self.stream_id
+            return self
+
+        def __exit__(self, *_error: object) -> None:
+            clock.stream = self._before.pop()
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, FakeStream) and other.stream_id == self.stream_id
+
+        def __hash__(self) -> int:
+            return hash(self.stream_id)
+
+        def synchronize(self) -> None:
+            clock.synchronize(self.stream_id)
+
+        def wait_event(self, event: Any) -> None:
+            event.wait(self)
+
+        def wait_stream(self, stream: Any) -> None:
+            clock.wait(clock.record(stream.stream_id), self.stream_id)
+
+        def record_event(self, event: Any = None) -> Any:
+            event = event or event_class()
+            event.record(self)
+            return event
+
+        def query(self) -> bool:
+            return _has_passed(clock, clock.record(self.stream_id))
+
+    return FakeStream
+
+
+def _event_class(clock: VirtualClock) -> Any:
+    class FakeEvent:
+        """A CUDA event on the clock of the dry run."""
+
+        def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+            self.times: Times | None = None
+
+        def record(self, stream: Any = None) -> None:
+            self.times = clock.record(None if stream is None else stream.stream_id)
+
+        def wait(self, stream: Any = None) -> None:
+            if self.times is not None:
+                clock.wait(self.times, None if stream is None else stream.stream_id)
+
+        def synchronize(self) -> None:
+            if self.times is not None:
+                clock.synchronize_event(self.times)
+
+        def query(self) -> bool:
+            return self.times is None or _has_passed(clock, self.times)
+
+        def elapsed_time(self, end: FakeEvent) -> float:
+            if self.times is None or end.times is None:
+                raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+            return (end.times[TYPICAL] - self.times[TYPICAL]) / 1e6
+
+    return FakeEvent
+
+
+def _has_passed(clock: VirtualClock, event: Times) -> bool:
+    """Return whether the host has reached the time of an event; if not, the host spends some time."""
+    if clock.now_ns >= event[TYPICAL]:
+        return True
+    clock.run_host(_POLL_NS)
+    return False
+
+
+class _GeneratorMeta(type(torch.Generator)):  # type: ignore[misc]
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, torch._C.Generator)
+
+
+class HostGenerator(torch._C.Generator, metaclass=_GeneratorMeta):  # type: ignore[misc]
+    """A random generator, of the host whatever device is named."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return super().__new__(cls, "cpu")
+
+
+class DeviceGenerator(HostGenerator):
+    """A default generator of a device, whose state is that of the functions in `torch.cuda.random`."""
+
+    def get_state(self) -> Any:
+        """Return a state of zeros, with the size of a CUDA generator's."""
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_state(self, _state: Any) -> DeviceGenerator:
+        """Keep no state, since random numbers of the device are not known."""
+        return self
+
+
+def capability_of(name: str, gpu: GpuCompute | None = None) -> tuple[int, int]:
+    """Return the compute capability of a device, by which jobs and torch choose kernels.
+
+    `gpu`: its rates; None: those of the preset, or of an H100 for other names.
+    """
+    if gpu is None and name in GPU_SHEETS:
+        gpu = GPU_SHEETS[name].compute
+    major, minor = ((gpu and gpu.compute_capability) or _DEFAULT_CAPABILITY).split(".")
+    return int(major), int(minor)
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+def _constant(value: Any) -> Any:
+    return lambda *_args, **_kwargs: value
+
+
+def patch_cuda(
+    patches: Patches,
+    clock: VirtualClock,
+    memory: DeviceMemory,
+    name: str,
+    capability: tuple[int, int],
+    capacity_bytes: int,
+    devices: int = 1,
+) -> None:
+    """Replace torch's CUDA functions until `patches.undo()`.
+
+    `devices`: devices of the host; the job's process uses the first one.
+    """
+    cuda = torch.cuda
+    major, minor = capability
+    properties = SimpleNamespace(
+        name=name, major=major, minor=minor, total_memory=capacity_bytes, multi_processor_count=_PROCESSORS,
+        is_integrated=False, is_multi_gpu_board=False, max_threads_per_multi_processor=2048, warp_size=32,
+        regs_per_multiprocessor=65536, shared_memory_per_block=49152, shared_memory_per_block_optin=166912,
+        shared_memory_per_multiprocessor=167936, L2_cache_size=41943040, gcnArchName="", uuid="dry-run",
+    )  # fmt: skip
+    allocator = memory.allocator
+    functions: dict[str, Any] = {
+        **FakeStreams(clock).functions(),
+        "is_available": _constant(True),
+        "_is_compiled": _constant(True),
+        "is_initialized": _constant(True),
+        "_lazy_init": _nothing,
+        "init": _nothing,
+        "device_count": _constant(devices),
+        "current_device": _constant(0),
+        "set_device": _nothing,
+        "ipc_collect": _nothing,
+        "_exchange_device": _constant(0),
+        "_maybe_exchange_device": _constant(0),
+        "get_device_name": _constant(name),
+        "get_device_capability": _constant(capability),
+        "get_device_properties": _constant(properties),
+        "get_arch_list": _constant([f"sm_{major}{minor}"]),
+        "can_device_access_peer": _constant(False),
+        "is_bf16_supported": _constant(True),
+        "is_tf32_supported": _constant(True),
+        "utilization": _constant(0),
+        "is_current_stream_capturing": _constant(False),
+        "manual_seed": _nothing,
+        "manual_seed_all": _nothing,
+        "seed": _nothing,
+        "seed_all": _nothing,
+        "initial_seed": _constant(0),
+        "get_rng_state": lambda *_args: torch.zeros(16, dtype=torch.uint8),
+        "get_rng_state_all": lambda *_args: [torch.zeros(16, dtype=torch.uint8)],
+        "set_rng_state": _nothing,
+        "set_rng_state_all": _nothing,
+        "default_generators": tuple(DeviceGenerator() for _ in range(devices)),
+    }
+    statistics: dict[str, Any] = {
+        "memory_allocated": lambda *_args: allocator.allocated_bytes,
+        "max_memory_allocated": lambda *_args: memory.peak_allocated_bytes,
+        "memory_reserved": lambda *_args: allocator.reserved_bytes,
+        "max_memory_reserved": lambda *_args: memory.peak_reserved_bytes,
+        "memory_stats": lambda *_args: _statistics(memory),
+        "memory_stats_as_nested_dict": lambda *_args: {},
+        "memory_summary": _constant("(dry run)"),
+        "memory_snapshot": _constant([]),
+        "mem_get_info": lambda *_args: (max(0, capacity_bytes - allocator.reserved_bytes), capacity_bytes),
+        "reset_peak_memory_stats": lambda *_args: memory.reset_peaks(),
+        "reset_accumulated_memory_stats": _nothing,
+        "empty_cache": memory.empty_cache,
+        "set_per_process_memory_fraction": _nothing,
+        "_record_memory_history": _nothing,
+        "_dump_snapshot": _nothing,
+    }
+    for key, value in functions.items():
+        patches.set(cuda, key, value)
+    for key, value in statistics.items():
+        patches.set(cuda, key, value)
+        patches.set(cuda.memory, key, value)
+    for key in ("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed", "get_rng_state",
+                "get_rng_state_all", "set_rng_state", "set_rng_state_all"):  # fmt: skip
+        patches.set(cuda.random, key, functions[key])
+    _patch_extension(patches, devices)
+
+    def record_stream(tensor: Any, stream: Any) -> None:
+        memory.record_stream(tensor.untyped_storage(), stream.stream_id)
+
+    patches.set(torch.Tensor, "record_stream", record_stream)
+    patches.set(torch, "Generator", HostGenerator)
+    patches.set(cuda.nvtx, "mark", _nothing)
+
+
+def _patch_extension(patches: Patches, devices: int) -> None:
+    """Add functions of the extension that a CPU build lacks and that Python code of torch calls."""
+    for key, value in {
+        "_cuda_getDeviceCount": _constant(devices),
+        "_cuda_getDevice": _constant(0),
+        "_cuda_setDevice": _nothing,
+        "_cuda_synchronize": _nothing,
+        "_cuda_isCurrentStreamCapturing": _constant(False),
+        "_cuda_getCurrentRawStream": _constant(0),
+        "_cuda_isInBadFork": _constant(False),
+        "_cuda_emptyCache": _nothing,
+        "_cuda_clearCublasWorkspaces": _nothing,
+    }.items():
+        patches.set(torch._C, key, value)
+
+
+def _statistics(memory: DeviceMemory) -> dict[str, int]:
+    allocator = memory.allocator
+    pairs = {
+        "allocated_bytes": (allocator.allocated_bytes, memory.peak_allocated_bytes),
+        "active_bytes": (allocator.allocated_bytes, memory.peak_allocated_bytes),
+        "reserved_bytes": (allocator.reserved_bytes, memory.peak_reserved_bytes),
+        "requested_bytes": (memory.requested_bytes, memory.peak_bytes),
+    }
+    values = {f"{key}.all.current": now for key, (now, _) in pairs.items()}
+    values.update({f"{key}.all.peak": peak for key, (_, peak) in pairs.items()})
+    return {**values, "num_alloc_retries": allocator.retries, "num_ooms": 0}

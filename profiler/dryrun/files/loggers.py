@@ -1,0 +1,155 @@
+"""Replaces experiment loggers, so that a dry run writes no experiment and contacts nobody."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ebbtide.profiler.agent.patches import Patches, when_imported
+
+# Libraries that record experiments on a server or on the disk. Where one is installed, an `InertModule` is imported.
+_INERT = frozenset({"aim", "clearml", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "trackio", "tensorboardX"})
+_SWITCHES = {
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DISABLE_TELEMETRY": "1",
+}
+# What changes repositories of the Hugging Face hub.
+_HUB_CHANGES = (
+    "create_repo",
+    "create_commit",
+    "create_branch",
+    "create_tag",
+    "delete_file",
+    "delete_folder",
+    "delete_repo",
+    "upload_file",
+    "upload_folder",
+    "upload_large_folder",
+    "run_as_future",
+)
+
+
+class Inert:
+    """An object that takes every call and attribute, and does nothing; as a decorator it returns the function."""
+
+    def __new__(cls, *args: Any, **_kwargs: Any) -> Any:
+        return args[0] if _decorates(args) else super().__new__(cls)
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def __call__(self, *args: Any, **_kwargs: Any) -> Any:
+        return args[0] if _decorates(args) else Inert()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Inert()
+
+    def __getitem__(self, _key: Any) -> Any:
+        return Inert()
+
+    def __setitem__(self, _key: Any, _value: Any) -> None: ...
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_error: object) -> None: ...
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __index__(self) -> int:
+        return 1
+
+    def __lt__(self, _other: Any) -> bool:
+        return False
+
+    __gt__ = __le__ = __ge__ = __lt__
+
+    def __fspath__(self) -> str:
+        return "dry-run"
+
+    def __str__(self) -> str:
+        return "dry-run"
+
+
+class InertModule(ModuleType):
+    """A module whose functions and classes do nothing."""
+
+    __version__ = "99.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = type(name, (Inert,), {})
+        setattr(self, name, value)
+        return value
+
+
+class InertFinder:
+    """A finder on `sys.meta_path`, and the loader, of `InertModule`s."""
+
+    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> Any:
+        """Return the spec of a logger that is installed, or of a module in it; None for other modules."""
+        root = name.partition(".")[0]
+        if root not in _INERT or importlib.machinery.PathFinder.find_spec(root) is None:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: Any) -> ModuleType:
+        return InertModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing."""
+
+
+def disable_loggers(patches: Patches) -> Callable[[], None]:
+    """Disable loggers that the job imports from now on, until `patches.undo()` and the function that is returned."""
+    finder = InertFinder()
+    sys.meta_path.insert(0, finder)
+    saved = {name: os.environ.get(name) for name in _SWITCHES}
+    os.environ.update(_SWITCHES)
+
+    def disable_wandb(module: Any) -> None:
+        start = module.init
+
+        def init(*args: Any, **kwargs: Any) -> Any:
+            return start(*args, **{**kwargs, "mode": "disabled"})
+
+        patches.set(module, "init", init)
+        patches.set(module, "login", lambda *_args, **_kwargs: True)
+
+    def disable_uploads(module: Any) -> None:
+        for owner in (module, module.HfApi):
+            for name in _HUB_CHANGES:
+                if hasattr(owner, name):
+                    patches.set(owner, name, lambda *_args, **_kwargs: Inert())
+
+    cancels = [when_imported("wandb", disable_wandb), when_imported("huggingface_hub.hf_api", disable_uploads)]
+
+    def restore() -> None:
+        for cancel in cancels:
+            cancel()
+        sys.meta_path.remove(finder)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, InertModule)]:
+            del sys.modules[name]
+        for name, value in saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    return restore
+
+
+def _decorates(args: tuple[Any, ...]) -> bool:
+    return len(args) == 1 and callable(args[0]) and not isinstance(args[0], type)

@@ -1,0 +1,1 @@
+"""Libraries and frameworks that a dry run changes: DeepSpeed, parallelism, compiled extensions."""

@@ -1,0 +1,142 @@
+"""The segments that torch's CUDA caching allocator would take from the device for a sequence of allocations."""
+
+from __future__ import annotations
+
+from ebbtide.profiler.dryrun.memory.allocator_pools import (
+    ROUNDING,
+    SMALL,
+    AddressSpace,
+    AllocatorBlock,
+    AllocatorSettings,
+    BlockPool,
+    ExpandablePool,
+)
+
+# Memory of a device that the CUDA context and its kernels take: a process of the H100 runs in traces/ holds 0.35 GB
+# before it allocates, and 0.3 to 0.6 GB are common.
+CONTEXT_BYTES = 500_000_000
+_NOT_INCLUDED = (
+    "beside the pools, a GPU holds the CUDA context (0.3 to 0.6 GB; 0.5 GB of the capacity are kept free for it), "
+    "buffers of NCCL where there are several ranks (0.2 GB and more), and for moments the workspaces of cuDNN"
+)
+
+
+def device_allocator(capacity_bytes: int | None) -> CachingAllocator:
+    """Return the allocator of a GPU with the settings of the environment, beside the CUDA context."""
+    limit = None if capacity_bytes is None else capacity_bytes - CONTEXT_BYTES
+    return CachingAllocator(AllocatorSettings.from_environment(), limit)
+
+
+class CachingAllocator:
+    """Torch's allocator, by the rules of c10/cuda/CUDACachingAllocator.cpp.
+
+    Args:
+        settings: Its settings; None: those that torch has by default.
+        capacity_bytes: Memory for segments: before they need more, those without a block in use are given back. A job
+            that needs more is not stopped. None: no limit.
+
+    `retries`: how often segments were given back, since no memory was left.
+    """
+
+    def __init__(self, settings: AllocatorSettings | None = None, capacity_bytes: int | None = None) -> None:
+        self.settings = settings or AllocatorSettings()
+        self.allocated_bytes = self.retries = 0
+        self._capacity_bytes = capacity_bytes
+        self._space = AddressSpace()
+        # (stream, whether it is that of small blocks) -> pool
+        self._pools: dict[tuple[int, bool], BlockPool] = {}
+        # Blocks that were given back while another stream uses them: until when, and the block.
+        self._awaited: list[tuple[int, AllocatorBlock]] = []
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(pool.reserved_bytes for pool in self._pools.values())
+
+    @property
+    def segments_allocated(self) -> int:
+        """Number of segments that were taken from the device so far."""
+        return sum(pool.segments_allocated for pool in self._pools.values())
+
+    def round_size(self, size: int) -> int:
+        """Return the bytes of the block that a request of `size` bytes gets."""
+        divisions = self.settings.divisions_of(size)
+        if divisions > 1 and size > ROUNDING * divisions:
+            return _next_division(size, divisions)
+        return max(ROUNDING, -(-size // ROUNDING) * ROUNDING)
+
+    def allocate(self, size: int, stream: int = 0, now_ns: int = 0) -> AllocatorBlock:
+        """Return a block for a request of `size` bytes on a stream.
+
+        It is the smallest free block of that stream that fits, or a part of a new segment.
+
+        Args:
+            now_ns: The time, at which blocks that other streams have used until then become free.
+        """
+        self._free_awaited(now_ns)
+        size = self.round_size(size)
+        pool = self._pool(stream, size <= SMALL)
+        block = pool.take(size)
+        if block is None:
+            self._make_room(pool.segment_bytes(size))
+            block = pool.grow(size)
+        if pool.splits(block, size):
+            pool.add(block.cut(size))
+        self.allocated_bytes += block.size
+        return block
+
+    def free(self, block: AllocatorBlock, until_ns: int | None = None) -> None:
+        """Give a block back. until_ns: when other streams have used it; None: no other stream has."""
+        self.allocated_bytes -= block.size
+        if until_ns is None:
+            block.pool.add(block)
+        else:
+            self._awaited.append((until_ns, block))
+
+    def empty_cache(self) -> None:
+        """Give the device all memory without a block in use, after the streams have finished."""
+        for _, block in self._awaited:
+            block.pool.add(block)
+        self._awaited.clear()
+        for pool in self._pools.values():
+            pool.release_cached()
+
+    def notes(self) -> list[str]:
+        """Return lines for people: what is not in its memory, its settings, and shortage of memory."""
+        notes = [_NOT_INCLUDED]
+        if self.settings != AllocatorSettings():
+            notes.append(f"settings of the caching allocator: {self.settings.description}")
+        if self.retries:
+            notes.append(
+                f"the caching allocator had no memory left {self.retries:,} times, and gave cached segments back: on a "
+                "GPU this makes the job slow"
+            )
+        return notes
+
+    def _pool(self, stream: int, small: bool) -> BlockPool:
+        key = stream, small
+        if key not in self._pools:
+            kind = ExpandablePool if self.settings.expandable else BlockPool
+            self._pools[key] = kind(small, self.settings, self._space)
+        return self._pools[key]
+
+    def _make_room(self, size: int) -> None:
+        if self._capacity_bytes is not None and self.reserved_bytes + size > self._capacity_bytes:
+            self.retries += 1
+            self.empty_cache()
+
+    def _free_awaited(self, now_ns: int) -> None:
+        if not self._awaited:
+            return
+        done = [block for until_ns, block in self._awaited if until_ns <= now_ns]
+        self._awaited = [entry for entry in self._awaited if entry[0] > now_ns]
+        for block in done:
+            block.pool.add(block)
+
+
+def _next_division(size: int, divisions: int) -> int:
+    """Round a size up to one of the steps between two powers of two."""
+    if size & (size - 1) == 0:
+        return size
+    floor = 1 << (size.bit_length() - 1)
+    step = floor >> (divisions.bit_length() - 1)
+    return floor << 1 if step == 0 else -(-size // step) * step

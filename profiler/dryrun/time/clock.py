@@ -1,0 +1,339 @@
+"""The clock of a dry run: times of the host and of the GPU's queues, under fast, typical and slow assumptions."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ebbtide.machines.gpu_compute import GpuCompute
+from ebbtide.machines.gpu_sheets import GPU_SHEETS
+from ebbtide.machines.machine import Machine
+from ebbtide.profiler.dryrun.time import time_priors as priors
+from ebbtide.profiler.dryrun.time.kernel_work import KernelWork, kernel_work
+from ebbtide.profiler.dryrun.time.time_priors import CASES, MAX_QUEUED, TYPICAL, PriorRange, WorkClass
+
+# Where no machine states its own: a device without a name counts as one.
+_DEFAULT = GPU_SHEETS["h100-80gb"].compute
+# Where a data sheet has no rate of a type, the operation runs in the next one.
+_NEXT_TYPE = {"float8": "bfloat16", "bfloat16": "float16", "float16": "tf32", "tf32": "float32"}
+_NATIVE_HOPPER = 9
+
+
+class GpuRates:
+    """Times of work on a GPU, and on its host's memory.
+
+    `machine`: the machine; None, or one without rates of its GPU: those of an H100 are assumed.
+    """
+
+    def __init__(self, machine: Machine | None = None) -> None:
+        stated = machine.gpu if machine is not None else None
+        self.is_assumed = stated is None or not stated.flops_per_s or stated.memory_bytes_per_s is None
+        self.gpu = _DEFAULT if stated is None or self.is_assumed else _with_peer(stated)
+        capability = self.gpu.compute_capability
+        self.is_hopper = capability is not None and int(capability.split(".")[0]) >= _NATIVE_HOPPER
+        self._host_bytes_per_s = (machine and machine.host_memory_bytes_per_s) or priors.HOST_BYTES_PER_S
+
+    def kernel_ns(self, work: KernelWork) -> list[int]:
+        """Return the time of a kernel in each case: max(FLOPs / rate, bytes / rate) and a fixed time per launch."""
+        if work.work_class is WorkClass.COLLECTIVE:
+            rate = self.gpu.peer_bytes_per_s or _DEFAULT.peer_bytes_per_s or 0.0
+            return _times(0.0, None, work.bytes / rate, priors.COLLECTIVE_EFFICIENCY, priors.COLLECTIVE_NS, 1)
+        flops_s = work.flops / self.peak(work.precision) if work.flops else 0.0
+        memory_s = work.bytes / (self.gpu.memory_bytes_per_s or 1.0)
+        memory = priors.MEMORY_EFFICIENCY[work.work_class]
+        return _times(flops_s, self._efficiency(work), memory_s, memory, priors.KERNEL_NS, work.launches)
+
+    def host_ns(self, size: int) -> list[int]:
+        """Return the time in which the host reads and writes `size` bytes, in each case."""
+        return _times(0.0, None, size / self._host_bytes_per_s, priors.HOST_EFFICIENCY, priors.VIEW_NS, 1)
+
+    def peak(self, precision: str) -> float:
+        """Return the peak of a type in FLOP/s; that of the next one where it is not known."""
+        rates = self.gpu.flops_per_s
+        while precision not in rates and precision in _NEXT_TYPE:
+            precision = _NEXT_TYPE[precision]
+        return rates[precision] if precision in rates else min(rates.values())
+
+    @property
+    def description(self) -> str:
+        """The peak rates in words."""
+        peaks = ", ".join(f"{rate / 1e12:,.0f} TFLOP/s {name}" for name, rate in self.gpu.flops_per_s.items())
+        memory = f"{(self.gpu.memory_bytes_per_s or 0) / 1e12:.2f} TB/s of device memory"
+        return f"{self.gpu.name or 'GPU'}{' (assumed)' if self.is_assumed else ''}: {peaks}, {memory}"
+
+    def _efficiency(self, work: KernelWork) -> PriorRange | None:
+        if work.work_class is WorkClass.ATTENTION:
+            return priors.ATTENTION_EFFICIENCY[self.is_hopper]
+        if work.work_class is WorkClass.ATTENTION_BACKWARD:
+            return priors.ATTENTION_BACKWARD_EFFICIENCY[self.is_hopper]
+        if work.work_class is WorkClass.CONVOLUTION:
+            return priors.CONVOLUTION_EFFICIENCY
+        if work.work_class is WorkClass.MATRIX:
+            efficiency = priors.MATRIX_EFFICIENCY[work.precision][self.is_hopper]
+            share = work.smallest_dimension / (work.smallest_dimension + priors.SMALL_DIMENSION)
+            return PriorRange(*(share * value for value in efficiency))
+        return None
+
+
+def _with_peer(gpu: GpuCompute) -> GpuCompute:
+    return gpu if gpu.peer_bytes_per_s else replace(gpu, peer_bytes_per_s=_DEFAULT.peer_bytes_per_s)
+
+
+def _times(
+    flops_s: float, compute: PriorRange | None, bytes_s: float, memory: PriorRange, fixed_ns: PriorRange, launches: int
+) -> list[int]:
+    times = []
+    for case in range(len(CASES)):
+        seconds = bytes_s / memory[case]
+        if compute is not None:
+            seconds = max(seconds, flops_s / compute[case])
+        times.append(round(1e9 * seconds + launches * fixed_ns[case]))
+    return times
+
+
+# Streams of the collectives of NCCL, which are not those of the job.
+COMMUNICATION_STREAM = 1_000
+Times = tuple[int, ...]  # one in each of the cases
+
+
+class SimulatedTime:
+    """A host that launches work asynchronously, and a GPU that runs each stream in order."""
+
+    def __init__(self) -> None:
+        self.host_ns = 0
+        self._streams: dict[int, int] = {}
+        self._engines: dict[str, int] = {}
+        self._queued: deque[int] = deque(maxlen=MAX_QUEUED)
+
+    def launch(self, stream: int, latency_ns: int, duration_ns: int, engine: str | None = None) -> tuple[int, int]:
+        """Append work to a stream, and return its start and end.
+
+        `engine`: the resource that does one piece of work at a time, of all streams; None: one of the stream's own.
+        """
+        if len(self._queued) == MAX_QUEUED:
+            self.host_ns = max(self.host_ns, self._queued[0])
+        start = max(self.host_ns + latency_ns, self._streams.get(stream, 0))
+        if engine is not None:
+            start = max(start, self._engines.get(engine, 0))
+        end = start + duration_ns
+        self._streams[stream] = end
+        if engine is not None:
+            self._engines[engine] = end
+        self._queued.append(end)
+        return start, end
+
+    def reached_ns(self, stream: int) -> int:
+        """Return when the GPU passes what is recorded on a stream now, as an event."""
+        return max(self.host_ns, self._streams.get(stream, 0))
+
+    def wait(self, stream: int, until_ns: int) -> None:
+        self._streams[stream] = max(self._streams.get(stream, 0), until_ns)
+
+    def synchronize(self, stream: int | None = None) -> None:
+        """Make the host wait for a stream, or for all of them."""
+        ends = self._streams.values() if stream is None else (self._streams.get(stream, 0),)
+        self.host_ns = max(self.host_ns, *ends, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedKernel:
+    """A kernel: its work, its stream, and its times in ns in the typical case."""
+
+    work: KernelWork
+    stream: int
+    launch_ns: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedCopy:
+    """Times of a copy in ns in the typical case, and its stream."""
+
+    stream: int
+    launch_ns: int
+    start_ns: int
+    end_ns: int
+
+
+class VirtualClock:
+    """A clock that stands still between operations.
+
+    Three simulations advance side by side, one for each of `CASES`. The trace has the typical one.
+
+    Attributes:
+        kernels: The kernels so far, in order of launch.
+        stream: The current stream; 0 is the default one.
+        in_job: Whether a phase has begun: before, work on the host takes no time.
+    """
+
+    def __init__(self, machine: Machine | None = None) -> None:
+        self.rates = GpuRates(machine)
+        self.kernels: list[LaunchedKernel] = []
+        self.stream = 0
+        self.in_job = False
+        self._cases = tuple(SimulatedTime() for _ in CASES)
+        self._typical = self._cases[TYPICAL]
+        self._machine_name = machine.name if machine is not None else None
+        pinned = machine and {"h2d": machine.h2d_bytes_per_s, "d2h": machine.d2h_bytes_per_s}
+        pageable = machine and {"h2d": machine.h2d_pageable_bytes_per_s, "d2h": machine.d2h_pageable_bytes_per_s}
+        self._pinned = {key: (pinned and pinned[key]) or priors.PINNED_BYTES_PER_S for key in ("h2d", "d2h")}
+        self._pageable = {
+            key: (pageable and pageable[key]) or priors.PAGEABLE_SHARE * self._pinned[key] for key in ("h2d", "d2h")
+        }
+        self._closed = False
+
+    @property
+    def now_ns(self) -> int:
+        """The time of the host since the start of the job, in the typical case."""
+        return self._typical.host_ns
+
+    @property
+    def host_times(self) -> Times:
+        """The time of the host in each case."""
+        return tuple(case.host_ns for case in self._cases)
+
+    def tick(self) -> int:
+        """Advance the host by 1 ns, so that events keep their order, and return the time."""
+        for case in self._cases:
+            case.host_ns += 1
+        return self._typical.host_ns
+
+    def run_host(self, times_ns: PriorRange | list[int]) -> None:
+        """Advance the host by a time in each case."""
+        for case, time_ns in zip(self._cases, times_ns, strict=True):
+            case.host_ns += round(time_ns)
+
+    def run_kernel(self, work: KernelWork, stream: int | None = None) -> None:
+        """Launch a kernel on a stream; None: the current one."""
+        stream = self.stream if stream is None else stream
+        launch_ns = self.tick()
+        times = None
+        for number, duration in enumerate(self.rates.kernel_ns(work)):
+            latency = round(priors.LAUNCH_NS[number])
+            launched = self._cases[number].launch(stream, latency, duration)
+            times = launched if number == TYPICAL else times
+        assert times is not None
+        if not self._closed:
+            self.kernels.append(LaunchedKernel(work, stream, launch_ns, *times))
+
+    def run_collective(self, work: KernelWork, is_async: bool = False) -> Times:
+        """Launch a collective after the work of the current stream, and return its end in each case.
+
+        `is_async`: whether the current stream goes on without waiting for it.
+        """
+        self.wait(self.record(), COMMUNICATION_STREAM)
+        self.run_kernel(work, COMMUNICATION_STREAM)
+        done = self.record(COMMUNICATION_STREAM)
+        if not is_async:
+            self.wait(done)
+        return done
+
+    def run_copy(self, direction: str, size: int, pinned: bool, blocking: bool) -> LaunchedCopy:
+        """Copy `size` bytes between host and device on the current stream.
+
+        A blocking copy makes the host wait for the stream, as `Tensor.to` does. One that is not makes it wait for
+        nothing if the host's memory is pinned, else while the data pass a pinned buffer of the driver.
+
+        `direction`: `h2d` or `d2h`.
+        """
+        rate = (self._pinned if pinned else self._pageable)[direction]
+        launch_ns = self.tick()
+        times = None
+        for number, case in enumerate(self._cases):
+            duration = round(1e9 * size / (rate * priors.COPY_EFFICIENCY[number]) + priors.COPY_NS[number])
+            launched = case.launch(self.stream, round(priors.LAUNCH_NS[number]), duration, direction)
+            if blocking or (not pinned and direction == "d2h"):
+                case.synchronize(self.stream)
+            elif not pinned:
+                case.host_ns += duration
+            times = launched if number == TYPICAL else times
+        assert times is not None
+        return LaunchedCopy(self.stream, launch_ns, *times)
+
+    def record(self, stream: int | None = None) -> Times:
+        """Return when the GPU passes an event that is recorded now on a stream, in each case; None: the current one."""
+        stream = self.stream if stream is None else stream
+        return tuple(case.reached_ns(stream) for case in self._cases)
+
+    def wait(self, event: Times, stream: int | None = None) -> None:
+        """Make a stream wait for an event; None: the current one."""
+        for case, until_ns in zip(self._cases, event, strict=True):
+            case.wait(self.stream if stream is None else stream, until_ns)
+
+    def synchronize(self, stream: int | None = None) -> None:
+        """Make the host wait for a stream; None: for all."""
+        for case in self._cases:
+            case.synchronize(stream)
+
+    def synchronize_event(self, event: Times) -> None:
+        """Make the host wait for an event."""
+        for case, until_ns in zip(self._cases, event, strict=True):
+            case.host_ns = max(case.host_ns, until_ns)
+
+    def close(self) -> None:
+        """Keep no more kernels."""
+        self._closed = True
+
+    def assumptions(self) -> dict[str, str]:
+        """Return what the times rest on, in words."""
+        rates = [(key, self._pinned[key] / 1e9, self._pageable[key] / 1e9) for key in self._pinned]
+        link = ", ".join(f"{pinned:.1f} GB/s {key} ({pageable:.1f} pageable)" for key, pinned, pageable in rates)
+        matrix, python = priors.MATRIX_EFFICIENCY["bfloat16"][self.rates.is_hopper], priors.PYTHON_OPERATION_NS
+        memory, engine = priors.MEMORY_EFFICIENCY[priors.WorkClass.ELEMENTWISE], priors.ENGINE_OPERATION_NS
+        return {
+            "gpu": self.rates.description,
+            "link": link,
+            "efficiency": f"large matrix products in half precision reach {_percents(matrix)} of the peak, "
+            f"element-wise operations {_percents(memory)} of the rate of memory (fast, typical, slow)",
+            "host": f"{_microseconds(python)} us per operation from Python, {_microseconds(engine)} us in the backward",
+        }
+
+
+def _percents(prior: PriorRange) -> str:
+    return " / ".join(f"{100 * value:.0f}" for value in prior) + " %"
+
+
+def _microseconds(prior: PriorRange) -> str:
+    return " / ".join(f"{value / 1e3:g}" for value in prior)
+
+
+class OperationTimer:
+    """Charges each operation to the host, and its kernel to the current stream.
+
+    `modules`: names of the modules that run; in the backward they are recomputed by Python.
+    """
+
+    def __init__(self, clock: VirtualClock, modules: list[str]) -> None:
+        self._clock, self._modules = clock, modules
+
+    def run(
+        self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> None:
+        """Advance by an operation that is no copy between host and device."""
+        tensors = [*inputs, *outputs]
+        if not any(tensor.device.type == "cuda" for tensor in tensors):
+            self._run_on_host(func, tensors)
+            return
+        work = kernel_work(func, args, kwargs, result, inputs, outputs)
+        if work is None:
+            self._clock.run_host(priors.VIEW_NS)
+            return
+        self._clock.run_host(self._launch_cost(len(inputs) if work.work_class is WorkClass.FOREACH else 0))
+        self._clock.run_kernel(work)
+
+    def _launch_cost(self, list_tensors: int) -> PriorRange:
+        in_engine = torch._C._current_graph_task_id() != -1 and not self._modules
+        cost = priors.ENGINE_OPERATION_NS if in_engine else priors.PYTHON_OPERATION_NS
+        if not list_tensors:
+            return cost
+        return PriorRange(*(own + list_tensors * each for own, each in zip(cost, priors.LIST_TENSOR_NS, strict=True)))
+
+    def _run_on_host(self, func: Any, tensors: list[torch.Tensor]) -> None:
+        """Advance by an operation on large tensors of the host, once the job trains: they are optimizer state then."""
+        if self._clock.in_job and not func.is_view:
+            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self._clock.run_host(self._clock.rates.host_ns(size))

@@ -1,0 +1,269 @@
+"""Phases, iterations and named ranges of a dry run, on its clock."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch.autograd import profiler as torch_profiler
+from torch.nn.modules import module as torch_modules
+from torch.optim import optimizer as torch_optimizers
+
+from ebbtide.phases import PHASES
+from ebbtide.profiler.agent.iteration_figures import BACKWARD, FORWARD, UPDATE, IterationRule
+from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.agent.phase_hooks import OutermostCall, wrap_backward
+from ebbtide.profiler.agent.threads import TrainingThreads
+from ebbtide.profiler.dryrun.time.clock import Times, VirtualClock
+
+
+@dataclass
+class FakePhase:
+    """A phase that ran.
+
+    Attributes:
+        gpu_start, gpu_end: When the device passed the same two points, in each case of the clock.
+        iteration: Its iteration; None until an update ends it.
+    """
+
+    phase: str
+    start_ns: int
+    end_ns: int
+    gpu_start: Times
+    gpu_end: Times
+    iteration: int | None = None
+
+
+class PhaseTracker:
+    """Detects phases by the rules of the recorder; `OutermostCall` and `wrap_backward` report to it as to `Recorder`.
+
+    `on_update` is called before an outermost optimizer step, when its gradients exist, and after it; `on_iteration`
+    with the number of finished iterations, when an update has ended one. The innermost of `module_names` is the last.
+    """
+
+    def __init__(self, clock: VirtualClock, on_update: Callable[[], None], on_iteration: Callable[[int], None]) -> None:
+        self.phases: list[FakePhase] = []
+        self.rule = IterationRule()
+        self.modules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.module_names: list[str] = []
+        self.optimizers: WeakSet[Any] = WeakSet()
+        # Read and set by the hooks of the recorder.
+        self.live, self.recomputes, self.source = True, False, 0
+        self.called: Any = None
+        self.threads = TrainingThreads(torch)
+        self._clock, self._on_update, self._on_iteration = clock, on_update, on_iteration
+        # Code of the open phase, and its start for the host and the device.
+        self._open: tuple[int, int, Times] | None = None
+        self._step_depth = 0
+        self._backwards = self._numbered = 0
+        self._names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        self._handles: list[Any] = []
+
+    @property
+    def in_phase(self) -> bool:
+        """Whether a phase is open, to which belongs what begins now."""
+        return self._open is not None
+
+    @property
+    def phase(self) -> int:
+        """Code of the open phase."""
+        return self._open[0] if self._open else FORWARD
+
+    def install(self, patches: Patches) -> None:
+        """Hook torch until `patches.undo()` and `remove()`."""
+        patches.set(torch.nn.Module, "_compiled_call_impl", OutermostCall(self, torch))  # type: ignore[arg-type]
+        for owner in (torch.autograd, torch.autograd.graph):
+            original = torch.autograd.graph._engine_run_backward
+            patches.set(owner, "_engine_run_backward", wrap_backward(self, torch.compiler.is_compiling, original))  # type: ignore[arg-type]
+        scaler_step = self.wrap_update(torch.amp.GradScaler.step, lambda _scaler, optimizer, *_: optimizer)
+        patches.set(torch.amp.GradScaler, "step", scaler_step)
+        self._handles = [
+            torch_optimizers.register_optimizer_step_pre_hook(self._before_step),
+            torch_optimizers.register_optimizer_step_post_hook(self._after_step),
+            torch_modules.register_module_forward_pre_hook(self._enter_module),
+            torch_modules.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks that torch registers."""
+        for handle in self._handles:
+            handle.remove()
+
+    def enter(self, phase: int) -> bool:
+        """Open a phase; return whether it is the outermost one."""
+        if not self.live:
+            return False
+        if phase == BACKWARD:
+            self._backwards += 1
+        if self.in_phase:
+            return False
+        self._clock.in_job = True
+        self._open = phase, self._clock.tick(), self._clock.record()
+        return True
+
+    def leave(self, keep: bool = True) -> None:
+        """Close the open phase, and keep it or not."""
+        if self._open is not None and keep:
+            phase, start_ns, gpu_start = self._open
+            end_ns = self._clock.tick()
+            self.phases.append(FakePhase(PHASES[phase], start_ns, end_ns, gpu_start, self._clock.record()))
+        self._open = self.called = None
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Open an update, and return the arguments with a closure that has phases of its own."""
+        self.optimizers.add(optimizer)
+        self._step_depth += 1
+        if self._step_depth > 1 or not self.enter(UPDATE):
+            return None
+        self._on_update()
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._wrap_closure(args[1]), *args[2:]), kwargs
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._wrap_closure(kwargs["closure"])}
+        return None
+
+    def _wrap_closure(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Before its closure is called, an optimizer has done nothing.
+            self.leave(keep=False)
+            result = closure(*args, **kwargs)
+            self.enter(UPDATE)
+            return result
+
+        return call
+
+    def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        self._step_depth -= 1
+        if self._step_depth or not self.live or self.phase != UPDATE:
+            return
+        self._on_update()
+        iteration = self.rule.add_update([optimizer], self._backwards)
+        # One before any backward makes the optimizer's state, and is no training.
+        self.leave(keep=iteration is not None)
+        if iteration is not None:
+            for phase in self.phases[self._numbered :]:
+                phase.iteration = iteration
+            self._numbered = len(self.phases)
+            self._on_iteration(iteration + 1)
+
+    def wrap_update(self, original: Callable[..., Any], optimizer_of: Callable[..., Any]) -> Callable[..., Any]:
+        """Make each call of a method one update, whatever optimizers step in it.
+
+        A call of `GradScaler.step` unscales the gradients before, and DeepSpeed's optimizers contain others.
+        """
+
+        @functools.wraps(original)
+        def update(*args: Any, **kwargs: Any) -> Any:
+            optimizer = optimizer_of(*args)
+            self._before_step(optimizer, (), {})
+            result = original(*args, **kwargs)
+            self._after_step(optimizer, (), {})
+            return result
+
+        return update
+
+    def _enter_module(self, module: Any, _args: Any) -> None:
+        name = self._names.get(module)
+        if name is None:
+            for path, part in module.named_modules():
+                self._names.setdefault(part, path or type(module).__name__)
+            name = self._names[module]
+        self.module_names.append(name)
+
+    def _leave_module(self, _module: Any, _args: Any, _result: Any) -> None:
+        if self.module_names:
+            self.module_names.pop()
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRange:
+    """A range: its host times in ns, its name, and the number of its thread (0: the first that named one)."""
+
+    start_ns: int
+    end_ns: int
+    name: str
+    thread: int
+
+
+class NamedRanges:
+    """The ranges so far."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.rows: list[NamedRange] = []
+        self._clock = clock
+        self._threads: dict[int, int] = {}
+        # Ranges that are open: by thread for nested ones, else by their handle.
+        self._nested: dict[int, list[tuple[str, int]]] = {}
+        self._open: dict[int, tuple[str, int]] = {}
+        self._handles = 0
+        self._closed = False
+
+    def install(self, patches: Patches) -> None:
+        """Follow ranges until `patches.undo()`."""
+        kind = torch_profiler.record_function
+        enter, leave = kind.__enter__, kind.__exit__
+
+        def enter_range(this: Any) -> Any:
+            self.push(this.name)
+            return enter(this)
+
+        def leave_range(this: Any, *error: Any) -> Any:
+            self.pop()
+            return leave(this, *error)
+
+        patches.set(kind, "__enter__", enter_range)
+        patches.set(kind, "__exit__", leave_range)
+        for name, function in {
+            "range_push": self.push,
+            "range_pop": self.pop,
+            "range_start": self.start,
+            "range_end": self.end,
+        }.items():
+            patches.set(torch.cuda.nvtx, name, function)
+
+    def push(self, name: str) -> int:
+        """Open a range inside the last one of this thread, and return its depth."""
+        ranges = self._nested.setdefault(self._thread(), [])
+        ranges.append((name, self._clock.tick()))
+        return len(ranges) - 1
+
+    def pop(self) -> int:
+        """Close the last range of this thread, and return its depth; -1 if none is open."""
+        thread = self._thread()
+        ranges = self._nested.get(thread)
+        if not ranges:
+            return -1
+        self._add(*ranges.pop(), thread)
+        return len(ranges)
+
+    def start(self, name: str, *_stream: Any) -> int:
+        """Open a range that may overlap others, and return its handle."""
+        self._handles += 1
+        self._open[self._handles] = name, self._clock.tick()
+        return self._handles
+
+    def end(self, handle: int, *_stream: Any) -> None:
+        """Close a range by its handle."""
+        if handle in self._open:
+            self._add(*self._open.pop(handle), self._thread())
+
+    def close(self) -> None:
+        """Close the open ranges, and follow none any more."""
+        if self._closed:
+            return
+        for thread, ranges in self._nested.items():
+            while ranges:
+                self._add(*ranges.pop(), thread)
+        self._closed = True
+
+    def _add(self, name: str, start_ns: int, thread: int) -> None:
+        if not self._closed:
+            self.rows.append(NamedRange(start_ns, self._clock.tick(), str(name), thread))
+
+    def _thread(self) -> int:
+        return self._threads.setdefault(threading.get_ident(), len(self._threads))

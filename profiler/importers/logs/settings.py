@@ -1,0 +1,254 @@
+"""Reads the settings of a job from its log: configuration, versions, ranks, model; and adds its ranks to a trace."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ebbtide.profiler.importers.logs.text_log import LogLine
+from ebbtide.profiler.importers.nvml_monitor.importer import Coverage
+from ebbtide.profiler.trace import RankBuilder, TraceBuilder
+
+# A longer configuration is damaged.
+_MAX_CONFIG_CHARS = 1 << 20
+_MAX_RANKS = 1 << 20
+_CONFIG = re.compile(r"(?P<launcher>.{0,100}?)\[20\d\d-.*json = (?P<json>\{.*)")
+_SCALE = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+# First characters of the lines of pretty-printed JSON, and the first characters of a log line, which also match.
+_JSON = tuple('"{}[]-0123456789')
+_STAMPED = re.compile(r"\[20\d\d-")
+# A log has data of rank 0, and monitor files of the ranks on its host: the files of more ranks would be empty.
+_MAX_IMPORTED_RANKS = 64
+# Its MB are MiB: `report_memory` in megatron/training/utils.py divides by 1024 * 1024.
+_REPORT = re.compile(
+    r"\[Rank (\d{1,7})\] \(after \d{1,12} iterations\) memory \(MB\) \| allocated: [\d.]{1,32} \| "
+    r"max allocated: (\d{1,9}(?:\.\d{1,20})?) \| reserved: [\d.]{1,32} \| max reserved: (\d{1,9}\.\d{1,20})"
+)
+
+
+@dataclass
+class JobSettings:
+    """Settings of a job; None or empty for what the log does not state.
+
+    Attributes:
+        config_damaged: Whether the log has a configuration that cannot be read.
+        visible_devices: Numbers of the devices on the host of rank 0, by local rank.
+        model_parallel_params: Parameters of each model-parallel part, by its name.
+        params_rounded: Parameters of the model, rounded by DeepSpeed.
+        subgroups: Parameters of each (parameter group, subgroup), by the rank that printed them.
+    """
+
+    config: dict[str, Any] | None = None
+    config_damaged: bool = False
+    world_size: int | None = None
+    visible_devices: list[int] = field(default_factory=list)
+    model_parallel_params: dict[str, int] = field(default_factory=dict)
+    params_rounded: int | None = None
+    subgroups: dict[int, dict[tuple[int, int], int]] = field(default_factory=dict)
+    deepspeed: str | None = None
+    torch: str | None = None
+    cuda: str | None = None
+    optimizer: str | None = None
+    command: str | None = None
+    omp_threads: int | None = None
+    checkpointing: bool = False
+
+    def params(self) -> int | None:
+        """Return the parameters of the whole model: the sum of its tensor- and pipeline-parallel parts."""
+        return sum(self.model_parallel_params.values()) or self.params_rounded
+
+    def accumulation(self) -> int | None:
+        """Return the micro-steps of a step that the configuration states."""
+        steps = (self.config or {}).get("gradient_accumulation_steps")
+        return steps if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1 else None
+
+    def shard_params(self) -> int | None:
+        """Return the number of parameters whose optimizer state is on rank 0."""
+        if self.subgroups:
+            return sum(self.subgroups.get(0, next(iter(self.subgroups.values()))).values())
+        params, zero = self.params(), (self.config or {}).get("zero_optimization")
+        if params is None or self.world_size is None or not isinstance(zero, dict):
+            return None
+        return -(-params // self.world_size) if zero.get("stage") in (1, 2, 3) else None
+
+
+def _set_subgroup(settings: JobSettings, match: re.Match[str]) -> None:
+    rank, group, number, size = map(int, match.groups())
+    settings.subgroups.setdefault(rank, {})[group, number] = size
+
+
+def _set_world_size(settings: JobSettings, match: re.Match[str]) -> None:
+    size = int(match.group(1))
+    if settings.world_size is None and 0 < size <= _MAX_RANKS:
+        settings.world_size = size
+
+
+def _set_params(settings: JobSettings, match: re.Match[str]) -> None:
+    settings.model_parallel_params[match.group(1)] = int(match.group(2))
+
+
+def _set_rounded_params(settings: JobSettings, match: re.Match[str]) -> None:
+    settings.params_rounded = round(float(match.group(1)) * _SCALE[match.group(2)])
+
+
+def _set_visible_devices(settings: JobSettings, match: re.Match[str]) -> None:
+    settings.visible_devices = [int(number) for number in match.group(1).split(",")]
+
+
+def _set_omp_threads(settings: JobSettings, match: re.Match[str]) -> None:
+    settings.omp_threads = int(match.group(1))
+
+
+def _set_checkpointing(settings: JobSettings, match: re.Match[str]) -> None:
+    settings.checkpointing = True
+
+
+def _set_first(name: str) -> Callable[[JobSettings, re.Match[str]], None]:
+    """Return a function that sets an attribute to its first value in the log."""
+
+    def set_value(settings: JobSettings, match: re.Match[str]) -> None:
+        if getattr(settings, name) is None:
+            setattr(settings, name, match.group(1).strip())
+
+    return set_value
+
+
+_PATTERNS: list[tuple[str, re.Pattern[str], Callable[[JobSettings, re.Match[str]], None]]] = [
+    (letters, re.compile(pattern), set_value)
+    for letters, pattern, set_value in [
+        (
+            "numel: ",
+            r"\[Rank (\d{1,7})\] =+ Param group (\d{1,6}), Subgroup (\d{1,6}), numel: (\d{1,13})\b",
+            _set_subgroup,
+        ),
+        ("world_size", r"\b(?:dist_world_size=|world_size (?:\.{3,40}|=) )(\d{1,7})\b", _set_world_size),
+        ("using world size", r"\busing world size: (\d{1,7})\b", _set_world_size),
+        ("_VISIBLE_DEVICES=", r"Setting \w{1,32}_VISIBLE_DEVICES=(\d{1,4}(?:,\d{1,4}){0,1023})", _set_visible_devices),
+        ("number of parameters on", r"number of parameters on ([^:]{1,100}): (\d{1,15})\b", _set_params),
+        ("num_elems = ", r"num_elems = (\d{1,12}(?:\.\d{1,12})?)([KMBT]?)\b", _set_rounded_params),
+        ("DeepSpeed info: ", r"DeepSpeed info: version=([^,\s]{1,64})", _set_first("deepspeed")),
+        ("torch version", r"\btorch version \.{3,40} (\S{1,64})", _set_first("torch")),
+        ("torch cuda version", r"\btorch cuda version \.{3,40} (\S{1,64})", _set_first("cuda")),
+        ("Basic Optimizer = ", r"DeepSpeed Basic Optimizer = (\w{1,64})", _set_first("optimizer")),
+        ("cmd = ", r"\bcmd = (.+)", _set_first("command")),
+        (
+            "OMP_NUM_THREADS",
+            r"Setting OMP_NUM_THREADS environment variable for each process to be (\d{1,4})\b",
+            _set_omp_threads,
+        ),
+        ("Activation Checkpointing", r"Activation Checkpointing Information", _set_checkpointing),
+        ("checkpoint_activations", r"checkpoint_activations \.{3,40} True", _set_checkpointing),
+    ]
+]
+
+
+class SettingsReader:
+    """Collects the settings of a job line by line.
+
+    `settings`: the settings so far.
+    """
+
+    def __init__(self) -> None:
+        self.settings = JobSettings()
+        self._config_lines: list[str] | None = None
+        self._config_chars = 0
+        self._launcher = ""
+
+    def feed(self, line: LogLine) -> None:
+        text = line.text
+        settings = self.settings
+        if self._config_lines is not None and self._continue_config(text):
+            return
+        if settings.config is None and "json = {" in text and (match := _CONFIG.match(text)):
+            self._launcher, self._config_lines, self._config_chars = match["launcher"], [], 0
+            settings.config_damaged = True
+            self._continue_config(self._launcher + match["json"])
+        else:
+            # The check for a few letters makes this ten times faster than a search for each pattern.
+            for letters, pattern, set_value in _PATTERNS:
+                if letters in text and (match := pattern.search(text)):
+                    set_value(settings, match)
+                    break
+
+    def _continue_config(self, text: str) -> bool:
+        """Return whether a line is part of the configuration.
+
+        The configuration ends with an unindented brace. Lines of other ranks may be between its own lines.
+        """
+        assert self._config_lines is not None
+        config_line = text.removeprefix(self._launcher)
+        is_json = text.startswith(self._launcher) and config_line.lstrip().startswith(_JSON)
+        if not is_json or _STAMPED.match(config_line):
+            return False
+        self._config_lines.append(config_line)
+        self._config_chars += len(config_line)
+        one_line = len(self._config_lines) == 1 and config_line.rstrip().endswith("}")
+        if config_line.startswith("}") or one_line:
+            self.settings.config = _parse_config("\n".join(self._config_lines))
+            self.settings.config_damaged, self._config_lines = self.settings.config is None, None
+        elif self._config_chars > _MAX_CONFIG_CHARS:
+            self._config_lines = None
+        return True
+
+
+def _parse_config(text: str) -> dict[str, Any] | None:
+    try:
+        config, _ = json.JSONDecoder().raw_decode(text)
+        # Python reads NaN and Infinity, which the trace's metadata must not have.
+        json.dumps(config, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def add_ranks(builder: TraceBuilder, settings: JobSettings) -> dict[int, RankBuilder]:
+    """Add an entry for each rank of a job, with its device, and return the builders by rank."""
+    world_size = settings.world_size or 1
+    local_devices = settings.visible_devices or list(range(world_size))
+    ranks = {}
+    if world_size > _MAX_IMPORTED_RANKS:
+        builder.note(f"the job has {world_size} ranks: the trace has the first {_MAX_IMPORTED_RANKS}")
+    for number in range(min(world_size, _MAX_IMPORTED_RANKS)):
+        entry = builder.rank(number, world_size=settings.world_size)
+        device = f"cuda:{local_devices[number % len(local_devices)]}"
+        if not entry.meta["devices"]:
+            entry.meta["devices"] = [{"device": device, "kind": "cuda", "capacity_bytes": None, "link": None}]
+        ranks[number] = entry
+    return ranks
+
+
+def monitored_ranks(ranks: dict[int, RankBuilder], monitors: Coverage | None) -> list[int]:
+    """Return the ranks whose device monitor files cover.
+
+    `monitors`: what the files cover; None if there are none.
+    """
+    owners: dict[str, int] = {}
+    for rank, entry in ranks.items():
+        owners.setdefault(entry.meta["devices"][0]["device"], rank)
+    covered = [f"cuda:{number}" for number in monitors.devices] if monitors is not None else []
+    return [owners[device] for device in covered if device in owners]
+
+
+class MemoryReport(NamedTuple):
+    """Peaks of memory of a rank since the start of the job, in bytes, as Megatron printed them."""
+
+    rank: int
+    peak_allocated: int
+    peak_reserved: int
+
+
+def read_reports(text: str) -> Iterator[MemoryReport]:
+    """Yield the reports in a line of a log. Ranks may break into each other's lines."""
+    if "memory (MB)" in text:
+        for rank, allocated, reserved in _REPORT.findall(text):
+            yield MemoryReport(int(rank), round(float(allocated) * 2**20), round(float(reserved) * 2**20))
+
+
+def add_report(entry: RankBuilder, report: MemoryReport, start_ns: int) -> None:
+    """Add the peaks that Megatron reported of a rank, from the start of the first iteration on."""
+    device = entry.meta["devices"][0]["device"]
+    entry.memory(start_ns, report.peak_allocated, "allocated", device)
+    entry.memory(start_ns, report.peak_reserved, "reserved", device)

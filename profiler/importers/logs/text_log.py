@@ -1,0 +1,134 @@
+"""Reads the lines of a training log with their times, and determines the time zone of its clock."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ebbtide.profiler.importers.nvml_monitor.importer import Coverage
+from ebbtide.profiler.importers.source import Source, SourceError
+from ebbtide.profiler.trace import TraceBuilder
+
+# Longer lines are not log lines. They are split, so that no file fills the memory.
+_MAX_LINE_CHARS = 1 << 16
+_COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_TIME = r"(20\d\d)-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)[.,](\d{3,9})"
+# Launchers put the host's name before the time, and ranks may break into each other's lines: it may be anywhere.
+_STAMP = re.compile(rf"\[{_TIME}\]")
+# The time that `ts`, docker and similar tools put before every line. Since 0.18 most lines of DeepSpeed have no time.
+_LEAD = re.compile(rf"{_TIME}(?:(Z)|([+-]\d\d):?([0-5]\d))?[ \t]")
+_EPOCH = datetime.datetime(1970, 1, 1)
+# Unix nanoseconds inside a line that also has the log's time: some jobs print both.
+_UNIX = re.compile(r"<<<\w{1,64}(?::\w{1,64})?[,:](\d{19})>>>")
+_QUARTER_NS = 900_000_000_000
+# The offsets from UTC of all time zones, in quarters of an hour: whole hours, and the zones between them.
+_ZONES = (*range(-48, 57, 4), -38, -14, -10, 14, 18, 22, 23, 26, 35, 38, 42, 51, 55)
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of a log.
+
+    Attributes:
+        t_ns: Its time as if the log's clock were UTC; None if the line has no time.
+        unix_ns: Its Unix time; None if the line does not state a time zone.
+    """
+
+    text: str
+    t_ns: int | None
+    unix_ns: int | None = None
+
+
+def read_lines(source: Source) -> Iterator[LogLine]:
+    with source.text() as file:
+        while raw_line := file.readline(_MAX_LINE_CHARS):
+            text = raw_line.rstrip("\n")
+            yield _parse_line(_COLOR.sub("", text) if "\x1b" in text else text)
+
+
+def _parse_line(text: str) -> LogLine:
+    lead = _LEAD.match(text)
+    if lead is None:
+        stamp = _STAMP.search(text) if "[20" in text else None
+        return LogLine(text, None if stamp is None else _stamp_ns(stamp))
+    t_ns = _stamp_ns(lead)
+    utc, hours, minutes = lead.groups()[7:]
+    quarters = 0 if utc else None if hours is None else int(hours) * 4 + int(hours[0] + minutes) // 15
+    text = text[lead.end() :]
+    return LogLine(text, t_ns, None if t_ns is None or quarters is None else t_ns - quarters * _QUARTER_NS)
+
+
+def _stamp_ns(match: re.Match[str]) -> int | None:
+    *parts, fraction = match.groups()[:7]
+    try:
+        seconds = (datetime.datetime(*map(int, parts)) - _EPOCH).total_seconds()  # type: ignore[arg-type]
+    except ValueError:
+        return None
+    return int(seconds) * 1_000_000_000 + int(fraction.ljust(9, "0"))
+
+
+def zone_ns(lines: Iterable[LogLine]) -> int | None:
+    """Return the offset of the log's clock from UTC in ns, from a line that has both times; None if no line has."""
+    for line in lines:
+        match = _UNIX.search(line.text) if "<<<" in line.text else None
+        unix_ns = int(match.group(1)) if match else line.unix_ns
+        if unix_ns is not None and line.t_ns is not None:
+            quarters = round((line.t_ns - unix_ns) / _QUARTER_NS)
+            if min(_ZONES) <= quarters <= max(_ZONES):
+                return quarters * _QUARTER_NS
+    return None
+
+
+def zone_by_overlap(span: tuple[int, int], reference: tuple[int, int]) -> tuple[int, bool] | None:
+    """Find the time zone in which a span on a clock of unknown zone overlaps a reference in Unix ns.
+
+    Returns:
+        The offset of the clock from UTC in ns, and whether it is the only one that fits; None if no time zone does.
+    """
+    shares = {quarter: overlap(span, reference, quarter * _QUARTER_NS) for quarter in _ZONES}
+    best = max(shares.values())
+    if best <= 0:
+        return None
+    fitting = [quarter for quarter in _ZONES if shares[quarter] > best - 0.05]
+    # Most machines that train run on UTC.
+    return min(fitting, key=abs) * _QUARTER_NS, len(fitting) == 1
+
+
+def overlap(span: tuple[int, int], reference: tuple[int, int], ahead_ns: int) -> float:
+    """Return the share of a span, on a clock that is `ahead_ns` ahead of UTC, that a reference in Unix ns covers.
+
+    It is at most 1, and 0 or less if the two do not overlap.
+    """
+    start, end = span[0] - ahead_ns, span[1] - ahead_ns
+    return (min(end, reference[1]) - max(start, reference[0])) / max(end - start, 1)
+
+
+def clock_offset_ns(
+    source: Source, builder: TraceBuilder, zone: int | None, span: tuple[int, int], monitors: Coverage | None
+) -> int:
+    """Return how far the log's clock is ahead of UTC in ns.
+
+    `zone`: the offset that the log states; None if it states none. `monitors`: None if there are none with dates.
+    """
+    if monitors is None:
+        if zone is None:
+            builder.note("the log has local times without a time zone: they are read as UTC")
+        return zone or 0
+    match = (zone, True) if zone is not None else zone_by_overlap(span, monitors.span_ns)
+    share = overlap(span, monitors.span_ns, match[0]) if match is not None else 0.0
+    if match is None or share <= 0:
+        raise SourceError(f"{source} and {monitors.name} do not overlap in time: they are not from one run")
+    offset_ns, unique = match
+    if share < 0.95:
+        builder.note(f"{monitors.name} covers only {share:.0%} of the time of the log")
+    if not unique:
+        builder.note(f"the time zone of the log is a guess ({_zone_name(offset_ns)}): {monitors.name} fits several")
+    elif zone is None and offset_ns:
+        builder.note(f"the clock of the log is assumed to be {_zone_name(offset_ns)}, by the times of {monitors.name}")
+    return offset_ns
+
+
+def _zone_name(offset_ns: int) -> str:
+    return f"UTC{offset_ns / 3.6e12:+.4g} h"

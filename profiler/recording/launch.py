@@ -1,0 +1,192 @@
+"""Records a command: starts the collector of its trace, then executes the job, in its own place or beside itself."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from ebbtide.errors import TraceError
+from ebbtide.profiler.agent.options import Options
+from ebbtide.profiler.recording.collector import JobService, RecordedCommand, start_collector
+from ebbtide.profiler.recording.lifecycle import require_linux, spool_folder, write_nested_marker
+
+# Python ignores these, and a program inherits what is ignored.
+_DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ)
+# Passed on to the job; the others end or stop this process alone.
+_FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def profile(
+    command: Sequence[str],
+    output: Path,
+    options: Options,
+    force: bool = False,
+    output_to: int | None = None,
+    service: JobService | None = None,
+) -> NoReturn:
+    """Become the job, whose training processes are recorded into a trace.
+
+    The job keeps this process's id, standard streams, terminal and signals, and its exit status is its own. A collector
+    finishes the trace when the job has ended, and prints where it is to stderr.
+
+    The job has `output_to` as stdout and stderr; None: those of this process. `service` answers beside it.
+
+    Raises:
+        TraceError: If the command cannot be executed or the trace cannot be created; nothing is left behind then.
+    """
+    require_linux()
+    if shutil.which(command[0]) is None:
+        raise TraceError(f"cannot run {command[0]}: {_why_not(command[0])}")
+    collector = start_collector(RecordedCommand(command, output, options, force, service))
+    write_nested_marker()
+    for number in _DEFAULT:
+        signal.signal(number, signal.SIG_DFL)
+    if output_to is not None:
+        os.dup2(output_to, 1)
+        os.dup2(output_to, 2)
+    try:
+        os.execvpe(command[0], list(command), job_environment(options, spool_folder(output)))
+    except OSError as error:
+        reason = f"cannot run {command[0]}: {error.strerror or error}"
+        collector.cancel(reason)
+        raise TraceError(reason) from None
+
+
+def _why_not(program: str) -> str:
+    if os.path.isdir(program):
+        return "it is a directory"
+    return os.strerror(errno.EACCES if os.path.exists(program) else errno.ENOENT)
+
+
+def job_environment(options: Options, spools: Path) -> dict[str, str]:
+    """Return this process's environment, with the agent first on the path of every Python that starts in the job."""
+    inject = str(Path(__file__).resolve().parents[1] / "inject")
+    path = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        **options.environment(str(spools)),
+        "PYTHONPATH": inject + os.pathsep + path if path else inject,
+    }
+
+
+class BackgroundJob:
+    """A recorded job in a process group of its own: the terminal's keys do not reach it.
+
+    It reads nothing from the terminal. Signals to this process are passed on to it.
+
+    `force` replaces a trace and a file of output that exist. `service` answers beside the job.
+
+    Attributes:
+        log: The file with its stdout and stderr: RUN.log beside RUN.ebb.
+
+    Raises:
+        TraceError: The command cannot be executed, or a file cannot be created; nothing is left behind then.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        output: Path,
+        options: Options,
+        force: bool = False,
+        service: JobService | None = None,
+    ) -> None:
+        self.log = output.with_suffix(".log")
+        log = _create(self.log, force)
+        # The collector writes its lines into the first pipe, and closes it when the trace is finished. The second one
+        # closes when the job is executed.
+        self._messages, messages_write = os.pipe()
+        error_read, error_write = os.pipe()
+        os.set_blocking(self._messages, False)
+        self._text = b""
+        self._is_finished = False
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become_job(RecordedCommand(command, output, options, force, service), log, messages_write, error_write)
+        for descriptor in (log, messages_write, error_write):
+            os.close(descriptor)
+        error = b""
+        while part := os.read(error_read, 4096):
+            error += part
+        os.close(error_read)
+        if error:
+            os.waitpid(self.pid, 0)
+            self.log.unlink(missing_ok=True)
+            raise TraceError(error.decode(errors="replace"))
+        for number in _FORWARDED:
+            signal.signal(number, self._forward)
+
+    def is_finished(self) -> bool:
+        """Return whether the job has ended and its trace is finished."""
+        while not self._is_finished:
+            try:
+                part = os.read(self._messages, 1 << 16)
+            except BlockingIOError:
+                break
+            self._text += part
+            self._is_finished = not part
+        return self._is_finished and self._has_ended()
+
+    def interrupt(self) -> None:
+        """Send SIGINT to all processes of the job's group, as Ctrl-C in its terminal would."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGINT)
+
+    def exit_code(self) -> int:
+        """Return the exit code of the finished job; of one that a signal has ended 128 plus its number."""
+        for number in _FORWARDED:
+            signal.signal(number, signal.SIG_DFL)
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self._messages)
+        code = os.waitstatus_to_exitcode(status)
+        return code if code >= 0 else 128 - code
+
+    @property
+    def messages(self) -> str:
+        """The lines of the collector: warnings, and where the trace is."""
+        return self._text.decode(errors="replace")
+
+    def _has_ended(self) -> bool:
+        # The process is not reaped yet: the collector reads from it how it has ended.
+        flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        return os.waitid(os.P_PID, self.pid, flags) is not None
+
+    def _forward(self, number: int, _: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+def _create(path: Path, force: bool) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (os.O_TRUNC if force else os.O_EXCL)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, flags, 0o644)
+    except FileExistsError as error:
+        if not os.path.lexists(path):
+            raise TraceError(f"cannot write {path}: {error.strerror}") from None
+        raise TraceError(
+            f"{path} exists already, and the job's output goes there: choose another -o, or replace it (--force)"
+        ) from None
+    except OSError as error:
+        raise TraceError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _become_job(job: RecordedCommand, log: int, messages: int, error_write: int) -> NoReturn:
+    """Be the job, in the forked process."""
+    try:
+        os.setpgid(0, 0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        # Of the collector, which is started next; the job has `log`.
+        os.dup2(messages, 2)
+        profile(job.words, job.output, job.options, job.force, output_to=log, service=job.service)
+    except BaseException as error:
+        os.write(error_write, str(error).encode() or repr(error).encode())
+    finally:
+        os._exit(2)

@@ -1,0 +1,290 @@
+"""Keeps the last iterations of one recorded process, and counts those before them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbtide.phases import PHASES
+from ebbtide.profiler.agent import spool as kinds
+from ebbtide.profiler.recording.spools.records import RECORD, Records, is_header, is_valid, iteration_ends
+
+_SEQUENCED = (kinds.PHASE, kinds.GPU_TIMES, kinds.OP)
+_EMPTY: Records = np.empty(0, RECORD)
+
+
+def sequenced(records: Records) -> npt.NDArray[np.bool_]:
+    """Return which records have the sequence number of a phase or an operation in `a`."""
+    return np.isin(records["kind"], _SEQUENCED)
+
+
+def outdated_memory(records: Records, time_ns: int) -> npt.NDArray[np.bool_]:
+    """Return which samples of memory no moment after `time_ns` depends on: each holds until the next one."""
+    outdated: npt.NDArray[np.bool_] = (records["kind"] == kinds.MEMORY) & (records["x"] < time_ns)
+    rows = np.flatnonzero(outdated)
+    series = records[["code", "small", "a"]][rows]
+    # The last of each series, which holds at `time_ns`: the first one from the end.
+    _, first_from_end = np.unique(series[::-1], return_index=True)
+    outdated[rows[len(rows) - 1 - first_from_end]] = False
+    return outdated
+
+
+class SpoolTail:
+    """Reads one spool in pieces. A record that is not complete yet is left for the next time.
+
+    Attributes:
+        header: Its first record; None until it was read.
+        is_readable: False for a file that does not begin with the header of this version: nothing of it is read.
+        behind: Whether the file had more than the last call has read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.header: Any = None
+        self.is_readable = True
+        self.behind = False
+        self._offset = 0
+
+    def read(self, max_bytes: int) -> Records:
+        """Return the complete and valid records after those read so far; none where the file does not exist any more.
+
+        `max_bytes`: bytes to read at most.
+        """
+        self.behind = False
+        if not self.is_readable:
+            return _EMPTY
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(self._offset)
+                raw = file.read(max_bytes)
+        except FileNotFoundError:
+            return _EMPTY
+        self.behind = len(raw) == max_bytes
+        size = len(raw) - len(raw) % RECORD.itemsize
+        records: Records = np.frombuffer(raw[:size], RECORD)
+        self._offset += size
+        if self.header is None and len(records):
+            self.is_readable = is_header(records[0])
+            if not self.is_readable:
+                return _EMPTY
+            self.header = records[0]
+        return records[is_valid(records)]
+
+
+# A process of a job with many operations per iteration keeps fewer iterations: 19 MB of records.
+MAX_RECORDS = 400_000
+# Phases whose device times are still missing make their iterations unfinished, up to this many iterations.
+_MAX_PENDING_ITERATIONS = 4
+
+
+@dataclass(frozen=True)
+class PhaseCounts:
+    """Time and number of the finished iterations of a process since its recording began.
+
+    Attributes:
+        iteration_ns: Time from the start of the first to the end of the last of them, by the host's clock.
+        phase_ns: Phase -> its time, summed over iterations: by the device's clock, where it was recorded.
+        phase_iterations: Phase -> the number of iterations that had it.
+    """
+
+    iterations: int
+    iteration_ns: int
+    phase_ns: dict[str, int]
+    phase_iterations: dict[str, int]
+
+
+class ProcessTail:
+    """Follows the spool of one process.
+
+    `last_record_ns`: time of its last record with one; None before.
+    """
+
+    def __init__(self, path: Path, iterations: int) -> None:
+        self.spool = SpoolTail(path)
+        self.last_record_ns: int | None = None
+        self._keep = iterations
+        self._records: Records = np.empty(0, RECORD)
+        self._dropped_sequence = -1
+        self._dropped = _Counts()
+        self._begin_ns: int | None = None
+        self._counts: PhaseCounts | None = None
+
+    @property
+    def pid(self) -> int:
+        return kinds.process_id(self.spool.path.name)
+
+    @property
+    def window_start_ns(self) -> int | None:
+        """Start of the first iteration that is kept; None before the first phase."""
+        starts = self._records[self._records["kind"] == kinds.START]
+        return int(starts[-1]["x"]) if len(starts) else self._begin_ns
+
+    @property
+    def dropped_iterations(self) -> int:
+        """Number of iterations that were dropped."""
+        return self._dropped.iterations
+
+    @property
+    def stop_reason(self) -> str | None:
+        """One of `spool.STOP_REASONS`, or None while more may be recorded."""
+        stopped = self._records[self._records["kind"] == kinds.STOPPED]
+        return kinds.STOP_REASONS[int(stopped[-1]["code"])] if len(stopped) else None
+
+    def poll(self, max_bytes: int) -> int:
+        """Read new records; return their number.
+
+        `max_bytes`: bytes to read at most.
+        """
+        records = self.spool.read(max_bytes)
+        if not len(records):
+            return 0
+        timed = records[(records["kind"] != kinds.HEADER) & (records["kind"] != kinds.GPU_TIMES)]
+        if len(timed):
+            has_end = np.isin(timed["kind"], (kinds.PHASE, kinds.OP))
+            latest = int(np.maximum(timed["x"], np.where(has_end, timed["y"], 0)).max())
+            self.last_record_ns = max(latest, self.last_record_ns or 0)
+        late = sequenced(records) & (records["a"].astype(np.int64) <= self._dropped_sequence)
+        self._records = np.concatenate([self._records, records[~late]])
+        self._counts = None
+        self._note_begin()
+        self._trim()
+        return len(records)
+
+    def window(self) -> Records:
+        """Return the header and the records of the last iterations.
+
+        Phases after the last one whose device times are there, and iterations that they belong to, are left out.
+        """
+        records = self._records
+        ready = self._ready_sequence()
+        if ready is None:
+            return records
+        numbers = np.where(records["kind"] == kinds.ITERATION, records["b"], records["a"]).astype(np.int64)
+        later = (sequenced(records) | (records["kind"] == kinds.ITERATION)) & (numbers > ready)
+        ready_records: Records = records[~later]
+        return ready_records
+
+    def counts(self) -> PhaseCounts:
+        """Return the counts since the recording began. None of them decreases."""
+        if self._counts is None:
+            window = self.window()
+            ends = iteration_ends(window)
+            self._counts = self._dropped.plus(window, ends).frozen(self._begin_ns, _end_ns(window, ends))
+        return self._counts
+
+    def _ready_sequence(self) -> int | None:
+        """Return the last sequence number up to which device times are complete; None where none are recorded, or
+        where they stopped."""
+        phases = self._records[self._records["kind"] == kinds.PHASE]["a"]
+        timed = self._records[self._records["kind"] == kinds.GPU_TIMES]["a"]
+        if not len(timed) or not len(phases) or self.stop_reason is not None:
+            return None
+        last = int(timed.max())
+        ends = np.array(list(iteration_ends(self._records).values()), np.int64)
+        return None if int((ends > last).sum()) > _MAX_PENDING_ITERATIONS else last
+
+    def _note_begin(self) -> None:
+        if self._begin_ns is None:
+            starts = self._records[self._records["kind"] == kinds.START]
+            phases = self._records[self._records["kind"] == kinds.PHASE]
+            if len(starts):
+                self._begin_ns = int(starts[-1]["x"])
+            elif len(phases):
+                self._begin_ns = int(phases["x"].min())
+
+    def _trim(self) -> None:
+        """Drop old iterations, half a window at a time, and old samples of a job that finishes none."""
+        slack = max(8, self._keep // 2)
+        too_many = len(self._records) > MAX_RECORDS
+        ends = iteration_ends(self._records) if too_many or self._may_exceed(self._keep + 1 + slack) else {}
+        excess = len(ends) - (self._keep + 1)
+        if too_many and len(ends) > 2:
+            excess = max(excess, len(ends) // 2)
+        if excess >= slack or (too_many and excess > 0):
+            self._drop({number: ends[number] for number in list(ends)[:excess]})
+        if len(self._records) > MAX_RECORDS:
+            recent = np.arange(len(self._records)) >= len(self._records) - MAX_RECORDS // 2
+            of_volume = np.isin(self._records["kind"], (kinds.MEMORY, kinds.OP, kinds.GPU_TIMES))
+            self._records = self._records[recent | ~of_volume]
+
+    def _may_exceed(self, iterations: int) -> bool:
+        """Return whether there may be more finished iterations, without looking for their ends."""
+        kind = self._records["kind"]
+        marked = int((kind == kinds.ITERATION).sum())
+        return (marked or int((kind == kinds.PHASE).sum())) > iterations
+
+    def _drop(self, ends: dict[int, int]) -> None:
+        """Drop the first iterations.
+
+        `ends`: iteration -> sequence number of its last phase.
+        """
+        records, last, sequence = self._records, max(ends), max(ends.values())
+        end_ns = _end_ns(records, ends) or 0
+        self._dropped = self._dropped.plus(records, ends)
+        self._dropped_sequence = sequence
+        kind = records["kind"]
+        old = sequenced(records) & (records["a"] <= sequence)
+        old |= (kind == kinds.ITERATION) & (records["a"] <= last)
+        old |= kind == kinds.START
+        old |= outdated_memory(records, end_ns)
+        start = np.zeros(1, RECORD)
+        start["kind"], start["a"], start["x"] = kinds.START, last + 1, end_ns
+        kept = records[~old]
+        self._records = np.concatenate([kept[:1], start, kept[1:]])
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Sums over finished iterations, as in `PhaseCounts`, by the code of the phase."""
+
+    iterations: int = 0
+    phase_ns: tuple[int, ...] = (0,) * len(PHASES)
+    phase_iterations: tuple[int, ...] = (0,) * len(PHASES)
+
+    def plus(self, records: Records, ends: dict[int, int]) -> _Counts:
+        """Add iterations: `ends` is the sequence number of the last phase of each, `records` contain all of them."""
+        if not ends:
+            return self
+        lasts = np.maximum.accumulate(np.array([*ends.values()], np.int64))
+        phases = records[(records["kind"] == kinds.PHASE) & (records["a"] <= lasts[-1])]
+        lengths = _lengths_ns(records, phases)
+        iteration = np.searchsorted(lasts, phases["a"], side="left")
+        of_code = [phases["code"] == code for code in range(len(PHASES))]
+        return _Counts(
+            self.iterations + len(ends),
+            tuple(ns + int(lengths[rows].sum()) for ns, rows in zip(self.phase_ns, of_code, strict=True)),
+            tuple(n + len(np.unique(iteration[rows])) for n, rows in zip(self.phase_iterations, of_code, strict=True)),
+        )
+
+    def frozen(self, begin_ns: int | None, end_ns: int | None) -> PhaseCounts:
+        """Return the counts, of iterations between two times."""
+        return PhaseCounts(
+            iterations=self.iterations,
+            iteration_ns=0 if begin_ns is None or end_ns is None else end_ns - begin_ns,
+            phase_ns=dict(zip(PHASES, self.phase_ns, strict=True)),
+            phase_iterations=dict(zip(PHASES, self.phase_iterations, strict=True)),
+        )
+
+
+def _lengths_ns(records: Records, phases: Records) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return the length of each phase: by the device's clock where each has device times, else by the host's."""
+    times = records[records["kind"] == kinds.GPU_TIMES]
+    order = np.argsort(times["a"], kind="stable")
+    times = times[order]
+    index = np.searchsorted(times["a"], phases["a"], side="right") - 1
+    if len(times) and len(phases) and (times["a"][np.maximum(index, 0)] == phases["a"]).all():
+        phases = times[index]
+    lengths: np.ndarray[tuple[int], np.dtype[np.int64]] = phases["y"] - phases["x"]
+    return lengths
+
+
+def _end_ns(records: Records, ends: dict[int, int]) -> int | None:
+    """Return when the last of some iterations ended, by the host's clock."""
+    if not ends:
+        return None
+    phases = records[(records["kind"] == kinds.PHASE) & (records["a"] <= max(ends.values()))]
+    return int(phases["y"].max()) if len(phases) else None

@@ -1,0 +1,137 @@
+"""Reads the records of a spool, complete or cut off anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbtide.phases import BACKWARD, FORWARD
+from ebbtide.profiler.agent import spool as kinds
+
+# The layout of `agent.spool.RECORD`.
+RECORD = np.dtype(
+    [("kind", "u1"), ("code", "u1"), ("small", "<u2"), ("a", "<u4"), ("b", "<u4"), ("c", "<u4")]
+    + [(name, "<i8") for name in "wxyz"]
+)
+Records = npt.NDArray[Any]
+
+# The number of codes that a kind of record may have.
+_CODES = {
+    kinds.PHASE: len(kinds.PHASES),
+    kinds.MEMORY: len(kinds.POOLS),
+    kinds.LINK: len(kinds.LINK_SOURCES),
+    kinds.GPU_STATE: len(kinds.GPU_QUANTITIES),
+    kinds.STOPPED: len(kinds.STOP_REASONS),
+    kinds.OP: len(kinds.OPS),
+    kinds.DETAILS: len(kinds.DETAIL_MARKS),
+}
+_FORWARD, _BACKWARD = (kinds.PHASES.index(phase) for phase in (FORWARD, BACKWARD))
+NO_OPTIMIZER_NOTE = (
+    "no optimizer of torch stepped: iterations are cut where a forward follows a backward, and updates are missing; "
+    'mark them with Tracer(...).phase("update")'
+)
+_BEGIN, _END = kinds.DETAIL_MARKS.index("begin"), kinds.DETAIL_MARKS.index("end")
+
+
+def read_records(path: Path, notes: list[str]) -> Records | None:
+    """Return the complete and valid records of a spool; None, and a note, where it does not even have its header."""
+    raw = path.read_bytes()
+    records = np.frombuffer(raw[: len(raw) - len(raw) % RECORD.itemsize], RECORD)
+    if not len(records) or not has_magic(records[0]):
+        notes.append(f"{path.name} holds no records: the process ended or the disk was full before its first")
+        return None
+    if not is_header(records[0]):
+        notes.append(f"{path.name} was written by another version of ebbtide: not read")
+        return None
+    return records[is_valid(records)]
+
+
+def has_magic(record: Any) -> bool:
+    """Return whether a record is the header of a spool, of any version."""
+    return bool(record["kind"] == kinds.HEADER and record["w"] == int.from_bytes(kinds.MAGIC, "little"))
+
+
+def is_header(record: Any) -> bool:
+    """Return whether a record is the header of a spool of this version."""
+    return has_magic(record) and bool(record["code"] == kinds.VERSION)
+
+
+def is_valid(records: Records) -> npt.NDArray[np.bool_]:
+    """Return which records have codes that exist: a full disk or a power cut may leave others behind."""
+    valid = np.ones(len(records), bool)
+    for kind, codes in _CODES.items():
+        valid &= (records["kind"] != kind) | (records["code"] < codes)
+    valid &= (records["kind"] != kinds.OP) | (records["c"] < len(kinds.RESOURCES))
+    return valid
+
+
+def iteration_ends(records: Records) -> dict[int, int]:
+    """Return the sequence number of the last phase of each finished iteration, in order."""
+    ends = records[records["kind"] == kinds.ITERATION]
+    if not len(ends):
+        return _ends_at_boundaries(records)
+    # A later record of the same iteration replaces the earlier: a second optimizer extended it.
+    return dict(sorted(zip(ends["a"].tolist(), ends["b"].tolist(), strict=True)))
+
+
+def note_on_iterations(records: Records) -> str | None:
+    """Return the note on iterations that no optimizer ended; None where there are none of these."""
+    if (records["kind"] == kinds.ITERATION).any() or not iteration_ends(records):
+        return None
+    return NO_OPTIMIZER_NOTE
+
+
+def _ends_at_boundaries(records: Records) -> dict[int, int]:
+    """Return the ends of iterations in a job in which no optimizer stepped.
+
+    The agent counts the same boundaries, to know where the iterations to record begin.
+    """
+    phases = records[records["kind"] == kinds.PHASE]
+    phases = phases[np.argsort(phases["a"], kind="stable")]
+    backwards = np.cumsum(phases["code"] == _BACKWARD)
+    if not len(phases) or not backwards[-1]:
+        return {}
+    is_forward = phases["code"] == _FORWARD
+    after = np.flatnonzero(is_forward[1:] & ~is_forward[:-1])
+    # Each iteration has a backward. What follows the last backward is not finished.
+    after = after[np.diff(backwards[after], prepend=0) > 0]
+    if not len(after):
+        # One backward may be part of an iteration whose update was not reached.
+        return {}
+    last = int(np.flatnonzero(phases["code"] == _BACKWARD)[-1])
+    ends = phases["a"][[*after[after < last], last]].tolist()
+    starts = records[records["kind"] == kinds.START]
+    first = int(starts[0]["a"]) if len(starts) else 0
+    return dict(enumerate(ends, first))
+
+
+def detailed_slices(records: Records) -> list[dict[str, Any]]:
+    """Return the entries of `detailed_slices` in meta.json.
+
+    A slice without an end, of a process that was killed in it, ends with the last finished iteration. A slice in which
+    no iteration ended is left out.
+    """
+    marks = records[records["kind"] == kinds.DETAILS]
+    iterations = records[records["kind"] == kinds.ITERATION]
+    slices = []
+    for begin in marks[marks["code"] == _BEGIN]:
+        ends = marks[(marks["code"] == _END) & (marks["w"] == begin["w"])]
+        if len(ends):
+            end, end_ns = int(ends[-1]["a"]), int(ends[-1]["x"])
+        elif len(iterations):
+            end, end_ns = int(iterations[-1]["a"]) + 1, int(iterations[-1]["x"])
+        else:
+            continue
+        if end > begin["a"]:
+            slices.append(
+                {
+                    "iterations": [int(begin["a"]), end],
+                    "span_ns": [int(begin["x"]), end_ns],
+                    "allocator_iterations": int(begin["b"]),
+                    "transfers": bool(begin["small"]),
+                }
+            )
+    return slices

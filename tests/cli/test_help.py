@@ -1,0 +1,45 @@
+"""The help of all commands and of each."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+import typer.main
+
+from ebbtide.cli import make_app
+from ebbtide.cli.command import HEADINGS, Command, find_commands
+from tests.conftest import ebbtide
+
+COMMANDS = find_commands(None)
+
+
+def test_help__has_the_commands_to_begin_with_a_line_each_and_the_others_by_name() -> None:
+    result = ebbtide("--help", env={"COLUMNS": "80"})
+    assert ebbtide(env={"COLUMNS": "80"}).stdout == result.stdout
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    first = [line.split()[0] for line in lines[lines.index("Commands:") + 1 :] if line[:3].strip() and line[:2] == "  "]
+    assert first[:8] == ["profile", "dry-run", "summary", "findings", "windows", "report", "replay", "plan"]
+    named = set(result.stdout.replace(",", " ").split())
+    assert {entry.name for entry in COMMANDS} <= named
+
+
+@pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
+def test_help__of_a_command_has_two_examples_that_it_takes(entry: Command) -> None:
+    assert entry.heading in HEADINGS
+    assert len(entry.examples) == 2
+    command = typer.main.get_command(make_app(entry.name)).commands[entry.name]  # type: ignore[attr-defined]
+    for example in entry.examples:
+        name, *words = shlex.split(example)
+        assert name == entry.name
+        # Raises if an option does not exist, or a value has another type.
+        command.make_context(name, words, resilient_parsing=True)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help__fits_the_terminal(columns: int) -> None:
+    result = ebbtide("replay", "--help", env={"COLUMNS": str(columns)})
+    assert max(map(len, result.stdout.splitlines())) <= columns
+    assert "ebbtide replay run.ebb --recommend" in result.stdout
+    assert "…" not in result.stdout

@@ -1,0 +1,48 @@
+"""`ebbtide machines`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ebbtide.machines.catalog import presets
+from tests.conftest import ebbtide_in_process
+
+
+@pytest.fixture(autouse=True)
+def narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_machines__lists_all_by_name_within_80_columns() -> None:
+    result = ebbtide_in_process("machines")
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines[3 : 3 + len(presets())]] == presets()
+    assert "fit 1.2 %" in result.stdout
+
+
+def test_machines__tells_machines_of_one_card_apart() -> None:
+    result = ebbtide_in_process("machines", "h100-80gb")
+    assert "h100-80gb-sxm-published: logs and NVML monitor files" in result.stdout
+    assert "nothing was measured" in result.stdout
+    assert "host: ddr5-4800-16ch,112-cores,2-sockets,pcie5x16,2048GiB,8-ranks" in result.stdout
+    assert "rtx" not in result.stdout
+
+
+def test_machines__prints_json() -> None:
+    machines = json.loads(ebbtide_in_process("machines", "--json").stdout)["machines"]
+    assert [machine["name"] for machine in machines] == presets()
+    kinds = {machine["name"]: machine["kind"] for machine in machines}
+    assert kinds["h100-80gb"] == "data sheet"
+    assert kinds["a100-40gb-published"] == "fitted"
+    assert all(machine["source"] and machine["file"]["h2d_bytes_per_s"] for machine in machines)
+
+
+def test_machines__names_what_is_meant() -> None:
+    result = ebbtide_in_process("machines", "h10")
+    assert result.returncode == 0
+    result = ebbtide_in_process("machines", "k80")
+    assert result.returncode == 2
+    assert result.stderr.startswith("ebbtide: there is no machine 'k80': name a file, or one of a10,")

@@ -1,0 +1,79 @@
+"""The default output of each command at 80 columns, on the traces of the repository."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbtide.interleave.advise.recommendation import policy_of_action
+from tests.conftest import ebbtide_in_process
+
+TRACES = sorted(Path("traces").resolve().glob("*.ebb"))
+QUICK = ("a100-13b-async", "a100-torch-profiler", "h100-20b-blocking")
+SCREENS = {
+    "activity": (),
+    "findings": (),
+    "iterations": (),
+    "iterations by rank": ("--by-rank",),
+    "link": (),
+    "memory": (),
+    "plan": (),
+    "replay": (),
+    "replay recommend": ("--recommend",),
+    "steps": (),
+    "summary": (),
+    "windows": (),
+}
+SHORT = ("findings", "replay recommend", "summary")
+# A number at the end of a line whose unit is on the next one.
+SPLIT = re.compile(r"\d\n\s*(ms|us|s|%|[kMGT]i?B|[kMGT]B/s)\b")
+
+each_trace = pytest.mark.parametrize(
+    "trace",
+    [pytest.param(trace, marks=() if trace.stem in QUICK else pytest.mark.slow) for trace in TRACES],
+    ids=lambda trace: trace.stem,
+)
+
+
+@each_trace
+def test_screens__fit_80_columns_and_say_how_to_go_on(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(trace.parents[1])
+    for name, options in SCREENS.items():
+        result = ebbtide_in_process(name.split()[0], f"traces/{trace.name}", *options)
+        if result.returncode:
+            # A trace of a job without an update cannot be replayed.
+            assert result.returncode == 2
+            assert name.startswith(("replay", "plan"))
+            continue
+        lines = result.stdout.splitlines()
+        assert [line for line in lines if len(line) > 80] == [], name
+        assert "…" not in result.stdout, name
+        assert not SPLIT.search(result.stdout), name
+        assert len(lines) <= 24 or name not in SHORT, name
+        # A trace that lacks what a command reads says what to record.
+        assert any(mark in result.stdout for mark in ("next: ", "--all", "record")), name
+
+
+def actions(trace: Path) -> list[dict[str, Any]]:
+    """Return the actions of the findings of a trace, and of its recommendation, that were simulated."""
+    findings = json.loads(ebbtide_in_process("findings", trace, "--json").stdout)["findings"]
+    simulated = [finding["action"] for finding in findings if finding["action"] is not None]
+    recommended = ebbtide_in_process("replay", trace, "--recommend", "--json")
+    if not recommended.returncode:
+        recommendation = json.loads(recommended.stdout)["recommend"]
+        simulated.append({**recommendation["action"], "iteration_ms": recommendation["setups"][0]["iteration_ms"]})
+    return [action for action in simulated if action["iteration_ms"] is not None]
+
+
+@each_trace
+def test_actions__give_the_gain_that_they_state(trace: Path) -> None:
+    for action in actions(trace):
+        replayed = ebbtide_in_process("replay", trace, "--policy", policy_of_action(action), "--json")
+        (result,) = json.loads(replayed.stdout)["results"]
+        assert result["iteration_ms"] == pytest.approx(action["iteration_ms"], rel=0.01)
+        assert result["fits"] is not False

@@ -1,0 +1,89 @@
+"""Jobs of traces and of sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ebbtide.errors import WorkloadError
+from ebbtide.interleave.advise.job.compute_times import shape_of
+from ebbtide.interleave.advise.job.inputs import recorded_gpu
+from ebbtide.interleave.advise.job.memory import place
+from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size, job_of_trace
+from ebbtide.interleave.advise.job.workload_from_trace import workload_of
+from ebbtide.machines.catalog import preset
+from ebbtide.profiler.trace import TraceBuilder, open_trace
+from tests.analysis.findings.jobs import PARAMS, offloaded
+
+TRACES = Path(__file__).parents[3] / "traces"
+
+
+def test_job_of_trace__on_its_own_machine_is_the_replayed_workload() -> None:
+    trace = open_trace(TRACES / "a100-13b-interleaved-2.ebb")
+    job, workload = job_of_trace(trace, BatchSettings(sequence=2048)), workload_of(trace)
+    assert (job.settings.ranks, job.settings.micro_batch, job.settings.offload) == (4, 1, True)
+    assert job.tokens == 4 * 2048
+    placed = place(job, job.settings, preset("a100-40gb-published").for_ranks(4)).workload
+    assert (placed.forward_s, placed.backward_s) == (workload.forward_s, workload.backward_s)
+    assert placed.params == workload.params
+    assert placed.sizes == workload.sizes
+    assert workload.min_free_bytes is not None
+    assert placed.min_free_bytes == pytest.approx(workload.min_free_bytes)
+
+
+def test_job_of_trace__has_more_free_memory_on_a_larger_device() -> None:
+    job = job_of_trace(open_trace(TRACES / "a100-13b-async.ebb"), BatchSettings())
+    free = [
+        place(job, job.settings, preset(name)).workload.min_free_bytes or 0.0
+        for name in ("a100-40gb-published", "a100-80gb-sxm")
+    ]
+    capacities = [preset(name).gpu_memory_bytes or 0.0 for name in ("a100-40gb-published", "a100-80gb-sxm")]
+    assert free[1] - free[0] == pytest.approx(capacities[1] - capacities[0])
+
+
+def test_job_of_trace__gradients_of_a_loop_of_torch_stay_on_the_device(tmp_path: Path) -> None:
+    builder = offloaded(2, used=60).builder
+    builder.write(tmp_path / "run.ebb")
+    trace = open_trace(tmp_path / "run.ebb")
+    job = job_of_trace(trace, BatchSettings(ranks=2, micro_batch=3, tokens=100))
+    assert job.workload.gradients_held_until_step == (not job.settings.offload)
+    assert (job.workload.params, job.settings.ranks, job.settings.micro_batch, job.tokens) == (PARAMS, 2, 3, 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "capacity", "expected"),
+    [
+        ("NVIDIA A100 40GB", 42949672960, 312e12),
+        ("NVIDIA GeForce RTX 4090", 25.4e9, 165.2e12),
+        ("NVIDIA A100-SXM4-80GB", 85e9, 312e12),
+        ("NVIDIA A100 40GB", 85e9, 312e12),
+        ("Quadro P400", 2e9, None),
+    ],
+)
+def test_recorded_gpu__is_found_by_model_and_memory(name: str, capacity: float, expected: float | None) -> None:
+    builder = TraceBuilder("recorded")
+    builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda", "name": name, "capacity_bytes": int(capacity)}])
+    gpu = recorded_gpu(builder.build())
+    assert gpu.name == name
+    assert (gpu.compute.flops_per_s["bfloat16"] if gpu.compute is not None else None) == expected
+
+
+def test_job_of_size__tokens_are_a_multiple_of_a_micro_step() -> None:
+    shape = shape_of(10**9, 1024, 50_000)
+    job = job_of_size(shape, BatchSettings(ranks=2, micro_batch=2, tokens=16 * 1024), checkpointing=False)
+    assert (job.micro_steps, job.tokens) == (4, 16 * 1024)
+    assert job.workload.gradients_held_until_step
+    with pytest.raises(WorkloadError, match=r"not a multiple of the 4,096"):
+        job_of_size(shape, BatchSettings(ranks=2, micro_batch=2, tokens=5000), checkpointing=False)
+
+
+def test_job_of_size__its_memory_is_near_that_of_a_published_run() -> None:
+    """20B on 4 H100: parameters, activations and buffers, as NVML measured them beside the optimizer's."""
+    trace = open_trace(TRACES / "h100-20b-async.ebb")
+    measured = job_of_trace(trace, BatchSettings())
+    sized = job_of_size(shape_of(15_326_663_680, 2048, 50_304, 40, 5120), BatchSettings(ranks=4), False)
+    machine = preset("h100-80gb-sxm-published")
+    free = [place(job, job.settings, machine).workload.min_free_bytes or 0.0 for job in (measured, sized)]
+    used = [(machine.gpu_memory_bytes or 0.0) - size for size in free]
+    assert used[1] == pytest.approx(used[0], rel=0.2)

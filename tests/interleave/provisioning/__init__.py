@@ -1,1 +1,0 @@
-"""Tests of the choice of a machine for a job."""

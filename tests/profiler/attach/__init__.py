@@ -1,1 +1,0 @@
-"""Tests of `ebbtide.profiler.attach`: details on demand."""

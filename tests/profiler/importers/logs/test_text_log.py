@@ -1,0 +1,158 @@
+"""Lines of a log, their times, and the time zone of its clock."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbtide.profiler.importers.logs.text_log import LogLine, overlap, read_lines, zone_by_overlap, zone_ns
+from ebbtide.profiler.importers.source import Source
+
+HOUR = 3_600_000_000_000
+
+
+def lines(tmp_path: Path, text: str | bytes) -> list[LogLine]:
+    file = tmp_path / "x.log"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return list(read_lines(Source(file)))
+
+
+def ns(*parts: int, fraction: int = 0) -> int:
+    return int(datetime.datetime(*parts, tzinfo=datetime.UTC).timestamp()) * 10**9 + fraction  # type: ignore[misc, arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "t_ns"),
+    [
+        ("[2024-04-15 00:52:42,648] [INFO] x", "[2024-04-15 00:52:42,648] [INFO] x", 42_648_000_000),
+        ("host-1: [2024-04-15 00:52:42,648] x", "host-1: [2024-04-15 00:52:42,648] x", 42_648_000_000),
+        ("2024-04-15T00:52:42.648123 x", "x", 42_648_123_000),
+        ("2024-04-15 00:52:42.648     x", "    x", 42_648_000_000),
+        ("2024-04-15 00:52:42,648123456Z\tx", "x", 42_648_123_456),
+        ("2024-04-15T00:52:42.648+02:00 [2024-04-15 00:00:00,000] x", "[2024-04-15 00:00:00,000] x", 42_648_000_000),
+        ("[2024-04-15 00:52:42] x", "[2024-04-15 00:52:42] x", None),
+        ("[2024-13-45 99:52:42,648] x", "[2024-13-45 99:52:42,648] x", None),
+        ("[1024-04-15 00:52:42,648] x", "[1024-04-15 00:52:42,648] x", None),
+        ("no time", "no time", None),
+        ("", "", None),
+    ],
+)
+def test_read_lines__splits_off_the_time(tmp_path: Path, text: str, expected: str, t_ns: int | None) -> None:
+    (line,) = lines(tmp_path, f"{text}\n")
+    start = ns(2024, 4, 15, 0, 52)
+    assert (line.text, line.t_ns) == (expected, None if t_ns is None else start + t_ns)
+
+
+def test_read_lines__handles_colours_line_ends_and_invalid_bytes(tmp_path: Path) -> None:
+    text = b"\xef\xbb\xbf\x1b[92m[OKAY]\x1b[0m a\r\nb\rc\n\n\xff\xfe\x00z"
+    assert [line.text for line in lines(tmp_path, text)] == ["[OKAY] a", "b", "c", "", "\ufffd\ufffd\0z"]
+
+
+def test_read_lines__splits_a_line_without_an_end(tmp_path: Path) -> None:
+    assert [len(line.text) for line in lines(tmp_path, "x" * 200_000)] == [65536, 65536, 65536, 3392]
+
+
+@pytest.mark.parametrize(
+    ("text", "hours"),
+    [
+        ("[2024-04-15 00:52:42,648] [INFO] <<<TIMER:step_start,{}>>>", 0.0),
+        ("[2024-04-15 06:22:42,600] <<<step,{}>>>", 5.5),
+        ("[2024-04-14 12:52:42,648] <<<TIMER:a:{}>>>", -12.0),
+        ("2024-04-15T02:52:42.648+02:00 x", 2.0),
+        ("2024-04-14T21:22:42.648-0330 x", -3.5),
+        ("2024-04-15T00:52:42.648Z x", 0.0),
+        ("[2034-04-15 00:52:42,648] <<<TIMER:step_start,{}>>>", None),
+        ("<<<TIMER:step_start,{}>>>", None),
+        ("[2024-04-15 00:52:42,648] x", None),
+    ],
+)
+def test_zone_ns__comes_from_a_line_with_both_times(tmp_path: Path, text: str, hours: float | None) -> None:
+    unix = ns(2024, 4, 15, 0, 52, 42, fraction=648_000_000)
+    zone = zone_ns(lines(tmp_path, "first\n" + text.format(unix) + "\n"))
+    assert zone == (None if hours is None else round(hours * HOUR))
+
+
+ZONES = [-12.0, -9.5, -8.0, -3.5, 0.0, 1.0, 3.5, 5.5, 5.75, 9.5, 12.75, 14.0]
+
+
+@given(st.sampled_from(ZONES), st.integers(60, 590), st.integers(0, 5))
+def test_zone_by_overlap__finds_the_only_zone_that_fits(hours: float, seconds: int, before: int) -> None:
+    reference = 10**18, 10**18 + (seconds + 10) * 10**9
+    start = reference[0] + before * 10**9 + round(hours * HOUR)
+    assert zone_by_overlap((start, start + seconds * 10**9), reference) == (round(hours * HOUR), True)
+
+
+def test_zone_by_overlap__handles_no_zone_and_several_zones() -> None:
+    hour = (10**18, 10**18 + 60 * 10**9)
+    assert zone_by_overlap((hour[0] + 20 * HOUR, hour[1] + 20 * HOUR), hour) is None
+    assert zone_by_overlap((hour[0] + 7 * 60 * 10**9, hour[1] + 7 * 60 * 10**9), hour) is None
+    assert zone_by_overlap(hour, (hour[0] - 5 * HOUR, hour[1] + 5 * HOUR)) == (0, False)
+    # No clock runs a quarter of an hour ahead of UTC.
+    assert zone_by_overlap((hour[0] + HOUR // 4, hour[1] + HOUR // 4), hour) is None
+
+
+def test_overlap__is_the_covered_share() -> None:
+    assert overlap((0, 100), (0, 50), 0) == 0.5
+    assert overlap((HOUR, HOUR + 100), (25, 1000), HOUR) == 0.75
+    assert overlap((0, 100), (200, 300), 0) < 0
+    assert overlap((5, 5), (0, 10), 0) == 0
+
+
+HOSTILE = [
+    "time (ms)| " + " " * 40_000,
+    "time (ms) | " + "a" * 40_000,
+    "time (ms) | a: 1.00 " * 3_000,
+    "| a: 1 " * 8_000,
+    "time (ms)" + " | a: 1" * 8_000,
+    "MA 1 GB" + " " * 40_000 + "x",
+    "MA 1 GB Max_MA 1 GB " * 2_000,
+    "CPU Virtual Memory: " + " " * 40_000,
+    "number of parameters on " * 2_000,
+    "number of parameters on" + " (" * 20_000,
+    "world_size " + "." * 40_000,
+    "torch version " + "." * 40_000,
+    "Setting " + "A" * 40_000 + "_VISIBLE_DEVICES=x",
+    "Setting CUDA_VISIBLE_DEVICES=" + "1" * 40_000,
+    "Setting CUDA_VISIBLE_DEVICES=" + "1," * 20_000,
+    "num_elems = " + "1" * 40_000 + "." + "1" * 20_000,
+    "<<<" + "a" * 40_000 + ",1>>>",
+    "<<<a:" * 8_000,
+    "\x1b[" + "0;" * 20_000,
+    "\x1b[0" * 15_000,
+    "[2024-04-15 " * 4_000,
+    "[Rank 1] " + "=" * 40_000 + " Param",
+    "[Rank 1] " * 5_000 + "time (ms)",
+    "cmd = " + "'" * 40_000,
+    "x[2024-" * 8_000 + "json = {",
+    "json = {" * 5_000,
+    "[2024-04-15 00:00:00,000] json = " + "{" * 40_000,
+    "[2024-04-15 00:00:00,000] json = " + '{"a":' * 8_000,
+    "[2024-04-15 00:00:00,000] json = {" + '"a": [' * 8_000 + "}",
+    "[2024-04-15 00:00:00,000] json = {" + '"a": ' + "9" * 40_000 + "}",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:24])
+def test_readers__take_linear_time_for_any_line(tmp_path: Path, text: str) -> None:
+    """A line four times as long must not take sixteen times as long; quadratic patterns took minutes."""
+    from ebbtide.profiler.importers.deepspeed.durations import TimerReader
+    from ebbtide.profiler.importers.logs.settings import SettingsReader
+
+    def seconds(size: int) -> float:
+        spent = []
+        for _ in range(3):
+            begin = time.process_time()
+            timers, settings = TimerReader(), SettingsReader()
+            for line in lines(tmp_path, text[:size] + "\n"):
+                timers.feed(line)
+                settings.feed(line)
+                zone_ns([line])
+            spent.append(time.process_time() - begin)
+        return min(spent)
+
+    assert seconds(len(text)) < 10 * seconds(len(text) // 4) + 0.02
