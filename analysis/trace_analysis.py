@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class TraceAnalysis(JobMetrics):
     """The figures of one trace, as the commands of the same names print them, and what they show.
 
-    The command `findings` passes `adviser`, `ebbtide.interleave.advise.recommendation.TraceAdviser(trace)`, which
+    The command `findings` passes `adviser`, `ebbtide.interleave.advise.trace_advice.TraceAdviser(trace)`, which
     simulates the settings that findings advise; without one they are estimated.
 
     Medians are over the steady iterations: the first two are left out where there are five or more. What was not

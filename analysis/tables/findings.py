@@ -42,8 +42,8 @@ def _gain(finding: Finding) -> str:
 
 def _left_out(findings: Findings) -> View:
     """Yield what the short form leaves out."""
-    more = len(findings.findings) - _FIRST
-    parts = [_count(more, "more finding")] if more > 0 else []
+    others = len(findings.findings) - _FIRST
+    parts = [_count(others, "more finding")] if others > 0 else []
     parts += [_count(len(findings.unknown), "question") + " without an answer"] if findings.unknown else []
     parts += ["evidence"] if findings.findings else []
     yield f"{', '.join([*parts, 'other rules'])}: -v"

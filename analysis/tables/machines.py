@@ -33,7 +33,7 @@ def catalog_view(machines: Sequence[Machine], with_sources: bool) -> View:
         yield f"{machine.name}: {source['data']}"
         yield f"  {source['how']} ({source['date']})"
         yield f"  host: {machine.extra['host']['spec']}"
-        for note in source.get("notes", ()):
-            yield f"  note: {note}"
+        for remark in source.get("notes", ()):
+            yield f"  note: {remark}"
     if not with_sources:
         yield "next: ebbtide machines NAME (sources, and what tells machines of one card apart)"

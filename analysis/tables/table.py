@@ -121,10 +121,6 @@ class Gain(str):
     """A line that says what to do, and what it gains."""
 
 
-class Caution(str):
-    """A line that says what keeps a job from running."""
-
-
 # Lines and tables of a result in the order in which people read them. Tables without rows are not printed.
 View = Iterator[str | Table]
 

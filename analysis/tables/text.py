@@ -36,6 +36,8 @@ def table_lines(table: Table, width: int) -> Iterator[str]:
 
     Numbers and names stay whole, other texts are wrapped; the last columns are left out first."""
     columns = table.columns
+    if not columns:
+        return
     left_out: list[str] = []
     while (widths := _widths(columns, width)) is None and len(columns) > 1:
         left_out.insert(0, columns.pop().label)

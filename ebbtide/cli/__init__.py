@@ -39,7 +39,6 @@ def make_app(command: str | None = None) -> typer.Typer:
         lines = "\n".join(f"  ebbtide {example}" for example in entry.examples)
         app.command(
             entry.name,
-            rich_help_panel=entry.heading,
             context_settings=settings,
             epilog=f"\b\nExamples:\n{lines}" if lines else None,
         )(run_command)

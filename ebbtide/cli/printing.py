@@ -1,4 +1,4 @@
-"""The standard output of commands: what `echo`, `console` and `print_view` print, and nothing of any library."""
+"""The standard output of commands: what `echo`, `print_view` and the like print, and nothing of any library."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_terminal() -> bool:
 
 def styled(text: str, **style: Any) -> str:
     """Return a text with colours, unless NO_COLOR forbids them. `echo` leaves them out where it writes to a file."""
-    return text if os.environ.get("NO_COLOR") else typer.style(text, **style)
+    return typer.style(text, **style) if style and not os.environ.get("NO_COLOR") else text
 
 
 def output_width() -> int:
@@ -54,12 +54,13 @@ def output_width() -> int:
 
 def print_view(view: View) -> None:
     """Print the lines and tables of a result, without the tables that have no rows."""
-    from ebbtide.analysis.tables.table import Caution, Gain
+    from ebbtide.analysis.tables.table import Gain
 
-    colors = {Gain: "green", Caution: "yellow"}
     for part in view:
-        if isinstance(part, str):
-            echo_line(part, fg=colors.get(type(part)))
+        if isinstance(part, Gain):
+            echo_line(part, fg="green")
+        elif isinstance(part, str):
+            echo_line(part)
         elif part:
             print_table(part)
 
@@ -78,7 +79,7 @@ def print_table(table: Table) -> None:
 
 @contextmanager
 def own_stdout() -> Iterator[None]:
-    """Keep standard output for `echo` and `console`: what anything else prints goes to stderr meanwhile.
+    """Keep standard output for `echo`: what anything else prints goes to stderr meanwhile.
 
     Libraries in C write to descriptor 1, some of them when the process ends, and child processes inherit it. In a
     process of its own a command therefore leaves descriptor 1 to stderr for good, and prints to a copy of it.

@@ -28,32 +28,41 @@ def preset(name: str) -> Machine:
     """Load a machine that comes with ebbtide, by its name in `presets()` or by letters with which only that begins.
 
     Raises MachineError, which names those that are meant perhaps, where there is no such machine."""
-    (full_name,) = named([name], unique=True)
+    full_name = _full_name(name)
     if full_name in GPU_SHEETS:
         return data_sheet_machine(full_name)
     with resources.as_file(resources.files("ebbtide.machines").joinpath("presets", f"{full_name}.json")) as path:
         return load_machine(path)
 
 
-def named(names: Iterable[str], unique: bool = False) -> list[str]:
+def named(names: Iterable[str]) -> list[str]:
     """Return the presets that begin with one of some names, all where there are no names.
 
-    Args:
-        unique: Whether each name must be that of one preset, or begin no other.
-
-    Raises:
-        MachineError: There is none for a name, or several where only one may be.
-    """
+    Raises MachineError where none begins with a name."""
     chosen: dict[str, None] = {}
-    all_names = presets()
     for name in names:
-        matches = [other for other in all_names if other.startswith(name.lower())] if name else []
-        if unique and name in matches:
-            matches = [name]
-        if not matches or (unique and len(matches) > 1):
-            raise MachineError(f"there is no machine {name!r:.80}: {_meant(name, matches)}")
+        matches = _beginning_with(name)
+        if not matches:
+            raise _no_machine(name, matches)
         chosen |= dict.fromkeys(matches)
-    return list(chosen) or all_names
+    return list(chosen) or presets()
+
+
+def _full_name(name: str) -> str:
+    matches = _beginning_with(name)
+    if name in matches:
+        return name
+    if len(matches) != 1:
+        raise _no_machine(name, matches)
+    return matches[0]
+
+
+def _beginning_with(name: str) -> list[str]:
+    return [other for other in presets() if other.startswith(name.lower())] if name else []
+
+
+def _no_machine(name: str, matches: Sequence[str]) -> MachineError:
+    return MachineError(f"there is no machine {name!r:.80}: {_meant(name, matches)}")
 
 
 def _meant(name: str, matches: Sequence[str]) -> str:

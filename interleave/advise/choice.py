@@ -100,6 +100,13 @@ class PolicyChoice:
         """The chosen policy with its overlap."""
         return self.best if self.overlap is None else self.overlap.steps
 
+    def action(self) -> dict[str, Any]:
+        """Return the setting to change, as findings and recommendations state it: see `Setting`."""
+        if self.best.plan.policy == "gpu-only":
+            return {"kind": "deepspeed", "settings": {"offload_optimizer": {"device": "none"}}}
+        overlap = "none" if self.overlap is None else self.overlap.option
+        return {"kind": "policy", "settings": {"policy": self.best.plan.policy, "overlap": overlap}}
+
 
 def choose_policy(workload: Workload, machine: Machine, job: RecordedJob | None = None) -> PolicyChoice:
     """Choose a policy: no offload if all state fits, else `adaptive`, or `interleaved:2` if the free memory is unknown.

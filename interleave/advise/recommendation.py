@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
-from ebbtide.analysis.metrics.advice import Setting, SettingKind
-from ebbtide.analysis.metrics.job import JobMetrics
-from ebbtide.analysis.metrics.out_of_memory import OFFLOAD, OutOfMemory, make_remedy
-from ebbtide.errors import MachineError, PolicyError, WorkloadError
+from ebbtide.errors import PolicyError
 from ebbtide.interleave.advise.changes import alternatives
 from ebbtide.interleave.advise.choice import (
     PolicyChoice,
-    best_static_split,
     choose_policy,
-    fits_memory,
-    without_offload,
 )
-from ebbtide.interleave.advise.job.inputs import own_machine, share_box
-from ebbtide.interleave.advise.job.training_job import RecordedJob, recorded_job
-from ebbtide.interleave.advise.job.workload_from_trace import workload_of
+from ebbtide.interleave.advise.job.training_job import RecordedJob
 from ebbtide.interleave.advise.lines.setups import PasteContext, PolicySetup, best_setup, placeholders, setup_of
 from ebbtide.interleave.advise.lines.systems import SystemSetup, other_systems
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulation.simulator import Steps, simulate
 from ebbtide.machines.accuracy import accuracy_of
-from ebbtide.machines.catalog import preset, presets
-from ebbtide.machines.machine import Machine, machine_from
-from ebbtide.profiler.trace import Trace
-from ebbtide.units import bytes_text, ms_text
+from ebbtide.machines.machine import Machine
 
 # A smaller gain is not worth a change of policy.
 _MIN_GAIN = 0.02
-_POLICY = "pipelined"
-# Devices whose memory differs by less than this share count as the same.
-_SAME_CAPACITY = 0.05
 
 
 @dataclass(frozen=True)
@@ -129,16 +112,8 @@ def recommend(
         overlap=None if overlap is None else overlap.as_json(),
         warnings=warnings,
         split=split,
-        action=action_of(choice, best),
+        action=choice.action(),
     )
-
-
-def action_of(choice: PolicyChoice, setup: PolicySetup) -> dict[str, Any]:
-    """Return the setting of a choice as findings and recommendations state it: see `Setting`."""
-    if setup.policy == "gpu-only":
-        return {"kind": "deepspeed", "settings": {"offload_optimizer": {"device": "none"}}}
-    overlap = "none" if choice.overlap is None else choice.overlap.option
-    return {"kind": "policy", "settings": {"policy": choice.best.plan.policy, "overlap": overlap}}
 
 
 def policy_of_action(action: Mapping[str, Any]) -> str:
@@ -180,106 +155,3 @@ def _warnings(choice: PolicyChoice, job: RecordedJob) -> Iterator[str]:
         yield f"{policy} needs zero_optimization.stage 3: this job has stage {job.stage}"
     if job.offloads_params:
         yield f"{policy} in a DeepSpeed job needs offload_param to be off"
-
-
-class _Job(NamedTuple):
-    """The workload of a trace, and its job on its machine."""
-
-    workload: Workload
-    context: PasteContext
-
-
-class TraceAdviser:
-    """Recommends settings for the job of a trace, as `ebbtide replay --recommend` does. It simulates when asked."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
-
-    def deepspeed_setting(self) -> Setting | None:
-        """Return the best setting of what DeepSpeed has by itself: no offload, or the fastest static split that fits.
-
-        None where the job cannot be simulated, or no split fits.
-        """
-        if self._job is None:
-            return None
-        workload, context = self._job
-        on_gpu = without_offload(workload, context.machine)
-        steps = on_gpu or best_static_split(workload, context.machine)
-        if steps is None or not fits_memory(steps, context.machine):
-            return None
-        offload = setup_of(steps, context).deepspeed_config["zero_optimization"]["offload_optimizer"]
-        text = "do not offload at all"
-        if not on_gpu:
-            part = f'"offload_optimizer": {{"ratio": {offload["ratio"]:g}}}'
-            text = f"keep that part of the optimizer's state on the device (a static split: {part})"
-        return self._setting("deepspeed", {"offload_optimizer": offload}, text, steps)
-
-    def policy_setting(self) -> Setting | None:
-        """Return the best policy of ebbtide; None where nothing should be offloaded, or the job cannot be simulated.
-
-        It takes seconds: the policy `adaptive` searches for its plan.
-        """
-        if self._job is None:
-            return None
-        workload, context = self._job
-        try:
-            choice = choose_policy(workload, context.machine, context.job)
-        except (MachineError, PolicyError):
-            return None
-        if choice.excess is not None or choice.best.plan.policy == "gpu-only":
-            return None
-        overlap = "none" if choice.overlap is None else choice.overlap.option
-        settings = {"policy": choice.best.plan.policy, "overlap": overlap}
-        return self._setting("policy", settings, f'policy "{choice.steps.plan.policy}"', choice.steps)
-
-    @cached_property
-    def _job(self) -> _Job | None:
-        machine = own_machine(self._trace)
-        if machine is None:
-            return None
-        try:
-            context = PasteContext(recorded_job(self._trace), share_box(machine, None, self._trace))
-            return _Job(workload_of(self._trace), context)
-        except (MachineError, WorkloadError):
-            return None
-
-    def _setting(self, kind: SettingKind, settings: dict[str, Any], text: str, steps: Steps) -> Setting:
-        iteration_ms = steps.iteration_s * 1e3
-        gain_ms = max(0.0, (JobMetrics(self._trace).iteration_ms or 0.0) - iteration_ms)
-        return Setting(kind, settings, f"{text} (simulated: {ms_text(iteration_ms)})", iteration_ms, gain_ms)
-
-
-def with_replayed_offload(trace: Trace, error: OutOfMemory) -> OutOfMemory:
-    """Return an error whose remedy of offloaded state is that of a replayed plan, with its iteration time.
-
-    The plan is that of the policy `pipelined`, which updates on the CPU, on the recorded machine or on the preset with
-    as much device memory. What it uses on the device is subtracted. The remedy stays as it is where the trace cannot be
-    replayed, for example since no iteration was finished.
-    """
-    bound = next((remedy for remedy in error.remedies if remedy.name == OFFLOAD), None)
-    machine = _machine(trace, error.record.capacity_bytes)
-    if bound is None or machine is None:
-        return error
-    try:
-        workload = workload_of(trace)
-        schedule = simulate(make_plan(_POLICY, workload, machine), workload, machine)
-    except (MachineError, PolicyError, WorkloadError):
-        return error
-    kept = round(schedule.peak_device_bytes)
-    reason = (
-        f"all optimizer state on the device, minus {bytes_text(kept)} that the policy {_POLICY} uses there; replayed "
-        f"on {machine.name}, an iteration takes {ms_text(schedule.iteration_s * 1e3)}"
-    )
-    remedy = make_remedy(OFFLOAD, max(bound.bytes - kept, 0), error.record, reason)
-    remedies = [remedy if other is bound else other for other in error.remedies]
-    return replace(error, remedies=sorted(remedies, key=lambda other: -other.bytes))
-
-
-def _machine(trace: Trace, capacity: int | None) -> Machine | None:
-    if trace.meta.machine is not None:
-        return machine_from(trace.meta.machine, f"the machine of {trace.path}")
-    if not capacity:
-        return None
-    machines = [preset(name) for name in presets()]
-    same = [m for m in machines if m.gpu_memory_bytes and abs(capacity / m.gpu_memory_bytes - 1) <= _SAME_CAPACITY]
-    return min(same, key=lambda m: abs(capacity - (m.gpu_memory_bytes or 0)), default=None)

@@ -14,7 +14,7 @@ import pytest
 
 import ebbtide
 from ebbtide.analysis import TraceAnalysis
-from ebbtide.interleave.advise.recommendation import TraceAdviser
+from ebbtide.interleave.advise.trace_advice import TraceAdviser
 from tests.conftest import ebbtide_in_process
 
 RUN = Path(__file__).parents[2] / "traces" / "h100-20b-blocking.ebb"

@@ -20,7 +20,7 @@ def findings(
     from ebbtide.analysis.metrics.iterations import median_ms
     from ebbtide.analysis.metrics.job import JobMetrics
     from ebbtide.analysis.tables.findings import findings_view
-    from ebbtide.interleave.advise.recommendation import TraceAdviser
+    from ebbtide.interleave.advise.trace_advice import TraceAdviser
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)

@@ -114,7 +114,8 @@ def plan(
         job = job_of_size(shape_of(params, sequence or 2048, vocabulary, layers, hidden), batch, checkpointing)
     if code is not None and code not in machines:
         machines.append(code)
-    targets = find_targets(machines, host, price_per_hour or [], recording)
+    card = own_preset(recording) if not machines else None
+    targets = find_targets([card] if card is not None else machines, host, price_per_hour or [], recording)
     with new_outputs(output, None, force) as (picture, _):
         plans = []
         for target in targets:
@@ -132,7 +133,6 @@ def plan(
         print_code(plans[machines.index(code)])
     else:
         print_plans(job, plans, sort or ("cost" if price_per_hour else "iteration"), explain)
-        card = own_preset(recording) if not machines else None
         if card is not None and recording is not None:
             echo_line(own_preset_text(card, recording))
     print_outputs(output)

@@ -37,7 +37,7 @@ def report(
 
     from ebbtide.analysis.findings import find
     from ebbtide.analysis.report import write_report
-    from ebbtide.interleave.advise.recommendation import TraceAdviser
+    from ebbtide.interleave.advise.trace_advice import TraceAdviser
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)

@@ -40,4 +40,4 @@ def summary(
         opened = opened.of_ranks([rank])
     else:
         read_ranks(opened, summarize, jobs, scheduler)
-    show_result(opened, summarize(opened), partial(summary_view, verbose=verbose), as_json, "findings {}")
+    show_result(opened, summarize(opened), partial(summary_view, verbose=verbose or as_json), as_json, "findings {}")

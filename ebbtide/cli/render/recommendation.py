@@ -43,8 +43,8 @@ def print_recommendation(advice: Recommendation, before: Before, framework: Fram
         echo_line(f"But {warning}", fg="yellow")
     echo(f"{_block(best, framework)}\n")
     other = "deepspeed" if framework == "script" else "script"
-    more = f"all policies{' and changes of the job' if advice.alternatives else ''}: --all"
-    echo_line(f"{more}; lines for {_FRAMEWORKS[other]}: --for {other}")
+    changes = " and changes of the job" if advice.alternatives else ""
+    echo_line(f"all policies{changes}: --all; lines for {_FRAMEWORKS[other]}: --for {other}")
 
 
 def _gain(setup: PolicySetup, before: Before) -> str:

@@ -148,9 +148,14 @@ def _other_machine(machine: Machine, trace: Trace) -> str | None:
     capacity = device.capacity_bytes if device is not None and device.kind == "cuda" else None
     if not capacity or not machine.gpu_memory_bytes:
         return None
-    if abs(capacity / machine.gpu_memory_bytes - 1) <= _SAME_CAPACITY:
+    if is_same_capacity(capacity, machine.gpu_memory_bytes):
         return None
     return f"a GPU of {bytes_text(capacity)}, not {bytes_text(machine.gpu_memory_bytes)}"
+
+
+def is_same_capacity(one: float, other: float) -> bool:
+    """Return whether two GPUs may be of the same kind by the bytes of their memory."""
+    return abs(one / other - 1) <= _SAME_CAPACITY
 
 
 def load_policies(path: Path) -> None:
@@ -180,13 +185,12 @@ class PlanTarget:
 def find_targets(
     names: Sequence[str], host: str | None, prices: Sequence[float], trace: Trace | None
 ) -> list[PlanTarget]:
-    """Return the machines to plan for: presets or files, else the machine or the card of the trace, else all presets.
+    """Return the machines to plan for: presets or files, else the machine of the trace, else all presets.
 
     `host` is another one for their GPUs. `prices` of a host per hour are none, one for all machines, or one for each.
     """
     recorded = trace.meta.machine if trace is not None and not names else None
-    own = own_preset(trace)
-    sources: list[str | None] = [None] if recorded is not None else [*(names or ([own] if own else presets()))]
+    sources: list[str | None] = [None] if recorded is not None else [*(names or presets())]
     if len(prices) not in (0, 1, len(sources)):
         raise MachineError(
             f"there are {len(prices)} prices for {len(sources)} machines: write one for all, or one for each"

@@ -338,6 +338,7 @@ def test_windows_command__prints_tables_and_json(tmp_path: Path) -> None:
             "phase",
             "start_ms",
             "end_ms",
+            "length_ms",
             "free_bytes",
             "h2d_idle_share",
             "d2h_idle_share",

@@ -9,7 +9,8 @@ from ebbtide.analysis.metrics.advice import Adviser
 from ebbtide.interleave.advise.job.inputs import own_machine
 from ebbtide.interleave.advise.job.training_job import recorded_job
 from ebbtide.interleave.advise.job.workload_from_trace import workload_of
-from ebbtide.interleave.advise.recommendation import TraceAdviser, recommend
+from ebbtide.interleave.advise.recommendation import recommend
+from ebbtide.interleave.advise.trace_advice import TraceAdviser
 from ebbtide.machines.catalog import preset
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.interleave.published import TRACES

@@ -1,0 +1,85 @@
+"""Advice for the job of a trace on its own machine."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ebbtide.analysis.metrics.advice import Setting, SettingKind
+from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.errors import MachineError, PolicyError, WorkloadError
+from ebbtide.interleave.advise.choice import best_static_split, choose_policy, fits_memory, without_offload
+from ebbtide.interleave.advise.job.inputs import own_machine, share_box
+from ebbtide.interleave.advise.job.training_job import recorded_job
+from ebbtide.interleave.advise.job.workload_from_trace import workload_of
+from ebbtide.interleave.advise.lines.setups import PasteContext, setup_of
+from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.simulation.simulator import Steps
+from ebbtide.profiler.trace import Trace
+from ebbtide.units import ms_text
+
+
+class _Job(NamedTuple):
+    """The workload of a trace, and its job on its machine."""
+
+    workload: Workload
+    context: PasteContext
+
+
+class TraceAdviser:
+    """Recommends settings for the job of a trace, as `ebbtide replay --recommend` does. It simulates when asked."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    def deepspeed_setting(self) -> Setting | None:
+        """Return the best setting of what DeepSpeed has by itself: no offload, or the fastest static split that fits.
+
+        None where the job cannot be simulated, or no split fits.
+        """
+        if self._job is None:
+            return None
+        workload, context = self._job
+        on_gpu = without_offload(workload, context.machine)
+        steps = on_gpu or best_static_split(workload, context.machine)
+        if steps is None or not fits_memory(steps, context.machine):
+            return None
+        offload = setup_of(steps, context).deepspeed_config["zero_optimization"]["offload_optimizer"]
+        text = "do not offload at all"
+        if not on_gpu:
+            part = f'"offload_optimizer": {{"ratio": {offload["ratio"]:g}}}'
+            text = f"keep that part of the optimizer's state on the device (a static split: {part})"
+        return self._setting("deepspeed", {"offload_optimizer": offload}, text, steps)
+
+    def policy_setting(self) -> Setting | None:
+        """Return the best policy of ebbtide; None where nothing should be offloaded, or the job cannot be simulated.
+
+        It takes seconds: the policy `adaptive` searches for its plan.
+        """
+        if self._job is None:
+            return None
+        workload, context = self._job
+        try:
+            choice = choose_policy(workload, context.machine, context.job)
+        except (MachineError, PolicyError):
+            return None
+        if choice.excess is not None or choice.best.plan.policy == "gpu-only":
+            return None
+        settings = choice.action()["settings"]
+        return self._setting("policy", settings, f'policy "{choice.steps.plan.policy}"', choice.steps)
+
+    @cached_property
+    def _job(self) -> _Job | None:
+        machine = own_machine(self._trace)
+        if machine is None:
+            return None
+        try:
+            context = PasteContext(recorded_job(self._trace), share_box(machine, None, self._trace))
+            return _Job(workload_of(self._trace), context)
+        except (MachineError, WorkloadError):
+            return None
+
+    def _setting(self, kind: SettingKind, settings: dict[str, Any], text: str, steps: Steps) -> Setting:
+        iteration_ms = steps.iteration_s * 1e3
+        gain_ms = max(0.0, (JobMetrics(self._trace).iteration_ms or 0.0) - iteration_ms)
+        return Setting(kind, settings, f"{text} (simulated: {ms_text(iteration_ms)})", iteration_ms, gain_ms)
