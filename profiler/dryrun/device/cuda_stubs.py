@@ -203,6 +203,7 @@ def patch_tensors(
         return original_numpy(tensor, *args, **kwargs)
 
     patches.set(torch.Tensor, "numpy", convert_to_numpy)
+    _patch_constructors(patches, values)
     _patch_addresses(patches)
     resize = torch.UntypedStorage.resize_
 
@@ -214,6 +215,23 @@ def patch_tensors(
     patches.set(torch.UntypedStorage, "resize_", resize_storage)
     for owner in (torch_optimizers, _foreach_utils):
         patches.set(owner, "_foreach_supported_types", [*owner._foreach_supported_types, FakeTensor])
+
+
+def _patch_constructors(patches: Patches, values: ShadowValues) -> None:
+    """Let tensors be made from lists of fake ones, whose values torch reads below what the mode sees."""
+
+    def known(data: Any) -> Any:
+        if isinstance(data, FakeTensor):
+            return values.array_of(data).tolist() if data.dim() else data.item()
+        return type(data)(map(known, data)) if type(data) in (list, tuple) else data
+
+    for name in ("tensor", "as_tensor"):
+        original = getattr(torch, name)
+
+        def make(data: Any, *args: Any, original: Any = original, **kwargs: Any) -> Any:
+            return original(data if isinstance(data, torch.Tensor) else known(data), *args, **kwargs)
+
+        patches.set(torch, name, make)
 
 
 def _patch_addresses(patches: Patches) -> None:
@@ -252,7 +270,7 @@ def _apply(self: Any, function: Any, recurse: bool = True) -> Any:
     if recurse:
         for child in self.children():
             child._apply(function)
-    for parameter in self._parameters.values():
+    for key, parameter in self._parameters.items():
         if parameter is None:
             continue
         gradient = parameter.grad
@@ -262,6 +280,9 @@ def _apply(self: Any, function: Any, recurse: bool = True) -> Any:
                 parameter.grad = None
                 if is_traceable_wrapper_subclass(applied):
                     become(parameter, torch.nn.Parameter(applied, parameter.requires_grad))
+                elif applied.device.type == "meta":
+                    # A tensor without memory cannot be the data of another one.
+                    self._parameters[key] = torch.nn.Parameter(applied, parameter.requires_grad)
                 else:
                     parameter.data = applied
             if gradient is not None:
