@@ -130,7 +130,7 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         for kind in types:
             if issubclass(kind, FakeTensor):
                 has_fakes = True
-            elif kind is not torch.Tensor and kind is not torch.nn.Parameter:
+            elif kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
                 return NotImplemented
         device = kwargs.get("device")
         on_device = device is not None and torch.device(device).type == "cuda"
@@ -157,6 +157,13 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
     def to_fake(self, tensor: Any) -> Any:
         """Return a fake tensor like a tensor."""
         return tensor if isinstance(tensor, FakeTensor) else self.fake_mode.from_tensor(tensor)
+
+    def host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        """Return a fake tensor of the host, whatever its size."""
+        with self.fake_mode:
+            tensor = torch.empty(shape, dtype=dtype)
+        self._host_memory.follow(tensor.untyped_storage())
+        return tensor
 
     @staticmethod
     def _is_large_factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
