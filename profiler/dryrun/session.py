@@ -18,6 +18,7 @@ from ebbtide.profiler.dryrun.device.attention import AttentionChoice, register_a
 from ebbtide.profiler.dryrun.device.cuda_stubs import CudaStubs
 from ebbtide.profiler.dryrun.device.fake_cuda import DEFAULT_CAPACITY_BYTES, capability_of, patch_cuda
 from ebbtide.profiler.dryrun.device.fake_device import FakeDeviceMode
+from ebbtide.profiler.dryrun.device.flex_attention import register_flex_attention
 from ebbtide.profiler.dryrun.device.tensor_patches import patch_legacy_types, patch_tensors
 from ebbtide.profiler.dryrun.device.triton_kernels import TritonKernels
 from ebbtide.profiler.dryrun.device.unknown_shapes import register_missing_kernels
@@ -124,6 +125,7 @@ class DryRun:
         register_fused_norms(self._attention)
         register_missing_kernels(self._attention, self._patches)
         self.mode.shapes.install(self._patches)
+        register_flex_attention()
         self._only_lifts_cpu = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
         self._multithreading = torch.autograd.set_multithreading_enabled(False)

@@ -1,4 +1,4 @@
-"""Quantized parameters, kernels of libraries, and tensors made of others, in a dry run."""
+"""Quantized parameters, kernels of libraries, attention, and tensors made of others, in a dry run."""
 
 from __future__ import annotations
 
@@ -144,3 +144,26 @@ def test_functions_of_cuda__take_keywords() -> None:
         return torch.cuda.memory_allocated(device="cuda"), len(torch.cuda.get_rng_state(device="cuda"))
 
     assert run_forked(lambda: dry_run(job)[1]) == (0, 16)
+
+
+def test_flex_attention__holds_its_result_and_no_scores() -> None:
+    def job() -> Any:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        tensors = [torch.randn(2, 4, 256, 64, device="cuda", requires_grad=True) for _ in range(3)]
+        before = torch.cuda.memory_allocated()
+        result = torch.compile(flex_attention)(*tensors)
+        kept = torch.cuda.memory_allocated() - before
+        result.sum().backward()
+        return kept, torch.cuda.max_memory_allocated() - before, [tuple(tensor.grad.shape) for tensor in tensors]
+
+    def observe() -> Any:
+        run, result = dry_run(job)
+        return result, [kernel.work.flops for kernel in run.clock.kernels if kernel.work.flops]
+
+    (kept, most, shapes), flops = run_forked(observe)
+    tensor_bytes, scores_bytes, row_bytes = 4 * 2 * 4 * 256 * 64, 4 * 2 * 4 * 256 * 256, 4 * 2 * 4 * 256
+    assert tensor_bytes <= kept <= tensor_bytes + 2 * row_bytes
+    assert most < 6 * tensor_bytes + scores_bytes
+    assert shapes == [(2, 4, 256, 64)] * 3
+    assert flops == [2 * 2 * 2 * 4 * 256 * 256 * 64, 5 * 2 * 2 * 4 * 256 * 256 * 64]
