@@ -112,7 +112,7 @@ def _keeps_falling(trace: Trace, rank: int | None, free: pd.Series[float]) -> bo
     """
     pool, capacity = peak_pool(trace), capacity_bytes(trace, rank or 0)
     tensors = "allocated" if pool == "device" else pool
-    used = phase_peaks(trace, rank or 0, tensors or "").max(axis=1).reindex(free.index).dropna()
+    used = phase_peaks(trace, rank or 0, tensors or "").frame.max(axis=1).reindex(free.index).dropna()
     if len(used):
         return find_change(used.to_numpy(np.float64), 1, _MIN_SHARES["free_memory"], capacity) is not None
     third = len(free) // 3
@@ -128,7 +128,7 @@ def _series(trace: Trace, rank: int | None) -> Iterator[tuple[str, pd.Series[flo
     numbers = steady_iterations(trace).numbers
     if rank is None:
         if numbers:
-            yield "iteration_time", slowest_times(trace)["iteration"].dropna()
+            yield "iteration_time", slowest_times(trace).frame["iteration"].dropna()
         return
     yield "link_speed", _per_iteration(trace, rank, _link_speeds(trace, rank))
     if not numbers:
@@ -142,7 +142,7 @@ def _series(trace: Trace, rank: int | None) -> Iterator[tuple[str, pd.Series[flo
     yield "sm_clock", _per_iteration(trace, rank, _clocks(trace, rank))
     pool, capacity = free_pool(trace), capacity_bytes(trace, rank)
     if pool is not None and capacity is not None:
-        peaks = phase_peaks(trace, rank, pool).max(axis=1).dropna()
+        peaks = phase_peaks(trace, rank, pool).frame.max(axis=1).dropna()
         yield "free_memory", (capacity - peaks[peaks.index.isin(numbers)]).astype("float64")
 
 

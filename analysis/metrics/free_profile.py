@@ -43,7 +43,7 @@ def free_steps(trace: Trace, rank: int) -> list[FreeStep] | None:
         return None
     timeline = FreeTimeline(times, capacity - used)
     numbers = steady_iterations(trace).numbers
-    free = capacity - phase_peaks(trace, rank, str(pool))
+    free = capacity - phase_peaks(trace, rank, str(pool)).frame
     least = free[free.index.isin(numbers)].min()
     table = phase_table(trace, rank, timeline)
     segments = recurring_segments(table[table["iteration"].isin(numbers)])

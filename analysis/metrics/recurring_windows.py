@@ -10,7 +10,7 @@ import pandas as pd
 
 from ebbtide.analysis.metrics.devices import free_pool
 from ebbtide.analysis.metrics.iterations import intervals
-from ebbtide.analysis.metrics.memory_spans import memory_spans, phase_bounds, within_spans
+from ebbtide.analysis.metrics.memory_spans import memory_spans, within_spans
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints, merge_times
 from ebbtide.analysis.timeseries.thresholds import FreeTimeline, intervals_at_least
 from ebbtide.phases import OTHER
@@ -111,5 +111,6 @@ def phase_table(trace: Trace, rank: int, timeline: FreeTimeline) -> pd.DataFrame
     nth = phases.groupby(["iteration", "phase"]).cumcount()
     phases["position"] = phases_before.where(phases["phase"] == OTHER, nth)
     origins = times.spans[["iteration", "start_ns"]].rename(columns={"start_ns": "origin_ns"})
-    phases = phases[within_spans(memory_spans(trace, rank, free_pool(trace) or ""), *phase_bounds(phases))]
+    bounds = (phases[column].to_numpy(np.int64) for column in ("start_ns", "end_ns"))
+    phases = phases[within_spans(memory_spans(trace, rank, free_pool(trace) or ""), *bounds)]
     return phases.merge(origins, on="iteration")
