@@ -130,20 +130,28 @@ def _series(trace: Trace, rank: int | None) -> Iterator[tuple[str, pd.Series[flo
         if numbers:
             yield "iteration_time", slowest_times(trace).frame["iteration"].dropna()
         return
-    yield "link_speed", _per_iteration(trace, rank, _link_speeds(trace, rank))
+    if len(trace.columns(rank, "link")):
+        yield "link_speed", _per_iteration(trace, rank, _link_speeds(trace, rank))
     if not numbers:
         return
-    rows = copies(trace, rank, None)
-    rows = rows[(rows["bytes"].fillna(0) >= _LARGE_BYTES) & (rows["end_ns"] > rows["start_ns"])]
-    rates = rows["bytes"].astype("float64") / (rows["end_ns"] - rows["start_ns"]) * 1e9
-    kinds = ["direction", rows["host_memory"].fillna("")]
-    for _, group in rows.assign(value=rates, t_ns=rows["start_ns"]).groupby(kinds):
-        yield "copy_rate", _per_iteration(trace, rank, group)
-    yield "sm_clock", _per_iteration(trace, rank, _clocks(trace, rank))
+    if len(trace.columns(rank, "transfers")):
+        for group in _copy_rates(trace, rank):
+            yield "copy_rate", _per_iteration(trace, rank, group)
+    if len(trace.columns(rank, "gpu")):
+        yield "sm_clock", _per_iteration(trace, rank, _clocks(trace, rank))
     pool, capacity = free_pool(trace), capacity_bytes(trace, rank)
     if pool is not None and capacity is not None:
         peaks = phase_peaks(trace, rank, pool).frame.max(axis=1).dropna()
         yield "free_memory", (capacity - peaks[peaks.index.isin(numbers)]).astype("float64")
+
+
+def _copy_rates(trace: Trace, rank: int) -> list[pd.DataFrame]:
+    """Return t_ns and value of each kind of large copies: the rate of a copy, bytes/s."""
+    rows = copies(trace, rank, None)
+    rows = rows[(rows["bytes"].fillna(0) >= _LARGE_BYTES) & (rows["end_ns"] > rows["start_ns"])]
+    rates = rows["bytes"].astype("float64") / (rows["end_ns"] - rows["start_ns"]) * 1e9
+    kinds = ["direction", rows["host_memory"].fillna("")]
+    return [group for _, group in rows.assign(value=rates, t_ns=rows["start_ns"]).groupby(kinds)]
 
 
 def _link_speeds(trace: Trace, rank: int) -> pd.DataFrame:

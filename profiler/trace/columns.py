@@ -45,14 +45,14 @@ class Columns:
     @cached_property
     def frame(self) -> pd.DataFrame:
         """The rows as a pandas frame."""
-        from ebbtide.profiler.trace.frames import arrow_frame
+        from ebbtide.profiler.trace.frames import arrow_frame, empty_frame
 
-        frame = arrow_frame(self._table, self._arrow)
+        frame = arrow_frame(self._table, self._arrow) if len(self) else empty_frame(self._table)
         self.nbytes = max(self.nbytes, int(frame.memory_usage(index=False).sum()))
         return frame
 
     def __len__(self) -> int:
-        return len(self.__dict__.get("frame", ())) or self._arrow.num_rows
+        return len(self.frame) if "frame" in self.__dict__ else int(self._arrow.num_rows)
 
     def ints(self, name: str) -> npt.NDArray[np.int64]:
         """Return a column of integers; any number where the value is missing."""
