@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import ALLOCATION_POOLS, memory_timeline
+from ebbtide.analysis.metrics.iteration_table import positions
 from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.phases import OTHER
@@ -52,7 +53,7 @@ def in_read_iteration(trace: Trace, rank: int, pool: str, phases: PhaseArrays, t
     inside = within_spans(memory_spans(trace, rank, pool), phases.starts, phases.ends)
     ends = inside & (phases.phases != OTHER)
     started = np.unique(phases.iterations[ends])
-    missed = np.unique(phases.iterations[ends & ~np.isin(phases.ends, times)])
+    missed = np.unique(phases.iterations[ends & ~positions(times, phases.ends)[1]])
     read = np.setdiff1d(started, missed, assume_unique=True)
     return np.asarray(inside & np.isin(phases.iterations, read if len(read) else started), bool)
 

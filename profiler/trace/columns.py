@@ -127,9 +127,11 @@ def text_codes(values: pa.Array) -> Codes:
 
 def appearing(codes: npt.NDArray[Any], labels: list[str]) -> list[str]:
     """Return the labels that codes refer to, each once, in order of appearance."""
-    present, first = np.unique(codes, return_index=True)
-    order = present[np.argsort(first)]
-    return list(dict.fromkeys(labels[code] for code in order if code >= 0))
+    first = np.full(len(labels) + 1, len(codes))
+    # The first of several positions stands last here, and is kept.
+    first[codes[::-1]] = np.arange(len(codes))[::-1]
+    order = [code for code in np.argsort(first[:-1], kind="stable") if first[code] < len(codes)]
+    return list(dict.fromkeys(labels[code] for code in order))
 
 
 def _numbers(values: pa.Array) -> npt.NDArray[Any]:
