@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, fields
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-import pandas as pd
+if TYPE_CHECKING:
+    import pandas as pd
 
 # pandas dtype of each type of a dataclass field. Missing integers keep their other digits (`Int64`).
 _DTYPES: dict[Any, str] = {
@@ -29,6 +30,8 @@ def to_frame(rows: Iterable[Any], kind: type) -> pd.DataFrame:
     Args:
         rows: Instances of `kind`.
     """
+    import pandas as pd
+
     dtypes = _dtypes(kind)
     table = pd.DataFrame([_flat(asdict(row)) for row in rows], columns=list(dtypes))
     return table.astype({column: dtype for column, dtype in dtypes.items() if dtype is not None})

@@ -117,7 +117,7 @@ def compare(a: Trace, b: Trace) -> Diff:
     phases = list(zip(first.phases, second.phases, strict=True))
     medians = {"iteration": (first.iteration_ms, second.iteration_ms)}
     medians |= {x.phase: (x.median_ms, y.median_ms) for x, y in phases}
-    times = slowest_times(a), slowest_times(b)
+    times = slowest_times(a).frame, slowest_times(b).frame
     samples = {phase: (times[0][phase].dropna(), times[1][phase].dropna()) for phase in medians}
     totals = asdict(whole_trace(a)), asdict(whole_trace(b))
     pools = first.memory.pools, second.memory.pools

@@ -33,7 +33,8 @@ from tables import machine_line, spread, table
 
 from ebbtide.profiler.trace import Trace, open_trace
 from ebbtide.profiler.trace.files import new_trace, write_meta, write_rank
-from ebbtide.profiler.trace.schema import TABLES, frame
+from ebbtide.profiler.trace.frames import frame
+from ebbtide.profiler.trace.schema import TABLES
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ["summary", "iterations", "memory", "link", "windows", "findings", "report"]

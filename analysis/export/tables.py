@@ -16,7 +16,8 @@ from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.output_files import new_output
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
-from ebbtide.profiler.trace.schema import TABLES, frame
+from ebbtide.profiler.trace.frames import frame
+from ebbtide.profiler.trace.schema import TABLES
 
 FORMATS = ("csv", "parquet")
 # A file next to the tables. It marks the folder as output of ebbtide and lists the files that belong to it.
@@ -53,8 +54,9 @@ def _iterations(trace: Trace, rank: int, pool: str | None) -> pd.DataFrame:
     table = times.spans.set_index("iteration").assign(rank=rank, pool=pool)
     sizes = {direction: phase_bytes(trace, rank, direction) for direction in DIRECTIONS}
     sizes["peak"] = phase_peaks(trace, rank, pool) if pool else None
-    parts = [table, durations_ms(times).round(6).add_suffix("_ms")]
-    parts += [by_phase.round().add_suffix(f"_{name}_bytes") for name, by_phase in sizes.items() if by_phase is not None]
+    parts = [table, durations_ms(times).frame.round(6).add_suffix("_ms")]
+    recorded = {name: by_phase.frame for name, by_phase in sizes.items() if by_phase is not None}
+    parts += [by_phase.round().add_suffix(f"_{name}_bytes") for name, by_phase in recorded.items()]
     return pd.concat(parts, axis=1).reset_index()
 
 

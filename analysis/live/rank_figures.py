@@ -75,7 +75,7 @@ class LiveRank:
 
 def rank_figures(trace: Trace, rank: int, state: RankState) -> LiveRank:
     """Measure one rank of a trace that has been cut to its last iterations."""
-    table = durations_ms(intervals(trace, rank))
+    table = durations_ms(intervals(trace, rank)).frame
     steady = table[table.index.isin(steady_iterations(trace).numbers)]
     last = table.iloc[-1] if len(table) else pd.Series(dtype=float)
     device = trace.rank(rank).main_device
@@ -99,7 +99,7 @@ def _memory(trace: Trace, rank: int) -> LiveMemory | None:
     if pool is None or not len(sizes):
         return None
     capacity = capacity_bytes(trace, rank)
-    peaks = phase_peaks(trace, rank, pool)
+    peaks = phase_peaks(trace, rank, pool).frame
     peaks = peaks[peaks.index.isin(steady_iterations(trace).numbers)]
     of_phase = {phase: round(peak) for phase in ITERATION_PARTS if (peak := median_or_none(peaks[phase])) is not None}
     largest = peaks.max(axis=None) if len(peaks) else np.nan
@@ -155,7 +155,7 @@ def totals_of_counts(counts: PhaseCounts, link_bytes: dict[str, int] | None) -> 
 def totals_of_trace(trace: Trace, rank: int) -> RankTotals:
     """Return the totals of a trace from its tables."""
     times = intervals(trace, rank)
-    table = durations_ms(times)
+    table = durations_ms(times).frame
     runs = times.phases.groupby("phase")["iteration"].nunique()
     phase_s = {phase: float(table[phase].sum()) / 1e3 for phase in PHASES if phase in runs}
     of_host = intervals(trace, rank, device_times=False).spans

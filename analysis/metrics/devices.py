@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.profiler.trace import Trace
@@ -13,12 +11,12 @@ from ebbtide.profiler.trace.metadata import DeviceInfo
 @recent_per_trace
 def memory_timeline(trace: Trace, rank: int, pool: str) -> tuple[Ints, Ints]:
     """Return (times in ns, bytes) of one pool: on the rank's first device, or on the host for a pool of the host."""
-    rows = trace.memory(rank)
-    selected = (rows["pool"] == pool).to_numpy()
-    on_device = selected & (rows["device"] == main_device(trace, rank)).to_numpy()
+    rows = trace.columns(rank, "memory")
+    selected = rows.equal("pool", pool)
+    on_device = selected & rows.equal("device", main_device(trace, rank))
     if on_device.any():
         selected = on_device
-    return rows["t_ns"].to_numpy(np.int64)[selected], rows["bytes"].to_numpy(np.int64)[selected]
+    return rows.ints("t_ns")[selected], rows.ints("bytes")[selected]
 
 
 @once_per_trace

@@ -112,7 +112,7 @@ def _keeps_falling(trace: Trace, rank: int | None, free: pd.Series[float]) -> bo
     """
     pool, capacity = peak_pool(trace), capacity_bytes(trace, rank or 0)
     tensors = "allocated" if pool == "device" else pool
-    used = phase_peaks(trace, rank or 0, tensors or "").max(axis=1).reindex(free.index).dropna()
+    used = phase_peaks(trace, rank or 0, tensors or "").frame.max(axis=1).reindex(free.index).dropna()
     if len(used):
         return find_change(used.to_numpy(np.float64), 1, _MIN_SHARES["free_memory"], capacity) is not None
     third = len(free) // 3
@@ -128,22 +128,30 @@ def _series(trace: Trace, rank: int | None) -> Iterator[tuple[str, pd.Series[flo
     numbers = steady_iterations(trace).numbers
     if rank is None:
         if numbers:
-            yield "iteration_time", slowest_times(trace)["iteration"].dropna()
+            yield "iteration_time", slowest_times(trace).frame["iteration"].dropna()
         return
-    yield "link_speed", _per_iteration(trace, rank, _link_speeds(trace, rank))
+    if len(trace.columns(rank, "link")):
+        yield "link_speed", _per_iteration(trace, rank, _link_speeds(trace, rank))
     if not numbers:
         return
+    if len(trace.columns(rank, "transfers")):
+        for group in _copy_rates(trace, rank):
+            yield "copy_rate", _per_iteration(trace, rank, group)
+    if len(trace.columns(rank, "gpu")):
+        yield "sm_clock", _per_iteration(trace, rank, _clocks(trace, rank))
+    pool, capacity = free_pool(trace), capacity_bytes(trace, rank)
+    if pool is not None and capacity is not None:
+        peaks = phase_peaks(trace, rank, pool).frame.max(axis=1).dropna()
+        yield "free_memory", (capacity - peaks[peaks.index.isin(numbers)]).astype("float64")
+
+
+def _copy_rates(trace: Trace, rank: int) -> list[pd.DataFrame]:
+    """Return t_ns and value of each kind of large copies: the rate of a copy, bytes/s."""
     rows = copies(trace, rank, None)
     rows = rows[(rows["bytes"].fillna(0) >= _LARGE_BYTES) & (rows["end_ns"] > rows["start_ns"])]
     rates = rows["bytes"].astype("float64") / (rows["end_ns"] - rows["start_ns"]) * 1e9
     kinds = ["direction", rows["host_memory"].fillna("")]
-    for _, group in rows.assign(value=rates, t_ns=rows["start_ns"]).groupby(kinds):
-        yield "copy_rate", _per_iteration(trace, rank, group)
-    yield "sm_clock", _per_iteration(trace, rank, _clocks(trace, rank))
-    pool, capacity = free_pool(trace), capacity_bytes(trace, rank)
-    if pool is not None and capacity is not None:
-        peaks = phase_peaks(trace, rank, pool).max(axis=1).dropna()
-        yield "free_memory", (capacity - peaks[peaks.index.isin(numbers)]).astype("float64")
+    return [group for _, group in rows.assign(value=rates, t_ns=rows["start_ns"]).groupby(kinds)]
 
 
 def _link_speeds(trace: Trace, rank: int) -> pd.DataFrame:

@@ -43,9 +43,9 @@ def free_steps(trace: Trace, rank: int) -> list[FreeStep] | None:
         return None
     timeline = FreeTimeline(times, capacity - used)
     numbers = steady_iterations(trace).numbers
-    free = capacity - phase_peaks(trace, rank, str(pool))
+    free = capacity - phase_peaks(trace, rank, str(pool)).frame
     least = free[free.index.isin(numbers)].min()
-    table = phase_table(trace, rank, timeline)
+    table = phase_table(trace, rank)
     segments = recurring_segments(table[table["iteration"].isin(numbers)])
     steps = []
     for phase in (OTHER, FORWARD, BACKWARD, UPDATE):

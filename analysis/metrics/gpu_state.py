@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import main_device
-from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
+from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.columns import Bools, Columns
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # NVML's own window for utilization is at most so long: an older value says nothing of the present.
 _MAX_HOLD_NS = 1_000_000_000
@@ -92,7 +95,7 @@ def gpu_state(trace: Trace, ranks: Sequence[int] | None = None) -> GpuState:
     device's clock, where it was recorded. A phase that is shorter than the window of NVML's values (up to 1 s) shows
     its neighbours as well.
     """
-    recorded = [rank for rank in (trace.ranks if ranks is None else ranks) if len(trace.gpu(rank))]
+    recorded = [rank for rank in (trace.ranks if ranks is None else ranks) if len(trace.columns(rank, "gpu"))]
     figures: list[GpuFigure] = []
     if not recorded:
         return GpuState(figures)
@@ -120,13 +123,13 @@ class GpuTotals(NamedTuple):
 @once_per_trace
 def rank_gpu_totals(trace: Trace, rank: int) -> dict[tuple[str, str], GpuTotals]:
     """Return the totals of a rank's GPU over the steady iterations by quantity and phase, as far as recorded."""
-    rows, phases = trace.gpu(rank), intervals(trace, rank).with_other
-    rows = rows[rows["device"] == main_device(trace, rank)]
-    phases = phases[phases["iteration"].isin(steady_iterations(trace).numbers)]
-    names = phases["phase"].to_numpy()
+    rows, phases = trace.columns(rank, "gpu"), intervals(trace, rank).times_with_other
+    on_device = rows.equal("device", main_device(trace, rank))
+    phases = phases.only(np.isin(phases.iterations, steady_iterations(trace).numbers))
+    names = phases.phases
     totals = {}
-    for quantity in UNITS if len(rows) else ():
-        times, values = _samples(rows, quantity)
+    for quantity in UNITS if on_device.any() else ():
+        times, values = _samples(rows, on_device, quantity)
         phase, sample, lengths = _stretches(phases, times)
         for name in ITERATION_PARTS:
             own = (names[phase] == name) & (lengths > 0)
@@ -138,23 +141,23 @@ def rank_gpu_totals(trace: Trace, rank: int) -> dict[tuple[str, str], GpuTotals]
     return totals
 
 
-def _stretches(phases: pd.DataFrame, times: Ints) -> tuple[Ints, Ints, Floats]:
+def _stretches(phases: PhaseArrays, times: Ints) -> tuple[Ints, Ints, Floats]:
     """Return each phase with each of the samples that hold during it: (position of the phase, of the sample, ns)."""
     held_until = np.minimum(np.append(times[1:], np.iinfo(np.int64).max), times + _MAX_HOLD_NS)
-    starts, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
+    starts, ends = phases.starts, phases.ends
     first = np.searchsorted(held_until, starts, side="right")
     counts = np.maximum(np.searchsorted(times, ends, side="left") - first, 0)
-    phase = np.repeat(np.arange(len(phases)), counts)
+    phase = np.repeat(np.arange(len(starts)), counts)
     sample = np.arange(len(phase)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
     lengths = np.minimum(held_until[sample], ends[phase]) - np.maximum(times[sample], starts[phase])
     return phase, sample, lengths.astype(np.float64)
 
 
-def _samples(rows: pd.DataFrame, quantity: str) -> tuple[Ints, Floats]:
-    """Return (times in ns, values) of a quantity in rows of the table `gpu`."""
-    values = rows[_COLUMNS[quantity]].to_numpy(np.float64, na_value=np.nan)
-    recorded = np.isfinite(values)
-    times, values = rows["t_ns"].to_numpy(np.int64)[recorded], values[recorded]
+def _samples(rows: Columns, on_device: Bools, quantity: str) -> tuple[Ints, Floats]:
+    """Return (times in ns, values) of a quantity in rows of the table `gpu`: those of one device."""
+    values = rows.floats(_COLUMNS[quantity])
+    recorded = on_device & np.isfinite(values)
+    times, values = rows.ints("t_ns")[recorded], values[recorded]
     if quantity == "throttled":
         values = 100.0 * (values.astype(np.int64) & _LIMIT_BITS != 0)
     return times, values

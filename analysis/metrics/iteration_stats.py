@@ -87,7 +87,7 @@ def compare_iterations(trace: Trace, ranks: Sequence[int] | None = None) -> Iter
     totals: dict[int, pd.Series[float]] = {}
     warmup: set[int] = set()
     for rank in trace.ranks:
-        table = rank_durations(trace, rank)
+        table = rank_durations(trace, rank).frame
         if table.empty:
             continue
         warmup |= {int(number) for number in table.index} - numbers

@@ -2,103 +2,155 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import pandas as pd
+import numpy.typing as npt
 
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
+from ebbtide.analysis.metrics.iteration_table import IterationTable, positions, sums
 from ebbtide.analysis.timeseries.statistics import median_or_none
+from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.phases import ITERATION_PARTS, OTHER, PHASES
 from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.columns import Bools, Columns
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Where a trace does not state its warm-up: the first iterations, of traces with at least so many.
 _WARMUP_ITERATIONS = 2
 _MIN_ITERATIONS_FOR_WARMUP = 5
 
 
+class PhaseArrays(NamedTuple):
+    """Phases of finished iterations as arrays, an entry each, in order of time."""
+
+    iterations: Ints
+    phases: npt.NDArray[np.object_]
+    starts: Ints  # ns
+    ends: Ints  # ns
+
+    def only(self, selected: Bools) -> PhaseArrays:
+        """Return some of the phases."""
+        return PhaseArrays(self.iterations[selected], self.phases[selected], self.starts[selected], self.ends[selected])
+
+
 @dataclass(frozen=True)
 class Intervals:
     """Times of a rank's iterations and phases, on the device's clock where every phase has device times, else on the
     host's.
+
+    Attributes:
+        numbers: The iterations, ascending.
+        starts: Their starts, ns. An iteration begins where the one before ended.
+        ends: Their ends, ns: of the last phase, or, where the source marks iterations, the mark.
+        times: The phases, without `other`.
+        micro_steps: The micro-step of each phase.
     """
 
-    # Table of iteration, start_ns, end_ns. An iteration begins where the one before ended. It ends with its last phase,
-    # or, where the source marks iterations, at the mark.
-    spans: pd.DataFrame
-    # Table of iteration, micro_step, phase, start_ns, end_ns, in order of time and without `other`.
-    phases: pd.DataFrame
+    numbers: Ints
+    starts: Ints
+    ends: Ints
+    times: PhaseArrays
+    micro_steps: Ints
+
+    @cached_property
+    def spans(self) -> pd.DataFrame:
+        """Table of iteration, start_ns, end_ns."""
+        import pandas as pd
+
+        return pd.DataFrame({"iteration": self.numbers, "start_ns": self.starts, "end_ns": self.ends})
+
+    @cached_property
+    def phases(self) -> pd.DataFrame:
+        """Table of iteration, micro_step, phase, start_ns, end_ns, in order of time and without `other`."""
+        frame = _frame(self.times)
+        frame.insert(1, "micro_step", self.micro_steps)
+        return frame
 
     @cached_property
     def with_other(self) -> pd.DataFrame:
         """Table of iteration, phase, start_ns, end_ns: the phases, and `other` for the time without a phase."""
-        phases = self.phases[["iteration", "phase", "start_ns", "end_ns"]]
-        if phases.empty:
+        return _frame(self.times_with_other)
+
+    @cached_property
+    def times_with_other(self) -> PhaseArrays:
+        """The phases, and after them `other` for the time without a phase."""
+        phases = self.times
+        if not len(phases.starts):
             return phases
         # At the end of each iteration stands a phase without length, so that the time before it is a gap, too.
-        marks = self.spans[["iteration", "end_ns"]].assign(start_ns=self.spans["end_ns"])
-        rows = pd.concat([marks, phases]).sort_values("start_ns", kind="stable")
-        starts = rows["start_ns"].to_numpy(np.int64)
-        ends = np.append(self.spans["start_ns"].iloc[0], rows["end_ns"].to_numpy(np.int64))
+        starts = np.concatenate([self.ends, phases.starts])
+        order = np.argsort(starts, kind="stable")
+        starts, ends = starts[order], np.concatenate([self.ends, phases.ends])[order]
         # The latest end before each phase: iterations follow each other without a gap.
-        reached = np.maximum.accumulate(ends)[:-1]
+        reached = np.maximum.accumulate(np.append(self.starts[0], ends))[:-1]
         gap = starts > reached
-        iterations = rows["iteration"].to_numpy()[gap]
-        other = {"iteration": iterations, "phase": OTHER, "start_ns": reached[gap], "end_ns": starts[gap]}
-        return pd.concat([phases, pd.DataFrame(other)], ignore_index=True)
+        iterations = np.concatenate([self.numbers, phases.iterations])[order][gap]
+        other = PhaseArrays(iterations, np.full(len(iterations), OTHER, object), reached[gap], starts[gap])
+        return PhaseArrays(*(np.concatenate(arrays) for arrays in zip(phases, other, strict=True)))
+
+
+def _frame(times: PhaseArrays) -> pd.DataFrame:
+    import pandas as pd
+
+    columns = {"iteration": times.iterations, "phase": times.phases, "start_ns": times.starts, "end_ns": times.ends}
+    return pd.DataFrame(columns).astype({"phase": "str"})
 
 
 @recent_per_trace
 def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
     """Split the finished iterations of a rank into phases."""
-    phases = trace.phases(rank)
-    phases = phases[phases["iteration"].notna()]
-    columns = ["iteration", "micro_step", "phase"]
-    if device_times and (phases.empty or phases["gpu_end_ns"].isna().any()):
+    rows = trace.columns(rank, "phases")
+    finished = rows.recorded("iteration")
+    start, end = ("gpu_start_ns", "gpu_end_ns") if device_times else ("start_ns", "end_ns")
+    if device_times and not (finished.any() and (rows.recorded(start) & rows.recorded(end))[finished].all()):
         return intervals(trace, rank, device_times=False)
-    times = phases[["gpu_start_ns", "gpu_end_ns"] if device_times else ["start_ns", "end_ns"]]
-    frame = phases[columns].assign(
-        iteration=phases["iteration"].astype("int64"),
-        start_ns=times.iloc[:, 0].astype("int64"),
-        end_ns=times.iloc[:, 1].astype("int64"),
-    )
-    frame = frame.sort_values("start_ns", kind="stable", ignore_index=True)
-    ends = _iteration_ends(frame, trace.iteration_marks(rank), str(times.columns[1]))
-    starts = np.roll(ends.to_numpy(np.int64), 1)
-    if len(ends):
+    order = np.flatnonzero(finished)
+    order = order[np.argsort(rows.ints(start)[order], kind="stable")]
+    iterations, starts, ends = (rows.ints(name)[order] for name in ("iteration", start, end))
+    times = PhaseArrays(iterations, rows.texts("phase")[order], starts, ends)
+    numbers, iteration_ends = _iteration_ends(times, trace.columns(rank, "iteration_marks"), end)
+    iteration_starts = np.roll(iteration_ends, 1)
+    if len(numbers):
         begin = trace.rank(rank).first_iteration_start_ns
         # Device clocks are aligned to within microseconds: a first phase may seem to begin before its iteration.
-        earliest = int(frame["start_ns"].min())
-        starts[0] = earliest if begin is None else min(begin, earliest)
-    spans = pd.DataFrame({"iteration": ends.index, "start_ns": starts, "end_ns": ends.to_numpy(np.int64)})
-    return Intervals(spans.astype("int64"), frame)
+        iteration_starts[0] = starts[0] if begin is None else min(begin, int(starts[0]))
+    return Intervals(numbers, iteration_starts, iteration_ends, times, rows.ints("micro_step")[order])
 
 
-def _iteration_ends(phases: pd.DataFrame, marks: pd.DataFrame, column: str) -> pd.Series[int]:
-    """Return the end of each iteration: of its last phase, or the later end of its mark, before the next iteration.
+def _iteration_ends(times: PhaseArrays, marks: Columns, column: str) -> tuple[Ints, Ints]:
+    """Return the iterations and the end of each: of its last phase, or the later end of its mark, before the next one.
 
     Args:
-        phases: Phases of finished iterations, in order of time.
+        times: Phases of finished iterations, in order of time.
         marks: The table `iteration_marks`.
         column: The column of `marks` on the clock of the phases.
     """
-    by_iteration = phases.groupby("iteration")
-    ends = by_iteration["end_ns"].max()
-    if marks.empty:
-        return ends
-    next_starts = by_iteration["start_ns"].min().shift(-1, fill_value=np.iinfo(np.int64).max)
-    marked = marks.set_index("iteration")[column].reindex(ends.index).fillna(np.iinfo(np.int64).min).astype("int64")
-    return np.maximum(ends, np.minimum(marked, next_starts))
+    numbers, first, position = np.unique(times.iterations, return_index=True, return_inverse=True)
+    least, most = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+    ends = np.full(len(numbers), least)
+    np.maximum.at(ends, position, times.ends)
+    if not len(marks):
+        return numbers, ends
+    next_starts = np.append(times.starts[first][1:], most)
+    marked, (of_mark, present) = np.full(len(numbers), least), positions(numbers, marks.ints("iteration"))
+    present &= marks.recorded(column)
+    marked[of_mark[present]] = marks.ints(column)[present]
+    return numbers, np.maximum(ends, np.minimum(marked, next_starts))
 
 
 @once_per_trace
 def part_counts(trace: Trace, rank: int) -> dict[str, int]:
     """Return how often each part of ITERATION_PARTS ran in the finished iterations of a rank, each micro-step once."""
     times = intervals(trace, rank)
-    ran = times.phases[["iteration", "micro_step", "phase"]].drop_duplicates()["phase"].value_counts()
-    return {OTHER: len(times.spans), **{phase: int(ran.get(phase, 0)) for phase in PHASES}}
+    ran = {*zip(times.times.phases, times.times.iterations, times.micro_steps, strict=True)}
+    counts = Counter(phase for phase, *_ in ran)
+    return {OTHER: len(times.numbers), **{phase: counts[phase] for phase in PHASES}}
 
 
 class SteadyIterations(NamedTuple):
@@ -114,7 +166,7 @@ def steady_iterations(trace: Trace) -> SteadyIterations:
 
     The first two are warm-up where there are five or more, unless the trace's metadata states another number.
     """
-    numbers = sorted({int(i) for rank in trace.ranks for i in trace.phases(rank)["iteration"].dropna().unique()})
+    numbers = sorted({number for rank in trace.ranks for number in _finished(trace.columns(rank, "phases"))})
     warmup = trace.meta.warmup_iterations
     if warmup is None:
         warmup = _WARMUP_ITERATIONS if len(numbers) >= _MIN_ITERATIONS_FOR_WARMUP else 0
@@ -122,37 +174,48 @@ def steady_iterations(trace: Trace) -> SteadyIterations:
     return SteadyIterations(numbers[warmup:], warmup)
 
 
-def durations_ms(times: Intervals) -> pd.DataFrame:
-    """Return milliseconds per iteration (index) and part (columns `iteration` and ITERATION_PARTS).
+def _finished(phases: Columns) -> list[int]:
+    numbers: list[int] = np.unique(phases.ints("iteration")[phases.recorded("iteration")]).tolist()
+    return numbers
+
+
+def durations_ms(times: Intervals) -> IterationTable:
+    """Return milliseconds per iteration and part (columns `iteration` and ITERATION_PARTS).
 
     NaN for a phase that no iteration has.
     """
-    length = (times.phases["end_ns"] - times.phases["start_ns"]) / 1e6
-    by_phase = length.groupby([times.phases["iteration"], times.phases["phase"]]).sum().unstack(fill_value=0.0)
-    table = by_phase.reindex(index=times.spans["iteration"], fill_value=0.0).reindex(columns=list(PHASES))
-    table["iteration"] = ((times.spans["end_ns"] - times.spans["start_ns"]) / 1e6).to_numpy()
-    table[OTHER] = (table["iteration"] - table[list(PHASES)].sum(axis=1)).clip(lower=0.0)
-    return table
+    position = np.searchsorted(times.numbers, times.times.iterations)
+    lengths = (times.times.ends - times.times.starts) / 1e6
+    columns, absent = {}, np.full(len(times.numbers), np.nan)
+    for phase in PHASES:
+        own = times.times.phases == phase
+        columns[phase] = sums(len(absent), position[own], lengths[own]) if own.any() else absent
+    iteration_ms = (times.ends - times.starts) / 1e6
+    other_ms = np.maximum(iteration_ms - IterationTable(times.numbers, columns).total(PHASES), 0.0)
+    return IterationTable(times.numbers, {**columns, "iteration": iteration_ms, OTHER: other_ms})
 
 
 @once_per_trace
-def rank_durations(trace: Trace, rank: int) -> pd.DataFrame:
+def rank_durations(trace: Trace, rank: int) -> IterationTable:
     """Return `durations_ms` of the finished iterations of a rank."""
     return durations_ms(intervals(trace, rank))
 
 
 @once_per_trace
-def slowest_times(trace: Trace) -> pd.DataFrame:
-    """Return milliseconds of the slowest rank per steady iteration (index) and part (columns `iteration` and
-    ITERATION_PARTS)."""
+def slowest_times(trace: Trace) -> IterationTable:
+    """Return milliseconds of the slowest rank per steady iteration, with the columns of `durations_ms`."""
     tables = [rank_durations(trace, rank) for rank in trace.ranks]
-    if not tables:
-        return pd.DataFrame(columns=["iteration", *ITERATION_PARTS], dtype=float)
-    slowest = pd.concat(tables).groupby(level=0).max()
-    return slowest[slowest.index.isin(steady_iterations(trace).numbers)]
+    ran = np.unique(np.concatenate([np.empty(0, np.int64), *(table.numbers for table in tables)]))
+    numbers = ran[np.isin(ran, steady_iterations(trace).numbers)]
+    of_ranks = [table.at(numbers) for table in tables]
+    parts = ("iteration", *ITERATION_PARTS)
+    none = np.full(len(numbers), np.nan)
+    return IterationTable(
+        numbers, {part: np.fmax.reduce([none, *(table.columns[part] for table in of_ranks)]) for part in parts}
+    )
 
 
 @once_per_trace
 def median_ms(trace: Trace, phase: str) -> float | None:
     """Return the median of `slowest_times` of a phase, `other` or `iteration`; None where it was not recorded."""
-    return median_or_none(slowest_times(trace)[phase])
+    return median_or_none(slowest_times(trace).columns[phase])

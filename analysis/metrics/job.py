@@ -369,6 +369,7 @@ class JobMetrics:
         import numpy as np
 
         from ebbtide.analysis.metrics.phases import phase_peaks
+        from ebbtide.phases import ITERATION_PARTS
 
         free = []
         for rank in self.by_rank:
@@ -376,8 +377,8 @@ class JobMetrics:
             if self.free_pool is None or capacity is None:
                 return None
             if self.steady_iterations:
-                peaks = phase_peaks(self.trace, rank.rank, self.free_pool)
-                largest = peaks[peaks.index.isin(self.steady_iterations)].max(axis=None)
+                peaks = phase_peaks(self.trace, rank.rank, self.free_pool).only(self.steady_iterations)
+                largest = np.fmax.reduce(peaks.largest(ITERATION_PARTS), initial=np.nan)
             else:
                 largest = np.max(rank.memory_timeline(self.free_pool)[1], initial=-1)
                 largest = np.nan if largest < 0 else largest

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.metrics.devices import link_peak, main_device
@@ -15,6 +14,9 @@ from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints, cumulative, union
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.link_samples import sample_starts, valid_rates
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 DIRECTIONS = ("h2d", "d2h")
 # Where samples cover less than this share of an interval, its bytes are not known.
@@ -113,12 +115,14 @@ def copied_iterations(trace: Trace, rank: int) -> list[int]:
     numbers, spans = steady_iterations(trace).numbers, trace.rank(rank).transfers_spans_ns
     if not spans or not numbers:
         return numbers
-    phases = intervals(trace, rank).with_other
-    bounds = phases[phases["iteration"].isin(numbers)].groupby("iteration")
-    starts, ends = bounds["start_ns"].min(), bounds["end_ns"].max()
+    phases = intervals(trace, rank).times_with_other
+    ran, position = np.unique(phases.iterations, return_inverse=True)
+    starts, ends = np.full(len(ran), np.iinfo(np.int64).max), np.full(len(ran), np.iinfo(np.int64).min)
+    np.minimum.at(starts, position, phases.starts)
+    np.maximum.at(ends, position, phases.ends)
     recorded = covering(*np.array(spans, np.int64).T)
-    whole = recorded(ends.to_numpy(np.int64)) - recorded(starts.to_numpy(np.int64)) == (ends - starts).to_numpy()
-    return [int(iteration) for iteration in starts.index[whole]]
+    whole = recorded(ends) - recorded(starts) == ends - starts
+    return [int(iteration) for iteration in ran[whole & np.isin(ran, numbers)]]
 
 
 @recent_per_trace
@@ -176,14 +180,11 @@ class RateSamples(NamedTuple):
 def rate_samples(trace: Trace, rank: int, direction: str) -> RateSamples | None:
     """Return the samples of the counters of a rank's first device; None where there are none."""
     column = f"{direction}_bytes_per_s"
-    rows = trace.link(rank)
-    selected = ((rows["device"] == main_device(trace, rank)) & rows[column].notna()).to_numpy(bool)
+    rows = trace.columns(rank, "link")
+    selected = rows.equal("device", main_device(trace, rank)) & ~np.isnan(rows.floats(column))
     if not selected.any():
         return None
-    # Selecting rows of the table would copy its other columns, too.
-    ends = rows["t_ns"].to_numpy(np.int64)[selected]
-    windows = rows["window_ns"].to_numpy(np.int64)[selected]
-    rates = rows[column].to_numpy(np.float64)[selected]
+    ends, windows, rates = rows.ints("t_ns")[selected], rows.ints("window_ns")[selected], rows.floats(column)[selected]
     starts = sample_starts(ends, windows)
     spacing = np.diff(ends, prepend=ends[0] - windows[0])
     valid = valid_rates(rates, link_peak(trace, rank))

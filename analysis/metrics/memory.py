@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_timeline
-from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
+from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, steady_iterations
 from ebbtide.analysis.metrics.memory_spans import in_read_iteration
+from ebbtide.analysis.metrics.phases import largest_by_part
+from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import Ints, merge_times, peak_between
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import AllocatorState
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Gap -> (upper pool, lower pool): two counts of the same memory.
 GAPS = {
@@ -112,10 +116,9 @@ def rank_memory_use(trace: Trace, rank: int) -> MemoryUse:
     gaps: list[Gap] = []
     iterations = steady_iterations(trace).numbers
     pool_of_free = free_pool(trace)
-    phases = intervals(trace, rank, device_times=False).with_other
-    phases = phases[phases["iteration"].isin(iterations)]
-    recorded = sorted(trace.memory(rank)["pool"].unique())
-    timelines = {str(pool): memory_timeline(trace, rank, pool) for pool in recorded}
+    phases = intervals(trace, rank, device_times=False).times_with_other
+    phases = phases.only(np.isin(phases.iterations, iterations))
+    timelines = {pool: memory_timeline(trace, rank, pool) for pool in sorted(trace.labels(rank, "memory", "pool"))}
     for pool, timeline in timelines.items():
         use = _per_phase(trace, rank, pool, phases, timeline)
         pools += [PoolUse(rank, phase, pool, low, peak) for phase, low, peak in use]
@@ -149,7 +152,7 @@ def difference(upper: tuple[Ints, Ints], lower: tuple[Ints, Ints]) -> tuple[Ints
 
 
 def _per_phase(
-    trace: Trace, rank: int, pool: str, phases: pd.DataFrame, timeline: tuple[Ints, Ints]
+    trace: Trace, rank: int, pool: str, phases: PhaseArrays, timeline: tuple[Ints, Ints]
 ) -> list[tuple[str | None, int, int]]:
     """Return (phase, low, peak) of a timeline, medians over iterations; without iterations, of the whole trace.
 
@@ -158,14 +161,13 @@ def _per_phase(
     times, values = timeline
     if not steady_iterations(trace).numbers:
         return [(None, int(values.min()), int(values.max()))]
-    phases = phases[in_read_iteration(trace, rank, pool, phases, times)]
-    starts, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
-    peaks, lows = peak_between(times, values, starts, ends), -peak_between(times, -values, starts, ends)
-    recorded = phases.assign(peak=peaks, low=lows).dropna()
-    by_iteration = recorded.groupby(["phase", "iteration"]).agg({"low": "min", "peak": "max"})
-    medians = by_iteration.groupby("phase").median()
+    phases = phases.only(in_read_iteration(trace, rank, pool, phases, times))
+    peaks = peak_between(times, values, phases.starts, phases.ends)
+    negated_lows = peak_between(times, -values, phases.starts, phases.ends)
+    highest, negated_lowest = (largest_by_part(phases, of_phases).columns for of_phases in (peaks, negated_lows))
+    medians = {part: (median_or_none(negated_lowest[part]), median_or_none(highest[part])) for part in ITERATION_PARTS}
     return [
-        (phase, round(medians.loc[phase, "low"]), round(medians.loc[phase, "peak"]))
-        for phase in ITERATION_PARTS
-        if phase in medians.index
+        (phase, round(-low), round(peak))
+        for phase, (low, peak) in medians.items()
+        if low is not None and peak is not None
     ]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import ALLOCATION_POOLS, memory_timeline
-from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
+from ebbtide.analysis.metrics.iteration_table import positions
+from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.phases import OTHER
 from ebbtide.profiler.trace import Trace
@@ -41,7 +41,7 @@ def within_spans(spans: Spans | None, starts: Ints, ends: Ints) -> npt.NDArray[n
     return np.asarray((position >= 0) & (ends <= last_ends))
 
 
-def in_read_iteration(trace: Trace, rank: int, pool: str, phases: pd.DataFrame, times: Ints) -> npt.NDArray[np.bool_]:
+def in_read_iteration(trace: Trace, rank: int, pool: str, phases: PhaseArrays, times: Ints) -> npt.NDArray[np.bool_]:
     """Return which phases are of iterations in which a pool was read at the end of every phase; all if there are none.
 
     Of a recorded job with very short steps only some are read, each as a whole; in the others an old value stands. Of a
@@ -49,16 +49,13 @@ def in_read_iteration(trace: Trace, rank: int, pool: str, phases: pd.DataFrame, 
     those of the readings, ns.
     """
     if trace.meta.source != "recorded":
-        return np.ones(len(phases), bool)
-    inside = within_spans(memory_spans(trace, rank, pool), *phase_bounds(phases))
-    ends = phases[inside & (phases["phase"] != OTHER)]
-    read = ends["end_ns"].isin(times).groupby(ends["iteration"]).all()
-    return np.asarray(inside & phases["iteration"].isin(read.index[read] if read.any() else read.index), bool)
-
-
-def phase_bounds(phases: pd.DataFrame) -> tuple[Ints, Ints]:
-    """Return the starts and ends of phases, ns."""
-    return phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
+        return np.ones(len(phases.starts), bool)
+    inside = within_spans(memory_spans(trace, rank, pool), phases.starts, phases.ends)
+    ends = inside & (phases.phases != OTHER)
+    started = np.unique(phases.iterations[ends])
+    missed = np.unique(phases.iterations[ends & ~positions(times, phases.ends)[1]])
+    read = np.setdiff1d(started, missed, assume_unique=True)
+    return np.asarray(inside & np.isin(phases.iterations, read if len(read) else started), bool)
 
 
 def memory_with_gaps(trace: Trace, rank: int, pool: str) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
@@ -80,10 +77,9 @@ def detailed_iterations(trace: Trace, rank: int) -> list[int]:
     numbers = steady_iterations(trace).numbers
     if not trace.meta.options.on_demand:
         return numbers
-    spans = intervals(trace, rank, device_times=False).spans
-    spans = spans[spans["iteration"].isin(numbers)]
-    whole = within_spans(memory_spans(trace, rank, ""), *phase_bounds(spans))
-    return [int(number) for number in spans["iteration"][whole]]
+    times = intervals(trace, rank, device_times=False)
+    whole = within_spans(memory_spans(trace, rank, ""), times.starts, times.ends)
+    return [int(number) for number in times.numbers[whole & np.isin(times.numbers, numbers)]]
 
 
 @once_per_trace

@@ -65,7 +65,7 @@ def no_capacity(rank: int) -> str:
 
 def no_iterations(trace: Trace) -> str:
     """Return the line on a trace without a finished iteration."""
-    phases = {str(phase) for rank in trace.ranks for phase in trace.phases(rank)["phase"].unique()}
+    phases = {phase for rank in trace.ranks for phase in trace.labels(rank, "phases", "phase")}
     if not phases:
         return "no phases were recorded, so there are no iterations; `ebbtide profile` records them"
     return explain_no_iterations(phases)

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.metrics.devices import memory_timeline
-from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.iteration_table import IterationTable, sums
+from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, both_busy, traffic
 from ebbtide.analysis.metrics.memory_spans import in_read_iteration
-from ebbtide.analysis.timeseries.step_functions import peak_between
+from ebbtide.analysis.timeseries.step_functions import Floats, peak_between
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 
 @once_per_trace
-def phase_peaks(trace: Trace, rank: int, pool: str) -> pd.DataFrame:
-    """Return the peak of a pool per iteration (index) and phase (columns), bytes; NaN where nothing was recorded."""
+def phase_peaks(trace: Trace, rank: int, pool: str) -> IterationTable:
+    """Return the peak of a pool per iteration and phase, bytes; NaN where nothing was recorded."""
     times, sizes = memory_timeline(trace, rank, pool)
-    phases = intervals(trace, rank, device_times=False).with_other
-    starts, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
+    phases = intervals(trace, rank, device_times=False).times_with_other
     read = in_read_iteration(trace, rank, pool, phases, times)
-    peaks = phases.assign(peak=np.where(read, peak_between(times, sizes, starts, ends), np.nan))
-    return peaks.groupby(["iteration", "phase"])["peak"].max().unstack().reindex(columns=list(ITERATION_PARTS))
+    return largest_by_part(phases, np.where(read, peak_between(times, sizes, phases.starts, phases.ends), np.nan))
+
+
+def largest_by_part(phases: PhaseArrays, values: Floats) -> IterationTable:
+    """Return the largest of the values of phases, per iteration and phase; NaN where there is none."""
+    numbers, position = np.unique(phases.iterations, return_inverse=True)
+    columns = {part: np.full(len(numbers), np.nan) for part in ITERATION_PARTS}
+    for part, largest in columns.items():
+        own = phases.phases == part
+        np.fmax.at(largest, position[own], values[own])
+    return IterationTable(numbers, columns)
 
 
 @recent_per_trace
@@ -38,6 +51,8 @@ def link_table(trace: Trace, rank: int) -> pd.DataFrame:
 
 def whole_link_table(trace: Trace, rank: int) -> pd.DataFrame:
     """Return a row per direction of the whole trace, with the columns of `link_table`; the phase is empty."""
+    import pandas as pd
+
     span = trace.span_ns(rank)
     rows = [] if span is None else [(0, "", *span)]
     return _link_rows(trace, rank, pd.DataFrame(rows, columns=["iteration", "phase", "start_ns", "end_ns"]))
@@ -45,6 +60,8 @@ def whole_link_table(trace: Trace, rank: int) -> pd.DataFrame:
 
 def _link_rows(trace: Trace, rank: int, phases: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of `link_table` for some intervals: a table of iteration, phase, start_ns, end_ns."""
+    import pandas as pd
+
     starts, ends = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
     both = both_busy(trace, rank)
     both_ms = np.nan if both is None else both(starts, ends) / 1e6
@@ -67,12 +84,15 @@ def _link_rows(trace: Trace, rank: int, phases: pd.DataFrame) -> pd.DataFrame:
 
 
 @once_per_trace
-def phase_bytes(trace: Trace, rank: int, direction: str) -> pd.DataFrame | None:
-    """Return the bytes moved per iteration (index) and phase (columns): 0 for a phase that an iteration does not have,
-    NaN where too little was sampled; None where neither copies nor counters were recorded."""
-    if traffic(trace, rank, direction) is None:
+def phase_bytes(trace: Trace, rank: int, direction: str) -> IterationTable | None:
+    """Return the bytes moved per iteration and phase: 0 for a phase that an iteration does not have, NaN where too
+    little was sampled; None where neither copies nor counters were recorded."""
+    moved = traffic(trace, rank, direction)
+    if moved is None:
         return None
-    rows = link_table(trace, rank)
-    rows = rows[rows["direction"] == direction]
-    table = rows.set_index(["iteration", "phase"])["bytes"].unstack(fill_value=0.0)
-    return table.reindex(columns=list(ITERATION_PARTS), fill_value=0.0)
+    phases = intervals(trace, rank).times_with_other
+    sizes = moved.bytes(phases.starts, phases.ends)
+    numbers, position = np.unique(phases.iterations, return_inverse=True)
+    own = {part: phases.phases == part for part in ITERATION_PARTS}
+    sizes_of = {part: sums(len(numbers), position[of_part], sizes[of_part]) for part, of_part in own.items()}
+    return IterationTable(numbers, sizes_of)

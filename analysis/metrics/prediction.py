@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pandas as pd
+import numpy as np
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.iterations import steady_iterations
-from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.profiler.trace import Trace
 
 
@@ -42,8 +41,9 @@ def predicted_range(trace: Trace, part: str) -> TimeRange | None:
     """
     if trace.meta.prediction is None:
         return None
-    rows = [(time.iteration, time.low_ms, time.high_ms) for time in trace.meta.prediction.times if time.phase == part]
-    slowest = pd.DataFrame(rows, columns=["iteration", "low_ms", "high_ms"]).groupby("iteration").max()
-    slowest = slowest[slowest.index.isin(steady_iterations(trace).numbers)]
-    low, high = median_or_none(slowest["low_ms"]), median_or_none(slowest["high_ms"])
-    return None if low is None or high is None else TimeRange(low, high)
+    numbers, slowest = set(steady_iterations(trace).numbers), dict[int, tuple[float, float]]()
+    for time in trace.meta.prediction.times:
+        if time.phase == part and time.iteration in numbers:
+            low_ms, high_ms = slowest.get(time.iteration, (0.0, 0.0))
+            slowest[time.iteration] = max(low_ms, time.low_ms), max(high_ms, time.high_ms)
+    return TimeRange(*np.median(list(slowest.values()), axis=0).tolist()) if slowest else None

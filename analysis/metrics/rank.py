@@ -48,7 +48,7 @@ class RankMetrics:
         """Times, rates and free memory by steady iteration: the columns of `rank_series`."""
         from ebbtide.analysis.metrics.ranks.rank_series import rank_series
 
-        return rank_series(self.trace, self.rank)
+        return rank_series(self.trace, self.rank).frame
 
     @cached_property
     def activity(self) -> GpuActivity:

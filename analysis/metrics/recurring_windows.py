@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.metrics.devices import free_pool
+from ebbtide.analysis.metrics.cache import recent_per_trace
+from ebbtide.analysis.metrics.devices import free_pool, memory_timeline
 from ebbtide.analysis.metrics.iterations import intervals
-from ebbtide.analysis.metrics.memory_spans import memory_spans, phase_bounds, within_spans
+from ebbtide.analysis.metrics.memory_spans import memory_spans, within_spans
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints, merge_times
 from ebbtide.analysis.timeseries.thresholds import FreeTimeline, intervals_at_least
 from ebbtide.phases import OTHER
@@ -93,16 +94,18 @@ def _lower(a: Envelope, b: Envelope) -> Envelope:
     return positions[changes], values[changes]
 
 
-def phase_table(trace: Trace, rank: int, timeline: FreeTimeline) -> pd.DataFrame:
+@recent_per_trace
+def phase_table(trace: Trace, rank: int) -> pd.DataFrame:
     """Return the phases of each iteration in order, `other` included; only those in which free memory is known.
 
     Columns iteration, phase, position, origin_ns (the iteration's start), start_ns, end_ns. position: which one of its
     phase it is within the iteration, from 0; of `other` the number of phases before it. Where the trace has no phases,
-    one row spans the timeline, without iteration and phase.
+    one row spans the samples of free memory, without iteration and phase.
     """
     times = intervals(trace, rank, device_times=False)
     if times.spans.empty:
-        start, end = int(timeline.times[0]), int(timeline.times[-1])
+        samples = memory_timeline(trace, rank, free_pool(trace) or "")[0]
+        start, end = int(samples[0]), int(samples[-1])
         row = {"iteration": None, "phase": None, "position": 0, "origin_ns": start, "start_ns": start, "end_ns": end}
         return pd.DataFrame([row], dtype=object)
     phases = times.with_other.sort_values("start_ns", kind="stable")
@@ -111,5 +114,6 @@ def phase_table(trace: Trace, rank: int, timeline: FreeTimeline) -> pd.DataFrame
     nth = phases.groupby(["iteration", "phase"]).cumcount()
     phases["position"] = phases_before.where(phases["phase"] == OTHER, nth)
     origins = times.spans[["iteration", "start_ns"]].rename(columns={"start_ns": "origin_ns"})
-    phases = phases[within_spans(memory_spans(trace, rank, free_pool(trace) or ""), *phase_bounds(phases))]
+    bounds = (phases[column].to_numpy(np.int64) for column in ("start_ns", "end_ns"))
+    phases = phases[within_spans(memory_spans(trace, rank, free_pool(trace) or ""), *bounds)]
     return phases.merge(origins, on="iteration")

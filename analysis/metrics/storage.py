@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.timeseries.step_functions import union_length
 from ebbtide.profiler.trace import Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 DIRECTIONS = ("read", "write")
 
@@ -51,9 +54,9 @@ def storage_use(trace: Trace, ranks: Sequence[int] | None = None) -> list[Storag
 @once_per_trace
 def rank_storage_use(trace: Trace, rank: int) -> list[StorageUse]:
     """Return the storage use of one rank in both directions; none where it used no storage."""
-    ops = trace.ops(rank)
-    if not ops["resource"].str.startswith("storage").any():
+    if not trace.columns(rank, "ops").matches("resource", lambda name: name.startswith("storage")).any():
         return []
+    ops = trace.ops(rank)
     numbers = steady_iterations(trace).numbers
     ops = ops[ops["iteration"].isin(numbers)]
     requests, waits = _requests(ops), ops[(ops["name"] == "wait") & (ops["resource"] == "host")]

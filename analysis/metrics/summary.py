@@ -5,10 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
 from ebbtide.analysis.metrics.devices import (
@@ -18,6 +17,7 @@ from ebbtide.analysis.metrics.devices import (
     pool_peaks,
 )
 from ebbtide.analysis.metrics.gpu_state import GpuFigure, gpu_state
+from ebbtide.analysis.metrics.iteration_table import IterationTable
 from ebbtide.analysis.metrics.iterations import median_ms, part_counts, slowest_times, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations
 from ebbtide.analysis.metrics.missing import NO_GPU_STATE, no_link, on_demand_remarks, partly_no_link
@@ -29,9 +29,12 @@ from ebbtide.analysis.metrics.ranks.scan import read_by_parts
 from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.analysis.metrics.totals import Totals, whole_trace
 from ebbtide.analysis.timeseries.statistics import median_or_none
-from ebbtide.analysis.timeseries.step_functions import union_length
+from ebbtide.analysis.timeseries.step_functions import Floats, union_length
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,7 @@ def _summarize(trace: Trace) -> Summary:
     }
     phases = []
     for phase in ITERATION_PARTS:
-        phase_times = slowest[phase]
+        phase_times = slowest.columns[phase]
         median = median_ms(trace, phase)
         phases.append(
             PhaseSummary(
@@ -235,27 +238,31 @@ def _range(values: TimeRange | None) -> dict[str, float | None]:
     return {"low_ms": None, "high_ms": None} if values is None else {"low_ms": values.low_ms, "high_ms": values.high_ms}
 
 
-def _stack(tables: Iterable[pd.DataFrame | None], iterations: list[int]) -> pd.DataFrame:
-    """Concatenate some iterations of all ranks."""
-    recorded = [table[table.index.isin(iterations)] for table in tables if table is not None]
-    return pd.concat(recorded) if recorded else pd.DataFrame(columns=list(ITERATION_PARTS), dtype=float)
+def _stack(tables: Iterable[IterationTable | None], iterations: list[int]) -> dict[str, Floats]:
+    """Return the values of each phase in some iterations, of all ranks."""
+    recorded = [table.only(iterations).columns for table in tables if table is not None]
+    return {part: np.concatenate([np.empty(0), *(columns[part] for columns in recorded)]) for part in ITERATION_PARTS}
 
 
-def _free(trace: Trace, rank: int, pool: str) -> pd.DataFrame | None:
+def _free(trace: Trace, rank: int, pool: str) -> IterationTable | None:
     capacity = capacity_bytes(trace, rank)
-    return capacity - phase_peaks(trace, rank, pool) if capacity is not None else None
+    if capacity is None:
+        return None
+    peaks = phase_peaks(trace, rank, pool)
+    return IterationTable(peaks.numbers, {part: capacity - values for part, values in peaks.columns.items()})
 
 
 def _transfers(trace: Trace, direction: str) -> TransferSummary:
     recorded = [rank for rank in trace.ranks if trace.rank(rank).transfers_recorded]
     if not recorded:
         return TransferSummary(None, None, None)
-    tables = [trace.transfers(rank) for rank in recorded]
-    tables = [table[table["direction"] == direction] for table in tables]
-    busy = sum(union_length(t["start_ns"].to_numpy(np.int64), t["end_ns"].to_numpy(np.int64)) for t in tables)
-    rows = pd.concat(tables)
-    unknown = len(rows) and rows["bytes"].isna().all()
-    return TransferSummary(len(rows), None if unknown else int(rows["bytes"].sum()), busy / 1e6)
+    count, sizes, busy_ns = 0, [], 0
+    for table in (trace.columns(rank, "transfers") for rank in recorded):
+        own = table.equal("direction", direction)
+        count += int(own.sum())
+        sizes += table.ints("bytes")[own & table.recorded("bytes")].tolist()
+        busy_ns += union_length(table.ints("start_ns")[own], table.ints("end_ns")[own])
+    return TransferSummary(count, None if count and not sizes else sum(sizes), busy_ns / 1e6)
 
 
 def _memory(trace: Trace, pool: str | None) -> MemorySummary:
@@ -299,7 +306,7 @@ def command_text(command: Iterable[Any], max_chars: int = 110) -> str:
 
 def _remarks(trace: Trace) -> list[str]:
     """Describe limits of the data that the figures do not show."""
-    link = any(len(trace.link(rank)) for rank in trace.ranks)
+    link = any(len(trace.columns(rank, "link")) for rank in trace.ranks)
     copies = any(trace.rank(rank).transfers_recorded for rank in trace.ranks)
     remarks, numbers = on_demand_remarks(trace), steady_iterations(trace).numbers
     if not link and not copies:
@@ -313,7 +320,7 @@ def _remarks(trace: Trace) -> list[str]:
             shown = f"{len(copied_iterations(trace, rank))} of {len(numbers)}"
             remarks.append(f"rank {rank}: copies were recorded in {shown} iterations; the others count as not known")
     is_real = trace.meta.source not in ("simulated", "predicted")
-    if _has_gpu(trace) and is_real and not any(len(trace.gpu(rank)) for rank in trace.ranks):
+    if _has_gpu(trace) and is_real and not any(len(trace.columns(rank, "gpu")) for rank in trace.ranks):
         remarks.append(NO_GPU_STATE)
     if trace.meta.state == "recording":
         remarks.append("this trace is not finished: its recording was cut off or is still running")
@@ -324,6 +331,6 @@ def _has_gpu(trace: Trace) -> bool:
     return any(device.kind == "cuda" for entry in trace.meta.ranks for device in entry.devices)
 
 
-def _median_bytes(values: pd.Series[float]) -> int | None:
+def _median_bytes(values: Floats) -> int | None:
     median = median_or_none(values)
     return None if median is None else round(median)

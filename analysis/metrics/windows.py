@@ -165,7 +165,7 @@ class _WindowFinder:
         self._peak = link_peak(trace, rank)
         self._on_cpu = ran_on_cpu(trace)
         self._traffic = {direction: traffic(trace, rank, direction) for direction in DIRECTIONS}
-        self._phases = phase_table(trace, rank, timeline)
+        self._phases = phase_table(trace, rank)
 
     def windows(self) -> list[Window]:
         """Return the windows of each iteration."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ebbtide.analysis.metrics.devices import first_device, peak_pool, pool_peaks
 from ebbtide.analysis.metrics.missing import no_iterations
-from ebbtide.analysis.metrics.ranks.by_rank import RankTable
 from ebbtide.analysis.metrics.ranks.differences import RankDifferences, ranks_text
 from ebbtide.analysis.tables.table import Table, View, free_note, ms, number, rate, size, text
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
+
+if TYPE_CHECKING:
+    from ebbtide.analysis.metrics.ranks.by_rank import RankTable
 
 _SOURCE = "ebbtide iterations --by-rank --json"
 

@@ -84,7 +84,7 @@ def recurring_boxes(trace: Trace, rank: int, min_bytes: int) -> pd.DataFrame:
     timeline = FreeTimeline(times, (capacity_bytes(trace, rank) or 0) - used)
     columns = {"start_ns": np.int64, "end_ns": np.int64, "phase": object, "free_bytes": np.int64}
     tables = [pd.DataFrame(columns=list(columns))]
-    for segment in recurring_segments(phase_table(trace, rank, timeline)):
+    for segment in recurring_segments(phase_table(trace, rank)):
         lengths = segment.ends - segment.starts
         for begins, ends, free_bytes in segment.windows(timeline, min_bytes):
             rows = {

@@ -40,7 +40,7 @@ def heat_maps(trace: Trace) -> list[HeatMap]:
     numbers = steady_iterations(trace).numbers
     if len(trace.ranks) < 2 or not numbers:
         return []
-    tables = [phase_series(trace, rank) for rank in trace.ranks]
+    tables = [phase_series(trace, rank).frame for rank in trace.ranks]
     starts = np.stack([table[[f"{phase}_start_ms" for phase in PHASES]].min(axis=1).to_numpy() for table in tables])
     of_parts = {LATE: centered_rows(starts, hosts_of(trace), np.nanmin)}
     for phase in PHASES:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import pandas as pd
 
 from ebbtide.analysis.timeseries.step_functions import Floats
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # A normal distribution's standard deviation over its median absolute deviation: 1 / its 75 % quantile.
 DEVIATIONS_PER_MAD = 1.482602218505602
 
 
-def median_or_none(values: pd.Series[float]) -> float | None:
+def median_or_none(values: Floats | pd.Series[float]) -> float | None:
     """Return the median of the values that are not missing; None where all are missing."""
-    recorded = values.to_numpy(np.float64, na_value=np.nan)
+    recorded = values if isinstance(values, np.ndarray) else values.to_numpy(np.float64, na_value=np.nan)
     recorded = recorded[~np.isnan(recorded)]
     return float(np.median(recorded)) if len(recorded) else None
 

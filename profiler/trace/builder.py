@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace.files import new_trace, write_meta, write_rank
-from ebbtide.profiler.trace.schema import TABLES, frame
+from ebbtide.profiler.trace.schema import TABLES
 from ebbtide.profiler.trace.trace import Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class RankBuilder:
@@ -44,6 +45,10 @@ class RankBuilder:
 
     def frame(self, table: str) -> pd.DataFrame:
         """Return the rows so far. Raises ValueError for rows that do not fit the table."""
+        import pandas as pd
+
+        from ebbtide.profiler.trace.frames import frame
+
         parts = [frame(table, pd.DataFrame(columns)) for columns in self._columns[table]]
         parts = [frame(table, self._rows[table]), *parts]
         parts = [part for part in parts if len(part)] or parts[:1]

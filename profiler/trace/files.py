@@ -11,14 +11,16 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ebbtide.errors import TraceError
 from ebbtide.profiler.trace.schema import FORMAT, OPTIONAL_TABLES, SCHEMA, SPOOL, TABLES, arrow_schema
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 META = "meta.json"
 # In the folder of the spools: locked by the process that will finish the trace.

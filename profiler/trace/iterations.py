@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def micro_steps(phases: pd.DataFrame) -> pd.Series[int]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
-import pandas as pd
 import pyarrow as pa
 
 FORMAT = "ebbtide-trace"
@@ -151,55 +148,51 @@ def arrow_schema(table: str) -> pa.Schema:
     return pa.schema([pa.field(c.name, c.type, c.nullable) for c in TABLES[table]])
 
 
-def frame(table: str, rows: Any = ()) -> pd.DataFrame:
-    """Return a frame with the columns and types of a table, sorted by time.
+def is_text(kind: pa.DataType) -> bool:
+    """Return whether values are text, encoded as a dictionary or not."""
+    values = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(pa.types.is_string(values) or pa.types.is_large_string(values))
 
-    Nullable integers have the type `Int64`, so that nanoseconds keep every digit; missing floats are NaN. Columns that
-    the table does not have are dropped, missing nullable ones are added.
 
-    Args:
-        rows: Rows as dicts, or columns as a frame or a dict of arrays.
+def text_columns(table: str) -> list[str]:
+    """Return the names of a table's columns of text, which are best read as dictionaries."""
+    return [column.name for column in TABLES[table] if is_text(column.type)]
+
+
+def typed_rows(table: str, rows: pa.Table) -> pa.Table:
+    """Return rows with the columns of a table, numbers with their types.
+
+    `rows`: integers, floats and text may have other widths, and text may be a dictionary.
 
     Raises:
-        ValueError: A value is missing in a column that is not nullable.
+        ValueError: A column is of another kind, or a value is missing that must not be.
     """
     columns = {}
     for column in TABLES[table]:
-        values = _values(rows, column.name)
-        if not column.nullable and pd.isna(values).any():
+        values = _typed(rows.column(column.name), column) if column.name in rows.column_names else None
+        if not column.nullable and len(rows) and (values is None or values.null_count):
             raise ValueError(f"the table {table} needs a column {column.name}, with a value in every row")
-        columns[column.name] = values.astype(_dtype(column)).array
-    return sort_by_time(table, pd.DataFrame(columns))
+        columns[column.name] = pa.nulls(len(rows), _target(column)) if values is None else values
+    return pa.Table.from_arrays(list(columns.values()), list(columns))
 
 
-@cache
-def empty_frame(table: str) -> pd.DataFrame:
-    """Return a frame of a table without rows, which callers share and must not change."""
-    return frame(table)
-
-
-def sort_by_time(table: str, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return rows of a table sorted by time; those of one time keep their order."""
-    if rows[SORT[table]].is_monotonic_increasing:
-        return rows
-    return rows.sort_values(SORT[table], kind="stable", ignore_index=True)
-
-
-def _values(rows: Any, name: str) -> pd.Series:
-    """Return one column. From rows it is built value by value: next to a missing one pandas makes integers floats."""
-    if not isinstance(rows, (pd.DataFrame, dict)):
-        return pd.Series([row.get(name) for row in rows], dtype=object)
-    if name in rows:
-        return pd.Series(rows[name])
-    length = len(next(iter(rows.values()), ())) if isinstance(rows, dict) else len(rows)
-    return pd.Series([None] * length, dtype=object)
-
-
-def _dtype(column: TraceColumn) -> str:
+def _typed(values: pa.ChunkedArray, column: TraceColumn) -> pa.ChunkedArray:
+    """Return values with the type of their column; raise ValueError where they are of another kind."""
+    kind, target = values.type, _target(column)
+    if kind == target:
+        return values
+    if pa.types.is_null(kind.value_type if pa.types.is_dictionary(kind) else kind):
+        return values.cast(target)
     if pa.types.is_integer(column.type):
-        return "Int64" if column.nullable else "int64"
-    if pa.types.is_floating(column.type):
-        return "float64"
-    if column.categorical or pa.types.is_dictionary(column.type):
-        return "category"
-    return "string" if column.nullable else "str"
+        fits = pa.types.is_integer(kind)
+    elif pa.types.is_floating(column.type):
+        fits = pa.types.is_floating(kind)
+    else:
+        fits = is_text(kind)
+    if not fits:
+        raise ValueError(f"its column {column.name} is {kind}, not {column.type}")
+    return values.unify_dictionaries() if pa.types.is_dictionary(kind) else values.cast(target)
+
+
+def _target(column: TraceColumn) -> pa.DataType:
+    return pa.large_string() if is_text(column.type) else column.type

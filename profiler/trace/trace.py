@@ -1,4 +1,4 @@
-"""The trace: typed metadata, and tables as pandas frames."""
+"""The trace: typed metadata, and tables as pandas frames or arrays."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from ebbtide.errors import TraceError
+from ebbtide.profiler.trace.columns import Columns
 from ebbtide.profiler.trace.metadata import RankInfo, TraceMeta, parse_meta
 
-Load = Callable[[int, str], pd.DataFrame]
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Returns a table (rank, table).
+Load = Callable[[int, str], "Columns | pd.DataFrame"]
 # Returns the different values of a text column (rank, table, column) without loading the table.
 LoadLabels = Callable[[int, str, str], list[str]]
 # The tables that were used last are kept in memory, up to this size: all of a usual trace, some ranks of a large one.
@@ -47,8 +50,7 @@ class Trace:
         self.raw_meta = raw_meta
         self._load = load
         self._load_labels = load_labels
-        self._tables: OrderedDict[tuple[int, str], pd.DataFrame] = OrderedDict()
-        self._table_bytes = 0
+        self._tables: OrderedDict[tuple[int, str], Columns] = OrderedDict()
         # Several threads may compute figures of different ranks.
         self._lock = Lock()
 
@@ -92,41 +94,44 @@ class Trace:
         for rank in ranks:
             self.rank(rank)
         entries = [entry for entry in self.raw_meta["ranks"] if entry["rank"] in ranks]
-        return Trace(self.path, {**self.raw_meta, "ranks": entries}, self.table, self.labels)
+        return Trace(self.path, {**self.raw_meta, "ranks": entries}, self.columns, self.labels)
 
     def span_ns(self, rank: int | None = None) -> tuple[int, int] | None:
         """Return the first and the last time of anything recorded of all ranks (None) or one; None if nothing was."""
         times = []
         for number in self.ranks if rank is None else [rank]:
             for name, (start, end) in _SPANS.items():
-                table = self.table(number, name)
+                table = self.columns(number, name)
                 if len(table):
-                    window = table["window_ns"] if name == "link" else 0
-                    times += [int((table[start] - window).min()), int(table[end].max())]
+                    window = table.ints("window_ns") if name == "link" else 0
+                    times += [int((table.ints(start) - window).min()), int(table.ints(end).max())]
         return (min(times), max(times)) if times else None
 
     def table(self, rank: int, name: str) -> pd.DataFrame:
         """Return a table of one rank, sorted by time, with the columns of docs/trace-format.md. Do not change it."""
+        return self.columns(rank, name).frame
+
+    def columns(self, rank: int, name: str) -> Columns:
+        """Return a table of one rank as arrays, without pandas."""
         self.rank(rank)
         key = rank, name
         with self._lock:
             if key in self._tables:
                 self._tables.move_to_end(key)
                 return self._tables[key]
-        table = self._load(rank, name)
+        loaded = self._load(rank, name)
+        table = loaded if isinstance(loaded, Columns) else Columns(name, loaded)
         with self._lock:
-            if key not in self._tables:
-                self._tables[key] = table
-                self._table_bytes += _size(table)
-            while self._table_bytes > _MAX_TABLE_BYTES and len(self._tables) > 1:
-                self._table_bytes -= _size(self._tables.popitem(last=False)[1])
+            table = self._tables.setdefault(key, table)
+            while sum(kept.nbytes for kept in self._tables.values()) > _MAX_TABLE_BYTES and len(self._tables) > 1:
+                self._tables.popitem(last=False)
         return table
 
     def labels(self, rank: int, name: str, column: str) -> list[str]:
         """Return the different values of a text column of a table of one rank, in order of appearance."""
         self.rank(rank)
         if self._load_labels is None or (rank, name) in self._tables:
-            return [str(label) for label in self.table(rank, name)[column].dropna().unique()]
+            return self.columns(rank, name).labels(column)
         return self._load_labels(rank, name, column)
 
     def phases(self, rank: int) -> pd.DataFrame:
@@ -168,10 +173,6 @@ class Trace:
     def allocations(self, rank: int) -> pd.DataFrame:
         """Return the table `allocations` of one rank; empty where allocations were not recorded one by one."""
         return self.table(rank, "allocations")
-
-
-def _size(table: pd.DataFrame) -> int:
-    return int(table.memory_usage(index=False).sum())
 
 
 def next_commands(trace: Trace) -> str:

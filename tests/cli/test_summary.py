@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from ebbtide.profiler.trace import TraceBuilder
-from tests.conftest import ebbtide_in_process
+from tests.conftest import ebbtide_in_process, run_process
 
 MS = 10**6
 
@@ -58,3 +59,12 @@ def test_summary__omits_the_state_if_it_was_not_recorded(tmp_path: Path) -> None
     assert not (path / "rank-0" / "gpu.parquet").exists()
     assert "GPU: smallest" not in ebbtide_in_process("summary", path).stdout
     assert json.loads(ebbtide_in_process("summary", path, "--json").stdout)["gpu"] is None
+
+
+def test_summary__loads_no_pandas_which_would_take_half_of_its_time(tmp_path: Path) -> None:
+    script = (
+        "import sys; from ebbtide.cli import run; run(sys.argv[1:]); print('pandas' in sys.modules, file=sys.stderr)"
+    )
+    run = run_process([sys.executable, "-c", script, "summary", trained(tmp_path / "t.ebb", with_state=True), "-v"])
+    assert (run.returncode, run.stderr.strip()) == (0, "False")
+    assert "utilization" in run.stdout

@@ -45,7 +45,7 @@ def test_metrics__have_device_times_and_samples_of_a_gpu(record: Record, drivers
     assert recorded.run.returncode == 0, recorded.run.stderr
     row = json.loads(recorded.path.with_name("rows.json").read_text())[-1]
     trace = recorded.trace
-    seconds = durations_ms(intervals(trace, 0)) / 1e3
+    seconds = durations_ms(intervals(trace, 0)).frame / 1e3
     number = row["ebbtide/iteration"]
     assert row["ebbtide/phase_seconds/backward"] == pytest.approx(seconds.loc[number, "backward"], abs=1e-6)
     assert row["ebbtide/iteration_seconds"] == pytest.approx(seconds.loc[number, "iteration"], abs=1e-6)
@@ -57,5 +57,5 @@ def test_metrics__have_device_times_and_samples_of_a_gpu(record: Record, drivers
         # Of one of the iterations of the last second.
         table = phase_bytes(trace, 0, direction)
         assert table is not None
-        moved = table.sum(axis=1)
+        moved = table.frame.sum(axis=1)
         assert any(row[f"ebbtide/link_bytes/{direction}"] == pytest.approx(value, rel=0.02) for value in moved)

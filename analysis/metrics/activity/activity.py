@@ -46,6 +46,8 @@ class KernelTime:
 
 def top_kernels(trace: Trace, rank: int, count: int) -> list[KernelTime]:
     """Return the kernels with most time, the largest first, at most `count`; empty where none were recorded."""
+    if busy_time(trace, rank) is None:
+        return []
     rows = main_kernels(trace, rank)
     rows = rows[rows["kind"].isin(["compute", "communication"])]
     length = rows["end_ns"] - rows["start_ns"]
@@ -210,6 +212,8 @@ def gpu_activity(trace: Trace, rank: int | None = None) -> GpuActivity:
 
 
 def _phases(trace: Trace, rank: int) -> list[PhaseActivity]:
+    if busy_time(trace, rank) is None:
+        return [PhaseActivity(phase, None, None, None, None) for phase in ITERATION_PARTS]
     table = phase_activity(trace, rank)
     table = table[table["iteration"].isin(steady_iterations(trace).numbers)].set_index(["iteration", "phase"])
     iterations = table.index.unique("iteration")

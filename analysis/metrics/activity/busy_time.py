@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.metrics.devices import main_device
 from ebbtide.analysis.timeseries.intervals import Union, intersection, merged
 from ebbtide.analysis.timeseries.step_functions import union
 from ebbtide.profiler.trace import Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 KINDS = ("compute", "communication", "copy", "memset")
 
@@ -45,6 +48,8 @@ def main_transfers(trace: Trace, rank: int) -> pd.DataFrame:
 @once_per_trace
 def busy_time(trace: Trace, rank: int) -> BusyTime | None:
     """Return the times in which the first device of a rank is busy; None where kernels were not recorded."""
+    if not len(trace.columns(rank, "kernels")):
+        return None
     rows = main_kernels(trace, rank)
     if not rows["kind"].isin(["compute", "communication"]).any():
         return None

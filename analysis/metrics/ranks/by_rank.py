@@ -92,7 +92,7 @@ def rank_table(trace: Trace) -> RankTable:
     rows = []
     for rank in trace.ranks:
         series = rank_series(trace, rank)
-        medians = {column: median_or_none(series[column]) for column in _MEDIANS}
+        medians = {column: median_or_none(series.columns[column]) for column in _MEDIANS}
         row = RankRow(rank, trace.rank(rank).host, **medians, times_slowest=slowest.get(rank), cause=causes.get(rank))
         rows.append(row)
     return RankTable(len(steady_iterations(trace).numbers), rows, differences)

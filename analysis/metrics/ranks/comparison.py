@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import capacity_bytes, first_device
+from ebbtide.analysis.metrics.iteration_table import IterationTable
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.ranks.differences import (
     MIN_BYTES_SHARE,
@@ -30,6 +30,7 @@ from ebbtide.analysis.metrics.ranks.differences import (
 )
 from ebbtide.analysis.metrics.ranks.rank_series import centered_rows, hosts_of, rank_series, row_medians
 from ebbtide.analysis.timeseries.outlying import median_errors, stands_out
+from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text
@@ -55,7 +56,7 @@ def rank_differences(trace: Trace) -> RankDifferences:
         return NOT_COMPARED
     hosts = hosts_of(trace)
     tables = [rank_series(trace, rank) for rank in trace.ranks]
-    medians = np.array([table["iteration_ms"].median() for table in tables])
+    medians = np.array([median_or_none(table.columns["iteration_ms"]) for table in tables], np.float64)
     if np.isnan(medians).all():
         return NOT_COMPARED
     iteration_ms = float(np.nanmedian(medians))
@@ -69,13 +70,13 @@ def rank_differences(trace: Trace) -> RankDifferences:
     return RankDifferences(len(trace.ranks), len(set(hosts) - {""}), tuple(differences))
 
 
-def _values(tables: Sequence[pd.DataFrame], quantity: RankQuantity) -> Floats:
+def _values(tables: Sequence[IterationTable], quantity: RankQuantity) -> Floats:
     """Return a row of values per rank, a column per iteration; NaN of ranks that are not compared."""
-    values = np.stack([table[quantity.column].to_numpy(np.float64) for table in tables])
+    values = np.stack([table.columns[quantity.column] for table in tables])
     values[(~np.isnan(values)).sum(axis=1) < MIN_ITERATIONS] = np.nan
     recorded = ~np.isnan(values).all(axis=1)
     if quantity.bytes_column is not None and recorded.any():
-        moved = np.array([table[quantity.bytes_column].median() for table in tables])
+        moved = np.array([median_or_none(table.columns[quantity.bytes_column]) for table in tables], np.float64)
         values[~(moved >= MIN_BYTES_SHARE * np.nanmedian(moved[recorded]))] = np.nan
     return values
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from ebbtide.analysis.dataframes import to_frame
 from ebbtide.phases import PHASES
 from ebbtide.units import bytes_text, ms_text, rate_text
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Of an iteration and of the phase; bytes as a share of the capacity.
 MIN_ITERATION_SHARE = 0.02

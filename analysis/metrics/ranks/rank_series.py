@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, main_device
+from ebbtide.analysis.metrics.iteration_table import IterationTable
 from ebbtide.analysis.metrics.iterations import intervals, rank_durations, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations, rate_samples, traffic
 from ebbtide.analysis.metrics.phases import phase_peaks
@@ -23,64 +23,73 @@ _LOADED_GPU_PERCENT = 50.0
 
 
 @once_per_trace
-def phase_series(trace: Trace, rank: int) -> pd.DataFrame:
-    """Return times of a rank by steady iteration (index), ms; NaN where not recorded.
+def phase_series(trace: Trace, rank: int) -> IterationTable:
+    """Return times of a rank by steady iteration, ms; NaN where not recorded.
 
     Columns `iteration_ms`, `other_ms` and one per phase; `phases_ms`, their sum without `other`; `forward_start_ms` and
     so on, the first start of each phase since a time that all ranks share.
     """
-    times = intervals(trace, rank)
-    numbers = steady_iterations(trace).numbers
-    durations = rank_durations(trace, rank).reindex(numbers)
-    columns = {f"{part}_ms": durations[part] for part in ("iteration", *ITERATION_PARTS)}
-    columns["phases_ms"] = durations[list(PHASES)].sum(axis=1, min_count=1)
-    starts = times.phases.groupby(["phase", "iteration"], observed=True)["start_ns"].min()
+    times = intervals(trace, rank).times
+    durations = rank_durations(trace, rank).at(steady_iterations(trace).numbers)
+    columns = {f"{part}_ms": durations.columns[part] for part in ("iteration", *ITERATION_PARTS)}
+    phases_ms = np.stack([durations.columns[phase] for phase in PHASES])
+    columns["phases_ms"] = np.where(np.isnan(phases_ms).all(axis=0), np.nan, durations.total(PHASES))
     for phase in PHASES:
-        own = starts.xs(phase) if phase in starts.index.get_level_values(0) else pd.Series(dtype="int64")
-        columns[f"{phase}_start_ms"] = ((own - origin_ns(trace)) / 1e6).reindex(numbers)
-    return pd.DataFrame(columns).astype("float64")
+        own = times.phases == phase
+        numbers, first = np.unique(times.iterations[own], return_index=True)
+        starts = IterationTable(numbers, {"ms": (times.starts[own][first] - origin_ns(trace)) / 1e6})
+        columns[f"{phase}_start_ms"] = starts.at(durations.numbers).columns["ms"]
+    return IterationTable(durations.numbers, columns)
 
 
 @once_per_trace
-def rank_series(trace: Trace, rank: int) -> pd.DataFrame:
-    """Return values of a rank by steady iteration (index); NaN where not recorded.
+def rank_series(trace: Trace, rank: int) -> IterationTable:
+    """Return values of a rank by steady iteration; NaN where not recorded.
 
     Columns of `phase_series`; `free_bytes`, the least free memory; `h2d_bytes_per_s` and `d2h_bytes_per_s`, the rate of
     copies while they run, or the highest sampled rate; `h2d_bytes` and `d2h_bytes`; `sm_clock_mhz`, the median SM clock
     of the busy GPU.
     """
     times = phase_series(trace, rank)
-    spans = intervals(trace, rank).spans
-    spans = spans[spans["iteration"].isin(times.index)]
-    columns = {"free_bytes": _free(trace, rank), "sm_clock_mhz": _clocks(trace, rank, spans)}
-    for direction in DIRECTIONS:
-        moved = _moved(trace, rank, direction, spans)
-        columns[f"{direction}_bytes_per_s"], columns[f"{direction}_bytes"] = moved["rate"], moved["bytes"]
-    others = {name: values.reindex(times.index).astype("float64") for name, values in columns.items()}
-    return times.assign(**others)
+    of_iterations = intervals(trace, rank)
+    steady = np.isin(of_iterations.numbers, times.numbers)
+    numbers, starts, ends = of_iterations.numbers, of_iterations.starts, of_iterations.ends
+    spans = IterationSpans(numbers[steady], starts[steady], ends[steady])
+    moved = {name: values for direction in DIRECTIONS for name, values in _moved(trace, rank, direction, spans).items()}
+    others = IterationTable(spans.numbers, {"sm_clock_mhz": _clocks(trace, rank, spans), **moved}).at(times.numbers)
+    return IterationTable(
+        times.numbers, {**times.columns, "free_bytes": _free(trace, rank, times.numbers), **others.columns}
+    )
 
 
 @once_per_trace
 def origin_ns(trace: Trace) -> int:
     """Return the time that starts of phases count from: the first iteration of the first rank."""
-    spans = [intervals(trace, rank).spans for rank in trace.ranks[:1]]
-    return int(spans[0]["start_ns"].iloc[0]) if spans and len(spans[0]) else 0
+    starts = [int(start) for rank in trace.ranks[:1] for start in intervals(trace, rank).starts[:1]]
+    return starts[0] if starts else 0
 
 
-def _free(trace: Trace, rank: int) -> pd.Series[float]:
+class IterationSpans(NamedTuple):
+    """Iterations with their starts and ends, ns."""
+
+    numbers: Ints
+    starts: Ints
+    ends: Ints
+
+
+def _free(trace: Trace, rank: int, numbers: Ints) -> Floats:
     pool, capacity = free_pool(trace), capacity_bytes(trace, rank)
     if pool is None or capacity is None:
-        return pd.Series(dtype="float64")
-    return capacity - phase_peaks(trace, rank, pool).max(axis=1)
+        return np.full(len(numbers), np.nan)
+    return capacity - phase_peaks(trace, rank, pool).at(numbers).largest(ITERATION_PARTS)
 
 
-def _moved(trace: Trace, rank: int, direction: str, spans: pd.DataFrame) -> pd.DataFrame:
-    """Return the columns `rate` (bytes/s) and `bytes` by iteration."""
+def _moved(trace: Trace, rank: int, direction: str, spans: IterationSpans) -> dict[str, Floats]:
+    """Return the columns of the rate (bytes/s) and of the bytes."""
     moved = traffic(trace, rank, direction)
-    numbers = spans["iteration"].to_numpy(np.int64)
+    numbers, starts, ends = spans
     if moved is None:
-        return pd.DataFrame({"rate": np.nan, "bytes": np.nan}, index=numbers)
-    starts, ends = spans["start_ns"].to_numpy(np.int64), spans["end_ns"].to_numpy(np.int64)
+        return dict.fromkeys((f"{direction}_bytes_per_s", f"{direction}_bytes"), np.full(len(numbers), np.nan))
     sizes = moved.total(ends) - moved.total(starts)
     samples = None if moved.busy is not None else rate_samples(trace, rank, direction)
     if moved.busy is not None:
@@ -90,15 +99,15 @@ def _moved(trace: Trace, rank: int, direction: str, spans: pd.DataFrame) -> pd.D
     elif samples is not None:
         rates = _highest(samples.ends, samples.bytes_per_s, spans)
     else:
-        rates = np.full(len(spans), np.nan)
-    return pd.DataFrame({"rate": rates, "bytes": sizes}, index=numbers)
+        rates = np.full(len(numbers), np.nan)
+    return {f"{direction}_bytes_per_s": rates, f"{direction}_bytes": sizes}
 
 
-def _highest(ends: Ints, rates: Floats, spans: pd.DataFrame) -> Floats:
+def _highest(ends: Ints, rates: Floats, spans: IterationSpans) -> Floats:
     """Return the highest of the samples that end in each span; NaN where there is none."""
-    first = np.searchsorted(ends, spans["start_ns"].to_numpy(np.int64), side="right")
-    after = np.searchsorted(ends, spans["end_ns"].to_numpy(np.int64), side="right")
-    highest = np.full(len(spans), np.nan)
+    first = np.searchsorted(ends, spans.starts, side="right")
+    after = np.searchsorted(ends, spans.ends, side="right")
+    highest = np.full(len(spans.numbers), np.nan)
     some = after > first
     if some.any():
         bounds = np.stack([first[some], after[some]], axis=1).ravel()
@@ -106,17 +115,17 @@ def _highest(ends: Ints, rates: Floats, spans: pd.DataFrame) -> Floats:
     return highest
 
 
-def _clocks(trace: Trace, rank: int, spans: pd.DataFrame) -> pd.Series[float]:
-    rows = trace.gpu(rank)
-    if rows.empty or spans.empty:
-        return pd.Series(dtype="float64")
-    rows = rows[(rows["device"] == main_device(trace, rank)) & rows["sm_clock_mhz"].notna()]
-    rows = rows[rows["utilization_percent"] >= _LOADED_GPU_PERCENT]
-    times = rows["t_ns"].to_numpy(np.int64)
-    index = np.searchsorted(spans["start_ns"].to_numpy(np.int64), times, side="right") - 1
-    inside = (index >= 0) & (times < spans["end_ns"].to_numpy(np.int64)[np.maximum(index, 0)])
-    numbers = spans["iteration"].to_numpy(np.int64)[index[inside]]
-    return rows["sm_clock_mhz"][inside].astype("float64").groupby(numbers).median()
+def _clocks(trace: Trace, rank: int, spans: IterationSpans) -> Floats:
+    rows, medians = trace.columns(rank, "gpu"), np.full(len(spans.numbers), np.nan)
+    clocks = rows.floats("sm_clock_mhz")
+    loaded = rows.equal("device", main_device(trace, rank)) & ~np.isnan(clocks)
+    loaded &= rows.floats("utilization_percent") >= _LOADED_GPU_PERCENT
+    times, clocks = rows.ints("t_ns")[loaded], clocks[loaded]
+    for index, (start, end) in enumerate(zip(spans.starts, spans.ends, strict=True)):
+        first, after = np.searchsorted(times, (start, end))
+        if after > first:
+            medians[index] = np.median(clocks[first:after])
+    return medians
 
 
 def hosts_of(trace: Trace) -> npt.NDArray[np.str_]:

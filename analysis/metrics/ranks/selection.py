@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from ebbtide.analysis.metrics.ranks.comparison import rank_differences
 from ebbtide.analysis.metrics.ranks.rank_series import phase_series
+from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.profiler.trace import Trace
 
 # All ranks of a job with at most so many are shown.
@@ -39,8 +38,8 @@ def shown_ranks(trace: Trace, asked: Sequence[int] = ()) -> list[ShownRank]:
     if len(trace.ranks) <= MAX_RANKS:
         return [ShownRank(rank, "") for rank in dict.fromkeys(asked or trace.ranks)]
     reasons: dict[int, list[str]] = {rank: ["asked for"] for rank in asked}
-    medians = {rank: phase_series(trace, rank)["phases_ms"].median() for rank in trace.ranks}
-    by_time = sorted((rank for rank, ms in medians.items() if not np.isnan(ms)), key=lambda rank: medians[rank])
+    medians = {rank: median_or_none(phase_series(trace, rank).columns["phases_ms"]) for rank in trace.ranks}
+    by_time = [rank for _, rank in sorted((ms, rank) for rank, ms in medians.items() if ms is not None)]
     if by_time:
         chosen = {"slowest": by_time[-1], "median": by_time[len(by_time) // 2], "fastest": by_time[0]}
         for reason, rank in chosen.items():

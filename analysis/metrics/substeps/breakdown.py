@@ -56,6 +56,8 @@ def sub_steps(trace: Trace, ranks: Sequence[int] | None = None, by_subgroup: boo
     pool = peak_pool(trace)
     tiles, steps, subgroups, resources = True, [], [], []
     for rank in trace.ranks if ranks is None else ranks:
+        if not len(trace.columns(rank, "ops")):
+            continue
         rows, phases = split_by_phase(trace, rank, numbers)
         if rows.empty:
             continue

@@ -30,8 +30,9 @@ from ebbtide.profiler.recording.spools.tables import (
 )
 from ebbtide.profiler.recording.spools.trainings import RankData, Training, group_trainings
 from ebbtide.profiler.sampler.numa import placement_file
+from ebbtide.profiler.trace.frames import empty_frame, frame
 from ebbtide.profiler.trace.metadata import NumaPlacement, RankInfo, without_nulls
-from ebbtide.profiler.trace.schema import SORT, TABLES, empty_frame, frame
+from ebbtide.profiler.trace.schema import SORT, TABLES
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = r"(\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB|TiB)"

@@ -11,8 +11,8 @@ import pandas as pd
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import HOST, MISSING, NO_SUBGROUP
 from ebbtide.profiler.recording.spools.records import Records, iteration_ends
+from ebbtide.profiler.trace.frames import empty_frame, frame
 from ebbtide.profiler.trace.iterations import micro_steps
-from ebbtide.profiler.trace.schema import empty_frame, frame
 
 # The column of each quantity, and how many units of the record make one of the column.
 _COLUMNS: dict[str, tuple[str, float | None]] = {

@@ -81,7 +81,7 @@ def test_link_table__equals_direct_count(lengths: Any, h2d: Any, d2h: Any) -> No
         assert sizes is not None
         inside = sum(size * len(set(range(len(phase_of_tick))) & ticks([(a, n, 0)])) / n for a, n, size in rows)
         of_table = table.loc[table["direction"] == direction, "bytes"].sum()
-        assert sizes.to_numpy().sum() == pytest.approx(of_table) == pytest.approx(inside, abs=1e-3)
+        assert sizes.frame.to_numpy().sum() == pytest.approx(of_table) == pytest.approx(inside, abs=1e-3)
         assert list(sizes.columns) == [*PHASES, "other"]
 
 
@@ -101,7 +101,7 @@ def test_link_table__sum_needs_every_part_of_phase() -> None:
     assert table["d2h"].isna().all()
     sizes = phase_bytes(trace, 0, "h2d")
     assert sizes is not None
-    assert sizes["other"].tolist() == [0, 0]
+    assert sizes.columns["other"].tolist() == [0, 0]
     assert phase_bytes(trace, 0, "d2h") is None
     assert link_table(trace, 0)["busy_ms"].isna().all()
 
@@ -109,7 +109,7 @@ def test_link_table__sum_needs_every_part_of_phase() -> None:
 @given(iterations, memory)
 def test_phase_peaks__equal_direct_maximum(lengths: Any, samples: dict[int, int]) -> None:
     trace = built(lengths, samples=samples).build()
-    table = phase_peaks(trace, 0, "device")
+    table = phase_peaks(trace, 0, "device").frame
     phase_of_tick = clock(lengths)
     for iteration, phase in set(phase_of_tick):
         span = [t for t, where in enumerate(phase_of_tick) if where == (iteration, phase)]
@@ -128,7 +128,7 @@ def test_phase_peaks__take_highest_part_of_phase() -> None:
     rank = builder.rank(0, devices=[DEVICE], first_iteration_start_ns=0)
     for n, phase in enumerate(("forward", "backward", "forward", "backward", "update")):
         rank.phase(phase, 10 * n, 10 * n + 9, 0, n // 2).memory(10 * n, (30, 50, 40, 20, 10)[n])
-    assert phase_peaks(builder.build(), 0, "device").loc[0].to_dict() == {
+    assert phase_peaks(builder.build(), 0, "device").frame.loc[0].to_dict() == {
         "forward": 40,
         "backward": 50,
         "update": 10,
@@ -138,10 +138,10 @@ def test_phase_peaks__take_highest_part_of_phase() -> None:
 
 @pytest.mark.parametrize("trace", [built([]).build(), built([], [(0, 5, 9)], samples={0: 5}).build()])
 def test_phase_tables__are_empty_without_iterations(trace: Trace) -> None:
-    assert phase_peaks(trace, 0, "device").empty
+    assert phase_peaks(trace, 0, "device").frame.empty
     assert link_table(trace, 0).empty
     sizes = phase_bytes(trace, 0, "h2d")
-    assert sizes is None or sizes.empty
+    assert sizes is None or sizes.frame.empty
 
 
 def test_phase_tables__leave_out_unfinished_phases() -> None:
@@ -158,10 +158,10 @@ def test_phase_peaks__are_unknown_where_a_recorder_left_out_the_readings_of_an_i
     # Iteration 1 and 3 have none; a reading between phases does not count.
     samples = {1: 10, 2: 30, 3: 20, 4: 25, 7: 12, 8: 32, 9: 22, 10: 25}
     trace = built(lengths, samples=samples, source="recorded").build()
-    peaks = phase_peaks(trace, 0, "device")
+    peaks = phase_peaks(trace, 0, "device").frame
     assert peaks["backward"].isna().tolist() == [False, True, False, True]
     assert peaks["backward"].dropna().tolist() == [30, 32]
     uses = {use.phase: use.peak_bytes for use in memory_use(trace).pools}
     assert uses["backward"] == 31
     imported = built(lengths, samples=samples).build()
-    assert phase_peaks(imported, 0, "device")["backward"].tolist() == [30, 25, 32, 25]
+    assert phase_peaks(imported, 0, "device").columns["backward"].tolist() == [30, 25, 32, 25]

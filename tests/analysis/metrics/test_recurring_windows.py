@@ -72,7 +72,7 @@ def test_guaranteed__is_free_in_every_iteration(lengths: Any, samples: dict[int,
         own.append((window.phase, origin + window.start_ms, origin + window.end_ms))
     timeline = FreeTimeline(np.array(sorted(samples)) * MS, np.array([CAPACITY - samples[t] for t in sorted(samples)]))
     recurring = []
-    for segment in recurring_segments(phase_table(trace, 0, timeline)):
+    for segment in recurring_segments(phase_table(trace, 0)):
         assert len(segment.starts) >= len(lengths) - (segment.phase == "other")
         for begins, until, free in segment.windows(timeline, min_bytes):
             assert 0 <= begins < until <= 1

@@ -75,7 +75,7 @@ pytorch_lightning.Trainer(
 
 def check_rows(rows: list[dict[str, float]], trace: Trace, relative: float) -> None:
     """Compare the logs of steps with the trace: each has the figures of its iteration, as long as there are any."""
-    seconds = durations_ms(intervals(trace, 0)) / 1e3
+    seconds = durations_ms(intervals(trace, 0)).frame / 1e3
     assert [row.get("ebbtide/iteration") for row in rows] == [*range(RECORDED), *[None] * (STEPS - RECORDED)]
     for number, row in enumerate(rows):
         figures = {key for key in row if key.startswith("ebbtide/")}

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.profiler.trace.reader import arrow_frame
-from ebbtide.profiler.trace.schema import SORT, TABLES, TraceColumn, frame
+from ebbtide.profiler.trace.columns import Columns
+from ebbtide.profiler.trace.frames import arrow_frame, frame
+from ebbtide.profiler.trace.schema import SORT, TABLES, TraceColumn, is_text, typed_rows
 from tests.conftest import examples
 
 Rows = list[dict[str, Any]]
@@ -72,3 +73,26 @@ def test_arrow_frame__refuses_other_kinds_and_missing_values(change: dict[str, A
     rows = pa.table({name: values for name, values in columns.items() if values is not None})
     with pytest.raises(ValueError, match=message):
         arrow_frame("memory", rows)
+
+
+@settings(max_examples=examples(60, by_default=15))
+@given(tables(), st.booleans())
+def test_columns__have_the_values_of_the_frame(table: tuple[str, Rows, pa.Table], from_arrow: bool) -> None:
+    name, rows, arrow = table
+    expected = frame(name, rows)
+    columns = Columns(name, typed_rows(name, arrow) if from_arrow else expected)
+    assert len(columns) == len(rows)
+    pd.testing.assert_frame_equal(columns.frame, expected, check_categorical=False)
+    for column in TABLES[name]:
+        values = expected[column.name]
+        assert columns.recorded(column.name).tolist() == values.notna().tolist()
+        present = [value for value in values if not pd.isna(value)]
+        if is_text(column.type):
+            texts = columns.texts(column.name)
+            assert [text for text in texts if text is not None] == present
+            assert columns.labels(column.name) == list(dict.fromkeys(present))
+            assert columns.equal(column.name, "a").tolist() == [text == "a" for text in texts]
+        elif pa.types.is_integer(column.type):
+            assert columns.ints(column.name)[columns.recorded(column.name)].tolist() == present
+        else:
+            assert [value for value in columns.floats(column.name) if value == value] == present

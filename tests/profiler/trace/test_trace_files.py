@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from ebbtide.errors import TraceError
 from ebbtide.profiler.trace import Trace, TraceBuilder, open_trace
 from ebbtide.profiler.trace.files import new_trace, write_rank
+from ebbtide.profiler.trace.frames import frame
 from ebbtide.profiler.trace.merge import merge
 from ebbtide.profiler.trace.metadata import ClockInfo
 from ebbtide.profiler.trace.schema import (
@@ -31,7 +32,6 @@ from ebbtide.profiler.trace.schema import (
     TABLES,
     TraceColumn,
     arrow_schema,
-    frame,
 )
 from tests.conftest import examples
 

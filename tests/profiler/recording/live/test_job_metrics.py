@@ -51,8 +51,8 @@ def test_metrics__are_those_of_the_trace_and_follow_the_iterations(record: Recor
     before, *rows = json.loads(recorded.path.with_name("rows.json").read_text())
     assert before == {}
     assert [row["ebbtide/iteration"] for row in rows] == [0, 0, 1, 1, 2, 2, 3, 3]
-    seconds = durations_ms(intervals(trace, 0)) / 1e3
-    peaks = phase_peaks(trace, 0, "heap").max(axis=1)
+    seconds = durations_ms(intervals(trace, 0)).frame / 1e3
+    peaks = phase_peaks(trace, 0, "heap").frame.max(axis=1)
     for row in rows[1::2]:
         number = row["ebbtide/iteration"]
         expected = {f"ebbtide/phase_seconds/{part}": seconds.loc[number, part] for part in ITERATION_PARTS}
@@ -77,8 +77,8 @@ def test_sampled_figures__are_those_of_the_newest_iteration_that_was_sampled(tmp
     iterations = [
         IterationTimes(row.iteration, row.start_ns, row.end_ns, ()) for row in intervals(trace, 1).spans.itertuples()
     ]
-    moved = {direction: phase_bytes(trace, 1, direction).sum(axis=1) for direction in ("h2d", "d2h")}
-    peaks = phase_peaks(trace, 1, "device").max(axis=1)
+    moved = {direction: phase_bytes(trace, 1, direction).frame.sum(axis=1) for direction in ("h2d", "d2h")}
+    peaks = phase_peaks(trace, 1, "device").frame.max(axis=1)
     content = recording.spools[sampler]
     sampler.unlink()
     gpus = [{"index": index, "uuid": f"GPU-{index}"} for index in range(2)]

@@ -1,0 +1,149 @@
+"""The rows of a table as NumPy arrays, without pandas: importing it takes as long as a short command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ebbtide.profiler.trace.schema import SORT, TABLES, is_text, typed_rows
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Bools = npt.NDArray[np.bool_]
+# Texts as positions among the different ones, -1 where one is missing, and the different ones.
+Codes = tuple[npt.NDArray[Any], list[str]]
+
+
+class Columns:
+    """The rows of a table, sorted by time. Callers share the arrays and must not change them."""
+
+    def __init__(self, table: str, rows: pa.Table | pd.DataFrame) -> None:
+        """Take rows: an Arrow table as `typed_rows` returns it, or a frame of the table."""
+        self._table = table
+        self._kept: dict[str, Any] = {}
+        if isinstance(rows, pa.Table):
+            self._arrow = _sorted(table, rows)
+            self.nbytes = rows.nbytes
+            # A name that is not UTF-8 is to be refused where the file is read.
+            for column in TABLES[table]:
+                if is_text(column.type):
+                    self._codes(column.name)
+        else:
+            self.frame = rows
+            self.nbytes = int(rows.memory_usage(index=False).sum())
+
+    @cached_property
+    def _arrow(self) -> pa.Table:
+        return typed_rows(self._table, pa.Table.from_pandas(self.frame, preserve_index=False))
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """The rows as a pandas frame."""
+        from ebbtide.profiler.trace.frames import arrow_frame, empty_frame
+
+        frame = arrow_frame(self._table, self._arrow) if len(self) else empty_frame(self._table)
+        self.nbytes = max(self.nbytes, int(frame.memory_usage(index=False).sum()))
+        return frame
+
+    def __len__(self) -> int:
+        return len(self.frame) if "frame" in self.__dict__ else int(self._arrow.num_rows)
+
+    def ints(self, name: str) -> npt.NDArray[np.int64]:
+        """Return a column of integers; any number where the value is missing."""
+        values: npt.NDArray[np.int64] = self._once(name, lambda: _numbers(self._array(name)))
+        return values
+
+    def floats(self, name: str) -> npt.NDArray[np.float64]:
+        """Return a column of numbers as floats; NaN where the value is missing."""
+        return np.where(self.recorded(name), _numbers(self._array(name)).astype(np.float64), np.nan)
+
+    def recorded(self, name: str) -> Bools:
+        """Return which values of a column are not missing."""
+        return _recorded(self._array(name))
+
+    def matches(self, name: str, selects: Callable[[str], bool]) -> Bools:
+        """Return which texts of a column a function of a text selects; never those that are missing."""
+        codes, labels = self._codes(name)
+        return np.array([*map(selects, labels), False])[codes]
+
+    def equal(self, name: str, text: str | None) -> Bools:
+        """Return which texts of a column are the given one; none where that is None."""
+        return self.matches(name, lambda label: label == text)
+
+    def labels(self, name: str) -> list[str]:
+        """Return the different texts of a column in order of appearance."""
+        codes, labels = self._codes(name)
+        return appearing(codes, labels)
+
+    def texts(self, name: str) -> npt.NDArray[np.object_]:
+        """Return a column of text; None where the value is missing."""
+        codes, labels = self._codes(name)
+        return np.array([*labels, None], object)[codes]
+
+    def _array(self, name: str) -> pa.Array:
+        return self._once(f"{name}:arrow", lambda: one_array(self._arrow.column(name)))
+
+    def _codes(self, name: str) -> Codes:
+        codes: Codes = self._once(f"{name}:codes", lambda: text_codes(self._array(name)))
+        return codes
+
+    def _once(self, key: str, compute: Callable[[], Any]) -> Any:
+        if key not in self._kept:
+            self._kept[key] = compute()
+        return self._kept[key]
+
+
+def _sorted(table: str, rows: pa.Table) -> pa.Table:
+    times = _numbers(one_array(rows.column(SORT[table])))
+    return rows if (times[1:] >= times[:-1]).all() else rows.take(pa.array(np.argsort(times, kind="stable")))
+
+
+def one_array(values: pa.ChunkedArray) -> pa.Array:
+    """Return a column as one array; its chunks must share a dictionary."""
+    if not values.num_chunks:
+        return pa.nulls(0, values.type)
+    return values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()
+
+
+def text_codes(values: pa.Array) -> Codes:
+    """Return the texts of an array as codes."""
+    if pa.types.is_dictionary(values.type):
+        codes = _numbers(values.indices)
+        if values.indices.null_count:
+            codes = np.where(_recorded(values.indices), codes, -1)
+        return codes, values.dictionary.to_pylist()
+    texts = values.to_pylist()
+    positions = {
+        text: position for position, text in enumerate(dict.fromkeys(text for text in texts if text is not None))
+    }
+    return np.array([positions.get(text, -1) for text in texts], np.int64), list(positions)
+
+
+def appearing(codes: npt.NDArray[Any], labels: list[str]) -> list[str]:
+    """Return the labels that codes refer to, each once, in order of appearance."""
+    first = np.full(len(labels) + 1, len(codes))
+    # The first of several positions stands last here, and is kept.
+    first[codes[::-1]] = np.arange(len(codes))[::-1]
+    order = [code for code in np.argsort(first[:-1], kind="stable") if first[code] < len(codes)]
+    return list(dict.fromkeys(labels[code] for code in order))
+
+
+def _numbers(values: pa.Array) -> npt.NDArray[Any]:
+    """Return the numbers of an array without copying them; Arrow itself makes integers floats next to a missing one."""
+    if not len(values):
+        return np.empty(0, values.type.to_pandas_dtype())
+    numbers = np.frombuffer(values.buffers()[1], values.type.to_pandas_dtype())
+    return numbers[values.offset : values.offset + len(values)]
+
+
+def _recorded(values: pa.Array) -> Bools:
+    if not values.null_count:
+        return np.ones(len(values), bool)
+    bits = np.unpackbits(np.frombuffer(values.buffers()[0], np.uint8), bitorder="little")
+    return bits[values.offset : values.offset + len(values)].astype(bool)
