@@ -10,7 +10,7 @@ from ebbtide.analysis.tables.table import Table, View, free_note, ms, number, ra
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
-_SOURCE = "ebbtide iterations --by-rank --json"
+_SOURCE = "ebbtide summary --by rank --json"
 
 
 def differences_table(differences: RankDifferences) -> Table:

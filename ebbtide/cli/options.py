@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,6 +64,14 @@ def metrics_server(text: str) -> MetricsServer:
         return MetricsServer(parse_address(text))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def refuse_options(context: typer.Context, allowed: Collection[str], reason: str) -> None:
+    """Raise BadParameter if an option was given whose name is not among the allowed ones: `--option REASON`."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in allowed and source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"{parameter.opts[-1]} {reason}")
 
 
 def valued(metavar: str, text: str, default: str | bool = True, **settings: Any) -> Any:

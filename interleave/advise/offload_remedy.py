@@ -1,4 +1,4 @@
-"""What offload would do for a job that ran out of memory."""
+"""The remedy of offload for a job that ran out of memory, with the iteration time of a replayed plan."""
 
 from __future__ import annotations
 

@@ -15,17 +15,13 @@ from tests.conftest import ebbtide_in_process
 TRACES = sorted(Path("traces").resolve().glob("*.ebb"))
 QUICK = ("a100-13b-async", "a100-torch-profiler", "h100-20b-blocking")
 SCREENS = {
-    "activity": (),
     "findings": (),
-    "iterations": (),
-    "iterations by rank": ("--by-rank",),
-    "link": (),
     "memory": (),
     "plan": (),
     "replay": (),
     "replay recommend": ("--recommend",),
-    "steps": (),
     "summary": (),
+    **{f"summary by {key}": ("--by", key) for key in ("activity", "iteration", "link", "rank", "substep")},
     "windows": (),
 }
 SHORT = ("findings", "replay recommend", "summary")

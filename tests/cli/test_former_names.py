@@ -1,0 +1,71 @@
+"""Commands that others have taken in, by their former names."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbtide.cli.command import FORMER_NAMES
+from tests.cli.test_bad_input import refused
+from tests.conftest import ebbtide_in_process
+
+TRACES = Path("traces").resolve()
+H100 = str(TRACES / "h100-20b-blocking.ebb")
+PROFILED = str(TRACES / "a100-torch-profiler.ebb")
+
+# A command in the help: at the beginning of a line, or in an enumeration.
+LISTED = r"(^  |  |, ){}(  |,|$)"
+
+
+def answer(command_line: str, cwd: Path | None = None) -> dict[str, Any]:
+    run = ebbtide_in_process(*command_line.split(), "--json", cwd=cwd)
+    assert run.returncode == 0, run.stderr
+    result: dict[str, Any] = json.loads(run.stdout)
+    return result
+
+
+def test_former_names__are_in_no_help() -> None:
+    shown = ebbtide_in_process("--help").stdout
+    assert all(re.search(LISTED.format(name), shown, re.MULTILINE) for name in ("summary", "compare", "import"))
+    assert not any(re.search(LISTED.format(name), shown, re.MULTILINE) for name in FORMER_NAMES)
+    for name in FORMER_NAMES:
+        assert ebbtide_in_process(name, "--help").stdout == ebbtide_in_process(FORMER_NAMES[name][0], "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("former", "now", "key"),
+    [
+        (f"link {H100}", f"summary {H100} --by link", "phases"),
+        (f"link {H100} --rank 2", f"summary {H100} --by link --rank 2", "phases"),
+        (f"steps {H100} --subgroups", f"summary {H100} --by substep -v", "steps"),
+        (f"activity {PROFILED}", f"summary {PROFILED} --by activity", "kernels"),
+        (f"iterations {H100}", f"summary {H100} --by iteration", "spreads"),
+        (f"iterations {H100} --by-rank --jobs 1", f"summary {H100} --by rank --jobs 1", "ranks"),
+    ],
+)
+def test_former_names__print_what_the_commands_print_now(former: str, now: str, key: str) -> None:
+    result = answer(former)
+    assert result[key]
+    assert result == answer(now)
+    assert ebbtide_in_process(*former.split()).stdout == ebbtide_in_process(*now.split()).stdout
+
+
+@pytest.mark.parametrize(
+    ("command_line", "message"),
+    [
+        ("summary RUN --by rank --rank 1", "--rank does not go with --by rank"),
+        ("summary RUN --by link --jobs 2", "--jobs does not go with --by link"),
+        ("summary RUN --by activity --scheduler tcp://host:1", "--scheduler does not go with --by activity"),
+        ("summary RUN --by link --subgroups", "--subgroups does not go with --by link"),
+        ("summary RUN --by-rank", "--by-rank does not go with --by phase"),
+        ("summary RUN --by nothing", "nothing"),
+        ("iterations RUN --by-rank --rank 1", "--rank does not go with --by-rank"),
+        ("steps RUN --jobs 2", "--jobs"),
+    ],
+)
+def test_summary__refuses_options_that_its_table_does_not_have(command_line: str, message: str) -> None:
+    assert message in refused(ebbtide_in_process(*command_line.replace("RUN", H100).split()))
