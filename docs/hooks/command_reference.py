@@ -1,33 +1,41 @@
-"""MkDocs hook: write the reference of all commands into the page that asks for it, from the commands themselves."""
+"""MkDocs hook: write a page for each command from the command itself, and a list of them where a page asks for it."""
 
 from __future__ import annotations
 
 from typing import Any, get_args
 
 import typer
+from mkdocs.structure.files import File, InclusionLevel
 
-from ebbtide.cli import make_app
-from ebbtide.cli.command import HEADINGS, find_commands
+from ebbtide.cli import first_sentence, make_app
+from ebbtide.cli.command import HEADINGS, Command, find_commands
 
-MARKER = "<!-- reference of all commands -->"
+MARKER = "<!-- list of all commands -->"
 
 
-def command_reference() -> str:
-    """Return Markdown with a section per group and command: synopsis, description, arguments and options."""
+def command_pages() -> dict[str, str]:
+    """Return Markdown for each command, by its name: synopsis, description, examples, arguments and options."""
     app: Any = typer.main.get_command(make_app())
+    return {entry.name: "\n".join(_page(entry, app.commands[entry.name])) for entry in find_commands(None)}
+
+
+def command_list() -> str:
+    """Return Markdown with a table per group of commands, whose rows lead to their pages."""
     lines = []
     for heading in HEADINGS:
-        lines += [f"## {heading}", ""]
-        for name in (entry.name for entry in find_commands(None) if entry.heading == heading):
-            lines += [f"### ebbtide {name}", "", *_command(name, app.commands[name]), ""]
+        lines += ["", f"## {heading}", "", "| command | what it does |", "| --- | --- |"]
+        commands = [entry for entry in find_commands(None) if entry.heading == heading]
+        lines += [f"| [{entry.name}](commands/{entry.name}.md) | {first_sentence(entry)} |" for entry in commands]
     return "\n".join(lines)
 
 
-def _command(name: str, command: Any) -> list[str]:
+def _page(entry: Command, command: Any) -> list[str]:
+    name = entry.name
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
     options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
     synopsis = [f"ebbtide {name}", "[OPTIONS]" if options else "", *map(_synopsis, arguments)]
-    lines = ["```", " ".join(part for part in synopsis if part), "```", "", command.help, ""]
+    lines = [f"# ebbtide {name}", "", "```", " ".join(part for part in synopsis if part), "```", "", command.help, ""]
+    lines += ["```console", *(f"$ ebbtide {example}" for example in entry.examples), "```", ""]
     lines += ["| argument or option | meaning | default |", "| --- | --- | --- |"]
     return lines + [_row(parameter) for parameter in (*arguments, *options) if not parameter.hidden]
 
@@ -74,6 +82,14 @@ def _choices(annotation: Any) -> list[str]:
     return [choice for part in parts for choice in part]
 
 
+def on_files(files: Any, config: Any) -> Any:
+    """Add a page for each command."""
+    for name, page in command_pages().items():
+        uri = f"commands/{name}.md"
+        files.append(File.generated(config, uri, content=page, inclusion=InclusionLevel.NOT_IN_NAV))
+    return files
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the reference in the place of the marker."""
-    return markdown.replace(MARKER, command_reference()) if MARKER in markdown else markdown
+    """Put the list in the place of the marker."""
+    return markdown.replace(MARKER, command_list()) if MARKER in markdown else markdown

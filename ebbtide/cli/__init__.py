@@ -55,7 +55,7 @@ class _Commands(typer.core.TyperGroup):
         formatter.write_paragraph()
         formatter.write_text(self.help or "")
         with formatter.section("Commands"):
-            formatter.write_dl([(c.name, _first_sentence(c)) for c in commands if c.heading == first])
+            formatter.write_dl([(c.name, first_sentence(c)) for c in commands if c.heading == first])
         with formatter.section("More commands"):
             names = {heading: ", ".join(c.name for c in commands if c.heading == heading) for heading in others}
             formatter.write_dl([(heading.lower(), text) for heading, text in names.items()])
@@ -63,7 +63,8 @@ class _Commands(typer.core.TyperGroup):
             formatter.write_text("ebbtide COMMAND --help has the options and examples; ebbtide --version the version.")
 
 
-def _first_sentence(entry: Command) -> str:
+def first_sentence(entry: Command) -> str:
+    """Return the first sentence of what a command does."""
     text = " ".join((entry.run.__doc__ or "").split())
     return re.split(r"(?<=[.?]) ", text)[0]
 

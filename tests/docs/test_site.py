@@ -79,16 +79,23 @@ def test_command_reference__has_every_option_of_every_command(hooks: dict[str, M
 
     from ebbtide.cli import make_app
 
-    reference = hooks["command_reference"].command_reference()
+    pages = hooks["command_reference"].command_pages()
+    assert set(pages) == set(re.findall(r"\(commands/(.+)\.md\)", hooks["command_reference"].command_list()))
     app: typer.core.TyperGroup = typer.main.get_command(make_app())  # type: ignore[assignment]
     for name, command in app.commands.items():
-        section = reference.split(f"### ebbtide {name}\n")[1].split("\n##")[0]
         options = {option for parameter in command.params for option in parameter.opts if option.startswith("-")}
-        assert {option for option in options if f"`{option}" not in section} == set()
-    assert (
-        "| `--min-bytes SIZE` | Minimum free memory of a window in bytes, e.g. 500MB or 2GiB. | `1GiB` |" in reference
-    )
-    assert "| `--rank N` | Rank to show. | the first one; all with --json |" in reference
+        assert {option for option in options if f"`{option}" not in pages[name]} == set()
+    least = "| `--min-bytes SIZE` | Minimum free memory of a window in bytes, e.g. 500MB or 2GiB. | `1GiB` |"
+    assert least in pages["windows"]
+    assert "| `--rank N` | Rank to show. | the first one; all with --json |" in pages["windows"]
+
+
+def test_glossary__has_a_heading_for_each_term(hooks: dict[str, ModuleType]) -> None:
+    glossary = (DOCS / "glossary.md").read_text()
+    headings = re.findall("^### (.+)$", hooks["glossary_terms"].with_headings(glossary), re.MULTILINE)
+    assert {"iteration", "window", "`device`", "policy", "`zero-offload`"} <= set(headings)
+    terms = sum(line.startswith(("| **", "| `")) for line in glossary.splitlines())
+    assert len(headings) == terms + glossary.count("\n### ")
 
 
 def test_table_pipes__are_shown_without_their_escapes(hooks: dict[str, ModuleType]) -> None:
