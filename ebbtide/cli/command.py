@@ -14,7 +14,9 @@ FORMER_NAMES = {
     "activity": ("summary", "--by", "activity"),
     "iterations": ("summary", "--by", "iteration"),
     "link": ("summary", "--by", "link"),
+    "merge": ("import",),
     "steps": ("summary", "--by", "substep"),
+    "tables": ("export", "--format", "csv"),
 }
 _COMMANDS: dict[str, Command] = {}
 

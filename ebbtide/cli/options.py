@@ -79,6 +79,11 @@ def valued(metavar: str, text: str, default: str | bool = True, **settings: Any)
     return typer.Option(metavar=metavar, help=text, show_default=default, **settings)
 
 
+def output_option(metavar: str, default: str | bool = True) -> Any:
+    """Return the option for the file or folder that a command is to write, with `metavar` for its kind."""
+    return typer.Option("-o", "--output", metavar=metavar, help="File or folder to write.", show_default=default)
+
+
 TraceFile = Annotated[Path, typer.Argument(metavar="RUN.ebb", help="Trace to read.")]
 Rank = Annotated[
     int | None,

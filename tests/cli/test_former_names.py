@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ebbtide.cli.command import FORMER_NAMES
+from ebbtide.profiler.trace import TraceBuilder
 from tests.cli.test_bad_input import refused
 from tests.conftest import ebbtide_in_process
 
@@ -52,6 +53,50 @@ def test_former_names__print_what_the_commands_print_now(former: str, now: str, 
     assert result[key]
     assert result == answer(now)
     assert ebbtide_in_process(*former.split()).stdout == ebbtide_in_process(*now.split()).stdout
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Path:
+    """Make a folder with the traces of two hosts whose clocks are not known."""
+    for rank in (0, 1):
+        builder = TraceBuilder("recorded")
+        builder.rank(rank).phase("forward", rank * 10**10, rank * 10**10 + 10**6, 0).memory(rank * 10**10, 9)
+        builder.write(tmp_path / f"{rank}.ebb")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        ("merge 0.ebb 1.ebb --align start -o FILE", "import 0.ebb 1.ebb --align start -o FILE"),
+        ("merge 1.ebb --align start -o FILE", "import 1.ebb --align start -o FILE"),
+        ("tables 0.ebb -o FILE", "export 0.ebb --format csv -o FILE"),
+        ("tables 0.ebb -o FILE --format parquet", "export 0.ebb --format parquet -o FILE"),
+    ],
+)
+def test_former_names__write_what_the_commands_write_now(hosts: Path, former: str, now: str) -> None:
+    for name, command_line in (("former", former), ("now", now)):
+        run = ebbtide_in_process(*command_line.replace("FILE", name).split(), cwd=hosts)
+        assert (run.returncode, run.stdout) == (0, ""), run.stderr
+    former_files, files = ({p.name: p.read_bytes() for p in (hosts / name).rglob("*.*")} for name in ("former", "now"))
+    assert len(files) > 1
+    assert former_files == files
+
+
+@pytest.mark.parametrize(
+    ("command_line", "message"),
+    [
+        ("import 0.ebb 1.ebb -o x", "cannot be merged"),
+        ("import 0.ebb file.log -o x", "is a trace already"),
+        ("import 0.ebb 1.ebb -o x --capacity 80GB", "--capacity is for files of other tools"),
+        ("import 0.ebb 0.ebb -o x", "both have rank 0"),
+        ("export 0.ebb -o x.json --min-bytes 1GB", "--min-bytes is for tables"),
+    ],
+)
+def test_import_and_export__refuse_what_does_not_go_together(hosts: Path, command_line: str, message: str) -> None:
+    (hosts / "file.log").write_text("text")
+    assert message in refused(ebbtide_in_process(*command_line.split(), cwd=hosts))
+    assert not (hosts / "x").exists()
 
 
 @pytest.mark.parametrize(
