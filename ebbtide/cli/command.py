@@ -16,6 +16,7 @@ FORMER_NAMES = {
     "link": ("summary", "--by", "link"),
     "merge": ("import",),
     "steps": ("summary", "--by", "substep"),
+    "sweep": ("replay",),
     "tables": ("export", "--format", "csv"),
 }
 _COMMANDS: dict[str, Command] = {}

@@ -84,6 +84,17 @@ def output_option(metavar: str, default: str | bool = True) -> Any:
     return typer.Option("-o", "--output", metavar=metavar, help="File or folder to write.", show_default=default)
 
 
+def machine_option(default: str) -> Any:
+    """Return the option for machines."""
+    text = "Machine file, or name of a preset (ebbtide machines); M@SPEC is its GPU in another host."
+    return typer.Option("--machine", metavar="M", help=text, show_default=default)
+
+
+def jobs_option(default: str) -> Any:
+    """Return the option for the number of processes."""
+    return typer.Option("--jobs", metavar="N", help="Number of processes.", parser=count, show_default=default)
+
+
 TraceFile = Annotated[Path, typer.Argument(metavar="RUN.ebb", help="Trace to read.")]
 Rank = Annotated[
     int | None,
@@ -101,15 +112,6 @@ MinBytes = Annotated[
     str,
     typer.Option("--min-bytes", metavar="SIZE", help="Minimum free memory of a window in bytes, e.g. 500MB or 2GiB."),
 ]
-Machine = Annotated[
-    str | None,
-    typer.Option(
-        "--machine",
-        metavar="M",
-        help="Machine file, or name of a preset; M@SPEC is its GPU in another host (--host).",
-        show_default="the one recorded in the trace",
-    ),
-]
 Host = Annotated[
     str | None,
     typer.Option(
@@ -119,7 +121,7 @@ Host = Annotated[
         show_default="that of the machine",
     ),
 ]
-WorkloadFile = Annotated[Path | None, valued("W.json", "Workload file, instead of a trace.")]
+WORKLOAD = valued("W.json", "Workload file, instead of a trace.")
 Params = Annotated[int | None, valued("N", "Number of parameters, instead of a trace, e.g. 13e9.", parser=count)]
 RanksPerHost = Annotated[
     int | None,
@@ -152,22 +154,13 @@ Metrics = Annotated[
         show_default="not served",
     ),
 ]
-Jobs = Annotated[
-    int | None,
-    typer.Option(
-        "--jobs",
-        help="Processes that read ranks.",
-        parser=count,
-        metavar="N",
-        show_default="one per core for a large trace, else none beside this one",
-    ),
-]
+Jobs = Annotated[int | None, jobs_option("one per core for a large trace, else none beside this one")]
 Scheduler = Annotated[
     str | None,
     typer.Option(
         "--scheduler",
         metavar="ADDRESS",
-        help="Address of the scheduler of a Dask cluster to read ranks on.",
+        help="Address of the scheduler of a Dask cluster to run on.",
         show_default="this machine",
     ),
 ]

@@ -16,6 +16,8 @@ from tests.conftest import ebbtide_in_process
 
 TRACES = Path("traces").resolve()
 H100 = str(TRACES / "h100-20b-blocking.ebb")
+REPLAYED = "--machine h100-80gb --policy pipelined --policy zero-offload --jobs 1"
+SIZES = "--scale-params 0.5,1 --free-bytes 0,20GB --subgroup-params 1e8 --host-free-bytes 200GB"
 PROFILED = str(TRACES / "a100-torch-profiler.ebb")
 
 # A command in the help: at the beginning of a line, or in an enumeration.
@@ -46,13 +48,17 @@ def test_former_names__are_in_no_help() -> None:
         (f"activity {PROFILED}", f"summary {PROFILED} --by activity", "kernels"),
         (f"iterations {H100}", f"summary {H100} --by iteration", "spreads"),
         (f"iterations {H100} --by-rank --jobs 1", f"summary {H100} --by rank --jobs 1", "ranks"),
+        (f"sweep {H100} {REPLAYED} -o FILE", f"replay {H100} {REPLAYED} -o FILE", "best"),
+        (f"sweep {H100} {REPLAYED} {SIZES} -o FILE", f"replay {H100} {REPLAYED} {SIZES} -o FILE", "best"),
     ],
 )
-def test_former_names__print_what_the_commands_print_now(former: str, now: str, key: str) -> None:
-    result = answer(former)
+def test_former_names__print_what_the_commands_print_now(former: str, now: str, key: str, tmp_path: Path) -> None:
+    former, now = (text.replace("FILE", "table.parquet --force") for text in (former, now))
+    result = answer(former, tmp_path)
     assert result[key]
-    assert result == answer(now)
-    assert ebbtide_in_process(*former.split()).stdout == ebbtide_in_process(*now.split()).stdout
+    assert result == answer(now, tmp_path)
+    printed, printed_now = (ebbtide_in_process(*words.split(), cwd=tmp_path).stdout for words in (former, now))
+    assert printed == printed_now
 
 
 @pytest.fixture
@@ -97,6 +103,34 @@ def test_import_and_export__refuse_what_does_not_go_together(hosts: Path, comman
     (hosts / "file.log").write_text("text")
     assert message in refused(ebbtide_in_process(*command_line.split(), cwd=hosts))
     assert not (hosts / "x").exists()
+
+
+def test_replay__of_several_machines_gives_the_figures_of_each(tmp_path: Path) -> None:
+    command_line = f"replay {H100} --policy pipelined"
+    best = answer(f"{command_line} --machine h100-80gb --machine a100-80gb-sxm", tmp_path)["best"]
+    assert [entry["machine"] for entry in best] == ["h100-80gb", "a100-80gb-sxm"]
+    for entry in best:
+        alone = answer(f"{command_line} --machine {entry['machine']}")["results"][0]
+        assert (entry["iteration_ms"], entry["fits"]) == (alone["iteration_ms"], True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command_line", "message"),
+    [
+        ("replay RUN RUN --recommend", "--recommend is for one job on one machine"),
+        ("replay RUN --machine h200 --machine rtx4090 --save x", "--save is for one job on one machine"),
+        ("replay --params 13e9 --machine h200 --machine rtx4090", "--params is for one job on one machine"),
+        ("replay RUN --free-bytes 0,20GB --explain", "--explain is for one job on one machine"),
+        ("replay RUN -o x --baseline pipelined", "--baseline is for one job on one machine"),
+        ("replay RUN --machine h200 --jobs 2", "--jobs and --scheduler are for several"),
+        ("replay RUN --host ddr5-2ch", "--host"),
+        ("replay --machine h200 --machine rtx4090", "nothing to replay"),
+        ("sweep RUN RUN --recommend -o x", "--recommend is for one job on one machine"),
+    ],
+)
+def test_replay__refuses_options_of_one_job_for_several(command_line: str, message: str) -> None:
+    assert message in refused(ebbtide_in_process(*command_line.replace("RUN", H100).split()))
 
 
 @pytest.mark.parametrize(

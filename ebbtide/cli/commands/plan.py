@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, Host, Json, Params, RanksPerHost, WorkloadFile, count, valued
+from ebbtide.cli.options import WORKLOAD, Force, Host, Json, Params, RanksPerHost, count, machine_option, valued
 from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_picture
 from ebbtide.cli.printing import echo, echo_line
 from ebbtide.machines.box import MAX_RANKS
@@ -28,11 +28,10 @@ def plan(
         list[str] | None,
         typer.Argument(metavar="[RUN.ebb]", help="Trace of the job, recorded or predicted by `ebbtide dry-run`."),
     ] = None,
-    workload: WorkloadFile = None,
+    workload: Annotated[Path | None, WORKLOAD] = None,
     params: Params = None,
     machine: Annotated[
-        list[str] | None,
-        valued("M...", "Machine files, or names of presets. Repeatable.", "the recorded machine, else all presets"),
+        list[str] | None, machine_option("the recorded one, else that of the trace's card, else all presets")
     ] = None,
     host: Host = None,
     price_per_hour: Annotated[
