@@ -58,7 +58,7 @@ COMMANDS: dict[str, list[str | Path]] = {
             for part in ("--machine", name)
         ),
         *(part for price in ("4", "6", "16", "8", "12", "24") for part in ("--price-per-hour", price)),
-        "-o",
+        "--plot",
     ],
     "storage.png": [
         "replay",

@@ -95,19 +95,28 @@ def jobs_option(default: str) -> Any:
     return typer.Option("--jobs", metavar="N", help="Number of processes.", parser=count, show_default=default)
 
 
+def rank_option(default: str) -> Any:
+    """Return the option for a rank."""
+    return typer.Option("--rank", help="Rank to show.", parser=count, metavar="N", show_default=default)
+
+
+def policy_option(default: str) -> Any:
+    """Return the option for policies."""
+    text = "Offload policy, e.g. twin-flow:0.4. Repeatable."
+    return typer.Option("--policy", metavar="P", help=text, show_default=default)
+
+
 TraceFile = Annotated[Path, typer.Argument(metavar="RUN.ebb", help="Trace to read.")]
-Rank = Annotated[
-    int | None,
-    typer.Option(
-        "--rank", help="Rank to show.", parser=count, metavar="N", show_default="the first one; all with --json"
-    ),
-]
+Rank = Annotated[int | None, rank_option("the first one; all with --json")]
 Iterations = Annotated[
     str | None,
     typer.Option(
         "--iterations", metavar="FROM:TO", help="Only these iterations, e.g. 3:6 for 3, 4 and 5.", show_default="all"
     ),
 ]
+STEPS = valued("N", "Number of iterations, which end with a step of the optimizer.", parser=count)
+# Their number, as `--iterations N`, from before the option had one meaning.
+FormerSteps = Annotated[int | None, typer.Option("--iterations", parser=count, hidden=True)]
 MinBytes = Annotated[
     str,
     typer.Option("--min-bytes", metavar="SIZE", help="Minimum free memory of a window in bytes, e.g. 500MB or 2GiB."),
@@ -131,15 +140,6 @@ RanksPerHost = Annotated[
         "those of the trace, else all, up to those of the box",
         min=1,
         max=MAX_RANKS,
-    ),
-]
-Policies = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--policy",
-        metavar="P",
-        help="Offload policy, e.g. twin-flow:0.4; systems: all other systems. Repeatable.",
-        show_default="all built-in policies",
     ),
 ]
 Plot = Annotated[

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
+from ebbtide.cli import make_app
 from ebbtide.cli.command import FORMER_NAMES
 from ebbtide.profiler.trace import TraceBuilder
 from tests.cli.test_bad_input import refused
@@ -37,6 +39,26 @@ def test_former_names__are_in_no_help() -> None:
     assert not any(re.search(LISTED.format(name), shown, re.MULTILINE) for name in FORMER_NAMES)
     for name in FORMER_NAMES:
         assert ebbtide_in_process(name, "--help").stdout == ebbtide_in_process(FORMER_NAMES[name][0], "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        ("plan run.ebb -o p.png", "plan run.ebb --plot p.png"),
+        ("plan run.ebb --output p.png", "plan run.ebb --plot p.png"),
+        ("compare --iterations 5", "compare --steps 5"),
+        ("dry-run --iterations 5 -- true", "dry-run --steps 5 -- true"),
+    ],
+)
+def test_former_options__are_taken_and_in_no_help(former: str, now: str) -> None:
+    name, option, *words = former.replace(" run.ebb", "").split()
+    command = typer.main.get_command(make_app(name)).commands[name]  # type: ignore[attr-defined]
+    (hidden,) = [parameter for parameter in command.params if option in parameter.opts]
+    assert hidden.hidden
+    (shown,) = [parameter for parameter in command.params if now.replace(" run.ebb", "").split()[1] in parameter.opts]
+    assert not shown.hidden
+    values = command.make_context(name, former.split()[1:]).params
+    assert str(values[hidden.name]) == words[0]
 
 
 @pytest.mark.parametrize(

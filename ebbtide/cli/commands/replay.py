@@ -16,13 +16,13 @@ from ebbtide.cli.options import (
     Json,
     Params,
     Plot,
-    Policies,
     RanksPerHost,
     Scheduler,
     jobs_option,
     machine_in_host,
     machine_option,
     output_option,
+    policy_option,
     refuse_options,
     size,
     valued,
@@ -79,20 +79,19 @@ def replay(
         ),
     ] = None,
     subgroup_params: Annotated[
-        list[str] | None, valued("N,...", "Parameters per subgroup, e.g. 1e8,5e8.", "those of the workload")
+        list[str] | None, valued("N,...", "Parameters per subgroup, e.g. 1e8.", "those of the workload")
     ] = None,
     host_free_bytes: Annotated[
         list[str] | None,
         valued(
             "SIZE,...",
-            "Host memory in bytes that the optimizer may use, e.g. 64GiB. State beyond it goes to storage, if the "
-            "machine has some.",
+            "Host memory in bytes that the optimizer may use, e.g. 64GiB. State beyond it is in storage.",
             "that of the workload, else the host memory of the machine",
         ),
     ] = None,
     machine: Annotated[list[str] | None, machine_option("the recorded one, else that of the trace's card")] = None,
     host: Host = None,
-    policy: Policies = None,
+    policy: Annotated[list[str] | None, policy_option("all built-in ones; systems: all other systems")] = None,
     policy_file: Annotated[
         Path | None, valued("FILE.py", "Python file that registers your own policies; it is executed.")
     ] = None,
@@ -119,7 +118,7 @@ def replay(
     plot_schedules: Annotated[
         Path | None, valued("FILE", "Also draw each policy's operations by resource into this file.")
     ] = None,
-    save: Annotated[Path | None, valued("FOLDER", "Also write a simulated trace per policy into this folder.")] = None,
+    save: Annotated[Path | None, valued("FOLDER", "Also write the traces of each policy into this folder.")] = None,
     jobs: Annotated[int | None, jobs_option("one per core")] = None,
     scheduler: Scheduler = None,
     force: Force = False,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Jobs, Json, Scheduler, TraceFile, Verbose, count, refuse_options
+from ebbtide.cli.options import Jobs, Json, Scheduler, TraceFile, Verbose, rank_option, refuse_options
 from ebbtide.cli.reading import check_options, choose_ranks, read_ranks, show_result
 
 if TYPE_CHECKING:
@@ -117,13 +117,7 @@ def summary(
     ] = "phase",
     rank: Annotated[
         int | None,
-        typer.Option(
-            "--rank",
-            help="Rank to show.",
-            parser=count,
-            metavar="N",
-            show_default="by phase all, with the times of the slowest one; else the first one, all with --json",
-        ),
+        rank_option("by phase all, with the times of the slowest one; else the first one, all with --json"),
     ] = None,
     by_rank: Annotated[bool, typer.Option("--by-rank", hidden=True)] = False,
     subgroups: Annotated[bool, typer.Option("--subgroups", hidden=True)] = False,
