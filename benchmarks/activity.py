@@ -154,7 +154,9 @@ def by_ebbtide(file: Path) -> Figures | None:
         trace = str(Path(folder) / "run.ebb")
         subprocess.run([*command, "import", "-o", trace, str(file)], check=True, capture_output=True)
         activity = json.loads(
-            subprocess.run([*command, "activity", trace, "--json"], check=True, capture_output=True).stdout
+            subprocess.run(
+                [*command, "summary", trace, "--by", "activity", "--json"], check=True, capture_output=True
+            ).stdout
         )
     total = activity["total"]
     if total["span_ms"] is None:

@@ -102,7 +102,7 @@ def profile(
 
         if command or on_demand or output or force or max_size or record != "all" or watch or metrics is not None:
             raise typer.BadParameter(
-                "--attach takes only --steps or --iterations, --poll, --transfers, --allocator-iterations and --no-wait; "
+                "--attach takes only --steps or --iterations, --poll, --transfers, --allocator-iterations, --no-wait; "
                 "no command"
             )
         if steps is not None and iterations is not None:

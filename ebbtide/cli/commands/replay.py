@@ -54,7 +54,7 @@ _OF_SWEEPS = (
 def replay(
     context: typer.Context,
     traces: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN.ebb...", help="Traces to take workloads from.")
+        list[Path] | None, typer.Argument(metavar="RUN.ebb", help="Traces to take workloads from.")
     ] = None,
     workload: Annotated[list[Path] | None, WORKLOAD] = None,
     params: Params = None,
@@ -74,7 +74,7 @@ def replay(
         list[str] | None,
         valued(
             "SIZE,...",
-            "Device memory in bytes that the job leaves free, e.g. 20GiB; several: at its least moment.",
+            "Device memory in bytes that the job leaves free, e.g. 20GiB; of several replays the least of an iteration.",
             "that of the trace or workload",
         ),
     ] = None,
