@@ -74,7 +74,7 @@ def replay(
         list[str] | None,
         valued(
             "SIZE,...",
-            "Device memory in bytes that the job leaves free, e.g. 20GiB; of several replays the least of an iteration.",
+            "Device memory in bytes that the job leaves free, e.g. 20GiB; of several replays the least one.",
             "that of the trace or workload",
         ),
     ] = None,
