@@ -16,6 +16,8 @@ from pathlib import Path
 from ebbtide.errors import UserError
 from ebbtide.machines.machine import machine_from
 from ebbtide.profiler.dryrun.errors import CannotFakeError, DryRunFinished
+from ebbtide.profiler.dryrun.launch import become_dry_run
+from ebbtide.profiler.dryrun.launchers import JobLaunched, launcher_followed
 
 _CANNOT_FAKE = 2
 _INTERRUPTED = 130
@@ -69,13 +71,17 @@ def main(arguments: list[str]) -> int:
     force, machine = settings.pop("force"), settings.pop("machine")
     options = DryRunOptions(**settings, machine=machine_from(machine, "the machine") if machine else None)
     try:
-        with DryRun(options) as run:
+        with DryRun(options) as run, launcher_followed(job):
             status = _run_job(job)
         if status == _CANNOT_FAKE:
             return status
         builder = trace_of_run(run, ["python", *job])
         builder.meta["exit"] = {"code": status}
         builder.write(Path(output), force)
+    except JobLaunched as job_launched:
+        ranks = {"ranks": job_launched.ranks or options.ranks, "ranks_per_node": job_launched.ranks_per_node}
+        settings |= {**ranks, "force": force, "machine": machine}
+        become_dry_run(job_launched.command, Path(output), settings, job_launched.environment)
     except UserError as error:
         return _fail(str(error))
     for line in (*run.user_files.lines(), f"predicted {run.memory.summary(options.capacity_bytes)}", output):
@@ -156,10 +162,15 @@ def explain_failure(error: BaseException) -> str | None:
 
 
 def _place(error: BaseException) -> str:
-    """Return the innermost line of the job's own code."""
-    own = str(Path(__file__).resolve().parents[1])
+    """Return the innermost line of the job's own code; without any, that of a library."""
+    own, torch = str(Path(__file__).resolve().parents[1]), f"{os.sep}torch{os.sep}"
+    libraries = []
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = str(Path(frame.filename).resolve())
-        if not file.startswith(own) and "site-packages" not in file and not frame.filename.startswith("<"):
+        if file.startswith(own) or frame.filename.startswith("<"):
+            continue
+        if "site-packages" not in file:
             return f" ({frame.filename}:{frame.lineno})"
-    return ""
+        if torch not in file:
+            libraries.append(f" ({frame.filename}:{frame.lineno})")
+    return next(iter(libraries), "")

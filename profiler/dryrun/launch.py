@@ -7,14 +7,15 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ebbtide.errors import TraceError
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.dryrun.errors import DryRunError
+from ebbtide.profiler.dryrun.launchers import find_script, stated_ranks
 
 _PYTHON_OPTIONS_WITH_VALUE = ("-W", "-X")
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
@@ -43,8 +44,6 @@ def dry_run(
         machine: The machine; None: not named.
         ranks: Ranks of the job, whose rank 0 is run; None: those that torchrun would start, else not stated.
     """
-    launched = read_launcher(command)
-    python, options, job = split_command(launched.command)
     if os.path.lexists(output) and not force:
         raise TraceError(f"{output} exists already: choose another path, or replace it (--force)")
     if capacity_bytes is None and machine is not None and machine.gpu_memory_bytes:
@@ -55,12 +54,24 @@ def dry_run(
         "device_name": _device_name(machine),
         "machine": machine.as_json() if machine is not None else None,
         "force": force,
-        "ranks": ranks or launched.ranks,
-        "ranks_per_node": launched.ranks_per_node,
+        "ranks": ranks,
+        "ranks_per_node": None,
     }
-    words = [python, *options, "-P", "-m", "ebbtide.profiler.dryrun", str(output), json.dumps(settings), *job]
+    become_dry_run(command, output, settings, os.environ)
+
+
+def become_dry_run(
+    command: Sequence[str], output: Path, settings: Mapping[str, Any], environment: Mapping[str, str]
+) -> NoReturn:
+    """Become the process of a dry run with settings as `DryRunOptions` has them; ranks are those of a launcher where
+    they are not stated."""
+    launched = read_launcher(command)
+    python, options, job = split_command(launched.command)
+    stated = settings["ranks"] or launched.ranks or stated_ranks(job)
+    ranks = {"ranks": stated, "ranks_per_node": launched.ranks_per_node or settings["ranks_per_node"]}
+    own = ["-P", "-m", "ebbtide.profiler.dryrun", str(output), json.dumps({**settings, **ranks})]
     sys.stdout.flush()
-    os.execv(python, words)
+    os.execve(python, [python, *options, *own, *job], dict(environment))
 
 
 def _device_name(machine: Machine | None) -> str:
@@ -73,17 +84,21 @@ def _device_name(machine: Machine | None) -> str:
 def split_command(command: Sequence[str]) -> tuple[str, list[str], list[str]]:
     """Return the interpreter of a command, its options, and the rest: a script, `-m MODULE` or `-c CODE`.
 
-    `python` without a folder is the interpreter that runs ebbtide, since the dry run needs both.
+    `python` without a folder is the interpreter that runs ebbtide, since the dry run needs both. It also runs console
+    scripts, such as `accelerate`.
     """
     program, *words = command
     if program.endswith(".py"):
         return sys.executable, [], list(command)
     if not Path(program).name.startswith("python"):
-        raise DryRunError(
-            f"a dry run needs a Python script, as in `ebbtide dry-run -- python train.py`; {program} is none: "
-            "in place of a launcher (accelerate, deepspeed) name the script that it starts, and state its ranks "
-            "with --ranks"
-        )
+        script = find_script(program)
+        if script is None:
+            raise DryRunError(
+                f"a dry run needs a Python program, as in `ebbtide dry-run -- python train.py`; {program} is "
+                f"{'none' if shutil.which(program) else 'not found'}: name the script that it starts, and its ranks "
+                "with --ranks"
+            )
+        return sys.executable, [], [script, *words]
     python = sys.executable if os.sep not in program else shutil.which(program)
     if python is None:
         raise DryRunError(f"cannot run {program}: no such program")

@@ -15,14 +15,18 @@ from ebbtide.profiler.agent.inventory import list_blocks
 from ebbtide.profiler.agent.job_info import describe_model, describe_optimizers
 from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.device.attention import AttentionChoice, register_attention, register_fused_norms
-from ebbtide.profiler.dryrun.device.cuda_stubs import CudaStubs, patch_legacy_types, patch_tensors
+from ebbtide.profiler.dryrun.device.cuda_stubs import CudaStubs
 from ebbtide.profiler.dryrun.device.fake_cuda import DEFAULT_CAPACITY_BYTES, capability_of, patch_cuda
 from ebbtide.profiler.dryrun.device.fake_device import FakeDeviceMode
+from ebbtide.profiler.dryrun.device.flex_attention import register_flex_attention
+from ebbtide.profiler.dryrun.device.tensor_patches import patch_legacy_types, patch_tensors
+from ebbtide.profiler.dryrun.device.triton_kernels import TritonKernels
 from ebbtide.profiler.dryrun.device.unknown_shapes import register_missing_kernels
 from ebbtide.profiler.dryrun.errors import DryRunFinished
 from ebbtide.profiler.dryrun.files.user_files import UserFiles
 from ebbtide.profiler.dryrun.frameworks.deepspeed import DeepSpeedPatches
-from ebbtide.profiler.dryrun.frameworks.parallelism import LibraryPatches, ModelParallelPatches, patch_data_parallel
+from ebbtide.profiler.dryrun.frameworks.libraries import LibraryPatches
+from ebbtide.profiler.dryrun.frameworks.parallelism import ModelParallelPatches, patch_data_parallel
 from ebbtide.profiler.dryrun.frameworks.process_groups import ProcessGroups
 from ebbtide.profiler.dryrun.memory.caching_allocator import device_allocator
 from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemory, FakeHostMemory, Transfers
@@ -91,6 +95,7 @@ class DryRun:
         self.optimizers: list[dict[str, Any]] = []
         self.finished = False
         self.attention = AttentionChoice()
+        self._triton = TritonKernels(self.clock, self.mode.values)
         self.user_files = UserFiles(self.mode)
         self.process_groups = ProcessGroups(self.options.ranks, self.options.ranks_per_node)
         self._patches = Patches()
@@ -111,13 +116,16 @@ class DryRun:
         self.user_files.install(self._patches)
         self.host_memory.install(self._patches)
         self.tracker.install(self._patches)
-        self._libraries = LibraryPatches(self._patches)
+        self._libraries = LibraryPatches(self._patches, self.mode)
+        self._triton.install(self._patches)
         machine = self.options.machine
         self._model_parallel = ModelParallelPatches(self._patches, self.mode)
         self.deepspeed = DeepSpeedPatches(self._patches, self.tracker, self.clock, self.process_groups, machine)
         self._attention = register_attention(self.attention)
         register_fused_norms(self._attention)
         register_missing_kernels(self._attention, self._patches)
+        self.mode.shapes.install(self._patches)
+        register_flex_attention()
         self._only_lifts_cpu = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
         self._multithreading = torch.autograd.set_multithreading_enabled(False)
@@ -135,6 +143,7 @@ class DryRun:
         torch._C._set_only_lift_cpu_tensors(self._only_lifts_cpu)
         self._attention._destroy()
         self._libraries.remove()
+        self._triton.remove()
         self.deepspeed.remove()
         self._model_parallel.remove()
         self.tracker.remove()
@@ -165,9 +174,15 @@ class DryRun:
         if self.mode.shapes.bounds:
             names = ", ".join(f"{name} ({count:,})" for name, count in self.mode.shapes.bounds.most_common())
             notes.append(f"shapes that depend on values count with the largest possible size: {names}")
+        if self.mode.shapes.least:
+            names = ", ".join(f"{name} ({count:,})" for name, count in self.mode.shapes.least.most_common())
+            notes.append(f"shapes that depend on values, without a stated bound, count with the smallest size: {names}")
         if self.attention.counts:
             chosen = ", ".join(f"{kernel} ({count:,})" for kernel, count in self.attention.counts.most_common())
             notes.append(f"kernels chosen for scaled_dot_product_attention: {chosen}")
+        if self._triton.counts:
+            names = ", ".join(f"{name} ({count:,})" for name, count in self._triton.counts.most_common())
+            notes.append(f"Triton kernels count with the bytes of their arguments alone: {names}")
         if self.mode.values.waited:
             notes.append(f"the job was ended: it read {MAX_READS:,} unknown values without an optimizer step")
         if self.tracker.rule.index < 0:

@@ -28,6 +28,8 @@ _REDUCTIONS = frozenset(
     {_aten.all.default, _aten.all.dim, _aten.all.dims, _aten.any.default, _aten.any.dim, _aten.any.dims}
 )
 _POINTWISE = torch.Tag.pointwise
+# In `deepspeed.zero.Init` those of the module make tensors on the device, in another data type.
+_empty, _empty_strided, _full, _ones = torch.empty, torch.empty_strided, torch.full, torch.ones
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -61,7 +63,7 @@ class ShadowValues:
         entry = self._storages.get(tensor.untyped_storage()._cdata)
         if entry is None:
             return None
-        return torch.empty(0, dtype=tensor.dtype).set_(entry[0], tensor.storage_offset(), tensor.shape, tensor.stride())
+        return _empty(0, dtype=tensor.dtype).set_(entry[0], tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def value_of(self, tensor: Any) -> Any:
         """Return the value of a tensor with one element: 1.0, 1 or False by its dtype where it is not known."""
@@ -76,7 +78,7 @@ class ShadowValues:
         real = self.of(tensor)
         if real is None:
             self._count_read(tensor, tensor.numel())
-            real = torch.full(tensor.shape, self._unknown(tensor), dtype=tensor.dtype)
+            real = _full(tensor.shape, self._unknown(tensor), dtype=tensor.dtype)
         return real
 
     def _unknown(self, tensor: Any) -> Any:
@@ -92,7 +94,7 @@ class ShadowValues:
 
     def set(self, tensor: Any, real: Any) -> None:
         """Set the values of a fake tensor whose storage is its own."""
-        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        copy = _empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         if tensor.storage_offset() or copy.untyped_storage().nbytes() != tensor.untyped_storage().nbytes():
             return
         copy.copy_(real)
@@ -208,8 +210,8 @@ class Conditions:
                 raise LookupError
             return real
         if tensor.dtype != torch.bool:
-            return torch.ones(shape, dtype=tensor.dtype)
+            return _ones(shape, dtype=tensor.dtype)
         value = self.get(tensor)
         if value is None:
             raise LookupError
-        return torch.full(shape, value)
+        return _full(shape, value)

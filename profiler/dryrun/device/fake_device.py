@@ -27,6 +27,7 @@ from ebbtide.profiler.dryrun.memory.device_memory import CallStacks, DeviceMemor
 from ebbtide.profiler.dryrun.memory.workspaces import KernelWorkspaces
 from ebbtide.profiler.dryrun.shadow_values import MAX_ELEMENTS, ShadowValues, tensors_in
 from ebbtide.profiler.dryrun.time.clock import OperationTimer, VirtualClock
+from ebbtide.profiler.dryrun.time.kernel_work import KernelWork
 
 _aten = torch.ops.aten
 _FACTORIES = frozenset(
@@ -130,7 +131,7 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         for kind in types:
             if issubclass(kind, FakeTensor):
                 has_fakes = True
-            elif kind is not torch.Tensor and kind is not torch.nn.Parameter:
+            elif kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
                 return NotImplemented
         device = kwargs.get("device")
         on_device = device is not None and torch.device(device).type == "cuda"
@@ -157,6 +158,21 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
     def to_fake(self, tensor: Any) -> Any:
         """Return a fake tensor like a tensor."""
         return tensor if isinstance(tensor, FakeTensor) else self.fake_mode.from_tensor(tensor)
+
+    def follow_kernel(self, work: KernelWork, outputs: list[Any]) -> None:
+        """Charge a kernel that has run beside the mode, and follow what it made."""
+        self._timer.run_kernel(work)
+        for tensor in outputs:
+            self._memory.add(
+                tensor.untyped_storage(), self._stacks.current(), self.modules[-1] if self.modules else None
+            )
+
+    def host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        """Return a fake tensor of the host, whatever its size."""
+        with self.fake_mode:
+            tensor = torch.empty(shape, dtype=dtype)
+        self._host_memory.follow(tensor.untyped_storage())
+        return tensor
 
     @staticmethod
     def _is_large_factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

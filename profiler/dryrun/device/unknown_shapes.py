@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch._library.fake_impl import FakeImplCtx
 
 from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.dryrun.shadow_values import ShadowValues, tensors_in
@@ -24,11 +25,26 @@ _INDEX = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
 
 
 class UnknownShapes:
-    """Gives such operations the shape of known values, or else the largest one that is possible."""
+    """Gives such operations the shape of known values, or else the largest one that is possible.
+
+    `bounds`: results of that size, by operation. `least`: results with the smallest size, of libraries that state no
+    largest one: int8 products of bitsandbytes, which have few columns of outliers.
+    """
 
     def __init__(self, fake_mode: Any, values: ShadowValues) -> None:
         self.bounds: Counter[str] = Counter()
+        self.least: Counter[str] = Counter()
         self._fake_mode, self._values = fake_mode, values
+
+    def install(self, patches: Patches) -> None:
+        """Answer the operations of libraries that ask for a size, until `patches.undo()`."""
+
+        def size(context: Any, *, min: int = 0, max: int | None = None) -> int:
+            name = str(context._op)
+            (self.least if max is None else self.bounds)[name] += 1
+            return min if max is None else max
+
+        patches.set(FakeImplCtx, "new_dynamic_size", size)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the fake result of such an operation; None for any other operation."""

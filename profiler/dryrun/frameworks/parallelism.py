@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import dataloader
 
 from ebbtide.profiler.agent.patches import Patches, when_imported
 from ebbtide.profiler.dryrun.device.collectives import Collectives
 from ebbtide.profiler.dryrun.device.fake_device import FakeDeviceMode, HostlessFakeMode
-from ebbtide.profiler.dryrun.errors import CannotFakeError
 
 _Hook = Callable[[Any, Any], Any]
-_CUDA_SOURCES = (".cu", ".cuh")
 
 
 @dataclass
@@ -139,111 +134,3 @@ class ModelParallelPatches:
         self._patches.set(module.PipelineStage, "_warmup_backward_result", lambda *_stage, **_received: votes[0])
         self._patches.set(module.PipelineStage, "_send_meta", send)
         self._patches.set(module.PipelineStage, "_recv_meta", receive)
-
-
-class LibraryPatches:
-    """Patches of data loaders, torch.compile, transformers, extensions and NVML, from creation to `remove`."""
-
-    def __init__(self, patches: Patches) -> None:
-        self.compiles = False
-        patches.set(dataloader.DataLoader, "_get_iterator", _iterate_here)
-        compile_function = torch.compile
-
-        def compile_eagerly(model: Any = None, **options: Any) -> Any:
-            # DeepSpeed compiles a function of Muon whenever it is imported, whether or not the job uses it.
-            if str(getattr(model, "__module__", None)).startswith("deepspeed."):
-                return model
-            self.compiles = True
-            return compile_function(model, **options)
-
-        patches.set(torch, "compile", compile_eagerly)
-        torch.compiler.set_stance("force_eager")
-        warnings.filterwarnings("ignore", message="Using `torch.compile")  # about the hooks of this dry run
-        self._cancel: Callable[[], None] = when_imported(
-            "transformers.utils.import_utils",
-            # It would build masks that it leaves out for real tensors.
-            lambda module: patches.set(module, "is_fake_tensor", lambda _tensor: False),
-        )
-        self._cancel_extensions = patch_extensions(patches)
-
-    def remove(self) -> None:
-        """Stop waiting for imports, and let torch.compile work again."""
-        self._cancel()
-        self._cancel_extensions()
-        torch.compiler.set_stance("default")
-
-
-def _iterate_here(loader: Any) -> Any:
-    """Load data in this process: fake tensors cannot be sent to another one."""
-    loader.__dict__.update(num_workers=0, prefetch_factor=None, timeout=0)
-    return dataloader._SingleProcessDataLoaderIter(loader)
-
-
-def patch_extensions(patches: Patches) -> Callable[[], None]:
-    """Replace the functions until `patches.undo()`, in modules that are imported until the returned one is called."""
-    cancels = [
-        when_imported("torch.utils.cpp_extension", lambda module: _refuse_compilation(module, patches)),
-        when_imported("pynvml", lambda module: _answer_nvml(module, patches)),
-    ]
-
-    def cancel() -> None:
-        for function in cancels:
-            function()
-
-    return cancel
-
-
-def _refuse_compilation(module: Any, patches: Patches) -> None:
-    load, load_inline = module.load, module.load_inline
-
-    def refuse(function: str, name: Any) -> None:
-        raise CannotFakeError(
-            f"cannot dry-run torch.utils.cpp_extension.{function}({name!r}): a CUDA extension runs on a device only; "
-            "make the job use operations of torch for the dry run, or an extension that is registered with "
-            "torch.library.register_fake"
-        )
-
-    def load_other(name: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        files = [sources] if isinstance(sources, str) else sources
-        if kwargs.get("with_cuda") or any(str(file).endswith(_CUDA_SOURCES) for file in files):
-            refuse("load", name)
-        return load(name, sources, *args, **kwargs)
-
-    def load_inline_other(name: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("with_cuda") or kwargs.get("cuda_sources") or (len(args) > 1 and args[1]):
-            refuse("load_inline", name)
-        return load_inline(name, *args, **kwargs)
-
-    patches.set(module, "load", load_other)
-    patches.set(module, "load_inline", load_inline_other)
-
-
-def _answer_nvml(module: Any, patches: Patches) -> None:
-    """Let jobs that print the use of the device find one, which does nothing."""
-
-    def memory(*_args: Any, **_kwargs: Any) -> Any:
-        free, total = torch.cuda.mem_get_info()
-        return SimpleNamespace(total=total, free=free, used=total - free)
-
-    answers: dict[str, Any] = {
-        "nvmlInit": None,
-        "nvmlShutdown": None,
-        "nvmlDeviceGetCount": 1,
-        "nvmlDeviceGetHandleByIndex": 0,
-        "nvmlDeviceGetHandleByUUID": 0,
-        "nvmlDeviceGetName": torch.cuda.get_device_name(),
-        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=0, memory=0),
-        "nvmlDeviceGetTemperature": 0,
-        "nvmlDeviceGetPowerUsage": 0,
-        "nvmlDeviceGetEnforcedPowerLimit": 0,
-        "nvmlDeviceGetTotalEnergyConsumption": 0,
-        "nvmlDeviceGetComputeRunningProcesses": [],
-        "nvmlSystemGetDriverVersion": "dry run",
-    }
-    for name, value in answers.items():
-        patches.set(module, name, _constant(value))
-    patches.set(module, "nvmlDeviceGetMemoryInfo", memory)
-
-
-def _constant(value: Any) -> Callable[..., Any]:
-    return lambda *_args, **_kwargs: value

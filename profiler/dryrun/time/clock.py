@@ -325,6 +325,11 @@ class OperationTimer:
         self._clock.run_host(self._launch_cost(len(inputs) if work.work_class is WorkClass.FOREACH else 0))
         self._clock.run_kernel(work)
 
+    def run_kernel(self, work: KernelWork) -> None:
+        """Advance by the launch of a kernel."""
+        self._clock.run_host(self._launch_cost(0))
+        self._clock.run_kernel(work)
+
     def _launch_cost(self, list_tensors: int) -> PriorRange:
         in_engine = torch._C._current_graph_task_id() != -1 and not self._modules
         cost = priors.ENGINE_OPERATION_NS if in_engine else priors.PYTHON_OPERATION_NS

@@ -160,7 +160,10 @@ def _traffic(name: str, work_class: WorkClass, inputs: list[Any], written: list[
 def _count_flops(func: Any, name: str, args: Any, kwargs: Any, result: Any, inputs: list[Any]) -> int:
     formula = flop_registry.get(func._overloadpacket)
     if formula is not None:
-        flops = int(formula(*args, **kwargs, out_val=result))
+        # The formula of a product with another type of its result, `mm.dtype`, is that of `mm`.
+        tensors = [value for value in args if not isinstance(value, torch.dtype)]
+        options = {key: value for key, value in kwargs.items() if key != "out_dtype"}
+        flops = int(formula(*tensors, **options, out_val=result))
         # Fused kernels leave out what a causal mask hides.
         return flops // 2 if _is_causal(func, args, kwargs) else flops
     matrices = [tensor for tensor in inputs if tensor.dim()]

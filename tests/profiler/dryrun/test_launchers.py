@@ -1,11 +1,17 @@
-"""Commands of torchrun: the script that they start, and the number of ranks."""
+"""Launchers: the script that they start, and the number of ranks."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import pytest
 
 from ebbtide.profiler.dryrun.errors import DryRunError
-from ebbtide.profiler.dryrun.launch import LaunchedJob, read_launcher
+from ebbtide.profiler.dryrun.launch import LaunchedJob, read_launcher, split_command
+from ebbtide.profiler.dryrun.launchers import stated_ranks
+from ebbtide.profiler.trace import open_trace
+from tests.conftest import ebbtide
 
 
 @pytest.mark.parametrize(
@@ -44,3 +50,69 @@ def test_read_launcher__finds_script_and_ranks(command: list[str], expected: Lau
 def test_read_launcher__says_what_is_missing(words: list[str], message: str) -> None:
     with pytest.raises(DryRunError, match=message):
         read_launcher(["torchrun", *words])
+
+
+def test_stated_ranks__are_those_of_a_launchers_options() -> None:
+    assert stated_ranks(["/v/bin/accelerate", "launch", "--num_processes", "4", "train.py"]) == 4
+    assert stated_ranks(["/v/bin/tune", "run", "--nproc_per_node=2", "recipe"]) == 2
+    assert stated_ranks(["/v/bin/deepspeed", "--num_gpus=8", "train.py"]) == 8
+    assert stated_ranks(["train.py", "--num_processes", "4"]) is None
+
+
+def test_split_command__finds_console_scripts_and_refuses_other_programs(tmp_path: Path) -> None:
+    script = tmp_path / "tune"
+    script.write_text(f"#!{sys.executable}\nprint('tuned')\n")
+    script.chmod(0o755)
+    assert split_command([str(script), "run"]) == (sys.executable, [], [str(script), "run"])
+    with pytest.raises(DryRunError, match="ls is none"):
+        split_command(["ls", "-l"])
+    with pytest.raises(DryRunError, match="no-such-launcher is not found"):
+        split_command(["no-such-launcher"])
+
+
+JOB = """
+import sys, torch
+from accelerate import Accelerator
+accelerator = Accelerator()
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+print("ranks", accelerator.num_processes, type(model).__name__, sys.argv[1:])
+for step in range(3):
+    accelerator.backward(model(torch.randn(4, 64, device=accelerator.device)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+DEEPSPEED_JOB = """
+import torch, deepspeed
+model = torch.nn.Linear(64, 64)
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {}}}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+print("ranks", torch.distributed.get_world_size(), type(engine).__name__, [])
+for step in range(3):
+    engine.backward(engine(torch.randn(4, 64, device=engine.device)).sum())
+    engine.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "job", "line"),
+    [
+        ("accelerate launch --num_processes 4", JOB, "ranks 4 DistributedDataParallel ['--lr', '1']"),
+        pytest.param("accelerate launch", JOB, "ranks 1 Sequential ['--lr', '1']", marks=pytest.mark.slow),
+        pytest.param(
+            "accelerate launch --num_processes 2 --mixed_precision bf16 --use_fsdp --fsdp_version 2",
+            JOB,
+            "ranks 2 FSDPSequential ['--lr', '1']",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("deepspeed --num_gpus 2", DEEPSPEED_JOB, "ranks 2 DeepSpeedEngine []", marks=pytest.mark.slow),
+    ],
+)
+def test_dry_run__follows_launchers_to_their_job(launcher: str, job: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(job)
+    program, *words = launcher.split()
+    command = [Path(sys.executable).parent / program, *words, "train.py", "--lr", "1"]
+    process = ebbtide("dry-run", "-o", "run.ebb", "--", *command, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert line in process.stdout
+    assert open_trace(tmp_path / "run.ebb").meta.exit.code == 0

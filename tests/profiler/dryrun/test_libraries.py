@@ -1,0 +1,170 @@
+"""Quantized parameters, kernels of libraries, attention, and tensors made of others, in a dry run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.profiler.dryrun.forked import run_forked
+from tests.profiler.dryrun.test_session import BATCH, WIDTH, dry_run, held_bytes, train
+
+
+class _Quantized(nn.Parameter):
+    """A parameter that takes a byte an element once it is on the device, as those of bitsandbytes do."""
+
+    def __new__(cls, data: Any = None, requires_grad: bool = False, scale: Any = None) -> Any:
+        made = torch.Tensor._make_subclass(cls, data, requires_grad)
+        made.scale = scale
+        made.data = data
+        return made
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if self.data.dtype == torch.int8:
+            return _Quantized(super().to(device=device, dtype=dtype), scale=self.scale.to(device))
+        values = self.data.contiguous().to(device)
+        self.scale = values.abs().amax(dim=1)
+        self.data = (127 * values / self.scale[:, None]).to(torch.int8)
+        return self
+
+
+class _QuantizedLinear(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = _Quantized(torch.randn(width, width))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Any) -> Any:
+        return x @ (self.weight.float() * self.weight.scale[:, None] / 127).t() + self.bias
+
+
+def test_parameter_subclass__keeps_its_class_attributes_and_size_on_the_device() -> None:
+    def observe(width: int) -> Any:
+        weights = []
+
+        def job() -> None:
+            model = _QuantizedLinear(width).to("cuda")
+            weights.append(model.weight)
+            optimizer = torch.optim.SGD([model.bias])
+            while True:
+                model(torch.randn(BATCH, width, device="cuda")).sum().backward()
+                optimizer.step()
+
+        run, _ = dry_run(job)
+        weight = weights[0]
+        kinds = isinstance(weight, _Quantized), isinstance(weight, nn.Parameter), weight.scale.device.type
+        return (*kinds, str(weight.dtype)), held_bytes(run, "parameter")
+
+    # Weights of the host are real below 65,536 elements, and fake beyond.
+    for width in (128, WIDTH):
+        kinds, parameter_bytes = run_forked(lambda width=width: observe(width))
+        assert kinds == (True, True, "cuda", "torch.int8")
+        assert parameter_bytes == width * width + 4 * width
+
+
+def test_product__with_another_type_of_its_result_has_the_flops_of_the_product() -> None:
+    def job() -> None:
+        a, b = torch.ones(64, 128, device="cuda").half(), torch.ones(128, 32, device="cuda").half()
+        torch.mm(a, b)
+        torch.mm(a, b, out_dtype=torch.float32)
+        torch.addmm(torch.ones(64, 32, device="cuda"), a, b, out_dtype=torch.float32)
+        torch.bmm(a[None], b[None], out_dtype=torch.float32)
+
+    def observe() -> Any:
+        run, _ = dry_run(job)
+        return [kernel.work.flops for kernel in run.clock.kernels if kernel.work.flops]
+
+    assert run_forked(observe) == [2 * 64 * 128 * 32] * 4
+
+
+def test_tensor__of_values_on_the_device_has_these() -> None:
+    def job() -> Any:
+        scale = torch.tensor([4.0, 2.0], device="cuda")
+        return torch.tensor([scale[0], [*scale][1] * 3, 5.0]).tolist(), torch.as_tensor([scale]).tolist()
+
+    assert run_forked(lambda: dry_run(job)[1]) == ([4.0, 6.0, 5.0], [[4.0, 2.0]])
+
+
+def test_meta__moves_parameters_away_as_torch_does() -> None:
+    def job() -> Any:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        before = model[0].weight
+        model.to("meta")
+        return model[0].weight is before, model[0].weight.device.type, isinstance(model[0].weight, nn.Parameter)
+
+    assert run_forked(lambda: dry_run(job)[1]) == (False, "meta", True)
+
+
+def test_operation__whose_library_asks_for_a_size_has_the_least_one() -> None:
+    def job() -> Any:
+        @torch.library.custom_op("ebbtide_tests::outliers", mutates_args=())
+        def outliers(x: torch.Tensor) -> torch.Tensor:
+            return x[x > 6]
+
+        @outliers.register_fake
+        def _(x: torch.Tensor) -> torch.Tensor:
+            return x.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+        return tuple(outliers(torch.ones(8, device="cuda")).shape)
+
+    def observe() -> Any:
+        run, shape = dry_run(job)
+        return shape, run.notes()
+
+    shape, notes = run_forked(observe)
+    assert shape == (0,)
+    assert any("ebbtide_tests.outliers" in note and "smallest size" in note for note in notes)
+
+
+def test_triton_kernel__counts_with_the_bytes_of_its_arguments() -> None:
+    def job() -> None:
+        from tests.profiler.dryrun.triton_kernels import double
+
+        model = nn.Linear(WIDTH, WIDTH).to("cuda")
+        x = torch.ones(BATCH, WIDTH, device="cuda")
+        double[(BATCH,)](x, torch.empty_like(x), WIDTH, BLOCK=1024)
+        train(model, torch.optim.SGD(model.parameters()))
+
+    def observe() -> Any:
+        run, _ = dry_run(job)
+        works = [kernel.work.bytes for kernel in run.clock.kernels if kernel.work.name == "double"]
+        return works, run.notes()
+
+    works, notes = run_forked(observe)
+    assert works == [2 * 4 * BATCH * WIDTH]
+    assert any("Triton kernels" in note and "double (1)" in note for note in notes)
+
+
+def test_functions_of_cuda__take_keywords() -> None:
+    def job() -> Any:
+        torch.cuda.synchronize(device="cuda")
+        torch.cuda.reset_peak_memory_stats(device=0)
+        return torch.cuda.memory_allocated(device="cuda"), len(torch.cuda.get_rng_state(device="cuda"))
+
+    assert run_forked(lambda: dry_run(job)[1]) == (0, 16)
+
+
+def test_flex_attention__holds_its_result_and_no_scores() -> None:
+    def job() -> Any:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        tensors = [torch.randn(2, 4, 256, 64, device="cuda", requires_grad=True) for _ in range(3)]
+        before = torch.cuda.memory_allocated()
+        result = torch.compile(flex_attention)(*tensors)
+        kept = torch.cuda.memory_allocated() - before
+        result.sum().backward()
+        return kept, torch.cuda.max_memory_allocated() - before, [tuple(tensor.grad.shape) for tensor in tensors]
+
+    def observe() -> Any:
+        run, result = dry_run(job)
+        return result, [kernel.work.flops for kernel in run.clock.kernels if kernel.work.flops]
+
+    (kept, most, shapes), flops = run_forked(observe)
+    tensor_bytes, scores_bytes, row_bytes = 4 * 2 * 4 * 256 * 64, 4 * 2 * 4 * 256 * 256, 4 * 2 * 4 * 256
+    # Sums and maxima of rows, and an empty mask of blocks.
+    assert tensor_bytes + 2 * row_bytes <= kept <= tensor_bytes + 3 * row_bytes
+    assert most < 6 * tensor_bytes + scores_bytes
+    assert shapes == [(2, 4, 256, 64)] * 3
+    assert flops == [2 * 2 * 2 * 4 * 256 * 256 * 64, 5 * 2 * 2 * 4 * 256 * 256 * 64]
