@@ -56,10 +56,10 @@ demo: $(VENV)/installed
 	$(BIN)/ebbtide dry-run --gpu h100-80gb -o $(DEMO)/predicted.ebb -- $(BIN)/python examples/train_gpt.py --layers 24 --width 2048 --heads 16 --context 1024 --dtype bfloat16
 	$(BIN)/ebbtide summary $(DEMO)/predicted.ebb
 	$(BIN)/ebbtide plot $(DEMO)/predicted.ebb -o $(DEMO)/predicted.png
-	$(BIN)/ebbtide plan $(DEMO)/predicted.ebb --machine rtx4090 a100-40gb-pcie h100-80gb -o $(DEMO)/machines.png
+	$(BIN)/ebbtide plan $(DEMO)/predicted.ebb --machine rtx4090 a100-40gb-pcie h100-80gb --plot $(DEMO)/machines.png
 	@echo
 	@echo "== 5. Policies run for real on this machine: measured beside predicted, losses equal to the bit"
-	$(BIN)/ebbtide compare --params 5e6 --iterations 6 --plot $(DEMO)/compare.png
+	$(BIN)/ebbtide compare --params 5e6 --steps 6 --plot $(DEMO)/compare.png
 	@echo
 	@echo "Open $(DEMO)/h100.html first, then $(DEMO)/a100-policies.png, $(DEMO)/gpt.html, $(DEMO)/predicted.png, $(DEMO)/machines.png and $(DEMO)/compare.png."
 	@echo "To record your own job: $(BIN)/ebbtide profile -o run.ebb -- $(BIN)/python train.py"

@@ -1,4 +1,4 @@
-"""Compare `ebbtide activity` with a direct count and with HolisticTraceAnalysis (HTA).
+"""Compare `ebbtide summary --by activity` with a direct count and with HolisticTraceAnalysis (HTA).
 
     python benchmarks/activity.py --hta-python PATH FILE...
 
@@ -148,13 +148,15 @@ def read(file: Path) -> list[Event]:
 
 
 def by_ebbtide(file: Path) -> Figures | None:
-    """Run `ebbtide import` and `ebbtide activity`. Return None where it says that no kernels were recorded."""
+    """Run `ebbtide import` and `ebbtide summary --by activity`. Return None where no kernels were recorded."""
     command = [sys.executable, "-m", "ebbtide"]
     with tempfile.TemporaryDirectory() as folder:
         trace = str(Path(folder) / "run.ebb")
         subprocess.run([*command, "import", "-o", trace, str(file)], check=True, capture_output=True)
         activity = json.loads(
-            subprocess.run([*command, "activity", trace, "--json"], check=True, capture_output=True).stdout
+            subprocess.run(
+                [*command, "summary", trace, "--by", "activity", "--json"], check=True, capture_output=True
+            ).stdout
         )
     total = activity["total"]
     if total["span_ms"] is None:

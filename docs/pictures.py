@@ -58,7 +58,7 @@ COMMANDS: dict[str, list[str | Path]] = {
             for part in ("--machine", name)
         ),
         *(part for price in ("4", "6", "16", "8", "12", "24") for part in ("--price-per-hour", price)),
-        "-o",
+        "--plot",
     ],
     "storage.png": [
         "replay",
@@ -91,21 +91,21 @@ COMMANDS: dict[str, list[str | Path]] = {
     ],
     "policies.png": ["replay", TRACES / "a100-13b-async.ebb", "--machine", "a100-40gb-published", "--plot"],
     "sweep.png": [
-        *("sweep", "--workload", SWEEP_JOB, "-o", TABLE),
+        *("replay", "--workload", SWEEP_JOB, "-o", TABLE),
         *(part for machine in SWEEP_MACHINES for part in ("--machine", machine)),
         *("--policy", "pipelined", "--policy", "adaptive", "--policy", "mlp-offload", "--policy", "superoffload"),
         *("--policy", "zero-infinity:12,pipeline_read=true,pipeline_write=true"),
         *("--jobs", "1", "--plot"),
     ],
     "sweep-lines.png": [
-        *("sweep", "--workload", SWEEP_JOB, "--scale-params", "0.5,0.75,1", "-o", TABLE),
+        *("replay", "--workload", SWEEP_JOB, "--scale-params", "0.5,0.75,1", "-o", TABLE),
         *("--machine", SWEEP_MACHINES[0]),
         *("--policy", "pipelined", "--policy", "mlp-offload", "--policy", "superoffload"),
         *("--policy", "zero-infinity:12,pipeline_read=true,pipeline_write=true"),
         *("--jobs", "1", "--plot"),
     ],
     "sweep-host-memory.png": [
-        *("sweep", "--workload", SWEEP_JOB, "--host-free-bytes", "24GB,48GB,72GB,96GB,120GB", "-o", TABLE),
+        *("replay", "--workload", SWEEP_JOB, "--host-free-bytes", "24GB,48GB,72GB,96GB,120GB", "-o", TABLE),
         *("--machine", SWEEP_MACHINES[0]),
         *("--policy", "pipelined", "--policy", "adaptive", "--policy", "mlp-offload"),
         *("--jobs", "1", "--plot"),

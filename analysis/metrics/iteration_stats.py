@@ -66,7 +66,7 @@ class Iterations:
     slowest_rank: dict[int, int] | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object that `ebbtide iterations --json` prints."""
+        """Return the object that `ebbtide summary --by iteration --json` prints."""
         printed = asdict(self)
         for spread in printed["spreads"]:
             # The former name of the key.

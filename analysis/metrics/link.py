@@ -109,7 +109,7 @@ class LinkUse:
     copies: list[CopyKind]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object that `ebbtide link --json` prints."""
+        """Return the object that `ebbtide summary --by link --json` prints."""
         printed = asdict(self)
         for entry in printed["ranks"]:
             # The former name of the key.

@@ -12,7 +12,7 @@ from ebbtide.profiler.trace import Trace
 from ebbtide.units import ms_text
 
 _MAX_KERNELS = 20
-_SOURCE = "ebbtide activity --json"
+_SOURCE = "ebbtide summary --by activity --json"
 _WHOLE_TRACE = "Over the whole trace."
 _KINDS = ("compute", "communication", "copy", "idle")
 

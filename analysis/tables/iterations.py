@@ -8,7 +8,7 @@ from ebbtide.analysis.tables.table import Column, Table, View, ms, number, text
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
-_SOURCE = "ebbtide iterations --json"
+_SOURCE = "ebbtide summary --by iteration --json"
 _MAX_OUTLIERS = 8
 
 

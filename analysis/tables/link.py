@@ -8,7 +8,7 @@ from ebbtide.analysis.tables.table import Table, View, ms, number, rate, share, 
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import rate_text
 
-_SOURCE = "ebbtide link --json"
+_SOURCE = "ebbtide summary --by link --json"
 
 
 def link_table(link: LinkUse, rank: int | None = None) -> Table:

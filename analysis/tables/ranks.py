@@ -14,7 +14,7 @@ from ebbtide.profiler.trace import Trace
 if TYPE_CHECKING:
     from ebbtide.analysis.metrics.ranks.by_rank import RankTable
 
-_SOURCE = "ebbtide iterations --by-rank --json"
+_SOURCE = "ebbtide summary --by rank --json"
 
 
 def differences_table(differences: RankDifferences) -> Table:

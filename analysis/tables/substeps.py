@@ -10,7 +10,7 @@ from ebbtide.analysis.tables.table import Column, Table, View, ms, number, rate,
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import ms_text
 
-_SOURCE = "ebbtide steps --json"
+_SOURCE = "ebbtide summary --by substep --json"
 _NOTE = (
     "h2d, d2h: bytes copied meanwhile; rate: of the faster direction while copies run; waits for: the pageable copy "
     "that holds up the host."

@@ -12,7 +12,7 @@ import typer
 import typer.core
 
 import ebbtide
-from ebbtide.cli.command import HEADINGS, Command, find_commands
+from ebbtide.cli.command import HEADINGS, Command, find_commands, with_current_name
 from ebbtide.cli.printing import echo, output_width, own_stdout
 
 # Least width of a help whose options have frames around them.
@@ -88,8 +88,9 @@ def _options(
 def run(arguments: Sequence[str]) -> int:
     """Run a command line. Returns its exit status."""
     try:
-        command = next((word for word in arguments if not word.startswith("-")), None)
-        status = make_app(command)(list(arguments), prog_name="ebbtide", standalone_mode=False)
+        words = with_current_name(arguments)
+        command = next((word for word in words if not word.startswith("-")), None)
+        status = make_app(command)(words, prog_name="ebbtide", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except typer.TyperException as error:
         return _fail(error.format_message())

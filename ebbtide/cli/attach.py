@@ -45,7 +45,7 @@ def attach_to(
 def _range(text: str | None) -> tuple[int | None, int]:
     """Parse `20` as (None, 20) and `500:520` as (500, 20)."""
     if text is None:
-        raise typer.BadParameter("--attach needs --iterations, the number of iterations to record in detail")
+        raise typer.BadParameter("--attach needs --steps, the number of iterations, or --iterations FROM:TO")
     if ":" not in text:
         return None, count(text)
     first, end = parse_iterations(text)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 # Headings of the help, in its order. The commands below the first one are those to begin with.
 HEADINGS = ("Start", "Record", "Explain", "Predict", "Run", "Files")
+# Commands that others have taken in, and the words for them now. They work as before; no help lists them.
+FORMER_NAMES = {
+    "activity": ("summary", "--by", "activity"),
+    "iterations": ("summary", "--by", "iteration"),
+    "link": ("summary", "--by", "link"),
+    "merge": ("import",),
+    "steps": ("summary", "--by", "substep"),
+    "sweep": ("replay",),
+    "tables": ("export", "--format", "csv"),
+}
 _COMMANDS: dict[str, Command] = {}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -43,6 +53,14 @@ def command(
         return function
 
     return register
+
+
+def with_current_name(arguments: Sequence[str]) -> list[str]:
+    """Return a command line with the words for a command that has another name now."""
+    words = list(arguments)
+    place = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
+    name = words[place : place + 1]
+    return [*words[:place], *FORMER_NAMES.get("".join(name), name), *words[place + 1 :]]
 
 
 def find_commands(name: str | None) -> list[Command]:

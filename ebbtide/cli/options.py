@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,36 +66,60 @@ def metrics_server(text: str) -> MetricsServer:
         raise typer.BadParameter(str(error)) from None
 
 
+def refuse_options(context: typer.Context, allowed: Collection[str], reason: str) -> None:
+    """Raise BadParameter if an option was given whose name is not among the allowed ones: `--option REASON`."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in allowed and source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"{parameter.opts[-1]} {reason}")
+
+
 def valued(metavar: str, text: str, default: str | bool = True, **settings: Any) -> Any:
     """Return an option with a value: its name in the help, the help, and the default where it is said in words."""
     return typer.Option(metavar=metavar, help=text, show_default=default, **settings)
 
 
+def output_option(metavar: str, default: str | bool = True) -> Any:
+    """Return the option for the file or folder that a command is to write, with `metavar` for its kind."""
+    return typer.Option("-o", "--output", metavar=metavar, help="File or folder to write.", show_default=default)
+
+
+def machine_option(default: str) -> Any:
+    """Return the option for machines."""
+    text = "Machine file, or name of a preset (ebbtide machines); M@SPEC is its GPU in another host."
+    return typer.Option("--machine", metavar="M", help=text, show_default=default)
+
+
+def jobs_option(default: str) -> Any:
+    """Return the option for the number of processes."""
+    return typer.Option("--jobs", metavar="N", help="Number of processes.", parser=count, show_default=default)
+
+
+def rank_option(default: str) -> Any:
+    """Return the option for a rank."""
+    return typer.Option("--rank", help="Rank to show.", parser=count, metavar="N", show_default=default)
+
+
+def policy_option(default: str) -> Any:
+    """Return the option for policies."""
+    text = "Offload policy, e.g. twin-flow:0.4. Repeatable."
+    return typer.Option("--policy", metavar="P", help=text, show_default=default)
+
+
 TraceFile = Annotated[Path, typer.Argument(metavar="RUN.ebb", help="Trace to read.")]
-Rank = Annotated[
-    int | None,
-    typer.Option(
-        "--rank", help="Rank to show.", parser=count, metavar="N", show_default="the first one; all with --json"
-    ),
-]
+Rank = Annotated[int | None, rank_option("the first one; all with --json")]
 Iterations = Annotated[
     str | None,
     typer.Option(
         "--iterations", metavar="FROM:TO", help="Only these iterations, e.g. 3:6 for 3, 4 and 5.", show_default="all"
     ),
 ]
+STEPS = valued("N", "Number of iterations, which end with a step of the optimizer.", parser=count)
+# Their number, as `--iterations N`, from before the option had one meaning.
+FormerSteps = Annotated[int | None, typer.Option("--iterations", parser=count, hidden=True)]
 MinBytes = Annotated[
     str,
     typer.Option("--min-bytes", metavar="SIZE", help="Minimum free memory of a window in bytes, e.g. 500MB or 2GiB."),
-]
-Machine = Annotated[
-    str | None,
-    typer.Option(
-        "--machine",
-        metavar="M",
-        help="Machine file, or name of a preset; M@SPEC is its GPU in another host (--host).",
-        show_default="the one recorded in the trace",
-    ),
 ]
 Host = Annotated[
     str | None,
@@ -105,7 +130,7 @@ Host = Annotated[
         show_default="that of the machine",
     ),
 ]
-WorkloadFile = Annotated[Path | None, valued("W.json", "Workload file, instead of a trace.")]
+WORKLOAD = valued("W.json", "Workload file, instead of a trace.")
 Params = Annotated[int | None, valued("N", "Number of parameters, instead of a trace, e.g. 13e9.", parser=count)]
 RanksPerHost = Annotated[
     int | None,
@@ -115,15 +140,6 @@ RanksPerHost = Annotated[
         "those of the trace, else all, up to those of the box",
         min=1,
         max=MAX_RANKS,
-    ),
-]
-Policies = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--policy",
-        metavar="P",
-        help="Offload policy, e.g. twin-flow:0.4; systems: all other systems. Repeatable.",
-        show_default="all built-in policies",
     ),
 ]
 Plot = Annotated[
@@ -138,22 +154,13 @@ Metrics = Annotated[
         show_default="not served",
     ),
 ]
-Jobs = Annotated[
-    int | None,
-    typer.Option(
-        "--jobs",
-        help="Processes that read ranks.",
-        parser=count,
-        metavar="N",
-        show_default="one per core for a large trace, else none beside this one",
-    ),
-]
+Jobs = Annotated[int | None, jobs_option("one per core for a large trace, else none beside this one")]
 Scheduler = Annotated[
     str | None,
     typer.Option(
         "--scheduler",
         metavar="ADDRESS",
-        help="Address of the scheduler of a Dask cluster to read ranks on.",
+        help="Address of the scheduler of a Dask cluster to run on.",
         show_default="this machine",
     ),
 ]

@@ -6,7 +6,6 @@ import json
 import shlex
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import typer
@@ -14,7 +13,6 @@ import typer
 from ebbtide.cli.printing import echo, echo_line, print_view, progress_bar
 
 if TYPE_CHECKING:
-    from ebbtide.analysis.metrics.job import JobMetrics
     from ebbtide.analysis.tables.table import View
     from ebbtide.profiler.trace import Trace
 
@@ -30,21 +28,6 @@ class Result(Protocol):
 
 
 Kind = TypeVar("Kind", bound=Result)
-
-
-def show(
-    path: Path,
-    as_json: bool,
-    result_of: Callable[[JobMetrics], Kind],
-    view: Callable[[Trace, Kind], View],
-    follow_up: str,
-) -> None:
-    """Open a trace and print a result, a member of its figures; `follow_up`: see `show_result`."""
-    from ebbtide.analysis.metrics.job import JobMetrics
-    from ebbtide.profiler.trace import open_trace
-
-    metrics = JobMetrics(open_trace(path))
-    show_result(metrics.trace, result_of(metrics), view, as_json, follow_up)
 
 
 def show_result(trace: Trace, result: Kind, view: Callable[[Trace, Kind], View], as_json: bool, follow_up: str) -> None:

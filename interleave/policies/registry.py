@@ -73,7 +73,7 @@ class Policy:
         options: The values that each option may have, the default first.
         summary: First line of the function's docstring.
         run: How the policy is run by default, or where all systems are asked for; None: only by its name.
-        simulation_only: Whether the engine cannot run its plans; `replay` and `sweep` can.
+        simulation_only: Whether the engine cannot run its plans; `replay` can.
         uses_storage: Whether state that host memory does not hold may be in storage. Without, it does not fit.
         in_deepspeed: Whether DeepSpeed's configuration alone selects it.
     """

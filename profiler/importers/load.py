@@ -53,7 +53,7 @@ def _files_of(folder: Path, recognize: Callable[[Source], str], format: str | No
     except OSError as error:
         raise SourceError(f"{folder} cannot be read: {error.strerror}") from None
     if any(entry.name == "meta.json" for entry in entries):
-        raise SourceError(f"{folder} is a trace already: open it with `ebbtide summary`")
+        raise SourceError(f"{folder} is a trace already: import the files first, then merge traces")
     by_format: dict[str, list[Path]] = {}
     ignored = []
     for entry in entries:

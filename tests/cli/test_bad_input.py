@@ -95,7 +95,7 @@ BAD: list[Any] = [
     ("plot a.ebb -o x.png --iterations=", ""),
     (f"plot a.ebb -o {LONG}.png", LONG),
     ("merge a.ebb b.ebb", "-o"),
-    ("merge -o m.ebb", "RUN.ebb"),
+    ("merge -o m.ebb", "SOURCE"),
     ("merge a.ebb b.ebb -o b.ebb", "--force"),
     ("merge a.ebb b.ebb -o file/m.ebb", "cannot write"),
     ("merge a.ebb torn.ebb -o m.ebb", "damaged"),

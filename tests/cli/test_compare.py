@@ -19,7 +19,7 @@ from tests.conftest import ebbtide_in_process, slow_case, torch_on_one_thread
 Printed = pytest.CaptureFixture[str]
 # Invented rates, so that these runs need not measure.
 MACHINE = {"host_memory_bytes_per_s": 1e10, "cpu_update_params_per_s": 5e8, "cpu_cast_params_per_s": 1e9}
-TINY = "--params 2e5 --iterations 3 --emulate-link 500MB --machine m.json"
+TINY = "--params 2e5 --steps 3 --emulate-link 500MB --machine m.json"
 TIMES = ("iteration", *PHASES)
 
 
@@ -108,7 +108,7 @@ def test_compare__exits_with_1_if_losses_differ(folder: Path, capsys: Printed, j
 BAD = [
     ("--params many", "'many' is not a count"),
     ("--params 10", "--params 10: must be from 100000 to 1e+11"),
-    ("--iterations 2", "--iterations must be at least 3"),
+    ("--iterations 2", "--steps must be at least 3"),
     ("--policy magic", "there is no policy 'magic'"),
     ("--policy twin-flow", "lacks the share"),
     ("--against magic", "choose from torch, deepspeed, torchao"),

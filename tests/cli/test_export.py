@@ -97,7 +97,8 @@ def test_export_and_tables__force_replaces_existing_output(folder: Path) -> None
         ("tables a.ebb -o file.json --force", "is not a folder of tables"),
         ("tables a.ebb -o a.ebb --force", "is not a folder of tables"),
         ("tables a.ebb -o nowhere/out", "cannot write"),
-        ("tables a.ebb -o out --format xlsx", "csv or parquet"),
+        ("export a.ebb -o out.json --min-bytes 1GB", "--min-bytes is for tables"),
+        ("tables a.ebb -o out --format xlsx", "csv"),
         ("tables a.ebb -o out --min-bytes lots", "lots"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import defaultdict
 
 import pytest
 import typer.main
@@ -35,6 +36,17 @@ def test_help__of_a_command_has_two_examples_that_it_takes(entry: Command) -> No
         assert name == entry.name
         # Raises if an option does not exist, or a value has another type.
         command.make_context(name, words, resilient_parsing=True)
+
+
+def test_help__says_the_same_of_an_option_in_every_command() -> None:
+    helps = defaultdict(set)
+    for command in typer.main.get_command(make_app()).commands.values():  # type: ignore[attr-defined]
+        for parameter in command.params:
+            if parameter.param_type_name == "option" and not parameter.hidden:
+                helps[tuple(parameter.opts)].add(parameter.help)
+    different = {names[-1] for names, texts in helps.items() if len(texts) > 1}
+    assert different == {"--backward-ms", "--explain", "--format", "--forward-ms", "--params", "--ranks", "--storage"}
+    assert {"--output", "--plot", "--machine", "--iterations", "--steps"} <= {names[-1] for names in helps}
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -96,7 +96,7 @@ def test_plan__table_is_sorted_and_ends_with_lines_to_paste(folder: Path, capsys
 def test_plan__draws_a_picture(folder: Path, capsys: Printed) -> None:
     arguments = f"{SIZE} --machine small.json large.json tiny.json --price-per-hour 2"
     for name in ("plan.svg", "plan.png"):
-        assert run(["plan", *arguments.split(), "-o", name]) == 0
+        assert run(["plan", *arguments.split(), "--plot", name]) == 0
     assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (folder / "plan.svg").read_text()
 

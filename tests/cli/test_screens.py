@@ -15,20 +15,17 @@ from tests.conftest import ebbtide_in_process
 TRACES = sorted(Path("traces").resolve().glob("*.ebb"))
 QUICK = ("a100-13b-async", "a100-torch-profiler", "h100-20b-blocking")
 SCREENS = {
-    "activity": (),
     "findings": (),
-    "iterations": (),
-    "iterations by rank": ("--by-rank",),
-    "link": (),
     "memory": (),
     "plan": (),
     "replay": (),
     "replay recommend": ("--recommend",),
-    "steps": (),
+    "replay on two machines": ("--machine", "h100-80gb", "--machine", "a100-80gb-sxm"),
     "summary": (),
+    **{f"summary by {key}": ("--by", key) for key in ("activity", "iteration", "link", "rank", "substep")},
     "windows": (),
 }
-SHORT = ("findings", "replay recommend", "summary")
+SHORT = ("findings", "replay recommend", "replay on two machines", "summary")
 # A number at the end of a line whose unit is on the next one.
 SPLIT = re.compile(r"\d\n\s*(ms|us|s|%|[kMGT]i?B|[kMGT]B/s)\b")
 
@@ -57,6 +54,19 @@ def test_screens__fit_80_columns_and_say_how_to_go_on(trace: Path, monkeypatch: 
         assert len(lines) <= 24 or name not in SHORT, name
         # A trace that lacks what a command reads says what to record.
         assert any(mark in result.stdout for mark in ("next: ", "--all", "record")), name
+
+
+def test_screens__replays_of_many_traces_are_one_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(TRACES[0].parents[1])
+    traces = [f"traces/{trace.name}" for trace in TRACES if trace.stem != "a100-torch-profiler"]
+    machines = ("--machine", "h100-80gb-sxm-published", "--machine", "a100-80gb-sxm")
+    result = ebbtide_in_process("replay", *traces, *machines, "--policy", "zero-offload", "--policy", "pipelined")
+    lines = result.stdout.splitlines()
+    assert "is the best policy in" in lines[0]
+    assert lines[-1].startswith("next: ")
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 24
 
 
 def actions(trace: Path) -> list[dict[str, Any]]:

@@ -207,15 +207,18 @@ def test_sweep__no_answer_of_the_scheduler_is_one_line(refuses: Refuses) -> None
 
 def test_sweep__prints_the_best_policies(folder: Path, sweep: Sweep) -> None:
     axes = ("--scale-params", "0.5,1", "--scale-params", "20", "--free-bytes", "0,40GB")
-    output = sweep(*FAST, "--policy", "gpu-only", *axes, "-o", "s.parquet")
+    short = sweep(*FAST, "--policy", "gpu-only", *axes, "-o", "s.parquet").out.splitlines()
+    assert short[0] == "interleaved:2 is the best policy in 2 of 6 cases; none fits in 2"
+    assert short[-1].startswith("next: --all (all 18 combinations)")
+    output = sweep(*FAST, "--policy", "gpu-only", *axes, "-o", "s.parquet", "--all", "--force")
     assert output.err == "ebbtide: s.parquet\n"
     assert "speed-up over zero-offload" in output.out
     best, combinations = (
         [re.split(" {2,}", row.strip()) for row in part.splitlines()] for part in output.out.split("All combinations")
     )
-    assert best[0] == ["workload: job, machine: box"]
+    assert best[1] == ["workload: job, machine: box"]
     # 40 G parameters do not fit the memory of this host.
-    assert [(row[0], row[1], row[3]) for row in best if row[-1] == "yes" or "none fits" in row] == [
+    assert [(row[0], row[1], row[2]) for row in best if "yes" in row or "none fits" in row] == [
         ("1 G", "0 B", "interleaved:2"),
         ("1 G", "37.25 GiB", "gpu-only"),
         ("2 G", "0 B", "interleaved:2"),
@@ -295,7 +298,7 @@ BOTH = "--workload w.json --machine m.json"
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "-o"),
+        ("", "name a trace, a --workload file, or a size"),
         ("-o s.parquet", "nothing to replay"),
         ("-o s.parquet nowhere.ebb --machine m.json", "nowhere.ebb"),
         ("-o s.parquet --workload nowhere.json --machine m.json", "nowhere.json"),
@@ -325,6 +328,6 @@ def test_sweep__bad_input_is_one_line_and_changes_no_file(refuses: Refuses, argu
 
 def test_sweep__refuses_too_many_combinations_at_once(refuses: Refuses) -> None:
     values = ",".join(str(number) for number in range(1, 400))
-    assert "sweep at most" in refuses(*FAST, "-o", "s.parquet", "--scale-params", values, "--subgroup-params", values)
+    assert "replay at most" in refuses(*FAST, "-o", "s.parquet", "--scale-params", values, "--subgroup-params", values)
     policies = [part for number in range(1, 26) for part in ("--policy", f"interleaved:{number}")]
     assert "at most 24 policies" in refuses(*FAST, *policies, "-o", "s.parquet", "--plot", "s.png")

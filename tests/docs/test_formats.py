@@ -21,14 +21,14 @@ COMMANDS = {
     "windows": [TRACE],
     "findings": [TRACE],
     "memory": [TRACE],
-    "iterations": [TRACE],
-    "link": [WITH_LINK],
-    "steps": [WITH_LINK],
+    "summary --by iteration": [TRACE],
+    "summary --by link": [WITH_LINK],
+    "summary --by substep": [WITH_LINK],
     "diff": [WITH_LINK, TRACE],
-    "activity": [str(ROOT / "traces" / "a100-torch-profiler.ebb")],
+    "summary --by activity": [str(ROOT / "traces" / "a100-torch-profiler.ebb")],
     "replay": [TRACE, "--machine", "a100-40gb-published", "--policy", "pipelined"],
 }
-QUICK = ("windows", "memory", "iterations")
+QUICK = ("windows", "memory", "summary --by iteration")
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -58,7 +58,7 @@ def test_workload_file__has_the_keys_of_workloads() -> None:
     [*QUICK, *(pytest.param(command, marks=pytest.mark.slow) for command in COMMANDS if command not in QUICK)],
 )
 def test_json__has_the_keys_of_the_page(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([command, *COMMANDS[command], "--json"]) == 0
+    assert run([*command.split(), *COMMANDS[command], "--json"]) == 0
     printed: dict[str, Any] = json.loads(capsys.readouterr().out)
     table = rows(f"ebbtide {command} --json")
     assert {key for row in table for key in keys(row[0])} == set(printed), "describe new keys in docs/formats.md"

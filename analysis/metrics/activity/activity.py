@@ -173,7 +173,7 @@ class GpuActivity:
     missing: list[str]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object that `ebbtide activity --json` prints."""
+        """Return the object that `ebbtide summary --by activity --json` prints."""
         printed = asdict(self)
         printed["without_compute"] = {f"{cause}_ms": ms for cause, ms in self.without_compute.items()}
         return printed

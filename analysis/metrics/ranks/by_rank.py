@@ -62,7 +62,7 @@ class RankTable:
     differences: RankDifferences
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object that `ebbtide iterations --by-rank --json` prints."""
+        """Return the object that `ebbtide summary --by rank --json` prints."""
         rows = [asdict(row) for row in self.ranks]
         return {"counted": self.counted, "ranks": rows, "rank_differences": self.differences.as_json()}
 

@@ -39,7 +39,7 @@ class SubSteps:
     storage: list[StorageUse]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object that `ebbtide steps --json` prints."""
+        """Return the object that `ebbtide summary --by substep --json` prints."""
         return asdict(self)
 
     def to_pandas(self) -> pd.DataFrame:

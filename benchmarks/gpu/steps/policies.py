@@ -93,7 +93,7 @@ def main() -> None:
     testbed = find_testbed(shape.params, budget, link, find_machine(str(file)))
     step.add(params=shape.params, subgroup_params=subgroup, budget_bytes=budget, device=testbed.name)
     words = ["--params", str(params), "--subgroup-params", str(subgroup), "--memory-budget", str(round(budget))]
-    words += ["--iterations", str(args.iterations), "--machine", str(file)]
+    words += ["--steps", str(args.iterations), "--machine", str(file)]
     words += ["--emulate-link", str(round(link))] if link else []
     job = {"params": shape.params, "subgroup_params": subgroup, "gpu_free_bytes": budget, "gradients_stay": True}
     before = replay(step, testbed, {**job, **ASSUMED_PHASES})["results"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, Json, valued
+from ebbtide.cli.options import Force, Json, output_option, valued
 from ebbtide.cli.printing import echo, print_view
 from ebbtide.machines.accuracy import accuracy_of
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def calibrate(
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="M.json", help="Machine file to write.", show_default="NAME.json"),
+        output_option("M.json", "NAME.json"),
     ] = None,
     from_trace: Annotated[
         list[Path] | None,

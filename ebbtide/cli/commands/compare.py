@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, Json, Plot, count, size, valued
+from ebbtide.cli.options import (
+    STEPS,
+    Force,
+    FormerSteps,
+    Json,
+    Plot,
+    count,
+    machine_option,
+    policy_option,
+    size,
+    valued,
+)
 from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_picture
 from ebbtide.cli.printing import echo, print_view
 
@@ -21,21 +32,15 @@ if TYPE_CHECKING:
 @command("Run", 1, examples=("compare", "compare --policy zero-offload --policy adaptive --params 5e8"))
 def compare(
     policy: Annotated[
-        list[str] | None,
-        valued(
-            "P",
-            "Offload policy, e.g. interleaved:3. Repeatable.",
-            "zero-offload, pipelined, twin-flow:0.5, interleaved:2, adaptive",
-        ),
+        list[str] | None, policy_option("zero-offload, pipelined, twin-flow:0.5, interleaved:2, adaptive")
     ] = None,
-    iterations: Annotated[
-        int, valued("N", "Iterations per policy; the first two are left out of medians.", parser=count)
-    ] = 12,
+    steps: Annotated[int, STEPS] = 12,
+    iterations: FormerSteps = None,
     params: Annotated[
         int, valued("N", "Approximate number of parameters of the model, e.g. 5e8.", parser=count)
     ] = 20_000_000,
     subgroup_params: Annotated[
-        int | None, valued("N", "Parameters per subgroup.", "a tenth of the model", parser=count)
+        int | None, valued("N", "Parameters per subgroup, e.g. 1e8.", "a tenth of the model", parser=count)
     ] = None,
     memory_budget: Annotated[
         str | None,
@@ -64,12 +69,7 @@ def compare(
         float | None, valued("MS", "The same of each backward.", "twice that of the forward", min=0)
     ] = None,
     machine: Annotated[
-        str | None,
-        valued(
-            "M",
-            "Machine file, or name of a preset, to predict with. Emulated devices have their own link and GPU.",
-            "this machine, which is measured",
-        ),
+        str | None, machine_option("this machine, which is measured; emulated devices have their own link and GPU")
     ] = None,
     storage: Annotated[
         list[Path] | None,
@@ -81,7 +81,7 @@ def compare(
         str | None,
         valued(
             "SIZE",
-            "Host memory in bytes that the optimizer may use (only with --storage), e.g. 1GiB.",
+            "Host memory in bytes that the optimizer may use, e.g. 64GiB. State beyond it is in storage.",
             "what gradients, parameters, half of the state and three subgroups need",
         ),
     ] = None,
@@ -90,16 +90,15 @@ def compare(
     ] = None,
     seed: Annotated[int, valued("N", "Seed of weights and tokens.", min=0, max=2**63 - 1)] = 0,
     plot: Plot = None,
-    save: Annotated[
-        Path | None, valued("FOLDER", "Also write a measured and a predicted trace per policy into this folder.")
-    ] = None,
+    save: Annotated[Path | None, valued("FOLDER", "Also write the traces of each policy into this folder.")] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Train a small model under each policy and compare measured with predicted times.
 
     Without a GPU the device is emulated: times then say nothing about a GPU, only whether the plan runs as predicted.
-    Losses must be equal under all policies, bit for bit; otherwise the exit status is 1.
+    Losses must be equal under all policies, bit for bit; otherwise the exit status is 1. Medians leave the first two
+    steps of each out.
     """
     check_outputs(plot, save)
     if subgroup_params == 0:
@@ -121,7 +120,7 @@ def compare(
     with new_outputs(plot, save, force) as (picture_file, folder):
         config = CompareConfig(
             policies=policy,
-            iterations=iterations,
+            iterations=iterations if iterations is not None else steps,
             params=params,
             subgroup_params=subgroup_params,
             memory_budget=memory_budget_bytes,

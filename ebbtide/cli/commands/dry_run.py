@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, Host, machine_in_host, size
+from ebbtide.cli.options import (
+    STEPS,
+    Force,
+    FormerSteps,
+    Host,
+    machine_in_host,
+    machine_option,
+    output_option,
+    size,
+)
 
 
 @command(
@@ -17,7 +26,7 @@ from ebbtide.cli.options import Force, Host, machine_in_host, size
     runs_a_job=True,
     examples=(
         "dry-run --gpu h100-80gb -o predicted.ebb -- python train.py",
-        "dry-run --gpu rtx4090 --iterations 2 -- python train.py",
+        "dry-run --gpu rtx4090 --steps 3 -- python train.py",
     ),
 )
 def dry_run(
@@ -26,7 +35,7 @@ def dry_run(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="RUN.ebb", help="Trace to write.", show_default="SCRIPT-TIME.ebb"),
+        output_option("RUN.ebb", "SCRIPT-TIME.ebb"),
     ] = None,
     gpu: Annotated[
         str | None,
@@ -34,20 +43,19 @@ def dry_run(
             "--gpu", metavar="NAME", help="GPU that the job sees, by the name of a preset.", show_default="none"
         ),
     ] = None,
-    machine: Annotated[
-        str | None,
-        typer.Option("--machine", metavar="M", help="Machine file, or name of a preset.", show_default="none"),
-    ] = None,
+    machine: Annotated[str | None, machine_option("none")] = None,
     host: Host = None,
     capacity: Annotated[
         str | None,
         typer.Option(
-            "--capacity", metavar="SIZE", help="Memory of the GPU, e.g. 80GB.", show_default="that of the GPU, if named"
+            "--capacity",
+            metavar="SIZE",
+            help="Memory of the GPU in bytes, e.g. 80GB.",
+            show_default="that of the GPU, if named",
         ),
     ] = None,
-    iterations: Annotated[
-        int, typer.Option("--iterations", metavar="N", help="Iterations after which the job is ended.", min=1)
-    ] = 2,
+    steps: Annotated[int, STEPS] = 2,
+    iterations: FormerSteps = None,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -72,11 +80,14 @@ def dry_run(
 
     if gpu is not None and machine is not None:
         raise UserError("name the GPU with --gpu or the machine with --machine, not both")
+    number = iterations if iterations is not None else steps
+    if not number:
+        raise typer.BadParameter("--steps must be at least 1")
     name = machine_in_host(gpu or machine, host)
     start_dry_run(
         command,
         output or Path(trace_name(command)),
-        iterations=iterations,
+        iterations=number,
         capacity_bytes=size(capacity) if capacity is not None else None,
         machine=find_machine(name) if name is not None else None,
         force=force,

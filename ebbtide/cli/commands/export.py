@@ -1,30 +1,63 @@
-"""`ebbtide export`: write a trace for ui.perfetto.dev and chrome://tracing."""
+"""`ebbtide export`: write a trace for ui.perfetto.dev, or as tables for pandas, R and spreadsheets."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, TraceFile
+from ebbtide.cli.options import Force, MinBytes, TraceFile, output_option, refuse_options, size
 
 ENDINGS = (".json", ".json.gz")
 
 
-@command("Files", 1, examples=("export run.ebb -o run.json.gz", "export run.ebb -o run.json --force"))
+@command("Files", 1, examples=("export run.ebb -o run.json.gz", "export run.ebb -o tables --format parquet"))
 def export(
+    context: typer.Context,
     trace: TraceFile,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="File to write: .json or .json.gz.")],
+    output: Annotated[Path, output_option("FILE.json[.gz]|FOLDER")],
+    format: Annotated[
+        Literal["perfetto", "csv", "parquet"],
+        typer.Option(
+            "--format",
+            metavar="F",
+            help="Format: perfetto (trace events), or tables as csv or parquet files.",
+        ),
+    ] = "perfetto",
+    min_bytes: MinBytes = "1GiB",
     force: Force = False,
 ) -> None:
-    """Write a trace as trace-event JSON, which ui.perfetto.dev and chrome://tracing open."""
+    """Write a trace as trace-event JSON, which ui.perfetto.dev and chrome://tracing open, or as tables.
+
+    Tables are a folder of files: phases, memory, link, gpu, transfers, ops, iterations, windows. --force replaces it
+    only if it contains nothing but tables.
+    """
+    if format == "perfetto":
+        refuse_options(
+            context, {"trace", "output", "format", "force"}, "is for tables: --format csv or --format parquet"
+        )
+        _write_events(trace, output, force)
+    else:
+        _write_tables(trace, output, format, size(min_bytes), force)
+
+
+def _write_events(trace: Path, output: Path, force: bool) -> None:
     if not output.name.lower().endswith(ENDINGS):
-        raise typer.BadParameter(f"{output} must end in {' or '.join(ENDINGS)}")
+        raise typer.BadParameter(f"{output} must end in {' or '.join(ENDINGS)} (or choose --format csv or parquet)")
 
     from ebbtide.analysis.export.chrome_trace import write_chrome_trace
     from ebbtide.profiler.trace import open_trace
 
     write_chrome_trace(open_trace(trace), output, force)
     typer.echo(f"ebbtide: {output} (open it in https://ui.perfetto.dev)", err=True)
+
+
+def _write_tables(trace: Path, folder: Path, format: str, min_size: int, force: bool) -> None:
+    from ebbtide.analysis.export.tables import write_tables
+    from ebbtide.profiler.trace import open_trace
+
+    for note in write_tables(open_trace(trace), folder, format, min_size, force):
+        typer.echo(f"ebbtide: {note}", err=True)
+    typer.echo(f"ebbtide: {folder}", err=True)

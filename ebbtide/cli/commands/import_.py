@@ -1,4 +1,4 @@
-"""`ebbtide import`: convert files of other tools into a trace."""
+"""`ebbtide import`: convert files of other tools into a trace, or merge traces."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Annotated
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, size
+from ebbtide.cli.options import Force, output_option, refuse_options, size
 from ebbtide.phases import ITERATION_PARTS
 
 _RANGE_MEANINGS = (*ITERATION_PARTS, "iteration")
 
 
-@command(
-    "Record", 2, examples=("import log.txt monitor.csv -o run.ebb", "import trace.json.gz -o run.ebb --capacity 80GB")
-)
+@command("Record", 2, examples=("import log.txt monitor.csv -o run.ebb", "import host1.ebb host2.ebb -o run.ebb"))
 def import_(
+    context: typer.Context,
     sources: Annotated[
         list[Path],
         typer.Argument(
             metavar="SOURCE...",
             help="Files of one run, or their folder: logs of DeepSpeed or Megatron-LM, torch.profiler traces, memory "
-            "snapshots and timelines, Nsight Systems exports, output of nvidia-smi, DCGM or other GPU monitors.",
+            "snapshots and timelines, Nsight Systems exports, output of nvidia-smi, DCGM or other GPU monitors. Or "
+            "traces of one job, one per host.",
         ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="RUN.ebb", help="Trace to write.")],
+    output: Annotated[Path, output_option("RUN.ebb")],
     format: Annotated[
         str | None,
         typer.Option(
@@ -55,7 +55,8 @@ def import_(
         str | None,
         typer.Option(
             metavar="start|FILE",
-            help="Move files without a common clock so that all begin with the first one (start) or with FILE.",
+            help="Move files or traces without a common clock so that all begin with the first one (start) or with "
+            "FILE.",
             show_default="use their times, which must overlap",
         ),
     ] = None,
@@ -70,10 +71,17 @@ def import_(
     ] = None,
     force: Force = False,
 ) -> None:
-    """Convert files of other tools into a trace.
+    """Convert files of other tools into a trace, or merge the traces that the hosts of one job recorded.
 
     Give all files of a run together, e.g. a log and its monitor CSV.
     """
+    from ebbtide.profiler.trace.files import is_trace
+
+    if all(map(is_trace, sources)):
+        merges = {"sources", "output", "align", "force"}
+        refuse_options(context, merges, "is for files of other tools: traces are merged as they are")
+        _merge(sources, output, align, force)
+        return
     capacity_bytes = size(capacity) if capacity is not None else None
     lanes = _link(link) if link is not None else None
     phases = dict(map(_phase, phase or []))
@@ -86,6 +94,15 @@ def import_(
     for note in trace.notes:
         typer.echo(f"ebbtide: {note}", err=True)
     typer.echo(f"ebbtide: {next_commands(trace)}", err=True)
+
+
+def _merge(traces: list[Path], output: Path, align: str | None, force: bool) -> None:
+    from ebbtide.profiler.trace import open_trace
+    from ebbtide.profiler.trace.merge import merge
+    from ebbtide.profiler.trace.trace import next_commands
+
+    merged = merge([open_trace(path) for path in traces], output, force, align)
+    typer.echo(f"ebbtide: {next_commands(merged)}", err=True)
 
 
 def _link(text: str) -> tuple[int, int]:

@@ -9,7 +9,19 @@ from typing import Annotated, Literal
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, Host, Json, Params, RanksPerHost, WorkloadFile, count, valued
+from ebbtide.cli.options import (
+    WORKLOAD,
+    Force,
+    Host,
+    Json,
+    Params,
+    Plot,
+    RanksPerHost,
+    count,
+    machine_option,
+    policy_option,
+    valued,
+)
 from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_picture
 from ebbtide.cli.printing import echo, echo_line
 from ebbtide.machines.box import MAX_RANKS
@@ -28,11 +40,10 @@ def plan(
         list[str] | None,
         typer.Argument(metavar="[RUN.ebb]", help="Trace of the job, recorded or predicted by `ebbtide dry-run`."),
     ] = None,
-    workload: WorkloadFile = None,
+    workload: Annotated[Path | None, WORKLOAD] = None,
     params: Params = None,
     machine: Annotated[
-        list[str] | None,
-        valued("M...", "Machine files, or names of presets. Repeatable.", "the recorded machine, else all presets"),
+        list[str] | None, machine_option("the recorded one, else that of the trace's card, else all presets")
     ] = None,
     host: Host = None,
     price_per_hour: Annotated[
@@ -68,15 +79,13 @@ def plan(
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="The job checkpoints activations (only with --params).")
     ] = False,
-    policy: Annotated[list[str] | None, valued("P", "Choose among these policies only. Repeatable.", "all")] = None,
+    policy: Annotated[list[str] | None, policy_option("all")] = None,
     sort: Annotated[
         Literal["iteration", "cost"] | None,
         valued("KEY", "Order of the table: iteration or cost.", "cost with prices, else iteration"),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Also write a picture to this .png, .svg or .pdf file."),
-    ] = None,
+    plot: Plot = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", hidden=True)] = None,
     code: Annotated[str | None, valued("M", "Print the lines to paste for this machine.")] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Also print what limits each plan, and the other policies.")
@@ -88,7 +97,8 @@ def plan(
 
     Figures are per rank, times are ranges that hold with a probability of 80 %.
     """
-    check_outputs(output, None)
+    plot = plot or output
+    check_outputs(plot, None)
     traces = [name for name in names or () if _is_trace(name)]
     machines = [*(machine or ()), *(name for name in names or () if not _is_trace(name))]
     _check_sources(traces, workload, params, machine is not None, list(names or ()))
@@ -116,7 +126,7 @@ def plan(
         machines.append(code)
     card = own_preset(recording) if not machines else None
     targets = find_targets([card] if card is not None else machines, host, price_per_hour or [], recording)
-    with new_outputs(output, None, force) as (picture, _):
+    with new_outputs(plot, None, force) as (picture, _):
         plans = []
         for target in targets:
             # The rates of a workload's machine are those of its own ranks, unless these are stated.
@@ -126,7 +136,7 @@ def plan(
         if picture is not None:
             from ebbtide.interleave.advise.pictures.policy_bars import draw_plans
 
-            save_picture(draw_plans(job, plans), picture, output)
+            save_picture(draw_plans(job, plans), picture, plot)
     if as_json:
         echo(json.dumps({"job": job.as_json(), "plans": [one.as_json() for one in plans]}))
     elif code is not None:
@@ -135,7 +145,7 @@ def plan(
         print_plans(job, plans, sort or ("cost" if price_per_hour else "iteration"), explain)
         if card is not None and recording is not None:
             echo_line(own_preset_text(card, recording))
-    print_outputs(output)
+    print_outputs(plot)
 
 
 def _is_trace(name: str) -> bool:

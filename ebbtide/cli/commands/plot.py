@@ -9,7 +9,7 @@ import typer
 
 from ebbtide.analysis.plot.kinds import find_kind, kind_texts
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, Iterations, MinBytes, count, size
+from ebbtide.cli.options import Force, Iterations, MinBytes, output_option, rank_option, size
 from ebbtide.cli.options import iterations as parse_iterations
 from ebbtide.cli.outputs import picture_format
 
@@ -21,18 +21,14 @@ _KINDS = "What to draw. " + " ".join(f"{name}: {text}" for name, text in kind_te
 )
 def plot(
     traces: Annotated[list[Path], typer.Argument(metavar="RUN.ebb...", help="Traces to draw, all on the same scales.")],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="Picture to write: .png, .svg or .pdf.")
-    ],
+    output: Annotated[Path, output_option("FILE.png|svg|pdf")],
     kind: Annotated[
         str,
         typer.Option(metavar="KIND", help=_KINDS),
     ] = "both",
     min_bytes: MinBytes = "1GiB",
     iterations: Iterations = None,
-    rank: Annotated[
-        int | None, typer.Option(help="Rank to draw.", parser=count, metavar="N", show_default="the first")
-    ] = None,
+    rank: Annotated[int | None, rank_option("the first one")] = None,
     force: Force = False,
 ) -> None:
     """Draw memory and link use over time, windows of free memory, activity of the GPU, or heat maps of ranks."""

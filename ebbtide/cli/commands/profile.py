@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, Metrics, count, metrics_server, size
+from ebbtide.cli.options import STEPS, Force, Iterations, Metrics, count, metrics_server, output_option, size
 from ebbtide.cli.options import iterations as parse_iterations
 
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
@@ -30,23 +30,11 @@ def profile(
     ] = None,
     output: Annotated[
         str | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="RUN.ebb",
-            help="Trace to write; {host} becomes the host's name.",
-            show_default="SCRIPT-TIME.ebb",
-        ),
+        output_option("RUN.ebb", "SCRIPT-TIME.ebb"),
     ] = None,
     force: Force = False,
-    iterations: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FROM:TO",
-            help="Record only these iterations, e.g. 10:30; with --attach, their number, e.g. 20, or FROM:TO.",
-            show_default="all",
-        ),
-    ] = None,
+    iterations: Iterations = None,
+    steps: Annotated[int | None, STEPS] = None,
     max_size: Annotated[
         str | None,
         typer.Option(
@@ -94,7 +82,7 @@ def profile(
         Path | None,
         typer.Option(
             metavar="RUN.ebb",
-            help="Instead of starting a job, record details of some --iterations of the one recorded here.",
+            help="Instead of starting a job, record details of --steps or --iterations of the one recorded here.",
             show_default=False,
         ),
     ] = None,
@@ -103,7 +91,8 @@ def profile(
     """Record the phases, memory and link use of a training job.
 
     The job takes the place of this command: it runs unchanged, with its own process id, output, signals and exit
-    status. The trace is finished when it has ended. With --watch it is a child of this command.
+    status. The trace is finished when it has ended. With --watch it is a child of this command. In its name {host} is
+    the name of this host.
     """
     from ebbtide.profiler.agent.options import Options
     from ebbtide.profiler.recording.launch import profile as profile_job
@@ -113,10 +102,15 @@ def profile(
 
         if command or on_demand or output or force or max_size or record != "all" or watch or metrics is not None:
             raise typer.BadParameter(
-                "--attach takes only --iterations, --poll, --transfers, --allocator-iterations, --no-wait; no command"
+                "--attach takes only --steps or --iterations, --poll, --transfers, --allocator-iterations, --no-wait; "
+                "no command"
             )
-        attach_to(attach, iterations, poll, allocator_iterations, transfers, wait)
+        if steps is not None and iterations is not None:
+            raise typer.BadParameter("--steps are the next ones, --iterations are these: choose one of them")
+        attach_to(attach, iterations if steps is None else str(steps), poll, allocator_iterations, transfers, wait)
         return 0
+    if steps is not None:
+        raise typer.BadParameter("--steps is for --attach: choose what to record with --iterations FROM:TO")
     if not command:
         raise typer.BadParameter("name the command that starts the job after --", param_hint="CMD")
     if on_demand and (iterations or transfers or allocator_iterations):

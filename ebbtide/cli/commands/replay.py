@@ -1,4 +1,4 @@
-"""`ebbtide replay`: predict an iteration under other policies."""
+"""`ebbtide replay`: predict iterations under other policies, of one job or of several on several machines."""
 
 from __future__ import annotations
 
@@ -10,21 +10,26 @@ import typer
 
 from ebbtide.cli.command import command
 from ebbtide.cli.options import (
+    WORKLOAD,
     Force,
     Host,
     Json,
-    Machine,
     Params,
     Plot,
-    Policies,
     RanksPerHost,
-    WorkloadFile,
+    Scheduler,
+    jobs_option,
     machine_in_host,
+    machine_option,
+    output_option,
+    policy_option,
+    refuse_options,
     size,
     valued,
 )
 from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_picture
 from ebbtide.cli.printing import echo, echo_line, print_view
+from ebbtide.cli.sweep import Sweep, SweepOutputs, replay_many
 
 if TYPE_CHECKING:
     from ebbtide.cli.render.recommendation import Before
@@ -33,33 +38,60 @@ if TYPE_CHECKING:
     from ebbtide.profiler.trace import Trace
 
 
+# The options of several jobs, machines or sizes.
+_OF_SWEEPS = (
+    {"traces", "workload", "machine", "host", "ranks_per_host", "policy", "jobs", "scheduler"}
+    | {"scale_params", "free_bytes", "subgroup_params", "host_free_bytes"}
+    | {"print_all", "output", "plot", "force", "as_json"}
+)
+
+
 @command(
-    "Start", 7, examples=("replay run.ebb --recommend", "replay run.ebb --machine rtx4090 --policy adaptive --explain")
+    "Start",
+    7,
+    examples=("replay run.ebb --recommend", "replay run.ebb --machine rtx4090 --machine h200 -o table.parquet"),
 )
 def replay(
-    trace: Annotated[Path | None, typer.Argument(metavar="RUN.ebb", help="Trace to take the workload from.")] = None,
-    workload: WorkloadFile = None,
+    context: typer.Context,
+    traces: Annotated[
+        list[Path] | None, typer.Argument(metavar="RUN.ebb", help="Traces to take workloads from.")
+    ] = None,
+    workload: Annotated[list[Path] | None, WORKLOAD] = None,
     params: Params = None,
     ranks: Annotated[int, valued("N", "Number of ranks that share the parameters (only with --params).", min=1)] = 1,
     ranks_per_host: RanksPerHost = None,
     forward_ms: Annotated[float, valued("MS", "Forward time in ms (only with --params).", min=0)] = 0.0,
     backward_ms: Annotated[float, valued("MS", "Backward time in ms (only with --params).", min=0)] = 0.0,
+    scale_params: Annotated[
+        list[str] | None,
+        valued(
+            "F,...",
+            "Factors for the number of parameters. Forward and backward times are scaled, free memory shrinks.",
+            "1",
+        ),
+    ] = None,
     free_bytes: Annotated[
-        str | None,
-        valued("SIZE", "Device memory in bytes that the job leaves free, e.g. 20GiB.", "that of the trace or workload"),
+        list[str] | None,
+        valued(
+            "SIZE,...",
+            "Device memory in bytes that the job leaves free, e.g. 20GiB; of several replays the least one.",
+            "that of the trace or workload",
+        ),
+    ] = None,
+    subgroup_params: Annotated[
+        list[str] | None, valued("N,...", "Parameters per subgroup, e.g. 1e8.", "those of the workload")
     ] = None,
     host_free_bytes: Annotated[
-        str | None,
+        list[str] | None,
         valued(
-            "SIZE",
-            "Host memory in bytes that the optimizer may use, e.g. 64GiB. State beyond it goes to storage, if the "
-            "machine has some.",
+            "SIZE,...",
+            "Host memory in bytes that the optimizer may use, e.g. 64GiB. State beyond it is in storage.",
             "that of the workload, else the host memory of the machine",
         ),
     ] = None,
-    machine: Machine = None,
+    machine: Annotated[list[str] | None, machine_option("the recorded one, else that of the trace's card")] = None,
     host: Host = None,
-    policy: Policies = None,
+    policy: Annotated[list[str] | None, policy_option("all built-in ones; systems: all other systems")] = None,
     policy_file: Annotated[
         Path | None, valued("FILE.py", "Python file that registers your own policies; it is executed.")
     ] = None,
@@ -78,20 +110,45 @@ def replay(
         ),
     ] = None,
     print_all: Annotated[
-        bool, typer.Option("--all", help="With --recommend: also print all policies and their lines to paste.")
+        bool,
+        typer.Option("--all", help="Print all combinations; with --recommend all policies and what to paste."),
     ] = False,
+    output: Annotated[Path | None, output_option("FILE.parquet")] = None,
     plot: Plot = None,
     plot_schedules: Annotated[
         Path | None, valued("FILE", "Also draw each policy's operations by resource into this file.")
     ] = None,
-    save: Annotated[Path | None, valued("FOLDER", "Also write a simulated trace per policy into this folder.")] = None,
+    save: Annotated[Path | None, valued("FOLDER", "Also write the traces of each policy into this folder.")] = None,
+    jobs: Annotated[int | None, jobs_option("one per core")] = None,
+    scheduler: Scheduler = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Predict the iteration time under other offload policies, and the lower bound for any policy."""
+    """Predict the iteration time under other offload policies, and the lower bound for any policy.
+
+    Several traces, workload files, machines or sizes are replayed in all combinations, and -o writes a table of them.
+    Run the same command again to continue where it was stopped.
+    """
+    machines = [machine_in_host(name, host) for name in [*(machine or ())] or [None]]
+    sweep = Sweep(
+        traces=traces or [],
+        workloads=workload or [],
+        machines=[name for name in machines if name is not None],
+        policies=policy or [],
+        ranks_per_host=ranks_per_host,
+        scale_params=scale_params or [],
+        free_bytes=free_bytes or [],
+        subgroup_params=subgroup_params or [],
+        host_free_bytes=host_free_bytes or [],
+    )
+    if output is not None or not sweep.is_one:
+        refuse_options(context, _OF_SWEEPS, "is for one job on one machine")
+        replay_many(sweep, SweepOutputs(output, plot, force, print_all, as_json), jobs, scheduler)
+        return
+    if jobs is not None or scheduler is not None:
+        raise typer.BadParameter("--jobs and --scheduler are for several jobs, machines or sizes")
     job_size = _job_size(params, ranks, forward_ms, backward_ms)
-    free, host_free = (size(value) if value is not None else None for value in (free_bytes, host_free_bytes))
-    machine = machine_in_host(machine, host)
+    free, host_free = (size(values[0]) if values else None for values in (free_bytes, host_free_bytes))
     check_outputs(plot, save)
     check_outputs(plot_schedules, save)
     if plot is not None and plot_schedules is not None and plot.resolve() == plot_schedules.resolve():
@@ -122,11 +179,11 @@ def replay(
     ):
         if policy_file is not None:
             load_policies(policy_file)
-        recording = open_trace(trace) if trace is not None else None
-        job = resolve_workload(recording, workload, job_size, free, host_free)
-        own = own_preset(recording) if machine is None else None
-        machine = machine or own
-        rates = share_box(resolve_machine(machine, recording), ranks_per_host, recording)
+        recording = open_trace(traces[0]) if traces else None
+        job = resolve_workload(recording, workload[0] if workload else None, job_size, free, host_free)
+        own = own_preset(recording) if machines[0] is None else None
+        name = machines[0] or own
+        rates = share_box(resolve_machine(name, recording), ranks_per_host, recording)
         job = note_other_machine(job, rates, recording)
         try:
             replayed = run(job, rates, policy)
@@ -141,7 +198,7 @@ def replay(
         advice = settings = None
         if recommend:
             settings = recorded_job(recording) if recording is not None else None
-            advice = recommend_policy(job, rates, settings, machine)
+            advice = recommend_policy(job, rates, settings, name)
         if picture is not None:
             from ebbtide.interleave.advise.pictures.replay import chart
 

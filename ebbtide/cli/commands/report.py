@@ -8,23 +8,18 @@ from typing import Annotated
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, Jobs, MinBytes, Scheduler, TraceFile, count, size
+from ebbtide.cli.options import Force, Jobs, MinBytes, Scheduler, TraceFile, output_option, rank_option, size
 from ebbtide.cli.reading import read_ranks
 
 
 @command("Start", 6, examples=("report run.ebb -o run.html", "report run.ebb -o run.html --rank 0 --rank 7"))
 def report(
     trace: TraceFile,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="HTML file to write.")],
+    output: Annotated[Path, output_option("FILE.html")],
     min_bytes: MinBytes = "1GiB",
     rank: Annotated[
         list[int] | None,
-        typer.Option(
-            help="Rank to draw; of more than 8 ranks beside the representative ones. Repeatable.",
-            parser=count,
-            metavar="N",
-            show_default="all up to 8; of more, the slowest, median and fastest one and some that differ",
-        ),
+        rank_option("all up to 8; of more, the slowest, median and fastest one and some that differ, beside these"),
     ] = None,
     jobs: Jobs = None,
     scheduler: Scheduler = None,

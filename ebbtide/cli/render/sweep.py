@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ebbtide.cli.printing import echo, print_view, progress_bar
+from ebbtide.cli.printing import echo, echo_line, print_view, progress_bar
 
 if TYPE_CHECKING:
     from ebbtide.interleave.experiments.sweep.task import Row
 
 
 @contextmanager
-def sweep_progress() -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar for the block, and say on stderr when a sweep is resumed or stopped."""
+def sweep_progress(can_continue: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar for the block, and say on stderr when a sweep is resumed or stopped.
+
+    Args:
+        can_continue: Whether the same command continues a sweep that was stopped.
+    """
     finished = total = 0
     started = False
 
@@ -36,29 +40,34 @@ def sweep_progress() -> Iterator[Callable[[int, int], None]]:
         try:
             yield progress
         except KeyboardInterrupt:
-            typer.echo(
-                f"ebbtide: stopped: {finished} of {total} combinations are finished; run the same command again to "
-                "continue",
-                err=True,
-            )
+            remedy = "run the same command again to continue" if can_continue else "with -o they would be kept"
+            typer.echo(f"ebbtide: stopped: {finished} of {total} combinations are finished; {remedy}", err=True)
             raise
 
 
-def print_sweep(rows: list[Row], output: Path, as_json: bool) -> None:
-    """Print the tables of a sweep, or one JSON object that contains the path; its path otherwise on stderr."""
-    if as_json:
-        from ebbtide.interleave.experiments.sweep.best import BASELINE, find_best
+def print_sweep(rows: list[Row], notes: list[str], output: Path | None, as_json: bool, print_all: bool) -> None:
+    """Print the tables of a sweep, or one JSON object that has the path of its table; that otherwise on stderr.
 
+    Args:
+        notes: What to know about the workloads.
+    """
+    from ebbtide.interleave.experiments.sweep.best import BASELINE, find_best, sweep_view
+
+    best = find_best(rows)
+    if as_json:
         summary = {
-            "output": str(output),
+            "output": str(output) if output is not None else None,
             "rows": len(rows),
             "errors": sum(bool(row["error"]) for row in rows),
             "baseline": BASELINE,
-            "best": [item.as_json() for item in find_best(rows)],
+            "best": [item.as_json() for item in best],
         }
         echo(json.dumps(summary))
         return
-    from ebbtide.interleave.experiments.sweep.best import sweep_view
-
-    print_view(sweep_view(rows, output))
-    typer.echo(f"ebbtide: {output}", err=True)
+    print_view(sweep_view(rows, output, print_all))
+    if notes:
+        echo_line(f"note: {notes[0]}{f' (and {len(notes) - 1} more)' if len(notes) > 1 else ''}")
+    options = [f"--all (all {len(rows):,} combinations)"] if len(rows) > len(best) and not print_all else []
+    echo_line(f"next: {', '.join([*options, '--recommend for one of them (what to paste)'])}")
+    if output is not None:
+        typer.echo(f"ebbtide: {output}", err=True)

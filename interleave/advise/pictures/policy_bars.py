@@ -1,6 +1,6 @@
 """Bars of policies: the phases of an iteration, and beside them device memory, host memory and traffic of storage.
 
-`ebbtide replay`, `sweep` and `compare` draw their results with it. Colours only repeat what hatches and texts show.
+`ebbtide replay` and `compare` draw their results with it. Colours only repeat what hatches and texts show.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def _checked_shape(config: CompareConfig, policies: Sequence[str]) -> Shape:
         if name not in BASELINES:
             raise UserError(f"--against {name!r}: choose from {', '.join(BASELINES)}")
     if config.iterations < MIN_ITERATIONS:
-        raise UserError(f"--iterations must be at least {MIN_ITERATIONS}: the first {_WARMUP} are warm-up")
+        raise UserError(f"--steps must be at least {MIN_ITERATIONS}: the first {_WARMUP} are warm-up")
     shape = find_shape(config.params)
     needed, memory = _HOST_BYTES * shape.params, host_limits.memory_bytes()
     if memory is not None and needed > memory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import ebbtide
-from ebbtide.analysis.tables.table import Column, Table, View, ms, share, size, text
+from ebbtide.analysis.tables.table import Column, Gain, Table, View, ms, share, size, text
 from ebbtide.errors import UserError
 from ebbtide.interleave.advise.tables import FITS_TEXTS
 from ebbtide.interleave.experiments.sweep.task import Row, Task
@@ -25,6 +26,8 @@ _MAX_MACHINES = 6
 # Bars have names, lines only styles to be told apart.
 _MAX_BARS, _MAX_LINES = 24, 8
 _MAX_ROWS = 40
+# The rows of best policies on one screen.
+_MAX_SHORT = 12
 _BYTES: dict[str, Callable[[Row], float]] = {
     "device memory": itemgetter("peak_device_bytes"),
     "host memory": itemgetter("host_bytes"),
@@ -267,37 +270,55 @@ def _values(rows: Iterable[Row], column: str) -> list[Any]:
     return list(dict.fromkeys(row[column] for row in rows))
 
 
-def sweep_view(rows: Sequence[Row], output: Path) -> View:
-    """Return the best policy of each workload, machine and scenario, and all rows of a small sweep."""
+def sweep_view(rows: Sequence[Row], output: Path | None, print_all: bool) -> View:
+    """Return the best policy of each workload, machine and scenario; with `print_all` all rows of a small sweep."""
     best = find_best(rows)
-    scenarios = _scenario_columns(best)
-    # Columns with the same value in every row become one line above the table.
-    texts = {label: [value(item) for item in best] for label, value in scenarios.items()}
-    constant = [label for label, values in texts.items() if len(set(values)) == 1]
+    yield _answer(best)
+    # Names that are the same in all rows are a line above the table.
+    constant = [name for name in ("workload", "machine") if len(_values(rows, name)) == 1]
     if constant:
-        yield ", ".join(f"{label}: {texts[label][0]}" for label in constant)
-    # A second table has the bytes of every row, if there are few.
-    has_rows = len(best) < len(rows) <= _MAX_ROWS
+        yield ", ".join(f"{name}: {getattr(best[0], name)}" for name in constant)
 
     def of_row(value: Callable[[Row], Any]) -> Callable[[BestPolicy], Any]:
         return lambda item: None if item.row is None else value(item.row)
 
     columns = [
-        *(text(label, value) for label, value in scenarios.items() if label not in constant),
+        *_scenario_columns(rows),
         text("best policy", lambda item: "none fits" if item.row is None else _policy_text(item.row)),
         ms("iteration", of_row(itemgetter("iteration_ms"))),
         text("speed-up", lambda item: None if item.speed_up is None else f"{item.speed_up:.2f}x"),
-        share("above the bound", "above_bound", digits=1),
         text("fits", of_row(lambda row: FITS_TEXTS[row["fits"]])),
-        *(() if has_rows else (size(label, of_row(value)) for label, value in _BYTES.items())),
+        *(size(label, of_row(value)) for label, value in _BYTES.items()),
+        share("above the bound", "above_bound", digits=1),
     ]
     title = f"The best policy that fits (speed-up over {BASELINE} with the same subgroups)"
-    yield Table("best", title, columns, best, source=str(output))
-    if has_rows:
+    max_rows = _MAX_ROWS if print_all else _MAX_SHORT
+    yield Table("best", title, columns, best, source=str(output or "--all"), max_rows=max_rows)
+    if print_all:
         yield _all_rows(rows)
     errors = [str(row["error"]) for row in rows if row["error"]]
     if errors:
         yield f"{len(errors)} of {len(rows)} combinations cannot be replayed; the first: {errors[0]}"
+
+
+def _answer(best: Sequence[BestPolicy]) -> str:
+    """Return the line that says which policy to use, and where."""
+    policies = Counter(item.row["policy"] for item in best if item.row)
+    cases = "1 case" if len(best) == 1 else f"{len(best):,} cases"
+    if not policies:
+        return f"no policy fits ({cases})"
+    none_fits = len(best) - policies.total()
+    if len({(item.workload, item.scale_params, item.free_bytes, item.host_free_bytes) for item in best}) > 1:
+        policy, number = policies.most_common(1)[0]
+        rest = f"; none fits in {none_fits:,}" if none_fits else ""
+        return Gain(f"{policy} is the best policy in {number:,} of {cases}{rest}")
+    fastest = min((item for item in best if item.row), key=lambda item: float((item.row or {})["iteration_ms"]))
+    assert fastest.row is not None
+    gain = f" ({fastest.speed_up:.2f}x {BASELINE})" if fastest.speed_up is not None else ""
+    of_cases = f", the fastest of {len(best)} machines" if len(best) > 1 else ""
+    rest = f"; no policy fits on {none_fits}" if none_fits else ""
+    time = f"{fastest.row['iteration_ms']:,.0f} ms an iteration{gain}"
+    return Gain(f"{_policy_text(fastest.row)} on {fastest.machine}: {time}{of_cases}{rest}")
 
 
 def _all_rows(rows: Sequence[Row]) -> Table:
@@ -326,25 +347,30 @@ def _all_rows(rows: Sequence[Row]) -> Table:
         text("fits", lambda row: "cannot be replayed" if row["error"] else FITS_TEXTS[row["fits"]]),
         text("exact", figure(lambda row: "yes" if row["exact"] else "no")),
     ]
-    return Table("rows", "All combinations", columns, rows)
+    return Table("rows", "All combinations", columns, rows, max_rows=_MAX_ROWS)
 
 
 def _policy_text(row: Row) -> str:
     return str(row["policy"]) if row["exact"] else f"{row['policy']} (not exact)"
 
 
-def _scenario_columns(best: Sequence[BestPolicy]) -> dict[str, Callable[[BestPolicy], str]]:
-    """Return the texts that identify the scenario of each row, by their headings."""
-    columns: dict[str, Callable[[BestPolicy], str]] = {
-        "workload": lambda item: item.workload,
-        "machine": lambda item: item.machine,
-        "parameters": lambda item: count_text(item.row["params"]) if item.row else f"{item.scale_params:g} x",
-        "always free": lambda item: bytes_text(item.row["least_free_bytes"] if item.row else item.free_bytes),
-        "subgroup": lambda item: count_text(item.row["largest_subgroup_params"] if item.row else None),
+def _scenario_columns(rows: Sequence[Row]) -> list[Column]:
+    """Return the columns that tell the rows of best policies apart."""
+    columns = {
+        "workload": text("workload", "workload"),
+        "machine": text("machine", "machine"),
+        "scale_params": text(
+            "parameters", lambda item: count_text(item.row["params"]) if item.row else f"{item.scale_params:g} x"
+        ),
+        "free_bytes": text(
+            "always free", lambda item: bytes_text(item.row["least_free_bytes"] if item.row else item.free_bytes)
+        ),
+        "subgroup_params": text(
+            "subgroup", lambda item: count_text(item.row["largest_subgroup_params"]) if item.row else None
+        ),
+        "host_free_bytes": text("free host memory", lambda item: bytes_text(item.host_free_bytes)),
     }
-    if any(item.host_free_bytes is not None for item in best):
-        columns["free host memory"] = lambda item: bytes_text(item.host_free_bytes)
-    return columns
+    return [column for name, column in columns.items() if len(_values(rows, name)) > 1]
 
 
 def write_rows(rows: Sequence[Row], tasks: Sequence[Task], path: Path) -> None:

@@ -15,7 +15,13 @@ from typing import IO, Any, TypeAlias, TypeVar
 
 import ebbtide
 from ebbtide.errors import UserError, WorkloadError
-from ebbtide.interleave.advise.job.inputs import resolve_machine, resolve_workload
+from ebbtide.interleave.advise.job.inputs import (
+    note_other_machine,
+    own_preset,
+    resolve_machine,
+    resolve_workload,
+    share_box,
+)
 from ebbtide.interleave.advise.replay import replay
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES
 from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
@@ -114,12 +120,13 @@ def _scaled_time(time_s: float, workload: Workload, factor: float) -> float:
 
 
 def find_pairs(
-    traces: Sequence[Path], files: Sequence[Path], machines: Sequence[str]
+    traces: Sequence[Path], files: Sequence[Path], machines: Sequence[str], ranks_per_host: int | None = None
 ) -> list[tuple[Workload, Machine]]:
     """Pair each workload with each machine.
 
-    Without machines each trace goes with its recorded one. Different workloads or machines with the same name are named
-    by their paths instead.
+    Without machines each trace goes with its recorded one, else with the preset of its card. Rates are those of one of
+    `ranks_per_host` ranks on a host (None: as many as the trace has). Different workloads or machines with the same
+    name are named by their paths instead.
     """
     sources: list[tuple[Trace | None, Path]] = [
         *((open_trace(path), path) for path in traces),
@@ -129,10 +136,21 @@ def find_pairs(
         [(resolve_workload(trace, None if trace else path), str(path)) for trace, path in sources]
     )
     if machines:
-        named_machines = _distinct_names([(find_machine(text), text) for text in machines])
-        return [(workload, machine) for workload in workloads for machine in named_machines]
-    recorded = _distinct_names([(resolve_machine(None, trace), f"the machine of {path}") for trace, path in sources])
-    return list(zip(workloads, recorded, strict=True))
+        named = _distinct_names([(find_machine(text), text) for text in machines])
+        pairs = [
+            (workload, trace, machine)
+            for workload, (trace, _) in zip(workloads, sources, strict=True)
+            for machine in named
+        ]
+    else:
+        own = _distinct_names(
+            [(resolve_machine(own_preset(trace), trace), f"the machine of {path}") for trace, path in sources]
+        )
+        pairs = [
+            (workload, trace, machine) for workload, (trace, _), machine in zip(workloads, sources, own, strict=True)
+        ]
+    shared = ((workload, trace, share_box(machine, ranks_per_host, trace)) for workload, trace, machine in pairs)
+    return [(note_other_machine(workload, machine, trace), machine) for workload, trace, machine in shared]
 
 
 def _distinct_names(items: Sequence[tuple[Named, str]]) -> list[Named]:

@@ -48,7 +48,7 @@ class DeepSpeedLogImporter:
     def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
         if len(sources) > 1:
             raise SourceError(
-                "two DeepSpeed logs cannot make one trace: import each of them alone, then `ebbtide merge` the traces"
+                "two DeepSpeed logs cannot make one trace: import each of them alone, then `ebbtide import` the traces"
             )
         (source,) = sources
         dated = read_log(source, builder, read_coverage(options.sources.get(MONITOR_FORMAT, ())))

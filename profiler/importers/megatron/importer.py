@@ -85,7 +85,7 @@ class MegatronLogImporter:
     def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
         if len(sources) > 1:
             raise SourceError(
-                "two Megatron logs cannot make one trace: import each of them alone, then `ebbtide merge` the traces"
+                "two Megatron logs cannot make one trace: import each of them alone, then `ebbtide import` the traces"
             )
         (source,) = sources
         log = _Log(source)

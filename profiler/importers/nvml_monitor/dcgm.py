@@ -182,7 +182,7 @@ def read_exporter(source: Source) -> MonitorTable:
     if len(hosts) > 1:
         raise SourceError(
             f"{source} has GPUs of several hosts ({', '.join(sorted(hosts)[:5])}): import the lines of each host on "
-            "their own, then `ebbtide merge` the traces"
+            "their own, then `ebbtide import` the traces"
         )
     return _table(source, samples, EXPORTER, notes)
 

@@ -104,7 +104,7 @@ def _refuse_overlaps(monitors: Sequence[Monitor]) -> None:
             if repeats and overlapping and one.devices.keys() & other.devices.keys():
                 raise SourceError(
                     f"{other.source} and {one.source} cover the same devices at the same time: import the files of "
-                    "each host on their own, then `ebbtide merge` the traces"
+                    "each host on their own, then `ebbtide import` the traces"
                 )
 
 

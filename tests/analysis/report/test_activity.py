@@ -35,7 +35,7 @@ def test_activity_tables__have_the_figures_of_gpu_activity() -> None:
     ]  # fmt: skip
     assert values(tables["causes"], "time") == [time_ms for time_ms in activity.without_compute.values() if time_ms]
     assert values(tables["kernels"], "time") == [kernel.time_ms for kernel in activity.kernels[:20]]
-    assert tables["kernels"].cut == "The first 20 of 50 rows: ebbtide activity --json has more."
+    assert tables["kernels"].cut == "The first 20 of 50 rows: ebbtide summary --by activity --json has more."
 
 
 def test_activity_tables__are_absent_without_kernels() -> None:

@@ -169,7 +169,7 @@ def test_page__has_tables_of_sub_steps_and_subgroups() -> None:
     assert column(subgroups, "subgroup")[::5] == ["0", "1", "2", "3", "4"]
     assert subgroups.cut is None
     (view,) = build_page(deepspeed_job(iterations=1, sizes=(SIZE,) * 30).build(), NONE, GIB).ranks
-    assert "ebbtide steps --json has more" in (view.steps[1].cut or "")
+    assert "ebbtide summary --by substep --json has more" in (view.steps[1].cut or "")
     assert "Sub-steps" in ParsedPage(render_page(content)).texts["h2"]
     assert plain_page()[0].ranks[0].steps == []
 
@@ -193,7 +193,7 @@ def test_iteration_table__cuts_a_long_table_and_says_so() -> None:
     (view,) = build_page(trained(300).build(), NONE, GIB).ranks
     assert view.iterations is not None
     assert len(view.iterations.rows) == 200
-    assert view.iterations.cut == "The first 200 of 300 rows: ebbtide iterations --json has more."
+    assert view.iterations.cut == "The first 200 of 300 rows: ebbtide summary --by iteration --json has more."
 
 
 @pytest.mark.parametrize(

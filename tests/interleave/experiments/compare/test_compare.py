@@ -147,7 +147,7 @@ def test_compare__a_policy_without_memory_is_skipped_unless_it_was_given() -> No
     [
         ({"policies": ("magic",)}, "there is no policy 'magic'"),
         ({"baselines": ("magic",)}, "--against 'magic': choose from torch, deepspeed, torchao"),
-        ({"iterations": 2}, "--iterations must be at least 3"),
+        ({"iterations": 2}, "--steps must be at least 3"),
         ({"machine": Machine(name="empty")}, "machine empty .*has no host_memory_bytes_per_s, which compare needs"),
     ],
 )

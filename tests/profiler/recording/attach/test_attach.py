@@ -253,6 +253,8 @@ def test_attach__says_why_a_trace_cannot_be_attached_to(slices: Slices, tmp_path
     assert "is not a trace" in error_of(tmp_path, *twenty)
     assert "--iterations" in error_of(slices.trace.path)
     assert "1 to 1,000,000" in error_of(slices.trace.path, "--iterations", "0")
+    assert "1 to 1,000,000" in error_of(slices.trace.path, "--steps", "0")
+    assert "choose one" in error_of(slices.trace.path, *twenty, "--steps", "20")
     assert "needs an end" in error_of(slices.trace.path, "--iterations", "5:")
     assert "no command" in error_of(slices.trace.path, *twenty, "--", "true")
     assert "takes only" in error_of(slices.trace.path, *twenty, "-o", "other.ebb")

@@ -1,0 +1,190 @@
+"""Replays of several jobs, machines or sizes by `ebbtide replay`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, TypeVar
+
+import typer
+
+from ebbtide.cli.options import count, size
+from ebbtide.cli.outputs import picture_format, save_picture
+from ebbtide.cli.reading import check_options
+from ebbtide.cli.render.sweep import print_sweep, sweep_progress
+
+if TYPE_CHECKING:
+    from ebbtide.interleave.experiments.sweep.task import Row, Scenario, Task, TaskRunner
+
+_MAX_COMBINATIONS = 100_000
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Combinations to replay, as options say them; empty lists stand for their defaults."""
+
+    traces: list[Path]
+    workloads: list[Path]
+    machines: list[str]
+    policies: list[str]
+    ranks_per_host: int | None
+    scale_params: list[str]
+    free_bytes: list[str]
+    subgroup_params: list[str]
+    host_free_bytes: list[str]
+
+    @property
+    def is_one(self) -> bool:
+        """Whether this is one job on one machine, at its own size."""
+        lists = (self.traces, self.workloads, self.machines, self.free_bytes, self.host_free_bytes)
+        has_lists = any(len(values) > 1 for values in lists)
+        has_commas = any("," in text for text in (*self.free_bytes, *self.host_free_bytes))
+        return not (self.scale_params or self.subgroup_params or has_lists or has_commas)
+
+    def scenarios(self) -> list[Scenario]:
+        """Return all combinations of the sizes; what is not given stays as it is."""
+        factors = _values("--scale-params", self.scale_params, _factor) or [1.0]
+        sizes: list[float | None] = [*_values("--free-bytes", self.free_bytes, _size)] or [None]
+        counts: list[int | None] = [*_values("--subgroup-params", self.subgroup_params, _at_least_one)] or [None]
+        host_sizes: list[float | None] = [*_values("--host-free-bytes", self.host_free_bytes, _size)] or [None]
+
+        from ebbtide.interleave.experiments.sweep.task import Scenario
+
+        return [Scenario(*values) for values in itertools.product(factors, sizes, counts, host_sizes)]
+
+    def tasks(self, scenarios: list[Scenario]) -> list[Task]:
+        """Return all combinations. Raises UserError for too many, and for names that do not exist."""
+        from ebbtide.errors import UserError
+        from ebbtide.interleave.experiments.sweep.task import combinations, find_pairs
+        from ebbtide.interleave.policies import BUILT_IN, parse, with_systems
+
+        policies = _distinct(with_systems(self.policies or BUILT_IN))
+        for text in policies:
+            parse(text)
+        traces, workloads, machines = _distinct(self.traces), _distinct(self.workloads), _distinct(self.machines)
+        pairs = find_pairs(traces, workloads, machines, self.ranks_per_host)
+        total = len(pairs) * len(scenarios) * len(policies)
+        if total > _MAX_COMBINATIONS:
+            raise UserError(f"{total:,} combinations: replay at most {_MAX_COMBINATIONS:,} at once")
+        return combinations(pairs, scenarios, policies)
+
+
+@dataclass(frozen=True)
+class SweepOutputs:
+    """The files and the text that a sweep makes."""
+
+    table: Path | None
+    plot: Path | None
+    force: bool
+    print_all: bool
+    as_json: bool
+
+    def check(self) -> None:
+        """Raise BadParameter or UserError before the work is done, not after it."""
+        from ebbtide.errors import UserError
+
+        if self.plot is not None:
+            picture_format(self.plot)
+        if self.plot is not None and self.table is not None and self.plot.resolve() == self.table.resolve():
+            raise typer.BadParameter(f"{self.plot} cannot be both the table and the picture: choose two files")
+        for path in (self.table, self.plot):
+            if path is not None and os.path.lexists(path) and not self.force:
+                raise UserError(f"{path} exists already: choose another path, or replace it with --force")
+            if path is not None and not path.parent.is_dir():
+                raise UserError(f"cannot write {path}: there is no folder {path.parent}")
+
+
+def replay_many(sweep: Sweep, outputs: SweepOutputs, jobs: int | None, scheduler: str | None) -> None:
+    """Replay every job on every machine under every policy at every size, and print the best ones.
+
+    With a table to write, finished rows are kept in a file next to it, so that a stopped sweep can be continued.
+    """
+    scenarios = sweep.scenarios()
+    if not (sweep.traces or sweep.workloads):
+        raise typer.BadParameter("nothing to replay: give traces, or workload files with --workload")
+    check_options(jobs, scheduler)
+    outputs.check()
+
+    from ebbtide import host_limits
+    from ebbtide.workers import run_locally, run_on_cluster
+
+    tasks = sweep.tasks(scenarios)
+    runner = (
+        partial(run_on_cluster, address=scheduler)
+        if scheduler
+        else partial(run_locally, jobs=jobs or host_limits.cores())
+    )
+    with nullcontext() if outputs.table else TemporaryDirectory() as folder:
+        rows = _run(tasks, runner, outputs, outputs.table or Path(folder or "", "rows"))
+    notes = _distinct(note for task in tasks for note in task["workload"]["notes"])
+    print_sweep(rows, notes, outputs.table, outputs.as_json, outputs.print_all)
+
+
+def _run(tasks: list[Task], runner: TaskRunner, outputs: SweepOutputs, unfinished: Path) -> list[Row]:
+    """Compute all rows and write the outputs. Raises UserError if no combination can be replayed.
+
+    Args:
+        unfinished: The path that the file of finished rows is next to.
+    """
+    from ebbtide.errors import UserError
+    from ebbtide.interleave.experiments.sweep.best import write_rows
+    from ebbtide.interleave.experiments.sweep.picture import check_panels, draw_sweep
+    from ebbtide.interleave.experiments.sweep.task import Journal, compute_rows, journal_path, scenario_columns
+    from ebbtide.output_files import new_output
+
+    if outputs.plot is not None:
+        check_panels([scenario_columns(task) for task in tasks])
+    with Journal(journal_path(unfinished)) as journal:
+        with sweep_progress(outputs.table is not None) as progress:
+            rows = compute_rows(tasks, journal, runner, progress)
+        if all(row["error"] for row in rows):
+            journal.delete()
+            raise UserError(f"none of the {len(rows)} combinations can be replayed; the first: {rows[0]['error']}")
+        with ExitStack() as files:
+            if outputs.table is not None:
+                table = files.enter_context(new_output(outputs.table, outputs.force, Path.is_file, "a file"))
+                write_rows(rows, tasks, table)
+            if outputs.plot is not None:
+                picture = files.enter_context(new_output(outputs.plot, outputs.force, Path.is_file, "a file"))
+                save_picture(draw_sweep(rows), picture, outputs.plot)
+        journal.delete()
+    return rows
+
+
+def _values(option: str, texts: list[str], read: Callable[[str], Value]) -> list[Value]:
+    """Return the values of an option that is repeated or has several values separated by commas."""
+    try:
+        return _distinct(read(part) for text in texts for part in text.split(","))
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"{option}: {error.message}") from None
+
+
+def _distinct(values: Iterable[Value]) -> list[Value]:
+    return list(dict.fromkeys(values))
+
+
+def _factor(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1e-6 <= value <= 1e6:
+        raise typer.BadParameter(f"{text!r} is not a factor: write a number above 0, e.g. 0.5 or 2")
+    return value
+
+
+def _size(text: str) -> float:
+    return 0.0 if text.strip() == "0" else float(size(text))
+
+
+def _at_least_one(text: str) -> int:
+    if (value := count(text)) < 1:
+        raise typer.BadParameter(f"{text!r}: a subgroup has at least one parameter")
+    return value
