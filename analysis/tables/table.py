@@ -121,6 +121,10 @@ class Gain(str):
     """A line that says what to do, and what it gains."""
 
 
+class Misfit(str):
+    """A line that says that something does not fit."""
+
+
 # Lines and tables of a result in the order in which people read them. Tables without rows are not printed.
 View = Iterator[str | Table]
 
