@@ -169,6 +169,18 @@ def share(label: str, value: str | Callable[[Any], float | None], digits: int = 
     return Column(label, _getter(value), lambda values: (lambda part: f"{100 * part:.{digits}f}", "%"), **options)
 
 
+def signed(column: Column) -> Column:
+    """Return a column of differences, whose positive figures have a sign."""
+    formatter = column.formatter
+    assert formatter is not None
+
+    def format_signed(values: Sequence[float | None]) -> tuple[Callable[[float], str], str | None]:
+        to_text, unit = formatter(values)
+        return lambda value: f"{'+' if value > 0 else ''}{to_text(value)}", unit
+
+    return replace(column, formatter=format_signed)
+
+
 def rate(label: str, value: str | Callable[[Any], float | None], **options: Any) -> Column:
     """Return a column of bytes per second, in the unit that suits the largest."""
     return Column(label, _getter(value), _format_rates, **options)

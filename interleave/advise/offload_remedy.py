@@ -1,4 +1,4 @@
-"""What offload would do for a job that ran out of memory."""
+"""Offload as the remedy of a job that ran out of memory."""
 
 from __future__ import annotations
 

@@ -16,11 +16,14 @@ TRACES = sorted(Path("traces").resolve().glob("*.ebb"))
 QUICK = ("a100-13b-async", "a100-torch-profiler", "h100-20b-blocking")
 SCREENS = {
     "activity": (),
+    "diff": ("traces/h100-20b-blocking.ebb",),
     "findings": (),
     "iterations": (),
     "iterations by rank": ("--by-rank",),
     "link": (),
     "memory": (),
+    "memory at the peak": ("--at", "peak"),
+    "memory out": ("--at", "oom"),
     "plan": (),
     "replay": (),
     "replay recommend": ("--recommend",),
@@ -28,7 +31,7 @@ SCREENS = {
     "summary": (),
     "windows": (),
 }
-SHORT = ("findings", "replay recommend", "summary")
+SHORT = ("diff", "findings", "memory", "memory at the peak", "memory out", "replay recommend", "summary")
 # A number at the end of a line whose unit is on the next one.
 SPLIT = re.compile(r"\d\n\s*(ms|us|s|%|[kMGT]i?B|[kMGT]B/s)\b")
 
@@ -44,7 +47,7 @@ def test_screens__fit_80_columns_and_say_how_to_go_on(trace: Path, monkeypatch: 
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(trace.parents[1])
     for name, options in SCREENS.items():
-        result = ebbtide_in_process(name.split()[0], f"traces/{trace.name}", *options)
+        result = ebbtide_in_process(name.split()[0], *options, f"traces/{trace.name}")
         if result.returncode:
             # A trace of a job without an update cannot be replayed.
             assert result.returncode == 2

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
-from ebbtide.cli.printing import echo_line, on_stderr, print_view
+from ebbtide.cli.printing import on_stderr, print_view
+from ebbtide.cli.reading import print_next
 
 
 def print_dry_run(path: Path) -> None:
@@ -17,4 +17,4 @@ def print_dry_run(path: Path) -> None:
     with on_stderr():
         print_view(prediction_view(trace))
         for follow_up in ("memory {} --at peak", "plan {}"):
-            echo_line(f"next: ebbtide {follow_up.format(shlex.quote(str(path)))}")
+            print_next(trace, follow_up)
