@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, Json, Plot, count, size, valued
+from ebbtide.cli.options import Force, Json, Plot, Verbose, count, size, valued
 from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_picture
-from ebbtide.cli.printing import echo, print_view
+from ebbtide.cli.printing import echo, echo_line, print_view
 
 if TYPE_CHECKING:
     from ebbtide.interleave.experiments.compare.runs import PhaseWaits
@@ -94,6 +94,7 @@ def compare(
         Path | None, valued("FOLDER", "Also write a measured and a predicted trace per policy into this folder.")
     ] = None,
     force: Force = False,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Train a small model under each policy and compare measured with predicted times.
@@ -113,7 +114,8 @@ def compare(
     from ebbtide.interleave.experiments.compare.compare import CompareConfig
     from ebbtide.interleave.experiments.compare.compare import compare as run
     from ebbtide.interleave.experiments.compare.picture import draw_comparison
-    from ebbtide.interleave.experiments.compare.results import comparison_view, save_traces
+    from ebbtide.interleave.experiments.compare.results import save_traces
+    from ebbtide.interleave.experiments.compare.tables import comparison_view
     from ebbtide.machines.catalog import find_machine
 
     waits = _phase_waits(forward_ms, backward_ms)
@@ -144,7 +146,8 @@ def compare(
     if as_json:
         echo(json.dumps(comparison.as_json()))
     else:
-        print_view(comparison_view(comparison))
+        print_view(comparison_view(comparison, verbose))
+        echo_line("next: ebbtide replay RUN.ebb --recommend (which policy for a job of yours)")
     print_outputs(plot, save)
     if not comparison.losses_equal:
         differing = ", ".join(result.policy for result in comparison.results if not result.losses_equal)
