@@ -52,7 +52,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     starts = [number for number in numbers if number - 1 not in present]
     ends = [number for number in numbers if number + 1 not in present]
     texts = [str(first) if first == last else f"{first} to {last}" for first, last in zip(starts, ends, strict=True)]
-    return ", ".join(texts[:_MAX_RANGES] + (["…"] if len(texts) > _MAX_RANGES else []))
+    return ", ".join(texts[:_MAX_RANGES] + (["and more"] if len(texts) > _MAX_RANGES else []))
 
 
 def no_capacity(rank: int) -> str:

@@ -4,54 +4,68 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ebbtide.analysis.diff import Change, Diff, TimeChange
 from ebbtide.analysis.tables.summary import TOTALS
-from ebbtide.analysis.tables.table import NOT_KNOWN, Column, Table, View, text
+from ebbtide.analysis.tables.table import NOT_KNOWN, Column, Table, View, ms, signed, size, text
 from ebbtide.units import bytes_text, ms_text
 
 # Pools whose peak may be the largest change: the memory that a job requests from its device.
 _DEVICE_POOLS = ("device", "allocated", "heap")
 # Sizes of the same job differ by less than this share from run to run.
 _MIN_SHARE = 0.01
+# Changes of sizes and of settings on a screen.
+_MAX_CHANGES = 3
 
 Text = Callable[[float | None], str]
-# Name of a change, the change, and the format of its values.
-_Row = tuple[str, Change, Text]
+_SIZES = {"peak_bytes": "peak ", "min_free_bytes": "free at peak, ", "h2d_bytes": "h2d, ", "d2h_bytes": "d2h, "}
 
 
-def diff_view(diff: Diff) -> View:
-    """Return the largest change in one sentence, then all changes of times, sizes and setup."""
+def diff_view(diff: Diff, verbose: bool = True) -> View:
+    """Return the largest change in one sentence, then the changes of times, sizes and setup; without `verbose` the
+    largest ones."""
+    yield headline(diff)
     runs = zip("AB", (diff.a, diff.b), diff.counted, diff.predicted, strict=True)
     for letter, path, counted, predicted in runs:
         origin = ", predicted by a dry run" if predicted else ""
         yield f"{letter}: {path}{origin}, {counted} counted iterations"
-    yield headline(diff)
-    times = [(change.name, change, ms_text) for change in diff.median_ms]
-    if any(_is_recorded(row) for row in times):
-        spread = (text("B - A may be", lambda row: _possible(row[1])), text("verdict", lambda row: _verdict(row[1])))
-        yield Table("median_ms", "Median times", (*_columns("phase"), *spread), times, _interval_note(diff))
+    times = [change for change in diff.median_ms if _is_recorded(change)]
+    spread = (text("B - A may be ms", _possible), text("verdict", _verdict))
+    note = _interval_note(diff) if verbose else None
+    yield Table("median_ms", "Median times", (*_columns("phase", ms, times), *spread), times, note)
     if not all(diff.counted):
-        totals = [
-            (TOTALS[change.name][0], change, ms_text if change.name.endswith("_ms") else bytes_text)
-            for change in diff.totals
-        ]
-        yield _changes("totals", "Whole traces, all ranks", totals)
-    kinds = {
-        "peak ": diff.peak_bytes,
-        "free at peak, ": diff.min_free_bytes,
-        "h2d, ": diff.h2d_bytes,
-        "d2h, ": diff.d2h_bytes,
-    }
-    sizes = [(prefix + change.name, change, bytes_text) for prefix, changes in kinds.items() for change in changes]
-    yield _changes("sizes", "Memory, and bytes copied per iteration", sizes)
-    settings = (
+        totals = [replace(change, name=TOTALS[change.name][0]) for change in diff.totals if _is_recorded(change)]
+        units = [change.name.endswith("_ms") for change in diff.totals if _is_recorded(change)]
+        for column, is_time in ((ms, True), (size, False)):
+            rows = [row for row, unit in zip(totals, units, strict=True) if unit == is_time]
+            yield _changes("totals", "Whole traces, all ranks", rows, column)
+    sizes = [
+        replace(change, name=prefix + change.name)
+        for key, prefix in _SIZES.items()
+        for change in getattr(diff, key)
+        if _is_recorded(change) and (verbose or _share(change, [change]) >= _MIN_SHARE)
+    ]
+    settings = diff.setting_changes
+    shown = None if verbose else _MAX_CHANGES
+    title = "Memory, and bytes copied per iteration" + ("" if verbose else f" (changes of {100 * _MIN_SHARE:.0f} %)")
+    yield _changes("sizes", title, _largest(sizes, shown), size)
+    columns = (
         text("setting", "setting"),
         text("A", lambda row: _value_text(row.a)),
         text("B", lambda row: _value_text(row.b)),
     )
-    yield Table("settings", "Differences of the setup", settings, diff.setting_changes, max_rows=None)
+    yield Table("settings", "Differences of the setup", columns, settings[:shown], max_rows=None)
+    if not verbose:
+        hidden = len(settings) - _MAX_CHANGES
+        yield f"all sizes, what the intervals mean{f', {hidden} more settings' if hidden > 0 else ''}: -v"
+
+
+def _largest(changes: Sequence[Change], count: int | None) -> list[Change]:
+    """Return the changes with the largest ratios in their order, all where `count` is None."""
+    ordered = sorted(changes, key=lambda change: -_share(change, [change]))[:count]
+    return [change for change in changes if change in ordered]
 
 
 def headline(diff: Diff) -> str:
@@ -76,21 +90,30 @@ def headline(diff: Diff) -> str:
     return "No difference of times can be told apart from noise."
 
 
-def _changes(name: str, title: str, rows: Sequence[_Row]) -> Table:
-    return Table(name, title, _columns("figure"), [row for row in rows if _is_recorded(row)], max_rows=None)
+def _changes(name: str, title: str, rows: Sequence[Change], column: Callable[..., Column]) -> Table:
+    return Table(name, title, _columns("figure", column, rows), rows, max_rows=None)
 
 
-def _is_recorded(row: _Row) -> bool:
-    return (row[1].a, row[1].b) != (None, None)
+def _is_recorded(change: Change) -> bool:
+    return (change.a, change.b) != (None, None)
 
 
-def _columns(label: str) -> tuple[Column, ...]:
+def _columns(label: str, kind: Callable[..., Column], rows: Sequence[Change]) -> tuple[Column, ...]:
+    """Return the columns of changes. Both runs and their difference have the unit that suits the largest value."""
+    values = [value for row in rows for value in (row.a, row.b)]
+    formatter = kind("", "").formatter
+    assert formatter is not None
+    to_text, unit = formatter(values)
+
+    def column(name: str, attribute: str) -> Column:
+        return replace(kind(name, attribute), formatter=lambda _: (to_text, unit))
+
     return (
-        text(label, lambda row: row[0]),
-        text("A", lambda row: row[2](row[1].a)),
-        text("B", lambda row: row[2](row[1].b)),
-        text("B - A", lambda row: _signed(row[1].difference, row[2])),
-        text("B / A", lambda row: None if row[1].ratio is None else f"{row[1].ratio:.2f}"),
+        text(label, "name"),
+        column("A", "a"),
+        column("B", "b"),
+        signed(column("B - A", "difference")),
+        text("B / A", lambda row: None if row.ratio is None else f"{row.ratio:.2f}"),
     )
 
 
@@ -105,21 +128,18 @@ def _sentence(subject: str, change: Change, to_text: Text) -> str:
     return f"Largest change: {subject} {to_text(change.b)} in B and {to_text(change.a)} in A{times}."
 
 
-def _signed(value: float | None, to_text: Text) -> str:
-    return ("+" if value is not None and value > 0 else "") + to_text(value)
-
-
 def _verdict(change: TimeChange) -> str:
     if change.is_distinguishable is None:
         return "not known"
-    return "beyond the spread" if change.is_distinguishable else "not distinguishable"
+    return "differs" if change.is_distinguishable else "may be noise"
 
 
 def _possible(change: TimeChange) -> str | None:
-    """Return the interval of the difference as text."""
+    """Return the interval of the difference in ms as text."""
     if change.interval is None:
         return None
-    return f"{_signed(change.interval.low, ms_text)} to {_signed(change.interval.high, ms_text)}"
+    low, high = (ms_text(end).removesuffix(" ms") for end in (change.interval.low, change.interval.high))
+    return f"{'+' if change.interval.low > 0 else ''}{low} to {'+' if change.interval.high > 0 else ''}{high}"
 
 
 def _interval_note(diff: Diff) -> str | None:
@@ -131,7 +151,7 @@ def _interval_note(diff: Diff) -> str | None:
     few = f"; {min(diff.counted)} iterations allow no more" if confidence < 0.99 else ""
     return (
         f"B - A may be: the differences that the iterations allow, with {100 * confidence:.0f} % confidence{few}. "
-        "Not distinguishable: noise alone may explain the difference."
+        "May be noise: chance alone may explain the difference."
     )
 
 

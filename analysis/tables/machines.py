@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 from ebbtide.analysis.tables.table import Column, Table, View, number, params_rate, rate, size, text
 from ebbtide.machines.accuracy import accuracy_of
 from ebbtide.machines.machine import Machine
+
+# Rates in which machines of one card differ, by their heading in the table.
+_RATES = {
+    "h2d": "h2d_bytes_per_s",
+    "host": "host_memory_bytes_per_s",
+    "CPU": "cpu_update_params_per_s",
+    "GPU": "gpu_update_params_per_s",
+}
+_LEAST_RATIO = 1.05
+_BASES = {"fitted": "fitted to measured runs", "data sheets": "from data sheets", "measured": "measured"}
 
 
 def catalog_view(machines: Sequence[Machine], with_sources: bool) -> View:
@@ -14,10 +25,10 @@ def catalog_view(machines: Sequence[Machine], with_sources: bool) -> View:
     columns: list[Column] = [
         text("machine", "name"),
         size("memory", "gpu_memory_bytes"),
-        rate("h2d", "h2d_bytes_per_s"),
-        rate("host", "host_memory_bytes_per_s"),
-        params_rate("CPU", "cpu_update_params_per_s"),
-        params_rate("GPU", "gpu_update_params_per_s"),
+        rate("h2d", _RATES["h2d"]),
+        rate("host", _RATES["host"]),
+        params_rate("CPU", _RATES["CPU"]),
+        params_rate("GPU", _RATES["GPU"]),
         number("ranks", lambda machine: machine.box.ranks if machine.box else None),
         text("trust", lambda machine: accuracy_of(machine).short_text()),
     ]
@@ -27,6 +38,8 @@ def catalog_view(machines: Sequence[Machine], with_sources: bool) -> View:
         "machine was fitted to, or the factor within which the rate of the CPU is known from data sheets."
     )
     yield Table("machines", "Machines by name", columns, machines, note=note, max_rows=None)
+    if with_sources:
+        yield from _differences_of_twins(machines)
     for machine in machines if with_sources else ():
         source = machine.extra["source"]
         yield ""
@@ -37,3 +50,31 @@ def catalog_view(machines: Sequence[Machine], with_sources: bool) -> View:
             yield f"  note: {remark}"
     if not with_sources:
         yield "next: ebbtide machines NAME (sources, and what tells machines of one card apart)"
+
+
+def _differences_of_twins(machines: Sequence[Machine]) -> Iterator[str]:
+    """Yield a line for every two machines of one card: by which factors their rates differ, and why."""
+    for one, other in combinations(machines, 2):
+        if one.gpu is None or other.gpu is None or one.gpu.name != other.gpu.name:
+            continue
+        ratios = {label: _ratio(getattr(one, key), getattr(other, key)) for label, key in _RATES.items()}
+        texts = [
+            f"{label} {ratio:.2f}x"
+            for label, ratio in ratios.items()
+            if ratio is not None and max(ratio, 1 / ratio) >= _LEAST_RATIO
+        ]
+        yield (
+            f"{other.name} is the same card as {one.name}: {', '.join(texts) or 'equal rates'}. "
+            f"{other.name} is {_basis(other)}, {one.name} {_basis(one)}."
+        )
+
+
+def _ratio(one: float | None, other: float | None) -> float | None:
+    return other / one if one and other else None
+
+
+def _basis(machine: Machine) -> str:
+    """Return where the rates of a machine come from, and how many ranks share its host."""
+    ranks = f" ({machine.box.ranks} ranks on a host)" if machine.box is not None else ""
+    basis = accuracy_of(machine).basis
+    return f"{_BASES.get(basis, 'of unknown origin')}{ranks}"

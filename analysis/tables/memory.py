@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from operator import itemgetter
+from typing import Any
 
+from ebbtide.analysis.metrics.devices import capacity_bytes, free_memory_text, free_pool, peak_pool
 from ebbtide.analysis.metrics.holders.holders import Holder, Holders
-from ebbtide.analysis.metrics.memory import MemoryUse
+from ebbtide.analysis.metrics.memory import GAPS, MemoryUse
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_iterations, on_demand_remarks
 from ebbtide.analysis.metrics.out_of_memory import OutOfMemory
-from ebbtide.analysis.tables.table import Column, Table, View, share, size, text
+from ebbtide.analysis.tables.table import Column, Gain, Table, View, share, size, text
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import AllocatorState
 from ebbtide.units import bytes_text, ms_text
@@ -17,27 +21,73 @@ from ebbtide.units import bytes_text, ms_text
 _SOURCE = "ebbtide memory --json"
 _UNNAMED = "not known"
 _MAX_SITE_CHARS = 60
-_MAX_HOLDERS = 15
+# Rows of each table of holders, and on a screen those of categories, modules and call sites.
+_MAX_HOLDERS, _ON_SCREEN = 15, (5, 3, 3)
+_NOT_NAMED = "what holds it was not recorded; `ebbtide profile --allocator-iterations 3` records it"
+_WHOLE = "whole trace"
+_LEAST_FREE = "least free"
 
 
-def memory_view(trace: Trace, memory: MemoryUse) -> View:
-    """Return the lowest and highest use of each memory pool per phase, and the differences between pools."""
+def memory_view(trace: Trace, memory: MemoryUse, verbose: bool = True) -> View:
+    """Return the highest use of each memory pool per phase, and the differences between pools; `verbose`: also the
+    lowest use."""
     if not memory.pools:
         yield f"{trace.path}: {NO_MEMORY}"
         return
+    yield from _peak_line(trace, memory)
     if memory.pools[0].phase is None:
-        yield f"{trace.path}: lowest and highest use over the whole trace ({no_iterations(trace)})"
-    else:
-        yield f"{trace.path}: lowest and highest use per phase, medians over the iterations"
+        yield f"figures of the whole trace: {no_iterations(trace)}"
     yield from on_demand_remarks(trace)
-    yield Table("pools", "Memory", _range_columns("pool", "pool"), memory.pools, None, _SOURCE)
-    yield Table("gaps", "Differences between pools", _range_columns("difference", "gap"), memory.gaps, None, _SOURCE)
+    if verbose:
+        yield Table("pools", "Memory", _range_columns("pool", "pool"), memory.pools, None, _SOURCE)
+        title = "Differences between pools"
+        yield Table("gaps", title, _range_columns("difference", "gap"), memory.gaps, None, _SOURCE)
+    else:
+        yield _highest_table(trace, memory)
     for rank, state in memory.allocators:
         yield allocator_table(rank, state)
+    if not verbose:
+        yield "lowest and highest use of each: -v"
+
+
+def _peak_line(trace: Trace, memory: MemoryUse) -> Iterator[str]:
+    """Yield the largest use of the device by the job, and the least free memory."""
+    used = [use for use in memory.pools if use.pool == (free_pool(trace) or peak_pool(trace))]
+    if not used:
+        return
+    most = max(used, key=lambda use: use.peak_bytes)
+    capacity = capacity_bytes(trace, most.rank)
+    of_capacity = f" of {bytes_text(capacity)}" if capacity is not None else ""
+    free = [gap.low_bytes for gap in memory.gaps if gap.gap == "free"]
+    left = f"; at least {bytes_text(min(free))} free" if free else ""
+    phase = f" in {most.phase}" if most.phase else ""
+    yield f"{trace.path}: {bytes_text(most.peak_bytes)}{of_capacity} at the peak{phase} ({most.pool}){left}"
+
+
+def _highest_table(trace: Trace, memory: MemoryUse) -> Table:
+    """Return a row per pool and difference, with a column per phase: the highest use, of free memory the lowest."""
+    rows: dict[tuple[int, str], dict[str | None, int]] = {}
+    for use in memory.pools:
+        rows.setdefault((use.rank, use.pool), {})[use.phase] = use.peak_bytes
+    for gap in memory.gaps:
+        size_bytes = gap.low_bytes if gap.gap == "free" else gap.peak_bytes
+        name = _LEAST_FREE if gap.gap == "free" else gap.gap
+        rows.setdefault((gap.rank, name), {})[gap.phase] = size_bytes
+    phases = list(dict.fromkeys(use.phase for use in memory.pools))
+    columns = [size(phase or _WHOLE, partial(_bytes_in, phase)) for phase in phases]
+    names = {name for _, name in rows}
+    meanings = [f"{gap}: {upper} minus {lower}" for gap, (upper, lower) in GAPS.items() if gap in names]
+    note = "; ".join([*meanings, *([f"free: {free_memory_text(trace)}"] if _LEAST_FREE in names else [])])
+    title = "Highest use, medians over the iterations" if phases[0] is not None else "Highest use"
+    return Table("use", title, (text("pool", lambda row: row[0][1]), *columns), list(rows.items()), note or None)
+
+
+def _bytes_in(phase: str | None, row: tuple[Any, dict[str | None, int]]) -> int | None:
+    return row[1].get(phase)
 
 
 def _range_columns(label: str, name: str) -> tuple[Column, ...]:
-    phase = text("phase", lambda use: use.phase or "whole trace")
+    phase = text("phase", lambda use: use.phase or _WHOLE)
     return text(label, name), phase, size("lowest", "low_bytes"), size("highest", "peak_bytes")
 
 
@@ -55,19 +105,34 @@ def allocator_table(rank: int, state: AllocatorState) -> Table:
     return Table("allocators", f"Allocator at the end, rank {rank}, {state.device}", columns, rows)
 
 
-def holders_view(trace: Trace, holders: Holders | None, at: str) -> View:
-    """Return the holders of memory by category, by module and by call site; `holders` is None where no memory was
-    recorded, `at` the option `--at`."""
+def holders_view(trace: Trace, holders: Holders | None, at: str, verbose: bool = True) -> View:
+    """Return the holders of memory by category, by module and by call site, without `verbose` the largest ones;
+    `holders` is None where no memory was recorded, `at` the option `--at`."""
     if holders is None:
         yield f"{trace.path}: {'; '.join(on_demand_remarks(trace)) or NO_MEMORY}"
         return
     moment = f"at its peak, {ms_text(holders.t_ms)}" if at == "peak" else f"at {ms_text(holders.t_ms)}"
-    yield f"{trace.path}: {bytes_text(holders.bytes)} of {holders.device} {moment} after the start"
-    yield from holder_tables(holders)
+    amount = f"{bytes_text(holders.bytes)} of {holders.device} {moment} after the start (pool `{holders.pool}`)"
+    yield f"{trace.path}: {amount}"
+    yield from _holder_parts(holders, verbose)
+
+
+def _holder_parts(holders: Holders, verbose: bool) -> View:
+    """Return the tables of holders, without `verbose` the first rows of each."""
+    tables = holder_tables(holders)
+    if not any(tables[1:]) and all(holder.category is None for holder in holders.holders):
+        yield _NOT_NAMED
+    if verbose:
+        yield from tables
+        return
+    shown = [replace(table, all_rows=table.all_rows[:rows]) for table, rows in zip(tables, _ON_SCREEN, strict=True)]
+    yield from shown
+    if any(len(short.all_rows) < len(table.all_rows) for short, table in zip(shown, tables, strict=True)):
+        yield "more modules and call sites: -v"
 
 
 def category_table(holders: Holders) -> Table:
-    """Return the bytes of each category at a time."""
+    """Return the bytes of each category at a time, with a line on the time."""
     note = (
         f"{bytes_text(holders.bytes)} of {holders.device} at {ms_text(holders.t_ms)} from the start (pool "
         f"`{holders.pool}`)."
@@ -78,7 +143,7 @@ def category_table(holders: Holders) -> Table:
 def holder_tables(holders: Holders) -> list[Table]:
     """Return the bytes of each category, module and call site at a time."""
     return [
-        category_table(holders),
+        _holder_table("holders", "category", holders, _category),
         _holder_table("modules", "module", holders, _module),
         _holder_table("sites", "call site", holders, _site),
     ]
@@ -98,9 +163,9 @@ def _holder_table(
     return Table(name, f"Holders by {label}", columns, rows, note, "ebbtide memory --at peak --json", _MAX_HOLDERS)
 
 
-def out_of_memory_view(trace: Trace, error: OutOfMemory | None) -> View:
-    """Return when memory ran out, the figures at that time, the holders, and what would have freed memory; `error` is
-    None where none was recorded."""
+def out_of_memory_view(trace: Trace, error: OutOfMemory | None, verbose: bool = True) -> View:
+    """Return when memory ran out, the figures at that time, what would have freed memory, and the holders, without
+    `verbose` the largest ones; `error` is None where none was recorded."""
     if error is None:
         yield f"{trace.path}: no out-of-memory error was recorded"
         return
@@ -119,13 +184,14 @@ def out_of_memory_view(trace: Trace, error: OutOfMemory | None) -> View:
     yield ", ".join(f"{name} {bytes_text(amount)}" for name, amount in figures if amount is not None)
     if error.errors > 1:
         yield f"{error.errors} errors were recorded; this is the last one"
-    if error.holders_t_ms is not None:
-        yield f"the holders are those of {ms_text(error.holders_t_ms)}"
-    yield from holder_tables(error.memory)
-    yield ""
     if not error.remedies:
         yield "no remedy can be computed: too few figures were recorded"
-    yield from (remedy.text for remedy in error.remedies)
+    for remedy in error.remedies:
+        line = f"- {remedy.text}"
+        yield Gain(line) if remedy.enough else line
+    if error.holders_t_ms is not None:
+        yield f"the holders are those of {ms_text(error.holders_t_ms)}"
+    yield from _holder_parts(error.memory, verbose)
 
 
 def _category(holder: Holder) -> str:

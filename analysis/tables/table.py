@@ -121,6 +121,10 @@ class Gain(str):
     """A line that says what to do, and what it gains."""
 
 
+class Misfit(str):
+    """A line that says that something does not fit."""
+
+
 # Lines and tables of a result in the order in which people read them. Tables without rows are not printed.
 View = Iterator[str | Table]
 
@@ -163,6 +167,18 @@ def size(label: str, value: str | Callable[[Any], float | None], **options: Any)
 def share(label: str, value: str | Callable[[Any], float | None], digits: int = 0, **options: Any) -> Column:
     """Return a column of shares, in percent."""
     return Column(label, _getter(value), lambda values: (lambda part: f"{100 * part:.{digits}f}", "%"), **options)
+
+
+def signed(column: Column) -> Column:
+    """Return a column of differences, whose positive figures have a sign."""
+    formatter = column.formatter
+    assert formatter is not None
+
+    def format_signed(values: Sequence[float | None]) -> tuple[Callable[[float], str], str | None]:
+        to_text, unit = formatter(values)
+        return lambda value: f"{'+' if value > 0 else ''}{to_text(value)}", unit
+
+    return replace(column, formatter=format_signed)
 
 
 def rate(label: str, value: str | Callable[[Any], float | None], **options: Any) -> Column:

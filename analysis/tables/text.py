@@ -15,7 +15,7 @@ _MAX_NAME = 40
 # A space that is printed as such, but at which no line is broken.
 _KEPT_SPACE = "\ue000"
 # What the further lines of a line stay clear of.
-_LEADER = re.compile(r" *(- |DO  |\d+\. |next: |note: )?")
+_LEADER = re.compile(r" *(- |\w+  +|\d+\. |next: |note: )?")
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(ms|us|s|h|%|x|[kMGT]i?B(/s)?|[GM]|TFLOP/s|parameters|params)(?![\w-]))")
 
 

@@ -54,13 +54,12 @@ def output_width() -> int:
 
 def print_view(view: View) -> None:
     """Print the lines and tables of a result, without the tables that have no rows."""
-    from ebbtide.analysis.tables.table import Gain
+    from ebbtide.analysis.tables.table import Gain, Misfit
 
     for part in view:
-        if isinstance(part, Gain):
-            echo_line(part, fg="green")
-        elif isinstance(part, str):
-            echo_line(part)
+        if isinstance(part, str):
+            colour = {Gain: "green", Misfit: "yellow"}.get(type(part))
+            echo_line(part, **({"fg": colour} if colour else {}))
         elif part:
             print_table(part)
 
@@ -75,6 +74,17 @@ def print_table(table: Table) -> None:
     for note in (table.note, table.cut):
         if note:
             echo_line(note)
+
+
+@contextmanager
+def on_stderr() -> Iterator[None]:
+    """Print on stderr: what a command says beside the output of a job."""
+    global _output
+    before, _output = _output, sys.stderr
+    try:
+        yield
+    finally:
+        _output = before
 
 
 @contextmanager

@@ -41,7 +41,12 @@ def show_result(trace: Trace, result: Kind, view: Callable[[Trace, Kind], View],
         parts = list(view(trace, result))
         print_view(iter(parts))
         if any(isinstance(part, Gain) or (isinstance(part, Table) and part) for part in parts):
-            echo_line(f"next: ebbtide {follow_up.format(shlex.quote(str(trace.path)))}")
+            print_next(trace, follow_up)
+
+
+def print_next(trace: Trace, follow_up: str) -> None:
+    """Print the command to go on with, with {} for the trace."""
+    echo_line(f"next: ebbtide {follow_up.format(shlex.quote(str(trace.path)))}")
 
 
 def _with_columns(result: Result, view: View) -> dict[str, Any]:

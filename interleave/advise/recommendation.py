@@ -29,7 +29,6 @@ class Recommendation:
     """The recommended setup.
 
     Attributes:
-        deepspeed: The section zero_optimization for the best that DeepSpeed itself can do; None if none of it fits.
         code: Lines of Python that make a DeepSpeed job use the policy; None if nothing should be offloaded.
         setups: The lines to paste for each policy that fits: the recommended one, then the others, fastest first.
         placeholders: Keys of the configurations whose values stand for values of the job that are not known.
@@ -42,7 +41,6 @@ class Recommendation:
 
     policy: str
     line: str
-    deepspeed: dict[str, Any] | None
     code: str | None
     deepspeed_config: dict[str, Any]
     optimizer_code: str | None
@@ -57,9 +55,14 @@ class Recommendation:
     split: PolicySetup | None = None
     action: dict[str, Any] | None = None
 
+    @property
+    def deepspeed(self) -> dict[str, Any] | None:
+        """The section zero_optimization of `split`, the best that DeepSpeed itself can do; None if none of it fits."""
+        return None if self.split is None else self.split.deepspeed_config["zero_optimization"]
+
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide replay --json` prints."""
-        return asdict(self)
+        return {**asdict(self), "deepspeed": self.deepspeed}
 
 
 def recommend(
@@ -99,7 +102,6 @@ def recommend(
     return Recommendation(
         policy=best.policy,
         line=line,
-        deepspeed=None if split is None else split.deepspeed_config["zero_optimization"],
         code=best.code,
         deepspeed_config=best.deepspeed_config,
         optimizer_code=best.optimizer_code,

@@ -11,6 +11,7 @@ import re
 import runpy
 import sys
 import traceback
+from importlib import import_module
 from pathlib import Path
 
 from ebbtide.errors import UserError
@@ -68,7 +69,7 @@ def main(arguments: list[str]) -> int:
         return _fail(f"a dry run needs torch 2.13 in the environment of ebbtide: {error}")
     output, words, *job = arguments
     settings = json.loads(words)
-    force, machine = settings.pop("force"), settings.pop("machine")
+    force, machine, printer = settings.pop("force"), settings.pop("machine"), settings.pop("printer", None)
     options = DryRunOptions(**settings, machine=machine_from(machine, "the machine") if machine else None)
     try:
         with DryRun(options) as run, launcher_followed(job):
@@ -80,12 +81,15 @@ def main(arguments: list[str]) -> int:
         builder.write(Path(output), force)
     except JobLaunched as job_launched:
         ranks = {"ranks": job_launched.ranks or options.ranks, "ranks_per_node": job_launched.ranks_per_node}
-        settings |= {**ranks, "force": force, "machine": machine}
+        settings |= {**ranks, "force": force, "machine": machine, "printer": printer}
         become_dry_run(job_launched.command, Path(output), settings, job_launched.environment)
     except UserError as error:
         return _fail(str(error))
-    for line in (*run.user_files.lines(), f"predicted {run.memory.summary(options.capacity_bytes)}", output):
+    for line in run.user_files.lines():
         print(f"ebbtide: {line}", file=sys.stderr)
+    if printer is not None:
+        module, function = printer.split(":")
+        getattr(import_module(module), function)(Path(output))
     return status
 
 

@@ -36,6 +36,7 @@ def dry_run(
     machine: Machine | None = None,
     force: bool = False,
     ranks: int | None = None,
+    printer: str | None = None,
 ) -> NoReturn:
     """Become the process of a dry run, whose exit status is that of the job, or 2 where something cannot be faked.
 
@@ -43,6 +44,7 @@ def dry_run(
         capacity_bytes: Memory of the device; None: that of the machine.
         machine: The machine; None: not named.
         ranks: Ranks of the job, whose rank 0 is run; None: those that torchrun would start, else not stated.
+        printer: `module:function` that is called with the path of the trace when it is written; None: nothing is.
     """
     if os.path.lexists(output) and not force:
         raise TraceError(f"{output} exists already: choose another path, or replace it (--force)")
@@ -54,6 +56,7 @@ def dry_run(
         "device_name": _device_name(machine),
         "machine": machine.as_json() if machine is not None else None,
         "force": force,
+        "printer": printer,
         "ranks": ranks,
         "ranks_per_node": None,
     }

@@ -31,6 +31,16 @@ _SPANS = {
     "gpu": ("t_ns", "t_ns"),
     "transfers": ("start_ns", "end_ns"),
 }
+# Tables of what a recording may have, a column of text of each, and the name for people.
+_CONTENTS = {
+    "phases": ("phase", "phases"),
+    "memory": ("pool", "memory"),
+    "link": ("source", "counters of the link"),
+    "transfers": ("direction", "copies"),
+    "kernels": ("kind", "kernels"),
+    "allocations": ("device", "allocations"),
+    "ops": ("resource", "sub-steps"),
+}
 
 
 class Trace:
@@ -176,6 +186,15 @@ class Trace:
 
 
 def next_commands(trace: Trace) -> str:
-    """Return the closing line of a command that writes a trace: its path, and the commands to run next."""
+    """Return the closing lines of a command that writes a trace: its path, what it has, and the command to run next."""
     path = shlex.quote(str(trace.path))
-    return f"trace: {path}   next: ebbtide summary {path}   ebbtide plot {path} -o memory.png"
+    first = trace.ranks[:1]
+    iterations = sum(trace.phases(rank)["iteration"].nunique() for rank in first)
+    recorded = [
+        name for table, (column, name) in _CONTENTS.items() if any(trace.labels(r, table, column) for r in first)
+    ]
+    return (
+        f"trace: {path}, {iterations} iterations on {len(trace.ranks)} rank{'s' if len(trace.ranks) != 1 else ''}\n"
+        f"recorded: {', '.join(recorded) or 'nothing'}\n"
+        f"next: ebbtide summary {path}"
+    )

@@ -189,9 +189,9 @@ def test_calibrate__fits_a_machine_from_traces(tmp_path: Path) -> None:
     assert set(fit["unidentified"]) <= set(fit["uncertainty"])
     assert "measured" not in result
 
-    run = ebbtide_in_process("calibrate", *arguments, "--force", cwd=tmp_path)
+    run = ebbtide_in_process("calibrate", *arguments, "--force", "-v", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    assert "not determined by these traces" in run.stdout
+    assert "not determined by" in run.stdout
     assert "interleaved:5@1,grads=async" in run.stdout
     assert f"ebbtide replay {traces[0]} --machine fitted.json" in run.stderr
     replayed = ebbtide_in_process(

@@ -82,11 +82,21 @@ def test_compare__tables_say_that_the_device_is_emulated_and_losses_are_equal(fo
     assert "Measured and predicted: EMULATED device, not a GPU" in " ".join(out.split())
     assert "losses: equal bit for bit in all 3 iterations of all 2 policies" in out
     assert "left out: torchao (" in out
+    assert len(out.splitlines()) <= 24
     rows = [row.split() for row in out.splitlines()]
+    for policy in ("pipelined", "zero-offload"):
+        (row,) = [row for row in rows if row[:1] == [policy]]
+        assert (len(row), row[-1]) == (8, "equal")
+    assert out.splitlines()[-1].startswith("next: ebbtide replay RUN.ebb --recommend")
+    assert (folder / "taken.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare__verbose_has_each_phase(folder: Path, capsys: Printed) -> None:
+    assert run(["compare", *TINY.split(), "--policy", "pipelined", "--policy", "zero-offload", "-v"]) == 0
+    rows = [row.split() for row in capsys.readouterr().out.splitlines()]
     for policy in ("pipelined", "zero-offload"):
         first = next(number for number, row in enumerate(rows) if row[:1] == [policy])
         assert (rows[first][1], *(row[0] for row in rows[first + 1 : first + 4])) == TIMES
-    assert (folder / "taken.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.usefixtures("faulty")

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from ebbtide.cli import run as run_command
+from ebbtide.cli.render.dry_run import print_dry_run
 from ebbtide.profiler.dryrun import child, session
 from ebbtide.profiler.dryrun.errors import DryRunError
 from ebbtide.profiler.dryrun.launch import split_command
-from ebbtide.profiler.trace import open_trace
+from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.profiler.dryrun.forked import run_forked
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
@@ -32,6 +33,7 @@ def dry_run(output: Path, *job: str, capacity_bytes: int | None = None) -> tuple
         "device_name": "dry run",
         "machine": None,
         "force": False,
+        "printer": "ebbtide.cli.render.dry_run:print_dry_run",
     }
     log = output.with_suffix(".log")
 
@@ -57,8 +59,32 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("dry") / "run.ebb"
     status, log = dry_run(path, str(EXAMPLE), *SIZES, "--accumulate", "2", capacity_bytes=10**9)
     assert status == 0, log
-    assert "predicted peak" in log
+    assert f"next: ebbtide plan {path}" in log
     return path
+
+
+def test_dry_run__ends_with_a_screen_that_says_whether_the_job_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    for capacity, code, verdict in (
+        (2**20, 0, "memory  fits: 0.59 of 1.00 MiB reserved at the peak"),
+        (2**19, 0, "memory  does not fit: 600.00 of 512.00 KiB reserved at the peak"),
+        (2**19, 3, "memory  incomplete, the job ended with status 3: 600.00 of 512.00 KiB reserved so far"),
+    ):
+        builder = TraceBuilder("predicted", exit={"code": code})
+        rank = builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda", "capacity_bytes": capacity}])
+        rank.memory(0, 614_400, "reserved")
+        rank.memory(0, 600_000, "requested")
+        builder.write(Path("run.ebb"), True)
+        print_dry_run(Path("run.ebb"))
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[0] == "run.ebb: predicted by a dry run, not measured"
+        assert verdict in " ".join(map(str.strip, lines))
+        assert "time    not known: no optimizer stepped" in lines
+        assert lines[-1] == "next: ebbtide plan run.ebb"
+        assert max(map(len, lines)) <= 80
 
 
 def test_dry_run__writes_a_predicted_trace(trace: Path) -> None:

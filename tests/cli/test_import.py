@@ -96,10 +96,11 @@ def test_import__a_bad_file_exits_with_2(folder: Path) -> None:
 def test_import__a_log_up_to_its_windows(folder: Path) -> None:
     done = ebbtide_in_process("import", "run.log", "-o", "x.ebb", cwd=folder)
     assert (done.returncode, done.stdout) == (0, "")
-    *notes, last = done.stderr.splitlines()
+    *notes, written, recorded, last = done.stderr.splitlines()
     assert [note.removeprefix("ebbtide: ") for note in notes] == open_trace(folder / "x.ebb").notes
-    assert "x.ebb" in last
-    assert "summary" in last
+    assert written == "ebbtide: trace: x.ebb, 2 iterations on 2 ranks"
+    assert recorded.startswith("recorded: phases")
+    assert last == "next: ebbtide summary x.ebb"
     summary = json.loads(ebbtide_in_process("summary", "x.ebb", "--json", cwd=folder).stdout)
     assert (summary["iterations"], summary["warmup_iterations"], summary["ranks"]) == (2, 0, 2)
     assert summary["memory"]["pool"] == "allocated"

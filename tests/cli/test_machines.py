@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ebbtide.machines.catalog import presets
+from ebbtide.machines.catalog import preset, presets
 from tests.conftest import ebbtide_in_process
 
 
@@ -27,6 +27,14 @@ def test_machines__tells_machines_of_one_card_apart() -> None:
     result = ebbtide_in_process("machines", "h100-80gb")
     assert "h100-80gb-sxm-published: logs and NVML monitor files" in result.stdout
     assert "nothing was measured" in result.stdout
+    twins = [preset(name) for name in ("h100-80gb", "h100-80gb-sxm-published")]
+    one, other = (machine.host_memory_bytes_per_s for machine in twins)
+    assert one
+    assert other
+    text = " ".join(result.stdout.split())
+    assert f"h100-80gb-sxm-published is the same card as h100-80gb: host {other / one:.2f}x" in text
+    assert "is fitted to measured runs (4 ranks on a host), h100-80gb from data sheets (8 ranks on a host)." in text
+    assert "h100-80gb-pcie is the same card" not in text
     assert "host: ddr5-4800-16ch,112-cores,2-sockets,pcie5x16,2048GiB,8-ranks" in result.stdout
     assert "rtx" not in result.stdout
 

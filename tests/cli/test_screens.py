@@ -15,8 +15,11 @@ from tests.conftest import ebbtide_in_process
 TRACES = sorted(Path("traces").resolve().glob("*.ebb"))
 QUICK = ("a100-13b-async", "a100-torch-profiler", "h100-20b-blocking")
 SCREENS = {
+    "diff": ("traces/h100-20b-blocking.ebb",),
     "findings": (),
     "memory": (),
+    "memory at the peak": ("--at", "peak"),
+    "memory out": ("--at", "oom"),
     "plan": (),
     "replay": (),
     "replay recommend": ("--recommend",),
@@ -25,7 +28,16 @@ SCREENS = {
     **{f"summary by {key}": ("--by", key) for key in ("activity", "iteration", "link", "rank", "substep")},
     "windows": (),
 }
-SHORT = ("findings", "replay recommend", "replay on two machines", "summary")
+SHORT = (
+    "diff",
+    "findings",
+    "memory",
+    "memory at the peak",
+    "memory out",
+    "replay on two machines",
+    "replay recommend",
+    "summary",
+)
 # A number at the end of a line whose unit is on the next one.
 SPLIT = re.compile(r"\d\n\s*(ms|us|s|%|[kMGT]i?B|[kMGT]B/s)\b")
 
@@ -41,7 +53,7 @@ def test_screens__fit_80_columns_and_say_how_to_go_on(trace: Path, monkeypatch: 
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(trace.parents[1])
     for name, options in SCREENS.items():
-        result = ebbtide_in_process(name.split()[0], f"traces/{trace.name}", *options)
+        result = ebbtide_in_process(name.split()[0], *options, f"traces/{trace.name}")
         if result.returncode:
             # A trace of a job without an update cannot be replayed.
             assert result.returncode == 2

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, Json, output_option, valued
-from ebbtide.cli.printing import echo, print_view
+from ebbtide.cli.options import Force, Json, Verbose, output_option, valued
+from ebbtide.cli.printing import echo, echo_line, on_stderr, print_view
 from ebbtide.machines.accuracy import accuracy_of
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def calibrate(
         ),
     ] = None,
     force: Force = False,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Measure the rates that `replay` needs (memory, updates, copies), or fit them from traces of the machine.
@@ -74,24 +75,24 @@ def calibrate(
         machine = _measure(ranks, seconds, machine_name, path, force, storage or [])
     if machine is None:
         return
-    from ebbtide.interleave.calibrate.record import machine_view
+    from ebbtide.interleave.calibrate.tables import machine_view
 
     if as_json:
         echo(json.dumps(machine.as_json()))
     else:
-        print_view(machine_view(machine))
-    typer.echo(f"ebbtide: {accuracy_of(machine).text()}", err=True)
-    for note in machine.extra.get("notes", ()):
-        typer.echo(f"ebbtide: {note}", err=True)
-    if machine.h2d_bytes_per_s is None:
-        typer.echo(
-            f"ebbtide: machine: {path}; it has no link rates, which replay needs: use a preset (ebbtide replay "
-            "--machine a100-40gb-published), or calibrate on a machine with a GPU",
-            err=True,
-        )
-        return
-    trace = from_trace[0] if from_trace else "RUN.ebb"
-    typer.echo(f"ebbtide: machine: {path}; next: ebbtide replay {trace} --machine {path}", err=True)
+        print_view(machine_view(machine, verbose))
+    with on_stderr():
+        for note in (accuracy_of(machine).text(), *machine.extra.get("notes", ())):
+            echo_line(f"ebbtide: {note}")
+        if machine.h2d_bytes_per_s is None:
+            echo_line(
+                f"ebbtide: {path} has no link rates, which replay needs: use a preset (--machine a100-40gb-published), "
+                "or calibrate on a machine with a GPU"
+            )
+        else:
+            trace = from_trace[0] if from_trace else "RUN.ebb"
+            echo_line(f"ebbtide: machine: {path}")
+            echo_line(f"next: ebbtide replay {trace} --machine {path}")
 
 
 def _fit(traces: list[Path], name: str, path: Path, force: bool) -> Machine:

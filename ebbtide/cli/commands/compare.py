@@ -16,6 +16,7 @@ from ebbtide.cli.options import (
     FormerSteps,
     Json,
     Plot,
+    Verbose,
     count,
     machine_option,
     policy_option,
@@ -23,7 +24,7 @@ from ebbtide.cli.options import (
     valued,
 )
 from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_picture
-from ebbtide.cli.printing import echo, print_view
+from ebbtide.cli.printing import echo, echo_line, print_view
 
 if TYPE_CHECKING:
     from ebbtide.interleave.experiments.compare.runs import PhaseWaits
@@ -92,6 +93,7 @@ def compare(
     plot: Plot = None,
     save: Annotated[Path | None, valued("FOLDER", "Also write the traces of each policy into this folder.")] = None,
     force: Force = False,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Train a small model under each policy and compare measured with predicted times.
@@ -112,7 +114,8 @@ def compare(
     from ebbtide.interleave.experiments.compare.compare import CompareConfig
     from ebbtide.interleave.experiments.compare.compare import compare as run
     from ebbtide.interleave.experiments.compare.picture import draw_comparison
-    from ebbtide.interleave.experiments.compare.results import comparison_view, save_traces
+    from ebbtide.interleave.experiments.compare.results import save_traces
+    from ebbtide.interleave.experiments.compare.tables import comparison_view
     from ebbtide.machines.catalog import find_machine
 
     waits = _phase_waits(forward_ms, backward_ms)
@@ -143,7 +146,8 @@ def compare(
     if as_json:
         echo(json.dumps(comparison.as_json()))
     else:
-        print_view(comparison_view(comparison))
+        print_view(comparison_view(comparison, verbose))
+        echo_line("next: ebbtide replay RUN.ebb --recommend (which policy for a job of yours)")
     print_outputs(plot, save)
     if not comparison.losses_equal:
         differing = ", ".join(result.policy for result in comparison.results if not result.losses_equal)

@@ -92,4 +92,5 @@ def dry_run(
         machine=find_machine(name) if name is not None else None,
         force=force,
         ranks=ranks,
+        printer="ebbtide.cli.render.dry_run:print_dry_run",
     )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Json, Rank, TraceFile
+from ebbtide.cli.options import Json, Rank, TraceFile, Verbose
 from ebbtide.cli.printing import print_view
-from ebbtide.cli.reading import choose_ranks, print_json, print_prediction, show_result
+from ebbtide.cli.reading import choose_ranks, print_json, print_next, print_prediction, show_result
 
 if TYPE_CHECKING:
     from ebbtide.profiler.trace import Trace
@@ -35,6 +36,7 @@ def memory(
         str | None,
         typer.Option(metavar="DEVICE", help="Device (only with --at), e.g. cuda:1.", show_default="the rank's first"),
     ] = None,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Print every memory pool per phase, and the differences: fragmentation, memory outside torch, free memory.
@@ -46,10 +48,10 @@ def memory(
     if at is None:
         if device is not None:
             raise typer.BadParameter("--device needs --at")
-        _print_pools(open_trace(trace), rank, as_json)
+        _print_pools(open_trace(trace), rank, verbose, as_json)
     else:
         time_ms = None if at in ("peak", "oom") else _milliseconds(at)
-        _print_holders(open_trace(trace), rank, device, at, time_ms, as_json)
+        _print_holders(open_trace(trace), rank, device, at, time_ms, verbose, as_json)
 
 
 def _milliseconds(text: str) -> float:
@@ -59,17 +61,16 @@ def _milliseconds(text: str) -> float:
     return float(match[1]) * _UNITS_MS[match[2]]
 
 
-def _print_pools(trace: Trace, rank: int | None, as_json: bool) -> None:
+def _print_pools(trace: Trace, rank: int | None, verbose: bool, as_json: bool) -> None:
     from ebbtide.analysis.metrics.job import JobMetrics
     from ebbtide.analysis.tables.memory import memory_view
 
-    show_result(
-        trace, JobMetrics(trace).memory(choose_ranks(trace, rank, as_json)), memory_view, as_json, "memory {} --at peak"
-    )
+    result = JobMetrics(trace).memory(choose_ranks(trace, rank, as_json))
+    show_result(trace, result, partial(memory_view, verbose=verbose or as_json), as_json, "memory {} --at peak")
 
 
 def _print_holders(
-    trace: Trace, rank: int | None, device: str | None, at: str, time_ms: float | None, as_json: bool
+    trace: Trace, rank: int | None, device: str | None, at: str, time_ms: float | None, verbose: bool, as_json: bool
 ) -> None:
     from ebbtide.analysis.metrics.job import JobMetrics
     from ebbtide.analysis.metrics.memory_spans import trace_start_ns
@@ -77,7 +78,7 @@ def _print_holders(
 
     number = choose_ranks(trace, rank, as_json=False)[0] if not as_json or rank is not None else trace.ranks[0]
     if at == "oom":
-        _print_out_of_memory(trace, number, rank, as_json)
+        _print_out_of_memory(trace, number, rank, verbose, as_json)
         return
     start_ns = trace_start_ns(trace)
     at_ns = None if start_ns is None or time_ms is None else round(start_ns + time_ms * 1e6)
@@ -87,10 +88,11 @@ def _print_holders(
         print_json(trace, {"rank": number, **(result.as_json() if result else nothing)})
     else:
         print_prediction(trace)
-        print_view(holders_view(trace, result, at))
+        print_view(holders_view(trace, result, at, verbose))
+        print_next(trace, "findings {}")
 
 
-def _print_out_of_memory(trace: Trace, first: int, rank: int | None, as_json: bool) -> None:
+def _print_out_of_memory(trace: Trace, first: int, rank: int | None, verbose: bool, as_json: bool) -> None:
     """Print the error of the rank; if none is named, of the first rank that has one."""
     from ebbtide.analysis.metrics.out_of_memory import out_of_memory
     from ebbtide.analysis.tables.memory import out_of_memory_view
@@ -105,4 +107,5 @@ def _print_out_of_memory(trace: Trace, first: int, rank: int | None, as_json: bo
         print_json(trace, error.as_json() if error is not None else nothing)
     else:
         print_prediction(trace)
-        print_view(out_of_memory_view(trace, error))
+        print_view(out_of_memory_view(trace, error, verbose))
+        print_next(trace, "findings {}")

@@ -9,19 +9,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ebbtide.analysis.tables.table import Table, View, ms, text
 from ebbtide.interleave.advise.schedule_to_trace import file_name, trace_of
 from ebbtide.interleave.experiments.compare.runs import Shape
 from ebbtide.interleave.experiments.compare.testbed import Testbed
 from ebbtide.interleave.model.plan import RESOURCES
 from ebbtide.interleave.model.schedule import Schedule
-from ebbtide.interleave.policies.storage import storage_summary
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import TraceBuilder
-from ebbtide.units import bytes_unit, count_text, rate_text
-
-_PHASES = ("iteration", "forward", "backward", "update")
 
 
 @dataclass(frozen=True)
@@ -211,88 +206,3 @@ def _trace(schedule: Schedule, machine: Machine) -> TraceBuilder:
     # The budget for state says nothing about the memory that the job itself leaves free.
     workload = replace(schedule.workload, gpu_free=None)
     return trace_of(replace(schedule, workload=workload), machine, iterations=1)
-
-
-def comparison_view(comparison: Comparison) -> View:
-    """Return the job and the device, measured and predicted figures of each policy, and other optimizers."""
-    shape, testbed = comparison.shape, comparison.testbed
-    layers = f"{shape.layers} layers of width {shape.width}, subgroups of {count_text(comparison.subgroup_params)}"
-    yield f"a GPT of {count_text(shape.params)} parameters in bf16 ({layers})"
-    if testbed.emulated:
-        yield (
-            "The device is EMULATED: its memory is host memory, its link is throttled to "
-            f"{rate_text(testbed.link_bytes_per_s)} per direction, and its kernels run on the CPU. Times only show "
-            "whether the plan runs as predicted; they say nothing about a GPU."
-        )
-    yield from _policies(comparison)
-    columns = (
-        text("other optimizer", "name"),
-        *(ms(phase, f"{phase}_ms") for phase in _PHASES),
-        text("final loss", lambda row: _loss_text(row.final_loss)),
-    )
-    title = "Other optimizers on the same job (they round differently, so losses may differ)"
-    yield Table("peers", title, columns, comparison.baselines)
-    yield from (f"{baseline.name}: {baseline.about}" for baseline in comparison.baselines)
-    yield from (f"left out: {name} ({reason})" for name, reason in comparison.skipped.items())
-    if comparison.losses_equal:
-        policies = f"all {len(comparison.results)} policies" if len(comparison.results) > 1 else "the only policy"
-        yield f"losses: equal bit for bit in all {comparison.iterations} iterations of {policies}"
-
-
-def _policies(comparison: Comparison) -> View:
-    results = comparison.results
-    counted = comparison.iterations - comparison.warmup_iterations
-    device = "EMULATED device, not a GPU" if comparison.testbed.emulated else comparison.testbed.name
-    times: list[tuple[str, str, Pair]] = [
-        ("" if number else result.policy, phase, pair)
-        for result in results
-        for number, (phase, pair) in enumerate(result.times.items())
-    ]
-    columns: list[Any] = [
-        text("policy", lambda row: row[0] or " "),
-        text("phase", lambda row: row[1]),
-        ms("measured", lambda row: row[2].measured),
-        ms("predicted", lambda row: row[2].predicted),
-        text("measured / predicted", lambda row: None if row[2].ratio is None else f"{row[2].ratio:.2f}"),
-    ]
-    title = f"Measured and predicted: {device} (medians of {counted} iterations)"
-    yield Table("times", title, columns, times, max_rows=None)
-    columns = [
-        text("policy", "policy"),
-        text("device memory", lambda result: _bytes_text(result.memory.device)),
-        text("host memory", lambda result: _bytes_text(result.memory.host)),
-        text("storage read", lambda result: _bytes_text(result.memory.storage_read)),
-        text("storage written", lambda result: _bytes_text(result.memory.storage_written)),
-        text("exact", lambda result: "yes" if result.is_exact else "no"),
-        text("final loss", lambda result: _loss_text(result.losses[-1])),
-        text("losses", lambda result: "equal" if result.losses_equal else "DIFFER"),
-    ]
-    title = "Memory, storage read and written in an iteration, measured / predicted, and results"
-    yield Table("memory", title, columns, results)
-
-    def busy_text(resource: str) -> Any:
-        return text(resource, lambda result: _shares_text(result.busy[resource]))
-
-    columns = [text("policy", "policy"), *map(busy_text, RESOURCES)]
-    yield Table("busy", "Busy shares of the update, measured / predicted", columns, results)
-    for result in results:
-        if result.measured.plan.stored:
-            yield f"{result.policy}: {storage_summary(result.measured.plan, result.measured.workload)}"
-    for result in results:
-        if result.counted < counted:
-            yield f"{result.policy} changed its plan during the run: only the last {result.counted} iterations count"
-
-
-def _bytes_text(pair: Pair) -> str:
-    if not pair.measured and not pair.predicted:
-        return "0"
-    unit_bytes, unit = bytes_unit(max(pair.measured, pair.predicted))
-    return f"{pair.measured / unit_bytes:,.2f} / {pair.predicted / unit_bytes:,.2f} {unit}"
-
-
-def _shares_text(pair: Pair) -> str:
-    return f"{100 * pair.measured:.0f} / {100 * pair.predicted:.0f} %"
-
-
-def _loss_text(loss: float | None) -> str:
-    return "not finite" if loss is None else f"{loss:.6f}"

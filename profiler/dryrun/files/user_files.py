@@ -22,6 +22,7 @@ from ebbtide.profiler.dryrun.files.patching import FileFunctions, absolute
 from ebbtide.profiler.dryrun.files.safetensors_files import patch_safetensors
 from ebbtide.profiler.dryrun.files.view import FileView, guard, is_inside, outermost
 from ebbtide.profiler.dryrun.shadow_values import MAX_ELEMENTS
+from ebbtide.units import bytes_text
 
 # Checkpoints up to this size are read, so that steps and random states in them have values.
 _MAX_READ_BYTES = 64 << 20
@@ -78,8 +79,8 @@ class UserFiles:
         lines = []
         if self._saved.saves:
             times = "once" if self._saved.saves == 1 else f"{self._saved.saves} times"
-            size = self._saved.saved_bytes / 1e9
-            lines.append(f"the job saved {times}, {size:,.2f} GB in all: nothing of it was written")
+            size = bytes_text(self._saved.saved_bytes)
+            lines.append(f"the job saved {times}, {size} in all: nothing of it was written")
         if self.opened:
             lines.append(f"the job opened files for writing; new ones were removed again: {_listed(self.opened)}")
         if self._view is not None and self._view.preserved:

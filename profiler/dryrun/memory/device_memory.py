@@ -189,11 +189,6 @@ class DeviceMemory:
         self.peak_bytes, self.peak_allocated_bytes = self.requested_bytes, self.allocator.allocated_bytes
         self.peak_reserved_bytes = self.allocator.reserved_bytes
 
-    def summary(self, capacity_bytes: int | None) -> str:
-        """Return the peaks in words."""
-        text = f"peak: {self.most_bytes / 1e9:,.2f} GB of tensors, {self.most_reserved_bytes / 1e9:,.2f} GB reserved"
-        return text if capacity_bytes is None else f"{text}, of {capacity_bytes / 1e9:,.2f} GB"
-
     def close(self) -> None:
         """Follow nothing any more: what happens from now on is the end of the job."""
         self._closed = True

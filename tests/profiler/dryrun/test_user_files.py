@@ -34,7 +34,7 @@ def test_save__writes_nothing_and_counts_bytes(tmp_path: Path) -> None:
 
     lines = run_forked(observe)
     assert lines == [
-        "the job saved 2 times, 0.01 GB in all: nothing of it was written",
+        "the job saved 2 times, 7.63 MiB in all: nothing of it was written",
         f"files that the job changed, removed or renamed are as they were: {checkpoint}",
     ]
     assert checkpoint.read_bytes() == b"the user's own"
@@ -171,7 +171,7 @@ def test_distributed_checkpoint__writes_nothing(tmp_path: Path) -> None:
                 dcp.load(state, checkpoint_id=tmp_path / "step-3")
         return run.user_files.lines()[:1]
 
-    assert run_forked(observe) == ["the job saved 2 times, 0.01 GB in all: nothing of it was written"]
+    assert run_forked(observe) == ["the job saved 2 times, 7.63 MiB in all: nothing of it was written"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,48 @@
+"""The end of a dry run as text: does the job fit, what holds the memory, and how long does an iteration take?"""
+
+from __future__ import annotations
+
+from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.analysis.metrics.prediction import prediction_line
+from ebbtide.analysis.tables.table import Misfit, View
+from ebbtide.profiler.trace import Trace
+from ebbtide.units import bytes_text, bytes_unit, ms_text, range_text
+
+_MAX_CATEGORIES = 4
+MISFIT = "does not fit"
+
+
+def prediction_view(trace: Trace) -> View:
+    """Return the peak of memory beside the capacity, its largest holders, and the time of an iteration."""
+    metrics = JobMetrics(trace)
+    yield f"{trace.path}: {prediction_line(trace)}"
+    memory = _memory_line(metrics)
+    yield Misfit(memory) if MISFIT in memory else memory
+    if (holders := metrics.holders()) is not None and holders.bytes:
+        names = ((name or "not known").replace("_", " ") for name, _ in holders.by("category"))
+        shares = (100 * size / holders.bytes for _, size in holders.by("category"))
+        parts = [f"{name} {share:.0f} %" for name, share in zip(names, shares, strict=True)][:_MAX_CATEGORIES]
+        yield f"        peak of tensors {bytes_text(holders.bytes)}: {', '.join(parts)}"
+    yield f"time    {_time_text(metrics)}"
+
+
+def _memory_line(metrics: JobMetrics) -> str:
+    """Return the peak of reserved memory, and whether it fits where the capacity is known."""
+    reserved, capacity = metrics.pool_peak("reserved") or 0, metrics.capacity_bytes
+    status = metrics.trace.meta.exit.code
+    scale, unit = bytes_unit(capacity or reserved)
+    amount = f"{reserved / scale:,.2f} {f'of {capacity / scale:,.2f} ' if capacity else ''}{unit} reserved"
+    if status:
+        return f"memory  incomplete, the job ended with status {status}: {amount} so far"
+    if capacity is None:
+        return f"memory  {amount} at the peak"
+    return f"memory  {'fits' if reserved <= capacity else MISFIT}: {amount} at the peak"
+
+
+def _time_text(metrics: JobMetrics) -> str:
+    summary = metrics.summary()
+    times = summary.iteration_range
+    if summary.iteration_ms is None or times is None:
+        return "not known: no optimizer stepped"
+    phases = ", ".join(f"{phase.phase} {ms_text(phase.median_ms)}" for phase in summary.phases[:3])
+    return f"{ms_text(summary.iteration_ms)} an iteration ({range_text(times.low_ms, times.high_ms)}): {phases}"

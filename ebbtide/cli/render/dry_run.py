@@ -1,0 +1,20 @@
+"""Prints the end of a dry run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ebbtide.cli.printing import on_stderr, print_view
+from ebbtide.cli.reading import print_next
+
+
+def print_dry_run(path: Path) -> None:
+    """Print on stderr whether the job fits, the holders of memory, the time of an iteration, and the next commands."""
+    from ebbtide.analysis.tables.prediction import prediction_view
+    from ebbtide.profiler.trace import open_trace
+
+    trace = open_trace(path)
+    with on_stderr():
+        print_view(prediction_view(trace))
+        for follow_up in ("memory {} --at peak", "plan {}"):
+            print_next(trace, follow_up)

@@ -1,0 +1,132 @@
+"""The tables of a comparison of measured with predicted policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ebbtide.analysis.tables.table import Column, Table, View, ms, text
+from ebbtide.interleave.experiments.compare.results import Comparison, Pair
+from ebbtide.interleave.model.plan import RESOURCES
+from ebbtide.interleave.policies.storage import storage_summary
+from ebbtide.units import bytes_unit, count_text, rate_text
+
+_PHASES = ("iteration", "forward", "backward", "update")
+
+
+def comparison_view(comparison: Comparison, verbose: bool = True) -> View:
+    """Return whether losses are equal, measured and predicted times of each policy, and other optimizers; `verbose`:
+    also each phase, memory, storage and busy shares."""
+    shape, testbed = comparison.shape, comparison.testbed
+    if comparison.losses_equal:
+        policies = f"all {len(comparison.results)} policies" if len(comparison.results) > 1 else "the only policy"
+        yield f"losses: equal bit for bit in all {comparison.iterations} iterations of {policies}"
+    layers = f"{shape.layers} layers of width {shape.width}, subgroups of {count_text(comparison.subgroup_params)}"
+    yield f"a GPT of {count_text(shape.params)} parameters in bf16 ({layers})"
+    if testbed.emulated:
+        yield (
+            f"The device is EMULATED: its link has {rate_text(testbed.link_bytes_per_s)} per direction, its kernels "
+            "run on the CPU. Times show whether the plan runs as predicted; they say nothing about a GPU."
+        )
+    yield from _detailed_tables(comparison) if verbose else (_times_table(comparison),)
+    columns = (
+        text("other optimizer", "name"),
+        *(ms(phase, f"{phase}_ms") for phase in _PHASES),
+        text("final loss", lambda row: _loss_text(row.final_loss)),
+    )
+    title = "Other optimizers on the same job (they round differently, so losses may differ)"
+    yield Table("peers", title, columns, comparison.baselines)
+    yield from (f"{baseline.name}: {baseline.about}" for baseline in comparison.baselines if verbose)
+    yield from (f"left out: {name} ({reason})" for name, reason in comparison.skipped.items())
+    if not verbose:
+        yield "each phase, memory, storage, busy shares: -v"
+
+
+def _title(comparison: Comparison) -> str:
+    counted = comparison.iterations - comparison.warmup_iterations
+    device = "EMULATED device, not a GPU" if comparison.testbed.emulated else comparison.testbed.name
+    return f"Measured and predicted: {device} (medians of {counted} iterations)"
+
+
+def _pair_columns(label: str, pair_of: Callable[[Any], Pair]) -> tuple[Column, ...]:
+    """Return the columns of a measured time with a label, its prediction and their ratio."""
+    return (
+        ms(label, lambda row: pair_of(row).measured),
+        ms("predicted", lambda row: pair_of(row).predicted),
+        text("ratio", lambda row: _ratio_text(pair_of(row))),
+    )
+
+
+def _times_table(comparison: Comparison) -> Table:
+    columns = (
+        text("policy", "policy"),
+        *_pair_columns("iteration", lambda result: result.times["iteration"]),
+        *_pair_columns("exposed", lambda result: result.times["exposed"]),
+        _losses_column(),
+    )
+    note = "Exposed: what the optimizer adds to forward and backward. Ratio: measured over predicted."
+    return Table("times", _title(comparison), columns, comparison.results, note, max_rows=None)
+
+
+def _losses_column() -> Column:
+    return text("losses", lambda result: "equal" if result.losses_equal else "DIFFER")
+
+
+def _detailed_tables(comparison: Comparison) -> View:
+    """Return the times of each phase, memory and storage, busy shares, and notes on the policies."""
+    results = comparison.results
+    times: list[tuple[str, str, Pair]] = [
+        ("" if number else result.policy, phase, pair)
+        for result in results
+        for number, (phase, pair) in enumerate(result.times.items())
+    ]
+    columns: list[Column] = [
+        text("policy", lambda row: row[0] or " "),
+        text("phase", lambda row: row[1]),
+        *_pair_columns("measured", lambda row: row[2]),
+    ]
+    yield Table("times", _title(comparison), columns, times, max_rows=None)
+    columns = [
+        text("policy", "policy"),
+        text("device memory", lambda result: _bytes_text(result.memory.device)),
+        text("host memory", lambda result: _bytes_text(result.memory.host)),
+        text("storage read", lambda result: _bytes_text(result.memory.storage_read)),
+        text("storage written", lambda result: _bytes_text(result.memory.storage_written)),
+        text("exact", lambda result: "yes" if result.is_exact else "no"),
+        text("final loss", lambda result: _loss_text(result.losses[-1])),
+        _losses_column(),
+    ]
+    title = "Memory, storage read and written in an iteration, measured / predicted, and results"
+    yield Table("memory", title, columns, results)
+
+    def busy_text(resource: str) -> Any:
+        return text(resource, lambda result: _shares_text(result.busy[resource]))
+
+    columns = [text("policy", "policy"), *map(busy_text, RESOURCES)]
+    yield Table("busy", "Busy shares of the update, measured / predicted", columns, results)
+    for result in results:
+        if result.measured.plan.stored:
+            yield f"{result.policy}: {storage_summary(result.measured.plan, result.measured.workload)}"
+    counted = comparison.iterations - comparison.warmup_iterations
+    for result in results:
+        if result.counted < counted:
+            yield f"{result.policy} changed its plan during the run: only the last {result.counted} iterations count"
+
+
+def _ratio_text(pair: Pair) -> str | None:
+    return None if pair.ratio is None else f"{pair.ratio:.2f}"
+
+
+def _bytes_text(pair: Pair) -> str:
+    if not pair.measured and not pair.predicted:
+        return "0"
+    unit_bytes, unit = bytes_unit(max(pair.measured, pair.predicted))
+    return f"{pair.measured / unit_bytes:,.2f} / {pair.predicted / unit_bytes:,.2f} {unit}"
+
+
+def _shares_text(pair: Pair) -> str:
+    return f"{100 * pair.measured:.0f} / {100 * pair.predicted:.0f} %"
+
+
+def _loss_text(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.6f}"

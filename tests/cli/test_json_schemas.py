@@ -1,0 +1,87 @@
+"""The JSON schemas in docs/schemas: what every command with --json prints fits its own, and has no other key."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from ebbtide.cli.command import find_commands
+from tests.conftest import ebbtide_in_process, slow
+
+ROOT = Path(__file__).parents[2]
+SCHEMAS = ROOT / "docs" / "schemas"
+TRACES = sorted(path.stem for path in (ROOT / "traces").glob("*.ebb"))
+QUICK = ("a100-torch-profiler", "h100-20b-ratio0.5-interleaved-2")
+OF_A_TRACE = (
+    "activity", "findings", "iterations", "iterations --by-rank", "link", "memory", "memory --at peak",
+    "memory --at oom", "steps", "summary", "windows",
+)  # fmt: skip
+MACHINE = {"host_memory_bytes_per_s": 1e10, "cpu_update_params_per_s": 5e8, "cpu_cast_params_per_s": 1e9}
+OTHERS = (
+    "machines",
+    "diff traces/a100-13b-async.ebb traces/a100-torch-profiler.ebb",
+    "replay traces/a100-13b-async.ebb --policy pipelined --recommend --explain",
+    "replay --params 1e9 --machine h100-80gb --policy pipelined",
+    "plan --params 1e9 --machine rtx4090",
+    "calibrate --from-trace traces/a100-13b-async.ebb -o {folder}/fitted.json",
+    "compare --params 2e5 --iterations 3 --emulate-link 500MB --machine {folder}/m.json --policy pipelined",
+    "sweep traces/a100-13b-async.ebb --machine a100-40gb-published --policy pipelined -o {folder}/sweep.parquet",
+)
+
+
+def schema(command: str) -> dict[str, Any]:
+    printed: dict[str, Any] = json.loads((SCHEMAS / f"{command}.json").read_text())
+    return printed
+
+
+def strict(part: Any) -> Any:
+    """Return a schema whose objects with named keys have no others."""
+    if isinstance(part, list):
+        return [strict(entry) for entry in part]
+    if not isinstance(part, dict):
+        return part
+    closed = {"additionalProperties": False} if isinstance(part.get("properties"), dict) else {}
+    return closed | {key: strict(value) for key, value in part.items()}
+
+
+def check(folder: Path, words: list[str]) -> None:
+    run = ebbtide_in_process(*words, "--json", cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    errors = Draft202012Validator(strict(schema(words[0]))).iter_errors(json.loads(run.stdout))
+    assert [f"{'/'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in errors] == []
+
+
+def test_schemas__are_there_for_every_command_with_json() -> None:
+    with_json = {c.name for c in find_commands(None) if "as_json" in inspect.signature(c.run).parameters}
+    assert {path.stem for path in SCHEMAS.glob("*.json")} == with_json
+    for name in with_json:
+        Draft202012Validator.check_schema(schema(name))
+
+
+@pytest.mark.parametrize("trace", slow(TRACES, but=QUICK))
+def test_schemas__fit_what_commands_print_of_a_trace(trace: str, tmp_path: Path) -> None:
+    for command in OF_A_TRACE:
+        check(tmp_path, [*command.split(), f"traces/{trace}.ebb"])
+
+
+@pytest.mark.parametrize("command", OTHERS, ids=lambda command: command.split()[0])
+def test_schemas__fit_what_other_commands_print(command: str, tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text(json.dumps(MACHINE))
+    check(tmp_path, command.format(folder=tmp_path).split())
+
+
+def test_schemas__name_former_keys_as_such() -> None:
+    recommend = schema("replay")["properties"]["recommend"]["properties"]
+    assert recommend["deepspeed"]["deprecated"]
+    assert "deprecated" not in recommend["deepspeed_config"]
+
+
+def test_strict__refuses_a_key_that_is_not_documented() -> None:
+    closed = Draft202012Validator(strict(schema("machines")))
+    assert not closed.is_valid({"machines": [], "more": 1})
+    assert Draft202012Validator(schema("machines")).is_valid({"machines": [], "more": 1})
