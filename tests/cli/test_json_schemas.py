@@ -17,25 +17,37 @@ ROOT = Path(__file__).parents[2]
 SCHEMAS = ROOT / "docs" / "schemas"
 TRACES = sorted(path.stem for path in (ROOT / "traces").glob("*.ebb"))
 QUICK = ("a100-torch-profiler", "h100-20b-ratio0.5-interleaved-2")
-OF_A_TRACE = (
-    "activity", "findings", "iterations", "iterations --by-rank", "link", "memory", "memory --at peak",
-    "memory --at oom", "steps", "summary", "windows",
-)  # fmt: skip
+# Command -> its schema.
+OF_A_TRACE = {
+    "findings": "findings",
+    "memory": "memory",
+    "memory --at oom": "memory",
+    "memory --at peak": "memory",
+    "summary": "summary",
+    "summary --by activity": "summary-by-activity",
+    "summary --by iteration": "summary-by-iteration",
+    "summary --by link": "summary-by-link",
+    "summary --by rank": "summary-by-iteration",
+    "summary --by substep": "summary-by-substep",
+    "windows": "windows",
+}
 MACHINE = {"host_memory_bytes_per_s": 1e10, "cpu_update_params_per_s": 5e8, "cpu_cast_params_per_s": 1e9}
-OTHERS = (
-    "machines",
-    "diff traces/a100-13b-async.ebb traces/a100-torch-profiler.ebb",
-    "replay traces/a100-13b-async.ebb --policy pipelined --recommend --explain",
-    "replay --params 1e9 --machine h100-80gb --policy pipelined",
-    "plan --params 1e9 --machine rtx4090",
-    "calibrate --from-trace traces/a100-13b-async.ebb -o {folder}/fitted.json",
-    "compare --params 2e5 --iterations 3 --emulate-link 500MB --machine {folder}/m.json --policy pipelined",
-    "sweep traces/a100-13b-async.ebb --machine a100-40gb-published --policy pipelined -o {folder}/sweep.parquet",
-)
+OTHERS = {
+    "machines": "machines",
+    "diff traces/a100-13b-async.ebb traces/a100-torch-profiler.ebb": "diff",
+    "replay traces/a100-13b-async.ebb --policy pipelined --recommend --explain": "replay",
+    "replay --params 1e9 --machine h100-80gb --policy pipelined": "replay",
+    "replay traces/a100-13b-async.ebb --machine a100-40gb-published --policy pipelined -o {folder}/replays.parquet": (
+        "replay-of-several"
+    ),
+    "plan --params 1e9 --machine rtx4090": "plan",
+    "calibrate --from-trace traces/a100-13b-async.ebb -o {folder}/fitted.json": "calibrate",
+    "compare --params 2e5 --steps 3 --emulate-link 500MB --machine {folder}/m.json --policy pipelined": "compare",
+}
 
 
-def schema(command: str) -> dict[str, Any]:
-    printed: dict[str, Any] = json.loads((SCHEMAS / f"{command}.json").read_text())
+def schema(name: str) -> dict[str, Any]:
+    printed: dict[str, Any] = json.loads((SCHEMAS / f"{name}.json").read_text())
     return printed
 
 
@@ -49,30 +61,32 @@ def strict(part: Any) -> Any:
     return closed | {key: strict(value) for key, value in part.items()}
 
 
-def check(folder: Path, words: list[str]) -> None:
+def check(words: list[str], name: str) -> None:
     run = ebbtide_in_process(*words, "--json", cwd=ROOT)
     assert run.returncode == 0, run.stderr
-    errors = Draft202012Validator(strict(schema(words[0]))).iter_errors(json.loads(run.stdout))
+    errors = Draft202012Validator(strict(schema(name))).iter_errors(json.loads(run.stdout))
     assert [f"{'/'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in errors] == []
 
 
 def test_schemas__are_there_for_every_command_with_json() -> None:
     with_json = {c.name for c in find_commands(None) if "as_json" in inspect.signature(c.run).parameters}
-    assert {path.stem for path in SCHEMAS.glob("*.json")} == with_json
-    for name in with_json:
+    names = {path.stem for path in SCHEMAS.glob("*.json")}
+    assert names == {*OF_A_TRACE.values(), *OTHERS.values()}
+    assert {name.split("-")[0] for name in names} == with_json
+    for name in names:
         Draft202012Validator.check_schema(schema(name))
 
 
 @pytest.mark.parametrize("trace", slow(TRACES, but=QUICK))
-def test_schemas__fit_what_commands_print_of_a_trace(trace: str, tmp_path: Path) -> None:
-    for command in OF_A_TRACE:
-        check(tmp_path, [*command.split(), f"traces/{trace}.ebb"])
+def test_schemas__fit_what_commands_print_of_a_trace(trace: str) -> None:
+    for command, name in OF_A_TRACE.items():
+        check([*command.split(), f"traces/{trace}.ebb"], name)
 
 
 @pytest.mark.parametrize("command", OTHERS, ids=lambda command: command.split()[0])
 def test_schemas__fit_what_other_commands_print(command: str, tmp_path: Path) -> None:
     (tmp_path / "m.json").write_text(json.dumps(MACHINE))
-    check(tmp_path, command.format(folder=tmp_path).split())
+    check(command.format(folder=tmp_path).split(), OTHERS[command])
 
 
 def test_schemas__name_former_keys_as_such() -> None:
