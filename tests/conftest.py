@@ -109,10 +109,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
+# Number of modules that were imported when garbage was last collected for good.
+_frozen_modules = 0
+
+
 def pytest_collection_finish() -> None:
-    """Exempt all imported modules from garbage collection: some tests collect often."""
+    """Exempt all imported modules from garbage collection: some tests, and DeepSpeed, collect often."""
+    global _frozen_modules
+    _frozen_modules = len(sys.modules)
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Exempt also what tests have imported, once it is much: torch's compiler makes a collection take 0.2 s."""
+    if len(sys.modules) > _frozen_modules + 200:
+        pytest_collection_finish()
 
 
 def torch_on_one_thread() -> Iterator[None]:
