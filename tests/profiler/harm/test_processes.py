@@ -101,11 +101,11 @@ def test_profile__keeps_a_forked_training_apart_from_that_of_its_parent(tmp_path
 
 def test_profile__records_a_background_job_that_outlives_its_shell(tmp_path: Path) -> None:
     job = training_program(
-        tmp_path, "import time\nfor _ in range(20):\n    train(1)\n    time.sleep(0.1)\nprint('end')\n"
+        tmp_path, "import time\nfor _ in range(10):\n    train(1)\n    time.sleep(0.1)\nprint('end')\n"
     )
     run = run_profiled("sh", "-c", f"{sys.executable} {job} & echo started", cwd=tmp_path)
     assert (run.returncode, run.stdout) == (0, "started\nend\n")
-    assert iterations_of(tmp_path / "run.ebb") == 20
+    assert iterations_of(tmp_path / "run.ebb") == 10
     assert not any("killed" in line or "cut off" in line for line in ebbtide_lines(run.stderr)), run.stderr
     assert not any("killed" in note or "cut off" in note for note in open_trace(tmp_path / "run.ebb").notes)
 
