@@ -34,9 +34,8 @@ def test_profile__writes_a_trace_for_each_program_of_an_exec(tmp_path: Path) -> 
     assert iterations_of(tmp_path / "run-2.ebb") == 5
 
 
-@pytest.mark.parametrize(
-    "script", ["python a.py; python b.py", pytest.param("python a.py & python b.py & wait", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["python a.py; python b.py", "python a.py & python b.py & wait"])
 def test_profile__writes_a_trace_for_each_independent_training(script: str, tmp_path: Path) -> None:
     training_program(tmp_path, "train(3)\n", "a.py")
     training_program(tmp_path, "train(5)\n", "b.py")
