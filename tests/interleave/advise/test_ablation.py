@@ -40,7 +40,7 @@ def ran(policy: str, job: Workload, target: Machine) -> Schedule:
     return simulate(make_plan(policy, job, target), job, target)
 
 
-@settings(max_examples=examples(10))
+@settings(max_examples=examples(10, by_default=5))
 @given(workloads(max_subgroups=6, free_known=False), machines())
 def test_explain__gains_add_up_to_the_whole(job: Workload, target: Machine) -> None:
     steps = explain(job, target)
