@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -28,10 +29,11 @@ def _through_link(path: Path) -> bool:
     return any(parent.is_symlink() for parent in path.parents if parent != ROOT and ROOT in parent.parents)
 
 
-def trees(*folders: str) -> Iterator[tuple[str, ast.Module]]:
-    """Yield the path, from the root of the repository, and the syntax tree of each file."""
+def trees(*folders: str, pattern: str = "") -> Iterator[tuple[str, ast.Module]]:
+    """Yield the path, from the root of the repository, and the syntax tree of each file whose text has the pattern."""
     for path in sources(*folders):
-        yield str(path.relative_to(ROOT)), _parse(path)
+        if re.search(pattern, path.read_text(encoding="utf-8"), re.IGNORECASE):
+            yield str(path.relative_to(ROOT)), _parse(path)
 
 
 @cache
@@ -55,7 +57,7 @@ def names(tree: ast.Module) -> Iterator[tuple[str, int]]:
 def test_names__none_is_a_word_that_says_nothing(folder: str) -> None:
     breaches = [
         f"{path}:{line}: {name}"
-        for path, tree in trees(folder)
+        for path, tree in trees(folder, pattern=rf"\b_*({'|'.join(FORBIDDEN_NAMES)})_*\b")
         for name, line in names(tree)
         if name.strip("_").lower() in FORBIDDEN_NAMES
     ]
@@ -67,7 +69,7 @@ def test_docstrings__begin_with_what_the_thing_is_or_does(folder: str) -> None:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     breaches = [
         f"{path}:{getattr(node, 'lineno', 1)}: {docstring.splitlines()[0]}"
-        for path, tree in trees(folder)
+        for path, tree in trees(folder, pattern=rf"[\"'][\s\\]*({'|'.join(FORBIDDEN_OPENINGS)})")
         for node in ast.walk(tree)
         if isinstance(node, documented)
         and (docstring := ast.get_docstring(node))

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "traces"
 TRACES = sorted(FOLDER.glob("*.ebb"))
 PUBLISHED = ROOT.parent / "shared" / "published"
-SHOWN = {"h100-20b-interleaved-2", "a100-13b-async", "a100-torch-profiler"}
+SHOWN = {"h100-20b-ratio0.5-async", "a100-13b-async", "a100-torch-profiler"}
 
 
 def traces(but: Collection[str]) -> pytest.MarkDecorator:
@@ -108,7 +108,7 @@ def test_findings__prints_one_object(command: Command, trace: Path) -> None:
     assert ("cpu-bound-update" in rules) == (trace.stem.startswith("h100"))
 
 
-@traces(but=["h100-20b-interleaved-2"])
+@traces(but=["a100-13b-async"])
 def test_plot_and_report__write_their_files(command: Command, trace: Path, tmp_path: Path) -> None:
     picture, page = tmp_path / "memory.png", tmp_path / "report.html"
     status, _, err = command("plot", trace, "-o", picture)
@@ -133,7 +133,7 @@ def test_replay__simulates_every_policy_where_the_job_is_known(command: Command,
         assert fitting["adaptive"] == min(fitting.values())
 
 
-@one_of_each_kind
+@traces(but=["a100-13b-async", "a100-torch-profiler"])
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the published measurements are not here (shared/published)")
 def test_convert__gives_the_same_trace_again(converter: ModuleType, trace: Path, tmp_path: Path) -> None:
     (published_run,) = (r for r in converter.published_runs() if r.name == trace.stem)

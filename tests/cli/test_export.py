@@ -18,18 +18,18 @@ from ebbtide.profiler.trace import TraceBuilder
 from tests.analysis.export.trace_event_file import check
 from tests.cli.test_bad_input import contents, refused
 from tests.conftest import Recorded, ebbtide_in_process, slow_case
+from tests.profiler.agent.jobs import PRELUDE
 
-JOB = """
-    import torch
-
-    model = torch.nn.Linear(64, 64)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(6):
-        for _ in range(2):
-            model(torch.randn(8, 64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+JOB = (
+    PRELUDE
+    + """
+for _ in range(6):
+    for _ in range(2):
+        model(torch.randn(8, 16)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 """
+)
 
 
 @pytest.fixture

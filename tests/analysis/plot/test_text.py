@@ -51,8 +51,8 @@ def crowded(name: str, iterations: int) -> Trace:
     ("traces", "kind"),
     # "both" draws memory and windows, too.
     [
-        pytest.param(traces, kind, marks=[] if (traces, kind) in ((1, "windows"), (6, "both")) else pytest.mark.slow)
-        for traces in (1, 6)
+        pytest.param(traces, kind, marks=[] if (traces, kind) in ((1, "windows"), (2, "both")) else pytest.mark.slow)
+        for traces in (1, 2, 6)
         for kind in KINDS
     ],
 )
@@ -66,8 +66,8 @@ def test_draw__keeps_texts_of_crowded_traces_apart(kind: str, traces: int) -> No
     ("kind", "iterations"),
     [
         ("both", 1),
-        pytest.param("both", 85, marks=pytest.mark.slow),
-        ("both", 3000),
+        ("both", 85),
+        pytest.param("both", 3000, marks=pytest.mark.slow),
         slow_case("windows", 30),
         pytest.param("windows", 400, marks=pytest.mark.slow),
     ],

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
 
-from ebbtide.interleave.advise.replay import explain
+from ebbtide.interleave.advise.replay import AblationStep, explain
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
@@ -29,11 +30,17 @@ LADDER = [
 ]
 
 
+@cache
+def explained() -> list[AblationStep]:
+    """Return the gains of a job with few subgroups."""
+    return explain(workload(subgroup_params=5e8), machine())
+
+
 def ran(policy: str, job: Workload, target: Machine) -> Schedule:
     return simulate(make_plan(policy, job, target), job, target)
 
 
-@settings(max_examples=examples(10))
+@settings(max_examples=examples(10, by_default=5))
 @given(workloads(max_subgroups=6, free_known=False), machines())
 def test_explain__gains_add_up_to_the_whole(job: Workload, target: Machine) -> None:
     steps = explain(job, target)
@@ -63,7 +70,7 @@ def test_explain__adds_windows_after_memory_that_is_always_free() -> None:
 
 def test_explain__ends_with_late_and_speculative_updates() -> None:
     job = workload(subgroup_params=5e8)
-    steps = {step.policy: step for step in explain(job, machine())}
+    steps = {step.policy: step for step in explained()}
     assert all(steps[policy].gain_ms > 0 for policy in OVERLAPPED)
     without_clipping = explain(replace(job, clipping=False), machine())
     assert [step.policy for step in without_clipping][-1] == OVERLAPPED[0]
@@ -74,7 +81,7 @@ def test_explain__leaves_out_steps_that_lack_a_rate() -> None:
     without = explain(job, machine(d2h_pageable_bytes_per_s=None))
     assert [step.policy for step in without] == LADDER[1:]
     assert without[0].gain_ms == 0
-    assert without[1:] == explain(job, machine())[2:]
+    assert without[1:] == explained()[2:]
     on_cpu = explain(job, machine(gpu_update_params_per_s=None))
     assert [step.policy for step in on_cpu] == [*LADDER[:3], *LADDER[4:]]
     assert explain(job, Machine()) == []

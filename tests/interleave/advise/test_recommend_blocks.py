@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from ebbtide.interleave.advise.choice import DEEPSPEED_OVERLAP, OPTIMIZER_OVERLAP
-from tests.conftest import ebbtide_in_process, run_process
+from tests.conftest import ebbtide_in_process, run_process, slow
 from tests.interleave.experiments.sweep.sweeps import MACHINE
 
 ROOT = Path(__file__).parents[3]
@@ -69,7 +69,7 @@ def printed_blocks(policy: str) -> dict[str, list[str]]:
     pytest.fail(f"nothing is printed for {policy}:\n{printed}")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow(POLICIES, but=POLICIES[1:]))
 def test_recommend__deepspeed_reads_each_printed_configuration(policy: str, deepspeed_extensions: None) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 

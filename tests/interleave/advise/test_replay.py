@@ -57,7 +57,7 @@ def one(policy: str, job: Workload, target: Machine) -> PolicyResult:
     return result
 
 
-@settings(max_examples=examples(15))
+@settings(max_examples=examples(15, by_default=8))
 @given(st.lists(fixed_policies(), min_size=1, max_size=3), workloads(max_subgroups=6), machines())
 def test_replay__gives_the_results_of_the_schedules_in_the_requested_order(
     policies: list[str], job: Workload, target: Machine

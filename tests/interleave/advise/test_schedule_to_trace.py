@@ -138,7 +138,7 @@ overlapped = st.tuples(
 ).map(lambda both: f"{both[0]},overlap={both[1]}")
 
 
-@settings(max_examples=examples(20))
+@settings(max_examples=examples(20, by_default=8))
 @given(overlapped, workloads(max_subgroups=6), machines(), st.integers(1, 3))
 def test_trace_of__late_operations_run_under_the_forward_of_the_next_iteration(
     policy: str, job: Workload, target: Machine, iterations: int

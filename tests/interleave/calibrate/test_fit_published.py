@@ -25,14 +25,11 @@ def published() -> Runs:
     return {name: runs(name) for name in PRESETS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "fitted"),
     [
-        pytest.param(
-            "h100-80gb-sxm-published",
-            {"h100-20b-ratio0.5-async", "h100-20b-async", "h100-20b-interleaved-2"},
-            marks=pytest.mark.slow,
-        ),
+        ("h100-80gb-sxm-published", {"h100-20b-ratio0.5-async", "h100-20b-async", "h100-20b-interleaved-2"}),
         ("a100-40gb-published", {"a100-13b-async", "a100-13b-interleaved-2", "a100-13b-interleaved-10"}),
     ],
 )

@@ -39,7 +39,7 @@ def storing(folders: list[Path], policy: str, settings: dict[str, Any], **option
     ("policy", "overlap", "accumulate", "dtype"),
     [
         ("pipelined", "none", 2, "bf16"),
-        ("pipelined", "forward", 1, "bf16"),
+        pytest.param("pipelined", "forward", 1, "bf16", marks=pytest.mark.slow),
         ("adaptive", "forward", 1, "fp32"),
         pytest.param("adaptive", "none", 1, "bf16", marks=pytest.mark.slow),
     ],

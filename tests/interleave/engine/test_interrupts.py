@@ -163,7 +163,7 @@ def results(config: tuple[str, str, str], cache: dict[Any, Any] = {}) -> tuple[A
     return left_out, whole, count
 
 
-@settings(max_examples=examples(300, by_default=30))
+@settings(max_examples=examples(300, by_default=15))
 @given(config=st.sampled_from(CONFIGS), place=st.floats(0, 1))
 def test_step__is_done_or_not_done_when_ctrl_c_comes_at_any_line(config: tuple[str, str, str], place: float) -> None:
     left_out, whole, count = results(config)
@@ -176,7 +176,7 @@ def test_step__is_done_or_not_done_when_ctrl_c_comes_at_any_line(config: tuple[s
     assert fault.count < number or isinstance(job.error, KeyboardInterrupt)
 
 
-@settings(max_examples=examples(300, by_default=30))
+@settings(max_examples=examples(300, by_default=15))
 @given(config=st.sampled_from(CONFIGS), place=st.floats(0, 1))
 def test_step__leaves_no_gradient_of_a_step_that_raises_at_any_line(config: tuple[str, str, str], place: float) -> None:
     """Until the engine begins with updates: what raises later is a failed operation, see test_faults.py."""
@@ -193,8 +193,15 @@ def _raise_fault() -> None:
     raise Fault("at this line")
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("interval_s", [0.0, 0.001, 0.01])
+# Each by default, and one interval of three with each configuration.
+@pytest.mark.parametrize(
+    ("config", "interval_s"),
+    [
+        pytest.param(config, interval_s, marks=() if number % 3 == place else pytest.mark.slow)
+        for number, config in enumerate(CONFIGS)
+        for place, interval_s in enumerate((0.0, 0.001, 0.01))
+    ],
+)
 def test_step__is_whole_after_any_number_of_interrupts(config: tuple[str, str, str], interval_s: float) -> None:
     """Ctrl-C again and again, at any time during the step."""
     left_out, whole, _ = results(config)

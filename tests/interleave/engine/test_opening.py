@@ -15,6 +15,7 @@ from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from ebbtide.interleave.engine.params import offloaded_params
+from tests.conftest import slow
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.training import MODES, Job, ReferenceOptimizer, finish, maker
 from tests.interleave.engine.twins import no_thread_left
@@ -86,7 +87,14 @@ def five_steps(job: Job, optimizer: Any) -> Any:
     return finish(job, optimizer)
 
 
-@pytest.mark.parametrize("early_use", [lambda optimizer: optimizer.plan, lambda optimizer: optimizer.machine])
+@pytest.mark.parametrize(
+    "early_use",
+    [
+        lambda optimizer: optimizer.plan,
+        # It measures the rates of this machine.
+        pytest.param(lambda optimizer: optimizer.machine, marks=pytest.mark.slow),
+    ],
+)
 def test_step__opens_the_device_again_after_an_early_use(
     early_use: Callable[[InterleavedAdamW], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +206,7 @@ def test_step__runs_a_closure_and_returns_its_loss() -> None:
     assert finish(job, optimizer) == expected
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow(MODES, but=["streamed"]))
 def test_step__inside_a_compiled_function(mode: str) -> None:
     """torch.compile leaves the step and the hooks alone."""
     job = Job()

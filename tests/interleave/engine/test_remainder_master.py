@@ -90,7 +90,7 @@ def assert_states(optimizer: InterleavedAdamW, job: ReferenceJob) -> None:
             assert torch.equal(bits(saved[index]["exp_avg_sq"]), bits(job.rows[index][2]))
 
 
-@settings(max_examples=examples(40, by_default=12))
+@settings(max_examples=examples(40, by_default=6))
 @given(
     lengths=st.lists(st.integers(1, 200), min_size=1, max_size=3),
     policy=st.sampled_from(POLICIES),

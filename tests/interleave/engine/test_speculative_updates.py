@@ -13,6 +13,7 @@ import torch
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.step_inputs import SpeculativeUpdates
+from tests.conftest import examples
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.test_edits import follow
 from tests.interleave.engine.test_late_updates import expected_outcome, late_optimizer, random_job
@@ -67,7 +68,7 @@ def test_step__gives_the_bits_of_the_reference_in_random_jobs(
     text: str, overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with counted_speculations(monkeypatch) as counts:
-        for seed in range(8):
+        for seed in range(examples(8, by_default=4)):
             got = random_job(
                 seed,
                 "streamed",

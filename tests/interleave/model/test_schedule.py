@@ -18,7 +18,7 @@ from tests.interleave.simulation.test_simulator import OVERHEAD, TEST_MACHINE, C
 from tests.interleave.strategies import machines, policies, workloads
 
 # Some cases plan and simulate for long.
-SCHEDULED = settings(max_examples=examples(25, by_default=10))
+SCHEDULED = settings(max_examples=examples(25, by_default=6))
 
 
 @SCHEDULED

@@ -34,7 +34,7 @@ OTHERS = (
     *(f"interleaved:{stride}@{tenths / 10:g}" for stride in range(1, 11) for tenths in range(1, 11)),
 )
 # Each example plans many policies.
-few_examples = settings(max_examples=examples(10, by_default=4))
+few_examples = settings(max_examples=examples(10, by_default=2))
 
 
 @few_examples

@@ -39,7 +39,7 @@ BY_DEFAULT = ("uneven clipped", "windows not clipped")
     "kind", [pytest.param(kind, marks=() if kind in BY_DEFAULT else pytest.mark.slow) for kind in KINDS]
 )
 def test_adaptive__is_within_a_tenth_of_an_exhaustive_search(kind: str) -> None:
-    ratios = [exposed_ratio(*small_case(kind, seed)) for seed in range(examples(3, by_default=2))]
+    ratios = [exposed_ratio(*small_case(kind, seed)) for seed in range(examples(3, by_default=1))]
     assert sum(ratio > 1.1 for ratio in ratios) <= round(MISSES * len(ratios)), ratios
 
 

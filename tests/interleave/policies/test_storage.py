@@ -100,7 +100,7 @@ def assert_state_is_in_memory_when_used(plan: Plan, workload: Workload, machine:
 
 
 @given(jobs())
-@settings(max_examples=examples(200, by_default=20))
+@settings(max_examples=examples(200, by_default=8))
 def test_make_plan__state_in_storage_is_in_memory_when_it_is_used(case: tuple[Workload, Machine, str]) -> None:
     workload, machine, policy = case
     plan = make_plan(policy, workload, machine)
@@ -118,7 +118,7 @@ def test_make_plan__state_in_storage_is_in_memory_when_it_is_used(case: tuple[Wo
 
 
 @given(jobs(max_subgroups=6))
-@settings(max_examples=examples(200, by_default=12))
+@settings(max_examples=examples(200, by_default=6))
 def test_bound__is_not_above_plans_with_storage(case: tuple[Workload, Machine, str]) -> None:
     workload, machine, policy = case
     in_memory = plan_in_memory(policy, workload, machine)

@@ -40,7 +40,7 @@ def spans(plan: Plan, workload: Workload, machine: Machine) -> list[tuple[int, f
     return occupied
 
 
-@settings(max_examples=examples(120, by_default=30), deadline=None)
+@settings(max_examples=examples(120, by_default=12), deadline=None)
 @given(st.sampled_from([*INFINITY, "mlp-offload"]), jobs(max_subgroups=8))
 def test_make_plan__is_valid_and_moves_all_that_is_in_storage(policy: str, case: tuple[Workload, Machine, str]) -> None:
     workload, machine, _ = case

@@ -38,7 +38,7 @@ def inexact_systems(plan: Plan, workload: Workload) -> bool:
     return name == "superoffload" and bool(plan.speculated)
 
 
-@settings(max_examples=examples(60, by_default=30), deadline=None)
+@settings(max_examples=examples(60, by_default=12), deadline=None)
 @given(st.sampled_from(SYSTEMS), workloads(max_subgroups=8), machines())
 def test_make_plan__is_valid_but_for_named_departures(policy: str, workload: Workload, machine: Machine) -> None:
     plan = make_plan(policy, workload, machine)

@@ -49,19 +49,19 @@ def assert_as_explicit(plan: Plan, workload: Workload, machine: Machine) -> None
 
 
 @given(cases())
-@settings(max_examples=examples(300, by_default=60))
+@settings(max_examples=examples(300, by_default=25))
 def test_simulate__with_state_in_storage_equals_explicit_iterations(case: tuple[Plan, Workload, Machine]) -> None:
     assert_as_explicit(*case)
 
 
 @given(cases(stored=False))
-@settings(max_examples=examples(200, by_default=40))
+@settings(max_examples=examples(200, by_default=20))
 def test_simulate__equals_explicit_iterations(case: tuple[Plan, Workload, Machine]) -> None:
     assert_as_explicit(*case)
 
 
 @given(cases(again=False), st.data())
-@settings(max_examples=examples(300, by_default=60))
+@settings(max_examples=examples(300, by_default=30))
 def test_validate__accepts_no_plan_in_which_two_states_share_a_buffer(
     case: tuple[Plan, Workload, Machine], data: st.DataObject
 ) -> None:

@@ -165,11 +165,12 @@ print(sum(parameter.double().sum().item() for parameter in model.parameters()).h
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("calls", "note"),
     [
         ("train_in_thread(4)\ntrain_in_thread(4)", "let the main thread train"),
-        pytest.param("train(4)\ntrain_in_thread(6)", "several threads train", marks=pytest.mark.slow),
+        ("train(4)\ntrain_in_thread(6)", "several threads train"),
     ],
 )
 def test_allocation_capture__does_not_crash_a_job_that_trains_in_other_threads(

@@ -44,7 +44,7 @@ def test_recorder__keeps_all_but_the_last_second_of_a_killed_job(tmp_path: Path)
     with running_process(command) as process:
         assert process.stdout is not None
         ends: dict[int, float] = {}
-        while not ends or ends[max(ends)] < ends[0] + 3:
+        while not ends or ends[max(ends)] < ends[0] + 2:
             step, end_s = process.stdout.readline().split()
             ends[int(step)] = float(end_s)
         collector = json.loads((path / "spool" / "recording.lock").read_text())["collector"]

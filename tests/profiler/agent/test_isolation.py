@@ -59,6 +59,7 @@ def test_when_imported__survives_a_search_for_torch_without_import(tmp_path: Pat
     assert len(list(tmp_path.glob("agent-*.spool"))) == 1
 
 
+@pytest.mark.slow
 def test_agent__does_not_disturb_a_job_without_a_spool_folder(tmp_path: Path) -> None:
     environment = {**os.environ, "EBBTIDE_SPOOL": str(tmp_path / "missing"), "PYTHONPATH": str(PROFILER / "inject")}
     program = "import torch; torch.nn.Linear(1, 1)(torch.ones(1)).backward(); print('done')"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ebbtide.profiler.agent.threads import TrainingThreads
-from tests.conftest import Recorded, phases_of, slow
+from tests.conftest import Recorded, phases_of
 from tests.profiler.agent.jobs import PRELUDE, STEPS
 from tests.profiler.agent.test_phases import trace_all
 
@@ -177,7 +177,8 @@ def test_profile__warns_of_two_threads_that_train(record: Record) -> None:
     assert "one model per process" in recorded.run.stderr
 
 
-@pytest.mark.parametrize("second_backward", slow(SECOND_BACKWARDS, but=["that began before the first inventory"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("second_backward", SECOND_BACKWARDS)
 def test_inventory__reads_no_gradient_beside_the_backward_of_another_thread(
     record: Record, second_backward: str
 ) -> None:

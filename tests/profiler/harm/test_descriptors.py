@@ -69,9 +69,8 @@ def test_agent__leaves_the_numbers_of_the_standard_descriptors_to_the_job(tmp_pa
     assert [(tmp_path / name).read_text() for name in ("first", "third")] == ["", ""]
 
 
-@pytest.mark.parametrize(
-    ("end", "status"), [("os._exit(0)", 0), pytest.param("os.kill(os.getpid(), 9)", -9, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("end", "status"), [("os._exit(0)", 0), ("os.kill(os.getpid(), 9)", -9)])
 def test_agent__loses_at_most_the_last_iteration_of_a_job_that_ends_abruptly(
     end: str, status: int, tmp_path: Path
 ) -> None:

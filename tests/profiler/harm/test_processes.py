@@ -34,9 +34,8 @@ def test_profile__writes_a_trace_for_each_program_of_an_exec(tmp_path: Path) -> 
     assert iterations_of(tmp_path / "run-2.ebb") == 5
 
 
-@pytest.mark.parametrize(
-    "script", ["python a.py; python b.py", pytest.param("python a.py & python b.py & wait", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["python a.py; python b.py", "python a.py & python b.py & wait"])
 def test_profile__writes_a_trace_for_each_independent_training(script: str, tmp_path: Path) -> None:
     training_program(tmp_path, "train(3)\n", "a.py")
     training_program(tmp_path, "train(5)\n", "b.py")
@@ -101,11 +100,11 @@ def test_profile__keeps_a_forked_training_apart_from_that_of_its_parent(tmp_path
 
 def test_profile__records_a_background_job_that_outlives_its_shell(tmp_path: Path) -> None:
     job = training_program(
-        tmp_path, "import time\nfor _ in range(20):\n    train(1)\n    time.sleep(0.1)\nprint('end')\n"
+        tmp_path, "import time\nfor _ in range(10):\n    train(1)\n    time.sleep(0.1)\nprint('end')\n"
     )
     run = run_profiled("sh", "-c", f"{sys.executable} {job} & echo started", cwd=tmp_path)
     assert (run.returncode, run.stdout) == (0, "started\nend\n")
-    assert iterations_of(tmp_path / "run.ebb") == 20
+    assert iterations_of(tmp_path / "run.ebb") == 10
     assert not any("killed" in line or "cut off" in line for line in ebbtide_lines(run.stderr)), run.stderr
     assert not any("killed" in note or "cut off" in note for note in open_trace(tmp_path / "run.ebb").notes)
 

@@ -113,9 +113,8 @@ sys.exit(3)
     assert (profiled.stdout, profiled.returncode) == (bare.stdout, bare.returncode)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGSEGV, signal.SIGINT))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSEGV, signal.SIGINT])
 def test_profile__ends_by_the_signal_that_ends_the_job(number: signal.Signals, tmp_path: Path) -> None:
     program = (
         f"train(2)\nimport signal\nsignal.signal({int(number)}, signal.SIG_DFL)\nos.kill(os.getpid(), {int(number)})\n"

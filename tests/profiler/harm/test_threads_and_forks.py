@@ -63,6 +63,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_profile__does_not_change_a_job_of_many_threads_and_forks(tmp_path: Path) -> None:
     job = tmp_path / "job.py"

@@ -177,6 +177,7 @@ def fuzz(tmp_path: Path, contents: list[tuple[str, bytes]], seeds: range) -> dic
     return counts
 
 
+@pytest.mark.slow
 @published
 def test_import_trace__gives_a_trace_or_one_error_for_changed_published_files(tmp_path: Path) -> None:
     counts = fuzz(tmp_path, h100_files(), range(examples(2, by_default=1)))

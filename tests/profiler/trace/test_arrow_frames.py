@@ -48,7 +48,7 @@ def tables(draw: st.DrawFn) -> tuple[str, Rows, pa.Table]:
     return name, [row for part in parts for row in part], pa.concat_tables([schema.empty_table(), *chunks])
 
 
-@settings(max_examples=examples(60, by_default=15))
+@settings(max_examples=examples(60, by_default=8))
 @given(tables())
 def test_arrow_frame__is_the_frame_of_the_same_rows(table: tuple[str, Rows, pa.Table]) -> None:
     name, rows, arrow = table

@@ -125,6 +125,7 @@ def test_adaptive__rates_and_plan_follow_a_change_of_the_machine(
         assert setup.optimizer.plan.ops != plan.ops
 
 
+@pytest.mark.slow
 def test_adaptive__corrects_wrong_rates() -> None:
     with bench(machine(link=5 * LINK, cpu=CPU / 3)) as setup:
         assert setup.follows(machine())

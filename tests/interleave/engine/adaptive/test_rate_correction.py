@@ -59,7 +59,7 @@ def changed(machine: Machine, factors: list[float]) -> Machine:
 
 
 @given(st.lists(FACTORS, min_size=3, max_size=3))
-@settings(max_examples=examples(8))
+@settings(max_examples=examples(8, by_default=4))
 def test_correct_rates__reaches_those_of_the_drives(factors: list[float]) -> None:
     plan = make_plan("pipelined", JOB, MACHINE)
     assert {op.path for op in plan.ops if op.kind == "read"} == {0, 1}

@@ -49,7 +49,7 @@ QUICK = {
     ("interleaved:2", "both"),
     ("interleaved:2@0.3", "forward"),
     ("adaptive", "none"),
-    ("adaptive", "auto"),
+    ("interleaved:2", "auto"),
 }
 
 

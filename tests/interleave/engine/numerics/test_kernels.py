@@ -38,8 +38,16 @@ def kernels() -> Iterator[dict[int, CpuKernel]]:
         kernel.close()
 
 
-@pytest.mark.parametrize("out", DTYPES, ids=str)
-@pytest.mark.parametrize("grad", DTYPES, ids=str)
+# Each dtype of the gradient and of the parameter by default: the loops convert them independently.
+@pytest.mark.parametrize(
+    ("grad", "out"),
+    [
+        pytest.param(grad, out, marks=[] if (place + 1) % 3 == DTYPES.index(out) else pytest.mark.slow)
+        for place, grad in enumerate(DTYPES)
+        for out in DTYPES
+    ],
+    ids=str,
+)
 @given(
     seed=SEEDS,
     length=LENGTHS,
@@ -105,7 +113,9 @@ def check_code(loop: Callable[..., None], *arguments: object) -> str:
     return str(code)
 
 
-@pytest.mark.parametrize("stored", [np.uint16, np.int16, np.float32])
+@pytest.mark.parametrize(
+    "stored", [np.int16, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (np.uint16, np.float32))]
+)
 def test_compiled_update__fuses_no_operations(stored: type) -> None:
     halves, state = np.zeros((2, 10), stored), np.zeros((3, 10), np.float32)
     check_code(compiled._update, halves[0], *state, halves[1], *Hyper().scalars(1))
@@ -208,6 +218,7 @@ def test_compiled__works_without_a_cache_folder() -> None:
     assert values.tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_cpu_kernel__imports_numba_at_the_first_kernel() -> None:
     code = """
 import sys

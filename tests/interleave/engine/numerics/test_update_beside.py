@@ -67,7 +67,7 @@ def split(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
     ],
     ids=str,
 )
-@settings(max_examples=examples(25, by_default=5))
+@settings(max_examples=examples(25, by_default=3))
 @given(data=st.data(), length=st.integers(0, 300) | st.integers(1000, 40_000), threads=st.sampled_from([1, 3]))
 def test_update_beside__gives_the_bits_of_the_reference(
     kernels: dict[int, CpuKernel], grad: torch.dtype, out: torch.dtype, data: st.DataObject, length: int, threads: int

@@ -96,15 +96,9 @@ def test_draw_comparison__no_text_overlaps_another_or_is_cut_off(comparison: Com
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
-# Other pictures are written in the other formats by default.
-@pytest.mark.parametrize(
-    ("kind", "head"),
-    [
-        ("png", b"\x89PNG"),
-        pytest.param("svg", b"<?xml", marks=pytest.mark.slow),
-        pytest.param("pdf", b"%PDF", marks=pytest.mark.slow),
-    ],
-)
+# The command writes one by default.
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "head"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_draw_comparison__is_written_in_all_formats(
     comparison: Comparison, tmp_path: Path, kind: str, head: bytes
 ) -> None:

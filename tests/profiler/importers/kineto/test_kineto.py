@@ -350,7 +350,7 @@ SMALL = [
 
 
 @settings(
-    max_examples=examples(25, by_default=12),
+    max_examples=examples(25, by_default=6),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.data())

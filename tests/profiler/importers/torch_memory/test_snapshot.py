@@ -54,7 +54,7 @@ ACTS = st.lists(
 )
 
 
-@settings(max_examples=examples(25, by_default=12))
+@settings(max_examples=examples(25, by_default=6))
 @given(acts=ACTS, cut=st.floats(0, 0.99))
 def test_import_snapshot__gives_the_exact_sizes(
     tmp_path_factory: pytest.TempPathFactory, acts: Any, cut: float
@@ -229,7 +229,7 @@ def test_import_snapshot__reads_or_refuses_damaged_files(tmp_path: Path, name: s
     original = pickle.dumps(job(acts).snapshot(0)) if name == "made" else real(name).read_bytes()
     path = tmp_path / "s.pickle"
     refusals = []
-    for number in range(examples(40, by_default=15)):
+    for number in range(examples(40, by_default=8)):
         data = bytearray(original)
         with seeded(f"{name} {number}") as drawn:
             for _ in range(drawn.choice([1, 3, 30])):

@@ -241,7 +241,7 @@ def test_read_timeline__reads_or_refuses_damaged_files(tmp_path: Path) -> None:
     packed = REAL.read_bytes()
     unpacked = gzip.decompress(packed)
     refusals = []
-    cases = examples(40, by_default=20)
+    cases = examples(40, by_default=10)
     for number in range(cases):
         data = bytearray(packed if number % 3 == 0 else unpacked)
         with seeded(number) as drawn:
