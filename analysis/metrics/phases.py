@@ -7,9 +7,10 @@ import pandas as pd
 
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.metrics.devices import memory_timeline
-from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, both_busy, traffic
 from ebbtide.analysis.metrics.memory_spans import in_read_iteration
+from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import peak_between
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
@@ -76,3 +77,11 @@ def phase_bytes(trace: Trace, rank: int, direction: str) -> pd.DataFrame | None:
     rows = rows[rows["direction"] == direction]
     table = rows.set_index(["iteration", "phase"])["bytes"].unstack(fill_value=0.0)
     return table.reindex(columns=list(ITERATION_PARTS), fill_value=0.0)
+
+
+def iteration_bytes(trace: Trace, direction: str) -> float | None:
+    """Return the median of the bytes moved in a steady iteration, over iterations and ranks; None if not recorded."""
+    numbers = steady_iterations(trace).numbers
+    tables = [table for rank in trace.ranks if (table := phase_bytes(trace, rank, direction)) is not None]
+    sums = [table[table.index.isin(numbers)].sum(axis=1, skipna=False) for table in tables]
+    return median_or_none(pd.concat(sums)) if sums else None

@@ -1,4 +1,4 @@
-"""What offload would do for a job that ran out of memory."""
+"""The effect of offload on a job that ran out of memory."""
 
 from __future__ import annotations
 

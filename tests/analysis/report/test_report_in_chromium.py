@@ -125,7 +125,7 @@ def test_page__opens_without_errors_and_requests(chrome: Chrome, shown: Any, cop
     assert page.as_uri() in urls
     assert [url for url in urls if not url.startswith((page.parent.as_uri(), "data:", "blob:"))] == []
     heads = [head.text for head in chrome.find_elements(By.TAG_NAME, "h2") if head.is_displayed()]
-    assert heads[:3] == ["Findings", "Summary", "Timeline rank 0"]
+    assert heads[:4] == ["Key figures", "Findings", "Timeline rank 0", "Phases"]
     assert heads[-2:] == ["Ranks compared", "The job"]
 
 
@@ -235,7 +235,10 @@ def test_page__shows_another_rank_on_request(chrome: Chrome, shown: Any, copies:
     assert run(chrome, "return Bokeh.documents.length") == 1
     Select(chrome.find_element(By.ID, "rank")).select_by_value("1")
     wait(chrome, lambda: run(chrome, "return Bokeh.documents.length") == 2)
-    assert [v.is_displayed() for v in chrome.find_elements(By.CLASS_NAME, "rank")] == [False, True]
+    assert [v.is_displayed() for v in chrome.find_elements(By.CLASS_NAME, "rank")] == 2 * [False, True]
+    link = chrome.find_element(By.LINK_TEXT, "Windows of free memory")
+    assert (link.get_attribute("href") or "").endswith("#section-windows-1")
+    assert not chrome.find_element(By.CSS_SELECTOR, "[data-section='section-link']").is_displayed()
     scroll_to_timeline(chrome)
     point(chrome, *window_point(chrome, "memory", 30, 20))
     line = chrome.find_element(By.CSS_SELECTOR, "[data-rank='1'] [data-line='memory/allocated']")
