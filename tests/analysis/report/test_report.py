@@ -232,6 +232,16 @@ def test_page__says_what_is_missing(builder: TraceBuilder, says: str) -> None:
     assert says in parse(trace, find(trace)).text
 
 
+def test_page__has_commands_as_code_and_no_raw_backticks() -> None:
+    builder = trained(ranks=2)
+    builder.note("imported by `convert.py`")
+    builder.rank(0).transfer("h2d", 0, MS, 5, name="copy `a`")
+    for trace in (builder.build(), TraceBuilder().build(), fleet(11, 8, {7: {"forward": 1.5}}, noise=0.001)):
+        shown = parse(trace, find(trace))
+        assert "`" not in shown.text
+    assert "convert.py" in parse(builder.build()).texts["code"]
+
+
 def test_page__needs_only_phases_or_memory() -> None:
     phases, memory = TraceBuilder(), TraceBuilder("imported")
     phases.rank(0, devices=[GPU]).phase("forward", 0, 5 * MS, 0).phase("update", 5 * MS, 6 * MS, 0)
