@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from ebbtide.analysis.metrics.job import JobMetrics
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from ebbtide.analysis.findings import Findings
 
 
@@ -30,3 +32,18 @@ class TraceAnalysis(JobMetrics):
         from ebbtide.analysis.findings import find
 
         return find(self.trace, self.adviser)
+
+    def plot(self, kind: str = "both", rank: int | None = None) -> Figure:
+        """Draw the trace over time, as `ebbtide plot` does.
+
+        Args:
+            kind: What to draw: `both` (memory and link), `memory`, `link`, `activity`, `all`, `windows` or `ranks`.
+            rank: The rank to draw; None: the first one.
+
+        Raises:
+            TraceError: The trace has no such rank, or no data of that kind.
+            UserError: There is no such kind.
+        """
+        from ebbtide.analysis.plot import draw
+
+        return draw([self.trace], rank=rank, kind=kind)

@@ -35,6 +35,11 @@ class Finding:
     removes: tuple[str, ...] = ()
     action: Setting | None = None
 
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the gain is that of a simulation, not an upper limit."""
+        return self.action is not None and self.action.gain_ms is not None
+
 
 @dataclass(frozen=True)
 class Unknown:
@@ -79,6 +84,10 @@ class Findings:
     unknown: tuple[Unknown, ...]
     not_applicable: tuple[NotApplicable, ...] = ()
     nothing_found: tuple[str, ...] = ()
+
+    def removed_numbers(self, finding: Finding) -> list[int]:
+        """Return the numbers, from 1, of the findings that are gone when the advice of one is followed."""
+        return [number for number, other in enumerate(self.findings, 1) if other.rule in finding.removes]
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide findings --json` prints."""

@@ -9,9 +9,10 @@ import numpy as np
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.metrics.devices import memory_timeline
 from ebbtide.analysis.metrics.iteration_table import IterationTable, sums
-from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals
+from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, both_busy, traffic
 from ebbtide.analysis.metrics.memory_spans import in_read_iteration
+from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import Floats, peak_between
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
@@ -96,3 +97,11 @@ def phase_bytes(trace: Trace, rank: int, direction: str) -> IterationTable | Non
     own = {part: phases.phases == part for part in ITERATION_PARTS}
     sizes_of = {part: sums(len(numbers), position[of_part], sizes[of_part]) for part, of_part in own.items()}
     return IterationTable(numbers, sizes_of)
+
+
+def iteration_bytes(trace: Trace, direction: str) -> float | None:
+    """Return the median of the bytes moved in a steady iteration, over iterations and ranks; None if not recorded."""
+    numbers = steady_iterations(trace).numbers
+    tables = [table for rank in trace.ranks if (table := phase_bytes(trace, rank, direction)) is not None]
+    of_ranks = [np.sum([*table.only(numbers).columns.values()], axis=0) for table in tables]
+    return median_or_none(np.concatenate(of_ranks)) if of_ranks else None

@@ -145,6 +145,12 @@ class Summary:
     storage: tuple[StorageUse, ...] = ()
     rank_differences: RankDifferences = NOT_COMPARED
 
+    @property
+    def longest_phase(self) -> PhaseSummary | None:
+        """The phase with the largest share of an iteration; None where shares are not known."""
+        shared = [phase for phase in self.phases if phase.share is not None]
+        return max(shared, key=lambda phase: phase.share or 0.0, default=None)
+
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide summary --json` prints."""
         memory = asdict(self.memory)

@@ -25,6 +25,7 @@ from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.analysis.timeseries.thresholds import FreeTimeline, intervals_at_least
 from ebbtide.profiler.trace import Trace
 from ebbtide.state_bytes import STATE_BYTES
+from ebbtide.units import bytes_text
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,10 @@ class Windows:
     guaranteed: list[Window]
     unrecorded_ranks: list[int]
     remarks: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        sizes = f"at least {bytes_text(self.min_bytes)} of {bytes_text(self.capacity_bytes)}"
+        return f"Windows({sizes}: {len(self.windows)} in iterations, {len(self.guaranteed)} recurring)"
 
     @property
     def known_ranks(self) -> list[int]:

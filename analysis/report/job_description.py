@@ -20,6 +20,9 @@ from ebbtide.profiler.trace.metadata import (
 )
 from ebbtide.units import bytes_text, count_text, rate_text
 
+# Lines that the head of the page has: model, cards, settings, date.
+_HEAD = ("model", "device", "optimizer", "DeepSpeed", "started", "first iteration")
+
 
 class JobDetail(NamedTuple):
     """A line of the description: its name and value."""
@@ -28,13 +31,21 @@ class JobDetail(NamedTuple):
     value: str
 
 
-def describe_job(trace: Trace) -> list[JobDetail]:
-    """Return the lines of the description, without those that were not recorded."""
+class JobDescription(NamedTuple):
+    """The lines of the description that were recorded."""
+
+    head: list[JobDetail]  # Model, cards, settings and date.
+    rest: list[JobDetail]
+
+
+def describe_job(trace: Trace) -> JobDescription:
+    """Describe the job of a trace."""
     meta = trace.meta
     first = meta.ranks[0] if meta.ranks else RankInfo(rank=0)
     lines = [
         JobDetail("command", shlex.join(meta.command)),
         JobDetail("started", _time(meta.started_wall_ns)),
+        JobDetail("first iteration", _first_iteration(meta, first)),
         JobDetail("ended", _ended(meta)),
         JobDetail("source", _source(meta)),
         JobDetail("ranks", str(len(trace.ranks))),
@@ -47,7 +58,9 @@ def describe_job(trace: Trace) -> list[JobDetail]:
         JobDetail("software", _software(meta, first)),
         JobDetail("clock", _clock(meta.clock)),
     ]
-    return [line for line in lines if line.value]
+    recorded = [line for line in lines if line.value]
+    head = [line for name in _HEAD for line in recorded if line.name == name]
+    return JobDescription(head, [line for line in recorded if line not in head])
 
 
 def _devices(meta: TraceMeta) -> Iterator[JobDetail]:
@@ -78,6 +91,14 @@ def _source(meta: TraceMeta) -> str:
         return f"recorded by ebbtide {meta.ebbtide or ''}".strip()
     files = ", ".join(f"{file.file} ({file.format})" for file in meta.imported)
     return (meta.source or "unknown") + (f" from {files}" if files else "")
+
+
+def _first_iteration(meta: TraceMeta, first: RankInfo) -> str:
+    """Return the date of an imported job, whose start its files do not tell."""
+    offset_ns, start_ns = meta.clock.wall_offset_ns, first.first_iteration_start_ns
+    if meta.source != "imported" or meta.started_wall_ns is not None or offset_ns is None or start_ns is None:
+        return ""
+    return _time(start_ns + offset_ns)
 
 
 def _ended(meta: TraceMeta) -> str:

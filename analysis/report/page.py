@@ -8,20 +8,21 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ebbtide.analysis.findings import Findings
-from ebbtide.analysis.metrics.devices import ran_on_cpu
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity, no_iterations
 from ebbtide.analysis.metrics.ranks.selection import ShownRank, shown_ranks
 from ebbtide.analysis.metrics.summary import Summary
 from ebbtide.analysis.report.glyphs import color_styles
 from ebbtide.analysis.report.heat import HeatSection, heat_section
-from ebbtide.analysis.report.job_description import JobDetail, describe_job
+from ebbtide.analysis.report.job_description import JobDescription, describe_job
+from ebbtide.analysis.report.key_figures import KeyFigure, key_figures
 from ebbtide.analysis.report.rank import RankView, rank_view
 from ebbtide.analysis.report.timeline_content import DetailLimits
 from ebbtide.analysis.tables.ranks import differences_table, rank_table
@@ -29,7 +30,7 @@ from ebbtide.analysis.tables.summary import gpu_table, phase_table
 from ebbtide.analysis.tables.table import Table
 from ebbtide.output_files import new_output
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import bytes_text, ms_text, range_text
+from ebbtide.units import ms_text
 
 # Limits that keep a page smaller than 5 MB. Points and boxes of each kind are those of all ranks together.
 _MAX_POINTS = 80_000
@@ -46,13 +47,12 @@ _SOURCES = {
 _SCRIPTS = ("tables.js", "readout.js", "controls.js", "timeline.js")
 
 
-@dataclass(frozen=True)
-class KeyFigure:
-    """A figure at the top of the summary: label, value with its unit, and what it relates to."""
+class ContentsEntry(NamedTuple):
+    """A line of the table of contents: anchor and title of a section, and whether each rank has its own."""
 
-    label: str
-    value: str
-    context: str
+    anchor: str  # Of a section of ranks without its end, `-RANK`.
+    title: str
+    of_rank: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,22 @@ class Page:
     heat: HeatSection | None  # Heat maps of all ranks; None where there are few.
     differences: Table  # Table of the ranks that differ.
     compared: Table | None  # Table of all ranks; None for a single rank.
-    job: list[JobDetail]  # Description of the job.
+    job: JobDescription  # Description of the job.
     missing: list[str]  # Lines on what was not recorded.
     notes: Sequence[str]  # Notes of the trace.
+
+    @property
+    def contents(self) -> list[ContentsEntry]:
+        """The sections of the page in their order; those of ranks are the sections that any of them has."""
+        entries = [ContentsEntry("findings", "Findings")]
+        entries += [ContentsEntry("fleet", "Ranks")] if self.heat or self.differences else []
+        entries += [ContentsEntry("section-timeline", "Timeline", True)] if self.ranks else []
+        entries += [ContentsEntry("phases-of-all-ranks", "Phases")] if self.phases or self.gpu else []
+        entries += [ContentsEntry("section-holders", "Memory", True)] if any(v.holders for v in self.ranks) else []
+        titles = {section.name: section.title for view in self.ranks for section in view.sections}
+        entries += [ContentsEntry(f"section-{name}", title, True) for name, title in titles.items()]
+        entries += [ContentsEntry("compared", "Ranks compared")] if self.compared else []
+        return [*entries, ContentsEntry("job", "The job")]
 
 
 def build_page(trace: Trace, findings: Findings, min_bytes: int, ranks: Sequence[int] = ()) -> Page:
@@ -94,7 +107,7 @@ def build_page(trace: Trace, findings: Findings, min_bytes: int, ranks: Sequence
         about=_about(trace, summary),
         findings=findings,
         summary=summary,
-        figures=_figures(trace, summary),
+        figures=key_figures(metrics, findings),
         phases=phase_table(trace, summary) if summary.iterations else None,
         gpu=gpu_table(summary.gpu) if summary.gpu is not None else None,
         ranks=[rank_view(metrics, entry, iterations, link, min_bytes, limits) for entry in shown],
@@ -123,29 +136,6 @@ def _about(trace: Trace, summary: Summary) -> str:
         warmup = f", the first {summary.warmup_iterations} left out as warm-up" if summary.warmup_iterations else ""
         parts.append(f"{summary.iterations} iterations{warmup}")
     return " · ".join(parts)
-
-
-def _figures(trace: Trace, summary: Summary) -> list[KeyFigure]:
-    figures = []
-    if summary.iteration_ms is not None:
-        steady = summary.iterations - summary.warmup_iterations
-        context = f"median of {steady}"
-        if (whole := summary.iteration_range) is not None:
-            context = f"predicted: {range_text(whole.low_ms, whole.high_ms)}"
-        figures.append(KeyFigure("iteration", f"{summary.iteration_ms:,.0f} ms", context))
-    memory = summary.memory
-    if memory.peak_bytes is not None:
-        capacity = "capacity unknown"
-        if memory.capacity_bytes is not None:
-            of_host = " of host memory" if ran_on_cpu(trace) else ""
-            capacity = f"of {bytes_text(memory.capacity_bytes)}{of_host}"
-        figures.append(KeyFigure(f"peak {memory.pool} memory", bytes_text(memory.peak_bytes), capacity))
-    for direction, description in (("h2d", "host to device"), ("d2h", "device to host")):
-        sizes = [getattr(phase, f"{direction}_bytes") for phase in summary.phases]
-        recorded = [size for size in sizes if size is not None]
-        if recorded:
-            figures.append(KeyFigure(direction, bytes_text(sum(recorded)), f"{description}, per iteration"))
-    return figures
 
 
 def _missing(trace: Trace, summary: Summary) -> list[str]:

@@ -28,6 +28,16 @@ _MAX_SUBGROUP_ROWS = 60
 
 
 @dataclass(frozen=True)
+class Section:
+    """A section of tables on one rank."""
+
+    name: str  # First part of its anchor.
+    title: str
+    tables: Sequence[Table]
+    text: str = ""  # What the tables show, or why there are none.
+
+
+@dataclass(frozen=True)
 class RankView:
     """Content of the page on one rank."""
 
@@ -49,6 +59,18 @@ class RankView:
     steps: Sequence[Table]  # Tables of sub-steps; empty where they were not recorded.
     iterations: Table  # Table of iterations.
     link: Sequence[Table]  # Tables of the link.
+
+    @property
+    def sections(self) -> list[Section]:
+        """The sections with content, in their order."""
+        sections = (
+            Section("windows", "Windows of free memory", self.windows, self.windows_line),
+            Section("activity", "Activity of the GPU", self.activity),
+            Section("steps", "Sub-steps", self.steps),
+            Section("iterations", "Iterations", _with_rows(self.iterations)),
+            Section("link", "Link", self.link),
+        )
+        return [section for section in sections if section.tables or section.text]
 
 
 def rank_view(

@@ -55,7 +55,9 @@ def timeline_json(content: TimelineContent) -> dict[str, Any]:
         if 0 < len(borders) <= _MAX_BORDERS:
             plot.vspan(borders, line_width=1, tags=["rule"], level="underlay")
         pan, zoom = PanTool(dimensions="width"), WheelZoomTool(dimensions="width", maintain_focus=False)
-        plot.add_tools(pan, zoom, BoxZoomTool(), CrosshairTool(overlay=crosshair))
+        # Strips and lanes have rows, not values.
+        box = BoxZoomTool(dimensions="both" if plot.yaxis.axis_label else "width")
+        plot.add_tools(pan, zoom, box, CrosshairTool(overlay=crosshair))
         plot.toolbar.active_drag, plot.toolbar.active_scroll = pan, zoom
     since = "since the start of the first iteration " if content.iterations else ""
     time_axis = plots[-1].below[0]

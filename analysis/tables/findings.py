@@ -20,14 +20,13 @@ def findings_view(trace: Trace, findings: Findings, iteration_ms: float | None, 
     overlap = " (gains overlap)" if sum(one.potential_gain_ms is not None for one in findings.findings) > 1 else ""
     yield f"{trace.path}: {iteration}{_count(len(findings.findings), 'finding')}{overlap}"
     yield from on_demand_remarks(trace)
-    numbers = {finding.rule: number for number, finding in enumerate(findings.findings, 1)}
     shown = findings.findings if verbose else findings.findings[:_FIRST]
-    for finding in shown:
-        yield f"{numbers[finding.rule]}. {finding.title}{_gain(finding)}"
+    for number, finding in enumerate(shown, 1):
+        yield f"{number}. {finding.title}{_gain(finding)}"
         yield from (f"   - {evidence}" for evidence in finding.evidence if verbose)
         yield Gain(f"   DO  {finding.advice}")
-        if finding.removes:
-            yield f"   also removes: {', '.join(map(str, sorted(numbers[rule] for rule in finding.removes)))}"
+        if numbers := findings.removed_numbers(finding):
+            yield f"   also removes: {', '.join(map(str, numbers))}"
     if verbose:
         yield from _other_rules(findings)
     else:
@@ -35,7 +34,7 @@ def findings_view(trace: Trace, findings: Findings, iteration_ms: float | None, 
 
 
 def _gain(finding: Finding) -> str:
-    if finding.potential_gain_ms is None or (finding.action is not None and finding.action.gain_ms is not None):
+    if finding.potential_gain_ms is None or finding.is_simulated:
         return ""
     return f" (up to {ms_text(finding.potential_gain_ms)})"
 

@@ -115,7 +115,7 @@ def summary_view(trace: Trace, summary: Summary, verbose: bool = True) -> View:
 
 def _longest(summary: Summary) -> str:
     """Return the share of the phase that takes the longest."""
-    phase = max(summary.phases, key=lambda row: row.share or 0.0, default=None)
+    phase = summary.longest_phase
     return "" if phase is None or phase.share is None else f", {100 * phase.share:.0f} % of it {phase.phase}"
 
 

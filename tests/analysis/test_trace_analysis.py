@@ -14,6 +14,7 @@ import pytest
 
 import ebbtide
 from ebbtide.analysis import TraceAnalysis
+from ebbtide.errors import UserError
 from ebbtide.interleave.advise.trace_advice import TraceAdviser
 from tests.conftest import ebbtide_in_process
 
@@ -111,3 +112,14 @@ def test_import__loads_nothing_else() -> None:
     code = "import sys, ebbtide, ebbtide.analysis; print(*{'numpy', 'pandas', 'pyarrow', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == ""
+
+
+def test_plot__draws_a_kind_and_refuses_others(analysis: TraceAnalysis) -> None:
+    assert [axes.get_ylabel() for axes in analysis.plot("memory").axes] == ["memory (GiB)", "host memory (GiB)"]
+    with pytest.raises(UserError, match="is no kind of picture"):
+        analysis.plot("pie")
+
+
+def test_windows__have_a_short_repr(analysis: TraceAnalysis) -> None:
+    assert repr(analysis.windows(ranks=[0])).startswith("Windows(at least 1.00 GiB of 79.65 GiB: ")
+    assert len(repr(analysis.windows())) < 120

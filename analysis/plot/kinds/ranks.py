@@ -88,7 +88,8 @@ def ranks_panels(view: View, height: float) -> list[RanksPanel]:
     maps = [HeatMap(heat.part, heat.ranks, shown, heat.behind_ms[:, columns]) for heat in maps]
     levels = heat_levels([heat.behind_ms for heat in maps])
     differing = len(rank_differences(view.trace).ranks)
-    remarks = (f"{len(view.trace.ranks)} ranks, {differing} of them differ; ms behind the median rank",)
+    comparison = f"{differing} of them differ" if differing else "which agree: none of them differs"
+    remarks = (f"{len(view.trace.ranks)} ranks, {comparison}; ms behind the median rank",)
     return [
         RanksPanel(
             view,

@@ -37,6 +37,10 @@ function hideSigns(formatter) {
 
 async function show(rank) {
   for (const view of document.querySelectorAll(".rank")) view.hidden = view.dataset.rank !== rank;
+  for (const link of document.querySelectorAll("nav [data-section]")) {
+    link.hash = `${link.dataset.section}-${rank}`;
+    link.hidden = !document.getElementById(link.hash.slice(1));
+  }
   const element = document.getElementById(`timeline-${rank}`);
   if (!element || element.childElementCount) return;
   const item = JSON.parse(document.getElementById(`data-${rank}`).textContent);

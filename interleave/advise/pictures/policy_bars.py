@@ -20,6 +20,7 @@ from ebbtide.analysis.plot import PHASE_COLORS
 from ebbtide.interleave.advise.job.training_job import TrainingJob
 from ebbtide.interleave.advise.machine_plan import MachinePlan
 from ebbtide.phases import OTHER, PHASES
+from ebbtide.units import bytes_unit
 
 FONT_SIZE = 8.5
 BAR_HEIGHT = 0.62
@@ -132,7 +133,7 @@ def draw_bytes(axes: Axes, column: ByteColumn, bars: Sequence[PolicyBar], larges
     `largest` are the most bytes of any bar that is drawn at this scale; None: of these bars.
     """
     largest = max(map(column.bytes_of, bars)) if largest is None else largest
-    unit_bytes, unit = _unit(largest)
+    unit_bytes, unit = bytes_unit(largest)
     for bar in bars:
         if not bar.phases_ms:
             continue
@@ -165,14 +166,6 @@ def legend_patches(bars: Sequence[PolicyBar]) -> list[Patch]:
 def _phase_looks(phase: str, is_faint: bool) -> dict[str, Any]:
     looks = {"facecolor": _COLORS[phase], "hatch": _HATCHES[phase], "edgecolor": "white", "linewidth": 0.5}
     return {**looks, "alpha": _FAINT_ALPHA} if is_faint else looks
-
-
-def _unit(largest: float) -> tuple[float, str]:
-    """Return the bytes of a unit in which so many bytes are a short number, and its name."""
-    for unit_bytes, name in ((1e9, "GB"), (1e6, "MB")):
-        if largest >= unit_bytes:
-            return unit_bytes, name
-    return 1e3, "kB"
 
 
 def _wrapped(policy: str) -> str:
@@ -254,16 +247,16 @@ def _label(plan: MachinePlan) -> str:
 def _draw_memory(axes: Axes, rows: Any, plans: Sequence[MachinePlan], place: str, color: str) -> None:
     capacities = [getattr(plan, f"{place}_capacity_bytes") or 0.0 for plan in plans]
     sizes = [getattr(plan, f"{place}_bytes") for plan in plans]
-    most = max([*capacities, *(size or 0.0 for size in sizes), 1e9]) / 1e9
-    axes.barh(rows, np.array(capacities) / 1e9, height=0.6, color=_CAPACITY_COLOR)
-    axes.barh(rows, [(size or 0.0) / 1e9 for size in sizes], height=0.32, color=color)
+    most = max([*capacities, *(size or 0.0 for size in sizes), 2**30]) / 2**30
+    axes.barh(rows, np.array(capacities) / 2**30, height=0.6, color=_CAPACITY_COLOR)
+    axes.barh(rows, [(size or 0.0) / 2**30 for size in sizes], height=0.32, color=color)
     for row, size, capacity in zip(rows, sizes, capacities, strict=True):
-        text = (
-            "-" if size is None else f"{size / 1e9:,.0f} of {capacity / 1e9:,.0f}" if capacity else f"{size / 1e9:.0f}"
-        )
-        _annotate(axes, text, max(capacity, size or 0.0) / 1e9, row)
+        text = "-" if size is None else f"{size / 2**30:,.0f}"
+        if size is not None and capacity:
+            text = f"{text} of {capacity / 2**30:,.0f}"
+        _annotate(axes, text, max(capacity, size or 0.0) / 2**30, row)
     axes.set_xlim(0, most * 1.6)
-    axes.set_title(f"{place} memory (GB)", fontsize=9, loc="left")
+    axes.set_title(f"{place} memory (GiB)", fontsize=9, loc="left")
 
 
 def _draw_ranges(axes: Axes, rows: Any, plans: Sequence[MachinePlan], panel: _Panel) -> None:

@@ -40,6 +40,11 @@ def test_draw_ranks__has_a_cell_per_rank_and_iteration() -> None:
     assert "5 ranks, 1 of them differ" in " ".join(text.get_text() for text in figure.axes[0].texts)
 
 
+def test_draw_ranks__says_that_ranks_agree() -> None:
+    figure = draw([fleet(5, 6, {}, noise=0.0)], kind="ranks")
+    assert "5 ranks, which agree: none of them differs" in " ".join(text.get_text() for text in figure.axes[0].texts)
+
+
 @pytest.mark.parametrize(("ranks", "span"), [(1, (0, None)), (3, (0, 1))])
 def test_draw_ranks__needs_ranks_and_steady_iterations(ranks: int, span: tuple[int, int | None]) -> None:
     job = fleet(ranks, 6)

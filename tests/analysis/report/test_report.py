@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from ebbtide.analysis.findings import Finding, Findings, NotApplicable, Unknown, find
+from ebbtide.analysis.metrics.advice import Setting
 from ebbtide.analysis.plot import LINK_COLORS, PHASE_COLORS
 from ebbtide.analysis.report import build_page, render_page, write_report
 from ebbtide.analysis.report.chart_panels import chart_panels
+from ebbtide.analysis.report.job_description import describe_job
 from ebbtide.analysis.report.page import Page
 from ebbtide.analysis.tables.table import Table
 from ebbtide.analysis.timeline.axis import TimeAxis, recorded_interval
@@ -84,33 +86,52 @@ def column(table: Table, label: str) -> list[str]:
     return [cell.text for cell in next(c for c in table.columns if c.label == label).cells]
 
 
-def test_page__begins_with_findings_their_gain_and_open_questions() -> None:
-    finding = Finding("rule", "the update waits <b>", 9.5, ("it takes `3 ms`", "and more"), "update elsewhere")
-    idle = Finding("other", "memory is idle", None, (), "use it")
-    unknown = Unknown("copies", "are copies pinned?", "record them: `ebbtide profile --transfers`")
-    skipped = NotApplicable("slow-rank", ("two ranks or more",))
-    shown = parse(trained().build(), Findings((finding, idle), (unknown,), (skipped,)))
-    assert shown.texts["summary"] == ["Rules that do not apply: 1"]
-    assert "needs two ranks or more" in shown.text
-    assert shown.texts["h2"][:2] == ["Findings", "Summary"]
-    assert shown.texts["h3"][:3] == ["The update waits <b>", "Memory is idle", "What this trace does not show"]
-    (gain,) = [" ".join(text.split()) for text in shown.texts["p"] if "potential gain" in text]
-    assert gain == "potential gain 9.50 ms 50 % of an iteration"
-    assert shown.texts["code"][:2] == ["3 ms", "ebbtide profile --transfers"]
-    assert "Are copies pinned?" in shown.text
-    assert not shown.attributes("b")[0].get("class")
-
-
-def test_page__summary_has_the_share_of_each_phase() -> None:
-    content, html = plain_page()
+def test_page__begins_with_the_job_and_key_figures() -> None:
+    trace = with_copies(trained()).build("run.ebb")
+    slow = Finding("slow", "it waits", 9.5, (), "do this")
+    fast = Finding("fast", "it waits", 4.0, (), "do that", ("slow",), Setting("deepspeed", {}, "", 15.0, 4.0))
+    content = build_page(trace, Findings((fast, slow), ()), GIB)
     assert (content.name, content.about) == (
         "run",
         "a recorded run · 1 rank · 6 iterations, the first 2 left out as warm-up",
     )
     assert [(f.label, f.value, f.context) for f in content.figures] == [
-        ("iteration", "19 ms", "median of 4"),
+        ("iteration", "19.0 ms", "median of 4"),
+        ("backward", "53 %", "10.0 ms, the most"),
         ("peak device memory", "30.00 GiB", "of 40.00 GiB"),
+        ("always free memory", "10.00 GiB", "32.00 GiB in update"),
+        ("copied per iteration", "166.89 MiB", "83.45 MiB h2d, 83.45 MiB d2h; 14 % of the link's peak"),
+        ("potential gain", "9.50 ms", "50 % of an iteration, at most: finding 2"),
     ]
+    shown = ParsedPage(render_page(content))
+    assert shown.texts["h2"][:3] == ["Key figures", "Findings", "Timeline"]
+    head = " ".join(shown.texts["header"][0].split())
+    assert "device a GPU, 40.00 GiB, PCIe 4 x16, 32 GB/s a direction" in head
+    targets = [str(a["href"]).removeprefix("#") for a in shown.attributes("a")]
+    assert {"findings", "section-timeline-0", "section-windows-0", "job"} <= set(targets)
+    assert set(targets) <= {attributes.get("id") for _, attributes in shown.elements}
+
+
+def test_page__has_findings_as_the_command_prints_them() -> None:
+    finding = Finding("rule", "the update waits <b>", 9.5, ("it takes `3 ms`", "and more"), "update elsewhere")
+    first = Finding("other", "memory is idle", 4.0, (), "use it", ("rule",), Setting("deepspeed", {}, "", 15.0, 4.0))
+    unknown = Unknown("copies", "are copies pinned?", "record them: `ebbtide profile --transfers`")
+    skipped = NotApplicable("slow-rank", ("two ranks or more",))
+    shown = parse(trained().build(), Findings((first, finding), (unknown,), (skipped,)))
+    assert shown.texts["summary"] == ["Questions that this trace cannot answer: 1", "Rules that do not apply: 1"]
+    assert "needs two ranks or more" in shown.text
+    assert shown.texts["h3"][:2] == ["1Memory is idle", "2The update waits <b>"]
+    gains = [" ".join(text.split()) for text, a in zip(shown.texts["p"], shown.attributes("p"), strict=True)
+             if a.get("class") == "gain"]  # fmt: skip
+    assert gains == ["simulated gain 4.00 ms 21 % of an iteration", "gain, at most 9.50 ms 50 % of an iteration"]
+    assert "DO use it also removes: 2" in shown.text
+    assert "DO update elsewhere" in shown.text
+    assert {"3 ms", "ebbtide profile --transfers"} <= set(shown.texts["code"])
+    assert "Are copies pinned?" in shown.text
+
+
+def test_page__has_the_share_of_each_phase() -> None:
+    content, html = plain_page()
     assert content.phases is not None
     assert column(content.phases, "time") == ["19.0", "4.0", "10.0", "3.0", "2.0"]
     assert column(content.phases, "share") == ["-", "21", "53", "16", "11"]
@@ -211,6 +232,16 @@ def test_page__says_what_is_missing(builder: TraceBuilder, says: str) -> None:
     assert says in parse(trace, find(trace)).text
 
 
+def test_page__has_commands_as_code_and_no_raw_backticks() -> None:
+    builder = trained(ranks=2)
+    builder.note("imported by `convert.py`")
+    builder.rank(0).transfer("h2d", 0, MS, 5, name="copy `a`")
+    for trace in (builder.build(), TraceBuilder().build(), fleet(11, 8, {7: {"forward": 1.5}}, noise=0.001)):
+        shown = parse(trace, find(trace))
+        assert "`" not in shown.text
+    assert "convert.py" in parse(builder.build()).texts["code"]
+
+
 def test_page__needs_only_phases_or_memory() -> None:
     phases, memory = TraceBuilder(), TraceBuilder("imported")
     phases.rank(0, devices=[GPU]).phase("forward", 0, 5 * MS, 0).phase("update", 5 * MS, 6 * MS, 0)
@@ -243,7 +274,7 @@ def test_page__of_many_ranks_shows_representative_ones_and_a_heat_map() -> None:
     assert [a["value"] for a in shown.attributes("option")] == [str(rank) for rank in shown_ranks]
     assert [a["src"][:22] for a in shown.attributes("img")] == ["data:image/png;base64,"] * 4
     hidden = ["hidden" in a for a in shown.attributes("div") if a.get("class") == "rank"]
-    assert hidden == [False] + [True] * (len(shown_ranks) - 1)
+    assert hidden == 2 * ([False] + [True] * (len(shown_ranks) - 1))
     with pytest.raises(TraceError, match="no rank 12"):
         build_page(trace, NONE, GIB, ranks=[12])
 
@@ -274,14 +305,16 @@ def test_describe_job__lists_only_recorded_metadata() -> None:
     )
     for rank in range(2):
         builder.rank(rank, devices=[{**GPU, "device": f"cuda:{rank}"}])
-    details = dict(build_page(builder.build(), NONE, GIB).job)
-    assert details == {
-        "command": "python train.py 'a b'",
+    job = describe_job(builder.build())
+    assert dict(job.head) == {
+        "device": "2 × a GPU, 40.00 GiB, PCIe 4 x16, 32 GB/s a direction",
         "started": "2023-11-14 22:13:20 UTC",
+    }
+    assert dict(job.rest) == {
+        "command": "python train.py 'a b'",
         "ended": "signal 9",
         "source": "imported from run.log (deepspeed-log)",
         "ranks": "2",
-        "device": "2 × a GPU, 40.00 GiB, PCIe 4 x16, 32 GB/s a direction",
         "clock": "unix",
     }
 
@@ -302,9 +335,15 @@ def test_describe_job__lists_only_recorded_metadata() -> None:
     ],
 )
 def test_describe_job__describes_the_offload_of_deepspeed(meta: dict[str, Any], says: str) -> None:
-    details = dict(build_page(deepspeed_job(iterations=1, **meta).build(), NONE, GIB).job)
-    assert details["DeepSpeed"] == says
-    assert "DeepSpeed 0.19.8" in details["software"]
+    job = describe_job(deepspeed_job(iterations=1, **meta).build())
+    assert dict(job.head)["DeepSpeed"] == says
+    assert "DeepSpeed 0.19.8" in dict(job.rest)["software"]
+
+
+def test_describe_job__dates_an_imported_job_by_its_first_iteration() -> None:
+    builder = TraceBuilder("imported", clock={"name": "unix", "wall_offset_ns": 10**9})
+    builder.rank(0, first_iteration_start_ns=1_700_000_000 * 10**9)
+    assert dict(describe_job(builder.build()).head) == {"first iteration": "2023-11-14 22:13:21 UTC"}
 
 
 def test_render_page__escapes_everything_of_a_trace() -> None:
@@ -341,7 +380,9 @@ def test_render_page__allows_only_its_own_scripts() -> None:
         "img-src": "data:",
         "script-src": " ".join(f"'sha256-{digest}'" for digest in hashes),
     }
-    assert not any(name in ("src", "href") for _, attributes in shown.elements for name in attributes)
+    links = [attributes["href"] or "" for _, attributes in shown.elements if "href" in attributes]
+    assert all(link.startswith("#") for link in links)
+    assert not any("src" in attributes for _, attributes in shown.elements)
 
 
 def test_render_page__omits_bokeh_without_a_timeline() -> None:

@@ -125,7 +125,7 @@ def test_page__opens_without_errors_and_requests(chrome: Chrome, shown: Any, cop
     assert page.as_uri() in urls
     assert [url for url in urls if not url.startswith((page.parent.as_uri(), "data:", "blob:"))] == []
     heads = [head.text for head in chrome.find_elements(By.TAG_NAME, "h2") if head.is_displayed()]
-    assert heads[:3] == ["Findings", "Summary", "Timeline rank 0"]
+    assert heads[:4] == ["Key figures", "Findings", "Timeline rank 0", "Phases"]
     assert heads[-2:] == ["Ranks compared", "The job"]
 
 
@@ -162,7 +162,7 @@ def test_timeline__zooms_with_the_wheel_and_resets(chrome: Chrome, shown: Any, c
 
 
 @pytest.mark.slow
-def test_timeline__pans_by_drag_and_zooms_into_a_box(chrome: Chrome, shown: Any) -> None:
+def test_timeline__pans_by_drag_and_zooms_into_a_box_from_zero(chrome: Chrome, shown: Any) -> None:
     shown(trained().build())
     scroll_to_timeline(chrome)
     chrome.find_element(By.CSS_SELECTOR, "[data-zoom='0.5']").click()
@@ -185,6 +185,9 @@ def test_timeline__pans_by_drag_and_zooms_into_a_box(chrome: Chrome, shown: Any)
     drag(150)
     boxed = wait(chrome, lambda: x_range(chrome) != panned and x_range(chrome))
     assert boxed[1] - boxed[0] < (panned[1] - panned[0]) / 3
+    start, end = run(chrome, FIGURE + "const {start, end} = figure('memory').y_range; return [start, end]")
+    assert start == 0
+    assert 10 < end < 40
 
 
 def test_timeline__shows_figures_of_boxes_on_hover(chrome: Chrome, shown: Any, copies: Trace) -> None:
@@ -235,7 +238,10 @@ def test_page__shows_another_rank_on_request(chrome: Chrome, shown: Any, copies:
     assert run(chrome, "return Bokeh.documents.length") == 1
     Select(chrome.find_element(By.ID, "rank")).select_by_value("1")
     wait(chrome, lambda: run(chrome, "return Bokeh.documents.length") == 2)
-    assert [v.is_displayed() for v in chrome.find_elements(By.CLASS_NAME, "rank")] == [False, True]
+    assert [v.is_displayed() for v in chrome.find_elements(By.CLASS_NAME, "rank")] == 2 * [False, True]
+    link = chrome.find_element(By.LINK_TEXT, "Windows of free memory")
+    assert (link.get_attribute("href") or "").endswith("#section-windows-1")
+    assert not chrome.find_element(By.CSS_SELECTOR, "[data-section='section-link']").is_displayed()
     scroll_to_timeline(chrome)
     point(chrome, *window_point(chrome, "memory", 30, 20))
     line = chrome.find_element(By.CSS_SELECTOR, "[data-rank='1'] [data-line='memory/allocated']")
@@ -290,13 +296,14 @@ def test_timeline__is_dark_on_a_dark_page(chrome: Chrome, shown: Any) -> None:
 @pytest.mark.slow
 def test_page__fits_a_narrow_screen(chrome: Chrome, shown: Any, copies: Trace) -> None:
     shown(copies)
-    screen = {"width": 400, "height": 800, "deviceScaleFactor": 2, "mobile": False}
+    screen = {"width": 390, "height": 800, "deviceScaleFactor": 2, "mobile": False}
     chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     try:
-        wait(chrome, lambda: run(chrome, "return document.querySelector('.timeline').offsetWidth") < 400)
-        assert wait(chrome, lambda: run(chrome, "return document.documentElement.scrollWidth") <= 400)
+        wait(chrome, lambda: run(chrome, "return document.querySelector('.timeline').offsetWidth") < 390)
+        assert wait(chrome, lambda: run(chrome, "return document.documentElement.scrollWidth") <= 390)
+
         width = run(chrome, FIGURE + "return figure('memory').inner_width")
-        assert 200 < width < 400
+        assert 200 < width < 390
     finally:
         chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 

@@ -38,10 +38,10 @@ def test_draw_comparison__shows_measured_figures_beside_predicted_ones(compariso
         (device, [result.memory.device for result in results]),
         (host, [result.memory.host for result in results]),
     ):
-        sizes = [getattr(pair, half) / 1e6 for pair in pairs for half in halves]
+        sizes = [getattr(pair, half) / 2**20 for pair in pairs for half in halves]
         assert [bar.get_width() for bar in panel.patches] == pytest.approx(sizes)
         assert [text.get_text() for text in panel.texts] == [f"{size:.3g}" for size in sizes]
-    assert (device.get_xlabel(), host.get_xlabel()) == ("device memory (MB)", "host memory (MB)")
+    assert (device.get_xlabel(), host.get_xlabel()) == ("device memory (MiB)", "host memory (MiB)")
 
 
 def test_draw_comparison__each_operation_is_in_its_lane_at_its_time(comparison: Comparison) -> None:

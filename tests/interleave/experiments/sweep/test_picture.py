@@ -81,12 +81,12 @@ def test_draw_sweep__shows_systems_with_storage_beside_each_other() -> None:
     assert none_stored == 0
     figure = draw_sweep(sweep_rows)
     titles = [axes.get_xlabel() for axes in figure.axes]
-    assert titles[1:] == ["device memory (GB)", "host memory (GB)", "storage traffic (GB)"]
+    assert titles[1:] == ["device memory (GiB)", "host memory (GiB)", "storage traffic (GiB)"]
     for axes, column in zip(figure.axes[1:3], ("peak_device_bytes", "host_bytes"), strict=True):
-        assert [text.get_text() for text in axes.texts] == [f"{row[column] / 1e9:.3g}" for row in sweep_rows]
+        assert [text.get_text() for text in axes.texts] == [f"{row[column] / 2**30:.3g}" for row in sweep_rows]
     texts = [text.get_text() for text in figure.axes[3].texts]
     traffic = [row["storage_read_bytes"] + row["storage_written_bytes"] for row in sweep_rows]
-    assert texts == [f"{size / 1e9:.3g}" for size in traffic]
+    assert texts == [f"{size / 2**30:.3g}" for size in traffic]
     assert [text.get_text().partition(" ms")[2] for text in figure.axes[0].texts] == [
         "",
         "",
