@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.analysis.metrics.result import TabularResult
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from matplotlib.figure import Figure
 
     from ebbtide.analysis.findings import Findings
@@ -20,7 +24,7 @@ class TraceAnalysis(JobMetrics):
 
     Medians are over the steady iterations: the first two are left out where there are five or more. What was not
     recorded is None. Every result is a frozen dataclass with `as_json()`, the object that the command prints with
-    `--json`, and `to_pandas()`, its main table.
+    `--json`, and `to_pandas()`, its main table, which notebooks show.
 
     Example:
         >>> analysis = TraceAnalysis(ebbtide.open_trace("run.ebb"))
@@ -33,12 +37,28 @@ class TraceAnalysis(JobMetrics):
 
         return find(self.trace, self.adviser)
 
-    def plot(self, kind: str = "both", rank: int | None = None) -> Figure:
+    def replay(self, policies: Sequence[str] | None = None, machine: str | None = None) -> TabularResult:
+        """Iteration times under other offload policies, as `ebbtide replay` predicts them.
+
+        Args:
+            policies: Policies' strings, such as `adaptive`; None: all that are built in.
+            machine: File or preset; None: the recorded machine, else the preset of the trace's card.
+
+        Raises:
+            UserError: The trace lacks what a replay needs, or there is no such policy or machine.
+        """
+        # By name, since the analysis lies below what simulates.
+        advice = import_module("ebbtide.interleave.advise.trace_advice")
+        result: TabularResult = advice.replay_trace(self.trace, machine, policies)
+        return result
+
+    def plot(self, kind: str = "both", rank: int | None = None, iterations: tuple[int, int] | None = None) -> Figure:
         """Draw the trace over time, as `ebbtide plot` does.
 
         Args:
             kind: What to draw: `both` (memory and link), `memory`, `link`, `activity`, `all`, `windows` or `ranks`.
             rank: The rank to draw; None: the first one.
+            iterations: Iterations [first, end) to draw; None: all.
 
         Raises:
             TraceError: The trace has no such rank, or no data of that kind.
@@ -46,4 +66,7 @@ class TraceAnalysis(JobMetrics):
         """
         from ebbtide.analysis.plot import draw
 
-        return draw([self.trace], rank=rank, kind=kind)
+        return draw([self.trace], rank=rank, kind=kind, span=iterations or (0, None))
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not name.startswith("_")]

@@ -1,6 +1,6 @@
 """A profiler of GPU memory and the PCIe link in training, and an optimizer that uses it to offload its state.
 
-`open_trace` opens a trace, `ebbtide.analysis.TraceAnalysis` explains it, `ebbtide.profiler.Tracer` records one from a
+`open_trace` opens a trace, `TraceAnalysis` explains it, `ebbtide.profiler.Tracer` records one from a
 script, `metrics` gives a recorded job its own figures, `ebbtide.interleave.InterleavedAdamW` runs the offloaded
 optimizer. Importing this module does not import its packages.
 """
@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ebbtide.analysis.trace_analysis import TraceAnalysis
     from ebbtide.profiler.recording.live.job_metrics import metrics
     from ebbtide.profiler.trace import Trace, TraceError, open_trace
 
 __version__ = "0.2.0"
-__all__ = ["Trace", "TraceError", "__version__", "metrics", "open_trace"]
+__all__ = ["Trace", "TraceAnalysis", "TraceError", "__version__", "metrics", "open_trace"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,6 +23,10 @@ def __getattr__(name: str) -> Any:
         from ebbtide.profiler import trace
 
         return getattr(trace, name)
+    if name == "TraceAnalysis":
+        from ebbtide.analysis.trace_analysis import TraceAnalysis
+
+        return TraceAnalysis
     if name == "metrics":
         from ebbtide.profiler.recording.live.job_metrics import metrics
 

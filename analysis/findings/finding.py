@@ -10,6 +10,7 @@ import pandas as pd
 
 from ebbtide.analysis.dataframes import to_frame
 from ebbtide.analysis.metrics.advice import Setting
+from ebbtide.analysis.metrics.result import TabularResult
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ class NotApplicable:
     needs: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Findings:
+@dataclass(frozen=True, repr=False)
+class Findings(TabularResult):
     """Results of all rules.
 
     Attributes:

@@ -12,6 +12,7 @@ from ebbtide.analysis.dataframes import to_frame
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import main_device
 from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, steady_iterations
+from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
@@ -73,8 +74,8 @@ class GpuFigure:
         return self.quantity.replace("sm_", "SM ").replace("_", " ")
 
 
-@dataclass(frozen=True)
-class GpuState:
+@dataclass(frozen=True, repr=False)
+class GpuState(TabularResult):
     """Figures of every recorded quantity and phase, over all ranks; empty where nothing was recorded."""
 
     figures: list[GpuFigure]

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.metrics.iterations import rank_durations, steady_iterations
+from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.timeseries.statistics import scaled_mad
 from ebbtide.phases import ITERATION_PARTS, PHASES
 from ebbtide.profiler.trace import Trace
@@ -47,8 +48,8 @@ class Spread:
     outliers: list[int]
 
 
-@dataclass(frozen=True)
-class Iterations:
+@dataclass(frozen=True, repr=False)
+class Iterations(TabularResult):
     """Times of all iterations and ranks.
 
     Attributes:

@@ -15,6 +15,7 @@ from ebbtide.analysis.metrics.devices import first_device, link_peak, main_devic
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copies, traffic
 from ebbtide.analysis.metrics.phases import link_table, whole_link_table
+from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import union_length
 from ebbtide.phases import ITERATION_PARTS
@@ -94,8 +95,8 @@ class RankLink:
     missing: str | None
 
 
-@dataclass(frozen=True)
-class LinkUse:
+@dataclass(frozen=True, repr=False)
+class LinkUse(TabularResult):
     """Link use of every rank.
 
     Attributes:

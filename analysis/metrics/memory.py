@@ -15,6 +15,7 @@ from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_t
 from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, steady_iterations
 from ebbtide.analysis.metrics.memory_spans import in_read_iteration
 from ebbtide.analysis.metrics.phases import largest_by_part
+from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import Ints, merge_times, peak_between
 from ebbtide.phases import ITERATION_PARTS
@@ -71,8 +72,8 @@ class Gap:
     peak_bytes: int
 
 
-@dataclass(frozen=True)
-class MemoryUse:
+@dataclass(frozen=True, repr=False)
+class MemoryUse(TabularResult):
     """Recorded pools and gaps of every rank and phase.
 
     Attributes:

@@ -10,6 +10,7 @@ import pandas as pd
 
 from ebbtide.analysis.metrics.devices import main_device
 from ebbtide.analysis.metrics.holders.holders import Holder, Holders, holders_at
+from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import Inventory, OutOfMemoryRecord
 from ebbtide.units import bytes_text
@@ -34,8 +35,8 @@ class Remedy:
     text: str  # The same as a sentence, with the reason.
 
 
-@dataclass(frozen=True)
-class OutOfMemory:
+@dataclass(frozen=True, repr=False)
+class OutOfMemory(TabularResult):
     """An out-of-memory error of a rank."""
 
     rank: int

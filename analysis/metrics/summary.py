@@ -26,6 +26,7 @@ from ebbtide.analysis.metrics.prediction import TimeRange, is_predicted, predict
 from ebbtide.analysis.metrics.ranks.comparison import rank_differences
 from ebbtide.analysis.metrics.ranks.differences import NOT_COMPARED, RankDifferences
 from ebbtide.analysis.metrics.ranks.scan import read_by_parts
+from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.analysis.metrics.totals import Totals, whole_trace
 from ebbtide.analysis.timeseries.statistics import median_or_none
@@ -104,8 +105,8 @@ class MemorySummary:
     pools: dict[str, int]
 
 
-@dataclass(frozen=True)
-class Summary:
+@dataclass(frozen=True, repr=False)
+class Summary(TabularResult):
     """The figures of a trace on one page.
 
     Attributes:

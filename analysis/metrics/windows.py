@@ -21,11 +21,11 @@ from ebbtide.analysis.metrics.devices import (
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, Traffic, traffic
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity, on_demand_remarks
 from ebbtide.analysis.metrics.recurring_windows import PhaseSegment, phase_table, recurring_segments
+from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.analysis.timeseries.thresholds import FreeTimeline, intervals_at_least
 from ebbtide.profiler.trace import Trace
 from ebbtide.state_bytes import STATE_BYTES
-from ebbtide.units import bytes_text
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Window:
     streamed_params: int | None
 
 
-@dataclass(frozen=True)
-class Windows:
+@dataclass(frozen=True, repr=False)
+class Windows(TabularResult):
     """All windows of a trace for one threshold.
 
     Attributes:
@@ -88,10 +88,6 @@ class Windows:
     guaranteed: list[Window]
     unrecorded_ranks: list[int]
     remarks: list[str] = field(default_factory=list)
-
-    def __repr__(self) -> str:
-        sizes = f"at least {bytes_text(self.min_bytes)} of {bytes_text(self.capacity_bytes)}"
-        return f"Windows({sizes}: {len(self.windows)} in iterations, {len(self.guaranteed)} recurring)"
 
     @property
     def known_ranks(self) -> list[int]:

@@ -1,4 +1,7 @@
-"""MkDocs hook: run the notebooks in docs/ and make a page of each, with the outputs of this run."""
+"""MkDocs hook: run the notebooks in docs/ and make a page of each, with the outputs of this run.
+
+`python docs/hooks/notebook_pages.py` stores the outputs in the notebooks.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,15 @@ def run_notebook(path: Path, root: Path) -> Any:
     )
     client.execute(env={**os.environ, "PYTHONPATH": str(root)})
     return notebook
+
+
+def store_outputs(folder: Path) -> None:
+    """Run all notebooks of a folder and keep them with their outputs, without the times of the run."""
+    for path in sorted(folder.glob("*.ipynb")):
+        notebook = run_notebook(path, folder.parents[1])
+        for cell in notebook.cells:
+            cell.metadata.pop("execution", None)
+        nbformat.write(notebook, path)
 
 
 def notebook_page(notebook: Any, name: str) -> tuple[str, dict[str, bytes]]:
@@ -74,3 +86,7 @@ def on_files(files: Any, config: Any) -> Any:
         for name, content in pictures.items():
             files.append(File.generated(config, str(Path(file.src_uri).with_name(name)), content=content))
     return files
+
+
+if __name__ == "__main__":
+    store_outputs(Path(__file__).parents[1] / "notebooks")

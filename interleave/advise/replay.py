@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.errors import MachineError, PolicyError
 from ebbtide.interleave.advise.choice import memory_excess
 from ebbtide.interleave.model.operations import BOTH, NO_OVERLAP, OVERLAPS, Overlap
@@ -17,6 +19,9 @@ from ebbtide.interleave.simulation.bound import Bound, bound
 from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
 from ebbtide.machines.accuracy import accuracy_of
 from ebbtide.machines.machine import Machine
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Above these shares a resource counts as what limits the update.
 _LIMITING_MEMORY_SHARE = 0.95
@@ -68,8 +73,8 @@ class PolicyResult:
     note: str | None
 
 
-@dataclass(frozen=True)
-class Replay:
+@dataclass(frozen=True, repr=False)
+class Replay(TabularResult):
     """The results of all policies, in the order requested.
 
     Attributes:
@@ -87,6 +92,10 @@ class Replay:
     overlap: Overlap
     overlap_bound: Bound
     skipped: dict[str, str]
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a row per policy, with the fields of `PolicyResult` as columns."""
+        return to_frame(self.results, PolicyResult)
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide replay --json` prints."""

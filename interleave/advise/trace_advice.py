@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -9,14 +10,31 @@ from ebbtide.analysis.metrics.advice import Setting, SettingKind
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.errors import MachineError, PolicyError, WorkloadError
 from ebbtide.interleave.advise.choice import best_static_split, choose_policy, fits_memory, without_offload
-from ebbtide.interleave.advise.job.inputs import own_machine, share_box
+from ebbtide.interleave.advise.job.inputs import note_other_machine, own_machine, own_preset, resolve_machine, share_box
 from ebbtide.interleave.advise.job.training_job import recorded_job
 from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.interleave.advise.lines.setups import PasteContext, setup_of
+from ebbtide.interleave.advise.replay import Replay, replay
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.simulator import Steps
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import ms_text
+
+
+def replay_trace(trace: Trace, machine: str | None = None, policies: Sequence[str] | None = None) -> Replay:
+    """Replay the job of a trace under some policies, as `ebbtide replay` does.
+
+    Args:
+        machine: File or preset; None: the recorded machine, else the preset of the trace's card.
+        policies: As for `replay`.
+
+    Raises:
+        WorkloadError: The trace does not tell the parameters of the job, or no iteration.
+        MachineError: There is no such machine, or it lacks a rate that is needed.
+        PolicyError: A policy does not exist or cannot plan this job.
+    """
+    rates = share_box(resolve_machine(machine or own_preset(trace), trace), None, trace)
+    return replay(note_other_machine(workload_of(trace), rates, trace), rates, policies)
 
 
 class _Job(NamedTuple):

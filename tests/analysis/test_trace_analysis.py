@@ -32,6 +32,29 @@ METHODS = {
 }
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_results__are_one_line_as_text_and_a_table_in_notebooks(analysis: TraceAnalysis, method: str) -> None:
+    result = getattr(analysis, method)()
+    assert len(repr(result)) < 100
+    assert "\n" not in repr(result)
+    assert result._repr_html_().count("<tr>") > 1
+
+
+def test_replay__is_that_of_the_command(analysis: TraceAnalysis) -> None:
+    policies = ["zero-offload", "pipelined"]
+    command = ["replay", RUN, *(word for policy in policies for word in ("--policy", policy)), "--json"]
+    printed = json.loads(ebbtide_in_process(*command).stdout)
+    assert json.loads(json.dumps(analysis.replay(policies).as_json())) == printed
+    assert list(analysis.replay(policies).to_pandas()["policy"]) == policies
+    with pytest.raises(UserError, match="did you mean"):
+        analysis.replay(machine="h100-80gbx")
+
+
+def test_dir__has_public_names_only(analysis: TraceAnalysis) -> None:
+    assert {"summary", "findings", "replay", "plot", "windows"} <= set(dir(analysis))
+    assert not [name for name in dir(analysis) if name.startswith("_")]
+
+
 @pytest.fixture(scope="module")
 def analysis() -> TraceAnalysis:
     trace = ebbtide.open_trace(RUN)
@@ -118,8 +141,3 @@ def test_plot__draws_a_kind_and_refuses_others(analysis: TraceAnalysis) -> None:
     assert [axes.get_ylabel() for axes in analysis.plot("memory").axes] == ["memory (GiB)", "host memory (GiB)"]
     with pytest.raises(UserError, match="is no kind of picture"):
         analysis.plot("pie")
-
-
-def test_windows__have_a_short_repr(analysis: TraceAnalysis) -> None:
-    assert repr(analysis.windows(ranks=[0])).startswith("Windows(at least 1.00 GiB of 79.65 GiB: ")
-    assert len(repr(analysis.windows())) < 120

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -122,9 +123,25 @@ def test_lists__read_alike_on_code_hosts_and_on_the_site(page: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.rglob("*.ipynb")), ids=lambda path: path.name)
-def test_notebooks__are_kept_without_outputs(path: Path) -> None:
+def test_notebooks__are_kept_with_the_outputs_of_one_run(path: Path) -> None:
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-    assert [cell for cell in cells if cell["outputs"] or cell["execution_count"]] == []
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert any("image/png" in output.get("data", {}) for cell in cells for output in cell["outputs"])
+    assert path.stat().st_size < 1_000_000
+
+
+def printed_text(notebook: dict[str, Any]) -> list[str]:
+    """Return what each cell of a notebook prints as text, without pictures."""
+    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", ()) if "png" not in str(output)]
+    texts = (output.get("text") or output["data"]["text/plain"] for output in outputs)
+    return ["".join(text) for text in texts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.ipynb")), ids=lambda path: path.name)
+def test_notebooks__print_what_is_stored(hooks: dict[str, ModuleType], path: Path) -> None:
+    stored = json.loads(path.read_text())
+    assert printed_text(hooks["notebook_pages"].run_notebook(path, ROOT)) == printed_text(stored)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from ebbtide.analysis.metrics.activity.idle_causes import time_without_compute
 from ebbtide.analysis.metrics.activity.phase_activity import phase_activity
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.missing import NO_KERNELS, no_iterations
+from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.timeseries.intervals import difference, length
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.phases import ITERATION_PARTS
@@ -147,8 +148,8 @@ class TotalActivity:
     communication_overlap_share: float | None = None
 
 
-@dataclass(frozen=True)
-class GpuActivity:
+@dataclass(frozen=True, repr=False)
+class GpuActivity(TabularResult):
     """Activity of the first device of a rank.
 
     Attributes:

@@ -13,6 +13,7 @@ from ebbtide.analysis.metrics.devices import main_device, peak_pool
 from ebbtide.analysis.metrics.holders.categories import CATEGORIES, categorized_allocations
 from ebbtide.analysis.metrics.holders.stacks import call_site
 from ebbtide.analysis.metrics.memory_spans import memory_spans, trace_start_ns, within_spans
+from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.profiler.trace import Trace
 
@@ -39,8 +40,8 @@ class Holder:
     bytes: int
 
 
-@dataclass(frozen=True)
-class Holders:
+@dataclass(frozen=True, repr=False)
+class Holders(TabularResult):
     """The holders of the memory of a device at a time.
 
     Attributes:

@@ -13,6 +13,7 @@ from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.ranks.comparison import rank_differences
 from ebbtide.analysis.metrics.ranks.differences import RankDifferences
 from ebbtide.analysis.metrics.ranks.rank_series import rank_series
+from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.profiler.trace import Trace
 
@@ -47,8 +48,8 @@ class RankRow:
     cause: str | None
 
 
-@dataclass(frozen=True)
-class RankTable:
+@dataclass(frozen=True, repr=False)
+class RankTable(TabularResult):
     """A row per rank, and the ranks that differ.
 
     Attributes:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.phases import PHASES
 from ebbtide.units import bytes_text, ms_text, rate_text
 
@@ -108,8 +109,8 @@ class RankDifference:
         return longer.get("phases_ms", sum(longer.get(f"{phase}_ms", 0.0) for phase in PHASES))
 
 
-@dataclass(frozen=True)
-class RankDifferences:
+@dataclass(frozen=True, repr=False)
+class RankDifferences(TabularResult):
     """The ranks of a trace that differ from the others."""
 
     # Number of ranks that were compared; 0 where the trace has one rank, or fewer than 5 steady iterations.

@@ -11,14 +11,15 @@ import pandas as pd
 from ebbtide.analysis.dataframes import to_frame
 from ebbtide.analysis.metrics.devices import peak_pool
 from ebbtide.analysis.metrics.iterations import steady_iterations
+from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.analysis.metrics.substeps.aggregate import ResourceUse, SubStep, SubstepAggregator
 from ebbtide.analysis.metrics.substeps.operations import run_in_sequence, split_by_phase
 from ebbtide.profiler.trace import Trace
 
 
-@dataclass(frozen=True)
-class SubSteps:
+@dataclass(frozen=True, repr=False)
+class SubSteps(TabularResult):
     """The sub-steps of every rank.
 
     Attributes:
