@@ -30,14 +30,16 @@ class FreeStep(NamedTuple):
 
 
 @once_per_trace
-def free_steps(trace: Trace, rank: int) -> list[FreeStep] | None:
+def free_steps(trace: Trace, rank: int, pool: str | None = None) -> list[FreeStep] | None:
     """Return the free memory of a rank's device, at each position the least over all steady iterations.
+
+    It is the capacity without a pool, by default that of all memory that others cannot use (`free_pool`).
 
     If a phase has several parts (micro-steps), the least of the whole phase counts: the parts before the last are over
     long before the optimizer has anything to move. The steps are in the order other, forward, backward, update, without
     phases of which nothing was recorded; None if the memory or its capacity is not known.
     """
-    pool, capacity = free_pool(trace), capacity_bytes(trace, rank)
+    pool, capacity = pool or free_pool(trace), capacity_bytes(trace, rank)
     times, used = memory_timeline(trace, rank, pool or "")
     if capacity is None or not len(times):
         return None

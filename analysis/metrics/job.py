@@ -311,7 +311,8 @@ class JobMetrics:
     @cached_property
     def checkpointing(self) -> bool | None:
         """Whether forwards are recomputed in the backward."""
-        return self.deepspeed.info.activation_checkpointing if self.deepspeed is not None else None
+        configured = self.deepspeed.info.activation_checkpointing if self.deepspeed is not None else None
+        return self.entry.model.checkpointing if configured is None else configured
 
     def phase_link(self, phase: str, direction: str) -> PhaseLink | None:
         """Return one direction of the link in a phase, of the rank that moved most."""

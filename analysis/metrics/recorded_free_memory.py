@@ -16,16 +16,19 @@ from ebbtide.profiler.trace import Trace
 _MAX_STEPS = 32
 
 
-def recorded_free_memory(metrics: JobMetrics, phase_s: Mapping[str, float]) -> tuple[tuple[float, float], ...] | None:
+def recorded_free_memory(
+    metrics: JobMetrics, phase_s: Mapping[str, float], pool: str | None = None
+) -> tuple[tuple[float, float], ...] | None:
     """Return (time, bytes): the free memory of the devices, at each point the least of all ranks and steady iterations.
 
     Optimizer state that the recorded job kept on the device counts as free, since the replayed policy decides where it
     is kept. It is negative where the rest of a predicted job needs more than the device has. `phase_s` are the lengths
-    of other, forward and backward, seconds, which come in this order. None if it is not known.
+    of other, forward and backward, seconds, which come in this order; `pool` as for `free_steps`. None if it is not
+    known.
     """
     if not metrics.has_gpu:
         return None
-    recorded = _least_of_ranks(metrics.trace)
+    recorded = _least_of_ranks(metrics.trace, pool)
     if not recorded:
         return None
     state = _state_on_device(metrics)
@@ -43,9 +46,9 @@ def recorded_free_memory(metrics: JobMetrics, phase_s: Mapping[str, float]) -> t
 
 
 @once_per_trace
-def _least_of_ranks(trace: Trace) -> list[FreeStep]:
+def _least_of_ranks(trace: Trace, pool: str | None) -> list[FreeStep]:
     """Return the least free memory of all ranks by phase and position; empty where it is not known."""
-    by_rank = [steps for rank in trace.ranks if (steps := free_steps(trace, rank))]
+    by_rank = [steps for rank in trace.ranks if (steps := free_steps(trace, rank, pool))]
     if len(by_rank) < 2:
         return by_rank[0] if by_rank else []
     least = []

@@ -73,7 +73,7 @@ class JobInfo:
         )
         self.write()
 
-    def add_training(self, modules: Iterable[Any], optimizers: Iterable[Any]) -> None:
+    def add_training(self, modules: Iterable[Any], optimizers: Iterable[Any], recomputes: bool = False) -> None:
         """Describe the model and the optimizers of an update that has ended, if an optimizer is new.
 
         Optimizer state exists only after the first step, so an optimizer that has skipped its step waits for the next.
@@ -90,7 +90,7 @@ class JobInfo:
                 self._described[optimizer] = True
             self._data["devices"] = self._devices()
             described = list(self._described)
-            self._data["model"] = describe_model(list(modules), described)
+            self._data["model"] = describe_model(list(modules), described, recomputes)
             self._data["optimizers"] = describe_optimizers(described)
         except Exception as error:
             self.note(f"the model and its optimizers could not be described: {error!r}")
@@ -152,10 +152,11 @@ def _environment_number(variable: str, default: int) -> int:
         return default
 
 
-def describe_model(modules: list[Any], optimizers: list[Any]) -> dict[str, Any]:
+def describe_model(modules: list[Any], optimizers: list[Any], recomputes: bool) -> dict[str, Any]:
     """Return the trace's `model` entry: of the outermost modules, which together are the model.
 
-    Its `params` counts the parameters whose optimizer state is on this rank.
+    Its `params` counts the parameters whose optimizer state is on this rank. `recomputes`: whether modules were called
+    in the backward.
     """
     modules = [m.module if is_deepspeed_object(m) and hasattr(m, "module") else m for m in modules]
     parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
@@ -172,6 +173,7 @@ def describe_model(modules: list[Any], optimizers: list[Any]) -> dict[str, Any]:
         "trainable_params": sum(t.numel() for p, t in zip(parameters, tensors) if p.requires_grad),
         "bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         "dtypes": dict(dtypes),
+        "checkpointing": recomputes,
     }
 
 

@@ -256,7 +256,7 @@ class Recorder(ProcessRecorder):
             self._spool.put(ITERATION, a=iteration, b=self._last_phase, x=end_ns)
             self._spool.flush_if_cheap()
             self.figures.end_iteration(iteration)
-            self.files.job_info.add_training(live_keys(self.modules), self.stepped)
+            self.files.job_info.add_training(live_keys(self.modules), self.stepped, self.recomputes)
             if options.last is not None and iteration >= options.last:
                 self.close("iterations")
                 return

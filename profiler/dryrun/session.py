@@ -201,7 +201,7 @@ class DryRun:
 
     def _end_iteration(self, finished: int) -> None:
         optimizers = self.tracker.rule.optimizers
-        self.model = describe_model(list(self.tracker.modules), optimizers)
+        self.model = describe_model(list(self.tracker.modules), optimizers, self.tracker.recomputes)
         self.optimizers = describe_optimizers(optimizers)
         self.mode.values.reads = 0
         if finished >= self.options.iterations:

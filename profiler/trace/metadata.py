@@ -139,6 +139,7 @@ class ModelInfo(_Section, frozen=True, kw_only=True):
     trainable_params: Count | None = None
     bytes: Count | None = None
     dtypes: dict[str, Count] = {}
+    checkpointing: bool | None = None
 
 
 class OptimizerInfo(_Section, frozen=True, kw_only=True):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ebbtide.analysis.metrics.devices import capacity_bytes
+from ebbtide.analysis.metrics.devices import capacity_bytes, memory_timeline
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.recorded_free_memory import recorded_free_memory
 from ebbtide.interleave.advise.job.compute_times import GATHERED_LAYERS, checkpointed_share, guessed_layers
@@ -20,6 +21,9 @@ from ebbtide.interleave.model.workload import FreeMemorySteps, Workload, value_a
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import BACKWARD, FORWARD, OTHER
 from ebbtide.profiler.trace import Trace
+
+# Pools of what tensors take, without what torch keeps for others; the first one recorded counts.
+_TENSOR_POOLS = ("requested", "allocated")
 
 
 class PlacedWorkload(NamedTuple):
@@ -74,10 +78,17 @@ def own_bytes(
         batch *= memory.checkpointed
     gathered = min(memory.gather_bytes, memory.param_bytes * (1 - share)) if share < 1 else 0.0
     constant = memory.fixed_bytes + memory.param_bytes * share + gathered
-    return [
-        (point, constant + max(gradient * share, grad_bytes) + activation * batch)
-        for point, gradient, activation in ((at.point, at.gradient_bytes, at.activation_bytes) for at in memory.points)
-    ]
+
+    def used(points: Sequence[MemoryPoint], batch: float) -> list[float]:
+        return [max(at.gradient_bytes * share, grad_bytes) + at.activation_bytes * batch for at in points]
+
+    numbers = [at.point for at in memory.points]
+    if not memory.tensors:
+        return [*zip(numbers, (constant + size for size in used(memory.points, batch)), strict=True)]
+    kept = [constant + size for size in used(memory.points, 1.0)]
+    change = max(used(memory.tensors, batch)) - max(used(memory.tensors, 1.0))
+    most = max(kept) + change
+    return [*zip(numbers, (size + change if change > 0 else min(size, most) for size in kept), strict=True)]
 
 
 def _free_memory(
@@ -144,28 +155,37 @@ def recorded_memory(trace: Trace, workload: Workload, gradients_held: bool) -> t
     if workload.gpu_free is None or capacity is None:
         return None, None
     lengths = workload.other_s, workload.forward_s, workload.backward_s
+    phase_s = dict(zip((OTHER, FORWARD, BACKWARD), lengths, strict=True))
     # Not `gpu_free`, which is 0 where a predicted job needs more than the device has.
-    free = recorded_free_memory(metrics, dict(zip((OTHER, FORWARD, BACKWARD), lengths, strict=True)))
-    used = points_of(free or (), lengths, float(capacity))
+    used = points_of(recorded_free_memory(metrics, phase_s) or (), lengths, float(capacity))
     least = min(size for _, size in used)
     model = metrics.entry.model
     params = float(model.bytes) if model.bytes is not None else workload.param_bytes * workload.params
     params = min(params, max(least, 0.0))
     all_gradients = workload.grad_bytes * workload.params if gradients_held else 0.0
-    points = []
-    for point, size in used:
-        gradients = min(all_gradients * min(max(point - 2, 0.0), 1.0), size - least)
-        points.append(MemoryPoint(point, gradients, size - least - gradients))
+    pool = next((pool for pool in _TENSOR_POOLS if memory_timeline(trace, trace.ranks[0], pool)[0].size), None)
+    of_tensors = recorded_free_memory(metrics, phase_s, pool) if pool is not None else None
     total = model.total_params or workload.params
     several = (metrics.entry.world_size or len(trace.ranks)) > 1
     memory = OwnMemory(
         fixed_bytes=least - params,
         param_bytes=params,
         gather_bytes=0.0 if several else GATHERED_LAYERS * workload.param_bytes * total / guessed_layers(total),
-        points=tuple(points),
+        points=_memory_points(used, all_gradients),
+        tensors=_memory_points(points_of(of_tensors, lengths, float(capacity)), all_gradients) if of_tensors else (),
         checkpointed=checkpointed_share(total),
     )
     return memory, _state_bytes_on_device(metrics)
+
+
+def _memory_points(used: Sequence[tuple[float, float]], all_gradients: float) -> tuple[MemoryPoint, ...]:
+    """Return what is used beyond the least of all moments: gradients, as they are computed, and activations."""
+    least = min(size for _, size in used)
+    points = []
+    for point, size in used:
+        gradients = min(all_gradients * min(max(point - 2, 0.0), 1.0), size - least)
+        points.append(MemoryPoint(point, gradients, size - least - gradients))
+    return tuple(points)
 
 
 def _state_bytes_on_device(metrics: JobMetrics) -> float | None:

@@ -108,7 +108,7 @@ def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
     settings = TunableSettings(
         ranks=ranks,
         micro_batch=batch.micro_batch or recorded.micro_batch,
-        checkpointing=bool(deepspeed is not None and deepspeed.info.activation_checkpointing),
+        checkpointing=bool(JobMetrics(trace).checkpointing),
         offload=offloads,
     )
     micro_steps = recorded.micro_steps or 1

@@ -169,6 +169,8 @@ class OwnMemory:
         fixed_bytes: Memory that no change reduces.
         gather_bytes: Parameters of other ranks that are on the device meanwhile, if there are several ranks.
         points: Gradients and activations over the iteration; the first at 0.
+        tensors: The same of tensors alone, where `points` are of memory that torch keeps when tensors are released: it
+            grows and shrinks with the most that tensors take.
         checkpointed: The share of activations that remains with checkpointing; None: it cannot be switched on.
     """
 
@@ -176,6 +178,7 @@ class OwnMemory:
     param_bytes: float
     gather_bytes: float
     points: tuple[MemoryPoint, ...]
+    tensors: tuple[MemoryPoint, ...] = ()
     checkpointed: float | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from ebbtide.interleave.advise.job.memory import place
 from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size, job_of_trace
 from ebbtide.interleave.advise.job.workload_from_trace import workload_of
 from ebbtide.machines.catalog import preset
-from ebbtide.profiler.trace import TraceBuilder, open_trace
+from ebbtide.profiler.trace import Trace, TraceBuilder, open_trace
 from tests.analysis.findings.jobs import PARAMS, offloaded
 
 TRACES = Path(__file__).parents[3] / "traces"
@@ -49,6 +50,43 @@ def test_job_of_trace__gradients_of_a_loop_of_torch_stay_on_the_device(tmp_path:
     job = job_of_trace(trace, BatchSettings(ranks=2, micro_batch=3, tokens=100))
     assert job.workload.gradients_held_until_step == (not job.settings.offload)
     assert (job.workload.params, job.settings.ranks, job.settings.micro_batch, job.tokens) == (PARAMS, 2, 3, 100)
+
+
+def trained(path: Path, *, kept_bytes: int, checkpointing: bool = False) -> Trace:
+    """Write a trace of 2 GiB of parameters and up to 20 GiB of activations, of which torch keeps all, and more."""
+    builder = TraceBuilder("recorded")
+    model = {"params": PARAMS, "total_params": PARAMS, "bytes": 2 << 30, "checkpointing": checkpointing}
+    device = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 80 << 30, "name": "NVIDIA A100-SXM4-80GB"}
+    rank = builder.rank(0, world_size=1, devices=[device], model=model)
+    for iteration in range(6):
+        for index, (phase, tensors) in enumerate((("forward", 12), ("backward", 22), ("update", 2))):
+            begin = (300 * iteration + 100 * index) * 10**6
+            rank.phase(phase, begin, begin + 100 * 10**6, iteration)
+            at = begin + 10**6
+            rank.memory(at, tensors << 30, "requested").memory(at, kept_bytes, "reserved")
+    builder.write(path)
+    return open_trace(path)
+
+
+@pytest.mark.parametrize("kept_gib", [22, 30])
+def test_place__a_smaller_micro_batch_needs_less_where_torch_keeps_its_memory(kept_gib: int, tmp_path: Path) -> None:
+    trace = trained(tmp_path / "run.ebb", kept_bytes=kept_gib << 30)
+    job, machine = job_of_trace(trace, BatchSettings(micro_batch=4)), preset("a100-80gb-sxm")
+    capacity = machine.gpu_memory_bytes or 0.0
+    settings = {size: replace(job.settings, micro_batch=size) for size in (8, 4, 2)}
+    free = {size: place(job, settings[size], machine).workload.gpu_free or () for size in settings}
+    used = {size: capacity - min(left for _, left in steps) for size, steps in free.items()}
+    assert used[4] == pytest.approx(kept_gib << 30, rel=0.01)
+    activations = 20 << 30
+    assert used[8] - used[4] == pytest.approx(activations, rel=0.01)
+    held_gradients = 2 * PARAMS
+    assert used[4] - used[2] == pytest.approx(activations / 2 - held_gradients, rel=0.01)
+
+
+def test_job_of_trace__knows_whether_the_job_checkpoints(tmp_path: Path) -> None:
+    for checkpointing in (False, True):
+        trace = trained(tmp_path / f"{checkpointing}.ebb", kept_bytes=30 << 30, checkpointing=checkpointing)
+        assert job_of_trace(trace, BatchSettings()).settings.checkpointing is checkpointing
 
 
 @pytest.mark.parametrize(
