@@ -39,7 +39,9 @@ def echo_line(line: str, **style: Any) -> None:
 
 def is_terminal() -> bool:
     """Return whether people read the output at a certain width: on a terminal, or as COLUMNS says."""
-    return bool(os.environ.get("COLUMNS")) or (_output or sys.stdout).isatty()
+    output = _output or sys.stdout
+    # It is None where the caller has closed it.
+    return bool(os.environ.get("COLUMNS")) or (output is not None and output.isatty())
 
 
 def styled(text: str, **style: Any) -> str:

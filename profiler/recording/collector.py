@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -26,7 +27,7 @@ from ebbtide.profiler.agent.spool import process_id
 from ebbtide.profiler.recording.lifecycle import finish_recording, open_recording, spool_folder
 from ebbtide.profiler.sampler.processes import process_runs, recorded_processes, start_ticks, stat_fields
 from ebbtide.profiler.trace.files import new_trace
-from ebbtide.profiler.trace.trace import next_commands
+from ebbtide.profiler.trace.trace import closing_lines
 
 # A scheduler sends some of these to every process of a job, and a terminal others; none of them is for the collector.
 _IGNORED = (
@@ -186,7 +187,7 @@ def _collect(command: RecordedCommand, job: int, job_end: int, status: int, fail
         time.sleep(_CHILDREN_PERIOD_S)
     recording.sampler.stop()
     result = finish_recording(recording, {"exit": exit_info} if exit_info else {}, command.options.first)
-    for line in [*result.warnings, *map(next_commands, result.traces)]:
+    for line in [*result.warnings, *chain.from_iterable(map(closing_lines, result.traces))]:
         if line not in warned:
             _say(line)
 

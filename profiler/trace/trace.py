@@ -185,16 +185,16 @@ class Trace:
         return self.table(rank, "allocations")
 
 
-def next_commands(trace: Trace) -> str:
-    """Return the closing lines of a command that writes a trace: its path, what it has, and the command to run next."""
+def closing_lines(trace: Trace) -> list[str]:
+    """Return the last lines of a command that writes a trace: its path, what it has, and the command to run next."""
     path = shlex.quote(str(trace.path))
     first = trace.ranks[:1]
     iterations = sum(trace.phases(rank)["iteration"].nunique() for rank in first)
     recorded = [
         name for table, (column, name) in _CONTENTS.items() if any(trace.labels(r, table, column) for r in first)
     ]
-    return (
-        f"trace: {path}, {iterations} iterations on {len(trace.ranks)} rank{'s' if len(trace.ranks) != 1 else ''}\n"
-        f"recorded: {', '.join(recorded) or 'nothing'}\n"
-        f"next: ebbtide summary {path}"
-    )
+    return [
+        f"trace: {path}, {iterations} iterations on {len(trace.ranks)} rank{'s' if len(trace.ranks) != 1 else ''}",
+        f"recorded: {', '.join(recorded) or 'nothing'}",
+        f"next: ebbtide summary {path}",
+    ]

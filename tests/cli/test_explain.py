@@ -215,7 +215,7 @@ def test_commands__show_whole_traces_without_iterations(written: dict[str, Path]
     assert memory["pools"] == [{"rank": 0, "phase": None, "pool": "device", "low_bytes": 0, "peak_bytes": 9 << 30}]
     (free,) = memory["gaps"]
     assert (free["gap"], free["phase"], free["low_bytes"]) == ("free", None, CAPACITY - (9 << 30))
-    assert "over the whole trace (no phases were recorded" in text(capsys, "memory", path)
+    assert "figures of the whole trace: no phases were recorded" in text(capsys, "memory", path)
     down, up = answer(capsys, "link", path)["phases"]
     assert (down["phase"], down["direction"], down["mean_bytes_per_s"]) == (None, "h2d", pytest.approx(1e9))
     assert down["bytes"] == pytest.approx(1e7)

@@ -99,8 +99,8 @@ def test_import__a_log_up_to_its_windows(folder: Path) -> None:
     *notes, written, recorded, last = done.stderr.splitlines()
     assert [note.removeprefix("ebbtide: ") for note in notes] == open_trace(folder / "x.ebb").notes
     assert written == "ebbtide: trace: x.ebb, 2 iterations on 2 ranks"
-    assert recorded.startswith("recorded: phases")
-    assert last == "next: ebbtide summary x.ebb"
+    assert recorded.startswith("ebbtide: recorded: phases")
+    assert last == "ebbtide: next: ebbtide summary x.ebb"
     summary = json.loads(ebbtide_in_process("summary", "x.ebb", "--json", cwd=folder).stdout)
     assert (summary["iterations"], summary["warmup_iterations"], summary["ranks"]) == (2, 0, 2)
     assert summary["memory"]["pool"] == "allocated"

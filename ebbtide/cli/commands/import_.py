@@ -88,21 +88,21 @@ def import_(
 
     from ebbtide.profiler.importers.importer import Hardware
     from ebbtide.profiler.importers.load import import_trace
-    from ebbtide.profiler.trace.trace import next_commands
+    from ebbtide.profiler.trace.trace import closing_lines
 
     trace = import_trace(sources, output, format, force, Hardware(capacity_bytes, lanes), align, phases)
-    for note in trace.notes:
-        typer.echo(f"ebbtide: {note}", err=True)
-    typer.echo(f"ebbtide: {next_commands(trace)}", err=True)
+    for line in (*trace.notes, *closing_lines(trace)):
+        typer.echo(f"ebbtide: {line}", err=True)
 
 
 def _merge(traces: list[Path], output: Path, align: str | None, force: bool) -> None:
     from ebbtide.profiler.trace import open_trace
     from ebbtide.profiler.trace.merge import merge
-    from ebbtide.profiler.trace.trace import next_commands
+    from ebbtide.profiler.trace.trace import closing_lines
 
     merged = merge([open_trace(path) for path in traces], output, force, align)
-    typer.echo(f"ebbtide: {next_commands(merged)}", err=True)
+    for line in closing_lines(merged):
+        typer.echo(f"ebbtide: {line}", err=True)
 
 
 def _link(text: str) -> tuple[int, int]:

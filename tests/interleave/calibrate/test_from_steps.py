@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_machine_of__without_a_gpu_has_cpu_rates_only(tmp_path: Path, capsys: py
     output = tmp_path / "machine.json"
     assert run(["calibrate", "--from-trace", str(tmp_path / "run.ebb"), "-o", str(output)]) == 0
     out, err = capsys.readouterr()
-    assert "measured: DeepSpeed's kernel" in out
+    assert re.search(r"update on the CPU .* measured", out)
     assert "are not known" in err
 
 

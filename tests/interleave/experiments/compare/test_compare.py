@@ -216,7 +216,7 @@ def test_compare__measures_memory_and_storage_beside_their_prediction(tmp_path: 
     assert deepcompile.memory.device.measured == deepcompile.memory.device.predicted > 0
     assert not list(tmp_path.iterdir())
     bars = draw_comparison(comparison).subfigs[0].axes[3]
-    assert bars.get_xlabel() == "storage traffic (MB)"
+    assert bars.get_xlabel() == "storage traffic (MiB)"
     lanes = [label.get_text() for label in draw_comparison(comparison).subfigs[1].axes[0].get_yticklabels()]
     assert lanes[4:6] == ["storage read", "storage write"]
 

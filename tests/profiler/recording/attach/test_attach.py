@@ -200,7 +200,9 @@ def test_analysis__does_not_take_iterations_without_details_for_free_memory(slic
     (remark,) = [remark for remark in summary.remarks if remark.startswith("recorded on demand")]
     assert f"details in {len(numbers)} of {summary.iterations - 2:,} iterations" in remark
     assert remark in windows.remarks
-    assert all(finding.rule in ("between-phases", "too-few-threads", "swapping") for finding in find(trace).findings)
+    # A busy machine adds findings on times.
+    of_memory = {"does-not-fit", "free-memory", "memory-outside-torch", "fragmentation", "memory-growth"}
+    assert not of_memory & {finding.rule for finding in find(trace).findings}
 
 
 def test_analysis__holders_are_known_in_slices_alone(slices: Slices) -> None:
