@@ -122,7 +122,7 @@ def compare(config: CompareConfig, progress: ProgressCallback = lambda *_: None)
 
     progress("measuring this machine", 0, total)
     limits = _storage_limits(config, shape, subgroup_params)
-    testbed = find_testbed(shape.params, budget, config.link_bytes_per_s, config.machine, limits)
+    testbed = find_testbed(shape.params, subgroup_params, budget, config.link_bytes_per_s, config.machine, limits)
     waits = _waits(config, policies, testbed, shape)
     streamed = any(map(needs_streamed, policies))
     runs: list[PolicyRun] = []

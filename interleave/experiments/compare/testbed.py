@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +19,7 @@ from ebbtide.interleave.calibrate.record import Record, Setup, measure_time
 from ebbtide.interleave.calibrate.run import calibrate
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES
+from ebbtide.interleave.engine.optimizer import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.storage.stored_states import StorageOptions
 from ebbtide.machines.machine import Machine, machine_from
 
@@ -24,6 +28,9 @@ LINK_BYTES_PER_S = 1e9
 _GPU_PARAMS_PER_S = 4e8
 _WINDOW_S = 0.25
 _CALIBRATE_S = 15.0
+# Of the measurement of a step's overhead: parameters of a subgroup, steps, and those before rates are as later.
+_SMALL_PARAMS = 1024
+_STEPS, _WARMUP_STEPS, _BETWEEN_STEPS_S = 16, 6, 0.03
 _REQUIRED_RATES = (
     "h2d_bytes_per_s",
     "d2h_bytes_per_s",
@@ -75,6 +82,7 @@ class StorageFolders(NamedTuple):
 
 def find_testbed(
     params: int,
+    subgroup_params: int,
     memory_budget: float,
     link_bytes_per_s: float | None,
     machine: Machine | None,
@@ -112,11 +120,42 @@ def find_testbed(
             gpu_update_params_per_s=_GPU_PARAMS_PER_S,
         )
         testbed = Testbed(torch.device("cpu"), "emulated device", rates, memory_budget, link, threads)
+        if machine is None:
+            overhead_s = _measure_overhead(testbed, -(-params // subgroup_params))
+            testbed = replace(testbed, machine=replace(rates, step_overhead_s=overhead_s))
     testbed.machine.need(_REQUIRED_RATES, "compare")
     if storage is None:
         return testbed
     measured = StorageOptions(storage.folders, storage.host_bytes).added_to(testbed.machine)
     return replace(testbed, machine=measured, storage=storage.folders)
+
+
+def _measure_overhead(testbed: Testbed, subgroups: int) -> float:
+    """Return the time of a step with so many subgroups, each so small that its rates do not count, the median of some.
+
+    Threads that wake for each operation take as long whatever an operation moves.
+    """
+    param = torch.nn.Parameter(torch.zeros(subgroups * _SMALL_PARAMS))
+    optimizer = InterleavedAdamW(
+        [param],
+        policy="pipelined",
+        machine=testbed.machine,
+        subgroup_params=_SMALL_PARAMS,
+        memory_budget=testbed.memory_budget,
+        max_grad_norm=1.0,
+        device=testbed.make_device(),
+        threads=testbed.threads,
+    )
+    times = []
+    with closing(optimizer):
+        for _ in range(_STEPS):
+            param.grad = torch.ones_like(param)
+            # As long as forward and backward would take: threads that wait for work are asleep by then.
+            time.sleep(_BETWEEN_STEPS_S)
+            begin = time.perf_counter()
+            optimizer.step()
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times[_WARMUP_STEPS:])
 
 
 def _measure_cpu(params: int, threads: int) -> Machine:
@@ -128,6 +167,7 @@ def _measure_cpu(params: int, threads: int) -> Machine:
     try:
         host_memory.measure_bandwidth(setup, record)
         cpu.measure_cast(setup, record)
+        cpu.measure_norm(setup, record)
     finally:
         torch.set_num_threads(before)
     timing = measure_time(OnePassAdamW(params, threads), _WINDOW_S, setup.ranks)
