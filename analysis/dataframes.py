@@ -1,4 +1,4 @@
-"""Converts lists of dataclasses into pandas tables."""
+"""Results as pandas tables: what results have in common, and tables of dataclasses."""
 
 from __future__ import annotations
 
@@ -19,6 +19,25 @@ _DTYPES: dict[Any, str] = {
     str: "str",
     str | None: "string",
 }
+
+
+class TabularResult:
+    """A result of the analysis: one line as text, its main table in a notebook."""
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return its main table."""
+        raise NotImplementedError
+
+    def as_json(self) -> Any:
+        """Return the object that the command prints with `--json`."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        rows = len(self.to_pandas())
+        return f"<{type(self).__name__}: {rows:,} row{'s' if rows != 1 else ''}; to_pandas(), as_json()>"
+
+    def _repr_html_(self) -> str:
+        return str(self.to_pandas()._repr_html_())
 
 
 def to_frame(rows: Iterable[Any], kind: type) -> pd.DataFrame:

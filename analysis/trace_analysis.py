@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.job import JobMetrics
-from ebbtide.analysis.metrics.result import TabularResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

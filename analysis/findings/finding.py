@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.advice import Setting
-from ebbtide.analysis.metrics.result import TabularResult
 
 
 @dataclass(frozen=True)

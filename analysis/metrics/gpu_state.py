@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import main_device
 from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, steady_iterations
-from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.iterations import rank_durations, steady_iterations
-from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.timeseries.statistics import scaled_mad
 from ebbtide.phases import ITERATION_PARTS, PHASES
 from ebbtide.profiler.trace import Trace

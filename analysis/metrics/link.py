@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import first_device, link_peak, main_device
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copies, traffic
 from ebbtide.analysis.metrics.phases import link_table, whole_link_table
-from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import union_length
 from ebbtide.phases import ITERATION_PARTS

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, memory_timeline
 from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, steady_iterations
 from ebbtide.analysis.metrics.memory_spans import in_read_iteration
 from ebbtide.analysis.metrics.phases import largest_by_part
-from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import Ints, merge_times, peak_between
 from ebbtide.phases import ITERATION_PARTS

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.devices import main_device
 from ebbtide.analysis.metrics.holders.holders import Holder, Holders, holders_at
-from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import Inventory, OutOfMemoryRecord
 from ebbtide.units import bytes_text

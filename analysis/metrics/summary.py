@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.devices import (
     capacity_bytes,
     free_pool,
@@ -26,7 +26,6 @@ from ebbtide.analysis.metrics.prediction import TimeRange, is_predicted, predict
 from ebbtide.analysis.metrics.ranks.comparison import rank_differences
 from ebbtide.analysis.metrics.ranks.differences import NOT_COMPARED, RankDifferences
 from ebbtide.analysis.metrics.ranks.scan import read_by_parts
-from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.analysis.metrics.totals import Totals, whole_trace
 from ebbtide.analysis.timeseries.statistics import median_or_none

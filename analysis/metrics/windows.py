@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.devices import (
     capacity_bytes,
     free_pool,
@@ -21,7 +21,6 @@ from ebbtide.analysis.metrics.devices import (
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, Traffic, traffic
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity, on_demand_remarks
 from ebbtide.analysis.metrics.recurring_windows import PhaseSegment, phase_table, recurring_segments
-from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.analysis.timeseries.thresholds import FreeTimeline, intervals_at_least
 from ebbtide.profiler.trace import Trace

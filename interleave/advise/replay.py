@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ebbtide.analysis.dataframes import to_frame
-from ebbtide.analysis.metrics.result import TabularResult
+from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.errors import MachineError, PolicyError
 from ebbtide.interleave.advise.choice import memory_excess
 from ebbtide.interleave.model.operations import BOTH, NO_OVERLAP, OVERLAPS, Overlap

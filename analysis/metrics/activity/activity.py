@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.activity.busy_time import busy_time, main_kernels
 from ebbtide.analysis.metrics.activity.collective_skew import CollectiveSkew, collective_skew
 from ebbtide.analysis.metrics.activity.idle_causes import time_without_compute
 from ebbtide.analysis.metrics.activity.phase_activity import phase_activity
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.missing import NO_KERNELS, no_iterations
-from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.timeseries.intervals import difference, length
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.phases import ITERATION_PARTS

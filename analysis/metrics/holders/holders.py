@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.devices import main_device, peak_pool
 from ebbtide.analysis.metrics.holders.categories import CATEGORIES, categorized_allocations
 from ebbtide.analysis.metrics.holders.stacks import call_site
 from ebbtide.analysis.metrics.memory_spans import memory_spans, trace_start_ns, within_spans
-from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.profiler.trace import Trace
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import pandas as pd
 
-from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.iteration_stats import compare_iterations
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.ranks.comparison import rank_differences
 from ebbtide.analysis.metrics.ranks.differences import RankDifferences
 from ebbtide.analysis.metrics.ranks.rank_series import rank_series
-from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.profiler.trace import Trace
 

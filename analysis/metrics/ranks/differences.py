@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.analysis.dataframes import to_frame
-from ebbtide.analysis.metrics.result import TabularResult
+from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.phases import PHASES
 from ebbtide.units import bytes_text, ms_text, rate_text
 

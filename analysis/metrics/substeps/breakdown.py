@@ -8,10 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from ebbtide.analysis.dataframes import to_frame
+from ebbtide.analysis.dataframes import TabularResult, to_frame
 from ebbtide.analysis.metrics.devices import peak_pool
 from ebbtide.analysis.metrics.iterations import steady_iterations
-from ebbtide.analysis.metrics.result import TabularResult
 from ebbtide.analysis.metrics.storage import StorageUse, storage_use
 from ebbtide.analysis.metrics.substeps.aggregate import ResourceUse, SubStep, SubstepAggregator
 from ebbtide.analysis.metrics.substeps.operations import run_in_sequence, split_by_phase
