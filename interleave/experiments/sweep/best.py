@@ -189,9 +189,9 @@ class Axis:
 
 AXES = (
     Axis("scale_params", "times the parameters", lambda value: f"{value:g}", " x parameters"),
-    Axis("free_bytes", "device memory always free (GB)", lambda value: f"{value / 1e9:.4g}", " GB free"),
+    Axis("free_bytes", "device memory always free (GiB)", lambda value: f"{value / 2**30:.3g}", " GiB free"),
     Axis("subgroup_params", "parameters per subgroup", lambda value: count_text(value).replace(" ", ""), " a subgroup"),
-    Axis("host_free_bytes", "free host memory (GB)", lambda value: f"{value / 1e9:.4g}", " GB of host memory"),
+    Axis("host_free_bytes", "free host memory (GiB)", lambda value: f"{value / 2**30:.3g}", " GiB of host memory"),
 )
 
 

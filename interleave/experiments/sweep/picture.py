@@ -64,10 +64,10 @@ class Quantity(NamedTuple):
 
 ITERATION = Quantity("iteration (s)", lambda row: row["iteration_ms"] / 1e3, 2.4)
 _BYTES = (
-    Quantity("device\nmemory (GB)", lambda row: row["peak_device_bytes"] / 1e9, 1.0),
-    Quantity("host\nmemory (GB)", lambda row: row["host_bytes"] / 1e9, 1.0),
+    Quantity("device\nmemory (GiB)", lambda row: row["peak_device_bytes"] / 2**30, 1.0),
+    Quantity("host\nmemory (GiB)", lambda row: row["host_bytes"] / 2**30, 1.0),
     Quantity(
-        "storage\ntraffic (GB)", lambda row: (row["storage_read_bytes"] + row["storage_written_bytes"]) / 1e9, 1.0
+        "storage\ntraffic (GiB)", lambda row: (row["storage_read_bytes"] + row["storage_written_bytes"]) / 2**30, 1.0
     ),
 )
 

@@ -100,7 +100,7 @@ def _scaled(workload: Workload, factor: float, shrink_free: bool) -> Workload:
         missing_bytes = -min(size for _, size in free)
         if missing_bytes > 0:
             raise WorkloadError(
-                f"{factor:g} times the parameters do not fit: they need {missing_bytes / 1e9:.3g} GB more device memory"
+                f"{factor:g} times the parameters do not fit: they need {missing_bytes / 2**30:.3g} GiB more device memory"
             )
     return replace(
         workload,

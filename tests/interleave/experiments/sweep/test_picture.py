@@ -37,13 +37,13 @@ def test_draw_sweep__policies_are_lines_over_the_swept_column() -> None:
     sweep_rows = rows(FAST, free(30e9, 0.0, 10e9))
     figure = draw_sweep(sweep_rows)
     axes, device, host = figure.axes
-    assert (host.get_xlabel(), axes.get_title()) == ("device memory always free (GB)", "box")
+    assert (host.get_xlabel(), axes.get_title()) == ("device memory always free (GiB)", "box")
     assert [panel.get_ylabel() for panel in figure.axes] == [
         "job\niteration (s)",
-        "device\nmemory (GB)",
-        "host\nmemory (GB)",
+        "device\nmemory (GiB)",
+        "host\nmemory (GiB)",
     ]
-    assert [text.get_text() for text in host.get_xticklabels()] == ["0", "10", "30"]
+    assert [text.get_text() for text in host.get_xticklabels()] == ["0", "9.31", "27.9"]
     order = sorted(
         (row for row in sweep_rows if row["policy"] == "twin-flow:0.5"), key=lambda row: float(row["free_bytes"])
     )
@@ -110,9 +110,9 @@ def test_draw_sweep__a_column_per_machine_and_a_row_per_further_scenario() -> No
     assert [axes.get_title() for axes in figure.axes[1::4]] == ["other", ""]
     assert [axes.get_ylabel() for axes in figure.axes][::2] == [
         "job, 100M a subgroup\niteration (s)",
-        "host\nmemory (GB)",
+        "host\nmemory (GiB)",
         "job, 500M a subgroup\niteration (s)",
-        "host\nmemory (GB)",
+        "host\nmemory (GiB)",
     ]
     left, right = figure.axes[:2]
     assert left.get_ylim() == right.get_ylim()
