@@ -56,7 +56,7 @@ def test_draw_sweep__policies_are_lines_over_the_swept_column() -> None:
     assert legend(figure) == [*FAST, "forward, backward and other", "bound", "fits", "does not fit"]
     assert axes.get_ylim()[0] == device.get_ylim()[0] == 0
     for panel, column in ((device, "peak_device_bytes"), (host, "host_bytes")):
-        assert y_values(panel, "#d55e00")[0].tolist() == [row[column] / 1e9 for row in order]
+        assert y_values(panel, "#d55e00")[0].tolist() == [row[column] / 2**30 for row in order]
 
 
 def test_draw_sweep__names_policies_that_are_not_exact() -> None:
