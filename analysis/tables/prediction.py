@@ -9,7 +9,9 @@ from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text, bytes_unit, ms_text, range_text
 
 _MAX_CATEGORIES = 4
-MISFIT = "does not fit"
+FITS, BARELY, MISFIT = "fits", "fits barely", "does not fit"
+# Above this share of the capacity little is missing: libraries and other processes take some memory, too.
+_BARELY_SHARE = 0.95
 
 
 def prediction_view(trace: Trace) -> View:
@@ -17,7 +19,7 @@ def prediction_view(trace: Trace) -> View:
     metrics = JobMetrics(trace)
     yield f"{trace.path}: {prediction_line(trace)}"
     memory = _memory_line(metrics)
-    yield Misfit(memory) if MISFIT in memory else memory
+    yield Misfit(memory) if BARELY in memory or MISFIT in memory else memory
     if (holders := metrics.holders()) is not None and holders.bytes:
         names = ((name or "not known").replace("_", " ") for name, _ in holders.by("category"))
         shares = (100 * size / holders.bytes for _, size in holders.by("category"))
@@ -36,7 +38,17 @@ def _memory_line(metrics: JobMetrics) -> str:
         return f"memory  incomplete, the job ended with status {status}: {amount} so far"
     if capacity is None:
         return f"memory  {amount} at the peak"
-    return f"memory  {'fits' if reserved <= capacity else MISFIT}: {amount} at the peak"
+    return f"memory  {verdict(metrics)}: {amount} at the peak"
+
+
+def verdict(metrics: JobMetrics) -> str | None:
+    """Return whether the job fits the memory of its device, after torch has given back what it can; None: not known."""
+    reserved, capacity = metrics.pool_peak("reserved") or 0, metrics.capacity_bytes
+    if capacity is None:
+        return None
+    if reserved > capacity:
+        return MISFIT
+    return BARELY if reserved > _BARELY_SHARE * capacity else FITS
 
 
 def _time_text(metrics: JobMetrics) -> str:

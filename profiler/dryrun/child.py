@@ -20,7 +20,7 @@ from ebbtide.profiler.dryrun.errors import CannotFakeError, DryRunFinished
 from ebbtide.profiler.dryrun.launch import become_dry_run
 from ebbtide.profiler.dryrun.launchers import JobLaunched, launcher_followed
 
-_CANNOT_FAKE = 2
+_CANNOT_FAKE, _DOES_NOT_FIT = 2, 3
 _INTERRUPTED = 130
 # Messages of torch about a tensor without memory, or an operation without an implementation for it -> a remedy.
 _MESSAGES = (
@@ -69,19 +69,23 @@ def main(arguments: list[str]) -> int:
         return _fail(f"a dry run needs torch 2.13 in the environment of ebbtide: {error}")
     output, words, *job = arguments
     settings = json.loads(words)
-    force, machine, printer = settings.pop("force"), settings.pop("machine"), settings.pop("printer", None)
+    own = {name: settings.pop(name, None) for name in ("force", "machine", "printer", "check")}
+    force, machine, printer = own["force"], own["machine"], own["printer"]
     options = DryRunOptions(**settings, machine=machine_from(machine, "the machine") if machine else None)
     try:
         with DryRun(options) as run, launcher_followed(job):
             status = _run_job(job)
         if status == _CANNOT_FAKE:
             return status
+        if status not in (0, _INTERRUPTED):
+            print(f"ebbtide: incomplete: the job ended with status {status}; no trace is written", file=sys.stderr)
+            return status
         builder = trace_of_run(run, ["python", *job])
         builder.meta["exit"] = {"code": status}
         builder.write(Path(output), force)
     except JobLaunched as job_launched:
         ranks = {"ranks": job_launched.ranks or options.ranks, "ranks_per_node": job_launched.ranks_per_node}
-        settings |= {**ranks, "force": force, "machine": machine, "printer": printer}
+        settings |= {**ranks, **own}
         become_dry_run(job_launched.command, Path(output), settings, job_launched.environment)
     except UserError as error:
         return _fail(str(error))
@@ -89,7 +93,9 @@ def main(arguments: list[str]) -> int:
         print(f"ebbtide: {line}", file=sys.stderr)
     if printer is not None:
         module, function = printer.split(":")
-        getattr(import_module(module), function)(Path(output))
+        fits = getattr(import_module(module), function)(Path(output))
+        if own["check"] and not fits and not status:
+            return _DOES_NOT_FIT
     return status
 
 

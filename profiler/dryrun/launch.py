@@ -37,6 +37,7 @@ def dry_run(
     force: bool = False,
     ranks: int | None = None,
     printer: str | None = None,
+    check: bool = False,
 ) -> NoReturn:
     """Become the process of a dry run, whose exit status is that of the job, or 2 where something cannot be faked.
 
@@ -44,7 +45,9 @@ def dry_run(
         capacity_bytes: Memory of the device; None: that of the machine.
         machine: The machine; None: not named.
         ranks: Ranks of the job, whose rank 0 is run; None: those that torchrun would start, else not stated.
-        printer: `module:function` that is called with the path of the trace when it is written; None: nothing is.
+        printer: `module:function` that is called with the path of the trace when it is written, and returns whether the
+            job fits; None: nothing is.
+        check: Whether the exit status is 3 where it does not fit.
     """
     if os.path.lexists(output) and not force:
         raise TraceError(f"{output} exists already: choose another path, or replace it (--force)")
@@ -57,6 +60,7 @@ def dry_run(
         "machine": machine.as_json() if machine is not None else None,
         "force": force,
         "printer": printer,
+        "check": check,
         "ranks": ranks,
         "ranks_per_node": None,
     }

@@ -71,14 +71,15 @@ def test_dry_run__ends_with_a_screen_that_says_whether_the_job_fits(
     for capacity, code, verdict in (
         (2**20, 0, "memory  fits: 0.59 of 1.00 MiB reserved at the peak"),
         (2**19, 0, "memory  does not fit: 600.00 of 512.00 KiB reserved at the peak"),
-        (2**19, 3, "memory  incomplete, the job ended with status 3: 600.00 of 512.00 KiB reserved so far"),
+        (620_000, 0, "memory  fits barely: 600.00 of 605.47 KiB reserved at the peak"),
+        (2**19, 130, "memory  incomplete, the job ended with status 130: 600.00 of 512.00 KiB reserved so far"),
     ):
         builder = TraceBuilder("predicted", exit={"code": code})
         rank = builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda", "capacity_bytes": capacity}])
         rank.memory(0, 614_400, "reserved")
         rank.memory(0, 600_000, "requested")
         builder.write(Path("run.ebb"), True)
-        print_dry_run(Path("run.ebb"))
+        assert print_dry_run(Path("run.ebb")) == (capacity > 614_400)
         lines = capsys.readouterr().err.splitlines()
         assert lines[0] == "run.ebb: predicted by a dry run, not measured"
         assert verdict in " ".join(map(str.strip, lines))
@@ -133,7 +134,7 @@ def test_pictures__are_drawn_of_the_trace(trace: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "status", "line"),
     [
-        ("import sys; sys.exit(3)", 3, ""),
+        ("import sys; sys.exit(3)", 3, "incomplete: the job ended with status 3; no trace is written"),
         ("raise ValueError('of the job')", 1, "ValueError: of the job"),
         ("import torch; torch.cuda.CUDAGraph()", 2, "cannot dry-run CUDAGraph: it needs a build of torch with CUDA"),
         ("import torch; torch.ops.secret.run(torch.ones(9, device='cuda'))", 2, "register_fake"),
@@ -145,7 +146,7 @@ def test_dry_run__has_the_exit_status_of_the_job(tmp_path: Path, script: str, st
     (tmp_path / "job.py").write_text(script)
     result, log = dry_run(tmp_path / "run.ebb", str(tmp_path / "job.py"))
     assert (result, line in log) == (status, True), log
-    assert (tmp_path / "run.ebb").exists() == (status != 2)
+    assert not (tmp_path / "run.ebb").exists()
     if status == 2:
         assert log.count("\n") == 1
         assert "job.py:1" in log

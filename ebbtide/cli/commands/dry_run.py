@@ -66,6 +66,9 @@ def dry_run(
             show_default="those of torchrun",
         ),
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="End with exit code 3 if the job does not fit the memory of the GPU.")
+    ] = False,
     force: Force = False,
 ) -> None:
     """Predict the device memory and the copies of a training job, without a GPU.
@@ -93,4 +96,5 @@ def dry_run(
         force=force,
         ranks=ranks,
         printer="ebbtide.cli.render.dry_run:print_dry_run",
+        check=check,
     )

@@ -8,9 +8,13 @@ from ebbtide.cli.printing import on_stderr, print_view
 from ebbtide.cli.reading import print_next
 
 
-def print_dry_run(path: Path) -> None:
-    """Print on stderr whether the job fits, the holders of memory, the time of an iteration, and the next commands."""
-    from ebbtide.analysis.tables.prediction import prediction_view
+def print_dry_run(path: Path) -> bool:
+    """Print on stderr whether the job fits, the holders of memory, the time of an iteration, and the next commands.
+
+    Returns whether it fits, as far as that is known.
+    """
+    from ebbtide.analysis.metrics.job import JobMetrics
+    from ebbtide.analysis.tables.prediction import MISFIT, prediction_view, verdict
     from ebbtide.profiler.trace import open_trace
 
     trace = open_trace(path)
@@ -18,3 +22,4 @@ def print_dry_run(path: Path) -> None:
         print_view(prediction_view(trace))
         for follow_up in ("memory {} --at peak", "plan {}"):
             print_next(trace, follow_up)
+    return verdict(JobMetrics(trace)) != MISFIT

@@ -28,6 +28,7 @@ from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
 from ebbtide.machines.catalog import find_machine
 from ebbtide.machines.machine import Machine, machine_from
 from ebbtide.profiler.trace import Trace, open_trace
+from ebbtide.units import bytes_text
 from ebbtide.workers import WorkerDied
 
 # With more of them one replay takes minutes and gigabytes.
@@ -100,7 +101,7 @@ def _scaled(workload: Workload, factor: float, shrink_free: bool) -> Workload:
         missing_bytes = -min(size for _, size in free)
         if missing_bytes > 0:
             raise WorkloadError(
-                f"{factor:g} times the parameters do not fit: they need {missing_bytes / 2**30:.3g} GiB more device memory"
+                f"{factor:g} times the parameters do not fit: they need {bytes_text(missing_bytes)} more device memory"
             )
     return replace(
         workload,

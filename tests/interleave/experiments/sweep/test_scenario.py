@@ -42,7 +42,7 @@ def test_scenario__a_smaller_job_leaves_more_memory_free() -> None:
 
 
 def test_scenario__refuses_parameters_that_do_not_fit() -> None:
-    with pytest.raises(WorkloadError, match="need 1.86 GiB more"):
+    with pytest.raises(WorkloadError, match=r"need 1\.86 GiB more"):
         Scenario(scale_params=3).apply_to(workload())
     # Unless the scenario sets the free memory.
     assert Scenario(scale_params=3, free_bytes=1e9).apply_to(workload()).min_free_bytes == 1e9
