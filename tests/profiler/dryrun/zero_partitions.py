@@ -131,7 +131,7 @@ def sizes_of(engine: Any) -> dict[str, Any]:
     sizes: dict[str, Any] = {
         "subgroups": description["subgroup_params"],
         "padding": optimizer.groups_padding,
-        "model": describe_model([engine], [optimizer]),
+        "model": describe_model([engine], [optimizer], False),
     }
     tensors = {"parameters": list(engine.module.parameters())}
     if engine.zero_optimization_stage() == 3:
