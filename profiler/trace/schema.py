@@ -183,6 +183,9 @@ def _typed(values: pa.ChunkedArray, column: TraceColumn) -> pa.ChunkedArray:
         return values
     if pa.types.is_null(kind.value_type if pa.types.is_dictionary(kind) else kind):
         return values.cast(target)
+    if is_text(column.type) and pa.types.is_dictionary(kind) and values.null_count == len(values):
+        # A pandas category without any value has categories of floats.
+        return pa.chunked_array([pa.nulls(len(values), target)])
     if pa.types.is_integer(column.type):
         fits = pa.types.is_integer(kind)
     elif pa.types.is_floating(column.type):
