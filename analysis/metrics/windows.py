@@ -40,7 +40,8 @@ class Window:
         start_ms: Start, from the start of the iteration, or of the trace where it has no phases.
         end_ms: End, from the same origin.
         free_bytes: Least free memory in the window.
-        h2d_idle_share: Share of the window in which the link moved nothing to the device; None if not recorded.
+        h2d_idle_share: Share of the window in which the link moved nothing to the device, or, where counters were
+            recorded and not copies, share of its peak rate that was not used; None if neither is known.
         d2h_idle_share: The same from the device to the host.
         resident_params: Number of parameters whose optimizer state (12 B each: fp32 master and two moments) fits into
             `free_bytes`. None in a job without a GPU: its state is in that memory already.
@@ -71,7 +72,8 @@ class Windows(TabularResult):
         capacity_bytes: Memory of the first device.
         pool: The pool that free memory is computed from: capacity minus this pool. None if no memory was recorded.
         memory: Whose memory it is: `device`, or `host` of a job without a GPU.
-        devices: A dict per rank with `rank`, `device` and `capacity_bytes`.
+        devices: A dict per rank with `rank`, `device`, `capacity_bytes` and `iteration_ms`: the length of the iteration
+            that the times of its recurring windows refer to; None where none is known.
         windows: Windows of each iteration.
         guaranteed: Recurring windows.
         unrecorded_ranks: Ranks without a sample of `pool`, of which no window can be known.
@@ -129,13 +131,20 @@ def find_windows(trace: Trace, min_bytes: int, ranks: Sequence[int] | None = Non
     for rank in trace.ranks if ranks is None else ranks:
         times, used = memory_timeline(trace, rank, pool or "")
         capacity = capacity_bytes(trace, rank)
-        devices.append({"rank": rank, "device": main_device(trace, rank), "capacity_bytes": capacity})
+        device: dict[str, Any] = {
+            "rank": rank,
+            "device": main_device(trace, rank),
+            "capacity_bytes": capacity,
+            "iteration_ms": None,
+        }
+        devices.append(device)
         if not len(times):
             unrecorded.append(rank)
         elif capacity is not None:
             finder = _WindowFinder(trace, rank, FreeTimeline(times, capacity - used), min_bytes)
             windows += finder.windows()
             guaranteed += finder.guaranteed()
+            device["iteration_ms"] = finder.iteration_ms
     capacity = devices[0]["capacity_bytes"] if devices else None
     memory = "host" if ran_on_cpu(trace) else "device"
     remarks = on_demand_remarks(trace)
@@ -166,6 +175,12 @@ class _WindowFinder:
         self._on_cpu = ran_on_cpu(trace)
         self._traffic = {direction: traffic(trace, rank, direction) for direction in DIRECTIONS}
         self._phases = phase_table(trace, rank)
+        self._segments = recurring_segments(self._phases)
+
+    @property
+    def iteration_ms(self) -> float | None:
+        """The length of an iteration of recurring phases, each as long as its median; None without iterations."""
+        return sum(segment.length_ns for segment in self._segments) / 1e6 if self._segments else None
 
     def windows(self) -> list[Window]:
         """Return the windows of each iteration."""
@@ -193,7 +208,7 @@ class _WindowFinder:
         idle link. A phase that some iteration lacks has no recurring window.
         """
         windows = []
-        for segment in recurring_segments(self._phases):
+        for segment in self._segments:
             for begins, ends, free in segment.windows(self._timeline, self._min_bytes):
                 idle = [self._least_idle(self._traffic[direction], segment, begins, ends) for direction in DIRECTIONS]
                 start, end = (segment.start_ns + segment.length_ns * edge for edge in (begins, ends))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from operator import itemgetter
 
@@ -11,6 +12,7 @@ from ebbtide.analysis.tables.table import Table, View, ms, number, share, text, 
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import ms_text
 
+_QUALIFIER = re.compile(r"(?:\b\w+|\(anonymous namespace\))::")
 _MAX_KERNELS = 20
 _SOURCE = "ebbtide summary --by activity --json"
 _WHOLE_TRACE = "Over the whole trace."
@@ -46,8 +48,6 @@ def activity_tables(activity: GpuActivity) -> list[Table]:
 
 def activity_view(trace: Trace, activity: GpuActivity) -> View:
     """Return the activity per phase and in total, the causes of time without compute, kernels and collectives."""
-    if len(trace.ranks) > 1:
-        yield f"rank {activity.rank} of {len(trace.ranks)} ranks (--rank N for another one)"
     for line in activity.missing:
         yield f"{trace.path}: {line}"
     yield from activity_tables(activity)
@@ -63,9 +63,21 @@ def _shares(
     return Table(name, title, columns, rows, note)
 
 
+def _short_name(kernel: str) -> str:
+    """Return the name of a kernel without return type, namespaces and arguments; its template arguments stay."""
+    depth, end = 0, len(kernel)
+    if kernel.endswith(")"):
+        for position in range(len(kernel) - 1, -1, -1):
+            depth += (kernel[position] == ")") - (kernel[position] == "(")
+            if not depth:
+                end = position
+                break
+    return _QUALIFIER.sub("", kernel[:end].removeprefix("void ")) or kernel
+
+
 def _kernel_table(activity: GpuActivity) -> Table:
     columns = (
-        text("kernel", "name"),
+        text("kernel", lambda row: _short_name(row.name)),
         text("kind", "kind"),
         number("runs", "count"),
         ms("time", "time_ms"),

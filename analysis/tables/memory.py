@@ -122,6 +122,7 @@ def _holder_parts(holders: Holders, verbose: bool) -> View:
     tables = holder_tables(holders)
     if not any(tables[1:]) and all(holder.category is None for holder in holders.holders):
         yield _NOT_NAMED
+        return
     if verbose:
         yield from tables
         return

@@ -20,6 +20,9 @@ _FITS = (
     f"Fits: parameters whose optimizer state ({STATE_BYTES} B each) fits into the window; streams: parameters that "
     "could be copied in, updated and copied out during it."
 )
+_IDLE = (
+    "Idle: share of the time without a copy; where only counters were recorded, unused share of the link's peak rate."
+)
 COLUMNS: tuple[Column, ...] = (
     text("phase", "phase"),
     number("iteration", "iteration"),
@@ -40,6 +43,8 @@ def recurring_table(windows: Windows, ranks: Sequence[int] | None = None) -> Tab
     memory = " of host memory" if windows.memory == "host" else ""
     title = f"At least {bytes_text(windows.min_bytes)}{memory} free in every iteration"
     note = "Times are those of an iteration of median phases." + (f" {_FITS}" if windows.memory == "device" else "")
+    if any((row.h2d_idle_share, row.d2h_idle_share) != (None, None) for row in rows):
+        note += f" {_IDLE}"
     return Table("guaranteed", title, COLUMNS, rows, note, _SOURCE, _MAX_RECURRING)
 
 
@@ -88,7 +93,22 @@ def _longest_line(windows: Windows) -> Gain:
     """Return the line on the longest window that every iteration has."""
     window = max(windows.guaranteed, key=lambda one: one.end_ms - one.start_ms)
     length = ms_text(window.end_ms - window.start_ms)
+    if _is_always_free(windows, window.rank):
+        rows = [one for one in windows.guaranteed if one.rank == window.rank]
+        most = max(rows, key=lambda one: (one.free_bytes, one.end_ms - one.start_ms))
+        least, length = min(one.free_bytes for one in rows), ms_text(most.end_ms - most.start_ms)
+        text = f"Free throughout the iteration: {bytes_text(least)}"
+        if most.free_bytes > least:
+            text += f"; most in {most.phase}, {bytes_text(most.free_bytes)} for {length}"
+        return Gain(text)
     return Gain(f"The longest in every iteration: {length} of the {window.phase}, {bytes_text(window.free_bytes)} free")
+
+
+def _is_always_free(windows: Windows, rank: int) -> bool:
+    """Return whether the recurring windows of a rank fill the whole iteration."""
+    iteration_ms = next(device["iteration_ms"] for device in windows.devices if device["rank"] == rank)
+    length_ms = sum(one.end_ms - one.start_ms for one in windows.guaranteed if one.rank == rank)
+    return iteration_ms is not None and length_ms > iteration_ms * (1 - 1e-6)
 
 
 def windows_note(trace: Trace, windows: Windows) -> str:

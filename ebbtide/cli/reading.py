@@ -30,8 +30,18 @@ class Result(Protocol):
 Kind = TypeVar("Kind", bound=Result)
 
 
-def show_result(trace: Trace, result: Kind, view: Callable[[Trace, Kind], View], as_json: bool, follow_up: str) -> None:
-    """Print a result of a trace; below figures the command to go on with, `follow_up`, with {} for the trace."""
+def show_result(
+    trace: Trace,
+    result: Kind,
+    view: Callable[[Trace, Kind], View],
+    as_json: bool,
+    follow_up: str,
+    of_rank: int | None = None,
+) -> None:
+    """Print a result of a trace; below figures the command to go on with, `follow_up`, with {} for the trace.
+
+    `of_rank`: the one rank that it is of, where the user asked for none.
+    """
     from ebbtide.analysis.tables.table import Gain, Table
 
     if as_json:
@@ -41,7 +51,14 @@ def show_result(trace: Trace, result: Kind, view: Callable[[Trace, Kind], View],
         parts = list(view(trace, result))
         print_view(iter(parts))
         if any(isinstance(part, Gain) or (isinstance(part, Table) and part) for part in parts):
+            print_rank(trace, of_rank)
             print_next(trace, follow_up)
+
+
+def print_rank(trace: Trace, rank: int | None) -> None:
+    """Print which rank figures are of, if they are of one that the user did not ask for, among others."""
+    if rank is not None and len(trace.ranks) > 1:
+        echo(f"rank {rank} of {len(trace.ranks)} ranks (--rank N for another one, --json for all)")
 
 
 def print_next(trace: Trace, follow_up: str) -> None:
@@ -78,16 +95,12 @@ def print_json(trace: Trace, printed: dict[str, Any]) -> None:
 def choose_ranks(trace: Trace, rank: int | None, as_json: bool) -> list[int]:
     """Return the ranks to print: `rank` if given, else the first one, or all of them as JSON.
 
-    Prints a hint if other ranks are left out.
-
     Raises:
         TraceError: The trace does not have the rank.
     """
     if rank is not None:
         trace.rank(rank)
         return [rank]
-    if not as_json and len(trace.ranks) > 1:
-        echo(f"rank {trace.ranks[0]} of {len(trace.ranks)} ranks (--rank N for another one, --json for all)")
     return trace.ranks if as_json else trace.ranks[:1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _LIMITING_MEMORY_SHARE = 0.95
 _LIMITING_BUSY_SHARE = 0.75
 _DAY_S = 86400.0
+_LATE = "adaptive,overlap=forward"
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class Replay(TabularResult):
         overlap: The overlap of all exact policies together.
         overlap_bound: Lower bounds of any policy with that overlap or a part of it.
         skipped: Built-in policies that were left out, and why.
+        late: The replay of `adaptive` with updates under the next forward, beside that of all built-in policies; None
+            where policies were named.
     """
 
     workload: Workload
@@ -91,6 +95,7 @@ class Replay(TabularResult):
     overlap: Overlap
     overlap_bound: Bound
     skipped: dict[str, str]
+    late: Replay | None = None
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a row per policy, with the fields of `PolicyResult` as columns."""
@@ -113,6 +118,7 @@ class Replay(TabularResult):
                 "overlap_exposed_whole_subgroups_ms": self.overlap_bound.exposed_whole_s * 1e3,
             },
             "skipped": self.skipped,
+            "late": None if self.late is None else {key: self.late.as_json()[key] for key in ("results", "bound")},
             "accuracy": accuracy_of(self.machine).as_json(),
         }
 
@@ -144,7 +150,11 @@ def replay(workload: Workload, machine: Machine, policies: Sequence[str] | None 
         raise MachineError(next(iter(skipped.values())))
     without_overlap, overlap = bound(workload, machine), _overlap_of_all(results, schedules)
     overlap_bound = without_overlap if overlap == NO_OVERLAP else bound(workload, machine, overlap)
-    return Replay(workload, machine, results, schedules, without_overlap, overlap, overlap_bound, skipped)
+    late = None
+    if not policies and "adaptive" not in skipped:
+        with suppress(MachineError, PolicyError):
+            late = replay(workload, machine, [_LATE])
+    return Replay(workload, machine, results, schedules, without_overlap, overlap, overlap_bound, skipped, late)
 
 
 def _overlap_of_all(results: list[PolicyResult], schedules: list[Schedule]) -> Overlap:

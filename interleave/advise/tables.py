@@ -14,6 +14,7 @@ from ebbtide.machines.accuracy import DATA_SHEETS, accuracy_of
 from ebbtide.machines.machine import Machine
 from ebbtide.units import bytes_text, count_text
 
+_PLACES = "resident: on the device; parked: there while it is free; streamed: in and out"
 FITS_TEXTS = {True: "yes", False: "no", None: "not known"}
 
 
@@ -24,41 +25,56 @@ def replay_view(replayed: Replay, baseline: str) -> View:
     yield f"{job.name} on {replayed.machine.name}: {params}"
     yield from (f"note: {note}" for note in job.notes)
     yield _policies(replayed, baseline)
-    for result, schedule in zip(replayed.results, replayed.schedules, strict=True):
-        if schedule.plan.remark:
-            yield f"{result.policy}: {schedule.plan.remark}"
-        if result.note:
-            yield f"{result.policy} is not exact: {result.note}"
+    for one in _parts(replayed):
+        for result, schedule in zip(one.results, one.schedules, strict=True):
+            if schedule.plan.remark:
+                yield f"{result.policy}: {schedule.plan.remark}"
+            if result.note:
+                yield f"{result.policy} is not exact: {result.note}"
+    if any("parked" in schedule.plan.remark for schedule in replayed.schedules):
+        yield f"  {_PLACES}"
     yield from _speculation(replayed)
     yield from _remainders(replayed)
     yield from _storage(replayed)
     yield from (f"left out: {name} ({reason})" for name, reason in replayed.skipped.items())
 
 
+def _parts(replayed: Replay) -> list[Replay]:
+    return [replayed] if replayed.late is None else [replayed, replayed.late]
+
+
 def _policies(replayed: Replay, baseline: str) -> Table:
-    """Return the table of all policies, the bound in its last row."""
+    """Return the table of all policies, the bound below them."""
     baseline_ms = next(result.iteration_ms for result in replayed.results if result.policy == baseline)
-    rows = [vars(result) | {"fits": FITS_TEXTS[result.fits]} for result in replayed.results]
-    overlap = "" if replayed.overlap == NO_OVERLAP else f", overlap={replayed.overlap.name}"
-    bound = dict.fromkeys(rows[0]) | {
-        "policy": f"bound{overlap}",
-        "iteration_ms": replayed.overlap_bound.iteration_s * 1e3,
-        "exposed_ms": replayed.overlap_bound.exposed_s * 1e3,
-        "exact": True,
-    }
+    rows = []
+    for one in _parts(replayed):
+        rows += [vars(result) | {"fits": FITS_TEXTS[result.fits]} for result in one.results]
+        overlap = "" if one.overlap == NO_OVERLAP else f", overlap={one.overlap.name}"
+        rows.append(
+            dict.fromkeys(rows[0])
+            | {
+                "policy": f"bound{overlap}",
+                "iteration_ms": one.overlap_bound.iteration_s * 1e3,
+                "exposed_ms": one.overlap_bound.exposed_s * 1e3,
+                "exact": True,
+            }
+        )
     columns = [
         text("policy", itemgetter("policy")),
         ms("iteration", itemgetter("iteration_ms")),
         text("speed-up", lambda row: f"{baseline_ms / row['iteration_ms']:.2f}x" if row["iteration_ms"] else None),
         text("fits", itemgetter("fits")),
         size("device", itemgetter("peak_device_bytes")),
-        text("update limited by", itemgetter("limited_by")),
-        *(ms(name, itemgetter(f"{name}_ms")) for name in ("update", "exposed", "backward")),
+        *(ms(name, itemgetter(f"{name}_ms")) for name in ("update", "exposed")),
+        text("limited by", itemgetter("limited_by")),
+        ms("backward", itemgetter("backward_ms")),
     ]
     if not all(row["exact"] for row in rows):
         columns.insert(4, text("exact", lambda row: "yes" if row["exact"] else "no"))
     title = f"One iteration under each policy (speed-up over {baseline})"
-    return Table("results", title, columns, [*rows, bound], max_rows=None)
+    exact = "" if all(row["exact"] for row in rows) else "exact "
+    note = f"No {exact}policy whose state fits is faster than the bound below it."
+    return Table("results", title, columns, rows, note, max_rows=None)
 
 
 def _speculation(replayed: Replay) -> Iterator[str]:

@@ -90,7 +90,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 def test_replay__json_has_the_documented_keys(folder: Path, capsys: Printed) -> None:
     printed = answer(capsys, "--workload w.json --machine m.json")
     # `skipped`, `accuracy`, `limited_by`, speculation and `overlap` are additions.
-    assert list(printed) == ["workload", "machine", "results", "bound", "skipped", "accuracy"]
+    assert list(printed) == ["workload", "machine", "results", "bound", "skipped", "late", "accuracy"]
     assert all(list(result) == RESULT for result in printed["results"])
     assert list(printed["bound"]) == BOUND
     assert [result["policy"] for result in printed["results"]] == list(BUILT_IN)
@@ -391,3 +391,14 @@ def test_replay__a_published_run_uses_its_own_number_of_ranks(capsys: Printed) -
     assert (accuracy["basis"], accuracy["runs"], accuracy["fitted_ranks_per_host"]) == ("fitted", 8, [4])
     assert 0 < accuracy["largest_error"] < 0.03
     assert "h2d_bytes_per_s" in accuracy["undetermined"]
+
+
+def test_replay__shows_late_updates_and_their_bound_where_no_policy_is_named(folder: Path, capsys: Printed) -> None:
+    late = answer(capsys, "--workload w.json --machine m.json")["late"]
+    assert [result["policy"] for result in late["results"]] == ["adaptive,overlap=forward"]
+    assert late["results"][0]["iteration_ms"] >= late["bound"]["overlap_iteration_ms"] * (1 - 1e-6)
+    lines = text(capsys, "--workload w.json --machine m.json").splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("bound "))
+    assert lines[first + 1].startswith("adaptive,overlap=forward ")
+    assert lines[first + 2].startswith("bound, overlap=forward ")
+    assert answer(capsys, "--workload w.json --machine m.json --policy adaptive")["late"] is None

@@ -15,7 +15,7 @@ from ebbtide.phases import ITERATION_PARTS
 _RANGE_MEANINGS = (*ITERATION_PARTS, "iteration")
 
 
-@command("Record", 2, examples=("import log.txt monitor.csv -o run.ebb", "import host1.ebb host2.ebb -o run.ebb"))
+@command("Record", 2, examples=("import torch-profiler.json.gz -o run.ebb", "import log.txt monitor.csv -o run.ebb"))
 def import_(
     context: typer.Context,
     sources: Annotated[

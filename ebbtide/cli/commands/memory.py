@@ -11,7 +11,7 @@ import typer
 from ebbtide.cli.command import command
 from ebbtide.cli.options import Json, Rank, TraceFile, Verbose
 from ebbtide.cli.printing import print_view
-from ebbtide.cli.reading import choose_ranks, print_json, print_next, print_prediction, show_result
+from ebbtide.cli.reading import choose_ranks, print_json, print_next, print_prediction, print_rank, show_result
 
 if TYPE_CHECKING:
     from ebbtide.profiler.trace import Trace
@@ -65,8 +65,9 @@ def _print_pools(trace: Trace, rank: int | None, verbose: bool, as_json: bool) -
     from ebbtide.analysis.metrics.job import JobMetrics
     from ebbtide.analysis.tables.memory import memory_view
 
-    result = JobMetrics(trace).memory(choose_ranks(trace, rank, as_json))
-    show_result(trace, result, partial(memory_view, verbose=verbose or as_json), as_json, "memory {} --at peak")
+    shown = choose_ranks(trace, rank, as_json)
+    result, view = JobMetrics(trace).memory(shown), partial(memory_view, verbose=verbose or as_json)
+    show_result(trace, result, view, as_json, "memory {} --at peak", next(iter(shown), None) if rank is None else None)
 
 
 def _print_holders(
@@ -76,7 +77,7 @@ def _print_holders(
     from ebbtide.analysis.metrics.memory_spans import trace_start_ns
     from ebbtide.analysis.tables.memory import holders_view
 
-    number = choose_ranks(trace, rank, as_json=False)[0] if not as_json or rank is not None else trace.ranks[0]
+    number = choose_ranks(trace, rank, as_json=False)[0]
     if at == "oom":
         _print_out_of_memory(trace, number, rank, verbose, as_json)
         return
@@ -89,6 +90,7 @@ def _print_holders(
     else:
         print_prediction(trace)
         print_view(holders_view(trace, result, at, verbose))
+        print_rank(trace, number if rank is None else None)
         print_next(trace, "findings {}")
 
 

@@ -44,4 +44,6 @@ def plot(
     opened = [open_trace(path) for path in traces]
     with new_output(output, force, Path.is_file, "a file") as temporary:
         save(draw(opened, span, rank, kind, min_size), temporary, file_format)
-    typer.echo(f"ebbtide: {output}", err=True)
+    first, end = span
+    drawn = f" (iterations {first} to {end - 1})" if iterations is not None and end is not None else ""
+    typer.echo(f"ebbtide: {output}{drawn}", err=True)

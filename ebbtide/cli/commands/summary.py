@@ -31,6 +31,10 @@ class _Request(NamedTuple):
     def ranks(self, trace: Trace) -> list[int]:
         return choose_ranks(trace, self.rank, self.as_json)
 
+    def of_rank(self, trace: Trace) -> int | None:
+        """Return the one rank that a table is of, where the user asked for none."""
+        return next(iter(self.ranks(trace)), None) if self.rank is None else None
+
 
 class _Printed(NamedTuple):
     """A result, its table, and the command to go on with."""
@@ -38,6 +42,7 @@ class _Printed(NamedTuple):
     result: Any
     view: Any
     follow_up: str
+    of_rank: int | None = None
 
 
 def _by_phase(metrics: JobMetrics, request: _Request) -> _Printed:
@@ -52,19 +57,22 @@ def _by_phase(metrics: JobMetrics, request: _Request) -> _Printed:
 def _by_link(metrics: JobMetrics, request: _Request) -> _Printed:
     from ebbtide.analysis.tables.link import link_view
 
-    return _Printed(metrics.link(request.ranks(metrics.trace)), link_view, "plot {} --kind link -o link.png")
+    result, of_rank = metrics.link(request.ranks(metrics.trace)), request.of_rank(metrics.trace)
+    return _Printed(result, link_view, "plot {} --kind link -o link.png", of_rank)
 
 
 def _by_substep(metrics: JobMetrics, request: _Request) -> _Printed:
     from ebbtide.analysis.tables.substeps import steps_view
 
-    return _Printed(metrics.substeps(request.ranks(metrics.trace), request.verbose), steps_view, "findings {}")
+    result = metrics.substeps(request.ranks(metrics.trace), request.verbose)
+    return _Printed(result, steps_view, "findings {}", request.of_rank(metrics.trace))
 
 
 def _by_activity(metrics: JobMetrics, request: _Request) -> _Printed:
     from ebbtide.analysis.tables.activity import activity_view
 
-    return _Printed(metrics.activity(request.rank), activity_view, "plot {} --kind activity -o activity.png")
+    result, of_rank = metrics.activity(request.rank), request.of_rank(metrics.trace)
+    return _Printed(result, activity_view, "plot {} --kind activity -o activity.png", of_rank)
 
 
 def _by_iteration(metrics: JobMetrics, request: _Request) -> _Printed:
@@ -72,7 +80,8 @@ def _by_iteration(metrics: JobMetrics, request: _Request) -> _Printed:
     from ebbtide.analysis.tables.iterations import iterations_view
 
     request.read(metrics.trace, compare_iterations)
-    return _Printed(metrics.iterations(request.ranks(metrics.trace)), iterations_view, "findings {}")
+    result, of_rank = metrics.iterations(request.ranks(metrics.trace)), request.of_rank(metrics.trace)
+    return _Printed(result, iterations_view, "findings {}", of_rank)
 
 
 def _by_rank(metrics: JobMetrics, request: _Request) -> _Printed:
@@ -146,4 +155,4 @@ def summary(
     metrics = JobMetrics(opened)
     request = _Request(rank, verbose or subgroups or as_json, as_json, read)
     printed = _TABLES[by](metrics, request)
-    show_result(opened, printed.result, printed.view, as_json, printed.follow_up)
+    show_result(opened, printed.result, printed.view, as_json, printed.follow_up, printed.of_rank)

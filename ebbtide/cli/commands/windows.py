@@ -38,13 +38,15 @@ def windows(
     from ebbtide.profiler.trace import open_trace
 
     opened = open_trace(trace)
-    all_windows = JobMetrics(opened).windows(min_size, choose_ranks(opened, rank, as_json))
+    shown = choose_ranks(opened, rank, as_json)
+    all_windows = JobMetrics(opened).windows(min_size, shown)
     result = _select(all_windows, min_ms, span)
     if all_windows.windows and not result.windows and not as_json:
         echo(f"none of the {len(all_windows.windows)} windows matches --min-ms and --iterations")
     else:
         view = partial(windows_view, verbose=verbose or as_json)
-        show_result(opened, result, view, as_json, "plot {} --kind windows -o windows.png")
+        of_rank = next(iter(shown), None) if rank is None else None
+        show_result(opened, result, view, as_json, "plot {} --kind windows -o windows.png", of_rank)
 
 
 def _select(all_windows: Windows, min_ms: float, span: tuple[int, int | None] | None) -> Windows:

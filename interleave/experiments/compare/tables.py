@@ -18,8 +18,10 @@ def comparison_view(comparison: Comparison, verbose: bool = True) -> View:
     """Return whether losses are equal, measured and predicted times of each policy, and other optimizers; `verbose`:
     also each phase, memory, storage and busy shares."""
     shape, testbed = comparison.shape, comparison.testbed
-    if comparison.losses_equal:
-        policies = f"all {len(comparison.results)} policies" if len(comparison.results) > 1 else "the only policy"
+    if len(comparison.results) == 1:
+        yield "losses: of one policy, so there is nothing to compare them with (name several with --policy)"
+    elif comparison.losses_equal:
+        policies = f"all {len(comparison.results)} policies"
         yield f"losses: equal bit for bit in all {comparison.iterations} iterations of {policies}"
     layers = f"{shape.layers} layers of width {shape.width}, subgroups of {count_text(comparison.subgroup_params)}"
     yield f"a GPT of {count_text(shape.params)} parameters in bf16 ({layers})"

@@ -232,9 +232,14 @@ def find_phases(marks: Marks, notes: list[str]) -> FoundPhases:
     else:
         phases["iteration"] = _iterations_by_updates(phases)
         if phases["iteration"].notna().any():
-            notes.append("iterations are counted by optimizer steps: call prof.step() once per iteration to mark them")
+            notes.append(
+                "iterations are counted by optimizer steps: to mark them, give torch.profiler a schedule= and call "
+                "prof.step() once per iteration"
+            )
         elif len(phases):
-            notes.append("it does not mark iterations: call prof.step() once per iteration")
+            notes.append(
+                "it does not mark iterations: give torch.profiler a schedule= and call prof.step() once per iteration"
+            )
     notes += _missing_marks(phases["phase"])
     phases["phase"] = _PHASE_NAMES[phases["phase"].to_numpy(np.int64)]
     columns = phases[["iteration", "phase", "start_ns", "end_ns"]]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity
 from ebbtide.analysis.metrics.windows import Window, find_windows
+from ebbtide.analysis.tables.windows import windows_view
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.conftest import ebbtide_in_process
 
@@ -327,7 +328,7 @@ def test_windows_command__prints_tables_and_json(tmp_path: Path) -> None:
     printed = json.loads(ebbtide_in_process("windows", path, "--json").stdout)
     assert printed["min_bytes"] == 1 << 30
     assert printed["capacity_bytes"] == 3 << 30
-    assert printed["devices"] == [{"rank": 0, "device": "cuda:0", "capacity_bytes": 3 << 30}]
+    assert printed["devices"] == [{"rank": 0, "device": "cuda:0", "capacity_bytes": 3 << 30, "iteration_ms": 30.0}]
     assert [(w["phase"], w["free_bytes"] >> 30) for w in printed["windows"]] == [("forward", 2), ("update", 3)] * 2
     assert [w["phase"] for w in printed["guaranteed"]] == ["forward", "update"]
     assert set(printed["windows"][0]) == {
@@ -352,3 +353,11 @@ def test_windows_command__prints_tables_and_json(tmp_path: Path) -> None:
     assert "never" in ebbtide_in_process("windows", path, "--min-bytes", "1TB").stdout
     refused = ebbtide_in_process("windows", path, "--min-bytes", "some")
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
+
+
+def test_windows__say_when_memory_is_free_throughout_the_iteration() -> None:
+    always = built([(0, 9, 9, 9)], {0: 60, 9: 70})
+    lines = [str(part) for part in windows_view(always, find_windows(always, 10))]
+    assert any("Free throughout the iteration: 30 B" in line for line in lines), lines
+    at_times = built([(0, 9, 9, 9)], {0: 60, 9: 99})
+    assert not any("throughout" in str(part) for part in windows_view(at_times, find_windows(at_times, 40)))

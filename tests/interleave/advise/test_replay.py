@@ -78,7 +78,7 @@ def test_replay__gives_the_results_of_the_schedules_in_the_requested_order(
 def test_as_json__has_the_keys_of_the_contract() -> None:
     values = replay(workload(), machine()).as_json()
     # Keys may be added to it, these may not change.
-    assert list(values) == ["workload", "machine", "results", "bound", "skipped", "accuracy"]
+    assert list(values) == ["workload", "machine", "results", "bound", "skipped", "late", "accuracy"]
     assert [result["policy"] for result in values["results"]] == list(BUILT_IN)
     assert all(list(result) == RESULT for result in values["results"])
     assert list(values["bound"]) == BOUND
