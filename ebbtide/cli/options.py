@@ -24,15 +24,22 @@ def size(text: str) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
+# Letters after a count: thousands, millions, billions (B or G) and trillions.
+_SCALES = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+
+
 def count(text: str) -> int:
-    """Parse `12` or `5e8`. Raises BadParameter for anything but a whole number from 0."""
+    """Parse `12`, `5e8` or `13B`. Raises BadParameter for anything but a whole number from 0."""
+    # Defaults are numbers already.
+    text = str(text)
+    stem, scale = (text[:-1], _SCALES[text[-1].upper()]) if text[-1:].upper() in _SCALES else (text, 1)
     try:
-        value = float(text)
-        number = int(value)
+        value = float(stem) * scale
+        number = round(value)
     except (ValueError, OverflowError):
         value, number = 0.5, 0
-    if value != number or number < 0:
-        raise typer.BadParameter(f"{text!r} is not a count: write a whole number, like 12 or 5e8")
+    if abs(value - number) > 1e-6 or number < 0:
+        raise typer.BadParameter(f"{text!r} is not a count: write a whole number, like 12, 5e8 or 13B")
     return number
 
 
@@ -131,7 +138,7 @@ Host = Annotated[
     ),
 ]
 WORKLOAD = valued("W.json", "Workload file, instead of a trace.")
-Params = Annotated[int | None, valued("N", "Number of parameters, instead of a trace, e.g. 13e9.", parser=count)]
+Params = Annotated[int | None, valued("N", "Number of parameters, instead of a trace, e.g. 13e9 or 13B.", parser=count)]
 RanksPerHost = Annotated[
     int | None,
     valued(

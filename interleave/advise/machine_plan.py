@@ -14,6 +14,8 @@ from ebbtide.interleave.advise.choice import PolicyChoice, choose_among, choose_
 from ebbtide.interleave.advise.job.compute_times import DEVIATIONS_OF_RANGE
 from ebbtide.interleave.advise.job.memory import PlacedWorkload, place
 from ebbtide.interleave.advise.job.training_job import ComputeTimes, TrainingJob, TunableSettings
+from ebbtide.interleave.advise.levers.effects import Variant
+from ebbtide.interleave.advise.levers.search import JobChange, cheapest_change, needed_bytes, single_changes
 from ebbtide.interleave.advise.lines.setups import LinesToPaste, PasteContext, lines_to_paste
 from ebbtide.interleave.advise.replay import limiting_resource
 from ebbtide.interleave.advise.schedule_to_trace import device_memory
@@ -142,6 +144,9 @@ class MachinePlan:
         iteration_low_ms: Low end of the range that has it with a probability of 80 %.
         code: Lines of Python for the script.
         policies: The best variant of each policy that fits, fastest first.
+        needed_bytes: Largest device memory of the job as it is, all state on the device; None where it fits.
+        cheapest: The cheapest changes in the framework's own settings that make it fit; None where it fits or none do.
+        alone: What each of these changes does alone, the cheapest first; none where it fits.
     """
 
     machine: str
@@ -170,6 +175,9 @@ class MachinePlan:
     policies: tuple[PolicyTime, ...] = ()
     accuracy: str = ""
     notes: tuple[str, ...] = ()
+    needed_bytes: float | None = None
+    cheapest: JobChange | None = None
+    alone: tuple[JobChange, ...] = ()
 
     def changes_text(self) -> list[str]:
         """Return the changes that make it fit, in few words; the offload of state is the first."""
@@ -177,7 +185,7 @@ class MachinePlan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object of `plans` of `ebbtide plan --json`."""
-        return asdict(self)
+        return {**asdict(self), "action": self.cheapest.action if self.cheapest is not None else None}
 
 
 @dataclass(frozen=True)
@@ -208,7 +216,7 @@ def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | 
         parse(policy)
     solution = least_settings(job, machine, asked.ranks_per_host, asked.policies)
     if solution is None:
-        return _without_solution(job, machine, asked)
+        return _with_changes(_without_solution(job, machine, asked), job, machine, asked)
     settings, placed, shared = solution
     recorded = replace(job.recorded, micro_steps=job.micro_steps_of(settings))
     if asked.policies:
@@ -224,7 +232,7 @@ def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | 
     tokens = job.tokens_of(settings)
     hourly = asked.price_per_hour * hosts if asked.price_per_hour is not None else None
     lines = lines_to_paste(choice, PasteContext(recorded, shared, asked.machine_source), settings)
-    return MachinePlan(
+    plan = MachinePlan(
         machine=machine.name,
         fits=change is None,
         change=change,
@@ -251,6 +259,19 @@ def plan_for_machine(job: TrainingJob, machine: Machine, request: PlanRequest | 
         policies=_policy_times(spans),
         accuracy=accuracy_of(machine).text(),
         notes=_notes(placed, machine, per_host, hosts),
+    )
+    return plan if plan.fits else _with_changes(plan, job, machine, asked)
+
+
+def _with_changes(plan: MachinePlan, job: TrainingJob, machine: Machine, asked: PlanRequest) -> MachinePlan:
+    """Return the plan of a job that does not fit with the changes of its framework's settings that help."""
+    if job.memory is None or machine.gpu_memory_bytes is None:
+        return plan
+    return replace(
+        plan,
+        needed_bytes=needed_bytes(Variant(job, job.settings), machine, asked.ranks_per_host)[0],
+        cheapest=cheapest_change(job, machine, asked.ranks_per_host),
+        alone=single_changes(job, machine, asked.ranks_per_host),
     )
 
 

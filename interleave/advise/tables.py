@@ -7,6 +7,7 @@ from operator import itemgetter
 
 from ebbtide.analysis.tables.table import Table, View, ms, size, text
 from ebbtide.interleave.advise.job.training_job import TrainingJob
+from ebbtide.interleave.advise.levers.keys import TITLES, settings_text
 from ebbtide.interleave.advise.machine_plan import MachinePlan
 from ebbtide.interleave.advise.replay import AblationStep, Replay
 from ebbtide.interleave.model.operations import NO_OVERLAP
@@ -135,40 +136,93 @@ def gains_table(steps: Sequence[AblationStep]) -> Table:
     return Table("explain", title, (*columns, text("policy", "policy")), steps)
 
 
-def plan_view(job: TrainingJob, plans: Sequence[MachinePlan]) -> View:
-    """Return a line on the job and where it fits, and the table of plans, which are sorted."""
-    settings = job.settings
-    parts = [f"{count_text(job.workload.params)} parameters a rank", plural(settings.ranks, "rank")]
+def plan_view(
+    job: TrainingJob, plans: Sequence[MachinePlan], here: MachinePlan | None = None, smallest: Machine | None = None
+) -> View:
+    """Return the answer for a machine (`here`), the changes that help there, and the table of plans, which are sorted.
+
+    `smallest` is the smallest of all machines that the job fits as it is."""
+    yield from _answer(job, plans, here)
+    if smallest is not None and smallest.gpu_memory_bytes is not None:
+        size_gib = smallest.gpu_memory_bytes / 2**30
+        yield f"  smallest machine that fits it as it is: {smallest.name} ({size_gib:,.0f} GiB)"
+    elif smallest is None and (with_change := [plan for plan in plans if plan.change and not plan.fits]):
+        plan = min(
+            with_change, key=lambda plan: (plan.change or {}).get("ranks", 0) * 1e15 + (plan.device_capacity_bytes or 0)
+        )
+        yield f"  smallest machine that fits it with changes: {plan.machine} ({fits_text(plan)})"
+    settings, total = job.settings, job.facts.total_params
+    trained = f"{count_text(job.workload.params)} parameters a rank"
+    if job.facts.has_adapters:
+        trained = f"{count_text(job.workload.params)} trained of {count_text(total)} parameters"
+    parts = [trained, plural(settings.ranks, "rank")]
     if settings.micro_batch is not None:
         parts.append(f"micro-batch {settings.micro_batch}")
+    if settings.checkpointing:
+        parts.append("checkpointing")
     if job.tokens is not None:
         parts.append(f"{job.tokens:,.0f} tokens an iteration")
-    yield f"{job.workload.name}: {_where_it_fits(plans)}"
     yield f"  {', '.join(parts)}"
     yield from (f"  note: {note}" for note in job.notes)
+    if here is not None and len(plans) == 1:
+        yield _changes_table(here)
     columns = [
         text("machine", "machine"),
         text("needs", fits_text),
-        text("policy", "policy"),
+        text("device GiB", lambda plan: _of(plan.device_bytes, plan.device_capacity_bytes)),
         text("s/iteration", lambda plan: _range(plan.iteration_low_ms, plan.iteration_high_ms, 1e3)),
         text("tokens/s", lambda plan: _range(plan.tokens_per_s_low, plan.tokens_per_s_high)),
         text("cost/1e9 tokens", lambda plan: _range(plan.cost_low, plan.cost_high)),
-        text("device GiB", lambda plan: _of(plan.device_bytes, plan.device_capacity_bytes)),
+        text("policy", "policy"),
         text("host GiB", lambda plan: _of(plan.host_bytes, plan.host_capacity_bytes)),
         text("limited by", "limited_by"),
     ]
     note = "Ranges hold with a probability of 80 %; memory is that of a rank."
     if any(DATA_SHEETS in plan.accuracy for plan in plans):
         note += " Rates of data sheets are not validated."
-    yield Table("plans", "The fastest plan for each machine", columns, plans, note, max_rows=None)
+    title = "The fastest plan for each machine"
+    if any(plan.change for plan in plans):
+        title += ", with ebbtide's offload where it does not fit"
+    yield Table("plans", title, columns, plans, note, max_rows=None)
+
+
+def _answer(job: TrainingJob, plans: Sequence[MachinePlan], here: MachinePlan | None) -> Iterator[str]:
+    """Yield whether the job fits here, and the settings of the cheapest changes that make it fit."""
+    if here is None or here.fits or here.needed_bytes is None:
+        yield f"{job.workload.name}: {_where_it_fits(plans)}"
+        return
+    needed = f"{_gib(here.needed_bytes)} of {_gib(here.device_capacity_bytes)} GiB"
+    yield f"{job.workload.name}: does not fit on {here.machine} ({needed})"
+    if here.cheapest is None:
+        yield "  no change of its settings makes it fit there"
+        return
+    change = here.cheapest
+    framework = TITLES[change.action["kind"]]
+    yield f"  cheapest change that fits ({framework}, {_gib(change.device_bytes)} GiB): {' + '.join(change.levers)}"
+    yield f"  {settings_text(change.action['settings'])}"
+
+
+def _changes_table(plan: MachinePlan) -> Table:
+    """Return what each change of settings does alone."""
+    columns = (
+        text("change", lambda change: " + ".join(change.levers)),
+        text("device GiB", lambda change: _gib(change.device_bytes)),
+        text("fits", lambda change: FITS_TEXTS[change.fits]),
+        text("costs", lambda change: "; ".join(change.costs)),
+    )
+    return Table("changes", "Each change alone, the cheapest first", columns, plan.alone)
+
+
+def _gib(size: float | None) -> str:
+    return "-" if size is None else f"{size / 2**30:,.1f}"
 
 
 def _where_it_fits(plans: Sequence[MachinePlan]) -> str:
     fitting = [plan.machine for plan in plans if plan.fits]
     if len(fitting) == len(plans):
-        return "fits as it is" if len(plans) == 1 else "fits on each machine as it is"
+        return f"fits on {plans[0].machine} as it is" if len(plans) == 1 else "fits on each machine as it is"
     if fitting:
-        return f"fits on {', '.join(fitting)} as it is"
+        return f"fits as it is on {len(fitting)} of {len(plans)} machines"
     changed = [plan for plan in plans if plan.change is not None]
     return "fits nowhere as it is" if changed else "does not fit, whatever is changed"
 
@@ -208,4 +262,4 @@ def _range(low: float | None, high: float | None, scale: float = 1.0) -> str | N
 def _of(size: float | None, capacity: float | None) -> str | None:
     if size is None:
         return None
-    return " of ".join("-" if value is None else f"{value / 2**30:,.0f}" for value in (size, capacity))
+    return "/".join("-" if value is None else f"{value / 2**30:,.0f}" for value in (size, capacity))

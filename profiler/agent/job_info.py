@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from .framework import describe_framework
 from .spool import within_limit
 from .zero_optimizer import (
     fp32_masters,
@@ -73,7 +74,13 @@ class JobInfo:
         )
         self.write()
 
-    def add_training(self, modules: Iterable[Any], optimizers: Iterable[Any], recomputes: bool = False) -> None:
+    def add_training(
+        self,
+        modules: Iterable[Any],
+        optimizers: Iterable[Any],
+        recomputes: bool = False,
+        batch: int | None = None,
+    ) -> None:
         """Describe the model and the optimizers of an update that has ended, if an optimizer is new.
 
         Optimizer state exists only after the first step, so an optimizer that has skipped its step waits for the next.
@@ -90,7 +97,9 @@ class JobInfo:
                 self._described[optimizer] = True
             self._data["devices"] = self._devices()
             described = list(self._described)
-            self._data["model"] = describe_model(list(modules), described, recomputes)
+            modules = list(modules)
+            self._data["model"] = describe_model(modules, described, recomputes)
+            self._data["framework"] = describe_framework(modules, batch)
             self._data["optimizers"] = describe_optimizers(described)
         except Exception as error:
             self.note(f"the model and its optimizers could not be described: {error!r}")

@@ -14,6 +14,7 @@ from typing import Any, Callable
 from weakref import WeakKeyDictionary
 
 from .closures import UpdateParts
+from .framework import first_dimension
 from .iteration_figures import BACKWARD, FORWARD, UPDATE
 from .patches import Patches, when_imported
 from .recorder import Recorder
@@ -68,7 +69,7 @@ class OutermostCall:
             result = call(*args, **kwargs)
             trains = result.requires_grad if isinstance(result, self._tensor) else self._trains(result, module)
             if trains:
-                recorder.source = recorder.modules.get(module) or self._add(module)
+                recorder.source = recorder.modules.get(module) or self._add(module, (args, kwargs))
             return result
         finally:
             recorder.leave(keep=trains)
@@ -85,7 +86,9 @@ class OutermostCall:
         with recorder.threads.forward():
             result = call(*args, **kwargs)
         if self._trains(result, module):
-            recorder.add_forward(recorder.modules.get(module) or self._add(module), start_ns, start_mark)
+            recorder.add_forward(
+                recorder.modules.get(module) or self._add(module, (args, kwargs)), start_ns, start_mark
+            )
         else:
             recorder.gpu.release_mark(start_mark)
         return result
@@ -100,9 +103,11 @@ class OutermostCall:
             trains = any(parameter.requires_grad for parameter in module.parameters())
         return trains
 
-    def _add(self, module: Any) -> int:
+    def _add(self, module: Any, arguments: Any) -> int:
         """Return a number for an outermost module: 1 for the first one."""
         modules = self._recorder.modules
+        if self._recorder.batch is None:
+            self._recorder.batch = first_dimension(arguments, self._tensor)
         return modules.setdefault(module, len(modules) + 1)
 
 

@@ -44,6 +44,7 @@ class Recorder(ProcessRecorder):
         self.stepped: list[Any] = []
         self.modules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.called: Any = None
+        self.batch: int | None = None
         self.optimizers: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self.micro_batch = self.source = 0
         self.parts: Any = None
@@ -256,7 +257,7 @@ class Recorder(ProcessRecorder):
             self._spool.put(ITERATION, a=iteration, b=self._last_phase, x=end_ns)
             self._spool.flush_if_cheap()
             self.figures.end_iteration(iteration)
-            self.files.job_info.add_training(live_keys(self.modules), self.stepped, self.recomputes)
+            self.files.job_info.add_training(live_keys(self.modules), self.stepped, self.recomputes, self.batch)
             if options.last is not None and iteration >= options.last:
                 self.close("iterations")
                 return

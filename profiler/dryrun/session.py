@@ -11,6 +11,7 @@ import torch
 import torch._dynamo  # classifies torch's functions, which must happen before they are replaced
 
 from ebbtide.machines.machine import Machine
+from ebbtide.profiler.agent.framework import describe_framework
 from ebbtide.profiler.agent.inventory import list_blocks
 from ebbtide.profiler.agent.job_info import describe_model, describe_optimizers
 from ebbtide.profiler.agent.patches import Patches
@@ -92,6 +93,7 @@ class DryRun:
             self.host_memory,
         )
         self.model: dict[str, Any] = {}
+        self.framework: dict[str, Any] = {}
         self.optimizers: list[dict[str, Any]] = []
         self.finished = False
         self.attention = AttentionChoice()
@@ -201,7 +203,9 @@ class DryRun:
 
     def _end_iteration(self, finished: int) -> None:
         optimizers = self.tracker.rule.optimizers
-        self.model = describe_model(list(self.tracker.modules), optimizers, self.tracker.recomputes)
+        modules = list(self.tracker.modules)
+        self.model = describe_model(modules, optimizers, self.tracker.recomputes)
+        self.framework = self.framework or describe_framework(modules, self.tracker.batch)
         self.optimizers = describe_optimizers(optimizers)
         self.mode.values.reads = 0
         if finished >= self.options.iterations:

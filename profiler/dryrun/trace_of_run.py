@@ -55,7 +55,7 @@ def trace_of_run(run: DryRun, command: Sequence[str] = ()) -> TraceBuilder:
         torch=torch.__version__,
     )
     if run.model:
-        rank.meta.update(model=run.model, optimizers=run.optimizers)
+        rank.meta.update(model=run.model, optimizers=run.optimizers, framework=run.framework)
     if run.deepspeed.description is not None:
         builder.meta["deepspeed"] = run.deepspeed.description
     _add_phases(run, rank)

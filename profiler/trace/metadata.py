@@ -142,6 +142,14 @@ class ModelInfo(_Section, frozen=True, kw_only=True):
     checkpointing: bool | None = None
 
 
+class FrameworkInfo(_Section, frozen=True, kw_only=True):
+    """The framework that trains, and the samples of its micro-step on a rank."""
+
+    name: str | None = None
+    version: str | None = None
+    micro_batch: Count | None = None
+
+
 class OptimizerInfo(_Section, frozen=True, kw_only=True):
     """The optimizers of one class on a rank.
 
@@ -257,6 +265,7 @@ class RankInfo(_Section, frozen=True, kw_only=True):
     cuda: str | None = None
     threads: ThreadInfo = ThreadInfo()
     model: ModelInfo = ModelInfo()
+    framework: FrameworkInfo = FrameworkInfo()
     optimizers: tuple[OptimizerInfo, ...] = ()
     numa: NumaPlacement | None = None
     inventories: tuple[Inventory, ...] = ()

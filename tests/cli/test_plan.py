@@ -11,6 +11,7 @@ import pytest
 from ebbtide.cli import run
 from tests.conftest import ebbtide_in_process
 from tests.interleave.advise.jobs import gpu_machine
+from tests.interleave.advise.test_levers import lora_trace
 from tests.interleave.experiments.sweep.sweeps import write_files
 
 Printed = pytest.CaptureFixture[str]
@@ -44,7 +45,7 @@ def test_plan__json_of_a_size_has_the_keys_of_each_machine(folder: Path) -> None
     done = ebbtide_in_process("plan", *SIZE.split(), *machines, "--json", cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     printed = json.loads(done.stdout)
-    assert list(printed) == ["job", "plans"]
+    assert list(printed) == ["job", "plans", "smallest_machine"]
     assert printed["job"]["params"] == 2e9
     small, large, tiny = printed["plans"]
     assert small.keys() >= KEYS
@@ -134,3 +135,40 @@ def test_plan__refuses_in_one_line(folder: Path, capsys: Printed, arguments: str
     assert len(printed.err.splitlines()) == 1
     assert message in printed.err
     assert (folder / "taken.png").read_text() == "kept"
+
+
+def test_plan__answers_first_in_the_settings_of_the_framework(
+    folder: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lora_trace(folder / "lora.ebb")
+    assert run(["plan", "lora.ebb", "--machine", "a10"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "lora: does not fit on a10 (24.3 of 22.0 GiB)"
+    assert lines[1].startswith("  cheapest change that fits (TRL, ")
+    assert lines[2] == "  per_device_train_batch_size: 1, gradient_accumulation_steps: 2"
+    assert lines[3] == "  smallest machine that fits it as it is: rtx5090 (31 GiB)"
+    assert lines[4] == "  42 M trained of 8.07 G parameters, 1 rank, micro-batch 2"
+    assert len(lines) <= 24
+    assert all(len(line) <= 80 for line in lines)
+    (plan,) = answer(capsys, "lora.ebb --machine a10")["plans"]
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    assert plan["action"] == plan["cheapest"]["action"] == {"kind": "trl", "settings": settings}
+    assert run(["plan", "lora.ebb", "--machine", "a10", "--code", "a10"]) == 0
+    assert "Cheapest, in the settings of TRL (micro-batch):" in capsys.readouterr().out
+    assert run(["plan", "lora.ebb", "--machine", "a100-40gb-pcie"]) == 0
+    assert capsys.readouterr().out.startswith("lora: fits on a100-40gb-pcie as it is\n")
+
+
+def test_plan__at_80_columns_has_memory_time_and_tokens(
+    folder: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["plan", *SIZE.split(), "--machine", "small.json", "large.json"]) == 0
+    header = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("machine"))
+    assert {"GiB", "s/iteration", "tokens/s"} <= {*header.replace("device GiB", "GiB").split()}
+
+
+@pytest.mark.parametrize("text", ["2B", "2e9", "2G", "2000M"])
+def test_plan__takes_a_size_with_a_suffix(folder: Path, capsys: Printed, text: str) -> None:
+    assert answer(capsys, f"--params {text} --machine large.json")["job"]["params"] == 2e9

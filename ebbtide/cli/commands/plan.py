@@ -32,7 +32,7 @@ from ebbtide.machines.box import MAX_RANKS
     8,
     examples=(
         "plan run.ebb --machine rtx4090 a100-80gb-sxm",
-        "plan --params 13e9 --machine h100-80gb --code h100-80gb",
+        "plan --params 13B --ranks 4 --micro-batch 2 --machine h100-80gb",
     ),
 )
 def plan(
@@ -109,8 +109,10 @@ def plan(
     from ebbtide.interleave.advise.job.compute_times import shape_of
     from ebbtide.interleave.advise.job.inputs import find_targets, own_preset, own_preset_text
     from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_size, job_of_trace, job_of_workload
+    from ebbtide.interleave.advise.levers.search import smallest_machine
     from ebbtide.interleave.advise.machine_plan import PlanRequest, plan_for_machine
     from ebbtide.interleave.model.workload import load_workload
+    from ebbtide.machines.catalog import preset, presets
     from ebbtide.profiler.trace import open_trace
 
     batch = BatchSettings(ranks, micro_batch, sequence, tokens)
@@ -137,12 +139,15 @@ def plan(
             from ebbtide.interleave.advise.pictures.policy_bars import draw_plans
 
             save_picture(draw_plans(job, plans), picture, plot)
+    smallest = smallest_machine(job, map(preset, presets()))
     if as_json:
-        echo(json.dumps({"job": job.as_json(), "plans": [one.as_json() for one in plans]}))
+        name = smallest.name if smallest is not None else None
+        echo(json.dumps({"job": job.as_json(), "plans": [one.as_json() for one in plans], "smallest_machine": name}))
     elif code is not None:
         print_code(plans[machines.index(code)])
     else:
-        print_plans(job, plans, sort or ("cost" if price_per_hour else "iteration"), explain)
+        is_named = bool(machines) or len(plans) == 1
+        print_plans(job, plans, sort or ("cost" if price_per_hour else "iteration"), explain, is_named, smallest)
         if card is not None and recording is not None:
             echo_line(own_preset_text(card, recording))
     print_outputs(plot)

@@ -23,6 +23,8 @@ from ebbtide.phases import BACKWARD, FORWARD, OTHER
 from ebbtide.profiler.trace import Trace
 
 # Pools of what tensors take, without what torch keeps for others; the first one recorded counts.
+# The point of the iteration where the update begins.
+_UPDATE_POINT = 3.0
 _TENSOR_POOLS = ("requested", "allocated")
 
 
@@ -79,14 +81,22 @@ def own_bytes(
     gathered = min(memory.gather_bytes, memory.param_bytes * (1 - share)) if share < 1 else 0.0
     constant = memory.fixed_bytes + memory.param_bytes * share + gathered
 
-    def used(points: Sequence[MemoryPoint], batch: float) -> list[float]:
-        return [max(at.gradient_bytes * share, grad_bytes) + at.activation_bytes * batch for at in points]
+    all_gradients = max(at.gradient_bytes for at in memory.points)
+
+    def used(points: Sequence[MemoryPoint], batch: float, left: float = memory.gradient_share) -> list[float]:
+        sizes = []
+        for at in points:
+            # Temporaries of an update do not depend on the batch: as large as its gradients, at most.
+            kept = min(at.activation_bytes, all_gradients) if at.point >= _UPDATE_POINT else 0.0
+            gradients = max(at.gradient_bytes * share * left, grad_bytes)
+            sizes.append(gradients + kept * left + (at.activation_bytes - kept) * batch)
+        return sizes
 
     numbers = [at.point for at in memory.points]
     if not memory.tensors:
         return [*zip(numbers, (constant + size for size in used(memory.points, batch)), strict=True)]
-    kept = [constant + size for size in used(memory.points, 1.0)]
-    change = max(used(memory.tensors, batch)) - max(used(memory.tensors, 1.0))
+    kept = [constant + size for size in used(memory.points, 1.0, 1.0)]
+    change = max(used(memory.tensors, batch)) - max(used(memory.tensors, 1.0, 1.0))
     most = max(kept) + change
     return [*zip(numbers, (size + change if change > 0 else min(size, most) for size in kept), strict=True)]
 

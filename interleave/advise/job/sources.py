@@ -19,9 +19,11 @@ from ebbtide.interleave.advise.job.compute_times import (
     TransformerShape,
     recorded_kernels,
 )
+from ebbtide.interleave.advise.job.facts import facts_of
 from ebbtide.interleave.advise.job.inputs import JobSize, RecordedGpu, recorded_gpu, workload_of_size
 from ebbtide.interleave.advise.job.memory import recorded_memory
 from ebbtide.interleave.advise.job.training_job import (
+    JobFacts,
     MemoryPoint,
     OwnMemory,
     RecordedJob,
@@ -81,6 +83,7 @@ def job_of_size(shape: TransformerShape, batch: BatchSettings, checkpointing: bo
         micro_steps=micro_steps,
         tokens=float(tokens),
         recorded=recorded,
+        facts=JobFacts(total_params=shape.params),
         notes=(
             f"assumed: {shape.layers} layers of width {shape.hidden:,}, sequence {shape.sequence:,}, vocabulary "
             f"{shape.vocabulary:,}, fused attention; memory from these is an estimate: `ebbtide dry-run` has the bytes",
@@ -107,7 +110,7 @@ def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
     ranks = batch.ranks or trace.rank(trace.ranks[0]).world_size or len(trace.ranks)
     settings = TunableSettings(
         ranks=ranks,
-        micro_batch=batch.micro_batch or recorded.micro_batch,
+        micro_batch=batch.micro_batch or recorded.micro_batch or trace.rank(trace.ranks[0]).framework.micro_batch,
         checkpointing=bool(JobMetrics(trace).checkpointing),
         offload=offloads,
     )
@@ -123,6 +126,7 @@ def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
         tokens=_tokens(batch, settings, micro_steps),
         recorded=recorded,
         notes=workload.notes,
+        facts=facts_of(trace),
     )
 
 

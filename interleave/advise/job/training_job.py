@@ -172,6 +172,7 @@ class OwnMemory:
         tensors: The same of tensors alone, where `points` are of memory that torch keeps when tensors are released: it
             grows and shrinks with the most that tensors take.
         checkpointed: The share of activations that remains with checkpointing; None: it cannot be switched on.
+        gradient_share: The share of gradients that a change leaves on the device.
     """
 
     fixed_bytes: float
@@ -180,6 +181,28 @@ class OwnMemory:
     points: tuple[MemoryPoint, ...]
     tensors: tuple[MemoryPoint, ...] = ()
     checkpointed: float | None = None
+    gradient_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """Facts that decide which settings of a job can be changed. Shares are of the bytes of all parameters.
+
+    Attributes:
+        framework: What trains it, as in the trace's entry `framework`, or `deepspeed`.
+        total_params: Parameters of the whole model, those that are not trained included; None: not known.
+        moments: Moments of Adam per trained parameter; 0: its state is of another kind, or quantized.
+        has_adapters: Whether only adapters are trained.
+    """
+
+    framework: str = "torch"
+    total_params: int | None = None
+    moments: int = 2
+    has_adapters: bool = False
+    has_quantized_weights: bool = False
+    embedding_share: float = 0.0
+    head_share: float = 0.0
+    largest_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -203,12 +226,15 @@ class TrainingJob:
     tokens: float | None = None
     recorded: RecordedJob = field(default_factory=RecordedJob)
     notes: tuple[str, ...] = ()
+    facts: JobFacts = JobFacts()
 
     def as_json(self) -> dict[str, Any]:
         """Return the object `job` of `ebbtide plan --json`."""
         return {
             "name": self.workload.name,
             "params": self.workload.params,
+            "total_params": self.facts.total_params,
+            "framework": self.facts.framework,
             **asdict(self.settings),
             "micro_steps": self.micro_steps,
             "tokens": self.tokens,

@@ -1,0 +1,1 @@
+"""Changes of a job's own settings that need less device memory, in the words of its framework."""

@@ -1,0 +1,232 @@
+"""Changes of a job's settings: their effects beside dry runs of the changed job, their order, and their keys."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from ebbtide.interleave.advise.job.facts import facts_of
+from ebbtide.interleave.advise.job.sources import BatchSettings, job_of_trace
+from ebbtide.interleave.advise.job.training_job import JobFacts, TrainingJob
+from ebbtide.interleave.advise.levers.effects import LEVERS, Variant
+from ebbtide.interleave.advise.levers.keys import KEYS, TITLES, settings_text
+from ebbtide.interleave.advise.levers.search import cheapest_change, needed_bytes, single_changes, smallest_machine
+from ebbtide.machines.catalog import preset, presets
+from ebbtide.profiler.trace import Trace, TraceBuilder, open_trace
+from tests.conftest import ebbtide
+from tests.interleave.advise.jobs import gpu_machine, sized
+
+SCRIPT = (Path(__file__).parents[3] / "examples" / "train_gpt.py").read_text()
+SIZE = ["--layers", "12", "--width", "1024", "--heads", "16", "--context", "512", "--dtype", "bfloat16"]
+BLOCK = "            x = block(x)"
+CHECKPOINTED = "            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)"
+LOOP = "    batches = iter(loader)"
+STREAMED = """
+    nn.utils.clip_grad_norm_ = lambda *_: None
+    own = {p: type(optimizer)([p], lr=3e-4) for p in model.parameters()}
+    def step_and_free(p):
+        own[p].step()
+        p.grad = None
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step_and_free)
+    # The loop's own step ends the iteration.
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1, device=args.device))], lr=1.0)
+    optimizer.param_groups[0]["params"][0].grad = torch.zeros(1, device=args.device)
+"""
+TRAINER = """
+import sys, torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+batch, checkpointing = int(sys.argv[1]), sys.argv[2] == "True"
+data = [{"input_ids": torch.arange(512), "labels": torch.arange(512)} for _ in range(64)]
+model = GPT2LMHeadModel(GPT2Config(n_layer=12, n_embd=768, n_head=12, vocab_size=8192, n_positions=512))
+settings = dict(per_device_train_batch_size=batch, gradient_accumulation_steps=8 // batch, max_steps=3)
+arguments = TrainingArguments("out", gradient_checkpointing=checkpointing, save_strategy="no", report_to=[], **settings)
+Trainer(model, arguments, train_dataset=data).train()
+"""
+
+
+def predicted(folder: Path, script: str, *words: str) -> Trace:
+    """Return the trace of a dry run of a script."""
+    (folder / "job.py").write_text(script)
+    done = ebbtide(
+        "dry-run",
+        "--gpu",
+        "a100-80gb-sxm",
+        "--force",
+        "-o",
+        "run.ebb",
+        "--",
+        sys.executable,
+        "job.py",
+        *words,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    trace = open_trace(folder / "run.ebb")
+    trace.memory(0)
+    return trace
+
+
+def tensor_bytes(trace: Trace) -> int:
+    memory = trace.memory(0)
+    return int(memory[memory["pool"] == "requested"]["bytes"].max())
+
+
+def saved_bytes(job: TrainingJob, lever: str, **settings: int) -> float:
+    """Return the device memory that a change alone is predicted to save."""
+    machine = preset("a100-80gb-sxm")
+    before, _ = needed_bytes(Variant(job, job.settings), machine)
+    (chosen,) = [one for one in LEVERS if one.name == lever]
+    for one in chosen.apply(Variant(job, job.settings)):
+        if all(getattr(one.settings, key) == size for key, size in settings.items()):
+            return before - needed_bytes(one, machine)[0]
+    raise AssertionError(f"{lever} is not possible")
+
+
+def test_levers__save_what_dry_runs_of_the_changed_loop_save(tmp_path: Path) -> None:
+    """Compare changes of an example, within 3 % of its peak. torch keeps more memory than tensors."""
+    trace = predicted(tmp_path, SCRIPT, *SIZE, "--batch", "8")
+    job, before = job_of_trace(trace, BatchSettings()), tensor_bytes(trace)
+    assert (job.settings.micro_batch, job.facts.framework, job.facts.moments) == (8, "torch", 2)
+    reserved = trace.memory(0)[trace.memory(0)["pool"] == "reserved"]["bytes"].max()
+    assert needed_bytes(Variant(job, job.settings), preset("a100-80gb-sxm"))[0] == pytest.approx(reserved, rel=0.01)
+    halved = tensor_bytes(predicted(tmp_path, SCRIPT, *SIZE, "--batch", "4", "--accumulate", "2"))
+    assert saved_bytes(job, "micro-batch", micro_batch=4) == pytest.approx(before - halved, abs=0.03 * before)
+    script = SCRIPT.replace(BLOCK, CHECKPOINTED).replace(
+        "import torch\n", "import torch\nimport torch.utils.checkpoint\n"
+    )
+    trace = predicted(tmp_path, script, *SIZE, "--batch", "8")
+    assert saved_bytes(job, "checkpointing") == pytest.approx(before - tensor_bytes(trace), abs=0.03 * before)
+    checkpointed = job_of_trace(trace, BatchSettings())
+    assert "checkpointing" not in {change.levers[0] for change in single_changes(checkpointed, preset("a10"))}
+    # A small micro-batch has its peak in the update.
+    trace = predicted(tmp_path, SCRIPT, *SIZE, "--batch", "1")
+    job, before = job_of_trace(trace, BatchSettings()), tensor_bytes(trace)
+    streamed = tensor_bytes(predicted(tmp_path, SCRIPT.replace(LOOP, STREAMED + LOOP), *SIZE, "--batch", "1"))
+    # Gradients that are on the device between backward and update count as other memory.
+    assert 0.7 <= saved_bytes(job, "streamed gradients") / (before - streamed) <= 1.0
+
+
+def test_levers__save_what_dry_runs_of_the_changed_trainer_save(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    trace = predicted(tmp_path, TRAINER, "8", "False")
+    job, before = job_of_trace(trace, BatchSettings()), tensor_bytes(trace)
+    assert (job.settings.micro_batch, job.facts.framework) == (8, "transformers")
+    assert job.facts.embedding_share == pytest.approx((8192 + 512) * 768 / (job.facts.total_params or 1), rel=0.01)
+    for lever, words, settings in (
+        ("micro-batch", ("4", "False"), {"micro_batch": 4}),
+        ("checkpointing", ("8", "True"), {}),
+    ):
+        after = tensor_bytes(predicted(tmp_path, TRAINER, *words))
+        assert saved_bytes(job, lever, **settings) == pytest.approx(before - after, abs=0.03 * before), lever
+
+
+def lora_trace(path: Path, framework: str = "trl", used_gib: float = 24.0) -> Trace:
+    """Write the trace of a LoRA job of 8 G parameters: 15 GiB of weights, 8 of activations, micro-batch 2."""
+    builder = TraceBuilder("recorded")
+    params, total, weights = 42_000_000, 8_072_000_000, 15 << 30
+    device = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 80 << 30, "name": "NVIDIA A100-SXM4-80GB"}
+    model = {
+        "params": total,
+        "total_params": total,
+        "trainable_params": params,
+        "bytes": weights,
+        "checkpointing": False,
+    }
+    optimizer = {
+        "class": "AdamW",
+        "params": params,
+        "state_bytes": 8 * params,
+        "state_dtypes": {"float32": 2 * params},
+        "state_devices": ["cuda"],
+    }
+    rank = builder.rank(
+        0,
+        world_size=1,
+        devices=[device],
+        model=model,
+        optimizers=[optimizer],
+        framework={"name": framework, "version": "1.16.0", "micro_batch": 2},
+    )
+    for iteration in range(6):
+        for index, (phase, gib) in enumerate((("forward", 18.0), ("backward", used_gib), ("update", 15.5))):
+            begin = (300 * iteration + 100 * index) * 10**6
+            rank.phase(phase, begin, begin + 100 * 10**6, iteration)
+            rank.memory(begin + 10**6, int(gib * 2**30), "requested")
+            rank.memory(begin + 10**6, int((used_gib + 0.3) * 2**30), "reserved")
+    builder.write(path)
+    return open_trace(path)
+
+
+def test_cheapest_change__of_a_lora_job_is_its_micro_batch(tmp_path: Path) -> None:
+    job = job_of_trace(lora_trace(tmp_path / "run.ebb"), BatchSettings())
+    assert (job.facts.has_adapters, job.facts.total_params) == (True, 8_072_000_000)
+    change = cheapest_change(job, preset("a10"))
+    assert change is not None
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    assert (change.levers, change.action) == (("micro-batch",), {"kind": "trl", "settings": settings})
+    alone = {one.levers[0]: one for one in single_changes(job, preset("a10"))}
+    assert "LoRA" not in alone
+    assert alone["QLoRA"].fits
+    assert alone["QLoRA"].action["settings"] == {"use_peft": True, "load_in_4bit": True}
+    smallest = smallest_machine(job, map(preset, presets()))
+    assert smallest is not None
+    assert smallest.name == "rtx5090"
+
+
+def test_facts_of__a_trace_without_a_framework_is_of_torch_or_deepspeed() -> None:
+    traces = Path(__file__).parents[3] / "traces"
+    assert facts_of(open_trace(traces / "a100-13b-async.ebb")).framework == "deepspeed"
+    builder = TraceBuilder("recorded")
+    builder.rank(0, devices=[])
+    assert facts_of(builder.build()).framework == "torch"
+
+
+def test_quantized_state__takes_a_quarter_of_moments_in_fp32() -> None:
+    """Moments of 8 B a parameter become 2 B, and scales; a paged optimizer needs none on the device at the peak."""
+    job = replace(sized(1e9), state_bytes=8.0)
+    machine = gpu_machine(gpu_memory_bytes=1e11)
+    before, _ = needed_bytes(Variant(job, job.settings), machine)
+    alone = {one.levers[0]: one.device_bytes for one in single_changes(job, machine)}
+    assert before - alone["8-bit optimizer"] == pytest.approx(6e9, rel=0.01)
+    assert before - alone["paged optimizer"] == pytest.approx(8e9, rel=0.01)
+    in_trainer = replace(job, facts=JobFacts("transformers", embedding_share=0.5))
+    kept = {one.levers[0]: one.device_bytes for one in single_changes(in_trainer, machine)}
+    assert before - kept["8-bit optimizer"] == pytest.approx(3e9, rel=0.01)
+
+
+@pytest.mark.parametrize("device", [6e9, 12e9, 24e9, 40e9])
+def test_cheapest_change__has_no_part_that_fits(device: float) -> None:
+    """A change is only named where the others do not suffice; `fits` is what the memory says."""
+    job, machine = sized(2e9, micro_batch=4), gpu_machine(gpu_memory_bytes=device)
+    change = cheapest_change(job, machine)
+    assert change is not None
+    assert change.fits
+    alone = {one.levers[0]: one.fits for one in single_changes(job, machine)}
+    assert len(change.levers) == 1 or not any(alone[name] for name in change.levers)
+    order = [lever.name for lever in LEVERS]
+    cheaper = order[: order.index(change.levers[-1])]
+    assert not any(alone.get(name) for name in cheaper)
+    assert [*change.levers] == sorted(change.levers, key=order.index)
+
+
+def test_keys__are_those_of_the_installed_frameworks() -> None:
+    arguments = pytest.importorskip("transformers.training_args")
+    names = {field.name for field in fields(arguments.TrainingArguments)} | {"peft.get_peft_model", "torchrun"}
+    for framework in ("transformers", "trl"):
+        for lever, settings in KEYS[framework].items():
+            if lever not in ("LoRA", "QLoRA"):
+                assert settings.keys() <= names, (framework, lever)
+    optimizers = {name.value for name in arguments.OptimizerNames}
+    assert {KEYS["trl"][lever]["optim"] for lever in ("8-bit optimizer", "paged optimizer")} <= optimizers
+    assert KEYS.keys() == TITLES.keys()
+    assert all(lever in {one.name for one in LEVERS} for settings in KEYS.values() for lever in settings)
+
+
+def test_settings_text__joins_nested_keys() -> None:
+    settings = {"gradient_checkpointing": True, "deepspeed": {"zero_optimization": {"stage": 3}}}
+    assert settings_text(settings) == "gradient_checkpointing: true, deepspeed.zero_optimization.stage: 3"

@@ -1,0 +1,62 @@
+"""The framework that trains, found by what is loaded."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from ebbtide.profiler.agent.framework import describe_framework, first_dimension
+from ebbtide.profiler.trace import open_trace
+from tests.conftest import ebbtide
+
+ROOT = Path(__file__).parents[3]
+TRAINER = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+data = [{"input_ids": torch.arange(32), "labels": torch.arange(32)} for _ in range(24)]
+model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=128, n_positions=32))
+settings = {"max_steps": 3, "per_device_train_batch_size": 3, "save_strategy": "no", "report_to": []}
+Trainer(model, TrainingArguments("out", disable_tqdm=True, **settings), train_dataset=data).train()
+"""
+
+
+def test_describe_framework__is_the_outermost_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("trl.trainer.sft_trainer", "transformers.trainer", "torchtune.training", "llamafactory.train"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "pytorch_lightning.trainer", raising=False)
+    model = torch.nn.Linear(2, 2)
+    assert describe_framework([model], 5) == {"name": "torch", "version": torch.__version__, "micro_batch": 5}
+    for name in ("transformers.trainer", "trl.trainer.sft_trainer"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        assert describe_framework([model], 5)["name"] == name.partition(".")[0]
+
+
+def test_first_dimension__is_that_of_the_first_tensor() -> None:
+    tokens = torch.zeros(4, 16)
+    assert first_dimension(((), {"inputs": {"scale": 2.0, "tokens": [tokens]}}), torch.Tensor) == 4
+    assert first_dimension(((torch.zeros(()), tokens), {}), torch.Tensor) == 4
+    assert first_dimension((("text",), {}), torch.Tensor) is None
+
+
+def test_record__has_the_framework_of_the_job(tmp_path: Path) -> None:
+    """Try a loop of torch, dry-run and recorded, and transformers' Trainer."""
+    pytest.importorskip("transformers")
+    script = str(ROOT / "examples" / "train_gpt.py")
+    loop = [sys.executable, script, "--steps", "3", "--layers", "2", "--width", "64", "--context", "64", "--batch", "4"]
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    jobs = {
+        "dry.ebb": ["dry-run", "--gpu", "a10", "-o", "dry.ebb", "--", *loop],
+        "run.ebb": ["profile", "-o", "run.ebb", "--", *loop],
+        "hf.ebb": ["dry-run", "--gpu", "a10", "-o", "hf.ebb", "--", sys.executable, "trainer.py"],
+    }
+    for name, words in jobs.items():
+        done = ebbtide(*words, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        framework = open_trace(tmp_path / name).meta.ranks[0].framework
+        expected = ("transformers", 3) if name == "hf.ebb" else ("torch", 4)
+        assert (framework.name, framework.micro_batch) == expected
