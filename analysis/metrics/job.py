@@ -157,6 +157,13 @@ class JobMetrics:
         return sub_steps(self.trace, ranks, by_subgroup)
 
     @property
+    def without_gradients_ms(self) -> float | None:
+        """Time of `other` in which forwards without gradients run; None where none were recorded."""
+        from ebbtide.analysis.metrics.substeps.without_gradients import without_gradients_ms
+
+        return without_gradients_ms(self.trace)
+
+    @property
     def rank_differences(self) -> RankDifferences:
         """The ranks that differ from the others."""
         from ebbtide.analysis.metrics.ranks.comparison import rank_differences

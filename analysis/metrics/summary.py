@@ -126,6 +126,8 @@ class Summary(TabularResult):
             `iteration_low_ms` and `iteration_high_ms` in JSON.
         storage: Bytes and waits of storage, per rank and direction; empty where none was used.
         rank_differences: The ranks that differ from the others.
+        without_gradients_ms: Part of `other`: forwards without gradients (reference models, generation, evaluation).
+            None where none were recorded.
     """
 
     iterations: int
@@ -144,6 +146,7 @@ class Summary(TabularResult):
     iteration_range: TimeRange | None = None
     storage: tuple[StorageUse, ...] = ()
     rank_differences: RankDifferences = NOT_COMPARED
+    without_gradients_ms: float | None = None
 
     @property
     def longest_phase(self) -> PhaseSummary | None:
@@ -160,6 +163,7 @@ class Summary(TabularResult):
             "warmup_iterations": self.warmup_iterations,
             "ranks": self.ranks,
             "iteration_ms": self.iteration_ms,
+            "without_gradients_ms": self.without_gradients_ms,
             "phases": [phase.as_json(self.is_predicted) for phase in self.phases],
             "transfers": {direction: asdict(transfer) for direction, transfer in self.transfers.items()},
             "memory": memory,
@@ -237,7 +241,14 @@ def _summarize(trace: Trace) -> Summary:
         iteration_range=predicted_range(trace, "iteration"),
         storage=tuple(storage_use(trace)),
         rank_differences=rank_differences(trace),
+        without_gradients_ms=_without_gradients(trace),
     )
+
+
+def _without_gradients(trace: Trace) -> float | None:
+    from ebbtide.analysis.metrics.substeps.without_gradients import without_gradients_ms  # imports pandas
+
+    return without_gradients_ms(trace)
 
 
 def _range(values: TimeRange | None) -> dict[str, float | None]:

@@ -27,6 +27,8 @@ def activity_tables(activity: GpuActivity) -> list[Table]:
         return []
     phases = [phase for phase in activity.phases if phase.compute_ms is not None]
     note = "Medians over the steady iterations. A kernel belongs to the phase that launched it; kinds may overlap."
+    if activity.without_gradients_ms:
+        note += f" Of other, {ms_text(activity.without_gradients_ms)} are forwards without gradients."
     columns = (text("phase", "phase"), *(ms(kind, f"{kind}_ms") for kind in _KINDS))
     tables = [Table("activity", "GPU time of each phase in an iteration", columns, phases, note)]
     times = [(kind, getattr(total, f"{kind}_ms")) for kind in _KINDS]

@@ -131,6 +131,8 @@ def _peaks(trace: Trace, summary: Summary) -> Iterator[str]:
 def _figures(trace: Trace, summary: Summary) -> Iterator[str | Table]:
     if summary.iterations > summary.warmup_iterations:
         yield phase_table(trace, summary)
+        if summary.without_gradients_ms:
+            yield f"of other: {ms_text(summary.without_gradients_ms)} forwards without gradients"
     else:
         yield f"figures are of the whole trace: {no_iterations(trace)}"
         yield totals_table(trace, summary.totals, summary.ranks)

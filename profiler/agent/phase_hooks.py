@@ -28,7 +28,8 @@ class OutermostCall:
     `Module.__call__` reads that attribute of the module and, if it is not None, calls it instead of the module's own
     call (`Module.compile()` works so). As a data descriptor, this sees each read together with its module. Inside a
     phase it returns what the module itself has there (0.1 us); outside of one it returns a call that is recorded as a
-    forward. Dynamo inlines modules without reading the attribute, and torch keeps it out of pickles.
+    forward, or as one without gradients. Dynamo inlines modules without reading the attribute, and torch keeps it out
+    of pickles.
     """
 
     def __init__(self, recorder: Recorder, torch: Any) -> None:
@@ -46,9 +47,13 @@ class OutermostCall:
             if recorder.phase == BACKWARD:
                 recorder.recomputes = True
             return compiled
-        if not recorder.live or self._compiling() or not self._grad_enabled():
+        if not recorder.live or self._compiling():
             return compiled
-        return functools.partial(self._forward, module, compiled)
+        if self._grad_enabled():
+            return functools.partial(self._forward, module, compiled)
+        if recorder.without_gradients.active:
+            return compiled
+        return functools.partial(self._forward_without_gradients, module, compiled)
 
     def __set__(self, module: Any, value: Any) -> None:
         module.__dict__[_CALL_ATTRIBUTE] = value
@@ -73,6 +78,16 @@ class OutermostCall:
             return result
         finally:
             recorder.leave(keep=trains)
+
+    def _forward_without_gradients(self, module: Any, compiled: Any, *args: Any, **kwargs: Any) -> Any:
+        call = compiled or module._call_impl
+        recorded = self._recorder.without_gradients
+        if not recorded.begin():
+            return call(*args, **kwargs)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            recorded.end()
 
     def _forward_of_bystander(self, module: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a module in a thread that has had no phase, where other threads train.

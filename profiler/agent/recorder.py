@@ -18,6 +18,7 @@ from .memory_reader import PhaseReadings
 from .process_recorder import ProcessRecorder
 from .spool import ITERATION, START
 from .threads import NOT_READ_NOTE, TWO_TRAIN_NOTE, TrainingThreads
+from .without_gradients import ForwardsWithoutGradients
 
 Tensors = TypeVar("Tensors")
 
@@ -33,6 +34,7 @@ class Recorder(ProcessRecorder):
         called: The outermost module of the open phase, if it is a forward.
         micro_batch: Number of the micro-batch that a pipeline schedule works on, from 1; 0: not known.
         source: Number of the outermost module of the open phase, if it is a forward; else 0.
+        without_gradients: Forwards outside of phases.
         deferred: Phases that are not yet written, since the open update decides about them; None: none are held back.
     """
 
@@ -50,6 +52,7 @@ class Recorder(ProcessRecorder):
         self.parts: Any = None
         self.deferred: list[PhaseRecord] | None = None
         self.threads = TrainingThreads(self._torch)
+        self.without_gradients = ForwardsWithoutGradients(self)
         self._cuda_in_use = self._torch.cuda.is_initialized
         self._phase_lock = _thread.allocate_lock()
         self._owner = self._last_owner = 0
@@ -118,6 +121,7 @@ class Recorder(ProcessRecorder):
             if self._rule.index < 0:
                 self._count_boundaries(phase)
             if self.begin():
+                self.without_gradients.put()
                 if phase == UPDATE:
                     for listener in tuple(self.on_update):
                         listener()
@@ -198,8 +202,17 @@ class Recorder(ProcessRecorder):
             self._put_phase(record)
         else:
             self.release_marks(record)
+        self.put_finished_spans()
+
+    def put_finished_spans(self) -> None:
+        """Write the device times that are known by now."""
         if self.gpu.pending:
             self._put_gpu_times(self.gpu.finished_spans())
+
+    def close(self, reason: str = "closed") -> None:
+        """Stop recording; the job goes on. Safe to call twice."""
+        self.without_gradients.put()
+        super().close(reason)
 
     def end_record(self, end_ns: int) -> PhaseRecord:
         """Return the record of the open phase, which ends now, and read memory."""

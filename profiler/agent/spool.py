@@ -125,12 +125,12 @@ GPU_QUANTITIES = (
     *("temperature", "throttle_reasons"),
 )
 # The sub-steps of DeepSpeed's updates and backwards, the kinds of operation of a plan, and what only DeepSpeed's
-# SuperOffload, ZenFlow and ZeRO-Infinity have.
+# SuperOffload, ZenFlow and ZeRO-Infinity have. The last one is a part of `other`.
 OPS = (
     *("overflow check", "gradient norm", "prepare", "unscale", "update", "parameters", "release", "gather", "rest"),
     *("reduce", "gradient down", "gradient up", "clip", "fetch", "flush", "cast", "upload"),
     *("wait", "rollback", "selective update", "select columns", "parameters down", "read", "write"),
-    *("gradient read", "gradient write"),
+    *("gradient read", "gradient write", "forward without gradients"),
 )
 # `worker` is another process of the job, on the CPU. The last two are of files for optimizer state.
 RESOURCES = ("host", "cpu", "gpu", "h2d", "d2h", "worker", "storage_read", "storage_write")

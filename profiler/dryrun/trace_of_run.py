@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 
 from ebbtide.phases import ITERATION_PARTS, OTHER
+from ebbtide.profiler.agent.without_gradients import NAME
 from ebbtide.profiler.dryrun.session import DryRun
 from ebbtide.profiler.dryrun.time.phase_tracker import FakePhase
 from ebbtide.profiler.dryrun.time.time_priors import CASES, TYPICAL
@@ -59,6 +60,7 @@ def trace_of_run(run: DryRun, command: Sequence[str] = ()) -> TraceBuilder:
     if run.deepspeed.description is not None:
         builder.meta["deepspeed"] = run.deepspeed.description
     _add_phases(run, rank)
+    _add_forwards_without_gradients(run, rank)
     _add_memory(run, rank)
     _add_activity(run, rank)
     for note in run.notes():
@@ -85,6 +87,14 @@ def _add_phases(run: DryRun, rank: Any) -> None:
         phases["iteration"] = phases["iteration"].astype("Int64")
         phases["micro_step"] = micro_steps(phases)
         rank.extend("phases", **{column: phases[column] for column in phases})
+
+
+def _add_forwards_without_gradients(run: DryRun, rank: Any) -> None:
+    for forward in run.tracker.without_gradients.rows:
+        following = run.tracker.phases[forward.phases_before : forward.phases_before + 1]
+        iteration = following[0].iteration if following else None
+        times = {"start_ns": forward.start_ns, "end_ns": forward.end_ns}
+        rank.add("ops", **times, resource="gpu", name=NAME, iteration=iteration)
 
 
 def _add_activity(run: DryRun, rank: Any) -> None:

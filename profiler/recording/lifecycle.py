@@ -126,7 +126,8 @@ def finish_recording(recording: OpenRecording, changes: dict[str, Any], first_it
     output, warnings = recording.output, list(recording.sampler.notes)
     if not recording.is_in_place:
         return RecordingResult([], [f"{output} was removed while the job ran: nothing was saved"])
-    empty_reason = explain_empty_recording(output / SPOOL, recording.command, first_iteration)
+    failed = changes.get("exit") not in (None, {"code": 0})
+    empty_reason = explain_empty_recording(output / SPOOL, recording.command, first_iteration, failed)
     changes = {"host": recording.sampler.host, "ended_wall_ns": time.time_ns(), "notes": list(warnings), **changes}
     try:
         traces = finish(output, changes)
@@ -173,7 +174,9 @@ def write_nested_marker() -> None:
             (Path(outer) / f"nested-{os.getpid()}").touch()
 
 
-def explain_empty_recording(spools: Path, command: Sequence[str], first_iteration: int = 0) -> str:
+def explain_empty_recording(
+    spools: Path, command: Sequence[str], first_iteration: int = 0, job_failed: bool = False
+) -> str:
     """Return why no process recorded itself, from the marker files that the agent writes as it starts."""
     if any(spools.glob("nested-*")):
         return "the job is recorded by another `ebbtide profile` inside this command"
@@ -182,6 +185,8 @@ def explain_empty_recording(spools: Path, command: Sequence[str], first_iteratio
         return f"the agent could not attach ({failed[0].read_text(errors='replace')[:200]})"
     if any(spools.glob("torch-*")) and first_iteration:
         return f"the job did not get as far as iteration {first_iteration}, where --iterations begins"
+    if any(spools.glob("torch-*")) and job_failed:
+        return "the job failed before any module ran forward with gradients"
     if any(spools.glob("torch-*")):
         return (
             "torch was imported, but no module ran forward with gradients and nothing ran backward, or the process had "

@@ -30,27 +30,42 @@ def phases(metrics: JobMetrics) -> Unknown | None:
 _WAITING = [f"cause_{cause}" for cause in ("copy", "memset", "late_launch", "host_busy", "queue", "unknown")]
 # Every job does something between the phases. More than this share of the iteration is much.
 _MIN_OTHER_SHARE = 0.15
+_AROUND_FORWARDS = "look at what runs around the forwards without gradients (sampling of tokens, rewards, metrics); "
 
 
 @rule("between-phases", ITERATIONS, PASSES)
 def between_phases(metrics: JobMetrics) -> Finding | None:
-    """Compare the time outside phases with the iteration. Where kernels were recorded, without the time in which the
-    GPU computes or communicates: it does not wait for the host then."""
+    """Compare the time outside phases with the iteration, without the time of forwards without gradients. Where kernels
+    were recorded, also without the time in which the GPU computes or communicates: it does not wait for the host then.
+    """
     other, iteration = metrics.phase_ms(OTHER), metrics.iteration_ms
-    activity = metrics.iteration_activity(OTHER)
-    if other and len(activity):
-        other = min(other, float(activity[_WAITING].sum(axis=1).max()))
-    if not other or not iteration or other < _MIN_OTHER_SHARE * iteration:
-        return None
-    if metrics.phase_ms(FORWARD) is None or metrics.phase_ms(BACKWARD) is None:
+    if not other or not iteration or metrics.phase_ms(FORWARD) is None or metrics.phase_ms(BACKWARD) is None:
         # The time of a phase that was not recorded counts as other.
         return None
-    busy = ", and the GPU neither computes nor communicates then" if len(activity) else ""
+    named = min(metrics.without_gradients_ms or 0.0, other)
+    unnamed, least = other - named, _MIN_OTHER_SHARE * iteration
+    activity = metrics.iteration_activity(OTHER)
+    if len(activity):
+        unnamed = min(unnamed, float(activity[_WAITING].sum(axis=1).max()))
+    part = f"{ms_text(named)} of {ms_text(iteration)} ({100 * named / iteration:.0f} %) are forwards without gradients"
+    if unnamed >= least:
+        busy = ", and the GPU neither computes nor communicates then" if len(activity) else ""
+        share = f"{ms_text(unnamed)} of {ms_text(iteration)} ({100 * unnamed / iteration:.0f} %) belong to no phase"
+        return between_phases.finding(
+            "Much of the iteration is outside forward, backward and update",
+            clamp_gain(unnamed),
+            (share + busy, *([f"besides, {part}"] if named else [])),
+            (_AROUND_FORWARDS if named > unnamed else "")
+            + "look at data loading (workers, pinned batches), logging, and synchronising calls such as loss.item()",
+        )
+    if named < least:
+        return None
     return between_phases.finding(
-        "Much of the iteration is outside forward, backward and update",
-        clamp_gain(other),
-        (f"{ms_text(other)} of {ms_text(iteration)} ({100 * other / iteration:.0f} %) belong to no phase" + busy,),
-        "look at data loading (workers, pinned batches), logging, and synchronising calls such as loss.item()",
+        f"Forwards without gradients take {100 * named / iteration:.0f} % of the iteration",
+        None,
+        (part,),
+        "reference models, generation and evaluation are work of the job: `ebbtide summary --by substep` has their "
+        "times; where outputs of a frozen model do not change between epochs, compute them once",
     )
 
 

@@ -15,6 +15,7 @@ from ebbtide.analysis.metrics.activity.idle_causes import time_without_compute
 from ebbtide.analysis.metrics.activity.phase_activity import phase_activity
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.missing import NO_KERNELS, no_iterations
+from ebbtide.analysis.metrics.substeps.without_gradients import without_gradients_ms
 from ebbtide.analysis.timeseries.intervals import difference, length
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.phases import ITERATION_PARTS
@@ -161,6 +162,7 @@ class GpuActivity(TabularResult):
         kernels: The kernels with most time.
         collectives: Waiting of the ranks for each other; None unless several ranks recorded the same collectives.
         missing: Lines on what is missing, and how to record it.
+        without_gradients_ms: Part of `other` on the rank: forwards without gradients; None where none were recorded.
     """
 
     rank: int | None
@@ -171,6 +173,7 @@ class GpuActivity(TabularResult):
     kernels: list[KernelTime]
     collectives: CollectiveSkew | None
     missing: list[str]
+    without_gradients_ms: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide summary --by activity --json` prints."""
@@ -208,6 +211,7 @@ def gpu_activity(trace: Trace, rank: int | None = None) -> GpuActivity:
         kernels=top_kernels(trace, rank, _MAX_KERNELS),
         collectives=collective_skew(trace),
         missing=missing,
+        without_gradients_ms=without_gradients_ms(trace, rank),
     )
 
 

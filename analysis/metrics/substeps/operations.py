@@ -10,6 +10,7 @@ import pandas as pd
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.iterations import intervals
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
+from ebbtide.profiler.agent.without_gradients import NAME as WITHOUT_GRADIENTS
 from ebbtide.profiler.trace import Trace
 
 # Resources timed by the host's clock; all others use device times.
@@ -22,10 +23,10 @@ def run_in_sequence(ops: pd.DataFrame) -> bool:
     """Return whether ops are the sub-steps of DeepSpeed's own step, which follow each other on the host.
 
     Those of another process (`worker`), reads and writes run beside them. The operations of a schedule also use the
-    link, and run at the same time.
+    link, and run at the same time. Forwards without gradients follow each other, too.
     """
-    used = set(ops["resource"])
-    return "host" in used and not used & set(DIRECTIONS)
+    used = set(ops["resource"][ops["name"] != WITHOUT_GRADIENTS])
+    return not used or ("host" in used and not used & set(DIRECTIONS))
 
 
 @once_per_trace

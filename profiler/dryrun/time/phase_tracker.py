@@ -20,6 +20,7 @@ from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.agent.phase_hooks import OutermostCall, wrap_backward
 from ebbtide.profiler.agent.threads import TrainingThreads
 from ebbtide.profiler.dryrun.time.clock import Times, VirtualClock
+from ebbtide.profiler.dryrun.time.time_priors import TYPICAL
 
 
 @dataclass
@@ -39,6 +40,42 @@ class FakePhase:
     iteration: int | None = None
 
 
+@dataclass(frozen=True)
+class FakeForward:
+    """A forward without gradients: its device times in ns, and how many phases ended before it."""
+
+    start_ns: int
+    end_ns: int
+    phases_before: int
+
+
+class FakeForwards:
+    """Collects the outermost forwards while grad mode is off and no phase is open, as the recorder's class does.
+
+    Attributes:
+        active: Whether one runs.
+    """
+
+    def __init__(self, clock: VirtualClock, phases: list[FakePhase]) -> None:
+        self.active = False
+        self.rows: list[FakeForward] = []
+        self._clock, self._phases = clock, phases
+        self._start_ns = self._phases_before = 0
+
+    def begin(self) -> bool:
+        """Begin a forward."""
+        self._clock.tick()
+        self._start_ns, self._phases_before = self._clock.record()[TYPICAL], len(self._phases)
+        self.active = True
+        return True
+
+    def end(self) -> None:
+        """End the forward. It is dropped if phases ran in it."""
+        self.active = False
+        if len(self._phases) == self._phases_before:
+            self.rows.append(FakeForward(self._start_ns, self._clock.record()[TYPICAL], self._phases_before))
+
+
 class PhaseTracker:
     """Detects phases by the rules of the recorder; `OutermostCall` and `wrap_backward` report to it as to `Recorder`.
 
@@ -48,6 +85,7 @@ class PhaseTracker:
 
     def __init__(self, clock: VirtualClock, on_update: Callable[[], None], on_iteration: Callable[[int], None]) -> None:
         self.phases: list[FakePhase] = []
+        self.without_gradients = FakeForwards(clock, self.phases)
         self.rule = IterationRule()
         self.modules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.module_names: list[str] = []

@@ -6,8 +6,9 @@ import pytest
 
 from ebbtide.analysis.findings import Unknown
 from ebbtide.analysis.findings.rules.iterations import between_phases, phases, slow_rank
+from ebbtide.profiler.agent.without_gradients import NAME
 from ebbtide.profiler.trace import TraceBuilder
-from tests.analysis.findings.jobs import Job, on_cpu, on_gpu
+from tests.analysis.findings.jobs import MS, Job, on_cpu, on_gpu
 from tests.conftest import slow_case
 
 
@@ -20,6 +21,36 @@ def test_between_phases__gain_is_time_outside_phases(make: type[Job], other: flo
         finding = job.finding(between_phases)
         assert finding.potential_gain_ms == pytest.approx(other)
         assert f"({100 * other / (400 + other):.0f} %)" in finding.evidence[0]
+
+
+def with_forwards(job: Job, ms: float) -> Job:
+    """Add a forward without gradients to each iteration, 10 ms after the beginning of its `other`."""
+    for (number, phase), begins in job.begins.items():
+        for iteration, begin in enumerate(begins if phase == "other" else []):
+            start = begin + 10 * MS
+            job.builder.rank(number).add(
+                "ops", start_ns=start, end_ns=start + round(ms * MS), resource="host", name=NAME, iteration=iteration
+            )
+    return job
+
+
+@pytest.mark.parametrize("make", [on_gpu, on_cpu])
+def test_between_phases__names_forwards_without_gradients(make: type[Job]) -> None:
+    finding = with_forwards(make(other=200), 180).finding(between_phases)
+    assert finding.potential_gain_ms is None
+    assert finding.title == "Forwards without gradients take 30 % of the iteration"
+    assert "180.0 ms of 600.0 ms" in finding.evidence[0]
+    assert "data loading" not in finding.advice
+
+
+def test_between_phases__gains_what_is_not_a_forward() -> None:
+    finding = with_forwards(on_cpu(other=300), 180).finding(between_phases)
+    assert finding.potential_gain_ms == pytest.approx(120)
+    assert "120.0 ms of 700.0 ms (17 %) belong to no phase" in finding.evidence[0]
+    assert "180.0 ms" in finding.evidence[1]
+    assert finding.advice.startswith("look at what runs around the forwards without gradients")
+    # Neither part is much of the iteration.
+    assert with_forwards(on_cpu(other=130), 65).result(between_phases) is None
 
 
 @pytest.mark.parametrize("ranks", [2, slow_case(3), slow_case(4)])

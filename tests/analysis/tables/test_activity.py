@@ -10,8 +10,8 @@ from ebbtide.analysis.tables.activity import _short_name
     [
         ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "ncclKernel_AllReduce_RING_LL_Sum_float"),
         (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, at::detail::Array<char*, "
-            "3> >(int, at::native::CUDAFunctor_add<float>, at::detail::Array<char*, 3>)",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, at::detail::Array<"
+            "char*, 3> >(int, at::native::CUDAFunctor_add<float>, at::detail::Array<char*, 3>)",
             "vectorized_elementwise_kernel<4, CUDAFunctor_add<float>, Array<char*, 3> >",
         ),
         ("void at::native::(anonymous namespace)::CatArray<float>(float*, f(int))", "CatArray<float>"),

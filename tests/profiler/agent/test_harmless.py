@@ -257,6 +257,14 @@ def test_profile__explains_why_a_command_without_training_is_not_recorded(
     assert not (tmp_path / "run.ebb").exists()
 
 
+def test_profile__says_that_a_job_failed_before_it_trained(tmp_path: Path) -> None:
+    script = "import torch\nraise ImportError('of the job')"
+    run = ebbtide("profile", "-o", tmp_path / "run.ebb", "--", sys.executable, "-c", script)
+    assert run.returncode == 1
+    assert "nothing was recorded: the job failed before any module ran forward with gradients" in run.stderr
+    assert "disk space" not in run.stderr
+
+
 def _bare(job: Path, **env: str) -> Run:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     run = run_process([sys.executable, job], cwd=job.parent, env=environment)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from ebbtide.analysis.metrics.activity.activity import gpu_activity
 from ebbtide.analysis.metrics.iterations import median_ms
 from ebbtide.analysis.metrics.prediction import TimeRange, predicted_range, prediction_line
+from ebbtide.analysis.metrics.substeps.without_gradients import without_gradients_ms
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.machines.gpu_compute import GpuCompute
 from ebbtide.machines.machine import Machine
@@ -265,3 +266,42 @@ def test_trace__shows_idle_time_of_launch_bound_jobs_only(width: int, batch: int
     assert line == "predicted by a dry run, not measured (machine a machine)"
     assert printed == (True, ranges["iteration"].low_ms, ranges["forward"].high_ms)
     assert not has_gaps
+
+
+def test_dry_run__names_forwards_without_gradients() -> None:
+    def job() -> None:
+        model, reference = (nn.Linear(WIDTH, WIDTH, device="cuda") for _ in range(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            x = torch.randn(BATCH, WIDTH, device="cuda")
+            with torch.no_grad():
+                reference(x)
+            model(x).sum().backward()
+            optimizer.step()
+            with torch.inference_mode():
+                nn.Sequential(model, reference)(x)
+
+    def look(run: DryRun) -> Any:
+        trace = trace_of_run(run).build()
+        ops, phases = trace.ops(0), trace.phases(0)
+        overlap = [
+            bool(((phases["gpu_start_ns"] < end) & (phases["gpu_end_ns"] > start)).any())
+            for start, end in zip(ops["start_ns"], ops["end_ns"], strict=True)
+        ]
+        lengths = (ops["end_ns"] - ops["start_ns"]).min()
+        other_ms = median_ms(trace, "other") or 0.0
+        return (
+            list(phases["phase"]),
+            ops["iteration"].tolist(),
+            any(overlap),
+            lengths,
+            without_gradients_ms(trace),
+            other_ms,
+        )
+
+    phases, iterations, overlap, shortest_ns, named_ms, other_ms = observe(job, look, iterations=3)
+    assert phases == ["forward", "backward", "update"] * 3
+    assert iterations == [0, 1, 1, 2, 2]
+    assert not overlap
+    assert shortest_ns > 0
+    assert 0 < named_ms <= other_ms
