@@ -188,15 +188,18 @@ def best_static_split(workload: Workload, machine: Machine) -> Steps | None:
 
     Of ratios that DeepSpeed rounds to the same subgroups it is the largest.
     """
+    # If the free memory is not known, only a plan that needs no device memory is sure to fit.
+    fitting = [
+        steps for steps in _static_splits(workload, machine) if steps.valid.fits_device(machine.gpu_memory_bytes)
+    ]
+    return min(fitting, key=lambda steps: steps.iteration_s, default=None)
+
+
+def _static_splits(workload: Workload, machine: Machine) -> list[Steps]:
+    """Return static splits without storage, the one that keeps most state on the host first."""
     machine = replace(machine, storage=())
-    best = None
-    for ratio in (share / 20 for share in range(20, -1, -1)):
-        steps = steps_of(f"twin-flow:{ratio:g}" if ratio < 1 else "zero-offload", workload, machine)
-        # If the free memory is not known, only a plan that needs no device memory is sure to fit.
-        fits = steps is not None and steps.valid.fits_device(machine.gpu_memory_bytes)
-        if steps is not None and fits and (best is None or steps.iteration_s < best.iteration_s):
-            best = steps
-    return best
+    policies = ("zero-offload", *(f"twin-flow:{share / 20:g}" for share in range(19, -1, -1)))
+    return [steps for policy in policies if (steps := steps_of(policy, workload, machine)) is not None]
 
 
 def _other_policies(best: Steps, split: Steps | None, workload: Workload, machine: Machine) -> list[Steps]:
@@ -213,6 +216,10 @@ def _other_policies(best: Steps, split: Steps | None, workload: Workload, machin
         min(fitting, key=lambda steps: steps.iteration_s, default=None),
         split,
     ]
+    if workload.gpu_free is None and not fits_memory(best, machine):
+        # Where the host is too small for the best policy, a split may fit: what the device has free is not known.
+        splits = [steps for steps in _static_splits(workload, machine) if fits_memory(steps, machine)]
+        candidates.append(min(splits, key=lambda steps: steps.iteration_s, default=None))
     # A split may be zero-offload, and the best policy one of these.
     by_policy = {steps.plan.policy: steps for steps in candidates if steps is not None}
     others = [steps for policy, steps in by_policy.items() if policy != best.plan.policy and may_fit(steps)]

@@ -203,6 +203,10 @@ def test_advice__fits_on_random_jobs(first: int) -> None:
     assert check_random(first, 3) > 6
 
 
+def test_advice__finds_a_split_where_the_host_is_too_small_and_free_device_memory_is_not_known() -> None:
+    assert check_random(1374, 1) >= 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1000, 1500, 50))
 def test_advice__fits_on_500_random_jobs(first: int) -> None:

@@ -96,6 +96,8 @@ def test_recommend__jobs_run_with_the_blocks_as_printed(
     policy: str, deepspeed_extensions: None, tmp_path: Path
 ) -> None:
     (tmp_path / "blocks.json").write_text(json.dumps(printed_blocks(policy)))
+    # The lines read the machine's file again.
+    (tmp_path / "m.json").write_text(json.dumps(MACHINE))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
