@@ -31,6 +31,7 @@ from ebbtide.analysis.metrics.totals import Totals, whole_trace
 from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import Floats, union_length
 from ebbtide.phases import ITERATION_PARTS
+from ebbtide.profiler.agent.without_gradients import NAME as WITHOUT_GRADIENTS
 from ebbtide.profiler.trace import Trace
 
 if TYPE_CHECKING:
@@ -246,6 +247,8 @@ def _summarize(trace: Trace) -> Summary:
 
 
 def _without_gradients(trace: Trace) -> float | None:
+    if not any(WITHOUT_GRADIENTS in trace.labels(rank, "ops", "name") for rank in trace.ranks):
+        return None
     from ebbtide.analysis.metrics.substeps.without_gradients import without_gradients_ms  # imports pandas
 
     return without_gradients_ms(trace)

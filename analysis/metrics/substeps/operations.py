@@ -26,7 +26,7 @@ def run_in_sequence(ops: pd.DataFrame) -> bool:
     link, and run at the same time. Forwards without gradients follow each other, too.
     """
     used = set(ops["resource"][ops["name"] != WITHOUT_GRADIENTS])
-    return not used or ("host" in used and not used & set(DIRECTIONS))
+    return len(ops) > 0 and (not used or ("host" in used and not used & set(DIRECTIONS)))
 
 
 @once_per_trace
