@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from ebbtide.interleave.doctor.host import Host
+from ebbtide.interleave.doctor.host import JobHost
 
 State = Literal["ok", "warning", "unknown"]
 
@@ -47,13 +47,13 @@ class Diagnosis:
 
 
 # State, detail, and the remedy where there is one.
-Found = tuple[State, str] | tuple[State, str, str]
-Finder = Callable[[Host], Iterator[Found]]
+Answer = tuple[State, str] | tuple[State, str, str]
+Finder = Callable[[JobHost], Iterator[Answer]]
 _CHECKS: dict[str, Finder] = {}
 
 
 def check(name: str) -> Callable[[Finder], Finder]:
-    """Decorate a function of `Host`, in a file of the folder `checks`, so that `ebbtide doctor` calls it."""
+    """Decorate a function of `JobHost`, in a file of the folder `checks`, so that `ebbtide doctor` calls it."""
 
     def register(finder: Finder) -> Finder:
         assert name not in _CHECKS, f"two checks are named {name}"
@@ -70,7 +70,7 @@ def all_checks() -> dict[str, Finder]:
     return dict(_CHECKS)
 
 
-def examine(host: Host) -> Diagnosis:
+def examine(host: JobHost) -> Diagnosis:
     """Run all checks on a host."""
     return Diagnosis(
         tuple(CheckResult(name, *result) for name, finder in all_checks().items() for result in finder(host))

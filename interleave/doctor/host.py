@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide import host_limits
-from ebbtide.interleave.doctor.job import Job, read_job
+from ebbtide.interleave.doctor.job import JobCommand, read_job
 from ebbtide.numa.processes import read_allowed_cpus
 from ebbtide.numa.topology import NumaNode, pci_node, read_nodes
 from ebbtide.profiler.sampler.gpu import Gpu, open_gpus
@@ -63,7 +63,7 @@ class Package:
 
 
 @dataclass(frozen=True)
-class Host:
+class JobHost:
     """A host and the job that is to run on it.
 
     Attributes:
@@ -76,7 +76,7 @@ class Host:
         root: The folder that holds `sys` and `proc`.
     """
 
-    job: Job
+    job: JobCommand
     cards: tuple[Card, ...] = ()
     missing_cards: str = ""
     driver: str | None = None
@@ -133,7 +133,7 @@ class Host:
             return ""
 
 
-def this_host(command: Sequence[str] = (), root: Path = Path("/"), library: Any = None) -> Host:
+def this_host(command: Sequence[str] = (), root: Path = Path("/"), library: Any = None) -> JobHost:
     """Return this host, with the job that a command starts.
 
     Args:
@@ -145,12 +145,12 @@ def this_host(command: Sequence[str] = (), root: Path = Path("/"), library: Any 
     try:
         nvml = Nvml(library)
     except NvmlError as error:
-        return Host(job, missing_cards=f"no GPU can be seen (NVML: {error})", root=root)
+        return JobHost(job, missing_cards=f"no GPU can be seen (NVML: {error})", root=root)
     try:
         opened = open_gpus(nvml, job.environment.get("CUDA_VISIBLE_DEVICES", ""))
         cards = tuple(_card(gpu, root) for gpu in opened.gpus)
         missing = "; ".join(opened.unavailable) or ("" if cards else "NVML knows no GPU")
-        return Host(job, _visible(cards, job.environment), missing, nvml.driver(), _driver_cuda(nvml), root=root)
+        return JobHost(job, _visible(cards, job.environment), missing, nvml.driver(), _driver_cuda(nvml), root=root)
     finally:
         nvml.close()
 

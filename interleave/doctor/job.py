@@ -18,7 +18,7 @@ _SHEBANG_BYTES = 256
 
 
 @dataclass(frozen=True)
-class Job:
+class JobCommand:
     """The command of a job.
 
     Attributes:
@@ -51,7 +51,7 @@ class Job:
         return 1 if self.launcher in ("torchrun", "accelerate") and (self.ranks or 0) > 1 else None
 
 
-def read_job(command: Sequence[str], environment: Mapping[str, str]) -> Job:
+def read_job(command: Sequence[str], environment: Mapping[str, str]) -> JobCommand:
     """Read the command of a job, which may begin with assignments of variables, as in a shell.
 
     Raises UserError where nothing follows the assignments."""
@@ -68,7 +68,9 @@ def read_job(command: Sequence[str], environment: Mapping[str, str]) -> Job:
     ranks = LAUNCHERS[launcher].ranks(words) if launcher else host_limits.stated_local_ranks(environment)
     if ranks is None and words and launcher is None:
         ranks = 1
-    return Job(tuple(words), tuple(variables.items()), {**environment, **variables}, launcher, ranks, _python(words))
+    return JobCommand(
+        tuple(words), tuple(variables.items()), {**environment, **variables}, launcher, ranks, _python(words)
+    )
 
 
 def _python(words: Sequence[str]) -> str | None:

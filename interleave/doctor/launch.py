@@ -14,21 +14,21 @@ from pathlib import Path
 
 from ebbtide import host_limits
 from ebbtide.errors import UserError
-from ebbtide.interleave.doctor.host import Host
+from ebbtide.interleave.doctor.host import JobHost
 from ebbtide.interleave.doctor.launchers import LAUNCHERS
 from ebbtide.numa.topology import cpus_text, parse_cpus, read_text
 
 
 @dataclass(frozen=True)
 class RankBinding:
-    """Where a rank runs: logical cores, threads of OpenMP, and the NUMA node of its memory (None: any)."""
+    """The place of a rank: logical cores, threads of OpenMP, and the NUMA node of its memory (None: any)."""
 
     cpus: frozenset[int]
     threads: int
     node: int | None
 
 
-def rank_bindings(host: Host) -> list[RankBinding]:
+def rank_bindings(host: JobHost) -> list[RankBinding]:
     """Return the binding of each rank: an even share of the cores of its GPU's node, whole cores to one rank.
 
     Ranks whose GPU's node is not known are spread evenly over the nodes."""
@@ -53,7 +53,7 @@ def rank_bindings(host: Host) -> list[RankBinding]:
     return bindings
 
 
-def launch_line(host: Host) -> str:
+def launch_line(host: JobHost) -> str:
     """Return the line that starts the job of a host with its ranks bound. Raises UserError for unknown launchers."""
     job, bindings = host.job, rank_bindings(host)
     variables = [f"{name}={shlex.quote(value)}" for name, value in job.variables if name != "OMP_NUM_THREADS"]

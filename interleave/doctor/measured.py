@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ebbtide.interleave.doctor.check import CheckResult
-from ebbtide.interleave.doctor.host import Host
+from ebbtide.interleave.doctor.host import JobHost
 from ebbtide.state_bytes import STATE_BYTES
 from ebbtide.units import count_text, rate_text
 
@@ -14,7 +14,7 @@ _SECONDS = 4.0
 _MIN_LINK_SHARE = 0.6
 
 
-def measured_checks(host: Host) -> Iterator[CheckResult]:
+def measured_checks(host: JobHost) -> Iterator[CheckResult]:
     """Measure for a few seconds, on the first GPU if there is one; other processes that use the host slow it down."""
     from ebbtide.interleave.calibrate.run import measure_quickly  # imports torch
 

@@ -32,6 +32,8 @@ def doctor(
     from ebbtide.interleave.doctor.tables import diagnosis_view
 
     if launch is not None:
+        if job or not launch.strip():
+            raise typer.BadParameter('name the command once: --launch "torchrun --nproc-per-node 4 train.py"')
         line = launch_line(this_host(shlex.split(launch)))
         echo(json.dumps({"launch": line}) if as_json else line)
         return

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 from ebbtide import host_limits
-from ebbtide.interleave.doctor.check import Found, check
-from ebbtide.interleave.doctor.host import Host
+from ebbtide.interleave.doctor.check import Answer, check
+from ebbtide.interleave.doctor.host import JobHost
 from ebbtide.numa.topology import nodes_of, parse_cpus, read_text
 
 # A rank needs one core for its Python and launches, and others for loading data and for updates on the CPU.
@@ -18,7 +18,7 @@ _MIN_SHARE = 0.5
 
 
 @check("cores")
-def cores(host: Host) -> Iterator[Found]:
+def cores(host: JobHost) -> Iterator[Answer]:
     """Compare the cores that the job may use with its ranks, and with those of the host."""
     online = parse_cpus(read_text(host.root / "sys/devices/system/cpu/online") or "")
     total = max(len(online), len(host.cpus))
@@ -34,7 +34,7 @@ def cores(host: Host) -> Iterator[Found]:
 
 
 @check("threads")
-def threads(host: Host) -> Iterator[Found]:
+def threads(host: JobHost) -> Iterator[Answer]:
     """Compare the threads of OpenMP, which DeepSpeedCPUAdam uses, with the cores of a rank."""
     own, possible = host.job.threads, host.rank_cores
     own_text = f"ebbtide's own update takes {possible} whatever it is"
@@ -69,7 +69,7 @@ def threads(host: Host) -> Iterator[Found]:
 
 
 @check("numa")
-def numa(host: Host) -> Iterator[Found]:
+def numa(host: JobHost) -> Iterator[Answer]:
     """Check whether ranks are bound to one of several NUMA nodes, where their GPU is."""
     nodes = host.nodes
     if not nodes:
@@ -93,13 +93,16 @@ def numa(host: Host) -> Iterator[Found]:
 
 
 @check("instruction-set")
-def instruction_set(host: Host) -> Iterator[Found]:
+def instruction_set(host: JobHost) -> Iterator[Answer]:
     """Check the vector instructions that CPU Adams are built for."""
     match = re.search(r"^(?:flags|Features)\s*:(.*)$", host.text("proc/cpuinfo"), re.MULTILINE)
     flags = set(match[1].split()) if match else set()
-    found = next((name for name in ("avx512f", "avx2", "sve", "asimd") if name in flags), None)
-    if found is not None:
-        yield "ok", f"{found.removesuffix('f').upper()} for DeepSpeedCPUAdam; ebbtide compiles its loops for this CPU"
+    instructions = next((name for name in ("avx512f", "avx2", "sve", "asimd") if name in flags), None)
+    if instructions is not None:
+        yield (
+            "ok",
+            f"{instructions.removesuffix('f').upper()} for DeepSpeedCPUAdam; ebbtide compiles its loops for this CPU",
+        )
     elif flags:
         text = "neither AVX2 nor AVX-512: DeepSpeedCPUAdam falls back to loops over single values"
         yield "warning", text, "let the virtual machine pass the CPU through (-cpu host of QEMU)"
@@ -107,5 +110,5 @@ def instruction_set(host: Host) -> Iterator[Found]:
         yield "unknown", f"the kernel does not list the instructions of this {platform.machine()}"
 
 
-def _ranks(host: Host) -> str:
+def _ranks(host: JobHost) -> str:
     return f"{host.ranks} rank{'s' if host.ranks > 1 else ''}"

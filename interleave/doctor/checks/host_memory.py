@@ -7,8 +7,8 @@ import resource
 from collections.abc import Iterator
 
 from ebbtide import host_limits
-from ebbtide.interleave.doctor.check import Found, check
-from ebbtide.interleave.doctor.host import Host
+from ebbtide.interleave.doctor.check import Answer, check
+from ebbtide.interleave.doctor.host import JobHost
 from ebbtide.state_bytes import STATE_BYTES
 from ebbtide.units import bytes_text
 
@@ -20,7 +20,7 @@ _MIN_MEMLOCK_BYTES = 8 << 20  # the default of Linux since 5.16; it was 64 KiB
 
 
 @check("memory")
-def memory(host: Host) -> Iterator[Found]:
+def memory(host: JobHost) -> Iterator[Answer]:
     """Compare the memory that the job may use with that of the host."""
     total, limit = _meminfo(host, "MemTotal"), host_limits.memory_bytes(host.root)
     available = host_limits.available_bytes(host.root)
@@ -40,7 +40,7 @@ def memory(host: Host) -> Iterator[Found]:
 
 
 @check("swap")
-def swap(host: Host) -> Iterator[Found]:
+def swap(host: JobHost) -> Iterator[Answer]:
     """Check whether the host swaps: state in swap is read from disk in every update."""
     total, free = _meminfo(host, "SwapTotal"), _meminfo(host, "SwapFree")
     if total is None or free is None:
@@ -53,7 +53,7 @@ def swap(host: Host) -> Iterator[Found]:
 
 
 @check("huge-pages")
-def huge_pages(host: Host) -> Iterator[Found]:
+def huge_pages(host: JobHost) -> Iterator[Answer]:
     """Check whether pinned memory, for which the engine asks for huge pages, gets them."""
     chosen = re.search(r"\[(\w+)\]", host.text("sys/kernel/mm/transparent_hugepage/enabled"))
     if chosen is None:
@@ -70,7 +70,7 @@ def huge_pages(host: Host) -> Iterator[Found]:
 
 
 @check("locked-memory")
-def locked_memory(host: Host) -> Iterator[Found]:
+def locked_memory(host: JobHost) -> Iterator[Answer]:
     """Check the limit of locked memory, which child processes inherit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
@@ -87,7 +87,7 @@ def locked_memory(host: Host) -> Iterator[Found]:
 
 
 @check("pinned-memory")
-def pinned_memory(host: Host) -> Iterator[Found]:
+def pinned_memory(host: JobHost) -> Iterator[Answer]:
     """Check for WSL2, whose driver pins half of the memory at most."""
     if "microsoft" not in host.text("proc/version").lower():
         yield "ok", "the driver sets no limit of its own"
@@ -101,6 +101,6 @@ def pinned_memory(host: Host) -> Iterator[Found]:
     )
 
 
-def _meminfo(host: Host, key: str) -> int | None:
+def _meminfo(host: JobHost, key: str) -> int | None:
     match = re.search(rf"^{key}:\s+(\d+) kB", host.text("proc/meminfo"), re.MULTILINE)
     return int(match[1]) * 1024 if match else None

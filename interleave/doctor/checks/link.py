@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ebbtide.interleave.doctor.check import Found, check
-from ebbtide.interleave.doctor.host import Card, Host
+from ebbtide.interleave.doctor.check import Answer, check
+from ebbtide.interleave.doctor.host import Card, JobHost
 from ebbtide.units import rate_text
 
 
 @check("gpu")
-def gpu(host: Host) -> Iterator[Found]:
+def gpu(host: JobHost) -> Iterator[Answer]:
     """List the GPUs that the job may use."""
     if host.cards:
         yield "ok", ", ".join(card.title for card in host.cards)
@@ -22,7 +22,7 @@ def gpu(host: Host) -> Iterator[Found]:
 
 
 @check("link")
-def link(host: Host) -> Iterator[Found]:
+def link(host: JobHost) -> Iterator[Answer]:
     """Compare the lanes of each link with those that card and slot could use.
 
     A link at rest has a lower generation, so that is compared with the card's only where the slot limits it."""
@@ -47,7 +47,7 @@ def link(host: Host) -> Iterator[Found]:
 
 
 @check("unified-memory")
-def unified_memory(host: Host) -> Iterator[Found]:
+def unified_memory(host: JobHost) -> Iterator[Answer]:
     """Check for GPUs that share the memory of the host: offload moves nothing out of it."""
     shared = [card for card in host.cards if _shares_host_memory(card)]
     for card in shared:
@@ -63,17 +63,3 @@ def unified_memory(host: Host) -> Iterator[Found]:
 def _shares_host_memory(card: Card) -> bool:
     """Return whether the GPU is on the chip of the CPU: these report no memory of their own, nor a link."""
     return card.device["capacity_bytes"] is None and card.device["link"]["max_width"] is None
-
-
-@check("peers")
-def peers(host: Host) -> Iterator[Found]:
-    """Check whether GPUs of different ranks share the way to the host: their copies then share its rate."""
-    by_node: dict[int | None, int] = {}
-    for card in host.cards:
-        by_node[card.node] = by_node.get(card.node, 0) + 1
-    if len(host.cards) > 1:
-        spread = ", ".join(f"{count} on node {'-' if node is None else node}" for node, count in by_node.items())
-        yield (
-            "ok",
-            f"{len(host.cards)} GPUs: {spread}; whether they share a switch: ebbtide calibrate --ranks {host.ranks}",
-        )

@@ -8,15 +8,15 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from ebbtide.interleave.doctor.check import Found, check
-from ebbtide.interleave.doctor.host import Host
+from ebbtide.interleave.doctor.check import Answer, check
+from ebbtide.interleave.doctor.host import JobHost
 
 _CUDA = re.compile(r"^cuda\b[^=]*=\s*'(\d+)\.(\d+)", re.MULTILINE)
 _HIP = re.compile(r"^hip\b[^=]*=\s*'", re.MULTILINE)
 
 
 @check("torch")
-def torch(host: Host) -> Iterator[Found]:
+def torch(host: JobHost) -> Iterator[Answer]:
     """Compare the build of torch with the GPU and the driver."""
     package = host.packages.get("torch")
     if package is None:
@@ -45,7 +45,7 @@ def torch(host: Host) -> Iterator[Found]:
 
 
 @check("deepspeed")
-def deepspeed(host: Host) -> Iterator[Found]:
+def deepspeed(host: JobHost) -> Iterator[Answer]:
     """Check whether DeepSpeed's CPU Adam is built, or can be when it is first used."""
     package = host.packages.get("deepspeed")
     if package is None:
@@ -69,12 +69,12 @@ def deepspeed(host: Host) -> Iterator[Found]:
         yield "ok", f"DeepSpeed {package.version}; CPU Adam is built when a job first uses it"
 
 
-def _ninja(host: Host) -> bool:
+def _ninja(host: JobHost) -> bool:
     return host.packages.get("ninja") is not None or shutil.which("ninja") is not None
 
 
 @check("libaio")
-def libaio(host: Host) -> Iterator[Found]:
+def libaio(host: JobHost) -> Iterator[Answer]:
     """Check for the library with which DeepSpeed offloads to NVMe; ebbtide's own storage does not need it."""
     if host.packages.get("deepspeed") is None:
         return

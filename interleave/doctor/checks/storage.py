@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ebbtide.interleave.doctor.check import Found, check
-from ebbtide.interleave.doctor.host import Host
+from ebbtide.interleave.doctor.check import Answer, check
+from ebbtide.interleave.doctor.host import JobHost
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.runtime.storage.direct_file import DirectFile, file_system, memory_file_system
 from ebbtide.units import bytes_text
@@ -17,7 +17,7 @@ _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p")
 
 
 @check("storage")
-def storage(host: Host) -> Iterator[Found]:
+def storage(host: JobHost) -> Iterator[Answer]:
     """Check file system and direct I/O of the folder; nothing is wrong where state stays in memory."""
     folder, kind = host.folder, file_system(host.folder) or "unknown file system"
     space = os.statvfs(folder)

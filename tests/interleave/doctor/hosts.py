@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ebbtide.interleave.doctor.host import Card, Host
+from ebbtide.interleave.doctor.host import Card, JobHost
 from ebbtide.interleave.doctor.job import read_job
 from tests.numa_hosts import numa_host, write_process
 from tests.test_host_limits import host as write_host
@@ -15,7 +15,7 @@ GIB = 2**30
 NODES = {1: {0: "0-15"}, 2: {0: "0-15", 1: "16-31"}, 8: {node: f"{4 * node}-{4 * node + 3}" for node in range(8)}}
 
 
-def card(number: int, node: int | None = 0, width: int = 16, **device: Any) -> Card:
+def card(number: int, node: int | None = 0, width: int | None = 16, **device: Any) -> Card:
     link = {"generation": 1, "width": width, "max_generation": 4, "max_width": 16, "peak_bytes_per_s": 31.5e9}
     facts = {"index": number, "name": "NVIDIA Mock", "uuid": f"GPU-{number}", "capacity_bytes": 80 * GIB, "link": link}
     return Card(facts | device, node, None)
@@ -29,7 +29,7 @@ def make_host(
     environment: Mapping[str, str] | None = None,
     allowed: str | None = None,
     **files: str,
-) -> Host:
+) -> JobHost:
     """Write the files of a host with nodes of 64 GiB each; `files` replace some, with `__` for a slash."""
     numa_host(root, nodes)
     cpus = ",".join(nodes.values())
@@ -45,6 +45,6 @@ def make_host(
     }
     write_host(root, **(healthy | files))
     missing = "" if cards or environment else "no GPU can be seen"
-    made = Host(read_job(command, environment or {}), tuple(cards), missing, root=root, folder=Path.cwd())
+    made = JobHost(read_job(command, environment or {}), tuple(cards), missing, root=root, folder=Path.cwd())
     made.__dict__["packages"] = {}  # asking a Python takes a process
     return made

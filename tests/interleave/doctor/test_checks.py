@@ -77,9 +77,9 @@ def test_checks__find_nothing_on_a_healthy_host(tmp_path: Path, command: Any, no
     ],
 )  # fmt: skip
 def test_checks__name_one_fault(tmp_path: Path, name: str, changes: dict[str, Any], remedy: str) -> None:
-    found = faults(make_host(tmp_path, **changes))
-    assert list(found) == [name]
-    assert remedy in found[name]
+    warnings = faults(make_host(tmp_path, **changes))
+    assert list(warnings) == [name]
+    assert remedy in warnings[name]
 
 
 @pytest.mark.parametrize(("limit", "states"), [(64 << 10, ["warning"]), (1 << 30, ["ok"]), (-1, ["ok"])])

@@ -48,12 +48,12 @@ def test_rank_bindings__are_shares_of_the_gpus_node(
 
 
 def test_rank_bindings__keep_threads_of_a_core_together_and_within_the_quota(tmp_path: Path) -> None:
-    siblings = {
+    files: dict[str, Any] = {
         f"sys__devices__system__cpu__cpu{cpu}__topology__thread_siblings_list": f"{cpu % 8},{cpu % 8 + 8}"
         for cpu in range(16)
     }
-    quota = {"proc__self__cgroup": "0::/", "sys__fs__cgroup__cpu.max": "800000 100000"}
-    host = make_host(tmp_path, TORCHRUN, **siblings, **quota)
+    files |= {"proc__self__cgroup": "0::/", "sys__fs__cgroup__cpu.max": "800000 100000"}
+    host = make_host(tmp_path, TORCHRUN, **files)
     assert masks(host) == ["0-1,8-9", "2-3,10-11", "4-5,12-13", "6-7,14-15"]
     assert {binding.threads for binding in rank_bindings(host)} == {1}
 
