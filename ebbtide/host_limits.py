@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,14 +90,19 @@ def memory_group(pid: int, root: Path = Path("/")) -> MemoryGroup | None:
 
 def local_ranks() -> int:
     """Return the number of ranks on this host, as the launcher of this process states it; 1 without a launcher."""
-    node = os.environ.get("SLURM_NODEID", "")
-    for text in filter(None, map(os.environ.get, _LOCAL_RANKS)):
+    return stated_local_ranks(os.environ) or 1
+
+
+def stated_local_ranks(environment: Mapping[str, str]) -> int | None:
+    """Return the number of ranks on this host that a launcher states in an environment; None without a launcher."""
+    node = environment.get("SLURM_NODEID", "")
+    for text in filter(None, map(environment.get, _LOCAL_RANKS)):
         # Slurm lists nodes: 8(x2),4 is 8 on each of the first two and 4 on the third.
         parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
         counts = [int(count) for count, nodes in parts for _ in range(int(nodes or 1))]
         if any(counts):
             return max(1, counts[min(int(node) if node.isdigit() else 0, len(counts) - 1)])
-    return 1
+    return None
 
 
 def cores(root: Path = Path("/")) -> int:
@@ -105,7 +110,7 @@ def cores(root: Path = Path("/")) -> int:
 
     The least of its CPU affinity and of the whole cores in the quotas of its control groups.
     """
-    return _within_quotas(len(os.sched_getaffinity(0)), root)
+    return within_quotas(len(os.sched_getaffinity(0)), root)
 
 
 def rank_cores(ranks: int | None = None, root: Path = Path("/")) -> int:
@@ -117,16 +122,21 @@ def rank_cores(ranks: int | None = None, root: Path = Path("/")) -> int:
     own = launcher = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):
         launcher = max(own, len(os.sched_getaffinity(os.getppid())))
-    return max(1, min(own, _within_quotas(launcher, root) // (ranks or local_ranks())))
+    return max(1, min(own, within_quotas(launcher, root) // (ranks or local_ranks())))
 
 
-def _within_quotas(count: int, root: Path) -> int:
+def within_quotas(count: int, root: Path) -> int:
     """Return a number of cores, or that of whole cores in the quotas of the control groups of this process if less."""
     quotas = [
         text.split() for text in _control_group_values(root, "cpu", "cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us")
     ]
     allowed = [math.floor(int(quota) / int(period)) for quota, period in quotas if quota not in ("max", "-1")]
     return max(1, min([count, *allowed]))
+
+
+def too_few_threads(threads: int, possible: int) -> bool:
+    """Return whether a rank uses too few of the logical cores that it may use: torch uses one for two of a core."""
+    return threads * 2 < possible
 
 
 def cache_bytes(root: Path = Path("/")) -> int | None:

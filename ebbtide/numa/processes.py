@@ -14,10 +14,11 @@ _PAGE_KIB = re.compile(r"\bkernelpagesize_kB=(\d+)")
 _FILE = re.compile(r"\bfile=(\S+)")
 
 
-def read_allowed_cpus(pid: int, root: Path = Path("/")) -> frozenset[int] | None:
+def read_allowed_cpus(pid: int | str, root: Path = Path("/")) -> frozenset[int] | None:
     """Return the logical cores that the main thread of a process may use; None if the process has ended.
 
     Args:
+        pid: The process, or `self`.
         root: The folder that holds `proc`.
     """
     status = read_text(root / f"proc/{pid}/status") or ""

@@ -120,12 +120,15 @@ _SHARED = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
 # Measured times: the slowest rank has the largest.
 _TIMES = ("step_overhead_s", "operation_s")
 _ALONE_PARTS = _HOST_PARTS[:2]
+_COPIES = (
+    Part("pinned copies", link.measure_pinned_copies, 3),
+    Part("pageable copies", link.measure_pageable_copies, 2),
+)
 _PARTS_WITHOUT_GPU = (*_HOST_PARTS, Part("update during copies", cpu.measure_contention, 3))
 _PARTS_WITH_GPU = (
     *_HOST_PARTS,
     Part("GPU memory", gpu.record_memory, 0),
-    Part("pinned copies", link.measure_pinned_copies, 3),
-    Part("pageable copies", link.measure_pageable_copies, 2),
+    *_COPIES,
     Part("update on the GPU", gpu.measure_update, 1),
     Part("cast on the GPU", gpu.measure_cast, 1),
     Part("arithmetic of the GPU", gpu.measure_compute, 5),
@@ -166,6 +169,17 @@ def calibrate(
         storage=_slowest_paths(ranks, record.storage),
         extra={**extra, "notes": record.notes},
     )
+
+
+def measure_quickly(seconds: float) -> dict[str, float]:
+    """Measure host memory, updates on the CPU and copies of this process alone; return rates as machines name them."""
+    record = Record()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    parts = _ALONE_PARTS if device is None else (*_ALONE_PARTS, *_COPIES)
+    setup = _setup(Ranks(), seconds / sum(part.windows for part in parts), device, record)
+    for part in parts:
+        part.run(setup, record)
+    return record.rates
 
 
 def _box(ranks: Ranks, rates_by_rank: list[dict[str, float]], alone: dict[str, float]) -> Box:

@@ -33,6 +33,7 @@ OF_A_TRACE = {
 }
 MACHINE = {"host_memory_bytes_per_s": 1e10, "cpu_update_params_per_s": 5e8, "cpu_cast_params_per_s": 1e9}
 OTHERS = {
+    "doctor": "doctor",
     "machines": "machines",
     "diff traces/a100-13b-async.ebb traces/a100-torch-profiler.ebb": "diff",
     "replay traces/a100-13b-async.ebb --policy pipelined --recommend --explain": "replay",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ebbtide import host_limits
 from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
 from ebbtide.analysis.findings.needs import CPU_UPDATE, GPU, HOST_MEMORY, ITERATIONS, NUMA_NODES
 from ebbtide.analysis.findings.rule import rule
@@ -33,8 +34,7 @@ def too_few_threads(metrics: JobMetrics) -> Finding | Unknown | None:
     # Ranks that were not recorded may run on this host too.
     ranks = len(same_host) + metrics.world_size - len(metrics.trace.ranks)
     possible = max(cores // ranks, 1)
-    # Torch uses one thread for the two that a core may have.
-    if used * 2 >= possible:
+    if not host_limits.too_few_threads(used, possible):
         return None
     evidence = (
         f"the update takes {ms_text(update)} on {used} thread{'s' if used > 1 else ''} a rank",

@@ -1,0 +1,77 @@
+"""Checks: functions of a host that say whether something would slow a job down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from ebbtide.interleave.doctor.host import JobHost
+
+State = Literal["ok", "warning", "unknown"]
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The result of one check.
+
+    Attributes:
+        name: Name of the check.
+        state: `warning`: it slows a job down; `unknown`: the host does not tell.
+        detail: The figures that were found, and with a warning why they matter.
+        remedy: Words to change it, as they are to be typed where possible; None where there is nothing to do.
+    """
+
+    name: str
+    state: State
+    detail: str
+    remedy: str | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The results of all checks, in the order of the checks."""
+
+    checks: tuple[CheckResult, ...]
+
+    def of(self, state: State) -> list[CheckResult]:
+        """Return the results of a state."""
+        return [check for check in self.checks if check.state == state]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `ebbtide doctor --json` prints."""
+        return {"checks": [asdict(check) for check in self.checks]}
+
+
+# State, detail, and the remedy where there is one.
+Answer = tuple[State, str] | tuple[State, str, str]
+Finder = Callable[[JobHost], Iterator[Answer]]
+_CHECKS: dict[str, Finder] = {}
+
+
+def check(name: str) -> Callable[[Finder], Finder]:
+    """Decorate a function of `JobHost`, in a file of the folder `checks`, so that `ebbtide doctor` calls it."""
+
+    def register(finder: Finder) -> Finder:
+        assert name not in _CHECKS, f"two checks are named {name}"
+        return _CHECKS.setdefault(name, finder)
+
+    return register
+
+
+@cache
+def all_checks() -> dict[str, Finder]:
+    """Return the checks of all modules in the folder `checks`, by name, in the order of modules and lines."""
+    for path in sorted((Path(__file__).parent / "checks").glob("[a-z]*.py")):
+        import_module(f"ebbtide.interleave.doctor.checks.{path.stem}")
+    return dict(_CHECKS)
+
+
+def examine(host: JobHost) -> Diagnosis:
+    """Run all checks on a host."""
+    return Diagnosis(
+        tuple(CheckResult(name, *result) for name, finder in all_checks().items() for result in finder(host))
+    )

@@ -1,0 +1,1 @@
+"""Checks by theme; each file is found by itself."""

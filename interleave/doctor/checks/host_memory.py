@@ -1,0 +1,106 @@
+"""Checks of host memory: limits, pages, pinning, swap."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Iterator
+
+from ebbtide import host_limits
+from ebbtide.interleave.doctor.check import Answer, check
+from ebbtide.interleave.doctor.host import JobHost
+from ebbtide.state_bytes import STATE_BYTES
+from ebbtide.units import bytes_text
+
+_MIN_SHARE = 0.5
+_MIN_AVAILABLE_SHARE = 0.1
+_MIN_SWAPPED_BYTES = 1 << 30
+# Registered memory of libaio and io_uring, of RDMA, and of some drivers counts against the limit.
+_MIN_MEMLOCK_BYTES = 8 << 20  # the default of Linux since 5.16; it was 64 KiB
+
+
+@check("memory")
+def memory(host: JobHost) -> Iterator[Answer]:
+    """Compare the memory that the job may use with that of the host."""
+    total, limit = _meminfo(host, "MemTotal"), host_limits.memory_bytes(host.root)
+    available = host_limits.available_bytes(host.root)
+    if total is None or limit is None or available is None:
+        yield "unknown", "the host does not report its memory"
+        return
+    each = available // host.ranks
+    parameters = f"{each / STATE_BYTES / 1e9:.1f} G parameters"
+    text = f"{bytes_text(available)} free of {bytes_text(limit)}: state of {parameters} a rank"
+    if available < _MIN_AVAILABLE_SHARE * limit:
+        yield "warning", f"{text}; other processes hold the rest", "end them, or let the job use less host memory"
+    elif limit < _MIN_SHARE * total:
+        remedy = "docker run --memory SIZE, --mem SIZE of Slurm, limits.memory of Kubernetes"
+        yield "warning", f"{text}; the control group has {bytes_text(limit)} of the host's {bytes_text(total)}", remedy
+    else:
+        yield "ok", text
+
+
+@check("swap")
+def swap(host: JobHost) -> Iterator[Answer]:
+    """Check whether the host swaps: state in swap is read from disk in every update."""
+    total, free = _meminfo(host, "SwapTotal"), _meminfo(host, "SwapFree")
+    if total is None or free is None:
+        yield "unknown", "the host does not report its swap"
+    elif total - free >= _MIN_SWAPPED_BYTES:
+        text = f"{bytes_text(total - free)} of memory are in swap: state there is read from disk in every update"
+        yield "warning", text, "free memory, then `swapoff -a && swapon -a`, or set vm.swappiness=1"
+    else:
+        yield "ok", f"{bytes_text(total - free)} in use of {bytes_text(total)}"
+
+
+@check("huge-pages")
+def huge_pages(host: JobHost) -> Iterator[Answer]:
+    """Check whether pinned memory, for which the engine asks for huge pages, gets them."""
+    chosen = re.search(r"\[(\w+)\]", host.text("sys/kernel/mm/transparent_hugepage/enabled"))
+    if chosen is None:
+        yield "unknown", "the kernel does not report transparent huge pages"
+    elif chosen[1] == "never":
+        yield (
+            "warning",
+            "transparent huge pages are off: pinning takes 512 times as many pages (memory was taken at 0.4 instead of "
+            "2.3 GB/s on one host)",
+            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+        )
+    else:
+        yield "ok", f"transparent huge pages: {chosen[1]}"
+
+
+@check("locked-memory")
+def locked_memory(host: JobHost) -> Iterator[Answer]:
+    """Check the limit of locked memory, which child processes inherit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        yield "ok", "no limit"
+    elif limit < _MIN_MEMLOCK_BYTES:
+        yield (
+            "warning",
+            f"a process may lock {limit >> 10} KiB: asynchronous reads and writes of storage, RDMA and some drivers "
+            "fail to register more",
+            "ulimit -l unlimited, docker run --ulimit memlock=-1, LimitMEMLOCK=infinity of systemd",
+        )
+    else:
+        yield "ok", f"a process may lock {bytes_text(limit)}"
+
+
+@check("pinned-memory")
+def pinned_memory(host: JobHost) -> Iterator[Answer]:
+    """Check for WSL2, whose driver pins half of the memory at most."""
+    if "microsoft" not in host.text("proc/version").lower():
+        yield "ok", "the driver sets no limit of its own"
+        return
+    total = _meminfo(host, "MemTotal") or 0
+    yield (
+        "warning",
+        f"WSL2 pins at most about half of its memory, {bytes_text(total / 2)} here: offloaded state above it cannot be "
+        "allocated",
+        "give WSL2 more memory (memory=SIZE in .wslconfig), or start Linux itself",
+    )
+
+
+def _meminfo(host: JobHost, key: str) -> int | None:
+    match = re.search(rf"^{key}:\s+(\d+) kB", host.text("proc/meminfo"), re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
