@@ -22,9 +22,15 @@ if TYPE_CHECKING:
 
 # NVML's own window for utilization is at most so long: an older value says nothing of the present.
 _MAX_HOLD_NS = 1_000_000_000
-# Bits of `throttle_reasons` for a limit that was reached: software power cap, hardware slowdown, software and hardware
-# thermal slowdown, power brake. An idle GPU, or clocks that the user has set, are not limits.
-_LIMIT_BITS = 0x04 | 0x08 | 0x20 | 0x40 | 0x80
+# Bits of `throttle_reasons` for a limit that was reached. An idle GPU, or clocks that the user has set, are not limits.
+LIMITS = {
+    0x04: "software power cap",
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+_LIMIT_BITS = sum(LIMITS)
 # Units by quantity, in the order of output; and the column of the table `gpu` that a quantity is read from.
 UNITS = {
     "utilization": "%",
