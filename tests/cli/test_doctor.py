@@ -19,8 +19,8 @@ def test_doctor__answers_first_and_has_the_rest_behind_v() -> None:
 def test_doctor__names_faults_of_the_environment_of_a_job() -> None:
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536)); "
     script = f"{limit}from ebbtide.cli import run; sys.exit(run(sys.argv[1:]))"
-    command = [sys.executable, "-c", script, "doctor", "--strict", "--json", "--", "OMP_NUM_THREADS=500", "python", "x.py"]
-    run = run_process(command)
+    job = ["OMP_NUM_THREADS=500", "python", "x.py"]
+    run = run_process([sys.executable, "-c", script, "doctor", "--strict", "--json", "--", *job])
     checks = {check["name"]: check for check in json.loads(run.stdout)["checks"]}
     assert run.returncode == 1
     assert {name for name, check in checks.items() if check["state"] == "warning"} >= {"threads", "locked-memory"}
